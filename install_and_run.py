@@ -1,0 +1,449 @@
+#!/usr/bin/env python3
+"""Set start-llm up and run it, or test it, with one command and nothing but Python 3.12.
+
+    python3.12 install_and_run.py [SERVER ARGUMENTS]     set up what is missing, start the server
+    python3.12 install_and_run.py --setup-only           set up, start nothing
+    python3.12 install_and_run.py --test [PYTEST ARGS]   set up with the dev tools, run every gate
+
+THE PATH
+
+    find Python 3.12 ──► .venv ours and whole ──► pinned packages ──► server (exec), or gates
+    else say how to      else refused, naming      nothing to do
+    get it               the paths, or remade      when the stamp fits
+
+Another Python that starts this file looks for a 3.12 and hands over to it: the syntax stays what
+Python 3.6 can parse, and everything up to the handing over uses only what 3.6 has.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Iterable, Iterator, Mapping, NamedTuple, NoReturn
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+WANTED = (3, 12)
+
+
+class SetupError(Exception):
+    """The set-up cannot go on; the text says why and what to do. Exit status 2."""
+
+
+def say(text: str) -> None:
+    """Print progress at once, even into a pipe, so that it stays in order with pip's output."""
+    print("start-llm: " + text, flush=True)
+
+
+def output_of(command: "list[str]", environ: "Mapping[str, str] | None" = None) -> "str | None":
+    """What the command printed on stdout; None when it is missing, fails or takes 20 s."""
+    try:
+        printed = subprocess.check_output(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return printed.decode("utf-8", "replace").strip()
+
+
+# Python 3.12 -------------------------------------------------------------------------------------
+
+# A candidate is good when this runs: a pyenv shim may exist and refuse, Debian's python3 may lack
+# ensurepip, and an Intel build on an Apple Silicon Mac finds no wheel of MLX.
+PROBE = (
+    "import ensurepip, platform, sys, venv;"
+    "print('%d.%d' % sys.version_info[:2], platform.system(), platform.machine())"
+)
+
+NO_PYTHON = (
+    "this needs Python 3.12 (with its venv module; on a Mac an Apple Silicon build) and found none "
+    "that works: get it with `brew install python@3.12`, `apt install python3.12-venv`, "
+    "`pyenv install 3.12` or `uv python install 3.12`, then run this again."
+)
+
+
+def is_usable(python: str) -> bool:
+    """Whether this interpreter runs, is a 3.12, can make a venv and can load MLX's wheels."""
+    if not os.access(python, os.X_OK):
+        return False
+    words = (output_of([python, "-c", PROBE]) or "").split()
+    return words[:1] == ["3.12"] and (words[1] != "Darwin" or words[2] == "arm64")
+
+
+def python_candidates(environ: Mapping[str, str]) -> Iterator[str]:
+    """Paths where a Python 3.12 may be: PATH (all of it), pyenv, Homebrew, python.org, uv."""
+    folders = environ.get("PATH", "").split(os.pathsep)
+    for name in ("python3.12", "python3"):
+        yield from (os.path.join(folder, name) for folder in folders if folder)
+    home = Path(environ.get("HOME") or "/")
+    pyenv = Path(environ.get("PYENV_ROOT") or home / ".pyenv")
+    yield from newest_first(pyenv.glob("versions/3.12*/bin/python3.12"))
+    for prefix in ("/opt/homebrew", "/usr/local", "/home/linuxbrew/.linuxbrew"):
+        yield prefix + "/bin/python3.12"
+        yield prefix + "/opt/python@3.12/bin/python3.12"
+    yield "/usr/bin/python3.12"
+    yield "/Library/Frameworks/Python.framework/Versions/3.12/bin/python3.12"
+    uv = Path(environ.get("UV_PYTHON_INSTALL_DIR") or home / ".local/share/uv/python")
+    yield from newest_first(uv.glob("cpython-3.12*/bin/python3.12"))
+    yield output_of(["uv", "python", "find", "--system", "3.12"]) or ""
+
+
+def newest_first(paths: Iterable[Path]) -> "list[str]":
+    """The paths by the numbers in them, highest first: 3.12.10 before 3.12.9."""
+    texts = [str(path) for path in paths]
+    return sorted(texts, key=lambda text: [int(n) for n in re.findall(r"\d+", text)], reverse=True)
+
+
+def find_python(candidates: Iterable[str]) -> str:
+    """The first usable candidate. Raises SetupError when there is none."""
+    tried = set()
+    for python in candidates:
+        if python not in tried and is_usable(python):
+            return python
+        tried.add(python)
+    raise SetupError(NO_PYTHON)
+
+
+def is_this_python_usable() -> bool:
+    """Whether the running interpreter may do the set-up itself."""
+    return sys.version_info[:2] == WANTED and is_usable(sys.executable)
+
+
+def hand_over(python: str, arguments: "list[str]") -> NoReturn:
+    """Go on as the same command under another interpreter."""
+    say("going on with " + python)
+    sys.stdout.flush()
+    os.execv(python, [python, str(ROOT / "install_and_run.py")] + arguments)  # noqa: RUF005
+
+
+# The virtual environment -------------------------------------------------------------------------
+
+
+def foreign_paths(venv: Path) -> "list[str]":
+    """What another Python than 3.12 left in the venv, each path with what it shows. Empty is good.
+
+    One `python3.14 -m pip install` or `python3.14 -m venv` into it is enough: packages then come
+    from two Pythons and fail far from the cause.
+    """
+    found = []
+    version = venv_version(venv)
+    if version and not version.startswith("3.12."):
+        found.append("{} (made by Python {})".format(venv / "pyvenv.cfg", version))
+    for pattern in ("bin/python*", "bin/pip*", "lib/python*", "include/python*"):
+        found += [
+            str(path) for path in sorted(venv.glob(pattern)) if is_of_another_python(path.name)
+        ]
+    real = Path(os.path.realpath(str(venv / "bin" / "python")))
+    if is_of_another_python(real.name):
+        found.append("{} (is {})".format(venv / "bin" / "python", real))
+    return found
+
+
+def is_of_another_python(name: str) -> bool:
+    """Whether a file name such as `python3.14` or `pip2` names a version that 3.12 is not."""
+    match = re.match(r"(?:python|pip)(\d+(?:\.\d+)*)", name)
+    return match is not None and match.group(1) not in ("3", "3.12")
+
+
+def venv_version(venv: Path) -> str:
+    """The version in pyvenv.cfg (`version_info` when uv or virtualenv wrote it); "" if none."""
+    try:
+        text = (venv / "pyvenv.cfg").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    match = re.search(r"^version(?:_info)?\s*=\s*(\S+)", text, re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def venv_python(venv: Path) -> str:
+    return str(venv / "bin" / "python")
+
+
+def is_whole(venv: Path) -> bool:
+    """Whether the venv's Python and pip run; an interrupted `venv` stops short of pip."""
+    if not venv_version(venv):
+        return False
+    return output_of([venv_python(venv), "-m", "pip", "--version"]) is not None
+
+
+def make_venv(venv: Path) -> None:
+    """Make the venv, or make it again where a half of one stands."""
+    say("{} {}".format("making again the unfinished" if venv.exists() else "making", venv))
+    base = getattr(sys, "_base_executable", "") or sys.executable  # not from inside the venv itself
+    if subprocess.call([base, "-m", "venv", "--clear", str(venv)]) != 0:
+        raise SetupError("python -m venv failed, see above; run this again when that is mended.")
+
+
+# The packages ------------------------------------------------------------------------------------
+
+
+class Packages(NamedTuple):
+    """A set of requirements files, and the stamp in the venv that says they are all installed."""
+
+    files: "tuple[str, ...]"  # the lock, which pins what the others pull in, comes last
+    stamp: str
+
+
+RUN = Packages(("requirements.txt", "requirements.lock"), ".installed")
+DEV = Packages(("requirements.txt", "requirements-dev.txt", "requirements.lock"), ".installed-dev")
+
+
+def fingerprint(venv: Path, packages: Packages, *, root: Path = ROOT) -> str:
+    """What a stamp holds: the contents of the requirements files and the venv's exact Python."""
+    digest = hashlib.sha256(venv_version(venv).encode())
+    for name in packages.files:
+        digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def is_installed(venv: Path, packages: Packages, *, root: Path = ROOT) -> bool:
+    """Whether the last install of this set ended well and nothing it rests on has changed since."""
+    stamp = venv / packages.stamp
+    if not stamp.is_file() or not os.path.exists(venv_python(venv)):
+        return False
+    return stamp.read_text(encoding="utf-8") == fingerprint(venv, packages, root=root)
+
+
+def write_stamp(venv: Path, packages: Packages, *, root: Path = ROOT) -> None:
+    """Say that the set is installed; only whole stamps exist, whenever we are killed."""
+    fresh = venv / (packages.stamp + ".new")
+    fresh.write_text(fingerprint(venv, packages, root=root), encoding="utf-8")
+    os.replace(str(fresh), str(venv / packages.stamp))
+
+
+def drop_half_installed(venv: Path) -> "list[str]":
+    """Forget packages that pip was killed in the middle of; returns their names.
+
+    pip writes RECORD last, but calls a package without it installed and would leave it so.
+    """
+    halves = [
+        path
+        for path in sorted(venv.glob("lib/python3.12/site-packages/*.dist-info"))
+        if not (path / "RECORD").is_file()
+    ]
+    for path in halves:
+        shutil.rmtree(str(path))
+    return [path.name for path in halves]
+
+
+def pip_install(venv: Path, packages: Packages) -> None:
+    """Install with pip's own progress on the terminal. Raises SetupError when it fails."""
+    command = [venv_python(venv), "-m", "pip", "install", "--disable-pip-version-check"]
+    for name in packages.files[:-1]:  # each of these names the lock itself
+        command += ["-r", str(ROOT / name)]
+    environ = dict(os.environ, PIP_NO_INPUT="1", PIP_USER="0")
+    status = subprocess.call(command, stdin=subprocess.DEVNULL, env=environ)
+    if status != 0:
+        raise SetupError(
+            f"pip ended with status {status}, see above (MLX has wheels for macOS 14 on Apple "
+            "Silicon and for Linux with glibc 2.35 or newer); run this again to go on from here."
+        )
+
+
+def prepare(venv: Path, packages: Packages) -> None:
+    """Leave the venv whole, with the set installed; does nothing, offline, when it is already.
+
+    Raises SetupError, naming the paths, when another Python has been in it.
+    """
+    foreign = foreign_paths(venv)
+    if foreign:
+        raise SetupError(
+            "{} has been used by another Python than 3.12 and is not safe to run:\n  {}\n"
+            "Delete it (rm -rf {}) and run this again.".format(venv, "\n  ".join(foreign), venv)
+        )
+    if is_installed(venv, packages):
+        return
+    if not is_whole(venv):
+        make_venv(venv)
+    for name in drop_half_installed(venv):
+        say("installing again " + name + ", which was left half installed")
+    say("installing {} into {}".format(" and ".join(packages.files[:-1]), venv))
+    say("this takes minutes and 2 GB the first time; pip is quiet while it unpacks")
+    pip_install(venv, packages)
+    for done in (RUN, packages):
+        write_stamp(venv, done)
+
+
+# OpenBLAS ----------------------------------------------------------------------------------------
+
+# MLX's CPU wheel brings the reference BLAS, which multiplies float32 matrices some 25 times slower
+# than OpenBLAS. Its libmlx.so looks cblas_sgemm up like any program does, so a preloaded library
+# that has it comes first.
+OPENBLAS_PLACES = (
+    "usr/lib/*-linux-gnu*/libopenblas.so.0",
+    "usr/lib64/libopenblasp.so.0",
+    "usr/lib64/libopenblas.so.0",
+    "usr/lib/libopenblas.so*",
+    "usr/local/lib/libopenblas.so*",
+    "opt/OpenBLAS/lib/libopenblas.so*",
+    "home/linuxbrew/.linuxbrew/opt/openblas/lib/libopenblas.so*",
+)
+OPENBLAS_PACKAGES = (
+    ("apt-get", "apt-get install libopenblas0-pthread"),
+    ("dnf", "dnf install openblas-threads"),
+    ("pacman", "pacman -S openblas"),
+    ("zypper", "zypper install libopenblas_pthreads0"),
+)
+
+
+def openblas_candidates(ldconfig: str, *, root: Path = Path("/")) -> "list[str]":
+    """Where OpenBLAS may be: what `ldconfig -p` lists, then the usual places.
+
+    Not the builds with 64-bit indices (`libopenblas64`): MLX calls with 32-bit ones.
+    """
+    pattern = r"^\s*libopenblas[po]?\.so(?:\.0)? .*=> (/.+)$"
+    found = re.findall(pattern, ldconfig, re.MULTILINE)
+    for place in OPENBLAS_PLACES:
+        found += [str(path) for path in sorted(root.glob(place))]
+    return list(dict.fromkeys(found))
+
+
+def can_preload(python: str, library: str) -> bool:
+    """Whether a program started with this library preloaded finds cblas_sgemm in it."""
+    environ = dict(os.environ, LD_PRELOAD=library)
+    return output_of([python, "-c", "import ctypes; ctypes.CDLL(None).cblas_sgemm"], environ) == ""
+
+
+def find_openblas(python: str) -> "str | None":
+    """The path of an OpenBLAS that can stand before the reference BLAS, or None."""
+    ldconfig = output_of(["ldconfig", "-p"]) or output_of(["/sbin/ldconfig", "-p"]) or ""
+    libraries = openblas_candidates(ldconfig)
+    return next((library for library in libraries if can_preload(python, library)), None)
+
+
+def openblas_advice() -> str:
+    """The command that installs OpenBLAS on this machine."""
+    commands = [command for tool, command in OPENBLAS_PACKAGES if shutil.which(tool)]
+    return f"`{commands[0]}`" if commands else "the OpenBLAS package of your system"
+
+
+def preloading(environ: Mapping[str, str], library: str, *, n_cores: int) -> "dict[str, str]":
+    """The environment with the library preloaded.
+
+    One core is left to the threads that read, render and write: OpenBLAS spins while it waits.
+    """
+    changed = dict(environ)
+    changed["LD_PRELOAD"] = ":".join(filter(None, (library, environ.get("LD_PRELOAD"))))
+    changed.setdefault("OPENBLAS_NUM_THREADS", str(max(1, n_cores - 1)))
+    return changed
+
+
+def server_environment(venv: Path, environ: Mapping[str, str]) -> "dict[str, str]":
+    """The server's environment: with MLX's CPU wheel for Linux, OpenBLAS is preloaded.
+
+    Says in one line which BLAS computes. A BLAS that the user preloads is left alone.
+    """
+    uses_reference_blas = any(venv.glob("lib/python3.12/site-packages/mlx_cpu.libs/libblas*"))
+    if not uses_reference_blas or "blas" in environ.get("LD_PRELOAD", ""):
+        return dict(environ)
+    library = find_openblas(venv_python(venv))
+    if library is None:
+        say(f"MLX computes with its reference BLAS; {openblas_advice()} is faster.")
+        return dict(environ)
+    changed = preloading(environ, library, n_cores=len(os.sched_getaffinity(0)))
+    n_threads = changed["OPENBLAS_NUM_THREADS"]
+    say(f"MLX computes with {library}, OPENBLAS_NUM_THREADS={n_threads}")
+    return changed
+
+
+# Server and gates --------------------------------------------------------------------------------
+
+
+def start_server(venv: Path, arguments: "list[str]") -> NoReturn:
+    """Become the server."""
+    python, environ = venv_python(venv), server_environment(venv, os.environ)
+    sys.stdout.flush()
+    os.execve(python, [python, str(ROOT / "start-llm.py"), *arguments], environ)
+
+
+class Gate(NamedTuple):
+    """One check of the project: what to run as `python ...` in the project's folder."""
+
+    name: str
+    command: "tuple[str, ...]"
+
+
+# The tests stand last, so that their closing line is the last but one.
+GATES = (
+    Gate("ruff check", ("-m", "ruff", "check", ".")),
+    Gate("ruff format", ("-m", "ruff", "format", "--check", ".")),
+    Gate("mypy", ("-m", "mypy")),
+    Gate("floorplan", ("scripts/floorplan.py",)),
+    Gate("vulture", ("-m", "vulture")),
+    Gate("pytest", ("-m", "pytest")),
+)
+
+
+def run_gates(venv: Path, pytest_arguments: "list[str]") -> int:
+    """Run every gate, also after one has failed. Returns the exit status: 0 when all passed."""
+    failed = []
+    for gate in GATES:
+        say(f"gate {gate.name} ...")
+        extra = pytest_arguments if gate.name == "pytest" else []
+        started = time.monotonic()
+        status = subprocess.call(
+            [venv_python(venv), *gate.command, *extra], cwd=str(ROOT), stdin=subprocess.DEVNULL
+        )
+        seconds = time.monotonic() - started
+        if status != 0:
+            failed.append(gate.name)
+        if gate.name != "pytest":
+            verdict = "FAILED" if status else "passed"
+            say(f"gate {gate.name} {verdict} ({seconds:.1f} s)")
+    passed = f"{len(GATES) - len(failed)} of {len(GATES)} gates passed"
+    say(passed + ("; FAILED: " + ", ".join(failed) if failed else ""))
+    return 1 if failed else 0
+
+
+class Options(NamedTuple):
+    mode: str  # "run", "test" or "setup"
+    rest: "list[str]"  # for the server or for pytest
+
+
+def read_arguments(arguments: "list[str]") -> Options:
+    parser = argparse.ArgumentParser(
+        description="Set start-llm up and start it. Other arguments go to the server or to pytest.",
+        allow_abbrev=False,
+    )
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--test", action="store_true", help="set up, run every gate and test")
+    modes.add_argument("--setup-only", action="store_true", help="set up, start nothing")
+    known, rest = parser.parse_known_args(arguments)
+    return Options("test" if known.test else "setup" if known.setup_only else "run", rest)
+
+
+def run(arguments: "list[str]") -> int:
+    """Do what the arguments ask; the exit status. Raises SetupError."""
+    options = read_arguments(arguments)
+    if platform.system() not in ("Darwin", "Linux"):
+        raise SetupError("start-llm runs on macOS and Linux; on Windows, use it inside WSL 2.")
+    if not is_this_python_usable():
+        hand_over(find_python(python_candidates(os.environ)), arguments)
+    prepare(VENV, DEV if options.mode == "test" else RUN)
+    if options.mode == "test":
+        return run_gates(VENV, options.rest)
+    if options.mode == "run":
+        start_server(VENV, options.rest)
+    say(f"ready; start the server with: {sys.executable} {Path(__file__).name}")
+    return 0
+
+
+def main() -> int:
+    try:
+        return run(sys.argv[1:])
+    except SetupError as problem:
+        say(str(problem))
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted; run this again to go on from here")
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

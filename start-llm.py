@@ -1,0 +1,5409 @@
+"""One local LLM server for agents, in one file, built around never prefilling the same token twice.
+
+THE REQUEST PATH  (rooms in the order a request meets them; a room may only name rooms above it)
+
+    ground    01 CONFIG    every setting, read once, frozen
+              02 ERRORS    what can go wrong, and the HTTP status of each
+              03 LOG       console, session logs, counters
+    words     04 WIRE      request JSON -> ChatRequest; the shapes we answer with
+              05 RENDER    messages -> the model's chat template -> tokens, nothing lost
+              06 KEY       chained block hashes: what a prefix is called
+    memory    07 KV        the only room that knows what a KV layer looks like
+              08 CACHE     lines, checkpoints, branches: the deepest exact prefix
+              09 SESSIONS  what each conversation did last
+    model     10 MODEL     weights, tokenizer, where they come from
+              11 ENGINE    the model thread: schedule, prefill, decode, give back
+    voice     12 SPLIT     characters -> reasoning | content | tool call
+              13 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
+    street    14 ANSWER    the whole path on one page
+              15 HTTP      stdlib ThreadingHTTPServer, SSE, one error boundary
+              16 MAIN      build the state, listen, load, serve, stop
+
+WORDS WE USE
+    line        one growable KV state of one conversation tip (all layers), with its tokens
+    branch      a line that keeps only what follows its parent's first `start` tokens
+    lent        a line whose KV a running row holds; it stays visible to lookups
+    checkpoint  the state of the layers that cannot be rewound, at one position of a line
+    row         one request on the model, from admission to the end
+    offset      physical KV depth in model tokens; only _kv_cache_offset() makes one
+    cached      prompt tokens of this request whose KV was reused
+    n_*         a count;  *_tokens  ids;  *_seconds, *_bytes, *_ms  what they say
+
+WHAT NEVER HAPPENS
+    1  KV is reused for a token other than the one that built it
+    2  model tokens are sliced by anything but a KvOffset
+    3  an aborted request advances a session; what it completely prefilled is kept, it is exact
+    4  what an exception interrupted is reused
+    5  a second thread touches MLX
+    6  a byte that means something is dropped on the way to the model without a word
+
+THREADS AND LOCKS
+    model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
+    connection      one each: parse, render, wait for events, write
+    accept          one per listening address;  main waits for a signal
+    locks are leaves, private to the object that owns what they guard; none is held while waiting
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import queue
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from bisect import bisect_left
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from hashlib import sha256
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    NewType,
+    NotRequired,
+    Protocol,
+    Self,
+    TypedDict,
+)
+
+import huggingface_hub
+import jinja2
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import numpy.typing as npt
+import psutil  # type: ignore[import-untyped]
+import regex  # type: ignore[import-untyped]
+from dotenv import dotenv_values
+from mlx.utils import tree_flatten
+from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    make_prompt_cache,
+)
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    make_logits_processors,
+)
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, get_total_parameters
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass as validated_dataclass
+from pydantic_core import ErrorDetails, from_json
+from rich.console import Console
+from rich.logging import RichHandler
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# region 01 CONFIG =============================================================
+# Every setting, read once, frozen.
+#
+# The field name in capitals is the variable's name, and the default written here is the only one.
+# A range is written once, as a type. An empty variable counts as unset (`.env` files are full of
+# them). Nothing else in this file reads the environment.
+#
+# Doors   Config, ConfigError
+# Knows   -
+# Thread  any; pure
+# Budget  150
+# ==============================================================================
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used, one line each: variable, value, what is allowed."""
+
+
+def _number_word(value: object) -> object:
+    """Text of a Literal of numbers: "OFF" is None, digits are an int, the rest is left as it is."""
+    word = str(value).strip().lower()
+    if word == "off":
+        return None
+    return int(word) if word.isdecimal() else value
+
+
+_Port = Annotated[int, Field(ge=1, le=65_535)]
+_Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(ge=0)]
+_Interval = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_TopP = Annotated[float, Field(gt=0, le=1)]
+_Temperature = Annotated[float, Field(ge=0, le=2)]
+_Penalty = Annotated[float, Field(gt=0, le=10)]
+_KvBits = Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)]
+_KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
+_Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], BeforeValidator(str.lower)]
+_Scheme = Annotated[Literal["uniform", "turboquant"], BeforeValidator(str.lower)]
+_LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
+
+
+class Config(BaseModel):
+    """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # -- model
+    model_path: str = ""  # Hugging Face repo or folder; empty: GLM-4.7-Flash on a Mac, else "demo"
+    model_family: _Family = "auto"  # which tool-call format is tried first
+    hf_token: str = Field(default="", repr=False)  # for gated repos; never logged
+    trust_remote_code: bool = False  # run Python that comes with a model or tokenizer
+    strict_model_names: bool = False  # another `model` in a request: 404 instead of being served
+
+    # -- server
+    mlx_host: str = "127.0.0.1"  # address to listen on; loopback means both 127.0.0.1 and ::1
+    mlx_port: _Port = 8080  # TCP port
+    max_connections: _Positive = 256  # open sockets
+    max_queued_requests: _Positive = 256  # requests waiting for the model
+    max_body_bytes: _Positive = 67_108_864  # bytes of one request body (64 MiB)
+    keepalive_seconds: _Interval = 10.0  # between events of a stream that waits
+    idle_connection_seconds: _Interval = 60.0  # a kept connection without a request is closed
+    keep_awake: bool = False  # macOS: no sleep while a request runs
+
+    # -- proxy
+    enable_proxy: bool = True  # start LiteLLM before the server
+    proxy_model_id: str = ""  # name shown through LiteLLM; empty: openai/{MODEL_PATH}
+    proxy_port: _Port = 4000  # TCP port
+    proxy_startup_wait_seconds: _Seconds = 2.0  # for LiteLLM to come up
+
+    # -- engine
+    max_kv_size: _Positive = 196_608  # tokens of prompt and reply; an admission limit
+    prefill_step_size: _Positive = 2048  # tokens fed to the model at once
+    batch_max_rows: _Positive = 32  # requests decoded together
+    batch_padding_max: _Share = 0.25  # padding a batch may add, as a share of its real KV
+    generation_watchdog_seconds: _Seconds = 600.0  # deadline of one request; 0 = none
+    kv_bits: _KvBits = None  # 4, 8 or OFF
+    kv_group_size: _KvGroup = 64  # values per quantisation group
+    kv_quant_scheme: _Scheme = "uniform"
+    quantized_kv_start: _Count = 5000  # token position where quantisation begins
+
+    # -- prompt cache
+    prompt_cache_max_bytes: _Count = 0  # bytes; 0 = a share of what the device recommends
+    prompt_cache_max_entries_global: _Count = 24  # 0 = nothing is reused
+    prompt_cache_max_entries_per_session: _Count = 2
+    prompt_cache_ttl_seconds: _Seconds = 1800.0  # since last use; 0 = for ever
+    prompt_cache_session_max_idle_seconds: _Seconds = 1800.0  # 0 = for ever
+    prompt_cache_block_size: _Positive = 16  # tokens per hashed block
+    cache_use_block_index: bool = True  # find a prefix by block hashes, not by scanning
+    cache_canonicalize_tool_context: bool = True  # still volatile fields in the canonical copy
+    cache_vlm_image_identity: bool = True  # images are part of the key
+    cache_session_partitioning: bool = True  # kept for old .env files; the lookup is global
+    cache_norm_safety_check: bool = False  # complain when the canonical text shrank by 10 %
+    normalize_write_tool_content_for_prompt: bool = False  # a digest instead of written content
+
+    # -- sampling, where the request says nothing
+    default_temperature: _Temperature = 0.1  # 0 = greedy
+    default_top_p: _TopP = 0.9  # 1 = off
+    default_top_k: _Count = 40  # 0 = off
+    default_min_p: _Share = 0.05  # 0 = off
+    default_repetition_penalty: _Penalty = 1.0  # 1 = off; more harms tool calls
+    default_repetition_context_size: _Count = 256  # tokens the penalty looks back on
+    default_max_tokens: _Positive = 2048  # tokens of one reply
+    default_thinking: bool = True  # the model thinks before it answers
+    preserve_thinking: bool = True  # past thinking stays in the prompt, where the template can
+
+    # -- logs
+    log_level: _LogLevel = "INFO"
+    enable_request_logging: bool = True  # session logs, with prompt contents
+    log_root: str = "logs"  # folder
+    vlm_cache_debug: bool = False  # log token ids of image prompts
+
+    not_yet_acting: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("ENABLE_PROXY", "PROXY_MODEL_ID", "PROXY_PORT", "PROXY_STARTUP_WAIT_SECONDS"),
+            *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
+            *("CACHE_CANONICALIZE_TOOL_CONTEXT", "CACHE_VLM_IMAGE_IDENTITY"),
+            *("CACHE_SESSION_PARTITIONING", "VLM_CACHE_DEBUG"),
+        }
+    )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str | None]) -> Self:
+        """Build from a mapping such as {**dotenv_values(".env"), **os.environ}.
+
+        Raises ConfigError naming every bad variable at once, never just the first.
+        """
+        texts = {name: (env.get(name.upper()) or "").strip() for name in cls.model_fields}
+        try:
+            return cls.model_validate({name: text for name, text in texts.items() if text})
+        except ValidationError as error:
+            problems = (
+                f"{name.upper()}={texts[name]!r}: {problem['msg'].removeprefix('Input ')}"
+                for problem in error.errors()
+                for name in [str(problem["loc"][0])]
+            )
+            raise ConfigError("\n".join(problems)) from None
+
+    @classmethod
+    def set_without_effect(cls, env: Mapping[str, str | None]) -> list[str]:
+        """Names in `env`, sorted, of settings that later work will use and nothing reads yet."""
+        return sorted(name for name in cls.not_yet_acting if (env.get(name) or "").strip())
+
+
+# endregion
+
+# region 02 ERRORS =============================================================
+# What can go wrong while answering, and the HTTP status of each.
+#
+# Each class is one row of the table status, type, code; `headers` go out with its body.
+#
+# Doors   ServerError, BadRequest, ContextTooLong, NotFound, MethodNotAllowed, BodyTooLarge
+# Doors   UnsupportedMedia, NotReady, Overloaded, GenerationFailed, ClientGone
+# Knows   -
+# Thread  any; pure
+# Budget  110
+# ==============================================================================
+
+
+class ServerError(Exception):
+    """Base of everything the HTTP boundary turns into an OpenAI error object.
+
+    `param` is the request field at fault, in the client's notation ("messages[3].content").
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+    headers: Mapping[str, str] = {}
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or self.code
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class BadRequest(ServerError):
+    """The request cannot be honoured as it is; sending it again will not help."""
+
+    status, type = 400, "invalid_request_error"
+
+
+class ContextTooLong(BadRequest):
+    """Prompt (and reply, where a length was asked for) need more than `limit` tokens.
+
+    In OpenAI's wording: agents match "maximum context length is" and start to compact.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, n_prompt: int, limit: int, *, max_tokens: int = 0) -> None:
+        reply = f" and max_tokens asks for {max_tokens} more" if max_tokens else ""
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {n_prompt} tokens{reply}. Please reduce the length of the messages.",
+            param="messages",
+        )
+
+
+class NotFound(ServerError):
+    """No such path or, with the code "model_not_found", no such model."""
+
+    status, type = 404, "invalid_request_error"
+
+
+class MethodNotAllowed(ServerError):
+    """The path exists and takes the method `allowed`."""
+
+    status, type = 405, "invalid_request_error"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.headers = {"Allow": allowed}
+
+
+class BodyTooLarge(ServerError):
+    """The body is longer than MAX_BODY_BYTES."""
+
+    status, type, code = 413, "invalid_request_error", "request_too_large"
+
+
+class UnsupportedMedia(ServerError):
+    """The body is compressed."""
+
+    status, type = 415, "invalid_request_error"
+
+
+class NotReady(ServerError):
+    """The model is loading, or its thread is dead."""
+
+    status, code = 503, "model_not_ready"
+
+
+class Overloaded(ServerError):
+    """The queue is full. Without Retry-After some clients give up and others hammer."""
+
+    status, type, code = 429, "rate_limit_error", "queue_full"
+    headers: Mapping[str, str] = {"Retry-After": "2"}
+
+
+class GenerationFailed(ServerError):
+    """The model failed on this request; the log has the traceback, the client does not."""
+
+    code = "generation_failed"
+
+
+class ClientGone(Exception):
+    """The socket closed under us. Logged; nobody is left to answer."""
+
+
+# endregion
+
+# region 03 LOG ================================================================
+# Console, session logs, counters.
+#
+# The console gets sentences and one line of numbers per request, never what a client wrote.
+# What a client wrote goes to the session log alone: one JSON object per line, readable by its
+# owner only, and only while ENABLE_REQUEST_LOGGING is on.
+#
+# Doors   log, start_logging, request_line, CacheMetrics, SessionLog
+# Knows   CONFIG
+# Owns    _CACHE_METRICS_LOCK
+# Thread  any
+# Budget  125
+# ==============================================================================
+
+log: Final = logging.getLogger("start-llm")
+
+# prefill and decode in seconds; prompt, cached and out in tokens
+_REQUEST_KEYS: Final = "req prompt cached layer prefill decode out ttft_ms finish"
+
+
+def start_logging(config: Config) -> None:
+    """Send the server's log to stderr at LOG_LEVEL. Called by MAIN; a second call adds nothing."""
+    log.setLevel(config.log_level)
+    if not log.handlers:
+        log.addHandler(_console_handler())
+    log.propagate = False  # a library that configures the root logger would print all twice
+
+
+def _console_handler() -> logging.Handler:
+    """Colours for a person; whole plain lines for a file, where rich would fold them at 80."""
+    if sys.stderr.isatty():
+        return RichHandler(
+            console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S"
+        )
+    plain = logging.StreamHandler(sys.stderr)
+    plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    return plain
+
+
+def request_line(**values: object) -> str:
+    """`req=7f3a prompt=1200 cached=1184 ...`: always these keys in this order, "-" if unknown.
+
+    Other keys (counters) follow in the order given. What a client chose (a session id) cannot
+    break the line or reach the terminal: only printable ASCII without "=" is kept.
+    """
+    known = {key: values.pop(key, None) for key in _REQUEST_KEYS.split()}
+    return " ".join(f"{key}={_line_value(value)}" for key, value in (known | values).items())
+
+
+def _line_value(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return re.sub(r"[^!-<>-~]+", "_", str(value)[:80]) or "-"
+
+
+class CacheMetrics:
+    """Counters of what should be rare. The three in NAMES are shown even at zero."""
+
+    NAMES: Final = ("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
+
+    def __init__(self) -> None:
+        self._CACHE_METRICS_LOCK = threading.Lock()
+        self._counts = Counter(dict.fromkeys(self.NAMES, 0))
+
+    def bump(self, name: str, by: int = 1) -> None:
+        with self._CACHE_METRICS_LOCK:
+            self._counts[name] += by
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy of all counters at one moment."""
+        with self._CACHE_METRICS_LOCK:
+            return dict(self._counts)
+
+
+class SessionLog:
+    """LOG_ROOT/<date>/cache-session-<id>.log: what a session sent and what the cache made of it."""
+
+    def __init__(self, config: Config) -> None:
+        self._root = Path(config.log_root)
+        self._enabled = config.enable_request_logging
+        self._complained = threading.Event()
+
+    def write(self, session_id: str, record: dict[str, Any]) -> None:
+        """Append `record` and the time as one line. Never raises: the first failure is logged."""
+        if not self._enabled:
+            return
+        now = datetime.now().astimezone()
+        stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
+        path = self._root / f"{now:%Y-%m-%d}" / f"cache-session-{_safe_file_part(session_id)}.log"
+        try:
+            text = json.dumps(stamped, ensure_ascii=False, default=str)
+            _append_line(path, text.encode("utf-8", "replace"))
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            if not self._complained.is_set():
+                self._complained.set()
+                log.warning("session log %s cannot be written: %s", path, error)
+
+
+def _safe_file_part(session_id: str) -> str:
+    """`session_id` if it is harmless in a file name, else what is, and a digest of the whole."""
+    safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
+    if session_id and safe == session_id:
+        return safe
+    return f"{safe}-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """One write to an O_APPEND file, so that lines of several threads never mix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, line + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+# endregion
+
+# region 04 WIRE ===============================================================
+# Request JSON -> ChatRequest; the shapes we answer with.
+#
+# pydantic checks types and ranges (strict: "1" is no number, true is no integer); what it finds is
+# told in the client's own notation. Unknown fields are let through; one that would change the
+# answer and that we cannot honour is refused, never dropped. Explicit null means absent.
+# Messages stay plain dicts, normalised only where clients spell one thing in several ways.
+#
+# Doors   Body, Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
+# Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
+# Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
+# Knows   CONFIG, ERRORS
+# Thread  any; pure
+# Budget  575
+# ==============================================================================
+
+Body = dict[str, Any]
+Message = dict[str, Any]
+OriginalMessages = NewType("OriginalMessages", tuple[Message, ...])
+CanonicalMessages = NewType("CanonicalMessages", tuple[Message, ...])
+ModelTokens = NewType("ModelTokens", list[int])
+KvOffset = NewType("KvOffset", int)
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+# An even run of backslashes (escaped ones), then an escaped surrogate: a pair, or group 2 alone.
+_SURROGATE: Final = re.compile(
+    rb"(?<!\\)((?:\\\\)*+)\\u[dD]"
+    rb"(?:[89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|([89a-fA-F][0-9a-fA-F]{2}))"
+)
+
+
+def parse_json_body(raw: bytes) -> object:
+    """The JSON value in `raw`; lone surrogates (JS clients cut emoji in half) become U+FFFD.
+
+    Raises BadRequest: not JSON, not UTF-8, NaN or Infinity, nested deeper than 200 levels.
+    """
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:  # a lone surrogate is an error here: only then is `raw` searched
+        mended = _SURROGATE.sub(lambda m: m[1] + rb"\ufffd" if m[2] else m[0], raw)
+        if mended != raw:
+            return parse_json_body(mended)
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+
+
+# -- what a body may say -------------------------------------------------------
+
+_Name = Annotated[str, Field(min_length=1)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Length = Annotated[int, Field(ge=1)]
+_TopN = Annotated[int, Field(ge=0, le=20)]
+_Offset = Annotated[float, Field(ge=-2, le=2)]
+type _Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
+
+
+def _bias_pairs(value: object) -> object:
+    """{"15043": -100} -> ((15043, -100),)."""
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
+        raise ValueError("should be an object whose keys are token ids")
+    return tuple((int(key), bias) for key, bias in value.items())
+
+
+_Bias = tuple[_TokenId, Annotated[float, Field(ge=-100, le=100)]]
+_Biases = Annotated[tuple[_Bias, ...], Field(fail_fast=True), BeforeValidator(_bias_pairs)]
+
+
+@validated_dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(strict=True))
+class Sampling:
+    """How the next token is chosen. The bare defaults are greedy with everything else off."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0  # 0 = greedy
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1 = off
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 or -1 = off
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # 0 = off
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0  # 1 = off
+    repetition_context_size: Annotated[int, Field(ge=0)] = 256  # tokens
+    presence_penalty: _Offset = 0.0
+    frequency_penalty: _Offset = 0.0
+    logit_bias: _Biases = ()  # (token id, added to its logit)
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # None: another every time
+
+
+def _text_only(kind: str) -> str:
+    if kind != "text":
+        raise ValueError(f"this model reads parts of type 'text' only, not {kind!r}")
+    return kind
+
+
+class _TextPart(TypedDict):
+    type: Annotated[str, AfterValidator(_text_only)]
+    text: str
+
+
+class _Named(TypedDict):
+    name: _Name
+
+
+class _Called(_Named):
+    arguments: str | Body
+
+
+class _Declared(_Named):
+    description: NotRequired[str | None]
+    parameters: NotRequired[Body | None]
+
+
+class _Tool[F](TypedDict):
+    type: NotRequired[Literal["function"] | None]
+    id: NotRequired[str | None]
+    function: F
+
+
+class _WireMessage(TypedDict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: NotRequired[str | _Each[_TextPart] | None]
+    name: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
+    tool_calls: NotRequired[_Each[_Tool[_Called]] | None]
+    tool_call_id: NotRequired[str | None]
+
+
+class _StreamOptions(TypedDict):
+    include_usage: NotRequired[bool | None]
+
+
+class _AnyBody(BaseModel):
+    """The fields both endpoints read. Sampling checks its own; the dicts within are open too."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model: str | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = {}
+    max_tokens: _Length | None = None
+    max_completion_tokens: _Length | None = None
+    stop: _Name | Annotated[list[_Name], Field(max_length=16)] = []
+
+
+class _ChatBody(_AnyBody):
+    messages: Annotated[_Each[_WireMessage], Field(min_length=1)]
+    tools: _Each[_Tool[_Declared]] = []
+    tool_choice: Literal["none", "auto", "required"] | _Tool[_Named] = "auto"
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: _TopN = 0
+    chat_template_kwargs: Body = {}
+
+
+class _CompletionBody(_AnyBody):
+    prompt: _Name | Annotated[_Each[_TokenId], Field(min_length=1)]
+    logprobs: _TopN | None = None
+
+
+# Fields that would change the answer, and the values of each that ask for nothing special.
+_REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
+    **dict.fromkeys(("suffix", "grammar"), ("",)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("structured_outputs", "json_schema", "audio", "web_search_options"), ()),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),  # the forerunners of tools and tool_choice
+    "function_call": ("none", "auto"),
+}
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> Body:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _given(body: object) -> Body:
+    """What the body really says: nulls are absent, and a literal `extra_body` is laid under it.
+
+    Raises BadRequest for what is refused.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    nested = body.get("extra_body")
+    given = _without_nulls(nested if isinstance(nested, dict) else {}) | _without_nulls(body)
+    for name, harmless in _REFUSED.items():
+        if name in given and (given[name] not in harmless or given[name] is True):
+            only = f" (only {harmless[0]!r} is)" if harmless else ""
+            raise BadRequest(f"{name}: this is not supported here{only}", param=name)
+    return given
+
+
+def _checked[T](build: Callable[..., T], given: Body) -> T:
+    try:
+        return build(**given)
+    except ValidationError as error:
+        raise _bad_request(error, given) from None
+
+
+def _bad_request(error: ValidationError, given: Body) -> BadRequest:
+    """The first fault at its deepest place; what the branches of a union want is joined by "or"."""
+    faults = error.errors(include_url=False, include_context=False)
+    paths = [_client_path(fault, given) for fault in faults]
+    inside = (f"{paths[0]}.", f"{paths[0]}[")
+    param = max((path for path in paths if f"{path}.".startswith(inside)), key=len)
+    wants = [fault["msg"] for fault, path in zip(faults, paths, strict=True) if path == param]
+    text = " or ".join(w.removeprefix("Input ").removeprefix("Value error, ") for w in wants)
+    return BadRequest(f"{param}: {text}", param=param)
+
+
+def _client_path(fault: ErrorDetails, here: Any) -> str:
+    """Where the fault is in the client's notation, messages[3].content, without union tags."""
+    path = ""
+    for part in fault["loc"]:
+        if here is fault["input"]:
+            break
+        if isinstance(here, list) and isinstance(part, int):
+            path, here = f"{path}[{part}]", here[part]
+        elif isinstance(here, dict) and part in here:
+            path, here = f"{path}.{part}", here[part]
+    if fault["type"] == "missing":
+        path = f"{path}.{fault['loc'][-1]}"
+    return path.removeprefix(".")
+
+
+# -- many spellings of one thing -----------------------------------------------
+
+_Reading = tuple[bool, str | None]  # does it think, and how hard (for templates that know efforts)
+_THINKING_FIELDS: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
+_THINKING_WORDS: Final[Mapping[str, _Reading]] = {
+    **dict.fromkeys(("off", "none", "disabled", "false"), (False, None)),
+    **dict.fromkeys(("on", "enabled", "adaptive", "auto", "true"), (True, None)),
+    **dict.fromkeys(("minimal", "low"), (True, "low")),
+    "medium": (True, "medium"),
+    **dict.fromkeys(("high", "xhigh", "max"), (True, "high")),
+}
+# No switches of a template but arguments of applying one: not a request's to set.
+_NO_SWITCHES: Final = (
+    *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "padding", "truncation", "max_length", "sanitize_control_tokens"),
+)
+_SESSION_FIELDS: Final = ("session_id", "conversation_id", "thread_id", "chat_id")
+_SESSION_HEADERS: Final = ("x-claude-code-session-id", "x-session-id", "thread-id", "session-id")
+_CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metadata.user_id
+
+
+def _given_anywhere(given: Body, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of each name that the body has at its top, then of each in its metadata."""
+    yield from ((name, given[name]) for name in names if name in given)
+    if isinstance(metadata := given.get("metadata"), dict):
+        yield from ((f"metadata.{name}", metadata[name]) for name in names if name in metadata)
+
+
+def _thinking_readings(value: object, param: str) -> Iterator[_Reading]:
+    """What one field says about thinking: nothing, one thing, or (an object) several."""
+    if isinstance(value, bool):
+        yield value, None
+    elif isinstance(value, dict):
+        for key in ("enabled", "effort", "level", "type"):
+            yield from _thinking_readings(value.get(key), f"{param}.{key}")
+    elif isinstance(value, str) and value.lower() in _THINKING_WORDS:
+        yield _THINKING_WORDS[value.lower()]
+    elif value is not None:
+        words = ", ".join(_THINKING_WORDS)
+        raise BadRequest(f"{param}: {value!r:.60} is not a bool or one of {words}", param=param)
+
+
+def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
+    """(thinks, template switches). The first spelling that says anything wins."""
+    switches = _without_nulls(given.get("chat_template_kwargs", {}))
+    for name in switches.keys() & set(_NO_SWITCHES):
+        param = f"chat_template_kwargs.{name}"
+        raise BadRequest(f"{param}: this is not a request's to set", param=param)
+    asked = switches.pop("enable_thinking", None)
+    readings = [*_thinking_readings(asked, "chat_template_kwargs.enable_thinking")]
+    for param, value in _given_anywhere(given, _THINKING_FIELDS):
+        readings += _thinking_readings(value, param)
+    thinks = next((thinks for thinks, _ in readings), default)
+    effort = next((effort for _, effort in readings if effort), None)
+    if thinks and effort:
+        switches.setdefault("reasoning_effort", effort)
+    return thinks, switches
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """The conversation a request says it belongs to, and the field or header that says so."""
+
+    session_id: str | None = None
+    source: str = ""
+
+
+def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
+    for source, value in _session_candidates(given, headers):
+        if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+            return SessionContext(str(value)[:256], source)
+    return SessionContext()
+
+
+def _session_candidates(given: Body, headers: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Most specific first: ids of a conversation, of a client's process, of a cache, of a user."""
+    yield from _given_anywhere(given, _SESSION_FIELDS)
+    for param, user in _given_anywhere(given, ("user_id",)):
+        if found := _CLAUDE_SESSION.search(str(user)):
+            yield param, found[1]
+    lowered = {name.lower(): value for name, value in headers.items()}
+    yield from ((name, lowered.get(name)) for name in _SESSION_HEADERS)
+    yield from ((name, given.get(name)) for name in ("prompt_cache_key", "user"))
+
+
+def _message(index: int, wire: _WireMessage) -> Message:
+    """One message without nulls and empty lists, thinking under one name, content always there."""
+    message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
+    if "reasoning" in message:
+        message.setdefault("reasoning_content", message.pop("reasoning"))
+    if message["role"] in ("assistant", "tool"):
+        message.setdefault("content", "")
+    elif "content" not in message:
+        param = f"messages[{index}].content"
+        raise BadRequest(f"{param}: a {message['role']} message needs it", param=param)
+    return message
+
+
+def _tool(wire: _Tool[_Declared]) -> Body:
+    """Only what describes the function: templates print a tool whole, with any cache_control."""
+    return {"type": "function", "function": _without_nulls(wire["function"])}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """May, must not, or must the model call a tool; `name` is set where mode is "named"."""
+
+    mode: Literal["auto", "none", "required", "named"] = "none"
+    name: str | None = None
+
+
+def _tool_choice(asked: _ChatBody) -> ToolChoice:
+    offered = {tool["function"]["name"] for tool in asked.tools}
+    if not isinstance(asked.tool_choice, str):
+        name = asked.tool_choice["function"]["name"]
+        if name not in offered:
+            raise BadRequest(
+                f"tool_choice: {name!r:.60} is not among the tools", param="tool_choice"
+            )
+        return ToolChoice("named", name)
+    if asked.tool_choice == "required" and not offered:
+        raise BadRequest("tool_choice: required, but there are no tools", param="tool_choice")
+    return ToolChoice(asked.tool_choice if offered else "none")
+
+
+# -- one request ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A request as every later room sees it, whichever endpoint it came through.
+
+    A chat has `messages`: dicts of OpenAI's shape whose `content` is a str or a list of text parts.
+    A completion has `prompt`: text, or ids that nobody has compared with the vocabulary yet.
+    """
+
+    kind: Literal["chat", "completion"]
+    request_id: str
+    model: str | None  # as asked for; None: whatever is loaded
+    session: SessionContext
+    sampling: Sampling
+    max_tokens: int  # of the reply, >= 1
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    messages: OriginalMessages = OriginalMessages(())
+    prompt: str | tuple[int, ...] | None = None
+    tools: tuple[Body, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = 0  # alternatives per token
+    thinking: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # never enable_thinking
+
+    @classmethod
+    def from_chat(
+        cls, body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
+    ) -> Self:
+        """POST /v1/chat/completions. Raises BadRequest whose `param` is the path of the field."""
+        given = _given(body)
+        asked = _checked(_ChatBody, given)
+        if asked.top_logprobs and not asked.logprobs:
+            raise BadRequest("top_logprobs: it needs logprobs to be true", param="top_logprobs")
+        thinks, switches = _thinking(given, config.default_thinking)
+        messages = tuple(_message(index, wire) for index, wire in enumerate(asked.messages))
+        return cls(
+            kind="chat",
+            request_id=request_id,
+            session=_session(given, headers),
+            messages=OriginalMessages(messages),
+            tools=tuple(map(_tool, asked.tools)),
+            tool_choice=_tool_choice(asked),
+            parallel_tool_calls=asked.parallel_tool_calls,
+            logprobs=asked.logprobs,
+            top_logprobs=asked.top_logprobs,
+            thinking=thinks,
+            template_kwargs=switches,
+            **_shared_fields(asked, given, config),
+        )
+
+    @classmethod
+    def from_completion(
+        cls, body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
+    ) -> Self:
+        """POST /v1/completions: one prompt, as text, as token ids or as a list of one of these."""
+        given = _given(body)
+        match given.get("prompt"):
+            case [str() | list() as only]:
+                given["prompt"] = only
+            case [str() | list(), *_]:
+                raise BadRequest("prompt: only one per request", param="prompt")
+        asked = _checked(_CompletionBody, given)
+        return cls(
+            kind="completion",
+            request_id=request_id,
+            session=_session(given, headers),
+            prompt=asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt),
+            logprobs=asked.logprobs is not None,
+            top_logprobs=asked.logprobs or 0,
+            **_shared_fields(asked, given, config),
+        )
+
+
+def _shared_fields(asked: _AnyBody, given: Body, config: Config) -> Body:
+    sampling: Body = {}
+    for name in Sampling.__dataclass_fields__:
+        if (value := given.get(name, getattr(config, f"default_{name}", None))) is not None:
+            sampling[name] = value
+    return {
+        "model": asked.model,
+        "sampling": _checked(Sampling, sampling),
+        "max_tokens": asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
+        "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+        "stream": asked.stream,
+        "include_usage": bool(asked.stream_options.get("include_usage")),
+    }
+
+
+# -- answers -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens: of the prompt, those of it whose KV was reused, of the reply, of its thinking."""
+
+    prompt: int
+    cached: int
+    completion: int
+    reasoning: int
+
+    def body(self) -> Body:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token: its text, its bytes, its natural-log probability, its alternatives."""
+
+    token: str
+    raw: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def finite(self) -> float:
+        """JSON has no -Infinity: OpenAI writes -9999.0 for a token that cannot come."""
+        return max(self.logprob, -9999.0)
+
+    def body(self) -> Body:
+        return {"token": self.token, "logprob": self.finite, "bytes": list(self.raw)}
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> Body:
+    """The `logprobs` of a chat choice."""
+    return {"content": [{**e.body(), "top_logprobs": [t.body() for t in e.top]} for e in entries]}
+
+
+def completion_logprobs(entries: Sequence[TokenLogprob], *, start: int = 0) -> Body:
+    """The older `logprobs` of a completion choice, whose first token is at character `start`."""
+    ends = accumulate((len(e.token) for e in entries), initial=start)
+    return {
+        "tokens": [e.token for e in entries],
+        "token_logprobs": [e.finite for e in entries],
+        "top_logprobs": [{t.token: t.finite for t in e.top} for e in entries],
+        "text_offset": [offset for offset, _ in zip(ends, entries, strict=False)],
+    }
+
+
+_OBJECTS: Final = {  # what a choice carries -> the kind of body it is in
+    "delta": "chat.completion.chunk",
+    "message": "chat.completion",
+    "text": "text_completion",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """The bodies of one answer, streamed or whole; chats carry dicts, completions carry text."""
+
+    kind: Literal["chat", "completion"]
+    request_id: str
+    model: str  # the one that really answers
+    created: int  # Unix seconds
+
+    def chunk(
+        self, delta: Body | str, finish: FinishReason | None = None, *, logprobs: Body | None = None
+    ) -> Body:
+        """One stream event with what is new."""
+        choice = {self._streamed: delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._body(self._streamed, [choice])
+
+    def bare_chunk(self, usage: Usage | None = None) -> Body:
+        """A stream event without a choice: a keep-alive or, at the end, the usage."""
+        return self._body(self._streamed, [], usage)
+
+    def final(
+        self, whole: Body | str, finish: FinishReason, *, usage: Usage, logprobs: Body | None = None
+    ) -> Body:
+        """The whole message or text at once."""
+        part = "message" if self.kind == "chat" else "text"
+        choice = {part: whole, "logprobs": logprobs, "finish_reason": finish}
+        return self._body(part, [choice], usage)
+
+    @property
+    def _streamed(self) -> str:
+        return "delta" if self.kind == "chat" else "text"
+
+    def _body(self, part: str, choices: list[Body], usage: Usage | None = None) -> Body:
+        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
+        body: Body = {
+            "id": f"{prefix}-{self.request_id}",
+            "object": _OBJECTS[part],
+            "created": self.created,
+            "model": self.model,
+            "choices": [{"index": 0, **choice} for choice in choices],
+        }
+        return body if usage is None else {**body, "usage": usage.body()}
+
+
+def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
+    """One model of GET /v1/models; both names of its context length (tokens) are in use."""
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": created,
+        "owned_by": "start-llm",
+        "context_length": context_length,
+        "max_model_len": context_length,
+    }
+
+
+# endregion
+
+# region 05 RENDER =============================================================
+# Messages -> the model's own chat template -> tokens, with nothing lost on the way.
+#
+# A template is a program we did not write. It is not read but asked: canned conversations are
+# rendered at construction, and what comes out is believed. What it cannot say is said another way
+# (folded, merged, flattened); what is still missing from the text is named once in the log.
+# Markup in client text (`<|im_end|>` in a file) is broken up by a noncharacter before rendering and
+# whole again before encoding, so neither template nor tokenizer takes it for the real thing.
+# Dropped: transformers' sanitize_control_tokens (skips keys, encodes the whole past every turn).
+#
+# Doors   Template, Rendered, _probe_preserve_thinking_support, _compute_msg_token_boundaries
+# Knows   CONFIG, ERRORS, LOG, WIRE
+# Owns    _memo_lock (leaf)
+# Thread  any
+# Budget  650
+# ==============================================================================
+
+# -- markup as text --------------------------------------------------------------
+
+_BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
+_BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Leftmost, then longest: as a tokenizer matches its added tokens."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+
+
+def _hide(value: Any, markup: re.Pattern[str]) -> Any:
+    """A copy of a JSON value with markup broken up; strings without any are shared."""
+    if isinstance(value, str):
+        doubled = value.replace(_BREAK, _BREAK * 2)
+        return markup.sub(lambda token: token[0][0] + _BREAK + token[0][1:], doubled)
+    if isinstance(value, dict):
+        return {_hide(key, markup): _hide(item, markup) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hide(item, markup) for item in value]
+    return value
+
+
+def _show(text: str) -> str:
+    """The text as the client wrote it."""
+    return _BROKEN.sub(r"\1", text) if _BREAK in text else text
+
+
+# -- text -> ids -----------------------------------------------------------------
+
+
+class _Encoder:
+    """Remembers the pieces between added tokens, so that encoding history again is a lookup.
+
+    `_memo` and `_memo_chars` are guarded by `_memo_lock`, all else is set at construction.
+    """
+
+    MEMO_CHARS: Final = 32_000_000  # about 64 MB with the ids
+    ENTRY_CHARS: Final = 100  # what an entry costs beside its characters
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._whole: Tokenizer = tokenizer.backend_tokenizer
+        self._plain = Tokenizer(self._whole.model)  # shares the vocabulary, knows no added tokens
+        for step in ("normalizer", "pre_tokenizer"):
+            if (own := getattr(self._whole, step)) is not None:
+                setattr(self._plain, step, own)
+        self._added = self._whole.get_added_tokens_decoder()
+        self._id_of = {t.content: np.array([i], np.int32) for i, t in self._added.items()}
+        self.find_added = _any_of(self._id_of)
+        self.n_vocab = len(tokenizer)
+        self._memo: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._memo_chars = 0
+        self._memo_lock = threading.Lock()
+        self._goes_by_piece = True
+        self._goes_by_piece = self._agrees_with(tokenizer)
+
+    def markup(self, source: str, *tags: str) -> re.Pattern[str]:
+        """The tokens that only a template may write.
+
+        Not those that are also plain words of the vocabulary (gemma adds newline runs, `<table>`).
+        """
+        rest = (t.content for t in self._added.values() if not t.special)
+        known = (text for text in rest if self._plain.token_to_id(text) is not None)
+        words = {text for text in known if text not in source}
+        return _any_of(text for text in {*tags, *self._id_of} - words if len(text) > 1)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 ids of a rendered text; broken markup becomes text, all other is markup."""
+        if not self._goes_by_piece:
+            parts = [_ids(self._whole, part) for part in _BROKEN.split(text) if part]
+            return np.concatenate([np.empty(0, np.int32), *parts])
+        pieces = self.find_added.split(text)  # words, token, words, ..., token, words
+        words = self._words(dict.fromkeys(pieces[::2]))
+        kinds = (words, self._id_of)
+        return np.concatenate([kinds[i & 1][piece] for i, piece in enumerate(pieces)])
+
+    def encode_by_default(self, text: str) -> list[int]:
+        """As the tokenizer does unless told otherwise, with its special tokens around."""
+        return self._whole.encode_batch_fast([text])[0].ids
+
+    def _words(self, pieces: Iterable[str]) -> dict[str, np.ndarray]:
+        with self._memo_lock:
+            known = {piece: self._memo[piece] for piece in pieces if piece in self._memo}
+            for piece in known:
+                self._memo.move_to_end(piece)
+        fresh = {p: _ids(self._plain, _show(p)) for p in pieces if p not in known}
+        with self._memo_lock:
+            for piece, ids in fresh.items():
+                self._remember(piece, ids)
+        return known | fresh
+
+    def _remember(self, piece: str, ids: np.ndarray) -> None:
+        cost = len(piece) + self.ENTRY_CHARS
+        if piece in self._memo or cost > self.MEMO_CHARS // 4:
+            return
+        self._memo[piece] = ids
+        self._memo_chars += cost
+        while self._memo_chars > self.MEMO_CHARS:
+            self._memo_chars -= len(self._memo.popitem(last=False)[0]) + self.ENTRY_CHARS
+
+    def _agrees_with(self, tokenizer: Any) -> bool:
+        """Whether going by piece gives the tokenizer's own ids around every added token."""
+        text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
+        wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return bool(self.encode(text).tolist() == wanted)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    # encode() keeps the GIL all along (200 ms for 100k tokens); a batch of one lets go of it
+    batch = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return np.array(batch[0].ids, np.int32)
+
+
+# -- the template, and what it is asked ------------------------------------------
+
+_Switches = dict[str, Any]
+_REFUSALS: Final = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError),
+    *(AttributeError, ArithmeticError, RecursionError),
+)
+
+
+class _ChatTemplate:
+    """The template as a function; knows nothing of our requests."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._apply = tokenizer.apply_chat_template
+        named = tokenizer.chat_template or ""
+        self.source = named if isinstance(named, str) else "\n".join(named.values())
+        self._wants_text = False  # most crash on arguments as text, DeepSeek's on objects
+        self._wants_text = not self.attempt(_USER, _CALL, _RESULT)
+
+    def render(
+        self, messages: Iterable[Message], *, tools: Iterable[Any], switches: Mapping[str, Any]
+    ) -> str:
+        """Raises BadRequest with the template's own sentence when it refuses."""
+        own = {"add_generation_prompt": True, "tokenize": False, **switches}
+        try:
+            told = list(map(_call_as_text, messages) if self._wants_text else messages)
+            return str(self._apply(told, tools=list(tools) or None, **own))
+        except _REFUSALS as refusal:
+            sentence = f"the model's chat template refuses these messages: {refusal}"
+            raise BadRequest(sentence, param="messages") from refusal
+
+    def attempt(self, *messages: Message, **switches: Any) -> str:
+        """The text, or nothing where the template refuses."""
+        try:
+            return self.render(messages, tools=(), switches=switches)
+        except BadRequest:
+            return ""
+
+    def says(self, *messages: Message) -> bool:
+        """Whether the texts of these messages come out, one after the other."""
+        words = (re.escape(_words(message)) for message in messages)
+        return re.search(".*".join(words), self.attempt(*messages), re.DOTALL) is not None
+
+
+def _call_as_text(message: Message) -> Message:
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(as_text, calls))} if calls else message
+
+
+def _canned(role: str, words: str, **fields: Any) -> Message:
+    return {"role": role, "content": words, **fields}
+
+
+def _canned_call(*words: str) -> Message:
+    """Calls one tool once for each word."""
+    calls = [
+        {"id": f"call0000{i}", "type": "function", "function": {"name": "f", "arguments": {"q": q}}}
+        for i, q in enumerate(words)
+    ]
+    return _canned("assistant", "", tool_calls=calls, reasoning_content=_THOUGHT)
+
+
+def _words(message: Message) -> str:
+    calls = message.get("tool_calls")
+    return str(calls[-1]["function"]["arguments"]["q"] if calls else message["content"])
+
+
+# Letters and digits come through trim and tojson as they are.
+_THOUGHT: Final = "zqthought"
+_SYSTEM: Final = _canned("system", "zqsystem")
+_DEVELOPER: Final = _canned("developer", "zqsystem")
+_LATE_SYSTEM: Final = _canned("system", "zqlate")
+_USER: Final = _canned("user", "zquser")
+_REPLY: Final = _canned("assistant", "zqreply", reasoning_content=_THOUGHT)
+_CALL: Final = _canned_call("zqcall")
+_CALLS: Final = _canned_call("zqfirst", "zqcall")
+_RESULT: Final = _canned("tool", "zqresult", tool_call_id="call00000", name="f")
+_NEXT_RESULT: Final = _canned("tool", "zqother", tool_call_id="call00001", name="f")
+_NEXT_USER: Final = _canned("user", "zqagain")
+
+
+def _probe_preserve_thinking_support(chat: _ChatTemplate) -> _Switches:
+    """Switches that make the template print past thinking; none if it has no such switch."""
+    for switch in (
+        {"preserve_thinking": True},  # Qwen3.6
+        {"clear_thinking": False},  # GLM
+        {"truncate_history_thinking": False},  # Nemotron
+        {"keep_past_thinking": True},  # LFM2.5
+    ):
+        past = chat.attempt(_USER, _REPLY, _NEXT_USER, **switch)
+        if _THOUGHT in past and past != chat.attempt(_USER, _REPLY, _NEXT_USER):
+            return switch
+    return {}
+
+
+def _probe_thinking(chat: _ChatTemplate) -> tuple[_Switches, _Switches]:
+    """Switches for thinking off, and for thinking on."""
+    for name in ("enable_thinking", "thinking"):
+        if chat.attempt(_USER, **{name: False}) != chat.attempt(_USER, **{name: True}):
+            return {name: False}, {name: True}
+    for effort in ("low", "none"):  # gpt-oss cannot stop thinking; others refuse "low"
+        if chat.attempt(_USER, reasoning_effort=effort) not in ("", chat.attempt(_USER)):
+            return {"reasoning_effort": effort}, {}
+    return {}, {}
+
+
+def _probe_joint(chat: _ChatTemplate) -> str:
+    """What the template puts between two text parts; a newline where it misprints them."""
+    parts = [{"type": "text", "text": text} for text in ("zqone", "zqtwo")]
+    found = re.search(r"zqone(\s*)zqtwo", chat.attempt({"role": "user", "content": parts}))
+    return found[1] if found else "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Quirks:
+    """What became of the canned conversations."""
+
+    thinking: tuple[_Switches, _Switches]
+    preserve: _Switches
+    joint: str  # between text parts
+    has_developer: bool
+    has_system: bool
+    has_late_system: bool  # several system messages, anywhere
+    has_repeats: bool  # consecutive messages of one role
+    has_reasoning: bool  # prints reasoning_content
+    has_words_with_call: bool  # content beside a call and its thinking (gpt-oss refuses)
+
+
+def _probe_quirks(chat: _ChatTemplate, *, preserve_thinking: bool) -> _Quirks:
+    preserve = _probe_preserve_thinking_support(chat) if preserve_thinking else {}
+    after_result = chat.attempt(_USER, _CALL, _RESULT, _LATE_SYSTEM)
+    return _Quirks(
+        thinking=_probe_thinking(chat),
+        preserve=preserve,
+        joint=_probe_joint(chat),
+        # a template that prints any role as it comes does not know it: the model never saw one
+        has_developer="developer" in chat.source and chat.says(_DEVELOPER, _USER),
+        has_system=chat.says(_SYSTEM, _USER),
+        has_late_system=chat.says(_SYSTEM, _LATE_SYSTEM, _USER)
+        and chat.says(_USER, _REPLY, _LATE_SYSTEM, _NEXT_USER)
+        and -1 < after_result.find(_RESULT["content"]) < after_result.find(_LATE_SYSTEM["content"]),
+        has_repeats=chat.says(_USER, _NEXT_USER, _REPLY, _canned("assistant", "zqmore")),
+        has_reasoning=_THOUGHT in chat.attempt(_USER, _CALL, _RESULT, **preserve),
+        has_words_with_call=not chat.attempt(_USER, _CALL, _RESULT)
+        or bool(chat.attempt(_USER, {**_CALL, "content": "zqwords"}, _RESULT)),
+    )
+
+
+# -- where messages begin --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """How messages begin in this template's text and tokens."""
+
+    headers: dict[str, str]  # role -> its added token, and on to the content
+    prompts: dict[tuple[bool, bool], str]  # (thinking, after a tool result) -> generation prompt
+    tokens: list[str]  # the added tokens that begin headers and generation prompts
+    ids: np.ndarray
+    echoes: set[tuple[int, int, int]]  # (first id, distance, id of another of them): one header
+
+    def locate(self, at: int, text: str, *, tokens: np.ndarray) -> int:
+        """Token position of the message that begins at character `at`; 0 where that is unknown."""
+        starts = np.flatnonzero(np.isin(tokens, self.ids))
+        n_before = sum(text.count(token, 0, max(at, 0)) for token in self.tokens)
+        return int(starts[n_before]) if at >= 0 and n_before < len(starts) else 0
+
+    def last_user(self, text: str) -> int:
+        """Character where the last user message begins; tool results in its dress do not count."""
+        user, tool = self.headers["user"], self.headers["tool"]
+        at = text.rfind(user) if user else -1
+        while at > 0 and len(tool) > len(user) and text.startswith(tool, at):
+            at = text.rfind(user, 0, at)
+        return at
+
+    def ending(self, text: str, is_thinking: bool, *, after_tool: bool) -> str:
+        """The generation prompt that `text` ends with."""
+        expected = self.prompts[is_thinking, after_tool]
+        last = max((text.rfind(token) for token in self.tokens), default=len(text))
+        return expected if text.endswith(expected) else text[last:]  # a client's switch changed it
+
+
+def _probe_turns(chat: _ChatTemplate, encoder: _Encoder, *, quirks: _Quirks) -> _Turns:
+    def header(*messages: Message) -> str:
+        return _probe_header(chat, messages, find_added=encoder.find_added)
+
+    headers = {
+        "user": header(_USER, _REPLY, _NEXT_USER),
+        "assistant": header(_USER, _REPLY),
+        "tool": header(_USER, _CALL, _RESULT),
+        "next tool": header(_USER, _CALLS, _RESULT, _NEXT_RESULT),
+        "system": header(_USER, _REPLY, _LATE_SYSTEM) if quirks.has_late_system else "",
+    }
+    prompts = {
+        (is_thinking, len(past) > 1): _probe_prompt(
+            chat, past, switches=quirks.thinking[is_thinking]
+        )
+        for is_thinking in (False, True)
+        for past in ((_USER,), (_USER, _CALL, _RESULT))
+    }
+    firsts = map(encoder.find_added.match, (*headers.values(), *prompts.values()))
+    tokens = sorted({first[0] for first in firsts if first})
+    ids = encoder.encode("".join(tokens))
+    rows = [encoder.encode(text) for text in headers.values() if text]
+    inner = ((row, at) for row in rows for at in np.flatnonzero(np.isin(row, ids)) if at)
+    echoes = {(int(row[0]), int(at), int(row[at])) for row, at in inner}
+    return _Turns(headers, prompts, tokens, ids, echoes)
+
+
+def _probe_header(
+    chat: _ChatTemplate, messages: Sequence[Message], *, find_added: re.Pattern[str]
+) -> str:
+    """What opens the last message, from its added token to its content; "" without one.
+
+    words before [closer][header] words      closer: what ends a conversation there
+    """
+    before, words = map(_words, messages[-2:])
+    closer = chat.attempt(*messages[:-1], add_generation_prompt=False).rpartition(before)[2]
+    text = chat.attempt(*messages, add_generation_prompt=False).rpartition(words)[0]
+    between = text.rpartition(before)[2]
+    end = _common(closer, between)
+    starts = [token.start() for token in find_added.finditer(between)]
+    own = [at for at in starts if at >= end and not between[end:at].strip()]
+    shared = [at for at in starts if at < end]  # gemma opens a result where the call ends
+    return between[(own[:1] or shared[-1:] or [len(between)])[0] :]
+
+
+def _probe_prompt(chat: _ChatTemplate, messages: Sequence[Message], *, switches: _Switches) -> str:
+    closed = chat.attempt(*messages, **switches, add_generation_prompt=False)
+    text = chat.attempt(*messages, **switches)
+    return text[_common(closed, text) :]
+
+
+def _common(a: str, b: str) -> int:
+    """How many leading characters are the same."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _compute_msg_token_boundaries(tokens: np.ndarray, turns: _Turns) -> list[int]:
+    """Positions in `tokens` (int32 ids) where a message or the generation prompt begins."""
+    begins = np.isin(tokens, turns.ids)
+    for first, distance, again in turns.echoes:
+        begins[distance:] &= (tokens[distance:] != again) | (tokens[:-distance] != first)
+    positions: list[int] = np.flatnonzero(begins).tolist()
+    return positions
+
+
+# -- messages in words the template understands ----------------------------------
+
+_WRITERS: Final = frozenset({"write", "write_file", "create_file"})
+
+
+def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, Any]:
+    """The call with an object for arguments: JSON text crashes half of all templates.
+
+    Text that is no JSON object reaches the model under the name `_raw`.
+    """
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = arguments
+        arguments = parsed if isinstance(parsed, dict) else {"_raw": arguments}
+    written = arguments.get("content")
+    if hides_writes and function["name"].lower() in _WRITERS and isinstance(written, str):
+        digest = hashlib.sha256(written.encode()).hexdigest()[:12]
+        arguments = {**arguments, "content": f"[{len(written)} characters, sha256 {digest}]"}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Two messages as one, in the role of the second."""
+    both = {**first, **second}
+    both["content"] = "\n\n".join(filter(None, (first["content"], second["content"])))
+    if "tool_calls" in both:
+        both["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    return both
+
+
+def _fold_system(messages: Iterable[Message]) -> list[Message]:
+    """System messages at the head become one; a later one ends the message before it."""
+    folded: list[Message] = []
+    for message in messages:
+        before = folded[-1]["role"] if folded else ""
+        text = message["content"]
+        if message["role"] != "system" or not folded:
+            folded.append(message)
+            continue
+        if before != "system" and "<system-reminder>" not in text:
+            text = f"<system-reminder>\n{text}\n</system-reminder>"
+        if before == "assistant":  # never into the model's own mouth
+            folded.append(_canned("user", text))
+        else:
+            folded[-1] = _joined(folded[-1], _canned(before, text))
+    return folded
+
+
+def _alternate(messages: Iterable[Message]) -> list[Message]:
+    """One message for consecutive ones of a role, and a reply, if empty, to every tool result."""
+    turns: list[Message] = []
+    for message in messages:
+        before, role = turns[-1]["role"] if turns else "", message["role"]
+        if before == role != "tool":
+            turns[-1] = _joined(turns[-1], message)
+            continue
+        if (before, role) == ("tool", "user"):
+            turns.append(_canned("assistant", ""))
+        turns.append(message)
+    return turns
+
+
+# -- what must be in the text ----------------------------------------------------
+
+
+def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Iterator[str]:
+    """Kinds of text, beside the known ones, that are not in the prompt or not in their order."""
+    start = end = 0
+    for message in messages:
+        if message["role"] != "tool":  # a template may sort the results of one reply
+            start = end
+        for kind, words in _spoken(message):
+            at = start if kind in known else _end_of(words, text, start=start)
+            if at < 0:
+                yield kind
+            end = max(end, at)
+
+
+def _spoken(message: Message) -> Iterator[tuple[str, str]]:
+    """(kind, words) that must be told. Past thinking is the template's own affair."""
+    yield f"{message['role']} messages", message["content"]
+    for call in message.get("tool_calls", ()):
+        yield "tool calls", call["function"]["name"]
+        for value in call["function"]["arguments"].values():
+            if isinstance(value, str):
+                yield "tool-call arguments", value
+
+
+def _end_of(words: str, text: str, *, start: int) -> int:
+    """Where `words` end in `text`, at `start` or later: stripped, or so and as JSON; else -1."""
+    words = words.strip()
+    if (at := text.find(words, start)) < 0:
+        words = json.dumps(words, ensure_ascii=False)[1:-1]
+        at = text.find(words, start)
+    return at + len(words) if at >= 0 else -1
+
+
+# -- doors -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A prompt. All positions count model tokens from its start."""
+
+    text: str
+    tokens: ModelTokens
+    boundaries: tuple[int, ...] = ()  # where messages and the generation prompt begin, ascending
+    system_end: int = 0  # where the first message after system prompt and tools begins
+    last_user_start: int = 0
+    generation_start: int  # len(tokens) where the template prints no generation prompt
+    starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
+
+
+class Template:
+    """Chat template and tokenizer of one model; set up once, then used from any thread."""
+
+    def __init__(
+        self, tokenizer: Any, config: Config, *, think_start: str = "", think_end: str = ""
+    ) -> None:
+        """`tokenizer`: a fast one of transformers, or mlx-lm's wrapper around one."""
+        self._chat = _ChatTemplate(tokenizer)
+        self._encoder = _Encoder(tokenizer)
+        self._quirks = _probe_quirks(self._chat, preserve_thinking=config.preserve_thinking)
+        self._turns = _probe_turns(self._chat, self._encoder, quirks=self._quirks)
+        self._tags = (think_start, think_end)
+        self._hide = partial(_hide, markup=self._encoder.markup(self._chat.source, *self._tags))
+        self._hides_writes = config.normalize_write_tool_content_for_prompt
+        self._lost: set[str] = set()  # kinds already named in the log; only grows
+        if self._hides_writes:
+            log.warning(
+                "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT hides from the model what it wrote"
+            )
+        if self._chat.source and not self._quirks.has_system:
+            log.warning("this chat template has no system role: user messages carry that text")
+
+    @property
+    def signature(self) -> bytes:
+        """32 bytes that change with whatever changes the prompt of one and the same request."""
+        parts = (self._chat.source, self._quirks, self._tags, self._hides_writes)
+        return hashlib.sha256(repr(parts).encode()).digest()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokenizer's ids; markup is markup, and no special tokens are added."""
+        ids: list[int] = self._encoder.encode(text.replace(_BREAK, _BREAK * 2)).tolist()
+        return ids
+
+    def count(self, request: ChatRequest) -> int:
+        """Tokens in the prompt. Raises as `prompt` does."""
+        return len(self.prompt(request).tokens)
+
+    def raw(self, prompt: str | Sequence[int]) -> Rendered:
+        """A completion's prompt: encoded as the tokenizer does by default, or ids as they are.
+
+        Raises BadRequest for an empty prompt and for ids outside the vocabulary.
+        """
+        text = prompt if isinstance(prompt, str) else ""
+        tokens = self._encoder.encode_by_default(text) if text else list(map(int, prompt))
+        if not tokens:
+            raise BadRequest("the prompt is empty", param="prompt")
+        if strange := [token for token in tokens if not 0 <= token < self._encoder.n_vocab]:
+            raise BadRequest(f"prompt: {strange[0]} is not a token of this model", param="prompt")
+        boundaries = _compute_msg_token_boundaries(np.array(tokens, np.int32), self._turns)
+        return Rendered(
+            text=text,
+            tokens=ModelTokens(tokens),
+            boundaries=tuple(boundaries),
+            generation_start=len(tokens),
+        )
+
+    def prompt(self, request: ChatRequest) -> Rendered:
+        """Render and encode.
+
+        Raises BadRequest when the template refuses the messages (with its own sentence) and when
+        the model has no chat template.
+        """
+        if request.kind == "completion":
+            return self.raw(request.prompt or "")
+        if not self._chat.source:
+            raise BadRequest(
+                "this model has no chat template, only /v1/completions", param="messages"
+            )
+        messages = self._shaped(request.messages)
+        quirks, wanted = self._quirks, self._hide(dict(request.template_kwargs))
+        switches = {**quirks.preserve, **wanted, **quirks.thinking[request.thinking]}
+        tools = map(self._hide, request.tools)
+        broken = self._chat.render(map(self._marked, messages), tools=tools, switches=switches)
+        after_tool = messages[-1]["role"] == "tool"
+        ending = self._turns.ending(broken, request.thinking, after_tool=after_tool)
+        text = _show(broken)
+        self._report_losses(messages, request.tools, text=text)
+        opener = next((m["role"] for m in messages if m["role"] != "system"), "user")
+        header = self._turns.headers.get(opener, "")
+        return self._measured(broken, text, ending=ending, opener=header)
+
+    def _measured(self, broken: str, text: str, *, ending: str, opener: str) -> Rendered:
+        tokens, turns = self._encoder.encode(broken), self._turns
+        start, end = self._tags
+        return Rendered(
+            text=text,
+            tokens=ModelTokens(tokens.tolist()),
+            boundaries=tuple(_compute_msg_token_boundaries(tokens, turns)),
+            system_end=turns.locate(broken.find(opener) if opener else -1, broken, tokens=tokens),
+            last_user_start=turns.locate(turns.last_user(broken), broken, tokens=tokens),
+            generation_start=len(tokens) - len(self._encoder.encode(ending)),
+            starts_in_reasoning=bool(start) and ending.rfind(start) > ending.rfind(end),
+        )
+
+    def _shaped(self, messages: Iterable[Message]) -> list[Message]:
+        """The same conversation in words this template understands; the original stays as it is."""
+        shaped = [self._shape(message) for message in messages]
+        if not self._quirks.has_late_system:
+            shaped = _fold_system(shaped)
+        if not self._quirks.has_system:
+            shaped = [{**m, "role": "user"} if m["role"] == "system" else m for m in shaped]
+        return shaped if self._quirks.has_repeats else _alternate(shaped)
+
+    def _shape(self, message: Message) -> Message:
+        shaped = {**message, "content": message.get("content") or ""}
+        if not isinstance(shaped["content"], str):
+            shaped["content"] = self._quirks.joint.join(part["text"] for part in shaped["content"])
+        if message["role"] == "developer" and not self._quirks.has_developer:
+            shaped["role"] = "system"
+        if calls := shaped.pop("tool_calls", None):  # some templates take [] for a call
+            parse = partial(_parse_arguments, hides_writes=self._hides_writes)
+            shaped["tool_calls"] = list(map(parse, calls))
+        if self._quirks.has_reasoning and (echo := self._echoed_thinking(shaped)):
+            shaped |= {"reasoning_content": echo[0].strip("\n"), "content": echo[1].lstrip("\n")}
+        thought = shaped.get("reasoning_content")
+        if calls and thought and not self._quirks.has_words_with_call:
+            thought = "\n\n".join(filter(None, (thought, shaped["content"])))
+            shaped |= {"reasoning_content": thought, "content": ""}
+        return shaped
+
+    def _echoed_thinking(self, message: Message) -> tuple[str, str] | None:
+        """(thinking, answer) of a reply that came back verbatim, tags and all."""
+        (start, end), content = self._tags, message["content"].lstrip()
+        is_bare_reply = message["role"] == "assistant" and "reasoning_content" not in message
+        if not start or not is_bare_reply or not content.startswith(start) or end not in content:
+            return None
+        thought, _, answer = content.removeprefix(start).partition(end)
+        return thought, answer
+
+    def _marked(self, message: Message) -> Message:
+        marked: Message = self._hide(message)
+        if echo := self._echoed_thinking(message):  # read from the content: these tags are real
+            start, end = self._tags
+            marked["content"] = start + self._hide(echo[0]) + end + self._hide(echo[1])
+        return marked
+
+    def _report_losses(self, messages: list[Message], tools: Sequence[Any], *, text: str) -> None:
+        lost = set(_losses(messages, text, known=self._lost))
+        if not all(tool["function"]["name"] in text for tool in tools):
+            lost.add("tools")
+        for kind in sorted(lost - self._lost):
+            self._lost.add(kind)
+            log.warning("the model's chat template loses or moves %s", kind)
+
+
+# endregion
+
+# region 06 KEY ================================================================
+# What a prefix is called: chained block hashes; and a stilled text, for people to compare.
+#
+# The hashes cover exact model tokens. The root holds whatever else changes KV (model revision,
+# template, tenant), so no two worlds share a name. The scrubbed text never names anything: reusing
+# KV by it would answer an old prompt. Each rule removes one field inside one line, or whole
+# reminder blocks that hold no other opening tag, so that a stray tag cannot swallow what follows.
+#
+# Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
+# Knows   -
+# Thread  any; pure
+# Budget  70
+# ==============================================================================
+
+
+def _block_hashes(
+    tokens: Sequence[int] | np.ndarray,
+    block_size: int,
+    *,
+    root: bytes,
+    start: int = 0,
+    parent: bytes = b"",
+) -> list[bytes]:
+    """Names of the full blocks of `tokens` from block `start` on, 32 bytes each.
+
+    Name i is sha256(name i-1, or root for i = 0; block i as little-endian int32), so it stands for
+    tokens[: (i + 1) * block_size]. `start` counts blocks; `parent` is the name of block start - 1.
+    An unfinished last block has no name.
+    """
+    assert (start > 0) == bool(parent), "a chain goes on from the block before it"
+    name, names = parent or root, []
+    n_bytes = 4 * block_size
+    packed = memoryview(np.asarray(tokens[start * block_size :], dtype="<i4").tobytes())
+    for at in range(0, len(packed) - n_bytes + 1, n_bytes):
+        name = hashlib.sha256(name + packed[at : at + n_bytes]).digest()
+        names.append(name)
+    return names
+
+
+_REMINDER: Final = r"<system-reminder>(?:(?!<system-reminder>)[\s\S])*?</system-reminder>"
+_VOLATILE: Final = (
+    (re.compile(_REMINDER), ""),
+    (re.compile(r"\bCurrent time is\b[^\n]*"), "Current time is __STABLE_TIME__"),
+    (re.compile(r"\bcch=[0-9a-fA-F]+;"), "cch=__STABLE_CCH__;"),
+    (re.compile(r"^[ \t]*x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE), ""),
+)
+
+
+def _scrub_cache_key(text: str) -> str:
+    """A prompt's text without what is known to change from request to request.
+
+    For logs and diagnosis only. Text outside the matched fields is untouched.
+    """
+    for field_pattern, stilled in _VOLATILE:
+        text = field_pattern.sub(stilled, text)
+    return text
+
+
+def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
+    """Whether a scrub kept at least 90 % of the text; less means that a rule matched too much."""
+    return 10 * len(key_text) >= 9 * len(model_text)
+
+
+# endregion
+
+# region 07 KV =================================================================
+# The only room that knows what a KV layer looks like.
+#
+# A model's cache is a list of layers; a layer may hold several (CacheList), so everything here
+# works on its leaves. Two kinds: *attention* leaves (KVCache) can be cut at any position; every
+# other leaf (recurrent state, sliding window) is *state*: known only at the positions where a
+# snapshot was taken. At rest attention KV lives in a Span, free of cache objects, so that nothing
+# can be shared by accident: `cache.state` hands out the live arrays, and writing to one array
+# object through two caches overwrote a stored past (L-03).
+# Copies are contiguous and evaluated: a lazy view pins its whole parent buffer (L-06).
+#
+# Doors   KvCache, KvShape, Span, StateSnapshot, RecurrentHandles, GROWTH_TOKENS
+# Doors   new_cache, measure_kv, _kv_cache_offset, reserve, lend_span, take_span, copy_span
+# Doors   snapshot_state, restore_state, recurrent_handles, snapshot_from_handles
+# Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
+# Knows   WIRE
+# Thread  model only; mlx
+# Budget  300
+# ==============================================================================
+
+KvCache = list[Any]  # one upstream cache object per layer
+RecurrentHandles = list[list[mx.array | None]]  # per recurrent leaf, its states
+GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one row of this model costs, measured on the model itself."""
+
+    token_bytes: int  # attention KV of one token, all layers
+    state_bytes: int  # one snapshot of all state leaves at most
+    has_state: bool  # some layers cannot be rewound
+    can_batch: bool  # every layer has an upstream batch form
+
+
+@dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """State leaves at one position: per leaf the upstream `state`, arrays of its own."""
+
+    leaves: tuple[Any, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Attention KV of `length` consecutive tokens, all attention leaves, nothing else alive in it.
+
+    keys[i], values[i]: `(1, n_kv_heads, capacity, head_dim)`, capacity >= length, evaluated.
+    """
+
+    keys: tuple[mx.array, ...]
+    values: tuple[mx.array, ...]
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in itertools.chain(self.keys, self.values))
+
+    def cut(self, start: int, end: int) -> Span:
+        """A copy of tokens [start, end); this span stays as it is."""
+        return Span(
+            _copies([k[..., start:end, :] for k in self.keys]),
+            _copies([v[..., start:end, :] for v in self.values]),
+            end - start,
+        )
+
+    def join(self, tail: Span) -> Span:
+        """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
+        length = self.length + tail.length
+        parts = (zip(self.keys, tail.keys, strict=True), zip(self.values, tail.values, strict=True))
+        keys, values = (
+            tuple(_written(a, b, self.length, tail.length) for a, b in part) for part in parts
+        )
+        return Span(keys, values, length)
+
+
+def _copies(views: Sequence[mx.array]) -> tuple[mx.array, ...]:
+    arrays = [mx.contiguous(view) for view in views]
+    mx.eval(arrays)
+    return tuple(arrays)
+
+
+def _written(buffer: mx.array, tail: mx.array, at: int, count: int) -> mx.array:
+    """`buffer` with `count` tokens of `tail` at position `at`, in place where they fit."""
+    if buffer.shape[2] < at + count:
+        buffer = _grown(buffer, at, at + count)
+    buffer[..., at : at + count, :] = tail[..., :count, :]
+    mx.eval(buffer)  # one array at a time: at most one of them exists twice
+    return buffer
+
+
+def _grown(buffer: mx.array, used: int, tokens: int) -> mx.array:
+    """A larger buffer with the same first `used` tokens; capacity on the growth grid."""
+    heads, dim = buffer.shape[1], buffer.shape[3]
+    capacity = -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS
+    larger = mx.zeros((1, heads, capacity, dim), buffer.dtype)
+    larger[..., :used, :] = buffer[..., :used, :]
+    return larger
+
+
+def _leaves(cache: Sequence[Any]) -> Iterator[Any]:
+    for layer in cache:
+        if isinstance(layer, CacheList):
+            yield from _leaves(layer.caches)
+        else:
+            yield layer
+
+
+def _attention(cache: KvCache) -> list[KVCache]:
+    # why(L-05): subclasses and look-alikes (rotating, chunked) say they trim and then cannot.
+    return [leaf for leaf in _leaves(cache) if type(leaf) is KVCache]
+
+
+def _state(cache: KvCache) -> list[Any]:
+    return [leaf for leaf in _leaves(cache) if type(leaf) is not KVCache]
+
+
+def new_cache(model: Any) -> KvCache:
+    """An empty cache for one row.
+
+    why(L-09): never with a maximum size; that builds rotating layers, which forget in silence.
+    """
+    cache: KvCache = make_prompt_cache(model)
+    return cache
+
+
+def evaluate(cache: KvCache) -> None:
+    """Finish all pending work of the cache, as upstream's prefill does after each slice."""
+    mx.eval([layer.state for layer in cache])
+
+
+def release_buffers() -> None:
+    """Hand MLX's pool of freed buffers back to the system."""
+    mx.clear_cache()
+
+
+def cache_bytes(cache: KvCache) -> int:
+    return sum(layer.nbytes for layer in cache)
+
+
+def measure_kv(model: Any) -> KvShape:
+    """Run two tokens through the model and read what its cache weighs."""
+    cache = new_cache(model)
+    model(mx.zeros((1, 2), mx.int32), cache=cache)
+    evaluate(cache)
+    per_token = sum(
+        a.nbytes // a.shape[2] for leaf in _attention(cache) for a in (leaf.keys, leaf.values)
+    )
+    state = _state(cache)
+    state_bytes = sum(
+        _window_bytes(leaf) if hasattr(leaf, "max_size") else leaf.nbytes for leaf in state
+    )
+    return KvShape(
+        token_bytes=per_token,
+        state_bytes=state_bytes,
+        has_state=bool(state),
+        can_batch=all(hasattr(layer, "merge") for layer in cache),
+    )
+
+
+def _window_bytes(leaf: Any) -> int:
+    per_token = sum(a.nbytes // a.shape[2] for a in (leaf.keys, leaf.values))
+    return int(per_token * leaf.max_size)
+
+
+def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
+    """Physical depth in model tokens, from the first leaf that has one.
+
+    Hybrid caches mix ArraysCache (no `.offset`) with KVCache, so layer 0 may not answer (L-02).
+    Models of recurrent layers alone have no depth but the position recorded with their snapshot.
+    """
+    for leaf in _leaves(cache):
+        if isinstance(offset := getattr(leaf, "offset", None), int):
+            return KvOffset(offset)
+    return KvOffset(recorded)
+
+
+def snapshot_state(cache: KvCache) -> StateSnapshot:
+    """Copy the state leaves of a one-row cache: small, evaluated, independent of the cache.
+
+    Returns an empty snapshot for models whose layers can all be rewound.
+    """
+    copies = tuple(_copied_state(leaf.state) for leaf in _state(cache))
+    arrays = [a for state in copies for a in _arrays_in(state)]
+    mx.eval(arrays)
+    return StateSnapshot(copies, sum(a.nbytes for a in arrays))
+
+
+def _copied_state(state: Any) -> Any:
+    if isinstance(state, mx.array):
+        return mx.contiguous(state)
+    if isinstance(state, list | tuple):
+        return type(state)(_copied_state(part) for part in state)
+    return state
+
+
+def _arrays_in(state: Any) -> Iterator[mx.array]:
+    if isinstance(state, mx.array):
+        yield state
+    elif isinstance(state, list | tuple):
+        for part in state:
+            yield from _arrays_in(part)
+
+
+def _fresh_handles(state: Any) -> Any:
+    """The same values behind new array objects: a slice write changes the object it goes through.
+
+    why(L-03): two caches restored from one snapshot overwrote each other; a new handle makes the
+    first write copy, and the list ArraysCache keeps is new for the same reason (L-04).
+    """
+    if isinstance(state, mx.array):
+        return state[...]
+    if isinstance(state, list | tuple):
+        return type(state)(_fresh_handles(part) for part in state)
+    return state
+
+
+def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
+    """Put a snapshot into the state leaves of `cache`; the snapshot stays usable."""
+    for leaf, state in zip(_state(cache), snapshot.leaves, strict=True):
+        leaf.state = _fresh_handles(state)
+
+
+def reserve(cache: KvCache, tokens: int) -> None:
+    """Give attention buffers room for `tokens`, once, instead of a copy every 256 tokens.
+
+    One array at a time, so that at most one of them exists twice. Empty leaves stay empty.
+    """
+    for leaf in _attention(cache):
+        if leaf.keys is None or leaf.keys.shape[2] >= tokens:
+            continue
+        leaf.keys = _grown(leaf.keys, leaf.offset, tokens)
+        mx.eval(leaf.keys)
+        leaf.values = _grown(leaf.values, leaf.offset, tokens)
+        mx.eval(leaf.values)
+
+
+def lend_span(cache: KvCache, span: Span) -> None:
+    """Move a span's buffers into the empty attention leaves; the span must not be used again."""
+    leaves = _attention(cache)
+    for leaf, keys, values in zip(leaves, span.keys, span.values, strict=True):
+        leaf.state = (keys, values, span.length)
+
+
+def take_span(cache: KvCache, length: int) -> Span:
+    """Move the attention buffers, `length` tokens deep, out of a one-row cache; it is spent then."""
+    leaves = _attention(cache)
+    assert all(leaf.offset == length for leaf in leaves), "attention layers disagree on depth"
+    span = Span(tuple(x.keys for x in leaves), tuple(x.values for x in leaves), length)
+    mx.eval(span.keys, span.values)
+    return span
+
+
+def copy_span(cache: KvCache, end: int, *, row: int | None = None) -> Span:
+    """Copy tokens [0, end) out of a cache in use: a one-row cache, or one row of a batch."""
+    if row is None:
+        views = [(x.keys[..., :end, :], x.values[..., :end, :]) for x in _attention(cache)]
+    else:
+        batch = [leaf for leaf in _leaves(cache) if type(leaf) is BatchKVCache]
+        views = [_batch_views(leaf, row, end) for leaf in batch]
+    return Span(_copies([k for k, _ in views]), _copies([v for _, v in views]), end)
+
+
+def _batch_views(leaf: BatchKVCache, row: int, end: int) -> tuple[mx.array, mx.array]:
+    left = leaf.left_padding.tolist()[row]
+    window = (slice(row, row + 1), slice(None), slice(left, left + end))
+    return leaf.keys[window], leaf.values[window]
+
+
+def to_batch(cache: KvCache) -> KvCache:
+    """A one-row cache in upstream's batch form; copies, and the argument must not be used again."""
+    return [layer.merge([layer]) for layer in cache]
+
+
+def row_from_batch(cache: KvCache, row: int) -> KvCache:
+    """One row of a batch as a cache of its own: contiguous, evaluated, sharing nothing."""
+    single: KvCache = [layer.extract(row) for layer in cache]
+    for leaf in _state(single):
+        leaf.state = _copied_state(leaf.state)
+    evaluate(single)
+    return single
+
+
+def recurrent_handles(cache: KvCache) -> RecurrentHandles | None:
+    """Handles on the recurrent states as they are now; None for models with other state leaves.
+
+    Recurrent states are replaced at each step and never written to, so keeping the handles of one
+    step is free and gives the position before the end token (L-10). A window is written in place.
+    """
+    leaves = list(_leaves(cache))
+    if any(hasattr(leaf, "max_size") for leaf in leaves):
+        return None
+    return [list(leaf.cache) for leaf in leaves if isinstance(leaf, ArraysCache)] or None
+
+
+def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapshot:
+    """What `snapshot_state` would have returned when the handles were taken, for one row."""
+    states = tuple(
+        ([None if a is None else mx.contiguous(a[row : row + 1]) for a in slots], None, None)
+        for slots in handles
+    )
+    arrays = list(_arrays_in(states))
+    mx.eval(arrays)
+    return StateSnapshot(states, sum(a.nbytes for a in arrays))
+
+
+# endregion
+
+# region 08 CACHE ==============================================================
+# Lines, checkpoints, branches: the deepest exact prefix, and who owns its bytes.
+#
+#     line A  [0 ............................ end)      root: owns all its KV
+#     line B            [start ........ end)            branch: owns what follows A's first `start`
+#
+# Lines form a tree. A request that extends a line takes its buffers and writes on in place; one
+# that diverges inside it either *splits* the line (cheap when little follows: the tail becomes a
+# branch of its own and nothing is lost) or *branches* off a copy. A branch keeps only its own tail
+# at rest, so N sub-agents on one prefix cost the prefix once (nothing is shared below
+# SHARE_MIN_TOKENS, where it would not pay). A lent line stays visible: its prompt is known before
+# it is computed, so a request with the same prefix can wait for it.
+# Tried and dropped: splitting into shared segments at every branch point. The common case, one
+# conversation growing, then copied its whole prefix at each turn.
+#
+# Doors   LRUPromptCache, Prompt, Line, Reuse, Lender, TokenArray
+# Knows   CONFIG, LOG, KV
+# Thread  model only
+# Budget  430
+# ==============================================================================
+
+TokenArray = npt.NDArray[np.int32]
+Layer = Literal["exact", "line", "checkpoint", "branch", "miss"]
+SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
+SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
+CHECKPOINT_SHARE: Final = 0.25  # of the byte budget, for one line's checkpoints
+
+
+class Lender(Protocol):
+    """The running row that holds a lent line's KV."""
+
+    def read_span(self, end: int) -> Span: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Model tokens and their names: what a lookup needs."""
+
+    root: bytes  # stands for all that changes KV besides the tokens
+    tokens: TokenArray  # `(n,)`
+    hashes: list[bytes]  # chained, of the full blocks of `tokens`
+
+
+@dataclass(eq=False, slots=True)
+class Line:
+    """One conversation tip. While lent, `span` is None and `end` is how far its row has got.
+
+    prompt  the whole path from position 0; of `end` tokens at rest
+    span    KV of [start, end); [0, start) is the parent's
+    """
+
+    prompt: Prompt
+    parent: Line | None = None
+    start: int = 0
+    end: int = 0
+    span: Span | None = None
+    checkpoints: dict[int, StateSnapshot] = field(default_factory=dict)
+    children: list[Line] = field(default_factory=list)
+    lender: Lender | None = None
+    last_used: float = 0.0
+    uses: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        states = sum(snapshot.nbytes for snapshot in self.checkpoints.values())
+        return states + (self.span.nbytes if self.span else 0)
+
+    @property
+    def held_by_children(self) -> int:
+        """Depth below which branches need this line's KV."""
+        return max((child.start for child in self.children), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """A lookup's answer: reuse [0, depth) of `line` now; `promised` if one waits for its row."""
+
+    line: Line | None
+    depth: int
+    promised: int = 0
+    state: StateSnapshot | None = None
+    layer: Layer = "miss"
+
+
+def _common_prefix(a: TokenArray, b: TokenArray) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+class LRUPromptCache:
+    """All KV at rest, and where the lent KV will come back to. Model thread only."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: KvShape,
+        *,
+        max_bytes: int,
+        metrics: CacheMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.lines: list[Line] = []
+        self._config = config
+        self._shape = shape
+        self._metrics = metrics
+        self._clock = clock
+
+    # -- lookup: pure questions ---------------------------------------------------------------
+
+    def find(self, prompt: Prompt) -> Reuse:
+        """The deepest exact prefix held for this prompt, leaving at least its last token to feed.
+
+        Mutates nothing but the counter `hybrid_trim_miss`. Of equal depths the line that needs no
+        copy wins: one that ends there, then the most recently used.
+        """
+        best = Reuse(None, 0)
+        matched = 0
+        for line in self.lines if self._config.prompt_cache_max_entries_global else ():
+            if line.prompt.root != prompt.root:
+                continue
+            shared = min(self._shared(line.prompt, prompt), len(prompt.tokens) - 1)
+            found = self._reusable(line, shared)
+            matched = max(matched, min(shared, line.end))
+            if self._rank(found) > self._rank(best):
+                best = found
+        if matched >= self._config.prompt_cache_block_size and not max(best.depth, best.promised):
+            self._metrics.bump("hybrid_trim_miss")
+        return best
+
+    def _shared(self, a: Prompt, b: Prompt) -> int:
+        """How many leading tokens two prompts have in common."""
+        if not self._config.cache_use_block_index:
+            return _common_prefix(a.tokens, b.tokens)
+        # Chained hashes agree up to the block where the tokens part, so bisection finds it.
+        blocks = range(min(len(a.hashes), len(b.hashes)))
+        n_same = bisect_left(blocks, 1, key=lambda i: a.hashes[i] != b.hashes[i])
+        whole = n_same * self._config.prompt_cache_block_size
+        return whole + _common_prefix(a.tokens[whole:], b.tokens[whole:])
+
+    def _reusable(self, line: Line, shared: int) -> Reuse:
+        """What of the first `shared` tokens can be had from this line now, and what if one waits."""
+        ready = min(shared, line.end)
+        promised = shared if line.lender is not None and shared > line.end else 0
+        if not self._shape.has_state:
+            layer: Layer = "line" if ready == line.end else "branch"
+            return Reuse(line, ready, promised, None, layer) if ready else Reuse(line, 0, promised)
+        position, state = _deepest_checkpoint(line, ready)
+        if state is None:
+            return Reuse(line, 0, promised)
+        layer = "line" if position == line.end else "checkpoint"
+        return Reuse(line, position, promised, state, layer)
+
+    def _rank(self, reuse: Reuse) -> tuple[int, int, bool, float]:
+        line = reuse.line
+        if line is None:
+            return (0, 0, False, -math.inf)
+        whole = line.lender is None and line.end == reuse.depth
+        return (max(reuse.depth, reuse.promised), reuse.depth, whole, line.last_used)
+
+    # -- taking and giving back ---------------------------------------------------------------
+
+    def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
+        """Buffers holding [0, depth) for a new row, and the line that row will grow.
+
+        The buffers are the row's own: moved out of the cache where nobody else needs them there,
+        copied otherwise. The caller sets `line.lender` and ends with `put_back` or `drop`.
+        """
+        line, depth = reuse.line, reuse.depth
+        while line is not None and depth <= line.start:
+            line = line.parent
+        if line is None or depth == 0:
+            return self._enter(Line(prompt)), None
+        line.uses += 1
+        line.last_used = self._clock()
+        if line.lender is not None or line.end - depth > depth:
+            branch = Line(prompt, parent=line, start=depth, end=depth)
+            span = self._copy(line, depth)
+            line.children.append(self._enter(branch))
+            return branch, span
+        if depth < line.end:
+            self._split(line, depth)
+        span = self._take(line)
+        line.prompt = prompt
+        return line, span
+
+    def _copy(self, line: Line, depth: int) -> Span:
+        """KV [0, depth) of a line, read without disturbing it."""
+        if line.lender is not None:
+            return line.lender.read_span(depth)
+        assert line.span is not None
+        if line.parent is None:
+            return line.span.cut(0, depth)
+        if depth <= line.start:
+            return self._copy(line.parent, depth)
+        return self._copy(line.parent, line.start).join(line.span.cut(0, depth - line.start))
+
+    def _take(self, line: Line) -> Span:
+        """Move KV [0, end) of a resting line out of the cache; the line becomes lent.
+
+        A branch takes its parent's buffers along when little of the parent follows the branch
+        point: the parent's own tail becomes a branch, and the two change places in the tree.
+        """
+        own, line.span = line.span, None
+        assert own is not None
+        parent = line.parent
+        if parent is None:
+            return own
+        if parent.lender is not None or parent.end - line.start > line.start:
+            return self._copy(parent, line.start).join(own)
+        if parent.end > line.start:
+            self._split(parent, line.start)
+        base = self._take(parent)
+        self._replace_parent(line, parent)
+        return base.join(own)
+
+    def _replace_parent(self, line: Line, parent: Line) -> None:
+        """`line` now holds the parent's KV too: it takes the parent's place and branches."""
+        line.parent, line.start = parent.parent, parent.start
+        if parent.parent is not None:
+            parent.parent.children.append(line)
+        line.checkpoints = parent.checkpoints | line.checkpoints
+        for child in parent.children:
+            if child is not line:
+                child.parent = line
+                line.children.append(child)
+        parent.children = []
+        self._forget(parent)
+
+    def _split(self, line: Line, depth: int) -> None:
+        """Cut a resting line at `depth`; what follows becomes a branch of it."""
+        assert line.span is not None and line.start < depth < line.end
+        rest = Line(line.prompt, parent=line, start=depth, end=line.end)
+        rest.span = line.span.cut(depth - line.start, line.end - line.start)
+        rest.checkpoints = {p: s for p, s in line.checkpoints.items() if p > depth}
+        rest.children = [child for child in line.children if child.start > depth]
+        rest.last_used, rest.uses = line.last_used, line.uses
+        for child in rest.children:
+            child.parent = rest
+        line.children = [child for child in line.children if child.start <= depth]
+        line.children.append(self._enter(rest))
+        line.span = Span(line.span.keys, line.span.values, depth - line.start)
+        self._shorten(line, depth)
+
+    def _shorten(self, line: Line, depth: int) -> None:
+        line.end = depth
+        blocks = line.prompt.hashes[: depth // self._config.prompt_cache_block_size]
+        line.prompt = Prompt(line.prompt.root, line.prompt.tokens[:depth], blocks)
+        line.checkpoints = {p: s for p, s in line.checkpoints.items() if p <= depth}
+
+    def put_back(self, line: Line, prompt: Prompt, *, span: Span) -> None:
+        """The row is done: `span` holds exactly the KV of `prompt`, and is the cache's now."""
+        line.lender, line.prompt = None, prompt
+        line.end = len(prompt.tokens)
+        line.last_used = self._clock()
+        if line.parent is not None and not _worth_sharing(line):
+            line.parent.children.remove(line)
+            line.checkpoints = dict(_path_checkpoints(line))
+            line.parent, line.start = None, 0
+        line.span = span if line.parent is None else span.cut(line.start, line.end)
+        line.checkpoints = {p: s for p, s in line.checkpoints.items() if p <= line.end}
+        self._thin(line)
+        self.evict_to_fit(0)
+
+    def drop(self, line: Line) -> None:
+        """Forget a line and the branches that need its KV: after a failure it may be wrong (L-17).
+
+        Running branches took their copy before the failure and go on as lines of their own.
+        """
+        for child in list(line.children):
+            if child.lender is None:
+                self.drop(child)
+            else:
+                child.parent, child.start = None, 0
+        line.children = []
+        self._forget(line)
+
+    def add_checkpoint(self, line: Line, position: int, *, snapshot: StateSnapshot) -> None:
+        if self._shape.has_state:
+            line.checkpoints[position] = snapshot
+
+    def _enter(self, line: Line) -> Line:
+        line.last_used = max(line.last_used, self._clock())
+        self.lines.append(line)
+        return line
+
+    def _forget(self, line: Line) -> None:
+        if line in self.lines:
+            self.lines.remove(line)
+        if line.parent is not None and line in line.parent.children:
+            line.parent.children.remove(line)
+        line.span, line.checkpoints = None, {}
+
+    # -- room ---------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes at rest; what rows hold is theirs to count."""
+        return sum(line.nbytes for line in self.lines)
+
+    def evict_to_fit(self, extra_bytes: int) -> bool:
+        """Evict until `extra_bytes` more fit the budget and the entry limit holds.
+
+        Returns False when they cannot fit however much is evicted.
+        """
+        limit = self._config.prompt_cache_max_entries_global
+        while len(self._resting()) > limit and self._evict_one(per_byte=False):
+            pass
+        while self.nbytes + extra_bytes > self.max_bytes:
+            if not self._evict_one(per_byte=True):
+                return False
+        return True
+
+    def sweep(self) -> int:
+        """Evict lines unused for longer than the TTL; returns how many."""
+        ttl = self._config.prompt_cache_ttl_seconds
+        if ttl <= 0:
+            return 0
+        old = [x for x in self._resting() if not x.children and self._clock() - x.last_used > ttl]
+        for line in old:
+            self._forget(line)
+        return len(old)
+
+    def clear(self) -> None:
+        """Drop everything at rest that no running row builds on."""
+        while self._evict_one(per_byte=False):
+            pass
+
+    def _resting(self) -> list[Line]:
+        return [line for line in self.lines if line.lender is None]
+
+    def _evict_one(self, *, per_byte: bool) -> bool:
+        victims = [x for x in self._resting() if x.end > x.held_by_children and x.nbytes]
+        if not victims:
+            return False
+        victim = min(victims, key=lambda line: self._value(line, per_byte=per_byte))
+        if not victim.children:
+            self._forget(victim)
+        else:
+            self._trim(victim, victim.held_by_children)
+        return True
+
+    def _trim(self, line: Line, depth: int) -> None:
+        """Keep only what branches need, in buffers of that size."""
+        assert line.span is not None
+        line.span = line.span.cut(0, depth - line.start)
+        self._shorten(line, depth)
+
+    def _value(self, line: Line, *, per_byte: bool) -> float:
+        """Prefill work saved x chance of reuse, per byte where bytes are what is short.
+
+        Work grows faster than length (attention), the chance falls with idle time and rises with
+        use; recency counts on use, not on insertion (L-16).
+        """
+        kept = line.held_by_children or line.start
+        work = (line.end - kept) * (1.0 + line.end / 32_768)
+        idle = self._clock() - line.last_used
+        chance = (1.0 + math.log1p(line.uses)) / (1.0 + idle / 300.0)
+        return work * chance / (line.nbytes if per_byte else 1)
+
+    def _thin(self, line: Line) -> None:
+        """Hold one line's checkpoints to a share of the budget: drop where they are densest.
+
+        The first (end of the system prompt) and the last two (the newest turn) always stay.
+        """
+        budget = self.max_bytes * CHECKPOINT_SHARE
+        while (
+            len(line.checkpoints) > 3 and sum(s.nbytes for s in line.checkpoints.values()) > budget
+        ):
+            at = sorted(line.checkpoints)
+            gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
+            del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
+
+
+def _path_checkpoints(line: Line) -> Iterator[tuple[int, StateSnapshot]]:
+    """Checkpoints on the way from the line's tip to the root, the line's own first."""
+    limit = line.end
+    step: Line | None = line
+    while step is not None:
+        yield from ((p, s) for p, s in step.checkpoints.items() if p <= limit)
+        limit, step = step.start, step.parent
+
+
+def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | None]:
+    usable = [(p, s) for p, s in _path_checkpoints(line) if p <= limit]
+    return max(usable, key=lambda pair: pair[0], default=(0, None))
+
+
+def _worth_sharing(line: Line) -> bool:
+    return line.start >= max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART)
+
+
+# endregion
+
+# region 09 SESSIONS ===========================================================
+# What each conversation's last turns looked like: how long, how much was cached, by which layer.
+#
+# This is for people (/v1/status, session logs). Lookup never asks it: the cache is one for all
+# sessions, so a wrong or missing session id can cost a reader clarity but never a hit.
+# The caller gives the time: the same monotonic clock for note() and snapshot().
+#
+# Doors   SessionIndex, SessionTurn, session_id_of
+# Knows   CONFIG, WIRE
+# Owns    _sessions_lock
+# Thread  any
+# Budget  120
+# ==============================================================================
+
+_MAX_SESSIONS: Final = 10_000
+_ID_TOKENS: Final = 128
+
+
+def session_id_of(context: SessionContext, tokens: npt.NDArray[np.int32]) -> str:
+    """The client's id; without one, a digest of the first 128 prompt tokens.
+
+    Conversations that share their first 128 tokens (the same agent, say) then share one id.
+    """
+    if context.session_id:
+        return context.session_id
+    head = tokens[:_ID_TOKENS].tobytes()
+    return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTurn:
+    """One completed request of a session."""
+
+    n_prompt: int  # tokens, of which
+    n_cached: int  # were not prefilled
+    n_completion: int
+    layer: str  # of the cache that served it: "line", "checkpoint", ...; "" for none
+    at: float  # seconds, when the turn ended
+
+
+class SessionIndex:
+    """The last turns of each session, least recently used session first."""
+
+    def __init__(self, config: Config) -> None:
+        # Set at construction
+        self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
+        self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds  # 0 = for ever
+        self._sessions_lock = threading.Lock()
+        # Guarded by _sessions_lock
+        self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()
+
+    def note(self, session_id: str, turn: SessionTurn) -> None:
+        """Remember a completed turn; forget what is idle or too much."""
+        with self._sessions_lock:
+            turns = self._turns.setdefault(session_id, deque(maxlen=self._max_turns))
+            turns.append(turn)
+            self._turns.move_to_end(session_id)
+            self._forget(turn.at)
+
+    def snapshot(self, now: float, *, newest: int = 20) -> dict[str, Any]:
+        """{"count": sessions known, "newest": the most recently used ones, newest first}."""
+        with self._sessions_lock:
+            self._forget(now)
+            recent = [(key, list(turns)) for key, turns in self._newest(newest)]
+            count = len(self._turns)
+        return {"count": count, "newest": [_described(*pair, now=now) for pair in recent]}
+
+    def _newest(self, n: int) -> list[tuple[str, deque[SessionTurn]]]:
+        pairs = reversed(self._turns.items())
+        return [pair for _, pair in zip(range(n), pairs, strict=False)]
+
+    def _forget(self, now: float) -> None:
+        while self._turns and (len(self._turns) > _MAX_SESSIONS or self._is_oldest_idle(now)):
+            self._turns.popitem(last=False)
+
+    def _is_oldest_idle(self, now: float) -> bool:
+        oldest = next(iter(self._turns.values()))
+        return 0 < self._max_idle_seconds < now - oldest[-1].at
+
+
+def _described(session_id: str, turns: list[SessionTurn], *, now: float) -> dict[str, Any]:
+    """A session as /v1/status shows it; ages instead of clock readings."""
+    shown = [{**asdict(turn), "age_seconds": round(now - turn.at, 1)} for turn in turns]
+    for turn in shown:
+        del turn["at"]
+    return {"session_id": session_id, "turns": shown}
+
+
+# endregion
+
+# region 10 MODEL ==============================================================
+# Find the model or fetch it, load it, and state the facts that other rooms need of it.
+#
+# resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
+# known before a long download (type, size against memory and disk) is asked before it.
+# Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode() at 0.5 us
+# a token. mlx-lm's own were dropped: the BPE one loses a leading space and prints "!" for padding
+# ids, the general one decodes the whole line again for each token.
+#
+# Doors   LoadedModel, Markup, ModelSize, Detokenizer, ModelError
+# Doors   resolve_model, load_model, banner, device_memory_bytes
+# Knows   CONFIG, LOG, RENDER
+# Thread  load_model: the model thread; the rest any; mlx
+# Budget  450
+# ==============================================================================
+
+_DEMO: Final = "demo"
+_DEFAULT_ON_APPLE: Final = "lmstudio-community/GLM-4.7-Flash-MLX-4bit"
+# What to suggest instead of a model that cannot work here: bytes of its weights.
+_SMALLER: Final = {
+    "mlx-community/Qwen3-30B-A3B-4bit": 17_200_000_000,
+    "mlx-community/Qwen3-8B-4bit": 4_610_000_000,
+    "mlx-community/Qwen3-4B-4bit": 2_260_000_000,
+    "mlx-community/Qwen3-0.6B-4bit": 335_000_000,
+}
+_REPOSITORY: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_WORKING_BYTES: Final = 512 * 2**20  # beside the weights: activations, a first few thousand tokens
+_HUB_SECONDS: Final = 10.0  # for the first answer of the hub
+_REPORT_SECONDS: Final = 10.0  # between two lines about a download
+_CONTEXT_UNKNOWN: Final = 32_768  # tokens
+
+
+class ModelError(Exception):
+    """Why there is no model, in one sentence; main() prints it and exits 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markup:
+    """The strings and ids with a meaning of their own in a reply; None where a model has none."""
+
+    think_start: str | None
+    think_end: str | None
+    think_start_ids: tuple[int, ...]
+    think_end_ids: tuple[int, ...]
+    tool_call_start: str | None
+    tool_call_end: str | None  # "" for formats that have no closing tag
+    tool_parser: Callable[[str, Any], Any] | None  # mlx-lm's: (text, tools) -> call or calls
+    hidden_ids: frozenset[int]  # never shown as text: special tokens without a meaning above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """How large the weights are, and what they were made for."""
+
+    n_params: int
+    nbytes: int  # of the weights, as loaded
+    vocab_size: int  # ids are below this
+    context_length: int  # tokens the model was made for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """Facts that hold as long as the process. `model` is for the model thread alone."""
+
+    model: Any
+    tokenizer: Any  # mlx-lm's TokenizerWrapper
+    template: Template
+    model_id: str  # what clients see: the repository, the folder's name, or "demo"
+    path: Path
+    family: str  # "qwen3", "glm4" or "generic"
+    revision: str  # 16 hex digits; KV of another revision is never reused
+    limit: int  # tokens of prompt and reply together: the smaller of model and MAX_KV_SIZE
+    eos_ids: frozenset[int]
+    markup: Markup
+    size: ModelSize
+
+    @property
+    def is_demo(self) -> bool:
+        return self.model_id == _DEMO
+
+    def token_text(self, token: int) -> str:
+        """One token by itself; a part of a character shows as U+FFFD."""
+        return str(self.tokenizer.decode([token]))
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one, for one reply, on any thread."""
+        return Detokenizer(self.tokenizer.backend_tokenizer, self.markup.hidden_ids)
+
+
+class Detokenizer:
+    """The ids of one reply -> its text, in whole characters.
+
+    The pieces joined equal tokenizer.decode() of the ids that are not hidden.
+    """
+
+    def __init__(self, backend: Any, hidden_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self._hidden_ids = hidden_ids
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._unshown: list[int] = []  # ids of a character that is not complete yet
+
+    def feed(self, token: int) -> str:
+        """The text that `token` completes; "" for a hidden id or a part of a character."""
+        if token in self._hidden_ids:
+            return ""
+        self._unshown.append(token)
+        text = self._stream.step(self._backend, token)
+        if text is not None:
+            self._unshown.clear()
+        return text or ""
+
+    def finish(self) -> str:
+        """What a character cut off at the end decodes to: U+FFFD, as in tokenizer.decode()."""
+        rest: str = self._backend.decode(self._unshown, skip_special_tokens=False)
+        self._unshown.clear()
+        return rest
+
+
+def resolve_model(config: Config, *, memory_bytes: int) -> Path:
+    """The folder of the model that MODEL_PATH chooses; may take minutes the first time.
+
+    memory_bytes: what the device can give, see device_memory_bytes(). Raises ModelError.
+    """
+    name = _chosen(config)
+    if name == _DEMO:
+        return _demo_folder()
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return _complete(folder)
+    if not _REPOSITORY.fullmatch(name):
+        raise ModelError(
+            f"MODEL_PATH={name} is neither a folder on this machine nor a Hugging Face "
+            f"repository such as {_DEFAULT_ON_APPLE}."
+        )
+    return _cached_snapshot(name) or _download(name, config, memory_bytes=memory_bytes)
+
+
+def _chosen(config: Config) -> str:
+    """MODEL_PATH; unset, the model this project is tuned for where a Mac can run it."""
+    is_apple_silicon = (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    return config.model_path or (_DEFAULT_ON_APPLE if is_apple_silicon else _DEMO)
+
+
+def _complete(folder: Path) -> Path:
+    """`folder`, if it has all that mlx-lm needs. Raises ModelError, saying what lacks."""
+    present = {file.name for file in folder.glob("model*.safetensors") if file.is_file()}
+    index = folder / "model.safetensors.index.json"
+    listed = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    missing = sorted(listed - present)
+    if not folder.is_dir():
+        lack = "it is a file, not a folder"
+    elif not (folder / "config.json").is_file():
+        lack = "it has no config.json"
+    elif not present:
+        lack = "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"
+    elif missing:
+        lack = f"{len(missing)} of {len(listed)} weight files are missing, first {missing[0]}"
+    else:
+        return folder
+    raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} is not a JSON object.")
+    return value
+
+
+def _demo_folder() -> Path:
+    """The demo model beside this file, or one made by scripts/make_demo_model.py and kept."""
+    home = Path(__file__).resolve().parent
+    bundled, script = home / "models" / _DEMO, home / "scripts" / "make_demo_model.py"
+    if bundled.is_dir():
+        return _complete(bundled)
+    if not script.is_file():
+        raise ModelError(f"There is no demo model: neither {bundled} nor {script} exists.")
+    sources = (script, *sorted(script.with_name("demo_model").glob("*")))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
+    folder = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm" / f"demo-{digest[:12]}"
+    if not folder.is_dir():
+        _make_demo(script, folder)
+    return _complete(folder)
+
+
+def _make_demo(script: Path, folder: Path) -> None:
+    """Run the script into a folder of its own, then rename: a half-made model is never found."""
+    log.info("making the demo model in %s (once)", folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
+            made = Path(making) / _DEMO
+            command = [sys.executable, str(script), str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            made.rename(folder)
+    except subprocess.CalledProcessError as error:
+        log.debug("%s", error.stderr)
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ModelError(f"{script} failed with status {error.returncode}: {last}") from error
+    except OSError as error:
+        if not folder.is_dir():  # else another start of the server was quicker
+            raise ModelError(f"The demo model cannot be made in {folder}: {error}.") from error
+
+
+def _cached_snapshot(repo: str) -> Path | None:
+    """The copy in the local Hugging Face cache if it is complete; asks no network."""
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            repo, local_files_only=True, allow_patterns=DEFAULT_ALLOW_PATTERNS
+        )
+        # Caches of older versions have no list of files for the hub to check; we look ourselves.
+        return _complete(Path(snapshot))
+    except (OSError, ValueError, ModelError):
+        return None
+
+
+def _download(repo: str, config: Config, *, memory_bytes: int) -> Path:
+    """Fetch what is not here yet, saying how far it is. Raises ModelError."""
+    done, token = threading.Event(), config.hf_token or None
+    try:
+        # Asked first because it fails at once; without a network the others retry for 23 s.
+        huggingface_hub.HfApi().model_info(repo, token=token, timeout=_HUB_SECONDS)
+        config_file = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
+        _check_architecture(_read_json(Path(config_file)))
+        to_fetch = _bytes_to_fetch(repo, token, memory_bytes=memory_bytes)
+        if not sys.stderr.isatty():  # where the hub's own progress bars are silent
+            threading.Thread(
+                target=_report, args=(repo, done), kwargs={"to_fetch": to_fetch}
+            ).start()
+        snapshot = huggingface_hub.snapshot_download(
+            repo, token=token, allow_patterns=DEFAULT_ALLOW_PATTERNS
+        )
+    except ModelError:
+        raise
+    except Exception as error:  # the hub's own classes, httpx, xet, the disk: all end here
+        log.debug("download of %s", repo, exc_info=True)
+        raise ModelError(_why_no_download(repo, error)) from error
+    finally:
+        done.set()
+    return _complete(Path(snapshot))
+
+
+def _bytes_to_fetch(repo: str, token: str | None, *, memory_bytes: int) -> int:
+    """What is not in the cache yet. Raises ModelError when the model cannot work here."""
+    files = huggingface_hub.snapshot_download(
+        repo, token=token, allow_patterns=DEFAULT_ALLOW_PATTERNS, dry_run=True
+    )
+    weights = sum(f.file_size or 0 for f in files if f.filename.endswith(".safetensors"))
+    if not weights:
+        raise ModelError(f"{repo} has no model*.safetensors; look for an MLX version of it.")
+    to_fetch = sum(f.file_size or 0 for f in files if f.will_download)
+    cache = huggingface_hub.constants.HF_HUB_CACHE
+    free = shutil.disk_usage(cache).free
+    if weights + _WORKING_BYTES <= memory_bytes and to_fetch <= free:
+        log.info("%s: fetching %s into %s", repo, _in_gb(to_fetch), cache)
+        return to_fetch
+    raise ModelError(
+        f"{repo} needs {_in_gb(weights + _WORKING_BYTES)} of memory (this device recommends at "
+        f"most {_in_gb(memory_bytes)}) and {_in_gb(to_fetch)} more on disk ({cache} has "
+        f"{_in_gb(free)} free); MODEL_PATH={_fitting(min(memory_bytes, free))} would fit."
+    )
+
+
+def _fitting(room_bytes: int) -> str:
+    """The largest of the models we suggest that works in so much memory."""
+    room = room_bytes - _WORKING_BYTES
+    return next((name for name, nbytes in _SMALLER.items() if nbytes <= room), _DEMO)
+
+
+def _report(repo: str, done: threading.Event, *, to_fetch: int) -> None:
+    folder = f"models--{repo.replace('/', '--')}"
+    blobs = Path(huggingface_hub.constants.HF_HUB_CACHE, folder, "blobs")
+    before = sum(blob.stat().st_size for blob in blobs.glob("*"))
+    while not done.wait(_REPORT_SECONDS):
+        with suppress(FileNotFoundError):  # a file takes its final name while we look
+            fetched = sum(blob.stat().st_size for blob in blobs.glob("*")) - before
+            log.info("%s: %s of %s fetched", repo, _in_gb(fetched), _in_gb(to_fetch))
+
+
+def _why_no_download(repo: str, error: Exception) -> str:
+    errors, hub = huggingface_hub.errors, huggingface_hub.constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        return (
+            f"MODEL_PATH={repo} is neither a folder on this machine nor a repository on {hub} "
+            "(a private one needs HF_TOKEN)."
+        )
+    reason = " ".join(str(error.__cause__ or error).split())[:160]
+    return (
+        f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); start "
+        f"again to resume, or set MODEL_PATH to a folder or to {_DEMO}."
+    )
+
+
+def load_model(path: Path, config: Config) -> LoadedModel:
+    """Read weights and tokenizer into memory, on the model thread, where MLX arrays must stay.
+
+    Raises ModelError; for a type mlx-lm does not know, before any weight is read.
+    """
+    trust = config.trust_remote_code
+    _check_architecture(_read_json(path / "config.json"))
+    try:
+        loaded: Any = mlx_lm.load(
+            str(path),
+            tokenizer_config={"trust_remote_code": trust},
+            return_config=True,
+            trust_remote_code=trust,
+        )
+        return _with_facts(path, config, loaded=loaded)
+    except Exception as error:  # mlx and transformers raise what they like for a broken file
+        log.debug("loading %s", path, exc_info=True)
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"The model in {path} cannot be loaded: {first[:300]}") from error
+
+
+def _check_architecture(facts: dict[str, Any]) -> None:
+    """Raise ModelError unless mlx-lm, or the model's own file, can build what config.json names."""
+    try:
+        # `_get_classes` is private, but the very function that mlx_lm.load() asks.
+        _ = facts.get("model_file") or _get_classes(facts)
+    except (KeyError, ValueError, AttributeError) as error:
+        kind, version = facts.get("model_type"), mlx_lm.__version__
+        raise ModelError(f"Models of type {kind!r} are not known to mlx-lm {version}.") from error
+
+
+def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
+    """`loaded`: model, tokenizer and config.json, as mlx_lm.load() returns them."""
+    model, tokenizer, facts = loaded
+    name = _chosen(config)
+    folder = Path(name).expanduser()
+    size = _measure(model, tokenizer, facts={**facts, **(facts.get("text_config") or {})})
+    markup = _markup(tokenizer)
+    think_start, think_end = markup.think_start or "", markup.think_end or ""
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        template=Template(tokenizer, config, think_start=think_start, think_end=think_end),
+        model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
+        path=path,
+        family=_family(f"{name} {facts['model_type']}", config),
+        revision=_revision(path),
+        limit=min(size.context_length, config.max_kv_size),
+        eos_ids=frozenset(tokenizer.eos_token_ids),
+        markup=markup,
+        size=size,
+    )
+
+
+def _family(hint: str, config: Config) -> str:
+    if config.model_family != "auto":
+        return config.model_family
+    return next((name for name in ("qwen3", "glm4") if name[:-1] in hint.lower()), "generic")
+
+
+def _measure(model: Any, tokenizer: Any, *, facts: dict[str, Any]) -> ModelSize:
+    weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
+    count: Any = get_total_parameters
+    return ModelSize(
+        n_params=int(count(model)),
+        nbytes=sum(array.nbytes for _, array in weights),
+        vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
+        context_length=_context_length(facts, tokenizer.model_max_length),
+    )
+
+
+def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
+    """Tokens. Some configs (DeepSeek, gpt-oss) state the length that YaRN stretches to, some
+    (Qwen3 with YaRN) the length before, so the larger number is right.
+    """
+    stated = facts.get("max_position_embeddings") or facts.get("n_positions") or 0
+    rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
+    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
+    original = rope.get("original_max_position_embeddings") or 0
+    stretched = int(original * rope.get("factor", 1)) if is_yarn else 0
+    # transformers writes 1e30 where a tokenizer states no length.
+    hint = tokenizer_length if tokenizer_length < 2**31 else _CONTEXT_UNKNOWN
+    return max(int(stated), stretched) or hint
+
+
+def _markup(tokenizer: Any) -> Markup:
+    think = (tokenizer.think_start_tokens or (), tokenizer.think_end_tokens or ())
+    call = (tokenizer.tool_call_start_tokens or (), tokenizer.tool_call_end_tokens or ())
+    named = {token_id for ids in (*think, *call) for token_id in ids}
+    parser = tokenizer.tool_parser
+    # A special token that the parser's own source names is grammar (gemma4's <|"|> quotes).
+    grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
+    hidden = {
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token_id not in named
+        if token.content not in grammar and re.escape(token.content) not in grammar
+    }
+    return Markup(
+        think_start=tokenizer.think_start,
+        think_end=tokenizer.think_end,
+        think_start_ids=tuple(think[0]),
+        think_end_ids=tuple(think[1]),
+        tool_call_start=tokenizer.tool_call_start,
+        tool_call_end=tokenizer.tool_call_end,
+        tool_parser=parser,
+        hidden_ids=frozenset(hidden | tokenizer.eos_token_ids),
+    )
+
+
+def _revision(path: Path) -> str:
+    """Which weights these are. Not a hash of their bytes: 17 GB take a minute to read."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("model*.safetensors*")):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def device_memory_bytes() -> int:
+    """What a model and its KV may use: Metal's recommendation, a GPU's memory, or the RAM."""
+    facts = mx.device_info()
+    stated = facts.get("max_recommended_working_set_size") or facts.get("total_memory")
+    return int(stated or psutil.virtual_memory().total)
+
+
+def banner(model: LoadedModel, config: Config) -> str:
+    """The lines a person reads once the server is up."""
+    host = f"[{config.mlx_host}]" if ":" in config.mlx_host else config.mlx_host
+    size, memory = model.size, device_memory_bytes()
+    demo = "This is the demo model: it shows that the server works, not what it can do.\n"
+    return (
+        f"{model.model_id} is served at http://{host}:{config.mlx_port}/v1\n"
+        f"  folder   {model.path}\n"
+        f"  weights  {_in_gb(size.nbytes)}, {size.n_params:,} parameters; "
+        f"this device recommends at most {_in_gb(memory)}\n"
+        f"  context  {model.limit:,} tokens (the model: {size.context_length:,}; "
+        f"MAX_KV_SIZE: {config.max_kv_size:,})\n"
+        f"{demo if model.is_demo else ''}"
+        "To serve another, set MODEL_PATH to a Hugging Face repository or a folder, "
+        f"e.g. MODEL_PATH={_fitting(memory)}"
+    )
+
+
+def _in_gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+# endregion
+
+# region 11 ENGINE =============================================================
+# The model thread: admit, prefill in slices, decode in groups, give every row's KV back.
+#
+#     inbox -> waiting -> prefill (one slice at a time) -> decode (one step per group) -> put back
+#
+# A row owns its buffers from admission to the end, so a lone row decodes where its KV lies: no
+# merge, no copy. Rows of like length decode as one upstream batch; a short row never pays for a
+# long one's padding. mlx-lm's BatchGenerator merges every row on insertion and pads to the longest
+# (measured: a lone 32k row then needs its KV twice), so the batch inside it, GenerationBatch, is
+# used directly and told never to finish a row: when a row ends is decided here, in one place.
+# Beside decoding, prefill gets at most every second second, in slices of SLICE_SECONDS.
+#
+# Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event
+# Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
+# Thread  model, mlx; Ticket and Engine: any
+# Budget  700
+# ==============================================================================
+
+SLICE_SECONDS: Final = 0.25  # of prefill between two decode steps
+SLICE_ALONE_SECONDS: Final = 1.0  # of prefill before anything else is looked at
+SLICE_MIN_TOKENS: Final = 64
+WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
+HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
+LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
+IDLE_SECONDS: Final = 5.0  # between two looks at the TTL
+KV_MEMORY_SHARE: Final = 0.6  # of memory beside the model; activations and the system need the rest
+FOREVER: Final = 1 << 60
+
+Logprob = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and the top alternatives
+EndReason = Literal["stop", "length", "cancelled", "deadline"]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+# -- what goes in, what comes out ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Forced opening: after token `after` (None: at once) the reply begins with one of `openings`.
+
+    `banned` tokens never come; while waiting for `after`, the end tokens do not come either.
+    """
+
+    openings: tuple[tuple[int, ...], ...] = ()
+    after: int | None = None
+    banned: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request in model terms. `boundaries`: positions where a checkpoint is worth its bytes."""
+
+    prompt: Prompt
+    boundaries: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    top_logprobs: int = -1  # -1: no logprobs at all
+    constraint: Constraint | None = None
+    deadline_seconds: float = 0.0  # 0: none
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.prompt.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Prompt tokens whose KV exists, of all; `cached` of them were reused."""
+
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Generated ids; one entry of `logprobs` per id, if they were asked for."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The line is back in the cache: `fed` tokens deep, prompt and reply."""
+
+    reason: EndReason
+    fed: int = 0
+    cached: int = 0
+    layer: str = "miss"
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended in an error; nothing of it is kept."""
+
+    error: ServerError
+
+
+Event = Progress | Tokens | Finished | Failed
+
+
+class Ticket:
+    """A connection's end of a job: events come out, two wishes go in. Any thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._wake = wake
+        self.wish: EndReason | None = None
+
+    def next_event(self, timeout: float) -> Event | None:
+        """The next event, or None when nothing happened for `timeout` seconds."""
+        try:
+            return self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def put(self, event: Event) -> None:
+        self._events.put(event)
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more; what was computed is kept."""
+        self.wish = "cancelled"
+        self._wake()
+
+    def stop(self) -> None:
+        """The reply is complete (a stop string, the one call that was allowed)."""
+        self.wish = self.wish or "stop"
+        self._wake()
+
+
+# -- sampling ------------------------------------------------------------------------------------
+
+
+def _greedy(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
+def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
+    """Log-probabilities `(1, vocab)` -> a token `(1,)`, from a random key the row owns.
+
+    So a seed gives the same text alone and in a batch. Greedy rows share one function object,
+    which upstream then calls once for the whole batch.
+    """
+    if sampling.temperature == 0:
+        return _greedy
+    seed = sampling.seed if sampling.seed is not None else time.time_ns()
+    keys = [mx.random.key(seed % (1 << 63))]
+
+    def sample(logprobs: mx.array) -> mx.array:
+        keys[0], key = mx.random.split(keys[0])
+        if 0 < sampling.top_p < 1:
+            logprobs = apply_top_p(logprobs, sampling.top_p)
+        if sampling.min_p > 0:
+            logprobs = apply_min_p(logprobs, sampling.min_p)
+        if 0 < sampling.top_k < logprobs.shape[-1]:
+            logprobs = apply_top_k(logprobs, sampling.top_k)
+        return mx.random.categorical(logprobs / sampling.temperature, key=key)
+
+    return sample
+
+
+def _processors(job: Job, eos_ids: frozenset[int]) -> list[LogitsProcessor]:
+    """What bends the logits of this row, in order: penalties, then what is forced or banned."""
+    s = job.sampling
+    bent: list[LogitsProcessor] = make_logits_processors(
+        dict(s.logit_bias) or None,
+        s.repetition_penalty if s.repetition_penalty != 1.0 else None,
+        s.repetition_context_size,
+        s.presence_penalty,
+        s.repetition_context_size,
+        s.frequency_penalty,
+        s.repetition_context_size,
+    )
+    if (constraint := job.constraint) is not None:
+
+        def constrain(tokens: mx.array, logits: mx.array) -> mx.array:
+            reply: Any = tokens[job.n_prompt :].tolist()
+            allowed, banned = allowed_next(constraint, reply, eos_ids=eos_ids)
+            listed = mx.array(sorted(allowed or banned), mx.int32)
+            is_listed = mx.any(mx.arange(logits.shape[-1])[:, None] == listed, axis=1)
+            return mx.where(is_listed == bool(allowed), logits, -mx.inf)
+
+        bent.append(constrain)
+    return bent
+
+
+def allowed_next(
+    constraint: Constraint, reply: Sequence[int], *, eos_ids: frozenset[int]
+) -> tuple[set[int], frozenset[int]]:
+    """(the only tokens that may come after this reply, none: all; those that may not)."""
+    begun = 0
+    if constraint.openings and constraint.after is not None:
+        if constraint.after not in reply:
+            return set(), constraint.banned | eos_ids
+        begun = reply.index(constraint.after) + 1
+    said = tuple(reply[begun:])
+    fits = [opening for opening in constraint.openings if opening[: len(said)] == said]
+    if any(len(opening) == len(said) for opening in fits):
+        return set(), constraint.banned
+    return {opening[len(said)] for opening in fits}, constraint.banned
+
+
+# -- rows and groups -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A request on the model. Its KV is exactly prompt + `out`, cut at `fed`."""
+
+    job: Job
+    ticket: Ticket
+    line: Line
+    cache: KvCache  # empty while a group holds it
+    fed: int
+    reuse: Reuse
+    stops: list[int]  # ascending positions where a prefill slice must end
+    marks: list[float]  # seconds: submitted, admitted, decoding since
+    out: list[int] = field(default_factory=list)
+    group: Group | None = None
+
+    @property
+    def to_prefill(self) -> int:
+        return self.job.n_prompt - 1 - self.fed
+
+    def read_span(self, end: int) -> Span:
+        """Copy KV [0, end) while the row runs, wherever it lies now."""
+        if self.group is None:
+            return copy_span(self.cache, end)
+        return self.group.read_span(self, end=end)
+
+    def tokens_fed(self) -> TokenArray:
+        out = np.asarray(self.out, dtype=np.int32)
+        return np.concatenate([self.job.prompt.tokens, out])[: self.fed]
+
+    def ended(self, reason: EndReason) -> Finished:
+        marks = [*self.marks, *[time.monotonic()] * (4 - len(self.marks))]
+        queued, prefill, decode = (b - a for a, b in zip(marks, marks[1:], strict=False))
+        return Finished(
+            reason=reason,
+            fed=self.fed,
+            cached=self.reuse.depth,
+            layer=self.reuse.layer,
+            queue_seconds=queued,
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+        )
+
+
+class Group:
+    """Rows that decode together: one row on its own buffers, or several in upstream's batch form."""
+
+    def __init__(self, loaded: LoadedModel, row: Row) -> None:
+        processors = _processors(row.job, loaded.eos_ids)
+        tokens = row.job.prompt.tokens
+        context = tokens[:-1].tolist() if processors else []  # penalties see the cached tokens too
+        self.rows = [row]
+        self._before: RecurrentHandles | None = None
+        self._batch = GenerationBatch(
+            loaded.model,
+            [0],
+            mx.array(tokens[-1:]),
+            row.cache,
+            [context],
+            [_sampler(row.job.sampling)],
+            _greedy,
+            [tuple(processors)],
+            [StopSequences()],
+            [FOREVER],
+        )
+        row.fed += 1
+        row.group, row.cache = self, []
+
+    def step(self) -> list[tuple[Row, int, mx.array]]:
+        """Advance all rows one token: (row, token, log-probabilities `(vocab,)`) each.
+
+        The token is already being fed when it is returned (L-10), so every row's `fed` counts it.
+        """
+        self._before = recurrent_handles(self._batch.prompt_cache)
+        responses = self._batch.next()
+        for row, response in zip(self.rows, responses, strict=True):
+            row.out.append(response.token)
+            row.fed += 1
+        return [(r, x.token, x.logprobs) for r, x in zip(self.rows, responses, strict=True)]
+
+    def padding_with(self, n_tokens: int) -> float:
+        """Padded tokens as a share of the real ones, were a row of this length to join."""
+        lengths = [*(row.fed for row in self.rows), n_tokens]
+        return max(lengths) * len(lengths) / sum(lengths) - 1
+
+    def absorb(self, other: Group) -> None:
+        """Join another group's rows to this batch; the other group must not be used again."""
+        for group in (self, other):
+            if len(group.rows) == 1:
+                group._batch.prompt_cache = to_batch(group._batch.prompt_cache)
+        self._batch.extend(other._batch)
+        self._before = None
+        for row in other.rows:
+            row.group = self
+        self.rows += other.rows
+
+    def leave(self, row: Row) -> StateSnapshot | None:
+        """Take a row out, its KV back in `row.cache`; returns its state before the last token fed."""
+        index = self.rows.index(row)
+        before = snapshot_from_handles(self._before, row=index) if self._before else None
+        row.cache = self._batch.prompt_cache
+        if len(self.rows) > 1:
+            row.cache = row_from_batch(self._batch.prompt_cache, index)
+            self._batch.filter([i for i in range(len(self.rows)) if i != index])
+        self.rows.remove(row)
+        if len(self.rows) == 1:  # back to buffers of its own, which can be put back without a copy
+            self._batch.prompt_cache = row_from_batch(self._batch.prompt_cache, 0)
+        row.group, self._before = None, None
+        return before
+
+    def read_span(self, row: Row, *, end: int) -> Span:
+        index = self.rows.index(row) if len(self.rows) > 1 else None
+        return copy_span(self._batch.prompt_cache, end, row=index)
+
+    @property
+    def nbytes(self) -> int:
+        return cache_bytes(self._batch.prompt_cache)
+
+
+# -- scheduling ----------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """Everything that happens on the model thread, one `turn` at a time."""
+
+    def __init__(self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics) -> None:
+        self.loaded = loaded
+        self.config = config
+        self.shape = measure_kv(loaded.model)
+        free = device_memory_bytes() - loaded.size.nbytes
+        budget = config.prompt_cache_max_bytes or max(int(free * KV_MEMORY_SHARE), 1 << 28)
+        self.cache = LRUPromptCache(config, self.shape, max_bytes=budget, metrics=metrics)
+        self.waiting: list[tuple[Job, Ticket, float]] = []
+        self.prefilling: list[Row] = []
+        self.groups: list[Group] = []
+        self._owed_seconds = 0.0  # decode time due before the next prefill slice
+        self._tokens_per_second = 2000.0  # of prefill, measured as it goes
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.groups)
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.prefilling + [row for group in self.groups for row in group.rows]
+
+    def turn(self) -> None:
+        """End what is over, admit what fits, one decode step per group, one prefill slice."""
+        self._end_unwanted()
+        for entry in list(self.waiting):
+            if len(self.rows) >= self.config.batch_max_rows or not self._admit(*entry):
+                break
+        began = time.monotonic()
+        for group in list(self.groups):
+            self._guarded(list(group.rows), partial(self._decode, group))
+        self._owed_seconds -= time.monotonic() - began
+        if self.prefilling and (not self.groups or self._owed_seconds <= 0):
+            row = next_to_prefill(self.prefilling, self._tokens_per_second)
+            self._guarded([row], partial(self._prefill, row))
+
+    # -- admission --
+
+    def _admit(self, job: Job, ticket: Ticket, submitted: float) -> bool:
+        """Start a waiting job unless it had better wait; False: nor may those behind it start."""
+        reuse = self.cache.find(job.prompt)
+        if self._had_better_wait(reuse):
+            return True
+        has_room = self._make_room(job, reuse)
+        if not has_room and self.rows:
+            return False  # running rows will give bytes back
+        self.waiting.remove((job, ticket, submitted))
+        try:
+            if not has_room:
+                raise Overloaded(
+                    "the KV memory budget (PROMPT_CACHE_MAX_BYTES) is too small for this"
+                )
+            # Making room may have evicted what was found, so look again.
+            self._start(job, ticket, marks=[submitted, time.monotonic()])
+        except ServerError as error:
+            ticket.put(Failed(error))
+        except Exception:
+            log.exception("a request could not be started")
+            self.cache.clear()  # whatever it touched
+            ticket.put(Failed(GenerationFailed("the model failed on this request")))
+        return True
+
+    def _had_better_wait(self, reuse: Reuse) -> bool:
+        """A running row is about to compute more of this prompt than is ready: say where to stop."""
+        if reuse.promised - reuse.depth < WAIT_GAIN_TOKENS or reuse.line is None:
+            return False
+        row = reuse.line.lender
+        if self.shape.has_state and isinstance(row, Row):
+            row.stops = sorted({*row.stops, reuse.promised})
+        return True
+
+    def _make_room(self, job: Job, reuse: Reuse) -> bool:
+        """Evict until the row's buffers fit beside everything else."""
+        running = sum(group.nbytes for group in self.groups)
+        running += sum(self._row_bytes(row.job.n_prompt) for row in self.prefilling)
+        moved = reuse.depth * self.shape.token_bytes if reuse.layer == "line" else 0
+        return self.cache.evict_to_fit(running + self._row_bytes(job.n_prompt) - moved)
+
+    def _row_bytes(self, n_prompt: int) -> int:
+        return _with_headroom(n_prompt) * self.shape.token_bytes + self.shape.state_bytes
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest row, prompt and reply, that the budget can hold at all."""
+        usable = self.cache.max_bytes - self._row_bytes(0)
+        return usable * HEADROOM_SHARE // ((HEADROOM_SHARE + 1) * max(self.shape.token_bytes, 1))
+
+    def _start(self, job: Job, ticket: Ticket, *, marks: list[float]) -> None:
+        reuse = self.cache.find(job.prompt)
+        line, span = self.cache.acquire(reuse, job.prompt)
+        cache = new_cache(self.loaded.model)
+        offset = KvOffset(0)
+        if span is not None:
+            lend_span(cache, span)
+            if reuse.state is not None:
+                restore_state(cache, reuse.state)
+            offset = _kv_cache_offset(cache, recorded=reuse.depth)
+        assert offset == reuse.depth, "the cache is not as deep as the lookup said"
+        reserve(cache, _with_headroom(job.n_prompt))
+        stops = self._stops(job, offset) if self.shape.has_state else []
+        row = Row(job, ticket, line, cache, offset, reuse, stops, marks)
+        line.lender, line.end = row, offset
+        self.prefilling.append(row)
+        ticket.put(Progress(offset, job.n_prompt, offset))
+
+    def _stops(self, job: Job, offset: KvOffset) -> list[int]:
+        """Where prefill pauses for a checkpoint."""
+        end = job.n_prompt - 1
+        lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
+        return sorted({p for p in (*job.boundaries, *lattice, end) if offset < p <= end})
+
+    # -- prefill --
+
+    def _prefill(self, row: Row) -> None:
+        if row.to_prefill > 0:
+            began = time.monotonic()
+            pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
+            pending = pending[: self._slice_length(row)]
+            self.loaded.model(mx.array(pending)[None], cache=row.cache)
+            evaluate(row.cache)
+            release_buffers()
+            reserve(row.cache, _with_headroom(row.job.n_prompt))
+            row.fed += len(pending)
+            row.line.end = row.fed
+            self._note_speed(len(pending), time.monotonic() - began)
+            row.ticket.put(Progress(row.fed, row.job.n_prompt, row.reuse.depth))
+        if row.stops and row.fed == row.stops[0]:
+            row.stops.pop(0)
+            self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
+        if row.to_prefill == 0:
+            self._begin_decode(row)
+
+    def _slice_length(self, row: Row) -> int:
+        """Tokens of the next slice: to the next stop, and short while others wait for their turn."""
+        to_stop = (row.stops[0] - row.fed) if row.stops else row.to_prefill
+        shared = bool(self.groups or self.waiting or len(self.prefilling) > 1)
+        seconds = SLICE_SECONDS if shared else SLICE_ALONE_SECONDS
+        timely = max(SLICE_MIN_TOKENS, int(self._tokens_per_second * seconds))
+        return min(row.to_prefill, to_stop, timely, self.config.prefill_step_size)
+
+    def _note_speed(self, n_tokens: int, seconds: float) -> None:
+        self._owed_seconds = seconds
+        if n_tokens >= SLICE_MIN_TOKENS:
+            measured = n_tokens / max(seconds, 1e-6)
+            self._tokens_per_second += 0.3 * (measured - self._tokens_per_second)
+
+    def _begin_decode(self, row: Row) -> None:
+        """Decode in the group whose rows are most alike in length, or in one of its own."""
+        self.prefilling.remove(row)
+        row.marks.append(time.monotonic())
+        group = Group(self.loaded, row)
+        row.line.end = row.fed
+        host = min(self.groups, key=lambda g: g.padding_with(row.fed), default=group)
+        self.groups.append(group)
+        fits = host.padding_with(row.fed) <= self.config.batch_padding_max
+        if host is not group and fits and self.shape.can_batch:
+            host.absorb(group)
+            self.groups.remove(group)
+
+    # -- decode, end --
+
+    def _decode(self, group: Group) -> None:
+        for row, token, logprobs in group.step():
+            row.ticket.put(Tokens((token,), _logprobs(row.job, token, logprobs=logprobs)))
+            if token in self.loaded.eos_ids:
+                self._finish(row, "stop")
+            elif len(row.out) >= row.job.max_tokens:
+                self._finish(row, "length")
+
+    def _end_unwanted(self) -> None:
+        for entry in [entry for entry in self.waiting if entry[1].wish]:
+            self.waiting.remove(entry)
+            entry[1].put(Finished(reason="cancelled"))
+        now = time.monotonic()
+        for row in self.rows:
+            is_late = 0 < row.job.deadline_seconds < now - row.marks[1]
+            if reason := row.ticket.wish or ("deadline" if is_late else None):
+                self._guarded([row], partial(self._finish, row, reason))
+
+    def _finish(self, row: Row, reason: EndReason) -> None:
+        """Put the row's KV back, then tell the connection: its next request must find it."""
+        if (group := row.group) is not None:
+            before = group.leave(row)
+            if not group.rows:
+                self.groups.remove(group)
+            if before is not None:
+                self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
+        else:
+            self.prefilling.remove(row)
+        self._put_back(row)
+        row.ticket.put(row.ended(reason))
+
+    def _put_back(self, row: Row) -> None:
+        if row.fed == 0:
+            self.cache.drop(row.line)
+            return
+        evaluate(row.cache)
+        self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
+        tokens, known = row.tokens_fed(), row.job.prompt
+        size = self.config.prompt_cache_block_size
+        hashes = known.hashes[: row.fed // size]
+        parent = hashes[-1] if hashes else b""
+        hashes += _block_hashes(tokens, size, root=known.root, start=len(hashes), parent=parent)
+        span = take_span(row.cache, row.fed)
+        row.cache = []
+        self.cache.put_back(row.line, Prompt(known.root, tokens, hashes), span=span)
+
+    def _guarded(self, touched: list[Row], action: Callable[[], None]) -> None:
+        """Run one action; if it raises, the rows it touched fail, and the engine goes on."""
+        try:
+            action()
+        except Exception:
+            log.exception("the model failed on %d request(s)", len(touched))
+            for row in touched:
+                self._fail(row)
+
+    def _fail(self, row: Row) -> None:
+        """why(L-17): what an exception interrupted may be half written, so nothing of it is kept."""
+        if row in self.prefilling:
+            self.prefilling.remove(row)
+        if row.group in self.groups:
+            self.groups.remove(row.group)
+        self.cache.drop(row.line)
+        row.cache, row.group = [], None
+        row.ticket.put(Failed(GenerationFailed("the model failed on this request")))
+
+
+def _remaining_prefill(tokens: TokenArray, offset: KvOffset) -> TokenArray:
+    """Prompt tokens still to prefill: all but the last, which the first decode step feeds.
+
+    tokens  [0 ....... offset)[offset ....... n-1)[n-1]
+             in the cache      to prefill          to decode
+    """
+    return tokens[offset : len(tokens) - 1]
+
+
+def _with_headroom(n_prompt: int) -> int:
+    """Buffer positions for a prompt and some reply, so that decoding seldom has to grow them."""
+    return n_prompt + n_prompt // HEADROOM_SHARE + GROWTH_TOKENS
+
+
+def next_to_prefill(rows: Sequence[Row], tokens_per_second: float) -> Row:
+    """The row with least left to prefill; waiting counts against length, so that none starves."""
+    now = time.monotonic()
+    return min(rows, key=lambda row: row.to_prefill - (now - row.marks[1]) * tokens_per_second / 2)
+
+
+def _logprobs(job: Job, token: int, *, logprobs: mx.array) -> tuple[Logprob, ...]:
+    """What the client asked to know about one generated token."""
+    if job.top_logprobs < 0:
+        return ()
+    best: Any = mx.argsort(-logprobs)[: job.top_logprobs].tolist()
+    values: Any = logprobs[mx.array([token, *best])].tolist()
+    return ((values[0], tuple(zip(best, values[1:], strict=True))),)
+
+
+# -- the thread ----------------------------------------------------------------------------------
+
+
+class Engine:
+    """The model thread and its inbox. Every method may be called from any thread."""
+
+    def __init__(
+        self, config: Config, metrics: CacheMetrics, *, load: Callable[[], LoadedModel]
+    ) -> None:
+        """`load` runs on the model thread, which alone may touch what it returns through MLX."""
+        self._config = config
+        self._metrics = metrics
+        self._load = load
+        self._inbox: queue.SimpleQueue[
+            tuple[Job, Ticket, float] | Callable[[Scheduler], object]
+        ] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._loaded: LoadedModel | None = None
+        self._trouble: str | None = None
+        self._settled = threading.Event()
+        self._stopping = False
+        self._report: dict[str, Any] = {}
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_until_settled(self, timeout: float | None = None) -> bool:
+        """Wait for the model to be loaded or refused; whether that is so now."""
+        return self._settled.wait(timeout)
+
+    def stop(self) -> None:
+        """End the thread after the current turn; running requests fail."""
+        self._stopping = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    @property
+    def state(self) -> Literal["loading", "ready", "dead"]:
+        if self._trouble is not None:
+            return "dead"
+        return "ready" if self._loaded is not None else "loading"
+
+    @property
+    def trouble(self) -> str | None:
+        """Why there is no model (any more), in one sentence."""
+        return self._trouble
+
+    @property
+    def never_loaded(self) -> bool:
+        return self._loaded is None
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model. Raises NotReady while it loads and when the model thread is gone."""
+        if self._trouble is not None or self._loaded is None:
+            raise NotReady(self._trouble or "the model is still loading")
+        return self._loaded
+
+    def submit(self, job: Job) -> Ticket:
+        """Queue a job. Raises NotReady, or Overloaded at MAX_QUEUED_REQUESTS."""
+        assert self.model is not None and job.n_prompt and job.max_tokens > 0
+        if self._inbox.qsize() + self._report["queued"] >= self._config.max_queued_requests:
+            raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
+        ticket = Ticket(self._wake)
+        self._inbox.put((job, ticket, time.monotonic()))
+        if self._trouble is not None:  # the thread ended in between and may never look again
+            raise NotReady(self._trouble)
+        return ticket
+
+    def clear_cache(self) -> None:
+        """Forget every KV that no running request builds on."""
+        self._inbox.put(lambda scheduler: scheduler.cache.clear())
+
+    def status(self) -> dict[str, Any]:
+        """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
+        return {"state": self.state, "error": self._trouble, **self._report}
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest row, prompt and reply, that the KV budget can hold at all."""
+        return int(self._report["capacity_tokens"])
+
+    def _wake(self) -> None:
+        self._inbox.put(lambda _scheduler: None)
+
+    def _run(self) -> None:
+        scheduler: Scheduler | None = None
+        trouble = "the model thread has stopped"
+        try:
+            loaded = self._load()
+            scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
+            self._publish(scheduler)
+            self._loaded = loaded
+            self._settled.set()
+            with wired_limit(loaded.model):
+                self._serve(scheduler)
+        except ModelError as error:
+            trouble = str(error)
+        except Exception:
+            log.exception("the model thread died")
+            trouble = "the model thread died; the log says why"
+        finally:
+            self._trouble = trouble
+            self._settled.set()
+            self._fail_everyone(scheduler, NotReady(trouble))
+            mx.clear_streams()  # why(L-20): a thread that leaves its streams behind can abort at exit
+
+    def _serve(self, scheduler: Scheduler) -> None:
+        swept = time.monotonic()
+        while not self._stopping:
+            self._receive(scheduler)
+            if scheduler.busy:
+                scheduler.turn()
+            if time.monotonic() - swept > IDLE_SECONDS:
+                swept = time.monotonic()
+                scheduler.cache.sweep()
+            self._publish(scheduler)
+
+    def _receive(self, scheduler: Scheduler) -> None:
+        """Take what is in the inbox; wait for it only when there is nothing to compute."""
+        try:
+            item = self._inbox.get(timeout=0 if scheduler.busy else IDLE_SECONDS)
+            while True:
+                if callable(item):
+                    item(scheduler)
+                else:
+                    scheduler.waiting.append(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _publish(self, scheduler: Scheduler) -> None:
+        self._report = {
+            "queued": len(scheduler.waiting),
+            "prefilling": len(scheduler.prefilling),
+            "decoding": sum(len(group.rows) for group in scheduler.groups),
+            "groups": len(scheduler.groups),
+            "lines": len(scheduler.cache.lines),
+            "cache_bytes": scheduler.cache.nbytes,
+            "cache_max_bytes": scheduler.cache.max_bytes,
+            "capacity_tokens": scheduler.capacity_tokens,
+            "kv_bytes_per_token": scheduler.shape.token_bytes,
+        }
+
+    def _fail_everyone(self, scheduler: Scheduler | None, error: ServerError) -> None:
+        """Nobody may be left waiting for a thread that is gone."""
+        entries = list(scheduler.waiting) if scheduler else []
+        tickets = [ticket for _, ticket, _ in entries]
+        tickets += [row.ticket for row in scheduler.rows] if scheduler else []
+        while not self._inbox.empty():
+            item = self._inbox.get_nowait()
+            if not callable(item):
+                tickets.append(item[1])
+        for ticket in tickets:
+            ticket.put(Failed(error))
+
+
+# endregion
+
+# region 12 SPLIT ==============================================================
+# Characters -> reasoning | content | tool call, as they are generated.
+#
+#     <think>\nwhy\n</think>\n\nI'll look.\n\n<tool_call>...</tool_call>\nDone.
+#               why             I'll look.    (to TOOLS)             \nDone.
+#
+# Any chunking gives the same texts: what may still become a tag is held back (`regex` can match
+# partially: "so far this could become one"), and so is white space until it is known what follows.
+#   - White space before a tag belongs to the tag. After one, newlines are dropped until the first
+#     text of that kind, so that a reply of calls alone has no content. All else is as generated.
+#   - A call leaves here whole, with the rest of the reply: only its grammar (TOOLS) knows where it
+#     ends, because an argument may contain `</tool_call>`. TOOLS gives back what came after it.
+#   - A `</think>` nobody opened, a `<think>` inside thinking: dropped. They are never content.
+#
+# Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
+# Knows   -
+# Thread  any; pure
+# Budget  220
+# ==============================================================================
+
+TextKind = Literal["reasoning", "content"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """The texts that part a reply; None where a model has no such thing."""
+
+    think_start: str | None = None
+    think_end: str | None = None
+    tool_start: str | None = None
+
+    def pattern(self) -> Any:
+        """Finds any of them; without tags it finds nothing."""
+        known = [t for t in (self.think_start, self.think_end, self.tool_start) if t]
+        return regex.compile("|".join(map(regex.escape, known)) or "(?!)")
+
+
+class Piece(NamedTuple):
+    """A part of the reply. A "tool" piece is raw: the white space before it, its tags, and all."""
+
+    kind: Literal["reasoning", "content", "tool"]
+    text: str
+
+
+class _Strand:
+    """The text of one kind; holds white space back until text follows it."""
+
+    def __init__(self, *, after_tag: bool) -> None:
+        self._after_tag = after_tag  # a tag came since the last text
+        self._started = False  # some text has left
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Return what can leave now."""
+        text = self._held + text
+        if self._after_tag and not self._started:
+            text = text.lstrip("\n")
+        end = len(text.rstrip())
+        self._held = text[end:]
+        if end:
+            self._started, self._after_tag = True, False
+        return text[:end]
+
+    def take_held(self) -> str:
+        """Give the white space to the tag that follows it."""
+        held, self._held = self._held, ""
+        return held
+
+    def note_tag(self) -> None:
+        """From here on the next text is the first one after a tag."""
+        self._held, self._after_tag = "", True
+
+    def finish(self) -> str:
+        """Trailing white space is text, unless it only followed a tag."""
+        return "" if self._after_tag else self.take_held()
+
+
+class _ReasoningStreamSplitter:
+    """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind.
+
+    `in_reasoning`: the prompt ended inside a think block (the template opened it).
+    After a "tool" piece everything fed comes back as "tool" pieces, until `resume` says where the
+    call ended; the owner of the calls' grammar (`ReplyStream`) does that.
+    """
+
+    def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
+        self._tags = tags
+        self._pattern = tags.pattern()
+        self._kind: TextKind = "reasoning" if in_reasoning else "content"
+        self._reasoning = _Strand(after_tag=in_reasoning)
+        self._content = _Strand(after_tag=False)
+        self._tail = ""  # may become a tag
+        self.in_call = False
+
+    @property
+    def is_thinking(self) -> bool:
+        """The next text is reasoning, as far as is known."""
+        return self._kind == "reasoning" and not self.in_call
+
+    def feed(self, text: str, *, literal: bool = False) -> list[Piece]:
+        """Return the pieces that are certain now.
+
+        `literal`: no tag token was generated for this text, so what looks like a tag is text that
+        the model quotes. Only a caller that sees tokens can know; outside calls it is believed.
+        """
+        if self.in_call:
+            return [Piece("tool", text)] if text else []
+        if literal:
+            return self.restore(text)
+        return self._scan(text)
+
+    def resume(self, rest: str, *, called: bool) -> list[Piece]:
+        """Go on after a call, with the text that followed it.
+
+        `called`: it really was one, so it closed the thinking it came in and its tags are gone;
+        otherwise the reply goes on where it was.
+        """
+        self.in_call = False
+        if called:
+            self._turn_to("content")
+        return self._scan(rest)
+
+    def restore(self, text: str) -> list[Piece]:
+        """Take text as it is, in the kind the reply is in: nothing in it is a tag."""
+        tail, self._tail = self._tail, ""
+        return self._text(tail + text)
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back: half a tag at the end of a reply is text."""
+        pieces = [*self.restore(""), Piece("reasoning", self._reasoning.finish())]
+        pieces.append(Piece("content", self._content.finish()))
+        return [piece for piece in pieces if piece.text]
+
+    def _scan(self, text: str) -> list[Piece]:
+        text, self._tail = self._tail + text, ""
+        pieces: list[Piece] = []
+        while match := self._pattern.search(text, partial=True):
+            pieces += self._text(text[: match.start()])
+            if match.partial:
+                self._tail = text[match.start() :]
+                return pieces
+            text = text[match.end() :]
+            if match[0] == self._tags.tool_start:
+                self.in_call = True
+                return [*pieces, Piece("tool", self._strand.take_held() + match[0] + text)]
+            self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
+        return [*pieces, *self._text(text)]
+
+    def _text(self, text: str) -> list[Piece]:
+        text = self._strand.feed(text)
+        return [Piece(self._kind, text)] if text else []
+
+    def _turn_to(self, kind: TextKind) -> None:
+        self._kind = kind
+        self._reasoning.note_tag()
+        self._content.note_tag()
+
+    @property
+    def _strand(self) -> _Strand:
+        return self._reasoning if self._kind == "reasoning" else self._content
+
+
+def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -> str:
+    """Return a whole reply without its thinking, as the stream's content has it, byte for byte.
+
+    From the first call's opening tag on the reply is as generated: `_extract_openai_tool_calls`
+    goes on from there, and the two together give what a stream gave.
+    """
+    splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
+    pieces = splitter.feed(text) + splitter.finish()
+    return "".join(piece.text for piece in pieces if piece.kind != "reasoning")
+
+
+# endregion
+
+# region 13 TOOLS ==============================================================
+# Tool-call text -> OpenAI tool_calls, as it is generated; and the whole reply put together.
+#
+#     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
+#     <tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>
+#     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+#
+# A call's own first characters tell these three apart, whatever the model; others are read at their
+# end by mlx-lm's parser. One rule for all: a closing mark counts when what follows it is what the
+# format puts there, otherwise it is part of the value (a file may contain `</parameter>`).
+# Nothing leaves before a name is known and was offered: what is no call stays text, tags and all.
+# Then nothing can be taken back: arguments that stop making sense are closed, the rest is text.
+#
+# Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply
+# Doors   _extract_openai_tool_calls, tool_openings
+# Knows   SPLIT
+# Thread  any; pure
+# Budget  460
+# ==============================================================================
+
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
+ParseCall = Callable[[str, Any], Any]  # mlx-lm's: (text between the tags, tools) -> call or calls
+
+# -- formats -------------------------------------------------------------------
+
+Dialect = Literal["qwen", "hermes", "glm", "foreign"]
+_DIALECTS: Final[tuple[tuple[Dialect, str, str], ...]] = (  # its sign, and where it breaks lines
+    ("qwen", "<function=", "<tool_call>\n<function="),
+    ("glm", "<arg_key>", "</arg_key>\n<arg_value>"),
+    ("hermes", "<tool_call>", "<tool_call>\n"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a model is told to write its calls."""
+
+    start: str
+    end: str  # "" where only the reply's end ends a call
+    dialect: Dialect
+    gap: str = ""  # what the template prints around the name
+    parse: ParseCall | None = None  # foreign formats only; may raise anything
+
+    @classmethod
+    def detect(
+        cls, template: str, *, start: str | None, end: str | None, parse: ParseCall | None
+    ) -> ToolFormat | None:
+        """Read it off a chat template and what mlx-lm found in it; None: no tool calls."""
+        if start and start != "<tool_call>":
+            return cls(start=start, end=end or "", dialect="foreign", parse=parse)
+        text = template.replace("\\n", "\n")  # Jinja strings spell it out
+        for dialect, sign, broken in _DIALECTS:
+            if "<tool_call>" in text and sign in text:
+                gap = "\n" if broken in text else ""
+                return cls(start="<tool_call>", end="</tool_call>", dialect=dialect, gap=gap)
+        return None
+
+
+def tool_openings(
+    tool_format: ToolFormat, tools: Sequence[Tool], *, name: str | None = None
+) -> list[str]:
+    """Return the texts that open a call of each tool, or of `name` alone, to force one of them.
+
+    They end where a model's own tokens would. Foreign formats: the opening tag, whatever the tool.
+    """
+    if tool_format.dialect == "foreign":
+        return [tool_format.start]
+    offered = _parameters_by_name(tools)
+    return [_opening(tool_format, n, offered[n]) for n in offered if name in (None, n)]
+
+
+def _opening(tool_format: ToolFormat, name: str, parameters: Tool) -> str:
+    start, gap = tool_format.start, tool_format.gap
+    if tool_format.dialect == "qwen":
+        return f"{start}{gap}<function={name}>{gap}"
+    if tool_format.dialect == "hermes":
+        return f'{start}{gap}{{"name": {_json(name)}, "arguments":'
+    # Only the next tag says that `read` is not the beginning of `read_file`.
+    return f"{start}{name}{gap}" + "<arg_key>" * bool(parameters.get("required"))
+
+
+def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """The schema of each offered tool; one that is no object says nothing."""
+    functions = [_mapping(tool.get("function")) for tool in tools]
+    named = [f for f in functions if isinstance(f.get("name"), str)]
+    return {f["name"]: _mapping(f.get("parameters")) for f in named}
+
+
+def _mapping(thing: object) -> Mapping[str, Any]:
+    return thing if isinstance(thing, Mapping) else {}
+
+
+# -- values --------------------------------------------------------------------
+
+_JSON_TYPES: Final = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
+_PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # Jinja prints them
+
+
+def _schema_types(schema: object) -> set[str]:
+    """The JSON types a schema allows; empty when it says nothing, or is no schema."""
+    types: set[str] = set()
+    todo = [schema]
+    while todo:
+        node = _mapping(todo.pop())
+        types |= {t for t in _listed(node.get("type")) if isinstance(t, str)}
+        if "type" not in node:
+            allowed = [
+                *_listed(node.get("enum", [])),
+                *([node["const"]] if "const" in node else []),
+            ]
+            types = types.union(*(_JSON_TYPES.get(type(value), set()) for value in allowed))
+        for key in ("anyOf", "oneOf", "allOf"):
+            todo += _listed(node.get(key, []))
+    return types
+
+
+def _listed(thing: Any) -> list[Any]:
+    return thing if isinstance(thing, list) else [thing]
+
+
+def _json(thing: object) -> str:
+    return json.dumps(thing, ensure_ascii=False, allow_nan=False)
+
+
+def _escape(text: str) -> str:
+    """Characters of a JSON string, without the quotes; pieces can be escaped one by one."""
+    return _json(text)[1:-1]
+
+
+def _value_as_json(text: str, types: set[str]) -> str:
+    """A complete value as JSON: what it reads as if its types allow that, otherwise a string.
+
+    Where nothing is known of its types, what reads as anything but a string is that: templates
+    print strings bare and all else as JSON.
+    """
+    literal = _PYTHON_LITERALS.get(text.strip(), text)
+    try:
+        value = json.loads(literal, strict=False)
+        fits = "string" not in types or bool(types & _JSON_TYPES[type(value)])
+        return _json(value if fits and not isinstance(value, str) else text)
+    except (ValueError, RecursionError):
+        return _json(text)
+
+
+# -- one call's arguments ------------------------------------------------------
+
+
+class _ArgumentReader:
+    """Reads the arguments of one call as they come and gives them as pieces of JSON text."""
+
+    def __init__(self) -> None:
+        self.unread = ""  # not understood yet; when done: what followed the call
+        self.done = False
+
+    def feed(self, text: str) -> str:
+        self.unread += text
+        pieces: list[str] = []
+        while not self.done and (piece := self._step()) is not None:
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def close(self) -> str:
+        """End here, or where the text stopped making sense: what makes it valid JSON."""
+        raise NotImplementedError
+
+    def _step(self) -> str | None:
+        """Read one thing: what it adds, or None when more text is needed."""
+        raise NotImplementedError
+
+    def _end(self) -> str:
+        self.done = True
+        return self.close()
+
+
+# Of each dialect with tags: what opens a value or ends the call, and what ends a value. A value
+# that nobody closed ends with the call, if the next call or the reply's end (NUL: it never comes,
+# so the tags are held back until then) follows. Half a closing tag at a reply's end is dropped.
+_TAGS: Final = {
+    "qwen": (
+        regex.compile(
+            r"\s*(?:<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>|(?P<end></tool_call>))"
+        ),
+        regex.compile(
+            r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
+            r"|\n?(?=</function>\s*</tool_call>\s*(?:<tool_call>|\0))"
+        ),
+    ),
+    "glm": (
+        regex.compile(
+            r"\s*(?:<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>|(?P<end></tool_call>))"
+        ),
+        regex.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)"),
+    ),
+}
+
+
+class _TaggedArguments(_ArgumentReader):
+    """Keys and bare values between tags, typed by the tool's schema; strings leave as they grow."""
+
+    def __init__(self, dialect: str, parameters: Tool) -> None:
+        super().__init__()
+        self._between, self._value_end = _TAGS[dialect]
+        self._parameters = parameters
+        self._before_key = "{"
+        self._in_value = False
+        self._types: set[str] = set()  # of this value
+        self._parts: list[str] = []  # of this value, unless it is a string
+
+    def close(self) -> str:
+        return (self._close_value() if self._in_value else "") + "}"
+
+    def _step(self) -> str | None:
+        if self._before_key == "{":
+            self._before_key = ""
+            return "{"
+        return self._read_value() if self._in_value else self._read_between()
+
+    def _read_between(self) -> str | None:
+        match = self._between.match(self.unread, partial=True)
+        if match and match.partial:
+            return None
+        self.unread = self.unread[match.end() if match else 0 :]
+        if not match or match["end"]:
+            return self._end()
+        return self._open_value(match["key"].strip()) if match["key"] else ""
+
+    def _open_value(self, key: str) -> str:
+        schemas, others = self._parameters.get("properties"), "additionalProperties"
+        self._types = _schema_types(_mapping(schemas).get(key, self._parameters.get(others)))
+        self._in_value, self._parts = True, []
+        comma, self._before_key = self._before_key, ", "
+        return f"{comma}{_json(key)}: " + '"' * self._is_string
+
+    def _read_value(self) -> str | None:
+        match = self._value_end.search(self.unread, partial=True)
+        text = self.unread[: match.start()]
+        if match.partial and not text:
+            return None
+        self.unread = self.unread[match.start() if match.partial else match.end() :]
+        if not self._is_string:
+            self._parts.append(text)
+            text = ""
+        return _escape(text) + ("" if match.partial else self._close_value())
+
+    def _close_value(self) -> str:
+        self._in_value = False
+        return '"' if self._is_string else _value_as_json("".join(self._parts), self._types)
+
+    @property
+    def _is_string(self) -> bool:
+        return self._types == {"string"}
+
+
+_ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
+_VALUE: Final = rf'(?P<open>[{{\[])|(?P<quote>")|(?P<atom>{_ATOM})(?=[ \t\r\n,}}\]])'
+_CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
+_STATES: Final = {  # what may come next; the group's name says what it was
+    "value": _VALUE,
+    "item": rf"{_VALUE}|(?P<close>\])",
+    "key": rf'(?P<key>"(?:{_CHARACTER})*"[ \t\r\n]*:)|(?P<close>\}})',
+    "after": r"(?P<comma>,)|(?P<close>[}\]])|(?P<end></tool_call>)",
+    "tail": r"\}*\s*(?P<end></tool_call>)",
+}
+_JSON: Final = {
+    **{state: regex.compile(rf"[ \t\r\n]*(?:{rule})") for state, rule in _STATES.items()},
+    # "raw" is what JSON forbids but models write: line breaks, `\d`, quotes inside of a text.
+    "string": regex.compile(
+        rf"(?P<text>(?:{_CHARACTER})+)"
+        r"|(?P<raw>[\x00-\x1f]|\\(?=[^\"\\/bfnrtu]|u[0-9a-fA-F]{0,3}[^0-9a-fA-F])"
+        r"|\"(?=[ \t\r\n]*[^ \t\r\n,}\]]))"
+        r"|(?P<unquote>\"(?=[ \t\r\n]*[,}\]]))"
+    ),
+}
+_NEXT_STATE: Final = {"quote": "string", "unquote": "after", "atom": "after", "key": "value"}
+
+
+class _JsonArguments(_ArgumentReader):
+    """JSON as generated, in pieces that quotes and brackets are enough to close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = "value"
+        self._closers: list[str] = []  # of what is open, outermost first
+        self._waiting = ""  # a comma, a key: they leave with their value
+
+    def close(self) -> str:
+        last = '"' if self._state == "string" else ""
+        if self._state in ("value", "item") and regex.fullmatch(_ATOM, self.unread.strip()):
+            last = self._waiting + self.unread
+        return last + "".join(reversed(self._closers))
+
+    def _step(self) -> str | None:
+        match = _JSON[self._state].match(self.unread, partial=True)
+        if match and match.partial:
+            return None
+        kind = match.lastgroup if match else "end"
+        if kind == "close" and match["close"] != self._closers[-1]:
+            return self._end()
+        self.unread = self.unread[match.end() if match else 0 :]
+        if kind == "end":
+            return self._end()
+        self._move(kind, match[kind])
+        return self._release(kind, match[0])
+
+    def _move(self, kind: str, mark: str) -> None:
+        if kind == "open":
+            self._closers.append("}" if mark == "{" else "]")
+        if kind == "close":
+            self._closers.pop()
+            self._state = "after" if self._closers else "tail"
+        elif kind in ("open", "comma"):
+            self._state = "key" if self._closers[-1] == "}" else "item"
+        else:
+            self._state = _NEXT_STATE.get(kind, self._state)
+
+    def _release(self, kind: str, text: str) -> str:
+        if kind == "raw":
+            return _escape(text)
+        if kind in ("comma", "key"):
+            self._waiting += text
+            return ""
+        waiting, self._waiting = self._waiting, ""
+        return (waiting.replace(",", "") if kind == "close" else waiting) + text  # `[1, 2,]`
+
+
+# -- calls ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of call number `index`: its name, at first, then its arguments piece by piece."""
+
+    index: int
+    id: str
+    name: str | None
+    arguments: str  # a fragment of JSON text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What a text meant to a `ToolCallStream`."""
+
+    deltas: Sequence[ToolCallDelta] = ()
+    text: str = ""  # of what is no call, as generated: it goes back
+    rest: str | None = None  # what followed the call; None while it is open
+    is_call: bool = False  # it is one, its name was offered
+
+
+_NAME: Final = regex.compile(
+    r"\s*<tool_call>\s*(?:<function=(?P<qwen>[^\s<>]+)>"
+    r'|\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
+    r'|(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>))'
+)
+
+
+class ToolCallStream:
+    """Reads the calls of one reply, each from its opening tag on (white space before it: welcome).
+
+    After a `Heard` with a rest the call is over and the next text opens another.
+    """
+
+    def __init__(
+        self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: Callable[[], str]
+    ) -> None:
+        self.n_calls = 0  # complete ones
+        self._format = tool_format
+        self._tools = list(tools)
+        self._offered = _parameters_by_name(tools)
+        self._next_id = next_id
+        self._raw = ""  # of this call: neither understood nor given back
+        self._reader: _ArgumentReader | None = None  # once the name is known
+        self._id = ""  # once the name is known and was offered
+
+    def feed(self, text: str) -> Heard:
+        self._raw += text
+        if self._reader:
+            return self._hear(self._reader, self._reader.feed(text))
+        foreign = self._format.dialect == "foreign"
+        name = None if foreign else _NAME.match(self._raw, partial=True)
+        if name is None:
+            return self._hear_whole()
+        return Heard() if name.partial else self._hear_name(name)
+
+    def finish(self) -> Heard:
+        """The reply ended inside a call: give what there is, as valid JSON, or as text."""
+        reader = self._reader
+        if not reader:
+            return self._hear_whole(finished=True)
+        fragment = reader.close()
+        reader.done, reader.unread = True, ""
+        return self._hear(reader, fragment)
+
+    def _hear_name(self, match: Any) -> Heard:
+        dialect, name = match.lastgroup, match[match.lastgroup]
+        parameters = self._offered.get(name)
+        self._id = "" if parameters is None else self._next_id()
+        deltas = [ToolCallDelta(self.n_calls, self._id, name, "")] if self._id else []
+        is_json = dialect == "hermes"
+        reader = _JsonArguments() if is_json else _TaggedArguments(dialect, parameters or {})
+        self._reader = reader
+        heard = self._hear(reader, reader.feed(self._raw[match.end() :]))
+        return replace(heard, deltas=[*deltas, *heard.deltas])
+
+    def _hear(self, reader: _ArgumentReader, fragment: str) -> Heard:
+        """Pass on what the reader made of its text; a call that was not offered goes back."""
+        read = self._raw[: len(self._raw) - len(reader.unread)]
+        self._raw = reader.unread
+        heard = Heard(text=read)
+        if self._id:
+            delta = ToolCallDelta(self.n_calls, self._id, None, fragment)
+            heard = Heard(deltas=[delta] if fragment else [], is_call=True)
+        return self._over(heard, reader.unread, int(heard.is_call)) if reader.done else heard
+
+    def _hear_whole(self, *, finished: bool = False) -> Heard:
+        """Read a call that can only be understood at its end, or find that it is none."""
+        before, start, body = self._raw.partition(self._format.start)
+        if self._format.dialect != "foreign" and not body.lstrip().startswith("{"):
+            return self._over(Heard(text=before + start), body, 0)  # a tag, but no call
+        body, end, rest = body.partition(self._format.end) if self._format.end else (body, "", "")
+        if not end and not finished:
+            return Heard()
+        deltas: list[ToolCallDelta] = []
+        calls = self._parse(body)
+        for index, (name, arguments) in enumerate(calls, self.n_calls):
+            call_id = self._next_id()
+            deltas.append(ToolCallDelta(index, call_id, name, ""))
+            deltas.append(ToolCallDelta(index, call_id, None, arguments))
+        heard = (
+            Heard(deltas=deltas, is_call=True) if calls else Heard(text=before + start + body + end)
+        )
+        return self._over(heard, rest, len(calls))
+
+    def _parse(self, body: str) -> list[tuple[str, str]]:
+        """Return names and arguments as JSON; nothing where that is no call to offered tools."""
+        parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
+        try:
+            calls = [_name_and_arguments(call) for call in _listed(parse(body, self._tools))]
+            return calls if all(name in self._offered for name, _ in calls) else []
+        except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
+            return []
+
+    def _over(self, heard: Heard, rest: str, n_calls: int) -> Heard:
+        self.n_calls += n_calls
+        self._raw, self._reader, self._id = "", None, ""
+        return replace(heard, rest=rest)
+
+
+def _name_and_arguments(call: Tool) -> tuple[str, str]:
+    """Read one parsed call. Raises KeyError, TypeError or ValueError where it is none."""
+    call = call.get("function", call)
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments, strict=False)
+    return call["name"], _json(dict(arguments))
+
+
+# -- the reply -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in a reply: text, or a part of a call."""
+
+    kind: Literal["reasoning", "content", "tool"]
+    text: str = ""
+    call: ToolCallDelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply put together from its deltas; None where there was nothing."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: list[dict[str, Any]]  # {"id", "type", "function": {"name", "arguments"}}
+
+
+class ReplyStream:
+    """Reasoning, content and calls of one reply, in the order in which they were generated.
+
+    `calls` may be missing where the splitter knows no tag that opens one.
+    """
+
+    def __init__(
+        self, splitter: _ReasoningStreamSplitter, calls: ToolCallStream | None = None
+    ) -> None:
+        self._splitter = splitter
+        self._calls = calls
+        self._deltas: list[Delta] = []
+
+    @property
+    def n_calls(self) -> int:
+        """How many calls are complete."""
+        return self._calls.n_calls if self._calls else 0
+
+    def feed(self, text: str, *, literal: bool = False) -> list[Delta]:
+        """Return what is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
+        n_known = len(self._deltas)
+        self._route(self._splitter.feed(text, literal=literal))
+        return self._deltas[n_known:]
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back; the reply is over, wherever it was cut."""
+        n_known = len(self._deltas)
+        while self._splitter.in_call and self._calls:
+            self._route(self._go_on(self._calls.finish()))
+        self._route(self._splitter.finish())
+        return self._deltas[n_known:]
+
+    def reply(self) -> Reply:
+        """Return the join of all deltas: what a client that reads the stream has."""
+        parts = [delta.call for delta in self._deltas if delta.call]
+        calls = [_whole_call(part, parts) for part in parts if part.name is not None]
+        return Reply(self._text("content"), self._text("reasoning"), calls)
+
+    def _text(self, kind: str) -> str | None:
+        return "".join(delta.text for delta in self._deltas if delta.kind == kind) or None
+
+    def _route(self, pieces: list[Piece]) -> None:
+        while pieces:
+            texts = [piece for piece in pieces if piece.kind != "tool"]
+            self._deltas += [Delta(piece.kind, piece.text) for piece in texts]
+            is_call = pieces[-1].kind == "tool"  # never before the last
+            assert self._calls or not is_call
+            pieces = (
+                self._go_on(self._calls.feed(pieces[-1].text)) if self._calls and is_call else []
+            )
+
+    def _go_on(self, heard: Heard) -> list[Piece]:
+        self._deltas += [Delta("tool", call=delta) for delta in heard.deltas]
+        pieces = self._splitter.restore(heard.text) if heard.text else []
+        if heard.rest is not None:
+            pieces += self._splitter.resume(heard.rest, called=heard.is_call)
+        return pieces
+
+
+def _whole_call(first: ToolCallDelta, parts: list[ToolCallDelta]) -> dict[str, Any]:
+    arguments = "".join(part.arguments for part in parts if part.index == first.index)
+    function = {"name": first.name, "arguments": arguments}
+    return {"id": first.id, "type": "function", "function": function}
+
+
+def _extract_openai_tool_calls(
+    text: str,
+    tags: Tags,
+    *,
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    next_id: Callable[[], str],
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the content and the calls of a whole reply, exactly as a stream of it gives them."""
+    calls = ToolCallStream(tool_format, tools, next_id=next_id)
+    stream = ReplyStream(_ReasoningStreamSplitter(tags, in_reasoning=False), calls)
+    stream.feed(text)
+    stream.finish()
+    reply = stream.reply()
+    return reply.content or "", reply.tool_calls
+
+
+# endregion
+
+# region 14 ANSWER =============================================================
+# The whole path on one page: request -> prompt -> job -> events -> the client's words.
+#
+#     prepare: render, check, constrain, submit      (may still be a 400)
+#     listen:  tokens -> text -> stop strings -> reasoning | content | calls -> bodies
+#     close:   note the turn, log it, then the last words
+#
+# A streamed and a whole answer read the same deltas, so they say the same. Iterators yield None
+# when nothing is new for a while: HTTP then looks whether the client is still there.
+#
+# Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
+# Knows   all
+# Thread  connection
+# Budget  420
+# ==============================================================================
+
+Bodies = Generator[dict[str, Any] | None]
+TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """Everything that outlives a request. CAPITALS mean just that."""
+
+    config: Config
+    engine: Engine
+    metrics: CacheMetrics
+    SESSION_INDEX: SessionIndex
+    session_log: SessionLog
+    started: int  # Unix seconds
+
+
+# -- prepare -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request in the model's terms."""
+
+    loaded: LoadedModel
+    rendered: Rendered
+    tool_format: ToolFormat | None
+    job: Job
+
+
+def prepare(state: ServerState, request: ChatRequest) -> Prepared:
+    """Render and check a request. Raises every error that can still be a status code."""
+    loaded = state.engine.model
+    if state.config.strict_model_names and request.model not in (None, loaded.model_id):
+        raise NotFound(
+            f"the model {request.model!r} is not served here, {loaded.model_id!r} is",
+            param="model",
+            code="model_not_found",
+        )
+    rendered = loaded.template.prompt(request)
+    room = min(loaded.limit, state.engine.capacity_tokens) - len(rendered.tokens)
+    if room < 1:
+        raise ContextTooLong(len(rendered.tokens), room + len(rendered.tokens))
+    if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
+        raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
+    _check_key_safety(state, rendered)
+    tool_format = _tool_format(loaded) if request.tools else None
+    job = Job(
+        prompt=_prompt(loaded, rendered.tokens, state.config),
+        boundaries=_checkpoint_positions(rendered),
+        max_tokens=min(request.max_tokens, room),
+        sampling=request.sampling,
+        top_logprobs=request.top_logprobs if request.logprobs else -1,
+        constraint=_constraint(loaded, request, rendered, tool_format),
+        deadline_seconds=state.config.generation_watchdog_seconds,
+    )
+    return Prepared(loaded, rendered, tool_format, job)
+
+
+def _prompt(loaded: LoadedModel, tokens: ModelTokens, config: Config) -> Prompt:
+    """The tokens under a root that stands for all else that changes KV: weights, KV storage."""
+    facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
+    root = hashlib.sha256(repr(facts).encode()).digest()
+    array = np.asarray(tokens, dtype=np.int32)
+    return Prompt(root, array, _block_hashes(array, config.prompt_cache_block_size, root=root))
+
+
+def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
+    """Where a later request may part from this one.
+
+    The end of the head (system, tools), the last user message and the generation prompt always;
+    the messages after the last user message too, since a tool loop grows there one by one.
+    """
+    fixed = {rendered.system_end, rendered.last_user_start, rendered.generation_start}
+    recent = {b for b in rendered.boundaries if b >= rendered.last_user_start}
+    return tuple(sorted(fixed | recent))
+
+
+def _check_key_safety(state: ServerState, rendered: Rendered) -> None:
+    """CACHE_NORM_SAFETY_CHECK: does the diagnostic text still look like the prompt?"""
+    if state.config.cache_norm_safety_check:
+        scrubbed = _scrub_cache_key(rendered.text)
+        if not _assert_cache_key_safety(scrubbed, rendered.text):
+            lost = len(rendered.text) - len(scrubbed)
+            log.warning("the diagnostic key drops %d of %d characters", lost, len(rendered.text))
+
+
+def _tool_format(loaded: LoadedModel) -> ToolFormat | None:
+    markup = loaded.markup
+    return ToolFormat.detect(
+        str(loaded.tokenizer.chat_template or ""),
+        start=markup.tool_call_start,
+        end=markup.tool_call_end,
+        parse=markup.tool_parser,
+    )
+
+
+def _constraint(
+    loaded: LoadedModel, request: ChatRequest, rendered: Rendered, tool_format: ToolFormat | None
+) -> Constraint | None:
+    """tool_choice as a rule for the logits. Raises BadRequest where the model has no tool calls."""
+    choice = request.tool_choice
+    if choice.mode == "auto" or (choice.mode == "none" and tool_format is None):
+        return None
+    if tool_format is None:
+        raise BadRequest(
+            "tool_choice: this model's template knows no tool calls", param="tool_choice"
+        )
+    encode = loaded.template.encode
+    if choice.mode == "none":
+        # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
+        return Constraint(banned=frozenset(encode(tool_format.start)[:1]))
+    think_end = loaded.markup.think_end_ids
+    thinking = rendered.starts_in_reasoning and len(think_end) == 1
+    gap = "\n\n" if thinking else ""
+    openings = tool_openings(tool_format, request.tools, name=choice.name)
+    return Constraint(
+        openings=tuple(tuple(encode(gap + opening)) for opening in openings),
+        after=think_end[0] if thinking else None,
+    )
+
+
+# -- listen --------------------------------------------------------------------------------------
+
+
+class StopStrings:
+    """Text up to the first stop string; what may still become one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._pattern = regex.compile("|".join(map(regex.escape, stops)) or "(?!)")
+        self._held = ""
+        self.hit = False
+
+    def feed(self, text: str) -> str:
+        """What can leave now; nothing any more after a hit."""
+        if self.hit:
+            return ""
+        text = self._held + text
+        match = self._pattern.search(text, partial=True)
+        if match is None:
+            self._held = ""
+            return text
+        self.hit, self._held = not match.partial, text[match.start() :]
+        return text[: match.start()]
+
+    def finish(self) -> str:
+        held, self._held = ("" if self.hit else self._held), ""
+        return held
+
+
+class Listener:
+    """Generated ids -> deltas, with what the usage and the log want to know. One reply, one use."""
+
+    def __init__(self, prepared: Prepared, request: ChatRequest) -> None:
+        markup = prepared.loaded.markup
+        tool_format, chats = prepared.tool_format, request.kind == "chat"
+        tags = Tags(
+            think_start=markup.think_start if chats else None,
+            think_end=markup.think_end if chats else None,
+            tool_start=tool_format.start if tool_format else None,
+        )
+        calls: ToolCallStream | None = None
+        if tool_format is not None:
+            calls = ToolCallStream(tool_format, request.tools, next_id=new_call_id)
+        self._splitter = _ReasoningStreamSplitter(
+            tags, in_reasoning=prepared.rendered.starts_in_reasoning
+        )
+        self._reply = ReplyStream(self._splitter, calls)
+        self._detokenizer = prepared.loaded.detokenizer()
+        self._stops = StopStrings(request.stop)
+        self._one_call = not request.parallel_tool_calls
+        self._eos_ids = prepared.loaded.eos_ids
+        self.n_tokens = 0
+        self.n_reasoning = 0
+
+    @property
+    def is_over(self) -> bool:
+        """The reply is complete although the model would go on."""
+        return self._stops.hit or (self._one_call and self._reply.n_calls > 0)
+
+    @property
+    def n_calls(self) -> int:
+        return self._reply.n_calls
+
+    def hear(self, token: int) -> list[Delta]:
+        """What this token adds; nothing once the reply is over."""
+        if self.is_over:
+            return []
+        self.n_tokens += 1
+        if self._splitter.is_thinking:
+            self.n_reasoning += 1
+        text = "" if token in self._eos_ids else self._detokenizer.feed(token)
+        return self._reply.feed(self._stops.feed(text)) if text else []
+
+    def finish(self) -> list[Delta]:
+        """What was held back to the end."""
+        rest = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
+        return self._reply.feed(rest) + self._reply.finish()
+
+    def reply(self) -> Reply:
+        return self._reply.reply()
+
+
+def new_call_id() -> str:
+    return "call_" + uuid.uuid4().hex[:24]
+
+
+# -- answer --------------------------------------------------------------------------------------
+
+
+class Answer:
+    """One request on its way. Constructing it raises what can still be a status code."""
+
+    def __init__(self, state: ServerState, request: ChatRequest) -> None:
+        self._state = state
+        self._request = request
+        self._began = time.monotonic()
+        self._prepared = prepare(state, request)
+        self._listener = Listener(self._prepared, request)
+        self._shape = AnswerShape(
+            request.kind, request.request_id, self._prepared.loaded.model_id, int(time.time())
+        )
+        self._ticket = state.engine.submit(self._prepared.job)
+        self._first_token_at: float | None = None
+        self._logprobs: list[TokenLogprob] = []
+        self._offset = 0  # characters whose log-probabilities have left
+        self._end: Finished | None = None
+
+    def whole(self) -> Bodies:
+        """None while waiting, then the one body. Close it to give the request up."""
+        for deltas in self._listen():
+            if deltas is None:
+                yield None
+        reply = self._listener.reply()
+        body: dict[str, Any] | str = _whole_message(reply)
+        if self._request.kind == "completion":
+            body = reply.content or ""
+        yield self._shape.final(
+            body, self._finish_reason(), usage=self._usage(), logprobs=self._take_logprobs()
+        )
+
+    def chunks(self) -> Bodies:
+        """The bodies of a stream, keep-alives included; None while there is nothing to say."""
+        chats = self._request.kind == "chat"
+        if chats:
+            yield self._shape.chunk({"role": "assistant", "content": ""})
+        spoke = time.monotonic()
+        for deltas in self._listen():
+            for delta in deltas or ():
+                yield self._shape.chunk(
+                    _streamed(delta) if chats else delta.text, logprobs=self._take_logprobs()
+                )
+            now = time.monotonic()
+            if deltas:
+                spoke = now
+            elif now - spoke >= self._state.config.keepalive_seconds:
+                spoke = now
+                yield self._shape.bare_chunk()  # why(L-18): an SSE comment does not count as life
+            else:
+                yield None
+        yield self._shape.chunk(
+            {} if chats else "", self._finish_reason(), logprobs=self._take_logprobs()
+        )
+        if self._request.include_usage:
+            yield self._shape.bare_chunk(self._usage())
+
+    def _listen(self) -> Iterator[list[Delta] | None]:
+        """Deltas as they come; returns when the turn is noted. Raises what ended it instead."""
+        try:
+            while self._end is None:
+                match self._ticket.next_event(TICK_SECONDS):
+                    case None | Progress():
+                        yield None
+                    case Tokens() as event:
+                        yield self._hear(event)
+                    case Failed(error):
+                        raise error
+                    case Finished() as end:
+                        self._end = end
+            deltas = self._listener.finish()
+            self._note_turn(self._end)
+            yield deltas
+        finally:
+            if self._end is None:
+                self._ticket.cancel()
+
+    def _hear(self, event: Tokens) -> list[Delta]:
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+        deltas: list[Delta] = []
+        for place, token in enumerate(event.ids):
+            if event.logprobs and not self._listener.is_over:
+                self._logprobs.append(self._logprob(token, *event.logprobs[place]))
+            deltas += self._listener.hear(token)
+        if self._listener.is_over:
+            self._ticket.stop()
+        return deltas
+
+    def _logprob(
+        self, token: int, value: float, top: tuple[tuple[int, float], ...] = ()
+    ) -> TokenLogprob:
+        text = self._prepared.loaded.token_text(token)
+        alternatives = tuple(self._logprob(other, p) for other, p in top)
+        return TokenLogprob(text, text.encode(), value, alternatives)
+
+    def _take_logprobs(self) -> dict[str, Any] | None:
+        """The log-probabilities since the last chunk, None where nobody asked."""
+        if not self._request.logprobs:
+            return None
+        entries, self._logprobs = self._logprobs, []
+        if self._request.kind == "chat":
+            return chat_logprobs(entries)
+        start, self._offset = self._offset, self._offset + sum(len(e.token) for e in entries)
+        return completion_logprobs(entries, start=start)
+
+    # -- close --
+
+    def _finish_reason(self) -> FinishReason:
+        if self._listener.n_calls:
+            return "tool_calls"
+        return "stop" if self._end and self._end.reason == "stop" else "length"
+
+    def _usage(self) -> Usage:
+        cached = self._end.cached if self._end else 0
+        n_prompt = self._prepared.job.n_prompt
+        return Usage(n_prompt, cached, self._listener.n_tokens, self._listener.n_reasoning)
+
+    def _note_turn(self, end: Finished) -> None:
+        """Before the last words: the client's next request may be here right after them."""
+        state, job = self._state, self._prepared.job
+        session_id = session_id_of(self._request.session, job.prompt.tokens)
+        turn = SessionTurn(
+            n_prompt=job.n_prompt,
+            n_cached=end.cached,
+            n_completion=self._listener.n_tokens,
+            layer=end.layer,
+            at=time.monotonic(),
+        )
+        state.SESSION_INDEX.note(session_id, turn)
+        ttft = (self._first_token_at or time.monotonic()) - self._began
+        facts = {
+            "req": self._request.request_id[:8],
+            "prompt": job.n_prompt,
+            "cached": end.cached,
+            "layer": end.layer,
+            "prefill": round(end.prefill_seconds, 3),
+            "decode": round(end.decode_seconds, 3),
+            "out": self._listener.n_tokens,
+            "ttft_ms": round(ttft * 1000),
+            "finish": end.reason,
+            **state.metrics.snapshot(),
+        }
+        log.info(request_line(**facts))
+        state.session_log.write(session_id, {**facts, "messages": self._request.messages})
+
+
+def _whole_message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = reply.tool_calls
+    return message
+
+
+def _streamed(delta: Delta) -> dict[str, Any]:
+    """A delta as chat clients read it."""
+    call = delta.call
+    if call is None:
+        return {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"tool_calls": [{"index": call.index, "function": function}]}
+    opened = {"index": call.index, "id": call.id, "type": "function"}
+    return {"tool_calls": [{**opened, "function": {"name": call.name, **function}}]}
+
+
+# -- what the server says of itself --------------------------------------------------------------
+
+
+def health_body(state: ServerState) -> dict[str, Any]:
+    """`status` is "ok" only while the model thread lives and the model is loaded."""
+    said = {"ready": "ok", "loading": "loading", "dead": "error"}[state.engine.state]
+    body = {"status": said}
+    return body if state.engine.trouble is None else {**body, "error": state.engine.trouble}
+
+
+def status_body(state: ServerState) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "engine": state.engine.status(),
+        "counters": state.metrics.snapshot(),
+        "sessions": state.SESSION_INDEX.snapshot(time.monotonic()),
+        "uptime_seconds": int(time.time()) - state.started,
+    }
+    if state.engine.state == "ready":
+        loaded = state.engine.model
+        body["model"] = {
+            "id": loaded.model_id,
+            "family": loaded.family,
+            "context_length": loaded.limit,
+            "bytes": loaded.size.nbytes,
+        }
+    return body
+
+
+def models_body(state: ServerState) -> dict[str, Any]:
+    loaded = state.engine.model
+    entry = model_entry(loaded.model_id, state.started, context_length=loaded.limit)
+    return {"object": "list", "data": [entry]}
+
+
+def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
+    """Raises NotFound for any model but the one that is loaded."""
+    entry: dict[str, Any] = models_body(state)["data"][0]
+    if model_id != entry["id"]:
+        raise NotFound(
+            f"the model {model_id[:200]!r} is not loaded, {entry['id']!r} is",
+            code="model_not_found",
+        )
+    return entry
+
+
+# endregion
+
+# region 15 HTTP ===============================================================
+# stdlib ThreadingHTTPServer, server-sent events, one error boundary.
+#
+# A thread per connection parses, renders and waits; only the model thread computes. Whatever goes
+# wrong before the headers becomes a status and an OpenAI error body; after them, an error event.
+# A client that left is noticed while nothing is written, too: between events the socket is asked
+# whether its other end is still there, so a request is given up within a tick.
+#
+# Doors   LLMServer, Handler
+# Knows   CONFIG, ERRORS, LOG, WIRE, ANSWER
+# Thread  connection
+# Budget  380
+# ==============================================================================
+
+_READ_BLOCK: Final = 1 << 16
+_LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
+
+
+class LLMServer(ThreadingHTTPServer):
+    """One listening address. Several may share a state and a bound on open connections."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(
+        self, address: tuple[str, int], state: ServerState, slots: threading.BoundedSemaphore
+    ) -> None:
+        self.state = state
+        self._slots = slots
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve in a thread of its own; beyond MAX_CONNECTIONS, wait for one to close."""
+        self._slots.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections break; that is worth a line, not a traceback on the console."""
+        log.debug("connection from %s ended badly", client_address, exc_info=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection: requests one after another, each through `_answer`."""
+
+    protocol_version = "HTTP/1.1"
+    server: LLMServer
+    _headers_sent = False
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.state.config.idle_connection_seconds)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_HEAD(self) -> None:
+        self._answer("HEAD")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def do_PUT(self) -> None:
+        self._answer("PUT")
+
+    def do_DELETE(self) -> None:
+        self._answer("DELETE")
+
+    def _answer(self, method: str) -> None:
+        """The error boundary: nothing a request does leaves this function as an exception."""
+        self._headers_sent = False
+        try:
+            self._route(method)
+        except ServerError as error:
+            self._send_error_body(error)
+        except (ClientGone, ConnectionError, TimeoutError):
+            self.close_connection = True
+            log.debug("the client left: %s %s", method, self.path)
+        except Exception:
+            log.exception("unexpected failure in %s %s", method, self.path)
+            self._send_error_body(ServerError("the server failed on this request"))
+
+    def _route(self, method: str) -> None:
+        path = self.path.partition("?")[0].rstrip("/") or "/"
+        if path.startswith("/v1/models/"):
+            path, self._model_id = "/v1/models/*", path.removeprefix("/v1/models/")
+        routes = self._ROUTES.get(path)
+        if routes is None:
+            self._discard_body()
+            raise NotFound(f"there is nothing at {path[:200]}")
+        route = routes.get("GET" if method == "HEAD" else method)
+        if route is None:
+            self._discard_body()
+            raise MethodNotAllowed(f"{path} does not take {method}", allowed=", ".join(routes))
+        route(self)
+
+    # -- routes -------------------------------------------------------------------------------
+
+    def _get_health(self) -> None:
+        body = health_body(self.server.state)
+        self._send_json(200 if body["status"] == "ok" else 503, body)
+
+    def _get_status(self) -> None:
+        self._send_json(200, status_body(self.server.state))
+
+    def _get_models(self) -> None:
+        self._send_json(200, models_body(self.server.state))
+
+    def _get_model(self) -> None:
+        self._send_json(200, model_body(self.server.state, self._model_id))
+
+    def _post_chat(self) -> None:
+        self._generate(ChatRequest.from_chat)
+
+    def _post_completion(self) -> None:
+        self._generate(ChatRequest.from_completion)
+
+    _ROUTES: ClassVar[Mapping[str, Mapping[str, Callable[[Handler], None]]]] = {
+        "/": {"GET": _get_health},
+        "/health": {"GET": _get_health},
+        "/v1/status": {"GET": _get_status},
+        "/v1/models": {"GET": _get_models},
+        "/v1/models/*": {"GET": _get_model},
+        "/v1/chat/completions": {"POST": _post_chat},
+        "/v1/completions": {"POST": _post_completion},
+    }
+
+    def _generate(self, parse: Callable[..., ChatRequest]) -> None:
+        state = self.server.state
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = parse(
+            parse_json_body(self._read_body()),
+            state.config,
+            request_id=uuid.uuid4().hex,
+            headers=headers,
+        )
+        answer = Answer(state, request)
+        if request.stream:
+            with closing(answer.chunks()) as chunks:
+                self._send_events(chunks)
+        else:
+            with closing(answer.whole()) as steps:
+                self._send_json(200, self._last(steps))
+
+    def _last(self, steps: Bodies) -> dict[str, Any]:
+        """Wait for the one body among the ticks, giving up when the client does."""
+        for body in steps:
+            if body is not None:
+                return body
+            self._check_client()
+        raise GenerationFailed("the reply never came")
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def handle_expect_100(self) -> bool:
+        """Do not invite a body that would be refused."""
+        try:
+            self._check_body_headers()
+        except ServerError as error:
+            self._send_error_body(error)
+            return False
+        return super().handle_expect_100()
+
+    def _check_body_headers(self) -> int | None:
+        """Declared length, None for a chunked body. Raises for what will not be read."""
+        if self.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
+        if "chunked" in self.headers.get("Transfer-Encoding", "").lower():
+            return None
+        text = self.headers.get("Content-Length", "0").strip()
+        if not (text.isascii() and text.isdigit()):
+            self.close_connection = True
+            raise BadRequest("Content-Length is not a number")
+        self._check_size(int(text))
+        return int(text)
+
+    def _check_size(self, n_bytes: int) -> None:
+        limit = self.server.state.config.max_body_bytes
+        if n_bytes > limit:
+            self.close_connection = True
+            raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({limit} bytes)")
+
+    def _read_body(self) -> bytes:
+        length = self._check_body_headers()
+        raw = self._read_chunks() if length is None else self.rfile.read(length)
+        if length is not None and len(raw) < length:
+            raise ClientGone
+        return raw
+
+    def _read_chunks(self) -> bytes:
+        """A chunked body, RFC 9112 section 7.1. Raises BadRequest where it is not one."""
+        parts: list[bytes] = []
+        total = 0
+        while size := self._chunk_size():
+            total += size
+            self._check_size(total)
+            parts.append(self.rfile.read(size))
+            self.rfile.readline(_LINE_LIMIT)
+        while self.rfile.readline(_LINE_LIMIT).strip():
+            pass  # trailers
+        return b"".join(parts)
+
+    def _chunk_size(self) -> int:
+        line = self.rfile.readline(_LINE_LIMIT).partition(b";")[0].strip()
+        try:
+            size = int(line, 16)
+        except ValueError:
+            size = -1
+        if size < 0:
+            self.close_connection = True
+            raise BadRequest("the chunked body is malformed")
+        return size
+
+    def _discard_body(self) -> None:
+        """Read a body nobody wants, so that the next request on this connection is found."""
+        if "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0":
+            self.close_connection = True
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def _check_client(self) -> None:
+        """Raise ClientGone if the other end closed. A pipelined request is not a goodbye."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        if readable and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ClientGone
+
+    def _send_json(self, status: int, body: object, extra: Mapping[str, str] | None = None) -> None:
+        payload = json.dumps(body, ensure_ascii=False).encode()
+        self._begin(
+            status, "application/json", {"Content-Length": str(len(payload)), **(extra or {})}
+        )
+        if self.command != "HEAD":
+            self.wfile.write(payload)
+
+    def _begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+        self._headers_sent = True
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        for name, value in extra.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def _send_error_body(self, error: ServerError) -> None:
+        """The error as a response, or, once the headers are out, as the stream's last event."""
+        try:
+            if self._headers_sent:
+                self._send_event(error.body())
+                self._end_events()
+                self.close_connection = True
+            else:
+                self._send_json(error.status, error.body(), error.headers)
+        except OSError:
+            self.close_connection = True
+
+    def _send_events(self, chunks: Bodies) -> None:
+        """Send each body as an event at once; None means nothing new, look after the client."""
+        chunked = self.request_version != "HTTP/1.0"
+        self.close_connection = self.close_connection or not chunked
+        extra = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        if chunked:
+            extra["Transfer-Encoding"] = "chunked"
+        self._begin(HTTPStatus.OK, "text/event-stream; charset=utf-8", extra)
+        for body in chunks:
+            if body is None:
+                self._check_client()
+            else:
+                self._send_event(body)
+        self._write_part(b"data: [DONE]\n\n")
+        self._end_events()
+
+    def _send_event(self, body: object) -> None:
+        self._write_part(b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n")
+
+    def _write_part(self, payload: bytes) -> None:
+        if self.request_version == "HTTP/1.0":
+            self.wfile.write(payload)
+        else:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(payload), payload))
+
+    def _end_events(self) -> None:
+        if self.request_version != "HTTP/1.0":
+            self.wfile.write(b"0\r\n\r\n")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """The stdlib's own refusals (bad request line, headers too long), in our error shape."""
+        self.close_connection = True
+        error = BadRequest(message or explain or "the request could not be understood")
+        self._send_json(code, error.body())
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the stdlib's name
+        log.debug("%s " + format, self.client_address[0], *args)
+
+    def version_string(self) -> str:
+        return "start-llm"
+
+
+# endregion
+
+# region 16 MAIN ===============================================================
+# Build the state, listen, load, serve, stop.
+#
+# The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
+# the model thread, because arrays may not be handed from thread to thread before they are computed.
+#
+# Doors   build_state, main
+# Knows   CONFIG, ERRORS, LOG, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
+# Thread  main
+# Budget  170
+# ==============================================================================
+
+_FILES_WANTED = 4096
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_USAGE = """usage: start-llm.py
+
+Every setting is an environment variable or a line of .env beside this file; .env.example lists
+them all. MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
+
+
+def build_state(config: Config) -> ServerState:
+    """Everything that outlives a request, not yet started."""
+    metrics = CacheMetrics()
+
+    def load() -> LoadedModel:
+        return load_model(resolve_model(config, memory_bytes=device_memory_bytes()), config)
+
+    return ServerState(
+        config=config,
+        engine=Engine(config, metrics, load=load),
+        metrics=metrics,
+        SESSION_INDEX=SessionIndex(config),
+        session_log=SessionLog(config),
+        started=int(time.time()),
+    )
+
+
+def _settings(folder: Path) -> Mapping[str, str]:
+    """The environment, over `.env` beside this file."""
+    written = {k: v for k, v in dotenv_values(folder / ".env").items() if v is not None}
+    return {**written, **os.environ}
+
+
+def _addresses(host: str, port: int) -> list[tuple[str, int]]:
+    """Where to listen: `localhost` may mean either loopback, so a loopback host means both."""
+    if host in ("127.0.0.1", "localhost", "::1"):
+        return [("127.0.0.1", port), ("::1", port)]
+    return [(host, port)]
+
+
+def _is_taken(address: tuple[str, int]) -> bool:
+    """Whether somebody answers there; on macOS a bind beside another's may succeed all the same."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(address) == 0
+
+
+def _listen(config: Config, state: ServerState) -> list[LLMServer]:
+    """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
+    slots = threading.BoundedSemaphore(config.max_connections)
+    servers: list[LLMServer] = []
+    for address in _addresses(config.mlx_host, config.mlx_port):
+        try:
+            if _is_taken(address):
+                raise OSError(errno.EADDRINUSE, "in use")
+            servers.append(LLMServer(address, state, slots))
+        except OSError as error:
+            if servers and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            for server in servers:
+                server.server_close()
+            raise ConfigError(_why_not(address, error)) from error
+    return servers
+
+
+def _why_not(address: tuple[str, int], error: OSError) -> str:
+    host, port = address
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken by another program; stop it or set MLX_PORT"
+    return f"cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file, and macOS starts programs with 256 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _serve(state: ServerState, servers: list[LLMServer], stop: threading.Event) -> int:
+    """Load, then serve until told to stop (0) or until the model thread dies (1)."""
+    for server in servers:
+        threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
+    state.engine.start()
+    while not stop.is_set() and not state.engine.wait_until_settled(0.1):
+        pass
+    if state.engine.state == "ready":
+        sys.stderr.write(banner(state.engine.model, state.config) + "\n")
+    while not stop.is_set() and state.engine.state == "ready":
+        stop.wait(0.5)
+    trouble = state.engine.trouble if not stop.is_set() else None
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+    state.engine.stop()
+    if trouble:
+        sys.stderr.write(f"start-llm: {trouble}\n")
+        return 2 if state.engine.never_loaded else 1
+    return 0
+
+
+def main() -> int:
+    """Run the server; returns the exit status: 0 stopped, 1 the model died, 2 cannot start."""
+    if len(sys.argv) > 1:
+        sys.stderr.write(_USAGE + "\n")
+        return 0 if sys.argv[1] in ("-h", "--help") else 2
+    settings = _settings(Path(__file__).resolve().parent)
+    stop = threading.Event()
+    for number in _STOP_SIGNALS:
+        signal.signal(number, lambda _number, _frame: stop.set())
+    try:
+        config = Config.from_env(settings)
+        start_logging(config)
+        for name in Config.set_without_effect(settings):
+            log.warning("%s is set, but nothing acts on it yet", name)
+        _raise_file_limit()
+        state = build_state(config)
+        servers = _listen(config, state)
+    except ConfigError as error:
+        sys.stderr.write(f"start-llm: {error}\n")
+        return 2
+    return _serve(state, servers, stop)
+
+
+# endregion
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,21 @@
+"""Load start-llm.py as a module: its name has a hyphen, so `import` cannot."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+SOURCE = Path(os.environ.get("START_LLM") or Path(__file__).parents[1] / "start-llm.py")
+
+
+def load_start_llm() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("start_llm", SOURCE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["start_llm"] = module  # before exec: dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+load_start_llm()  # from here on, tests write `import start_llm`

@@ -1,0 +1,298 @@
+"""CACHE: any history of requests gets the deepest exact prefix, and nobody's bytes are touched.
+
+KV is stood in for by arrays that say which token they belong to, so a wrong slice, an aliased
+buffer or a lost tail shows as a wrong number.
+"""
+
+import random
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+
+ROOT = b"root"
+BLOCK = 16
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def make_cache(*, has_state=False, max_bytes=1 << 30, clock=None, **settings):
+    config = s.Config(**{"prompt_cache_max_entries_global": 1000, **settings})
+    shape = s.KvShape(token_bytes=16, state_bytes=8, has_state=has_state, can_batch=True)
+    return s.LRUPromptCache(
+        config, shape, max_bytes=max_bytes, metrics=s.CacheMetrics(), clock=clock or Clock()
+    )
+
+
+def span_of(tokens, capacity=None):
+    """One layer, one head, one dimension: the KV of token t is t (keys) and -t (values)."""
+    padded = list(tokens) + [0] * ((capacity or len(tokens)) - len(tokens))
+    keys = mx.array(padded, mx.float32).reshape(1, 1, -1, 1)
+    values = -keys
+    mx.eval(keys, values)
+    return s.Span((keys,), (values,), len(tokens))
+
+
+def tokens_in(span):
+    keys = span.keys[0].reshape(-1)[: span.length].tolist()
+    assert [-v for v in span.values[0].reshape(-1)[: span.length].tolist()] == keys
+    return [int(k) for k in keys]
+
+
+def state_of(tokens):
+    return s.StateSnapshot((tuple(tokens),), 8)
+
+
+@dataclass
+class Running:
+    """A row in flight: it holds the KV of its first `filled` tokens."""
+
+    line: s.Line
+    tokens: list[int]
+    filled: list[int]
+
+    def read_span(self, end):
+        assert end <= len(self.filled)
+        return span_of(self.filled[:end])
+
+
+def prompt_of(tokens, root=ROOT):
+    return s.Prompt(root, np.asarray(tokens, np.int32), s._block_hashes(tokens, BLOCK, root=root))
+
+
+def begin(cache, tokens):
+    prompt = prompt_of(tokens)
+    reuse = cache.find(prompt)
+    line, span = cache.acquire(reuse, prompt)
+    held = tokens_in(span) if span else []
+    assert held == tokens[: reuse.depth], "the buffers hold other tokens than were looked up"
+    if reuse.state is not None:
+        assert list(reuse.state.leaves[0]) == tokens[: reuse.depth], "a state of another past"
+    row = Running(line, list(tokens), list(held))
+    line.lender, line.end = row, len(held)
+    return row, reuse
+
+
+def advance(cache, row, count, checkpoint=False):
+    row.filled = row.tokens[: min(len(row.tokens), len(row.filled) + count)]
+    row.line.end = len(row.filled)
+    if checkpoint and row.filled:
+        cache.add_checkpoint(row.line, len(row.filled), snapshot=state_of(row.filled))
+
+
+def end(cache, row, reply=()):
+    tokens = row.filled + list(reply) if len(row.filled) == len(row.tokens) else row.filled
+    if not tokens:
+        cache.drop(row.line)
+        return tokens
+    cache.add_checkpoint(row.line, len(tokens), snapshot=state_of(tokens))
+    cache.put_back(row.line, prompt_of(tokens), span=span_of(tokens, len(tokens) + 7))
+    return tokens
+
+
+def check(cache, running):
+    """Every line at rest holds exactly the KV of its own part of its path."""
+    for line in cache.lines:
+        path = line.prompt.tokens.tolist()
+        assert line.end <= len(path)
+        if line.lender is None:
+            assert line.span is not None and line.end == len(path)
+            assert tokens_in(line.span) == path[line.start : line.end]
+        for child in line.children:
+            assert child.parent is line and line.start <= child.start <= line.end
+            assert child.prompt.tokens.tolist()[: child.start] == path[: child.start]
+        if line.parent is not None:
+            assert line in line.parent.children and line.parent in cache.lines
+        else:
+            assert line.start == 0
+        for position, snapshot in line.checkpoints.items():
+            assert list(snapshot.leaves[0]) == path[:position]
+    for row in running:
+        assert row.line in cache.lines or row.line.parent is None
+
+
+def lcp(a, b):
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("use_index", [True, False])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_histories_get_the_deepest_prefix_and_never_alias(has_state, use_index, seed):
+    rng = random.Random(seed)
+    cache = make_cache(has_state=has_state, cache_use_block_index=use_index)
+    pasts: list[list[int]] = []
+    known: set[tuple[int, ...]] = set()  # positions with a state, as prefixes
+    running: list[Running] = []
+    depths = 0
+    for _ in range(60):
+        if running and rng.random() < 0.5:
+            row = running.pop(rng.randrange(len(running)))
+            advance(cache, row, rng.choice([0, 40, 10_000]), checkpoint=True)
+            known.add(tuple(row.filled))
+            done = end(cache, row, [rng.randrange(1, 9) for _ in range(rng.randrange(30))])
+            known.add(tuple(done))
+            pasts.append(done)
+        else:
+            base = rng.choice(pasts) if pasts and rng.random() < 0.85 else []
+            cut = rng.choice([len(base), rng.randrange(len(base) + 1)])
+            tokens = base[:cut] + [rng.randrange(1, 9) for _ in range(rng.randrange(1, 400))]
+            row, reuse = begin(cache, tokens)
+            ready = [r.filled for r in running if r is not row]
+            expected = max((min(lcp(p, tokens), len(tokens) - 1) for p in pasts + ready), default=0)
+            if has_state:
+                expected = max(
+                    (len(k) for k in known if len(k) < len(tokens) and tokens[: len(k)] == list(k)),
+                    default=0,
+                )
+            if reuse.promised <= expected:
+                assert reuse.depth == expected
+            depths += reuse.depth
+            advance(cache, row, rng.choice([0, 64, 10_000]), checkpoint=True)
+            known.add(tuple(row.filled))
+            running.append(row)
+        known.discard(())
+        check(cache, running)
+    assert depths > 0, "nothing was ever reused: this run tested nothing"
+
+
+def converse(cache, tokens, reply):
+    row, reuse = begin(cache, tokens)
+    advance(cache, row, 100_000)
+    return end(cache, row, reply), reuse
+
+
+def test_a_growing_conversation_keeps_one_line_and_its_buffers():
+    cache = make_cache()
+    past, _ = converse(cache, list(range(1, 600)), [7, 7])
+    for turn in range(5):
+        past, reuse = converse(cache, [*past, *range(1000 + turn * 50, 1040 + turn * 50)], [9, 9])
+        assert reuse.layer == "line"
+        assert len(cache.lines) == 1
+
+
+def test_branches_hold_their_prefix_once():
+    cache = make_cache()
+    prefix = list(range(1, 4001))
+    tails = [[5000 + 100 * i + j for j in range(100)] for i in range(8)]
+    for tail in tails:
+        converse(cache, prefix + tail, [1])
+    unique = 8 * (len(prefix) + sum(len(t) + 1 for t in tails))  # keys and values, 4 bytes each
+    assert cache.nbytes <= 1.1 * unique
+    for tail in tails:  # and every one of them is still whole
+        row, reuse = begin(cache, prefix + tail)
+        assert reuse.depth == len(prefix) + len(tail) - 1
+        advance(cache, row, 100_000)
+        end(cache, row, [1])
+        check(cache, [])
+    assert cache.nbytes <= 1.1 * unique
+
+
+def test_a_tail_another_conversation_owns_survives_a_divergence_before_it():
+    cache = make_cache()
+    first, _ = converse(cache, list(range(1, 1001)), [3] * 40)
+    converse(cache, [*first[:900], *range(2000, 2050)], [4] * 5)
+    _, reuse = begin(cache, [*first, 8, 8])
+    assert reuse.depth == len(first)
+
+
+def test_a_lent_line_is_visible_and_promises_what_it_will_hold():
+    cache = make_cache()
+    row, _ = begin(cache, list(range(1, 2001)))
+    advance(cache, row, 500)
+    twin = [*range(1, 1501), 9, 9, 9]
+    reuse = cache.find(prompt_of(twin))
+    assert (reuse.depth, reuse.promised) == (500, 1500)
+    advance(cache, row, 1500)
+    other, reuse = begin(cache, twin)
+    assert reuse.depth == 1500
+    end(cache, row)
+    advance(cache, other, 100)
+    end(cache, other)
+    check(cache, [])
+
+
+def test_another_root_shares_nothing():
+    cache = make_cache()
+    tokens = list(range(1, 200))
+    converse(cache, tokens, [1])
+    assert cache.find(prompt_of(tokens, root=b"tenant")).depth == 0
+
+
+def test_no_entries_means_no_reuse():
+    cache = make_cache(prompt_cache_max_entries_global=0)
+    tokens = list(range(1, 200))
+    for _ in range(3):
+        _, reuse = converse(cache, tokens, [1])
+        assert reuse.depth == 0
+    assert not cache.lines
+
+
+def test_eviction_is_by_value_and_keeps_what_branches_need():
+    clock = Clock()
+    cache = make_cache(max_bytes=8 * 3000, clock=clock)
+    prefix = list(range(1, 1001))
+    converse(cache, [*prefix, *range(2000, 2300)], [1])
+    converse(cache, [*prefix, *range(3000, 3300)], [1])
+    for _ in range(4):
+        converse(cache, [*prefix, *range(3000, 3300)], [1])  # used often
+    clock.now += 900
+    converse(cache, list(range(5000, 6200)), [1])
+    check(cache, [])
+    assert cache.nbytes <= cache.max_bytes
+    _, often = begin(cache, [*prefix, *range(3000, 3300), 1, 2])
+    assert often.depth >= 1300, "the line that was used most was evicted first"
+
+
+def test_nothing_fits_what_cannot_fit():
+    cache = make_cache(max_bytes=1000)
+    assert not cache.evict_to_fit(2000)
+    assert cache.evict_to_fit(500)
+
+
+def test_idle_lines_go_after_their_ttl_and_not_before():
+    clock = Clock()
+    cache = make_cache(clock=clock, prompt_cache_ttl_seconds=100)
+    converse(cache, list(range(1, 400)), [1])
+    assert cache.sweep() == 0
+    clock.now += 200
+    assert cache.sweep() == 1
+    assert not cache.lines and cache.nbytes == 0
+
+
+def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
+    cache = make_cache(has_state=True, max_bytes=800)
+    row, _ = begin(cache, list(range(1, 40)))
+    for _ in range(39):
+        advance(cache, row, 1, checkpoint=True)
+    end(cache, row, [1])
+    (line,) = cache.lines
+    kept = sorted(line.checkpoints)
+    assert sum(c.nbytes for c in line.checkpoints.values()) <= 200 < 8 * 40
+    assert kept[0] == 1 and kept[-1] == 40
+
+
+def test_a_failed_row_takes_its_branches_at_rest_with_it():
+    cache = make_cache()
+    prefix = list(range(1, 1001))
+    row, _ = begin(cache, [*prefix, 5, 5, 5])
+    advance(cache, row, 100_000)
+    converse(cache, [*prefix, *range(2000, 2100)], [1])
+    cache.drop(row.line)
+    assert not cache.lines
+    _, reuse = begin(cache, [*prefix, 6])
+    assert reuse.depth == 0

@@ -1,0 +1,148 @@
+"""CONFIG: one list of settings, every bad value told at once, nothing silently ignored."""
+
+import re
+from pathlib import Path
+
+import pytest
+from dotenv import dotenv_values
+from hypothesis import given
+from hypothesis import strategies as st
+from start_llm import Config, ConfigError
+
+EXAMPLE = Path(__file__).parents[1] / ".env.example"
+LINE = re.compile(r"^(#?)([A-Z][A-Z0-9_]*)=(.*)$", re.MULTILINE)
+
+ORIGINAL = """
+MODEL_PATH MODEL_FAMILY PROXY_MODEL_ID MLX_HOST MLX_PORT PROXY_PORT PROXY_STARTUP_WAIT_SECONDS
+MAX_KV_SIZE KV_GROUP_SIZE KV_BITS KV_QUANT_SCHEME QUANTIZED_KV_START PROMPT_CACHE_MAX_ENTRIES_GLOBAL
+PROMPT_CACHE_MAX_ENTRIES_PER_SESSION PROMPT_CACHE_TTL_SECONDS PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS
+PROMPT_CACHE_BLOCK_SIZE CACHE_USE_BLOCK_INDEX CACHE_CANONICALIZE_TOOL_CONTEXT
+CACHE_VLM_IMAGE_IDENTITY CACHE_SESSION_PARTITIONING CACHE_NORM_SAFETY_CHECK
+NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT DEFAULT_TEMPERATURE DEFAULT_TOP_P DEFAULT_TOP_K
+DEFAULT_MIN_P DEFAULT_REPETITION_PENALTY DEFAULT_REPETITION_CONTEXT_SIZE DEFAULT_MAX_TOKENS
+DEFAULT_THINKING PRESERVE_THINKING GENERATION_WATCHDOG_SECONDS ENABLE_REQUEST_LOGGING LOG_ROOT
+VLM_CACHE_DEBUG
+"""
+
+BAD = {
+    "MLX_PORT": ["0", "65536", "-1", "http", "80.5"],
+    "PROXY_PORT": ["0", "70000"],
+    "DEFAULT_TEMPERATURE": ["-0.1", "2.1", "warm", "nan", "inf"],
+    "DEFAULT_TOP_P": ["0", "1.1"],
+    "DEFAULT_TOP_K": ["-1", "1.5"],
+    "DEFAULT_MIN_P": ["-0.1", "1.1"],
+    "DEFAULT_REPETITION_PENALTY": ["0", "-1"],
+    "DEFAULT_THINKING": ["maybe", "2"],
+    "KV_BITS": ["3", "5", "16", "true"],
+    "KV_GROUP_SIZE": ["16", "off", "x"],
+    "KV_QUANT_SCHEME": ["other"],
+    "MODEL_FAMILY": ["llama"],
+    "LOG_LEVEL": ["LOUD"],
+    "MAX_BODY_BYTES": ["0", "64MiB"],
+    "BATCH_PADDING_MAX": ["-0.01", "1.01"],
+    "KEEPALIVE_SECONDS": ["0", "-1", "nan"],
+    "PROMPT_CACHE_TTL_SECONDS": ["-1", "inf"],
+    "PROMPT_CACHE_BLOCK_SIZE": ["0"],
+}
+
+
+def example_settings():
+    return [m.groups() for m in LINE.finditer(EXAMPLE.read_text())]
+
+
+def test_every_setting_of_the_original_exists():
+    assert set(ORIGINAL.split()) <= {name.upper() for name in Config.model_fields}
+
+
+def test_the_example_lists_every_setting_once_with_its_default():
+    settings = example_settings()
+    names = [name for _, name, _ in settings]
+    assert sorted(names) == sorted(name.upper() for name in Config.model_fields)
+    assert Config.from_env({name: text for _, name, text in settings}) == Config()
+    for _, name, text in settings:  # an empty default is written as empty, nothing else is
+        default = Config.model_fields[name.lower()].default
+        assert (text == "") == (default == ""), name
+
+
+def test_the_example_marks_and_comments_out_what_does_not_act():
+    commented = {name for hash_sign, name, _ in example_settings() if hash_sign}
+    assert commented == Config.not_yet_acting
+    described = re.findall(r"^# (.+)\n#?([A-Z0-9_]+)=", EXAMPLE.read_text(), re.MULTILINE)
+    assert {name for _, name in described} == {name.upper() for name in Config.model_fields}
+    assert {name for text, name in described if "not yet acting" in text} == commented
+
+
+def test_a_copied_example_changes_nothing_and_warns_of_nothing():
+    env = dotenv_values(EXAMPLE)
+    assert env
+    assert Config.from_env(env) == Config()
+    assert Config.set_without_effect(env) == []
+
+
+@given(
+    st.sets(st.sampled_from(sorted(BAD)), min_size=1).flatmap(
+        lambda names: st.fixed_dictionaries({n: st.sampled_from(BAD[n]) for n in names})
+    )
+)
+def test_all_bad_values_are_told_at_once(env):
+    good = {"MLX_HOST": "0.0.0.0", "MAX_KV_SIZE": "4096"}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env(env | good)
+    lines = str(caught.value).splitlines()
+    assert {line.partition("=")[0] for line in lines} == set(env)
+    for name, text in env.items():
+        told = [line for line in lines if line.startswith(f"{name}={text!r}: ")]
+        assert len(told) == 1
+        assert "should" in told[0] or "valid" in told[0]
+
+
+def test_the_allowed_range_is_told():
+    with pytest.raises(ConfigError, match=r"MLX_PORT='70000': should be .* 65535"):
+        Config.from_env({"MLX_PORT": "70000"})
+    with pytest.raises(ConfigError, match=r"KV_BITS='3': should be 4 or 8"):
+        Config.from_env({"KV_BITS": "3"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("KV_BITS", "off", None),
+        ("KV_BITS", "OFF", None),
+        ("KV_BITS", "4", 4),
+        ("KV_GROUP_SIZE", "128", 128),
+        ("LOG_LEVEL", "debug", "DEBUG"),
+        ("MLX_PORT", " 9090 ", 9090),
+        ("DEFAULT_TEMPERATURE", "0", 0.0),
+        ("DEFAULT_THINKING", "False", False),
+        ("BATCH_PADDING_MAX", "1", 1.0),
+        ("PROMPT_CACHE_MAX_ENTRIES_GLOBAL", "0", 0),
+        ("GENERATION_WATCHDOG_SECONDS", "0", 0.0),
+        ("MODEL_PATH", "org/name", "org/name"),
+    ],
+)
+def test_good_values_are_taken(name, text, value):
+    config = Config.from_env({name: text})
+    assert getattr(config, name.lower()) == value
+    others = {n: v for n, v in config.model_dump().items() if n != name.lower()}
+    assert others.items() <= Config().model_dump().items()
+
+
+def test_empty_and_unknown_variables_are_not_settings():
+    assert Config.from_env({"MLX_PORT": "", "KV_BITS": "  ", "PATH": "/bin"}) == Config()
+    assert Config.from_env({"mlx_port": "1"}) == Config()
+
+
+def test_it_is_frozen_and_keeps_the_token_to_itself():
+    config = Config(hf_token="hf_secret")
+    with pytest.raises(ValueError, match="frozen"):
+        config.mlx_port = 1
+    assert "hf_secret" not in repr(config)
+    with pytest.raises(ValueError, match="no_such_setting"):
+        Config(no_such_setting=1)
+
+
+@given(st.sets(st.sampled_from(sorted(Config.not_yet_acting))))
+def test_what_is_set_without_effect_is_named(names):
+    env = dict.fromkeys(names, "1") | {"MLX_PORT": "8080", "PATH": "x"}
+    assert Config.set_without_effect(env) == sorted(names)
+    assert {name.lower() for name in Config.not_yet_acting} <= set(Config.model_fields)

@@ -1,0 +1,332 @@
+"""ENGINE: whatever was cached, batched, cancelled or evicted, the logits are those of a cold run.
+
+The oracle is the plain model on the same tokens with a fresh cache, no server code. Logits are
+compared, not samples: with sampled tokens a wrong slice went unnoticed.
+"""
+
+import time
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from mlx_lm import load
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import tiny_model
+
+KINDS = ("qwen3", "qwen3_5", "gemma3_text")
+TOLERANCE = {"gemma3_text": 1e-4}
+VOCAB = 300  # plain text tokens of the tiny models' vocabulary
+GREEDY = s.Sampling(
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    repetition_context_size=64,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=(),
+    seed=None,
+)
+
+
+class Model:
+    """A model that counts what it is called with; loaded once per kind."""
+
+    def __init__(self, path):
+        self.plain, _ = load(str(path))
+        self.prefilled = 0
+
+    def __call__(self, inputs, cache=None):
+        if inputs.shape[1] > 1 or cache_depth(cache) == 0:
+            self.prefilled += inputs.size
+        return self.plain(inputs, cache=cache)
+
+    def __getattr__(self, name):
+        return getattr(self.plain, name)
+
+
+def cache_depth(cache):
+    return max((getattr(c, "offset", 0) for c in cache if isinstance(getattr(c, "offset", 0), int)), default=1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    loaded = {}
+
+    def get(kind):
+        if kind not in loaded:
+            loaded[kind] = tiny_model(kind, tmp_path_factory.getbasetemp())
+        return loaded[kind]
+
+    return get
+
+
+class Bench:
+    """An engine on a tiny model, with a record of the log-probabilities of every token."""
+
+    def __init__(self, path, monkeypatch, **settings):
+        self.path = path
+        self.seen: dict[int, list[np.ndarray]] = {}
+        self.asked: dict[int, list[int]] = {}
+        step = s.Group.step
+
+        def recorded(group):
+            out = step(group)
+            for row, _, logprobs in out:
+                self.seen.setdefault(id(row.ticket), []).append(np.array(logprobs))
+            return out
+
+        monkeypatch.setattr(s.Group, "step", recorded)
+        config = s.Config(**settings)
+        self.metrics = s.CacheMetrics()
+        self.engine = s.Engine(config, self.metrics, load=self._load)
+        self.engine.start()
+        assert self.engine.wait_until_settled(60) and self.engine.trouble is None
+
+    def _load(self):
+        self.model = Model(self.path)
+        size = SimpleNamespace(nbytes=1 << 20)
+        return SimpleNamespace(model=self.model, eos_ids=frozenset(), size=size)
+
+    def submit(self, tokens, n=8, boundaries=(), **fields):
+        job = s.Job(
+            prompt=s.Prompt(b"r", np.asarray(tokens, np.int32), s._block_hashes(tokens, 16, root=b"r")),
+            boundaries=tuple(boundaries),
+            max_tokens=n,
+            sampling=fields.pop("sampling", GREEDY),
+            **fields,
+        )
+        ticket = self.engine.submit(job)
+        self.asked[id(ticket)] = list(tokens)
+        return ticket
+
+    def finish(self, ticket, timeout=20):
+        ids = []
+        while True:
+            event = ticket.next_event(timeout)
+            assert event is not None, "nothing happened for too long"
+            if isinstance(event, s.Tokens):
+                ids += event.ids
+            assert not isinstance(event, s.Failed), str(getattr(event, "error", ""))
+            if isinstance(event, s.Finished):
+                return ids, event
+
+    def ask(self, tokens, n=8, **fields):
+        ticket = self.submit(tokens, n, **fields)
+        ids, end = self.finish(ticket)
+        return ids, end, ticket
+
+    def worst(self, ticket, ids):
+        """Largest difference to a cold run over all generated tokens of a request."""
+        plain, _ = load(str(self.path)) if not hasattr(self, "oracle") else (self.oracle, None)
+        self.oracle = plain
+        cache = make_prompt_cache(plain)
+        inputs, worst = self.asked[id(ticket)], 0.0
+        for token, warm in zip(ids, self.seen[id(ticket)], strict=True):
+            logits = plain(mx.array([inputs]), cache=cache)[:, -1, :]
+            cold = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0]
+            worst = max(worst, float(np.abs(cold - warm).max()))
+            inputs = [token]
+        return worst
+
+
+@pytest.fixture
+def bench(models, monkeypatch):
+    made = []
+
+    def make(kind, **settings):
+        made.append(Bench(models(kind), monkeypatch, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.stop()
+
+
+def words(rng, n):
+    return rng.integers(10, VOCAB, n).tolist()
+
+
+# -- scenarios: each returns [(ticket, ids, end, fewest)] ---------------------------------------------
+
+
+def append_only(b, rng):
+    past, out = words(rng, 300), []
+    for _ in range(4):
+        ids, end, ticket = b.ask(past, boundaries=[len(past) - 20])
+        out.append((ticket, ids, end))
+        past = past + ids + words(rng, 40)
+    return out
+
+
+def branch_and_return(b, rng):
+    head = words(rng, 400)
+    main, out = head + words(rng, 100), []
+    for turn in range(3):
+        ids, end, ticket = b.ask(main, boundaries=[400])
+        out.append((ticket, ids, end))
+        main = main + ids + words(rng, 30)
+        for _ in range(2):
+            sub = head + words(rng, 60 + turn)
+            ids, end, ticket = b.ask(sub, boundaries=[400])
+            out.append((ticket, ids, end))
+    return out
+
+
+def edits_everywhere(b, rng):
+    past, cuts, out = words(rng, 200), [], []
+    for _ in range(6):
+        cuts.append(len(past))
+        ids, end, ticket = b.ask(past, boundaries=cuts[-2:])
+        out.append((ticket, ids, end))
+        past = past + ids + words(rng, 30)
+    for cut in cuts:
+        ids, end, ticket = b.ask(past[:cut] + words(rng, 25), boundaries=[cut])
+        out.append((ticket, ids, end))
+    return out
+
+
+def early_branch(b, rng):
+    """Much follows the branch point, so the branch works on a copy and the line stays whole."""
+    main, out = words(rng, 900), []
+    for _ in range(3):
+        for prompt in (main, main[:300] + words(rng, 40)):
+            ids, end, ticket = b.ask(prompt, boundaries=[300])
+            out.append((ticket, ids, end))
+            main = main + ids + words(rng, 20) if prompt is main else main
+    return out
+
+
+def one_more_token(b, rng):
+    """The reply's own end is the point of reuse, three times: decoding goes on from it at once."""
+    past = words(rng, 150)
+    ids, end, ticket = b.ask(past, n=20)
+    out, past = [(ticket, ids, end)], past + ids
+    for word in (20, 30, 40):
+        ids, end, ticket = b.ask([*past, word], n=20)
+        out.append((ticket, ids, end))
+    return out
+
+
+def resent(b, rng):
+    past = words(rng, 350)
+    return [(t, ids, end) for ids, end, t in (b.ask(past) for _ in range(3))]
+
+
+def cancelled(b, rng):
+    past = words(rng, 3000)
+    ticket = b.submit(past, boundaries=[1000, 2000])
+    while not isinstance(event := ticket.next_event(60), s.Progress) or event.done < 500:
+        pass
+    ticket.cancel()
+    b.finish(ticket)
+    ids, end, ticket = b.ask(past, boundaries=[1000, 2000])
+    assert end.cached >= 500 or not end.cached, "kept"
+    return [(ticket, ids, end)]
+
+
+def at_once(b, rng):
+    prefix = words(rng, 600)
+    prompts = [prefix + words(rng, 20 + 5 * i) for i in range(6)]
+    tickets = [b.submit(p, n=12 + i) for i, p in enumerate(prompts)]
+    out = [(t, *b.finish(t)) for t in tickets]
+    follow = [p + ids + words(rng, 15) for p, (_, ids, _) in zip(prompts, out, strict=True)]
+    tickets = [b.submit(p, n=10) for p in follow]
+    return out + [(t, *b.finish(t)) for t in tickets]
+
+
+def staggered(b, rng):
+    """Rows of unlike length join and leave each other's batches, cold and then warm."""
+    prompts, out = [words(rng, n) for n in (2000, 300, 310, 2100, 340, 2050)], []
+    for _ in range(2):
+        tickets = []
+        for prompt in prompts:
+            tickets.append(b.submit(prompt, n=30))
+            time.sleep(0.03)
+        ends = [(t, *b.finish(t)) for t in tickets]
+        prompts = [p + ids + words(rng, 9) for p, (_, ids, _) in zip(prompts, ends, strict=True)]
+        out += ends
+    return out
+
+
+SCENARIOS = [
+    append_only,
+    branch_and_return,
+    early_branch,
+    edits_everywhere,
+    one_more_token,
+    resent,
+    cancelled,
+    at_once,
+    staggered,
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_logits_are_cold_logits(bench, kind, scenario):
+    b = bench(kind)
+    results = scenario(b, np.random.default_rng(7))
+    worst = max(b.worst(ticket, ids) for ticket, ids, _ in results)
+    assert worst <= TOLERANCE.get(kind, 0.0)
+    if len(results) > 1:
+        assert any(end.cached for _, _, end in results), "nothing was reused: this tested nothing"
+
+
+# -- planted faults: the test above must notice every one ---------------------------------------------
+
+
+def one_token_too_many(monkeypatch):
+    real = s._common_prefix
+    monkeypatch.setattr(s, "_common_prefix", lambda a, b: min(real(a, b) + 1, len(a), len(b)))
+
+
+def skipped_token(monkeypatch):
+    monkeypatch.setattr(s, "_remaining_prefill", lambda t, offset: t[offset + (offset > 0) : -1] or t[-2:-1])
+
+
+def doubled_token(monkeypatch):
+    monkeypatch.setattr(s, "_remaining_prefill", lambda t, offset: t[offset - (offset > 0) : -1])
+
+
+def shared_state(monkeypatch):
+    monkeypatch.setattr(s, "_fresh_handles", lambda state: state)
+    monkeypatch.setattr(s, "_copied_state", lambda state: state)
+    monkeypatch.setattr(s.Span, "cut", lambda span, start, end: span if start == 0 else real_cut(span, start, end))
+
+
+def stale_checkpoint(monkeypatch):
+    def stale(line, limit):
+        usable = sorted((p, c) for p, c in s._path_checkpoints(line) if p <= limit for c in [c])
+        return (usable[-1][0], usable[0][1]) if usable else (0, None)
+
+    monkeypatch.setattr(s, "_deepest_checkpoint", stale)
+
+
+def another_rows_state(monkeypatch):
+    real = s.row_from_batch
+    monkeypatch.setattr(s, "row_from_batch", lambda cache, row: real(cache, 0 if row else 1))
+
+
+real_cut = s.Span.cut
+FAULTS = [
+    (one_token_too_many, "qwen3", edits_everywhere),
+    (skipped_token, "qwen3", append_only),
+    (doubled_token, "qwen3", append_only),
+    (shared_state, "qwen3", early_branch),
+    (shared_state, "gemma3_text", one_more_token),
+    (stale_checkpoint, "qwen3_5", edits_everywhere),
+    (another_rows_state, "qwen3_5", at_once),
+]
+
+
+@pytest.mark.parametrize("fault, kind, scenario", FAULTS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_planted_fault_is_noticed(bench, monkeypatch, fault, kind, scenario):
+    fault(monkeypatch)
+    b = bench(kind)
+    with pytest.raises(AssertionError):
+        results = scenario(b, np.random.default_rng(7))
+        assert max(b.worst(t, ids) for t, ids, _ in results) <= TOLERANCE.get(kind, 0.0)

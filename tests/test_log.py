@@ -1,0 +1,162 @@
+"""LOG: one line per request, sessions in private files, counters that lose nothing."""
+
+import json
+import logging
+import stat
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from start_llm import CacheMetrics, Config, SessionLog, log, request_line, start_logging
+
+anything = st.text(st.characters(exclude_categories=()), max_size=120)
+
+
+@pytest.fixture
+def bare_log(monkeypatch):
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    level = log.level
+    yield
+    log.setLevel(level)
+
+
+def session_files(root):
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def session_log(root, **settings):
+    return SessionLog(Config(log_root=str(root), **settings))
+
+
+def test_start_logging_twice_adds_one_handler_and_follows_the_level(bare_log, capsys):
+    start_logging(Config(log_level="WARNING"))
+    start_logging(Config(log_level="DEBUG"))
+    assert len(log.handlers) == 1
+    assert log.level == logging.DEBUG
+    assert not log.propagate
+
+
+def test_lines_for_a_file_are_plain_and_whole(bare_log, capsys):
+    start_logging(Config())
+    log.info("start %s end", "x" * 300)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [line.endswith(f"start {'x' * 300} end") for line in printed.err.splitlines()] == [True]
+
+
+@given(st.dictionaries(st.sampled_from(["req", "layer", "finish", "vlm_retreat"]), anything))
+def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values):
+    line = request_line(**values)
+    fields = [field.split("=") for field in line.split(" ")]
+    keys = [field[0] for field in fields]
+    assert all(len(field) == 2 and field[1] for field in fields)
+    assert line.isascii()
+    assert line.isprintable()
+    always = ["req", "prompt", "cached", "layer", "prefill", "decode", "ttft_ms", "finish"]
+    assert [key for key in keys if key in always] == always
+    assert keys[: len(keys) - ("vlm_retreat" in values)] == keys_of(request_line())
+
+
+def keys_of(line):
+    return [field.partition("=")[0] for field in line.split(" ")]
+
+
+def test_a_request_line_shows_what_it_was_given():
+    line = request_line(req="7f3a", prompt=1200, ttft_ms=12.345, finish=None, hybrid_trim_miss=2)
+    assert line.startswith("req=7f3a ")
+    assert " prompt=1200 " in line
+    assert " ttft_ms=12.345 " in line
+    assert " finish=- hybrid_trim_miss=2" in line
+
+
+def test_counters_start_at_zero_and_lose_nothing_between_threads():
+    metrics = CacheMetrics()
+    assert metrics.snapshot() == dict.fromkeys(CacheMetrics.NAMES, 0)
+
+    def work():
+        for _ in range(2000):
+            metrics.bump("vlm_retreat")
+            metrics.bump("other", 3)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert metrics.snapshot() == {
+        "vlm_retreat": 8000,
+        "hybrid_trim_miss": 0,
+        "exact_key_rejected_by_model_lcp": 0,
+        "other": 24000,
+    }
+    metrics.snapshot()["vlm_retreat"] = 0
+    assert metrics.snapshot()["vlm_retreat"] == 8000
+
+
+def test_records_come_back_in_order_from_a_private_file(tmp_path):
+    sessions = session_log(tmp_path)
+    records = [{"n": n, "text": "é\n\u2028 \ud800 " * n} for n in range(5)]
+    for record in records:
+        sessions.write("abc-1", record)
+    (path,) = session_files(tmp_path)
+    assert path.name == "cache-session-abc-1.log"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    lines = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    assert [line["n"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[2]["text"] == "é\n\u2028 ? " * 2
+    assert all(path.parent.name == line["time"][:10] for line in lines)
+
+
+def test_nothing_is_written_when_request_logging_is_off(tmp_path):
+    session_log(tmp_path, enable_request_logging=False).write("s", {"text": "secret"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_session_id_leaves_its_folder_or_shares_a_file(tmp_path):
+    ids = ["", ".", "..", "../../x", "/etc/x", "a/b", "a_b", "a b", "é" * 300, "x" * 300, "x" * 301]
+    ids += ["a\0b", "con:", "\ud800"]
+    sessions = session_log(tmp_path / "root")
+    for n, session_id in enumerate(ids):
+        sessions.write(session_id, {"n": n})
+    files = session_files(tmp_path)
+    assert len(files) == len(ids)
+    assert {path.parent.parent for path in files} == {tmp_path / "root"}
+    assert sorted(json.loads(path.read_text())["n"] for path in files) == list(range(len(ids)))
+
+
+def test_lines_of_several_threads_never_mix(tmp_path):
+    sessions = session_log(tmp_path)
+
+    def work(name):
+        for n in range(40):
+            sessions.write("shared", {"n": n, "name": name, "text": name * 20_000})
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (path,) = session_files(tmp_path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line["text"] == line["name"] * 20_000 for line in lines)
+    assert [line["n"] for line in lines if line["name"] == "c"] == list(range(40))
+
+
+def test_a_session_log_that_cannot_be_written_complains_once_and_never_raises(
+    bare_log, tmp_path, caplog
+):
+    (tmp_path / "file").write_text("in the way")
+    sessions = session_log(tmp_path / "file")
+    endless = {}
+    endless["self"] = endless
+    for record in ({"n": 1}, {("a",): 1}, endless, {"n": 2}):
+        sessions.write("s", record)
+    assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
+
+
+def test_values_json_does_not_know_are_written_as_text(tmp_path):
+    session_log(tmp_path).write("s", {"path": tmp_path, "kind": {1}})
+    (path,) = session_files(tmp_path)
+    assert json.loads(path.read_text())["path"] == str(tmp_path)

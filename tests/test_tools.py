@@ -1,0 +1,688 @@
+"""TOOLS: calls leave while they are generated, join to valid JSON, and nothing is lost."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2.sandbox
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from start_llm import (
+    Delta,
+    Reply,
+    ReplyStream,
+    Tags,
+    ToolCallStream,
+    ToolFormat,
+    _extract_openai_tool_calls,
+    _ReasoningStreamSplitter,
+    _strip_thinking_from_content,
+    tool_openings,
+)
+
+ARTIFACTS = Path(
+    os.environ.get("MODEL_ARTIFACTS") or Path(__file__).parents[2] / "shared" / "model-artifacts"
+)
+NATIVE = ToolFormat(start="<tool_call>", end="</tool_call>", dialect="qwen", gap="\n")
+PROPERTIES = {
+    "text": {"type": "string"},
+    "n": {"type": "integer"},
+    "x": {"type": "number"},
+    "yes": {"type": "boolean"},
+    "items": {"type": "array", "items": {}},
+    "tree": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "level": {"enum": [1, 2, "high"]},
+    "any": {"description": "no type"},
+}
+
+
+def tool(name: str, parameters: object = None) -> dict[str, Any]:
+    function = {"name": name, "parameters": parameters or {"properties": PROPERTIES}}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("write"), tool("read"), tool("read_file", {"properties": {}})]
+
+
+# -- feeding -----------------------------------------------------------------
+
+
+def stream(
+    tools: list[Any] = TOOLS, tool_format: ToolFormat = NATIVE, *, in_reasoning: bool = False
+) -> ReplyStream:
+    tags = Tags(think_start="<think>", think_end="</think>", tool_start=tool_format.start)
+    numbers = count()
+    calls = ToolCallStream(tool_format, tools, next_id=lambda: f"call_{next(numbers)}")
+    return ReplyStream(_ReasoningStreamSplitter(tags, in_reasoning=in_reasoning), calls)
+
+
+def read(text: str, cuts: list[int] | None = None, **how: Any) -> Reply:
+    """The reply that chunks of a text give; the deltas that came are what it is joined of."""
+    replies = stream(**how)
+    edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts or []}), len(text)]
+    deltas = [d for a, b in pairwise(edges) for d in replies.feed(text[a:b])] + replies.finish()
+    reply = replies.reply()
+    assert join(deltas) == reply
+    assert replies.n_calls == len(reply.tool_calls)
+    return reply
+
+
+def join(deltas: list[Delta]) -> Reply:
+    """What a client makes of a stream: text by kind, calls by index, names once and first."""
+    texts = {"content": "", "reasoning": ""}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if (call := delta.call) is None:
+            assert delta.text
+            texts[delta.kind] += delta.text
+        elif call.name is not None:
+            assert call.index == len(calls)
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        else:
+            assert call.arguments and call.index == len(calls) - 1
+            assert call.id == calls[-1]["id"]
+            calls[-1]["function"]["arguments"] += call.arguments
+    return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
+
+
+def calls_of(reply: Reply) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in reply.tool_calls]
+    return [(f["name"], strict_json(f["arguments"])) for f in functions]
+
+
+def strict_json(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# -- transcripts: independent writers of the three formats ---------------------
+
+
+def bare(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def write_qwen(name: str, arguments: dict[str, Any]) -> str:
+    values = "".join(f"<parameter={k}>\n{bare(v)}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def write_hermes(name: str, arguments: dict[str, Any]) -> str:
+    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=len(name) % 2 == 0)
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def write_glm(name: str, arguments: dict[str, Any], gap: str = "") -> str:
+    values = "".join(
+        f"{gap}<arg_key>{k}</arg_key>{gap}<arg_value>{bare(v)}</arg_value>"
+        for k, v in arguments.items()
+    )
+    return f"<tool_call>{name}{values}{gap}</tool_call>"
+
+
+def write_glm_broken(name: str, arguments: dict[str, Any]) -> str:
+    return write_glm(name, arguments, gap="\n")
+
+
+WRITERS = [write_qwen, write_hermes, write_glm, write_glm_broken]
+Writer = Callable[[str, dict[str, Any]], str]
+
+MARKUP = [
+    "<tool_call>", "</tool_call>", "</parameter>", "<parameter=x>", "</function>", "<think>",
+    "<function=read>", "</think>", "</arg_value>", "<arg_key>", "\n", "\n\n", " ", '"', "'", "\\",
+    "\\d", "{", "}", "[", "]", ",", ":", "null", "1", "é", "😀", "\u2028", "\x7f", "\t", "\r\n",
+    "plain words",
+]  # fmt: skip
+# What no reader of these formats can tell from the format itself: a value is not escaped in them.
+AMBIGUOUS = re.compile(
+    r"</parameter>\s*(<parameter=|</function>|</tool_call>)"
+    r"|</function>\s*</tool_call>\s*<tool_call>"
+    r"|</arg_value>\s*(<arg_key>|</tool_call>)"
+)
+TEXTS = (
+    st.lists(st.sampled_from(MARKUP) | st.text(max_size=5), max_size=8)
+    .map("".join)
+    .map(lambda text: text.replace("\0", ""))
+    .filter(lambda text: not AMBIGUOUS.search(text + "</parameter>x"))
+)
+NUMBERS = st.integers(-(10**18), 10**18)
+TREES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+).filter(lambda tree: not AMBIGUOUS.search(bare(tree)))
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": TEXTS,
+        "n": NUMBERS,
+        "x": st.floats(allow_nan=False, allow_infinity=False),
+        "yes": st.booleans(),
+        "items": st.lists(TREES, max_size=3),
+        "tree": st.dictionaries(TEXTS, TREES, max_size=3),
+        "maybe": st.none() | st.just("some words\n"),
+        "level": st.sampled_from([1, 2, "high"]),
+        "any": st.just("words") | NUMBERS,
+    },
+).filter(lambda arguments: not AMBIGUOUS.search(" ".join(map(bare, arguments.values()))))
+CALLS = st.tuples(st.sampled_from(WRITERS), st.sampled_from(["write", "read"]), ARGUMENTS)
+CUTS = st.lists(st.integers(0, 2000), max_size=30)
+
+
+# -- properties ----------------------------------------------------------------
+
+
+@given(st.lists(CALLS, min_size=1, max_size=3), CUTS, st.sampled_from(["", "Hello.", "a\nb"]))
+def test_calls_come_back_as_they_were_made(calls: list[Any], cuts: list[int], said: str) -> None:
+    text = said + "".join("\n" + write(name, arguments) for write, name, arguments in calls)
+    reply = read("why</think>" + text, cuts, in_reasoning=True)
+    assert calls_of(reply) == [(name, arguments) for _, name, arguments in calls]
+    assert (reply.content, reply.reasoning) == (said or None, "why")
+    assert len({call["id"] for call in reply.tool_calls}) == len(calls)
+
+
+REPLIES = st.lists(
+    CALLS.map(lambda call: call[0](call[1], call[2]))
+    | st.tuples(st.sampled_from(WRITERS), ARGUMENTS).map(lambda call: call[0]("unknown", call[1]))
+    | st.sampled_from(MARKUP)
+    | st.text(max_size=6),
+    max_size=8,
+).map("".join)
+
+
+@given(REPLIES, CUTS, st.booleans())
+def test_any_chunking_gives_the_same_reply(text: str, cuts: list[int], thinking: bool) -> None:
+    whole = read(text, in_reasoning=thinking)
+    assert read(text, cuts, in_reasoning=thinking) == whole
+    assert read(text, list(range(len(text))), in_reasoning=thinking) == whole
+
+
+@given(REPLIES, st.integers(0, 2000))
+def test_cut_off_anywhere_arguments_are_valid_json(text: str, cut: int) -> None:
+    calls_of(read(text[: cut % (len(text) + 1)]))
+
+
+@given(st.sampled_from(WRITERS), ARGUMENTS, st.integers(0, 2000))
+def test_a_call_cut_off_gives_what_was_parsed(
+    write: Writer, arguments: dict[str, Any], cut: int
+) -> None:
+    text = write("write", arguments)
+    cut %= len(text) + 1
+    reply = read(text[:cut])
+    if not reply.tool_calls:
+        assert reply.content == (text[:cut] or None)  # the name was not known yet
+        return
+    ((_, parsed),) = calls_of(reply)
+    assert reply.content is None
+    assert list(parsed) == list(arguments)[: len(parsed)]
+    for key, value in list(parsed.items())[:-1]:
+        assert value == arguments[key]
+    if parsed and isinstance(arguments[key := list(parsed)[-1]], str):
+        assert str(arguments[key]).startswith(str(parsed[key] or ""))
+
+
+@given(REPLIES, st.booleans())
+def test_the_two_whole_text_doors_give_what_the_stream_gave(text: str, thinking: bool) -> None:
+    tags = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
+    reply = read(text, in_reasoning=thinking)
+    numbers = count()
+    content, calls = _extract_openai_tool_calls(
+        _strip_thinking_from_content(text, tags, in_reasoning=thinking),
+        tags,
+        tool_format=NATIVE,
+        tools=TOOLS,
+        next_id=lambda: f"call_{next(numbers)}",
+    )
+    assert calls == reply.tool_calls
+    if "<tool_call>" not in (reply.reasoning or ""):  # quoted in a thought: text there, not here
+        assert content == (reply.content or "")
+
+
+@given(st.sampled_from(WRITERS), ARGUMENTS, CUTS, st.booleans())
+def test_a_call_to_a_tool_that_was_not_offered_is_text(
+    write: Writer, arguments: dict[str, Any], cuts: list[int], any_tools: bool
+) -> None:
+    text = "Look: " + write("unknown", arguments) + "\n<tool_call>ok"
+    reply = read(text, cuts, tools=TOOLS if any_tools else [])
+    assert (reply.content, reply.tool_calls) == (text, [])
+
+
+@given(st.text(alphabet='<>/tool_cal{}",:\n nameargumntsfi=pk\\[]01', max_size=60), CUTS)
+@example('<tool_call>{"name": "read", "arguments": {"a": [1}}\n</tool_call>', [])
+@example("<tool_call>" * 300, [])
+@settings(max_examples=300)
+def test_garbage_never_fails_and_never_vanishes(text: str, cuts: list[int]) -> None:
+    text = "<tool_call>" + text
+    reply = read(text, cuts)
+    calls_of(reply)
+    if not reply.tool_calls:
+        assert reply.content == text
+
+
+# -- while it is generated -----------------------------------------------------
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("arguments", [{}, {"n": 5}, {"text": "line\n" * 50}, {"items": [1, 2]}])
+def test_name_and_arguments_leave_while_the_call_is_generated(
+    write: Writer, arguments: dict[str, Any]
+) -> None:
+    text = write("write", arguments)
+    if "<arg_value>" not in text and "arg" not in text and "=" not in text:
+        pytest.skip("GLM: only the closing tag says that the name is complete")
+    replies = stream()
+    came = [(at, delta.call) for at, char in enumerate(text) for delta in replies.feed(char)]
+    ((named, _),) = [(at, call) for at, call in came if call and call.name]
+    pieces = [(at, call.arguments) for at, call in came if call and call.arguments]
+    assert named <= text.index("write") + len('write", "arguments": {')
+    assert pieces[0][0] < len(text) - len("</tool_call>")
+    if "text" in arguments:  # a string leaves at the pace it comes
+        half = sum(len(piece) for at, piece in pieces if at < len(text) // 2)
+        assert half > 0.35 * sum(len(piece) for _, piece in pieces)
+
+
+def test_nothing_leaves_before_the_name_is_known() -> None:
+    replies = stream()
+    assert replies.feed("\n<tool_call>\n<function=rea") == []
+    assert [d.call and d.call.name for d in replies.feed("d>")] == ["read", None]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_only_the_whole_arguments_are_json(write: Writer) -> None:
+    # Some clients take the first arguments that parse for the whole of them.
+    replies, states = stream(), [""]
+    for char in write("write", {"n": 1, "tree": {"a": {}}, "text": "}", "items": [[]]}):
+        states += [states[-1] + d.call.arguments for d in replies.feed(char) if d.call]
+
+    def is_json(text: str) -> bool:
+        try:
+            return bool(json.loads(text))
+        except ValueError:
+            return False
+
+    assert [state for state in states if is_json(state)] == [states[-1]]
+
+
+# -- values --------------------------------------------------------------------
+
+
+def value_of(text: str, schema: object) -> Any:
+    tools = [tool("f", {"type": "object", "properties": {"k": schema}})]
+    return calls_of(read(write_glm("f", {"k": text}), tools=tools))[0][1]["k"]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("null", {"type": "string"}, "null"),
+        ("5", {"type": "integer"}, 5),
+        ("-2.5e3", {"type": "number"}, -2500.0),
+        ("True", {"type": "boolean"}, True),  # as Jinja prints it
+        ("false", {"type": "boolean"}, False),
+        ("[1, {}]", {"type": "array"}, [1, {}]),
+        ('{"a":"b\nc"}', {"type": "object"}, {"a": "b\nc"}),
+        ("None", {"type": ["object", "null"]}, None),
+        ("five", {"type": "integer"}, "five"),  # the client may say what is wrong with it
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("nothing", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "nothing"),
+        ("5", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
+        ("5", {"type": ["string", "integer"]}, 5),
+        ("high", {"enum": [1, "high"]}, "high"),
+        ("1", {"enum": [1, "high"]}, 1),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("1", {"type": "string", "enum": ["1"]}, "1"),
+        ("1", {"const": "1"}, "1"),
+        ("1", {"const": 1}, 1),
+        ("5", {}, 5),
+        ("word", {}, "word"),
+        ('"quoted"', {}, '"quoted"'),
+        ("007", {}, "007"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("5", None, 5),  # schemas that are none
+        ("5", ["string"], 5),
+        ("5", "string", 5),
+        ("5", True, 5),
+        ("5", {"type": 7, "anyOf": "x", "enum": 3}, 5),
+        ("5", {"type": [None, {}], "oneOf": [None, 3, {"type": "string"}]}, "5"),
+    ],
+)
+def test_values_are_typed_by_the_schema(text: str, schema: object, value: object) -> None:
+    found = value_of(text, schema)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "parameters", [[], "x", 3, {"properties": []}, {"properties": {"k": 5}}, {"properties": None}]
+)
+def test_parameters_that_are_no_schema_say_nothing(parameters: object) -> None:
+    tools = [{"function": {"name": "f", "parameters": parameters}}, {"function": None}, {}]
+    for write in WRITERS:
+        assert calls_of(read(write("f", {"k": 5}), tools=tools)) == [("f", {"k": 5})]
+
+
+def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
+    tools = [tool("f", {"additionalProperties": {"type": "string"}})]
+    assert calls_of(read(write_qwen("f", {"k": "5"}), tools=tools)) == [("f", {"k": "5"})]
+
+
+# -- what models really write ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("<tool_call><function=read><parameter=n>5</parameter></function></tool_call>", [{"n": 5}]),
+        # Exactly one line break on each side is the format's.
+        (
+            "<tool_call>\n<function=read>\n<parameter=text>\n\n a \n\n</parameter>\n</function>\n"
+            "</tool_call>",
+            [{"text": "\n a \n"}],
+        ),
+        # A file that contains the markup of calls.
+        (
+            "<tool_call>\n<function=read>\n<parameter=text>\nif '</parameter>' in x:\n"
+            "</parameter>\n</function> </tool_call>\n</parameter>\n</function>\n</tool_call>",
+            None,
+        ),
+        (
+            "<tool_call>\n<function=read>\n<parameter=text>\na </parameter> b </function>\n"
+            "</tool_call> c\n</parameter>\n</function>\n</tool_call>",
+            [{"text": "a </parameter> b </function>\n</tool_call> c"}],
+        ),
+        # Closing tags that were forgotten.
+        ("<tool_call>\n<function=read>\n<parameter=n>\n5\n</parameter>\n</tool_call>", [{"n": 5}]),
+        ("<tool_call>\n<function=read>\n<parameter=n>\n5\n</parameter>\n</function>", [{"n": 5}]),
+        ("<tool_call>\n<function=read>\n<parameter=n>\n5\n</function>\n</tool_call>", [{"n": 5}]),
+        (
+            "<tool_call>\n<function=read>\n<parameter=n>\n5\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=read>\n</function>\n</tool_call>",
+            [{"n": 5}, {}],
+        ),
+        ("<tool_call>read<arg_key>n</arg_key><arg_value>5</tool_call>", [{"n": 5}]),
+        ("<tool_call>read</tool_call>", [{}]),
+        ("<tool_call>\nread\n</tool_call>", [{}]),
+        # JSON that is almost JSON.
+        (
+            '<tool_call>{"name":"read","arguments":{"text":"a\nb \\d \\u12 say "hi" now"}}'
+            "</tool_call>",
+            [{"text": 'a\nb \\d \\u12 say "hi" now'}],
+        ),
+        (
+            '<tool_call>{"name":"read","arguments":{"items":[1,2,],}}</tool_call>',
+            [{"items": [1, 2]}],
+        ),
+        ('<tool_call>{"name":"read","arguments":{"n":1}</tool_call>', [{"n": 1}]),
+        ('<tool_call>{"name":"read","arguments":{"n":1\n</tool_call>', [{"n": 1}]),
+        ('<tool_call>{"name":"read","arguments":{}}}\n</tool_call>', [{}]),
+        ('<tool_call>{"arguments": {"n": 1}, "name": "read"}</tool_call>', [{"n": 1}]),
+        ('<tool_call>{"name": "read", "parameters": {"n": 1}}</tool_call>', [{"n": 1}]),
+        ('<tool_call>{"name": "read", "arguments": "{\\"n\\": 1}"}</tool_call>', [{"n": 1}]),
+        ('<tool_call>{"function": {"name": "read", "arguments": {}}}</tool_call>', [{}]),
+        ('<tool_call>{"name": "read"}</tool_call>', [{}]),
+    ],
+)
+def test_calls_as_models_write_them(text: str, calls: list[dict[str, Any]] | None) -> None:
+    for cuts in ([], list(range(len(text)))):
+        reply = read(text, cuts)
+        if calls is None:  # ambiguous: the first closing that fits ends it; the rest is text
+            assert calls_of(reply)[0][1] == {"text": "if '</parameter>' in x:"}
+            assert reply.content
+            continue
+        assert calls_of(reply) == [("read", arguments) for arguments in calls]
+        assert reply.content is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The tag <tool_call> opens a call.",
+        "<tool_call>read the file</tool_call>",
+        "<tool_call>\nread",
+        "<tool_call>\n<function=read",
+        '<tool_call>\n{"name": "read", "argu',
+        '<tool_call>{"nam": "read"}</tool_call>',
+        '<tool_call>{"name": "read", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": ["read"], "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "read", "arguments": {"a": 1e999}, }</tool_call> ',
+        "<tool_call>[1]</tool_call>",
+        "<tool_call></tool_call>",
+        "</tool_call>",
+    ],
+)
+def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
+    for cuts in ([], list(range(len(text)))):
+        reply = read(text, cuts)
+        if not reply.tool_calls:
+            assert reply.content == text
+        else:
+            assert "1e999" in text
+
+
+def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text() -> None:
+    reply = read('<tool_call>{"name": "read", "arguments": {"n": 1, key: 2}}</tool_call> ok')
+    assert calls_of(reply) == [("read", {"n": 1})]
+    assert reply.content == " key: 2}}</tool_call> ok"
+
+
+@pytest.mark.parametrize(
+    ("cut", "arguments"),
+    [
+        ('{"text": "a\\', {"text": "a"}),
+        ('{"text": "a\\u00e', {"text": "a"}),
+        ('{"text": "a"', {"text": "a"}),
+        ('{"text": "a", "n', {"text": "a"}),
+        ('{"text": "a", "n": ', {"text": "a"}),
+        ('{"n": 12', {"n": 12}),
+        ('{"n": 1.', {}),
+        ('{"yes": tru', {}),
+        ('{"items": [1, {"a": [true, "b', {"items": [1, {"a": [True, "b"]}]}),
+        ("{", {}),
+    ],
+)
+def test_json_cut_off_is_closed(cut: str, arguments: dict[str, Any]) -> None:
+    reply = read('<tool_call>\n{"name": "read", "arguments": ' + cut)
+    assert calls_of(reply) == [("read", arguments)]
+
+
+def test_generated_json_is_kept_as_it_is() -> None:
+    raw = '{ "n":1.50,\n "text" : "\\u00e9\\/" , "tree": {  } }'
+    reply = read(f'<tool_call>\n{{"name": "read", "arguments": {raw}}}\n</tool_call>')
+    assert reply.tool_calls[0]["function"]["arguments"] == raw
+
+
+def test_a_call_in_an_unclosed_think_block_is_a_call_and_closes_it() -> None:
+    call = write_qwen("read", {"text": "</think>"})
+    reply = read(f"I look.\n{call}\n</think>\n\nDone.", in_reasoning=True)
+    assert (reply.reasoning, reply.content) == ("I look.", "Done.")
+    assert calls_of(reply) == [("read", {"text": "</think>"})]
+
+
+def test_a_call_quoted_in_a_thought_stays_there() -> None:
+    thought = "A <tool_call> tag, or " + write_glm("unknown", {"text": "x"}) + " would do."
+    reply = read(thought + "\n</think>\n\nHi", in_reasoning=True)
+    assert (reply.reasoning, reply.content, reply.tool_calls) == (thought, "Hi", [])
+
+
+def test_text_between_and_after_calls_is_content() -> None:
+    call = write_hermes("read", {})
+    reply = read(f"One.\n\n{call}\n\nTwo.\n{call}\nThree.\n{call}\n")
+    assert reply.content == "One.\n\nTwo.\nThree."
+    assert [call["id"] for call in reply.tool_calls] == ["call_0", "call_1", "call_2"]
+
+
+# -- formats -------------------------------------------------------------------
+
+
+def foreign(start: str, end: str, parse: Callable[[str, Any], Any]) -> ToolFormat:
+    found = ToolFormat.detect("", start=start, end=end, parse=parse)
+    assert found and found.dialect == "foreign"
+    return found
+
+
+def test_a_foreign_format_is_read_by_its_parser_at_the_calls_end() -> None:
+    def parse(text: str, tools: Any) -> Any:
+        assert tools == TOOLS
+        return [{"name": name, "arguments": {"text": name}} for name in text.split()]
+
+    bracketed = foreign("[[", "]]", parse)
+    reply = read("a [[read write]] b", [3, 4, 9, 13, 14, 15], tool_format=bracketed)
+    assert calls_of(reply) == [("read", {"text": "read"}), ("write", {"text": "write"})]
+    assert reply.content == "a b"
+    assert read("[[read nobody]]", tool_format=bracketed).content == "[[read nobody]]"
+    assert calls_of(read("x[[read", tool_format=bracketed)) == [("read", {"text": "read"})]
+
+
+def test_a_foreign_format_without_an_end_ends_with_the_reply() -> None:
+    def parse(text: str, _tools: Any) -> Any:
+        name, _, arguments = text.partition("[ARGS]")
+        return {"name": name, "arguments": arguments}
+
+    reply = read(
+        'ok[TOOL_CALLS]read[ARGS]{"n": 1}', [4], tool_format=foreign("[TOOL_CALLS]", "", parse)
+    )
+    assert (reply.content, calls_of(reply)) == ("ok", [("read", {"n": 1})])
+
+
+@pytest.mark.parametrize(
+    "result", [ValueError(), AttributeError(), None, [], "x", {"name": "read", "arguments": 5}]
+)
+def test_what_a_foreign_parser_cannot_read_is_text(result: Any) -> None:
+    def parse(_text: str, _tools: Any) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    reply = read("a [[read]] b", tool_format=foreign("[[", "]]", parse))
+    assert (reply.content, reply.tool_calls) == ("a [[read]] b", [])
+
+
+def test_formats_are_read_off_the_template() -> None:
+    def detect(template: str, start: str | None = None) -> tuple[str, str] | None:
+        found = ToolFormat.detect(template, start=start, end=None, parse=None)
+        return (found.dialect, found.gap) if found else None
+
+    assert detect("'<tool_call>\\n<function=' + name") == ("qwen", "\n")
+    assert detect("<tool_call><function=") == ("qwen", "")
+    assert detect('<tool_call>\n{"name": <function-name>}') == ("hermes", "\n")
+    assert detect("<tool_call>{name}<arg_key>k</arg_key><arg_value>") == ("glm", "")
+    assert detect("<tool_call>{name}\n<arg_key>k</arg_key>\n<arg_value>") == ("glm", "\n")
+    assert detect("no tools") is None
+    assert detect("<arg_key>") is None
+    assert detect("<tool_call>", "<tool_call>") == ("hermes", "")
+
+
+def test_openings_are_the_beginnings_of_calls() -> None:
+    tools = [tool("read", {"required": ["n"]}), tool("read_file", {})]
+
+    def openings(dialect: Any, gap: str = "\n", name: str | None = None) -> list[str]:
+        tool_format = ToolFormat(start="<tool_call>", end="</tool_call>", dialect=dialect, gap=gap)
+        return tool_openings(tool_format, tools, name=name)
+
+    assert openings("qwen", name="read") == ["<tool_call>\n<function=read>\n"]
+    assert openings("hermes")[1] == '<tool_call>\n{"name": "read_file", "arguments":'
+    assert openings("glm", "") == ["<tool_call>read<arg_key>", "<tool_call>read_file"]
+    assert openings("glm") == ["<tool_call>read\n<arg_key>", "<tool_call>read_file\n"]
+    assert openings("qwen", name="other") == []
+    assert tool_openings(foreign("[[", "]]", json.loads), tools) == ["[["]
+
+
+# -- real templates --------------------------------------------------------------
+
+
+def render(template: str, messages: list[Any], **context: Any) -> str:
+    def raise_exception(message: str) -> None:
+        raise AssertionError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **how: json.dumps(
+        value, ensure_ascii=how.get("ensure_ascii", False), indent=how.get("indent")
+    )
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(template).render(messages=messages, tools=TOOLS, **context)
+
+
+def real_template(name: str) -> str:
+    file = ARTIFACTS / "templates" / f"{name}.jinja"
+    if not file.exists():
+        pytest.skip(f"no {file.name} in MODEL_ARTIFACTS")
+    return file.read_text()
+
+
+REAL = {
+    "qwen3": "hermes",
+    "qwen3-coder": "qwen",
+    "qwen3.5": "qwen",
+    "glm-4.7-flash": "glm",
+}
+REAL_ARGUMENTS: list[dict[str, Any]] = [
+    {"text": 'line\n\tline "two" </parameter> <think> é😀\n', "n": -3, "yes": False},
+    {"items": [1, {"a": None}], "tree": {"k": ["</tool_call>", "\\d"]}, "x": 0.5},
+    {},
+]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_templates_calls_are_read_back(name: str) -> None:
+    template = real_template(name)
+    tool_format = ToolFormat.detect(template, start="<tool_call>", end="</tool_call>", parse=None)
+    assert tool_format and tool_format.dialect == REAL[name]
+    calls = [
+        {"type": "function", "function": {"name": tool_name, "arguments": arguments}}
+        for tool_name, arguments in zip(["write", "read", "read"], REAL_ARGUMENTS, strict=True)
+    ]
+    question = [{"role": "user", "content": "q"}]
+    answer = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    if name != "qwen3-coder":
+        answer["reasoning_content"] = "why"
+    prompt = render(template, question, add_generation_prompt=True)
+    text = render(template, [*question, answer])
+    assert text.startswith(prompt)
+    text = text[len(prompt) :].removesuffix("\n").removesuffix("<|im_end|>")
+    opened = prompt.rstrip().endswith("<think>")
+    for cuts in ([], list(range(len(text)))):
+        reply = read(text, cuts, tool_format=tool_format, in_reasoning=opened)
+        assert calls_of(reply) == [
+            (call["function"]["name"], call["function"]["arguments"]) for call in calls
+        ]
+        assert reply.content == "I look."
+        assert reply.reasoning == answer.get("reasoning_content")
+    for tool_name in ("write", "read"):
+        (opening,) = tool_openings(tool_format, TOOLS, name=tool_name)
+        assert opening in text
+
+
+def test_gemma_calls_are_read_by_mlx_lms_parser() -> None:
+    gemma4 = pytest.importorskip("mlx_lm.tool_parsers.gemma4")
+    template = real_template("gemma-4")
+    arguments = {"text": 'a "b"\n{c}', "n": 5, "items": [1, 2]}
+    call = {"type": "function", "function": {"name": "read", "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = render(template, [{"role": "user", "content": "q"}, answer], bos_token="")
+    text = text[text.index("<|tool_call>", text.index("<|turn>model")) :]
+    text = text[: text.index("<tool_call|>") + len("<tool_call|>")]
+    tool_format = ToolFormat.detect(
+        template,
+        start=gemma4.tool_call_start,
+        end=gemma4.tool_call_end,
+        parse=gemma4.parse_tool_call,
+    )
+    assert tool_format
+    reply = read(text, list(range(len(text))), tool_format=tool_format)
+    assert calls_of(reply) == [("read", arguments)]
+    assert tool_openings(tool_format, TOOLS) == ["<|tool_call>"]

@@ -1,0 +1,742 @@
+"""WIRE: what a body may say, what it means, how a fault is named, what an answer looks like."""
+
+import copy
+import json
+import re
+from inspect import signature
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import ValidationError
+from start_llm import (
+    AnswerShape,
+    BadRequest,
+    ChatRequest,
+    Config,
+    Sampling,
+    SessionContext,
+    TokenLogprob,
+    ToolChoice,
+    Usage,
+    chat_logprobs,
+    completion_logprobs,
+    model_entry,
+    parse_json_body,
+)
+from transformers import PreTrainedTokenizerBase
+
+CONFIG = Config()
+LONE = re.compile("[\ud800-\udfff]")
+
+
+def tool(name, **rest):
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object"}},
+        **rest,
+    }
+
+
+CONVERSATION = [
+    {"role": "system", "content": "You help."},
+    {"role": "developer", "content": "Briefly."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "list"}, {"type": "text", "text": " it"}],
+    },
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1}'}},
+            {"id": "c2", "type": "function", "function": {"name": "ls", "arguments": {"a": 2}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    {"role": "tool", "tool_call_id": "c2", "content": ""},
+    {"role": "assistant", "content": "done"},
+    {"role": "user", "content": "thanks", "name": "bo"},
+]
+
+
+def chat(headers=None, config=CONFIG, **fields):
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return ChatRequest.from_chat(body, config, request_id="r1", headers=headers or {})
+
+
+def completion(**fields):
+    return ChatRequest.from_completion(fields, CONFIG, request_id="r1", headers={})
+
+
+def whole_chat(**fields):
+    return chat(messages=copy.deepcopy(CONVERSATION), tools=[tool("ls"), tool("cat")], **fields)
+
+
+def refused(build, *args, **fields):
+    with pytest.raises(BadRequest) as caught:
+        build(*args, **fields)
+    assert caught.value.param is None or caught.value.param in str(caught.value)
+    return caught.value.param
+
+
+# -- bytes -> JSON ---------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=())),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def mended(value):
+    if isinstance(value, str):
+        return LONE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [mended(item) for item in value]
+    if isinstance(value, dict):
+        return {mended(key): mended(item) for key, item in value.items()}
+    return value
+
+
+@given(json_values)
+def test_a_body_is_what_the_standard_library_reads_with_lone_surrogates_replaced(value):
+    for text in (json.dumps(value), json.dumps(value).replace("\\ud", "\\uD")):
+        assert parse_json_body(text.encode()) == mended(json.loads(text))
+
+
+@given(
+    st.lists(st.sampled_from(["\\\\", "\\ud83d", "\\uDE00", "ud800", "\\n", '\\"', "x", "\\u00e9"]))
+)
+def test_escaped_backslashes_never_hide_or_make_a_surrogate(pieces):
+    text = '"' + "".join(pieces) + '"'
+    assert parse_json_body(text.encode()) == mended(json.loads(text))
+
+
+BAD_JSON = {
+    "empty": b"",
+    "half": b'{"a": ',
+    "trailing": b"{} x",
+    "nan": b'{"a": NaN}',
+    "infinity": b"[-Infinity]",
+    "latin1": '{"a": "é"}'.encode("latin-1"),
+    "raw surrogate": b'"\xed\xa0\x80"',
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep objects": b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    "long number": b"1" * 10_000,
+    "half and a surrogate": b'{"a": "\\ud800',
+    "backslashes": b'"' + b"\\" * 1_000_001,
+}
+
+
+@pytest.mark.parametrize("raw", BAD_JSON.values(), ids=BAD_JSON.keys())
+def test_what_is_not_json_is_a_bad_request(raw):
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        parse_json_body(raw)
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 3, [{"messages": []}]])
+def test_a_body_is_an_object(body):
+    for build in (ChatRequest.from_chat, ChatRequest.from_completion):
+        with pytest.raises(BadRequest, match="object"):
+            build(body, CONFIG, request_id="r", headers={})
+
+
+# -- faults are named where they are ---------------------------------------------
+
+WRONG = [
+    ("model", 3),
+    ("stream", "yes"),
+    ("stream", 1),
+    ("stream_options", []),
+    ("stream_options.include_usage", 1),
+    ("max_tokens", 0),
+    ("max_tokens", True),
+    ("max_tokens", 1.5),
+    ("max_completion_tokens", "9"),
+    ("temperature", 2.1),
+    ("temperature", -0.1),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", float("nan")),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", 2),
+    ("repetition_penalty", 0),
+    ("repetition_context_size", -1),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": "2"}),
+    ("logit_bias", {"4294967296": 1}),
+    ("logit_bias", [1]),
+    ("seed", 1.5),
+    ("seed", True),
+    ("seed", 2**63),
+    ("stop", ""),
+    ("stop", 3),
+    ("stop", ["a"] * 17),
+    ("stop[1]", ""),
+    ("stop[0]", None),
+    ("messages", []),
+    ("messages", None),
+    ("messages", "x"),
+    ("messages", {}),
+    ("messages[1]", None),
+    ("messages[0].role", "function"),
+    ("messages[0].role", None),
+    ("messages[0].role", 1),
+    ("messages[0].content", None),
+    ("messages[2].content", 3),
+    ("messages[2].content", {"str": 1}),
+    ("messages[2].content", []),
+    ("messages[2].content[1]", "text"),
+    ("messages[2].content[1].type", "image_url"),
+    ("messages[2].content[1].text", None),
+    ("messages[3].tool_calls", {}),
+    ("messages[3].tool_calls[1].type", "custom"),
+    ("messages[3].tool_calls[1].id", 7),
+    ("messages[3].tool_calls[0].function", "ls"),
+    ("messages[3].tool_calls[0].function.name", ""),
+    ("messages[3].tool_calls[0].function.arguments", 3),
+    ("messages[3].reasoning_content", []),
+    ("messages[4].tool_call_id", 3),
+    ("messages[7].name", {}),
+    ("tools", {}),
+    ("tools[1]", 3),
+    ("tools[1].type", "web_search"),
+    ("tools[1].function", None),
+    ("tools[0].function.name", ""),
+    ("tools[0].function.description", 3),
+    ("tools[0].function.parameters", []),
+    ("tool_choice", "always"),
+    ("tool_choice", 3),
+    ("tool_choice.function", None),
+    ("tool_choice.function.name", 3),
+    ("tool_choice.type", "allowed_tools"),
+    ("parallel_tool_calls", "no"),
+    ("logprobs", 1),
+    ("top_logprobs", 21),
+    ("top_logprobs", True),
+    ("chat_template_kwargs", []),
+]
+
+
+def planted(path, value):
+    """A good body with `value` at `path`."""
+    body = {
+        "messages": copy.deepcopy(CONVERSATION),
+        "tools": [tool("ls"), tool("cat")],
+        "tool_choice": {"type": "function", "function": {"name": "ls"}},
+        "stream_options": {},
+        "stop": ["a", "b"],
+        "logprobs": True,
+    }
+    *way, last = [int(part) if part.isdigit() else part for part in re.findall(r"\w+", path)]
+    here = body
+    for part in way:
+        here = here[part]
+    here[last] = value
+    return body
+
+
+@pytest.mark.parametrize(("path", "value"), WRONG, ids=[f"{p}={v!r:.20}" for p, v in WRONG])
+def test_a_fault_is_named_by_its_path(path, value):
+    assert chat(**planted("model", "fine")).model == "fine"  # the body is good without the fault
+    assert refused(chat, **planted(path, value)) == path
+
+
+def test_the_first_fault_is_told_whatever_else_is_wrong():
+    messages = [{"role": "user", "content": "x"} for _ in range(12)]
+    messages[1] = 3
+    messages[10] = {"role": "user", "content": [{"type": "text"}]}
+    assert refused(chat, messages=messages) == "messages[1]"
+    assert refused(chat, stream=3, stream_options=3) == "stream"
+    parts = [{"type": "text", "text": "x"} for _ in range(12)]
+    parts[1], parts[10] = 3, {"type": "text"}
+    assert refused(chat, messages=[{"role": "user", "content": parts}]) == "messages[0].content[1]"
+
+
+NOTHING_SPECIAL = {
+    "n": [1],
+    "best_of": [1],
+    "echo": [False],
+    "suffix": [""],
+    "modalities": [["text"]],
+    "response_format": [{"type": "text"}],
+    "functions": [[]],
+    "function_call": ["auto", "none"],
+    "audio": [],
+    "guided_json": [],
+    "web_search_options": [],
+}
+SPECIAL = {
+    "n": [2, 0, True, "1"],
+    "best_of": [3],
+    "echo": [True],
+    "suffix": ["tail"],
+    "modalities": [["text", "audio"], ["audio"]],
+    "response_format": [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {}},
+        "json",
+    ],
+    "functions": [[{"name": "f"}]],
+    "function_call": [{"name": "f"}],
+    "audio": [{"voice": "alloy"}],
+    "guided_json": [{}],
+    "web_search_options": [{}],
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_field_that_would_change_the_answer_is_refused_unless_it_asks_for_nothing(name):
+    for value in SPECIAL[name]:
+        assert refused(chat, **{name: value}) == name
+        assert refused(completion, prompt="x", **{name: value}) == name
+        assert refused(chat, extra_body={name: value}) == name
+    for value in [*NOTHING_SPECIAL[name], None]:
+        assert chat(**{name: value}) == chat()
+
+
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=12).map("x_{}".format), json_values, max_size=4)
+)
+def test_unknown_and_advisory_fields_change_nothing(unknown):
+    advisory = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "self": 1, "cls": 2}
+    dunder = {"__dataclass_self__": 1, "build": 2}
+    assert whole_chat(**unknown, **advisory, **dunder) == whole_chat()
+    assert completion(prompt="x", **unknown, **advisory) == completion(prompt="x")
+
+
+@given(st.data())
+def test_null_means_absent(data):
+    optional = [
+        *[
+            "model",
+            "stream",
+            "stream_options",
+            "max_tokens",
+            "stop",
+            "temperature",
+            "seed",
+            "tools",
+        ],
+        *[
+            "tool_choice",
+            "logprobs",
+            "top_logprobs",
+            "logit_bias",
+            "thinking",
+            "user",
+            "n",
+            "audio",
+        ],
+        *[
+            "reasoning_effort",
+            "chat_template_kwargs",
+            "metadata",
+            "extra_body",
+            "parallel_tool_calls",
+        ],
+    ]
+    nulls = dict.fromkeys(data.draw(st.sets(st.sampled_from(optional))))
+    assert chat(**nulls) == chat()
+    assert chat(**{"temperature": 0.5, **nulls, "seed": 4}).sampling.seed == 4
+
+
+@given(json_values, st.sampled_from(sorted({path for path, _ in WRONG})))
+def test_anything_anywhere_is_a_request_or_a_bad_request(value, path):
+    body = planted(path, value)
+    before = copy.deepcopy(body)
+    try:
+        request = chat(**body)
+    except BadRequest as error:
+        assert error.param
+        top = re.match(r"\w+", path)[0]
+        assert error.param.startswith((top, "tool_choice", "top_logprobs"))
+    else:
+        assert request.max_tokens >= 1
+        assert all(isinstance(m["content"], str | list) for m in request.messages)
+    assert body == before  # a request is parsed, never edited
+
+
+# -- messages and tools ----------------------------------------------------------
+
+
+def test_messages_stay_dicts_in_order_with_all_they_said():
+    request = whole_chat()
+    assert [m["role"] for m in request.messages] == [m["role"] for m in CONVERSATION]
+    expected = copy.deepcopy(CONVERSATION)
+    expected[3]["content"] = ""
+    assert list(request.messages) == expected
+    assert all(type(m) is dict for m in request.messages)
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_spellings_of_an_empty_message_are_one(content):
+    call = {"id": "c", "function": {"name": "f", "arguments": ""}}
+    for message in ({"role": "assistant", "tool_calls": [call]}, {"role": "tool"}):
+        assert chat(messages=[{**message, "content": content}]) == chat(messages=[message])
+        assert chat(messages=[message]).messages[0]["content"] == ""
+
+
+def test_thinking_echoed_under_either_name_is_one_field():
+    said = {"role": "assistant", "content": "a"}
+    either = [
+        {**said, "reasoning": "t"},
+        {**said, "reasoning_content": "t", "reasoning": None, "tool_calls": []},
+        {**said, "reasoning_content": "t", "reasoning": "other"},
+    ]
+    for message in either:
+        (parsed,) = chat(messages=[message]).messages
+        assert parsed == {**said, "reasoning_content": "t"}
+
+
+def test_unknown_parts_of_messages_are_kept():
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": "x", "cache_control": 1}],
+        "x": 2,
+    }
+    assert chat(messages=[message]).messages == (message,)
+
+
+def test_tools_keep_what_describes_the_function_and_drop_the_rest():
+    schema = {"type": "object", "properties": {"b": {"default": None}, "a": {}}, "$x": [None]}
+    function = {"strict": True, "parameters": schema, "description": None, "name": "f"}
+    expected = {"name": "f", "parameters": schema, "strict": True}
+    for wrapped in ({"function": function}, tool("", function=function, cache_control={"t": 1})):
+        (parsed,) = chat(tools=[wrapped]).tools
+        assert parsed == {"type": "function", "function": expected}
+        assert list(parsed["function"]["parameters"]["properties"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "expected"),
+    [
+        (None, [], ToolChoice("none")),
+        ("auto", [], ToolChoice("none")),
+        ("none", [], ToolChoice("none")),
+        (None, ["f"], ToolChoice("auto")),
+        ("auto", ["f"], ToolChoice("auto")),
+        ("none", ["f"], ToolChoice("none")),
+        ("required", ["f"], ToolChoice("required")),
+        ("g", ["f", "g"], ToolChoice("named", "g")),
+        ("required", [], None),
+        ("g", ["f"], None),
+        ("g", [], None),
+    ],
+)
+def test_tool_choice(choice, tools, expected):
+    given_choice = {"type": "function", "function": {"name": "g"}} if choice == "g" else choice
+    fields = {"tool_choice": given_choice, "tools": [tool(name) for name in tools]}
+    if expected is None:
+        assert refused(chat, **fields) == "tool_choice"
+    else:
+        assert chat(**fields).tool_choice == expected
+
+
+# -- sampling, lengths, stops ----------------------------------------------------
+
+
+def test_defaults_are_the_configured_ones():
+    config = Config(default_temperature=0.7, default_top_k=7, default_max_tokens=70)
+    request = chat(config=config)
+    assert request.sampling == Sampling(temperature=0.7, top_p=0.9, top_k=7, min_p=0.05)
+    assert request.max_tokens == 70
+    assert chat(config=config, temperature=0, top_p=1).sampling.temperature == 0.0
+
+
+@given(
+    st.sampled_from(["temperature", "top_p", "min_p", "repetition_penalty"]),
+    st.floats(-1, 12) | st.sampled_from([0.0, 1.0, 2.0, 10.0]),
+)
+def test_what_a_setting_allows_a_request_allows(name, value):
+    def accepts(build, field):
+        try:
+            return build(**{field: value}) is not None
+        except ValidationError:
+            return False
+
+    assert accepts(Config, f"default_{name}") == accepts(Sampling, name)
+
+
+def test_sampling_fields_reach_the_sampler():
+    asked = {"temperature": 1, "top_k": -1, "presence_penalty": -2, "seed": -(2**63)}
+    sampling = chat(**asked, logit_bias={"7": -100, "11": 2.5}).sampling
+    assert sampling.logit_bias == ((7, -100.0), (11, 2.5))
+    assert {name: getattr(sampling, name) for name in asked} == asked
+
+
+def test_lengths_and_stops():
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+    assert chat(stop="x").stop == ("x",)
+    assert chat(stop=["x", "\n\n"]).stop == ("x", "\n\n")
+    assert chat().stop == chat(stop=[]).stop == ()
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not chat(stream_options={"include_usage": None}).include_usage
+    assert chat(logprobs=True, top_logprobs=20).top_logprobs == 20
+    assert refused(chat, top_logprobs=1) == "top_logprobs"
+
+
+# -- thinking --------------------------------------------------------------------
+
+FREE = {"self", "documents", "kwargs"}  # documents are what a template may print
+
+SPELLINGS = [
+    ({"enable_thinking": True}, True, None),
+    ({"enable_thinking": False}, False, None),
+    ({"thinking": True}, True, None),
+    ({"thinking": "off"}, False, None),
+    ({"thinking": "on"}, True, None),
+    ({"thinking": "medium"}, True, "medium"),
+    ({"thinking": "XHIGH"}, True, "high"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True, None),
+    ({"thinking": {"type": "adaptive"}}, True, None),
+    ({"thinking": {"type": "disabled"}}, False, None),
+    ({"reasoning_effort": "none"}, False, None),
+    ({"reasoning_effort": "off"}, False, None),
+    ({"reasoning_effort": "minimal"}, True, "low"),
+    ({"reasoning_effort": "low"}, True, "low"),
+    ({"reasoning": {"enabled": True}}, True, None),
+    ({"reasoning": {"enabled": False, "effort": "high"}}, False, None),
+    ({"reasoning": {"enabled": True, "effort": "high"}}, True, "high"),
+    ({"reasoning": {"effort": "none"}}, False, None),
+    ({"reasoning": {"level": "medium"}}, True, "medium"),
+    ({"reasoning": {"type": "disabled"}}, False, None),
+    ({"enable_thinking": True, "reasoning_effort": "none"}, True, None),
+    ({"enable_thinking": False, "thinking": "high"}, False, None),
+    ({"thinking": True, "reasoning_effort": "medium"}, True, "medium"),
+]
+
+
+@pytest.mark.parametrize(("spelling", "thinks", "effort"), SPELLINGS, ids=str)
+@pytest.mark.parametrize("nest", [None, "metadata", "extra_body"])
+@pytest.mark.parametrize("default", [True, False])
+def test_every_spelling_of_thinking_means_the_same(spelling, thinks, effort, nest, default):
+    fields = spelling if nest is None else {nest: spelling}
+    request = chat(config=Config(default_thinking=default), **fields)
+    assert request.thinking is thinks
+    assert request.template_kwargs == ({"reasoning_effort": effort} if effort else {})
+
+
+@pytest.mark.parametrize("silent", [{}, {"reasoning": {}}, {"reasoning": {"summary": "auto"}}])
+def test_a_body_that_says_nothing_of_thinking_gets_the_default(silent):
+    for default in (True, False):
+        assert chat(config=Config(default_thinking=default), **silent).thinking is default
+
+
+def test_the_template_switch_wins_and_the_others_pass_through():
+    switches = {"enable_thinking": False, "preserve_thinking": True, "custom": None}
+    request = chat(enable_thinking=True, chat_template_kwargs=switches)
+    assert not request.thinking
+    assert request.template_kwargs == {"preserve_thinking": True}
+    assert "enable_thinking" in switches
+    request = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "odd"})
+    assert request.template_kwargs == {"reasoning_effort": "odd"}
+    nested = chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert not nested.thinking
+    assert not chat(metadata={"thinking": "off"}).thinking
+    assert chat(metadata={"thinking": "off"}, thinking="on").thinking
+    assert chat(extra_body={"thinking": "off"}, thinking="on").thinking
+
+
+ARGUMENTS = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - FREE
+
+
+@pytest.mark.parametrize("name", sorted({"messages", *ARGUMENTS}))
+def test_a_request_cannot_set_how_the_template_is_applied(name):
+    switches = {"custom": 1, name: "x"}
+    assert refused(chat, chat_template_kwargs=switches) == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": "perhaps"}, "enable_thinking"),
+        ({"thinking": 3}, "thinking"),
+        ({"thinking": {"type": "banana"}}, "thinking.type"),
+        ({"reasoning": {"effort": ["x"]}}, "reasoning.effort"),
+        ({"reasoning_effort": ""}, "reasoning_effort"),
+        ({"metadata": {"reasoning_effort": "huge"}}, "metadata.reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+        ({"enable_thinking": True, "thinking": "banana"}, "thinking"),
+    ],
+)
+def test_an_unknown_thinking_value_is_refused_by_name(fields, param):
+    assert refused(chat, **fields) == param
+
+
+# -- sessions --------------------------------------------------------------------
+
+CLAUDE_USER = json.dumps({"device_id": "d", "session_id": "s-claude"})
+IDS = [  # most specific first: each wins over all that follow
+    ({"session_id": "a"}, {}, "a", "session_id"),
+    ({"conversation_id": "b"}, {}, "b", "conversation_id"),
+    ({"thread_id": "c"}, {}, "c", "thread_id"),
+    ({"chat_id": 12}, {}, "12", "chat_id"),
+    ({"metadata": {"session_id": "d"}}, {}, "d", "metadata.session_id"),
+    ({"metadata": {"user_id": CLAUDE_USER}}, {}, "s-claude", "metadata.user_id"),
+    ({}, {"X-Claude-Code-Session-Id": "e"}, "e", "x-claude-code-session-id"),
+    ({}, {"x-session-id": "f"}, "f", "x-session-id"),
+    ({}, {"Thread-Id": "g"}, "g", "thread-id"),
+    ({}, {"session-id": "h"}, "h", "session-id"),
+    ({"prompt_cache_key": "i"}, {}, "i", "prompt_cache_key"),
+    ({"user": "j"}, {}, "j", "user"),
+]
+
+
+@pytest.mark.parametrize("n", range(len(IDS)))
+def test_a_session_id_is_found_wherever_clients_put_it(n):
+    fields, headers, session_id, source = IDS[n]
+    assert chat(headers, **fields).session == SessionContext(session_id, source)
+    assert chat(extra_body=fields).session.session_id == (session_id if fields else None)
+    everything, all_headers = {}, {}
+    for later_fields, later_headers, *_ in reversed(IDS[n:]):
+        everything |= {**later_fields, **_merged_metadata(everything, later_fields)}
+        all_headers |= later_headers
+    assert chat(all_headers, **everything).session == SessionContext(session_id, source)
+
+
+def _merged_metadata(old, new):
+    merged = {**old.get("metadata", {}), **new.get("metadata", {})}
+    return {"metadata": merged} if merged else {}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"session_id": ""},
+        {"session_id": True},
+        {"session_id": ["x"]},
+        {"session_id": None},
+        {"metadata": "x"},
+        {"metadata": {"user_id": "somebody"}},
+        {"extra_body": [1]},
+    ],
+)
+def test_what_is_no_session_id_is_passed_over(fields):
+    assert chat(**fields).session == SessionContext()
+    assert chat(**{**fields, "user": "u"}).session == SessionContext("u", "user")
+
+
+def test_a_session_id_is_bounded():
+    assert len(chat(session_id="x" * 100_000).session.session_id) == 256
+
+
+# -- completions -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("x", "x"), (["x"], "x"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2)), ([5], (5,))],
+)
+def test_a_prompt_is_text_or_ids(prompt, expected):
+    request = completion(
+        prompt=prompt, max_tokens=3, stop="s", temperature=0, user="u", stream=True
+    )
+    assert (request.kind, request.prompt, request.messages) == ("completion", expected, ())
+    assert (request.max_tokens, request.stop, request.stream) == (3, ("s",), True)
+    assert (request.sampling.temperature, request.session.session_id) == (0.0, "u")
+    assert not request.thinking
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], ["a", "b"], [[1], [2]], [""], [[]], 3, {}, [1, "a"]]
+)
+def test_what_is_no_prompt_is_refused(prompt):
+    assert refused(completion, prompt=prompt).startswith("prompt")
+
+
+@pytest.mark.parametrize("prompt", [[1, -1], [1, 2**31], [1, True], [1, 1.5]])
+def test_a_bad_token_is_named(prompt):
+    assert refused(completion, prompt=prompt) == "prompt[1]"
+
+
+def test_completion_logprobs_are_a_count():
+    requests = [completion(prompt="x", logprobs=n) for n in (None, 0, 5)]
+    assert [(r.logprobs, r.top_logprobs) for r in requests] == [(False, 0), (True, 0), (True, 5)]
+    assert refused(completion, prompt="x", logprobs=21) == "logprobs"
+    assert refused(completion, prompt="x", logprobs=True) == "logprobs"
+
+
+# -- answers ---------------------------------------------------------------------
+
+USAGE = Usage(prompt=10, cached=8, completion=5, reasoning=2)
+ENTRIES = [
+    TokenLogprob("he", b"he", -0.5, (TokenLogprob("he", b"he", -0.5), TokenLogprob("x", b"x", -2))),
+    TokenLogprob("\ufffd", b"\xf0\x9f", float("-inf")),
+]
+
+
+def through_json(kind, body):
+    """`body` as an SDK sees it; nothing in it may be lost on the way."""
+    sent = json.loads(json.dumps(body, allow_nan=False))
+    seen = kind.model_validate(sent, strict=False)
+    assert seen.model_dump(exclude_unset=True) == sent
+    return seen
+
+
+def test_a_chat_answer_is_what_the_sdk_expects():
+    shape = AnswerShape("chat", "r1", "org/model", 1700000000)
+    message = {"role": "assistant", "content": "hi", "reasoning_content": "hm"}
+    whole = through_json(
+        ChatCompletion,
+        shape.final(message, "stop", usage=USAGE, logprobs=chat_logprobs(ENTRIES)),
+    )
+    assert (whole.id, whole.model, whole.object) == ("chatcmpl-r1", "org/model", "chat.completion")
+    assert whole.choices[0].message.content == "hi"
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage.total_tokens == 15
+    assert whole.usage.prompt_tokens_details.cached_tokens == 8
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 2
+    first, second = whole.choices[0].logprobs.content
+    assert (first.bytes, [t.logprob for t in first.top_logprobs]) == (list(b"he"), [-0.5, -2])
+    assert (second.bytes, second.logprob, second.top_logprobs) == ([0xF0, 0x9F], -9999.0, [])
+
+
+def test_chat_chunks_are_what_the_sdk_expects():
+    shape = AnswerShape("chat", "r1", "m", 1700000000)
+    chunk = through_json(ChatCompletionChunk, shape.chunk({"content": "a"}))
+    assert (chunk.id, chunk.object) == ("chatcmpl-r1", "chat.completion.chunk")
+    assert (chunk.choices[0].delta.content, chunk.choices[0].finish_reason) == ("a", None)
+    last = through_json(ChatCompletionChunk, shape.chunk({}, "tool_calls"))
+    assert last.choices[0].finish_reason == "tool_calls"
+    ping = through_json(ChatCompletionChunk, shape.bare_chunk())
+    assert (ping.choices, ping.usage) == ([], None)
+    assert through_json(ChatCompletionChunk, shape.bare_chunk(USAGE)).usage.completion_tokens == 5
+
+
+def test_completion_answers_are_what_the_sdk_expects():
+    shape = AnswerShape("completion", "r1", "m", 1700000000)
+    logprobs = completion_logprobs(ENTRIES, start=7)
+    whole = through_json(Completion, shape.final("hé", "length", usage=USAGE, logprobs=logprobs))
+    assert (whole.id, whole.object, whole.choices[0].text) == ("cmpl-r1", "text_completion", "hé")
+    assert whole.choices[0].logprobs.text_offset == [7, 9]
+    assert whole.choices[0].logprobs.top_logprobs == [{"he": -0.5, "x": -2}, {}]
+    assert whole.choices[0].logprobs.token_logprobs == [-0.5, -9999.0]
+    assert shape.chunk("a")["choices"] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
+    ]
+    assert shape.bare_chunk()["choices"] == []
+
+
+def test_a_model_entry_is_what_the_sdk_expects():
+    entry = through_json(Model, model_entry("org/m", 1700000000, context_length=4096))
+    assert (entry.id, entry.object, entry.context_length) == ("org/m", "model", 4096)
