@@ -72,14 +72,15 @@ import uuid
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import accumulate
+from io import BufferedIOBase
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from typing import (
     Annotated,
@@ -93,6 +94,7 @@ from typing import (
     Protocol,
     Self,
     TypedDict,
+    override,
 )
 
 import huggingface_hub
@@ -119,17 +121,10 @@ from mlx_lm.sample_utils import (
     apply_top_p,
     make_logits_processors,
 )
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, get_total_parameters
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from rich.console import Console
 from rich.logging import RichHandler
 from tokenizers import Tokenizer
@@ -373,9 +368,9 @@ class NotReady(ServerError):
 
 
 class Overloaded(ServerError):
-    """The queue is full. Without Retry-After some clients give up and others hammer."""
+    """The queue is full. Not a 429, which clients take for a quota and hammer on."""
 
-    status, type, code = 429, "rate_limit_error", "queue_full"
+    status, code = 503, "queue_full"
     headers: Mapping[str, str] = {"Retry-After": "2"}
 
 
@@ -524,7 +519,7 @@ def _append_line(path: Path, line: bytes) -> None:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  575
+# Budget  520
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -535,12 +530,6 @@ ModelTokens = NewType("ModelTokens", list[int])
 KvOffset = NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-# An even run of backslashes (escaped ones), then an escaped surrogate: a pair, or group 2 alone.
-_SURROGATE: Final = re.compile(
-    rb"(?<!\\)((?:\\\\)*+)\\u[dD]"
-    rb"(?:[89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|([89a-fA-F][0-9a-fA-F]{2}))"
-)
-
 
 def parse_json_body(raw: bytes) -> object:
     """The JSON value in `raw`; lone surrogates (JS clients cut emoji in half) become U+FFFD.
@@ -549,11 +538,14 @@ def parse_json_body(raw: bytes) -> object:
     """
     try:
         return from_json(raw, allow_inf_nan=False)
-    except ValueError as error:  # a lone surrogate is an error here: only then is `raw` searched
-        mended = _SURROGATE.sub(lambda m: m[1] + rb"\ufffd" if m[2] else m[0], raw)
-        if mended != raw:
-            return parse_json_body(mended)
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    except ValueError as error:
+        fault = error
+    try:  # a lone surrogate is a fault above but not here, and UTF-16 can write it
+        text = json.dumps(json.loads(raw.decode()), ensure_ascii=False)
+        mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return from_json(mended, allow_inf_nan=False)
+    except (ValueError, RecursionError):
+        raise BadRequest(f"the body is not valid JSON: {fault}") from None
 
 
 # -- what a body may say -------------------------------------------------------
@@ -568,11 +560,11 @@ type _Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults co
 
 def _bias_pairs(value: object) -> object:
     """{"15043": -100} -> ((15043, -100),)."""
+    if isinstance(value, dict) and all(map(str.isdecimal, value)):
+        return tuple((int(key), bias) for key, bias in value.items())
     if isinstance(value, tuple):
         return value
-    if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
-        raise ValueError("should be an object whose keys are token ids")
-    return tuple((int(key), bias) for key, bias in value.items())
+    raise PydanticCustomError("bias", "should be an object whose keys are token ids")
 
 
 _Bias = tuple[_TokenId, Annotated[float, Field(ge=-100, le=100)]]
@@ -595,34 +587,22 @@ class Sampling:
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # None: another every time
 
 
-def _text_only(kind: str) -> str:
-    if kind != "text":
-        raise ValueError(f"this model reads parts of type 'text' only, not {kind!r}")
-    return kind
-
-
 class _TextPart(TypedDict):
-    type: Annotated[str, AfterValidator(_text_only)]
+    type: Literal["text"]
     text: str
 
 
-class _Named(TypedDict):
+class _Function(TypedDict):  # offered, called or chosen
     name: _Name
-
-
-class _Called(_Named):
-    arguments: str | Body
-
-
-class _Declared(_Named):
     description: NotRequired[str | None]
     parameters: NotRequired[Body | None]
+    arguments: NotRequired[str | Body | None]
 
 
-class _Tool[F](TypedDict):
+class _Tool(TypedDict):
     type: NotRequired[Literal["function"] | None]
     id: NotRequired[str | None]
-    function: F
+    function: _Function
 
 
 class _WireMessage(TypedDict):
@@ -631,12 +611,8 @@ class _WireMessage(TypedDict):
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
-    tool_calls: NotRequired[_Each[_Tool[_Called]] | None]
+    tool_calls: NotRequired[_Each[_Tool] | None]
     tool_call_id: NotRequired[str | None]
-
-
-class _StreamOptions(TypedDict):
-    include_usage: NotRequired[bool | None]
 
 
 class _AnyBody(BaseModel):
@@ -645,16 +621,26 @@ class _AnyBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     model: str | None = None
     stream: bool = False
-    stream_options: _StreamOptions = {}
+    stream_options: dict[str, bool | None] = {}
     max_tokens: _Length | None = None
     max_completion_tokens: _Length | None = None
     stop: _Name | Annotated[list[_Name], Field(max_length=16)] = []
+    # What we cannot do, with the values that do not ask for it.
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+    audio: None = None
+    modalities: list[Literal["text"]] = []
+    response_format: dict[Literal["type"], Literal["text"]] = {}
+    functions: Annotated[list[Body], Field(max_length=0)] = []  # the forerunner of tools
+    function_call: Literal["none", "auto"] = "none"
 
 
 class _ChatBody(_AnyBody):
     messages: Annotated[_Each[_WireMessage], Field(min_length=1)]
-    tools: _Each[_Tool[_Declared]] = []
-    tool_choice: Literal["none", "auto", "required"] | _Tool[_Named] = "auto"
+    tools: _Each[_Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: _TopN = 0
@@ -666,83 +652,54 @@ class _CompletionBody(_AnyBody):
     logprobs: _TopN | None = None
 
 
-# Fields that would change the answer, and the values of each that ask for nothing special.
-_REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
-    **dict.fromkeys(("suffix", "grammar"), ("",)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("structured_outputs", "json_schema", "audio", "web_search_options"), ()),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "functions": ([],),  # the forerunners of tools and tool_choice
-    "function_call": ("none", "auto"),
-}
-
-
 def _without_nulls(fields: Mapping[str, Any]) -> Body:
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _given(body: object) -> Body:
-    """What the body really says: nulls are absent, and a literal `extra_body` is laid under it.
-
-    Raises BadRequest for what is refused.
-    """
+    """What the body really says: nulls are absent, and a literal `extra_body` is laid under it."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     nested = body.get("extra_body")
-    given = _without_nulls(nested if isinstance(nested, dict) else {}) | _without_nulls(body)
-    for name, harmless in _REFUSED.items():
-        if name in given and (given[name] not in harmless or given[name] is True):
-            only = f" (only {harmless[0]!r} is)" if harmless else ""
-            raise BadRequest(f"{name}: this is not supported here{only}", param=name)
-    return given
+    return _without_nulls(nested if isinstance(nested, dict) else {}) | _without_nulls(body)
 
 
 def _checked[T](build: Callable[..., T], given: Body) -> T:
+    """`build` of what was given. Raises BadRequest for the first fault, at its deepest place.
+
+    What the branches of a union want there is joined by "or".
+    """
     try:
         return build(**given)
     except ValidationError as error:
-        raise _bad_request(error, given) from None
+        faults = [(_path(fault, given), fault["msg"]) for fault in error.errors()]
+    first = faults[0][0]
+    deepest = max((path for path, _ in faults if path[: len(first)] == first), key=len)
+    wants = [want.removeprefix("Input ") for path, want in faults if path == deepest]
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in deepest)[1:]
+    raise BadRequest(f"{param}: {' or '.join(wants)}", param=param)
 
 
-def _bad_request(error: ValidationError, given: Body) -> BadRequest:
-    """The first fault at its deepest place; what the branches of a union want is joined by "or"."""
-    faults = error.errors(include_url=False, include_context=False)
-    paths = [_client_path(fault, given) for fault in faults]
-    inside = (f"{paths[0]}.", f"{paths[0]}[")
-    param = max((path for path in paths if f"{path}.".startswith(inside)), key=len)
-    wants = [fault["msg"] for fault, path in zip(faults, paths, strict=True) if path == param]
-    text = " or ".join(w.removeprefix("Input ").removeprefix("Value error, ") for w in wants)
-    return BadRequest(f"{param}: {text}", param=param)
-
-
-def _client_path(fault: ErrorDetails, here: Any) -> str:
-    """Where the fault is in the client's notation, messages[3].content, without union tags."""
-    path = ""
-    for part in fault["loc"]:
-        if here is fault["input"]:
-            break
-        if isinstance(here, list) and isinstance(part, int):
-            path, here = f"{path}[{part}]", here[part]
-        elif isinstance(here, dict) and part in here:
-            path, here = f"{path}.{part}", here[part]
-    if fault["type"] == "missing":
-        path = f"{path}.{fault['loc'][-1]}"
-    return path.removeprefix(".")
+def _path(fault: ErrorDetails, here: Any) -> list[str | int]:
+    """The steps from the body `here` to the fault; pydantic puts the tags of unions among them."""
+    path: list[str | int] = []
+    for step in fault["loc"]:
+        with suppress(KeyError, TypeError):
+            if here is not fault["input"]:
+                here = here[step]
+                path.append(step)
+    return [*path, fault["loc"][-1]] if fault["type"] == "missing" else path
 
 
 # -- many spellings of one thing -----------------------------------------------
 
-_Reading = tuple[bool, str | None]  # does it think, and how hard (for templates that know efforts)
-_THINKING_FIELDS: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
-_THINKING_WORDS: Final[Mapping[str, _Reading]] = {
-    **dict.fromkeys(("off", "none", "disabled", "false"), (False, None)),
-    **dict.fromkeys(("on", "enabled", "adaptive", "auto", "true"), (True, None)),
-    **dict.fromkeys(("minimal", "low"), (True, "low")),
-    "medium": (True, "medium"),
-    **dict.fromkeys(("high", "xhigh", "max"), (True, "high")),
+_THINKING_NAMES: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
+_THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
+    **dict.fromkeys(("off", "none", "disabled", "false"), "off"),
+    **dict.fromkeys(("on", "enabled", "adaptive", "auto", "true"), "on"),
+    **dict.fromkeys(("minimal", "low"), "low"),
+    "medium": "medium",
+    **dict.fromkeys(("high", "xhigh", "max"), "high"),
 }
 # No switches of a template but arguments of applying one: not a request's to set.
 _NO_SWITCHES: Final = (
@@ -750,30 +707,33 @@ _NO_SWITCHES: Final = (
     *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
     *("tokenizer_kwargs", "padding", "truncation", "max_length", "sanitize_control_tokens"),
 )
-_SESSION_FIELDS: Final = ("session_id", "conversation_id", "thread_id", "chat_id")
-_SESSION_HEADERS: Final = ("x-claude-code-session-id", "x-session-id", "thread-id", "session-id")
+_SESSION_NAMES: Final = ("session_id", "conversation_id", "thread_id", "chat_id")
+_SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a cache, of a user
+    *(*_SESSION_NAMES, *(f"metadata.{name}" for name in _SESSION_NAMES), "metadata.user_id"),
+    *("x-claude-code-session-id", "x-session-id", "thread-id", "session-id"),
+    *("prompt_cache_key", "user"),
+)
 _CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metadata.user_id
 
 
-def _given_anywhere(given: Body, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of each name that the body has at its top, then of each in its metadata."""
-    yield from ((name, given[name]) for name in names if name in given)
-    if isinstance(metadata := given.get("metadata"), dict):
-        yield from ((f"metadata.{name}", metadata[name]) for name in names if name in metadata)
+def _flat(given: Body) -> Body:
+    """The fields of the body, then those of its metadata as metadata.x."""
+    metadata = given.get("metadata")
+    inner = metadata if isinstance(metadata, dict) else {}
+    return given | {f"metadata.{name}": value for name, value in inner.items()}
 
 
-def _thinking_readings(value: object, param: str) -> Iterator[_Reading]:
-    """What one field says about thinking: nothing, one thing, or (an object) several."""
-    if isinstance(value, bool):
-        yield value, None
-    elif isinstance(value, dict):
+def _thinking_levels(value: object, param: str) -> Iterator[str]:
+    """What one field says about thinking: nothing, one level, or (an object) several."""
+    if isinstance(value, dict):
         for key in ("enabled", "effort", "level", "type"):
-            yield from _thinking_readings(value.get(key), f"{param}.{key}")
-    elif isinstance(value, str) and value.lower() in _THINKING_WORDS:
-        yield _THINKING_WORDS[value.lower()]
+            yield from _thinking_levels(value.get(key), f"{param}.{key}")
     elif value is not None:
-        words = ", ".join(_THINKING_WORDS)
-        raise BadRequest(f"{param}: {value!r:.60} is not a bool or one of {words}", param=param)
+        level = _THINKING_LEVELS.get(str(value).lower())
+        if level is None:
+            words = ", ".join(_THINKING_LEVELS)
+            raise BadRequest(f"{param}: {value!r:.60} is none of {words}", param=param)
+        yield level
 
 
 def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
@@ -782,12 +742,12 @@ def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
     for name in switches.keys() & set(_NO_SWITCHES):
         param = f"chat_template_kwargs.{name}"
         raise BadRequest(f"{param}: this is not a request's to set", param=param)
-    asked = switches.pop("enable_thinking", None)
-    readings = [*_thinking_readings(asked, "chat_template_kwargs.enable_thinking")]
-    for param, value in _given_anywhere(given, _THINKING_FIELDS):
-        readings += _thinking_readings(value, param)
-    thinks = next((thinks for thinks, _ in readings), default)
-    effort = next((effort for _, effort in readings if effort), None)
+    switch = "chat_template_kwargs.enable_thinking"
+    said = _flat(given) | {switch: switches.pop("enable_thinking", None)}
+    places = (switch, *_THINKING_NAMES, *(f"metadata.{name}" for name in _THINKING_NAMES))
+    levels = [level for p in places for level in _thinking_levels(said.get(p), p)]
+    thinks = levels[0] != "off" if levels else default
+    effort = next((level for level in levels if level not in ("off", "on")), None)
     if thinks and effort:
         switches.setdefault("reasoning_effort", effort)
     return thinks, switches
@@ -802,21 +762,15 @@ class SessionContext:
 
 
 def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
-    for source, value in _session_candidates(given, headers):
-        if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
-            return SessionContext(str(value)[:256], source)
+    """The id in the first of _SESSION_PLACES that has one."""
+    places: Body = {**{name.lower(): value for name, value in headers.items()}, **_flat(given)}
+    claude = _CLAUDE_SESSION.search(str(places.get("metadata.user_id")))
+    places["metadata.user_id"] = claude and claude[1]
+    for place in _SESSION_PLACES:
+        value = places.get(place)
+        if value and isinstance(value, str | int) and value is not True:
+            return SessionContext(str(value)[:256], place)
     return SessionContext()
-
-
-def _session_candidates(given: Body, headers: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Most specific first: ids of a conversation, of a client's process, of a cache, of a user."""
-    yield from _given_anywhere(given, _SESSION_FIELDS)
-    for param, user in _given_anywhere(given, ("user_id",)):
-        if found := _CLAUDE_SESSION.search(str(user)):
-            yield param, found[1]
-    lowered = {name.lower(): value for name, value in headers.items()}
-    yield from ((name, lowered.get(name)) for name in _SESSION_HEADERS)
-    yield from ((name, given.get(name)) for name in ("prompt_cache_key", "user"))
 
 
 def _message(index: int, wire: _WireMessage) -> Message:
@@ -832,11 +786,6 @@ def _message(index: int, wire: _WireMessage) -> Message:
     return message
 
 
-def _tool(wire: _Tool[_Declared]) -> Body:
-    """Only what describes the function: templates print a tool whole, with any cache_control."""
-    return {"type": "function", "function": _without_nulls(wire["function"])}
-
-
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """May, must not, or must the model call a tool; `name` is set where mode is "named"."""
@@ -847,16 +796,14 @@ class ToolChoice:
 
 def _tool_choice(asked: _ChatBody) -> ToolChoice:
     offered = {tool["function"]["name"] for tool in asked.tools}
-    if not isinstance(asked.tool_choice, str):
-        name = asked.tool_choice["function"]["name"]
-        if name not in offered:
-            raise BadRequest(
-                f"tool_choice: {name!r:.60} is not among the tools", param="tool_choice"
-            )
-        return ToolChoice("named", name)
-    if asked.tool_choice == "required" and not offered:
-        raise BadRequest("tool_choice: required, but there are no tools", param="tool_choice")
-    return ToolChoice(asked.tool_choice if offered else "none")
+    match asked.tool_choice:
+        case {"function": {"name": str() as name}} if name in offered:
+            return ToolChoice("named", name)
+        case "auto" | "none" | "required" as mode if offered:
+            return ToolChoice(mode)
+        case "auto" | "none":
+            return ToolChoice("none")
+    raise BadRequest("tool_choice: what it wants is not among the tools", param="tool_choice")
 
 
 # -- one request ---------------------------------------------------------------
@@ -900,19 +847,22 @@ class ChatRequest:
             raise BadRequest("top_logprobs: it needs logprobs to be true", param="top_logprobs")
         thinks, switches = _thinking(given, config.default_thinking)
         messages = tuple(_message(index, wire) for index, wire in enumerate(asked.messages))
+        # Only what describes the function: templates print a tool whole, with any cache_control.
+        functions = (_without_nulls(tool["function"]) for tool in asked.tools)
+        tools = tuple({"type": "function", "function": function} for function in functions)
         return cls(
             kind="chat",
             request_id=request_id,
             session=_session(given, headers),
             messages=OriginalMessages(messages),
-            tools=tuple(map(_tool, asked.tools)),
+            tools=tools,
             tool_choice=_tool_choice(asked),
             parallel_tool_calls=asked.parallel_tool_calls,
             logprobs=asked.logprobs,
             top_logprobs=asked.top_logprobs,
             thinking=thinks,
             template_kwargs=switches,
-            **_shared_fields(asked, given, config),
+            **_shared_fields(asked, given, config=config),
         )
 
     @classmethod
@@ -934,18 +884,19 @@ class ChatRequest:
             prompt=asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt),
             logprobs=asked.logprobs is not None,
             top_logprobs=asked.logprobs or 0,
-            **_shared_fields(asked, given, config),
+            **_shared_fields(asked, given, config=config),
         )
 
 
-def _shared_fields(asked: _AnyBody, given: Body, config: Config) -> Body:
-    sampling: Body = {}
-    for name in Sampling.__dataclass_fields__:
-        if (value := given.get(name, getattr(config, f"default_{name}", None))) is not None:
-            sampling[name] = value
+def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
+    """The fields of a ChatRequest that both endpoints read the same way."""
+    sampling = {
+        name: given.get(name, getattr(config, f"default_{name}", None))
+        for name in Sampling.__dataclass_fields__
+    }
     return {
         "model": asked.model,
-        "sampling": _checked(Sampling, sampling),
+        "sampling": _checked(Sampling, _without_nulls(sampling)),
         "max_tokens": asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
         "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
         "stream": asked.stream,
@@ -984,13 +935,10 @@ class TokenLogprob:
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
 
-    @property
-    def finite(self) -> float:
-        """JSON has no -Infinity: OpenAI writes -9999.0 for a token that cannot come."""
-        return max(self.logprob, -9999.0)
-
     def body(self) -> Body:
-        return {"token": self.token, "logprob": self.finite, "bytes": list(self.raw)}
+        """OpenAI writes -9999.0 for a token that cannot come; JSON has no -Infinity."""
+        logprob = max(self.logprob, -9999.0)
+        return {"token": self.token, "logprob": logprob, "bytes": list(self.raw)}
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> Body:
@@ -1003,17 +951,16 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, start: int = 0) -> B
     ends = accumulate((len(e.token) for e in entries), initial=start)
     return {
         "tokens": [e.token for e in entries],
-        "token_logprobs": [e.finite for e in entries],
-        "top_logprobs": [{t.token: t.finite for t in e.top} for e in entries],
-        "text_offset": [offset for offset, _ in zip(ends, entries, strict=False)],
+        "token_logprobs": [e.body()["logprob"] for e in entries],
+        "top_logprobs": [{t.token: t.body()["logprob"] for t in e.top} for e in entries],
+        "text_offset": list(ends)[:-1],
     }
 
 
-_OBJECTS: Final = {  # what a choice carries -> the kind of body it is in
-    "delta": "chat.completion.chunk",
-    "message": "chat.completion",
-    "text": "text_completion",
-}
+type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, ending, logprobs
+# Of a chat: what a choice carries, and the kind of the body that it is in.
+_CHUNK: Final = ("delta", "chat.completion.chunk")
+_WHOLE: Final = ("message", "chat.completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -1029,33 +976,30 @@ class AnswerShape:
         self, delta: Body | str, finish: FinishReason | None = None, *, logprobs: Body | None = None
     ) -> Body:
         """One stream event with what is new."""
-        choice = {self._streamed: delta, "logprobs": logprobs, "finish_reason": finish}
-        return self._body(self._streamed, [choice])
+        return self._body(_CHUNK, (delta, finish, logprobs))
 
     def bare_chunk(self, usage: Usage | None = None) -> Body:
         """A stream event without a choice: a keep-alive or, at the end, the usage."""
-        return self._body(self._streamed, [], usage)
+        return self._body(_CHUNK, usage=usage)
 
     def final(
         self, whole: Body | str, finish: FinishReason, *, usage: Usage, logprobs: Body | None = None
     ) -> Body:
         """The whole message or text at once."""
-        part = "message" if self.kind == "chat" else "text"
-        choice = {part: whole, "logprobs": logprobs, "finish_reason": finish}
-        return self._body(part, [choice], usage)
+        return self._body(_WHOLE, (whole, finish, logprobs), usage=usage)
 
-    @property
-    def _streamed(self) -> str:
-        return "delta" if self.kind == "chat" else "text"
-
-    def _body(self, part: str, choices: list[Body], usage: Usage | None = None) -> Body:
-        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
+    def _body(self, names: tuple[str, str], *said: _Said, usage: Usage | None = None) -> Body:
+        is_chat = self.kind == "chat"
+        part, object_name = names if is_chat else ("text", "text_completion")
         body: Body = {
-            "id": f"{prefix}-{self.request_id}",
-            "object": _OBJECTS[part],
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}",
+            "object": object_name,
             "created": self.created,
             "model": self.model,
-            "choices": [{"index": 0, **choice} for choice in choices],
+            "choices": [
+                {"index": 0, part: words, "finish_reason": finish, "logprobs": logprobs}
+                for words, finish, logprobs in said
+            ],
         }
         return body if usage is None else {**body, "usage": usage.body()}
 
@@ -1088,7 +1032,7 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Knows   CONFIG, ERRORS, LOG, WIRE
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  650
+# Budget  530
 # ==============================================================================
 
 # -- markup as text --------------------------------------------------------------
@@ -1126,77 +1070,60 @@ def _show(text: str) -> str:
 class _Encoder:
     """Remembers the pieces between added tokens, so that encoding history again is a lookup.
 
-    `_memo` and `_memo_chars` are guarded by `_memo_lock`, all else is set at construction.
+    `_memo_lock` guards what changes `_memo` and `_memo_chars`; all else is set at construction.
     """
 
-    MEMO_CHARS: Final = 32_000_000  # about 64 MB with the ids
+    MEMO_CHARS: Final = 32_000_000  # about 64 MB with the ids; when full it begins anew
     ENTRY_CHARS: Final = 100  # what an entry costs beside its characters
 
     def __init__(self, tokenizer: Any) -> None:
-        self._whole: Tokenizer = tokenizer.backend_tokenizer
-        self._plain = Tokenizer(self._whole.model)  # shares the vocabulary, knows no added tokens
+        self.whole: Tokenizer = tokenizer.backend_tokenizer
+        self._plain = Tokenizer(self.whole.model)  # shares the vocabulary, knows no added tokens
         for step in ("normalizer", "pre_tokenizer"):
-            if (own := getattr(self._whole, step)) is not None:
+            if (own := getattr(self.whole, step)) is not None:
                 setattr(self._plain, step, own)
-        self._added = self._whole.get_added_tokens_decoder()
+        self._added = self.whole.get_added_tokens_decoder()
         self._id_of = {t.content: np.array([i], np.int32) for i, t in self._added.items()}
         self.find_added = _any_of(self._id_of)
-        self.n_vocab = len(tokenizer)
-        self._memo: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._memo: dict[str, np.ndarray] = {}
         self._memo_chars = 0
         self._memo_lock = threading.Lock()
+        # some tokens eat the spaces around them: then all is left to the tokenizer
+        text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
+        wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
         self._goes_by_piece = True
-        self._goes_by_piece = self._agrees_with(tokenizer)
+        self._goes_by_piece = self.encode(text).tolist() == wanted
 
     def markup(self, source: str, *tags: str) -> re.Pattern[str]:
         """The tokens that only a template may write.
 
         Not those that are also plain words of the vocabulary (gemma adds newline runs, `<table>`).
         """
-        rest = (t.content for t in self._added.values() if not t.special)
-        known = (text for text in rest if self._plain.token_to_id(text) is not None)
-        words = {text for text in known if text not in source}
+        rest = {
+            t.content for t in self._added.values() if not t.special and t.content not in source
+        }
+        words = {text for text in rest if self._plain.token_to_id(text) is not None}
         return _any_of(text for text in {*tags, *self._id_of} - words if len(text) > 1)
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids of a rendered text; broken markup becomes text, all other is markup."""
-        if not self._goes_by_piece:
-            parts = [_ids(self._whole, part) for part in _BROKEN.split(text) if part]
-            return np.concatenate([np.empty(0, np.int32), *parts])
-        pieces = self.find_added.split(text)  # words, token, words, ..., token, words
-        words = self._words(dict.fromkeys(pieces[::2]))
-        kinds = (words, self._id_of)
-        return np.concatenate([kinds[i & 1][piece] for i, piece in enumerate(pieces)])
+        if self._goes_by_piece:
+            pieces = self.find_added.split(text)  # words, token, words, ..., token, words
+            ids = [self._id_of[p] if i % 2 else self._words(p) for i, p in enumerate(pieces)]
+        else:
+            ids = [_ids(self.whole, part) for part in _BROKEN.split(text) if part]
+        return np.concatenate([np.empty(0, np.int32), *ids])
 
-    def encode_by_default(self, text: str) -> list[int]:
-        """As the tokenizer does unless told otherwise, with its special tokens around."""
-        return self._whole.encode_batch_fast([text])[0].ids
-
-    def _words(self, pieces: Iterable[str]) -> dict[str, np.ndarray]:
-        with self._memo_lock:
-            known = {piece: self._memo[piece] for piece in pieces if piece in self._memo}
-            for piece in known:
-                self._memo.move_to_end(piece)
-        fresh = {p: _ids(self._plain, _show(p)) for p in pieces if p not in known}
-        with self._memo_lock:
-            for piece, ids in fresh.items():
-                self._remember(piece, ids)
-        return known | fresh
-
-    def _remember(self, piece: str, ids: np.ndarray) -> None:
-        cost = len(piece) + self.ENTRY_CHARS
-        if piece in self._memo or cost > self.MEMO_CHARS // 4:
-            return
-        self._memo[piece] = ids
-        self._memo_chars += cost
-        while self._memo_chars > self.MEMO_CHARS:
-            self._memo_chars -= len(self._memo.popitem(last=False)[0]) + self.ENTRY_CHARS
-
-    def _agrees_with(self, tokenizer: Any) -> bool:
-        """Whether going by piece gives the tokenizer's own ids around every added token."""
-        text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
-        wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return bool(self.encode(text).tolist() == wanted)
+    def _words(self, piece: str) -> np.ndarray:
+        ids = self._memo.get(piece)
+        if ids is None:
+            ids = _ids(self._plain, _show(piece))
+            with self._memo_lock:
+                self._memo_chars += 0 if piece in self._memo else len(piece) + self.ENTRY_CHARS
+                self._memo[piece] = ids
+                if self._memo_chars > self.MEMO_CHARS:
+                    self._memo, self._memo_chars = {}, 0
+        return ids
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -1207,11 +1134,14 @@ def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 # -- the template, and what it is asked ------------------------------------------
 
-_Switches = dict[str, Any]
 _REFUSALS: Final = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError),
     *(AttributeError, ArithmeticError, RecursionError),
 )
+_THOUGHT: Final = "zqthought"
+_FIRST: Final = "zqfirst"
+_WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
+_Switches = dict[str, Any]
 
 
 class _ChatTemplate:
@@ -1221,73 +1151,53 @@ class _ChatTemplate:
         self._apply = tokenizer.apply_chat_template
         named = tokenizer.chat_template or ""
         self.source = named if isinstance(named, str) else "\n".join(named.values())
-        self._wants_text = False  # most crash on arguments as text, DeepSeek's on objects
-        self._wants_text = not self.attempt(_USER, _CALL, _RESULT)
 
-    def render(
-        self, messages: Iterable[Message], *, tools: Iterable[Any], switches: Mapping[str, Any]
-    ) -> str:
+    def render(self, messages: list[Message], *, tools: list[Any], switches: _Switches) -> str:
         """Raises BadRequest with the template's own sentence when it refuses."""
-        own = {"add_generation_prompt": True, "tokenize": False, **switches}
+        switches = {"add_generation_prompt": True, "tokenize": False, **switches}
         try:
-            told = list(map(_call_as_text, messages) if self._wants_text else messages)
-            return str(self._apply(told, tools=list(tools) or None, **own))
+            return str(self._apply(messages, tools=tools or None, **switches))
         except _REFUSALS as refusal:
             sentence = f"the model's chat template refuses these messages: {refusal}"
             raise BadRequest(sentence, param="messages") from refusal
 
-    def attempt(self, *messages: Message, **switches: Any) -> str:
-        """The text, or nothing where the template refuses."""
+    def attempt(self, script: str, /, **switches: Any) -> str:
+        """The text of a canned conversation, or nothing where the template refuses it."""
         try:
-            return self.render(messages, tools=(), switches=switches)
+            return self.render(_canned(script), tools=[], switches=switches)
         except BadRequest:
             return ""
 
-    def says(self, *messages: Message) -> bool:
-        """Whether the texts of these messages come out, one after the other."""
-        words = (re.escape(_words(message)) for message in messages)
-        return re.search(".*".join(words), self.attempt(*messages), re.DOTALL) is not None
+    def says(self, script: str) -> bool:
+        """Whether the contents of a canned conversation come out, one after the other."""
+        in_order = ".*".join(message["content"] for message in _canned(script))
+        return re.search(in_order, self.attempt(script), re.DOTALL) is not None
 
 
-def _call_as_text(message: Message) -> Message:
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": list(map(as_text, calls))} if calls else message
-
-
-def _canned(role: str, words: str, **fields: Any) -> Message:
-    return {"role": role, "content": words, **fields}
-
-
-def _canned_call(*words: str) -> Message:
-    """Calls one tool once for each word."""
-    calls = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": "f", "arguments": {"q": q}}}
-        for i, q in enumerate(words)
-    ]
-    return _canned("assistant", "", tool_calls=calls, reasoning_content=_THOUGHT)
-
-
-def _words(message: Message) -> str:
-    calls = message.get("tool_calls")
-    return str(calls[-1]["function"]["arguments"]["q"] if calls else message["content"])
+def _canned(script: str) -> list[Message]:
+    """A conversation told by its roles, as in "user call tool reply"; "calls" are two of them."""
+    messages: list[Message] = []
+    for n, role in enumerate(script.split()):
+        words = _WORDS.format(n)
+        message: Message = {"role": role, "content": words}
+        if role == "parts":
+            parts = [{"type": "text", "text": text} for text in (_FIRST, words)]
+            message = {"role": "user", "content": parts}
+        elif role == "tool":
+            n_tools = sum(before["role"] == "tool" for before in messages)
+            message |= {"tool_call_id": f"call0000{n_tools}", "name": "f"}
+        elif role in {"reply", "call", "calls"}:
+            message |= {"role": "assistant", "reasoning_content": _THOUGHT}
+        if role in {"call", "calls"}:
+            asked = [words] if role == "call" else [_FIRST, words]
+            message |= {"content": "", "tool_calls": list(map(_canned_call, asked, range(2)))}
+        messages.append(message)
+    return messages
 
 
-# Letters and digits come through trim and tojson as they are.
-_THOUGHT: Final = "zqthought"
-_SYSTEM: Final = _canned("system", "zqsystem")
-_DEVELOPER: Final = _canned("developer", "zqsystem")
-_LATE_SYSTEM: Final = _canned("system", "zqlate")
-_USER: Final = _canned("user", "zquser")
-_REPLY: Final = _canned("assistant", "zqreply", reasoning_content=_THOUGHT)
-_CALL: Final = _canned_call("zqcall")
-_CALLS: Final = _canned_call("zqfirst", "zqcall")
-_RESULT: Final = _canned("tool", "zqresult", tool_call_id="call00000", name="f")
-_NEXT_RESULT: Final = _canned("tool", "zqother", tool_call_id="call00001", name="f")
-_NEXT_USER: Final = _canned("user", "zqagain")
+def _canned_call(words: str, n: int) -> dict[str, Any]:
+    function = {"name": "f", "arguments": {"q": words}}
+    return {"id": f"call0000{n}", "type": "function", "function": function}
 
 
 def _probe_preserve_thinking_support(chat: _ChatTemplate) -> _Switches:
@@ -1298,154 +1208,92 @@ def _probe_preserve_thinking_support(chat: _ChatTemplate) -> _Switches:
         {"truncate_history_thinking": False},  # Nemotron
         {"keep_past_thinking": True},  # LFM2.5
     ):
-        past = chat.attempt(_USER, _REPLY, _NEXT_USER, **switch)
-        if _THOUGHT in past and past != chat.attempt(_USER, _REPLY, _NEXT_USER):
+        past = chat.attempt("user reply user", **switch)
+        if _THOUGHT in past and past != chat.attempt("user reply user"):
             return switch
     return {}
 
 
 def _probe_thinking(chat: _ChatTemplate) -> tuple[_Switches, _Switches]:
     """Switches for thinking off, and for thinking on."""
-    for name in ("enable_thinking", "thinking"):
-        if chat.attempt(_USER, **{name: False}) != chat.attempt(_USER, **{name: True}):
-            return {name: False}, {name: True}
-    for effort in ("low", "none"):  # gpt-oss cannot stop thinking; others refuse "low"
-        if chat.attempt(_USER, reasoning_effort=effort) not in ("", chat.attempt(_USER)):
-            return {"reasoning_effort": effort}, {}
+    pairs: tuple[tuple[_Switches, _Switches], ...] = (
+        ({"enable_thinking": False}, {"enable_thinking": True}),
+        ({"thinking": False}, {"thinking": True}),
+        ({"reasoning_effort": "low"}, {}),  # cannot stop thinking
+        ({"reasoning_effort": "none"}, {}),
+    )
+    for off, on in pairs:
+        if chat.attempt("user", **off) not in {"", chat.attempt("user", **on)}:
+            return off, on
     return {}, {}
 
 
-def _probe_joint(chat: _ChatTemplate) -> str:
-    """What the template puts between two text parts; a newline where it misprints them."""
-    parts = [{"type": "text", "text": text} for text in ("zqone", "zqtwo")]
-    found = re.search(r"zqone(\s*)zqtwo", chat.attempt({"role": "user", "content": parts}))
-    return found[1] if found else "\n"
-
-
-@dataclass(frozen=True, slots=True)
 class _Quirks:
-    """What became of the canned conversations."""
+    """What became of the canned conversations; all set at construction."""
 
-    thinking: tuple[_Switches, _Switches]
-    preserve: _Switches
-    joint: str  # between text parts
-    has_developer: bool
-    has_system: bool
-    has_late_system: bool  # several system messages, anywhere
-    has_repeats: bool  # consecutive messages of one role
-    has_reasoning: bool  # prints reasoning_content
-    has_words_with_call: bool  # content beside a call and its thinking (gpt-oss refuses)
-
-
-def _probe_quirks(chat: _ChatTemplate, *, preserve_thinking: bool) -> _Quirks:
-    preserve = _probe_preserve_thinking_support(chat) if preserve_thinking else {}
-    after_result = chat.attempt(_USER, _CALL, _RESULT, _LATE_SYSTEM)
-    return _Quirks(
-        thinking=_probe_thinking(chat),
-        preserve=preserve,
-        joint=_probe_joint(chat),
-        # a template that prints any role as it comes does not know it: the model never saw one
-        has_developer="developer" in chat.source and chat.says(_DEVELOPER, _USER),
-        has_system=chat.says(_SYSTEM, _USER),
-        has_late_system=chat.says(_SYSTEM, _LATE_SYSTEM, _USER)
-        and chat.says(_USER, _REPLY, _LATE_SYSTEM, _NEXT_USER)
-        and -1 < after_result.find(_RESULT["content"]) < after_result.find(_LATE_SYSTEM["content"]),
-        has_repeats=chat.says(_USER, _NEXT_USER, _REPLY, _canned("assistant", "zqmore")),
-        has_reasoning=_THOUGHT in chat.attempt(_USER, _CALL, _RESULT, **preserve),
-        has_words_with_call=not chat.attempt(_USER, _CALL, _RESULT)
-        or bool(chat.attempt(_USER, {**_CALL, "content": "zqwords"}, _RESULT)),
-    )
+    def __init__(self, chat: _ChatTemplate, *, preserve_thinking: bool) -> None:
+        self.thinking = _probe_thinking(chat)  # switches for off, switches for on
+        self.preserve = _probe_preserve_thinking_support(chat) if preserve_thinking else {}
+        self.has_system = chat.says("system user")
+        self.has_late_system = chat.says("system system user call tool system reply system user")
+        self.has_repeats = chat.says("user user reply reply")
+        # between two text parts; a newline where the template misprints them
+        joint = re.search(rf"{_FIRST}(\s*){_WORDS.format(0)}", chat.attempt("parts"))
+        self.joint = joint[1] if joint else "\n"
 
 
 # -- where messages begin --------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class _Turns:
-    """How messages begin in this template's text and tokens."""
+    """How messages begin in this template's text and tokens; all set at construction.
 
-    headers: dict[str, str]  # role -> its added token, and on to the content
-    prompts: dict[tuple[bool, bool], str]  # (thinking, after a tool result) -> generation prompt
-    tokens: list[str]  # the added tokens that begin headers and generation prompts
-    ids: np.ndarray
-    echoes: set[tuple[int, int, int]]  # (first id, distance, id of another of them): one header
-
-    def locate(self, at: int, text: str, *, tokens: np.ndarray) -> int:
-        """Token position of the message that begins at character `at`; 0 where that is unknown."""
-        starts = np.flatnonzero(np.isin(tokens, self.ids))
-        n_before = sum(text.count(token, 0, max(at, 0)) for token in self.tokens)
-        return int(starts[n_before]) if at >= 0 and n_before < len(starts) else 0
-
-    def last_user(self, text: str) -> int:
-        """Character where the last user message begins; tool results in its dress do not count."""
-        user, tool = self.headers["user"], self.headers["tool"]
-        at = text.rfind(user) if user else -1
-        while at > 0 and len(tool) > len(user) and text.startswith(tool, at):
-            at = text.rfind(user, 0, at)
-        return at
-
-    def ending(self, text: str, is_thinking: bool, *, after_tool: bool) -> str:
-        """The generation prompt that `text` ends with."""
-        expected = self.prompts[is_thinking, after_tool]
-        last = max((text.rfind(token) for token in self.tokens), default=len(text))
-        return expected if text.endswith(expected) else text[last:]  # a client's switch changed it
-
-
-def _probe_turns(chat: _ChatTemplate, encoder: _Encoder, *, quirks: _Quirks) -> _Turns:
-    def header(*messages: Message) -> str:
-        return _probe_header(chat, messages, find_added=encoder.find_added)
-
-    headers = {
-        "user": header(_USER, _REPLY, _NEXT_USER),
-        "assistant": header(_USER, _REPLY),
-        "tool": header(_USER, _CALL, _RESULT),
-        "next tool": header(_USER, _CALLS, _RESULT, _NEXT_RESULT),
-        "system": header(_USER, _REPLY, _LATE_SYSTEM) if quirks.has_late_system else "",
-    }
-    prompts = {
-        (is_thinking, len(past) > 1): _probe_prompt(
-            chat, past, switches=quirks.thinking[is_thinking]
-        )
-        for is_thinking in (False, True)
-        for past in ((_USER,), (_USER, _CALL, _RESULT))
-    }
-    firsts = map(encoder.find_added.match, (*headers.values(), *prompts.values()))
-    tokens = sorted({first[0] for first in firsts if first})
-    ids = encoder.encode("".join(tokens))
-    rows = [encoder.encode(text) for text in headers.values() if text]
-    inner = ((row, at) for row in rows for at in np.flatnonzero(np.isin(row, ids)) if at)
-    echoes = {(int(row[0]), int(at), int(row[at])) for row, at in inner}
-    return _Turns(headers, prompts, tokens, ids, echoes)
-
-
-def _probe_header(
-    chat: _ChatTemplate, messages: Sequence[Message], *, find_added: re.Pattern[str]
-) -> str:
-    """What opens the last message, from its added token to its content; "" without one.
-
-    words before [closer][header] words      closer: what ends a conversation there
+    An opening is the text from the added token that begins a message on to its content.
     """
-    before, words = map(_words, messages[-2:])
-    closer = chat.attempt(*messages[:-1], add_generation_prompt=False).rpartition(before)[2]
-    text = chat.attempt(*messages, add_generation_prompt=False).rpartition(words)[0]
-    between = text.rpartition(before)[2]
-    end = _common(closer, between)
-    starts = [token.start() for token in find_added.finditer(between)]
-    own = [at for at in starts if at >= end and not between[end:at].strip()]
-    shared = [at for at in starts if at < end]  # gemma opens a result where the call ends
-    return between[(own[:1] or shared[-1:] or [len(between)])[0] :]
 
+    def __init__(self, chat: _ChatTemplate, encoder: _Encoder, *, quirks: _Quirks) -> None:
+        self._chat = chat
+        self._find_added = encoder.find_added
+        scripts = [
+            "user reply > user",
+            "user call > tool",
+            "user calls tool > tool",
+            "user > reply",
+        ]
+        openings = [self._opening(script) for script in [*scripts, "user reply > system"]]
+        for switches in quirks.thinking:
+            openings += [self.prompt("user", switches), self.prompt("tool", switches)]
+        rows = [encoder.encode(text) for text in openings if text]
+        self.ids = np.array(sorted({int(row[0]) for row in rows}), np.int32)
+        inner = ((row, at) for row in rows for at in np.flatnonzero(np.isin(row, self.ids))[1:])
+        # (first id, distance, id of another of them): one opening, not two
+        self.echoes = {(int(row[0]), int(at), int(row[at])) for row, at in inner}
+        user, tool = openings[:2]
+        # a tool result may come dressed as a user message
+        dress = tool.removeprefix(user) if tool.startswith(user) else ""
+        not_tool = f"(?!{re.escape(dress)})" if dress else ""
+        self.find_user = re.compile(re.escape(user) + not_tool if user else "(?!)")
 
-def _probe_prompt(chat: _ChatTemplate, messages: Sequence[Message], *, switches: _Switches) -> str:
-    closed = chat.attempt(*messages, **switches, add_generation_prompt=False)
-    text = chat.attempt(*messages, **switches)
-    return text[_common(closed, text) :]
+    def prompt(self, last_role: str, switches: _Switches) -> str:
+        """What opens the reply to a message of this role."""
+        return self._opening("user call tool >" if last_role == "tool" else "user >", **switches)
 
+    def _opening(self, script: str, /, **switches: Any) -> str:
+        """What opens the message after the ">" (none: the reply); "" where no added token does.
 
-def _common(a: str, b: str) -> int:
-    """How many leading characters are the same."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+        last words before [closer][opening] words      closer: what ends a conversation there
+        """
+        past, _, last = script.partition(">")
+        n_past = len(past.split())
+        closed = self._chat.attempt(past, **switches, add_generation_prompt=False)
+        text = self._chat.attempt(past + last, **switches, add_generation_prompt=not last)
+        closer, between = (told.rpartition(_WORDS.format(n_past - 1))[2] for told in (closed, text))
+        between = between.partition(_WORDS.format(n_past))[0]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(closer, between, strict=False))
+        own = between[len(list(same)) :].lstrip()
+        tokens = [token.start() for token in self._find_added.finditer(between)]
+        starts = [at for at in tokens if at <= len(between) - len(own)]
+        return between[starts[-1] :] if own and starts else ""
 
 
 def _compute_msg_token_boundaries(tokens: np.ndarray, turns: _Turns) -> list[int]:
@@ -1482,48 +1330,42 @@ def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, A
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
+    """The same conversation, with messages joined where the template cannot take them apart.
+
+    System messages at the head become one; a later one ends the message before it.
+    """
+    folded: list[Message] = []
+    for given in messages:
+        message, before = given, folded[-1]["role"] if folded else ""
+        is_system = given["role"] == "system"
+        is_late = is_system and bool(folded) and not quirks.has_late_system
+        if is_late and before != "system":
+            message = _reminder(given["content"], after=before)
+        elif is_system and not quirks.has_system:
+            message = {**given, "role": "user"}
+        is_repeat = message["role"] == before
+        if is_repeat and (is_late or (before != "tool" and not quirks.has_repeats)):
+            folded[-1] = _joined(folded[-1], message)
+        else:
+            folded.append(message)
+    return folded
+
+
+def _reminder(text: str, *, after: str) -> Message:
+    """A late system message in the role of the one before; never in the model's own mouth."""
+    if "<system-reminder>" not in text:
+        text = f"<system-reminder>\n{text}\n</system-reminder>"
+    return {"role": "user" if after == "assistant" else after, "content": text}
+
+
 def _joined(first: Message, second: Message) -> Message:
-    """Two messages as one, in the role of the second."""
+    """Two messages of one role as one."""
     both = {**first, **second}
     both["content"] = "\n\n".join(filter(None, (first["content"], second["content"])))
     if "tool_calls" in both:
         both["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     return both
-
-
-def _fold_system(messages: Iterable[Message]) -> list[Message]:
-    """System messages at the head become one; a later one ends the message before it."""
-    folded: list[Message] = []
-    for message in messages:
-        before = folded[-1]["role"] if folded else ""
-        text = message["content"]
-        if message["role"] != "system" or not folded:
-            folded.append(message)
-            continue
-        if before != "system" and "<system-reminder>" not in text:
-            text = f"<system-reminder>\n{text}\n</system-reminder>"
-        if before == "assistant":  # never into the model's own mouth
-            folded.append(_canned("user", text))
-        else:
-            folded[-1] = _joined(folded[-1], _canned(before, text))
-    return folded
-
-
-def _alternate(messages: Iterable[Message]) -> list[Message]:
-    """One message for consecutive ones of a role, and a reply, if empty, to every tool result."""
-    turns: list[Message] = []
-    for message in messages:
-        before, role = turns[-1]["role"] if turns else "", message["role"]
-        if before == role != "tool":
-            turns[-1] = _joined(turns[-1], message)
-            continue
-        if (before, role) == ("tool", "user"):
-            turns.append(_canned("assistant", ""))
-        turns.append(message)
-    return turns
-
-
-# -- what must be in the text ----------------------------------------------------
 
 
 def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Iterator[str]:
@@ -1533,10 +1375,16 @@ def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Itera
         if message["role"] != "tool":  # a template may sort the results of one reply
             start = end
         for kind, words in _spoken(message):
-            at = start if kind in known else _end_of(words, text, start=start)
-            if at < 0:
+            if kind in known:
+                continue
+            said = words.strip()
+            if (at := text.find(said, start)) < 0:
+                said = json.dumps(said, ensure_ascii=False)[1:-1]
+                at = text.find(said, start)
+            if at >= 0:
+                end = max(end, at + len(said))
+            else:
                 yield kind
-            end = max(end, at)
 
 
 def _spoken(message: Message) -> Iterator[tuple[str, str]]:
@@ -1549,15 +1397,6 @@ def _spoken(message: Message) -> Iterator[tuple[str, str]]:
                 yield "tool-call arguments", value
 
 
-def _end_of(words: str, text: str, *, start: int) -> int:
-    """Where `words` end in `text`, at `start` or later: stripped, or so and as JSON; else -1."""
-    words = words.strip()
-    if (at := text.find(words, start)) < 0:
-        words = json.dumps(words, ensure_ascii=False)[1:-1]
-        at = text.find(words, start)
-    return at + len(words) if at >= 0 else -1
-
-
 # -- doors -----------------------------------------------------------------------
 
 
@@ -1567,8 +1406,8 @@ class Rendered:
 
     text: str
     tokens: ModelTokens
-    boundaries: tuple[int, ...] = ()  # where messages and the generation prompt begin, ascending
-    system_end: int = 0  # where the first message after system prompt and tools begins
+    boundaries: tuple[int, ...]  # where messages and the generation prompt begin, ascending
+    system_end: int = 0  # where the first user message begins, after system prompt and tools
     last_user_start: int = 0
     generation_start: int  # len(tokens) where the template prints no generation prompt
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
@@ -1583,33 +1422,28 @@ class Template:
         """`tokenizer`: a fast one of transformers, or mlx-lm's wrapper around one."""
         self._chat = _ChatTemplate(tokenizer)
         self._encoder = _Encoder(tokenizer)
-        self._quirks = _probe_quirks(self._chat, preserve_thinking=config.preserve_thinking)
-        self._turns = _probe_turns(self._chat, self._encoder, quirks=self._quirks)
+        self._quirks = _Quirks(self._chat, preserve_thinking=config.preserve_thinking)
+        self._turns = _Turns(self._chat, self._encoder, quirks=self._quirks)
         self._tags = (think_start, think_end)
-        self._hide = partial(_hide, markup=self._encoder.markup(self._chat.source, *self._tags))
+        self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
         self._hides_writes = config.normalize_write_tool_content_for_prompt
         self._lost: set[str] = set()  # kinds already named in the log; only grows
         if self._hides_writes:
             log.warning(
                 "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT hides from the model what it wrote"
             )
-        if self._chat.source and not self._quirks.has_system:
+        if self.source and not self._quirks.has_system:
             log.warning("this chat template has no system role: user messages carry that text")
 
     @property
-    def signature(self) -> bytes:
-        """32 bytes that change with whatever changes the prompt of one and the same request."""
-        parts = (self._chat.source, self._quirks, self._tags, self._hides_writes)
-        return hashlib.sha256(repr(parts).encode()).digest()
+    def source(self) -> str:
+        """The text of the chat template, of all of them where there are several; "" for none."""
+        return self._chat.source
 
     def encode(self, text: str) -> list[int]:
         """The tokenizer's ids; markup is markup, and no special tokens are added."""
         ids: list[int] = self._encoder.encode(text.replace(_BREAK, _BREAK * 2)).tolist()
         return ids
-
-    def count(self, request: ChatRequest) -> int:
-        """Tokens in the prompt. Raises as `prompt` does."""
-        return len(self.prompt(request).tokens)
 
     def raw(self, prompt: str | Sequence[int]) -> Rendered:
         """A completion's prompt: encoded as the tokenizer does by default, or ids as they are.
@@ -1617,18 +1451,16 @@ class Template:
         Raises BadRequest for an empty prompt and for ids outside the vocabulary.
         """
         text = prompt if isinstance(prompt, str) else ""
-        tokens = self._encoder.encode_by_default(text) if text else list(map(int, prompt))
+        whole = self._encoder.whole
+        tokens = whole.encode_batch_fast([text])[0].ids if text else list(map(int, prompt))
+        n_vocab = whole.get_vocab_size()
         if not tokens:
             raise BadRequest("the prompt is empty", param="prompt")
-        if strange := [token for token in tokens if not 0 <= token < self._encoder.n_vocab]:
+        if strange := [token for token in tokens if not 0 <= token < n_vocab]:
             raise BadRequest(f"prompt: {strange[0]} is not a token of this model", param="prompt")
-        boundaries = _compute_msg_token_boundaries(np.array(tokens, np.int32), self._turns)
-        return Rendered(
-            text=text,
-            tokens=ModelTokens(tokens),
-            boundaries=tuple(boundaries),
-            generation_start=len(tokens),
-        )
+        boundaries = tuple(_compute_msg_token_boundaries(np.array(tokens, np.int32), self._turns))
+        ids, end = ModelTokens(tokens), len(tokens)
+        return Rendered(text=text, tokens=ids, boundaries=boundaries, generation_start=end)
 
     def prompt(self, request: ChatRequest) -> Rendered:
         """Render and encode.
@@ -1638,79 +1470,58 @@ class Template:
         """
         if request.kind == "completion":
             return self.raw(request.prompt or "")
-        if not self._chat.source:
+        if not self.source:
             raise BadRequest(
                 "this model has no chat template, only /v1/completions", param="messages"
             )
-        messages = self._shaped(request.messages)
-        quirks, wanted = self._quirks, self._hide(dict(request.template_kwargs))
-        switches = {**quirks.preserve, **wanted, **quirks.thinking[request.thinking]}
-        tools = map(self._hide, request.tools)
-        broken = self._chat.render(map(self._marked, messages), tools=tools, switches=switches)
-        after_tool = messages[-1]["role"] == "tool"
-        ending = self._turns.ending(broken, request.thinking, after_tool=after_tool)
-        text = _show(broken)
-        self._report_losses(messages, request.tools, text=text)
-        opener = next((m["role"] for m in messages if m["role"] != "system"), "user")
-        header = self._turns.headers.get(opener, "")
-        return self._measured(broken, text, ending=ending, opener=header)
+        messages = _folded(map(self._shape, request.messages), self._quirks)
+        tools = [self._hide(tool) for tool in request.tools]
+        wanted = self._hide(dict(request.template_kwargs))
+        switches = {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
+        text = self._chat.render(messages, tools=tools, switches=switches)
+        self._report_losses(messages, tools, text=text)
+        ending = self._turns.prompt(messages[-1]["role"], switches)
+        return self._measured(text, ending=ending if text.endswith(ending) else "")
 
-    def _measured(self, broken: str, text: str, *, ending: str, opener: str) -> Rendered:
-        tokens, turns = self._encoder.encode(broken), self._turns
-        start, end = self._tags
+    def _measured(self, text: str, *, ending: str) -> Rendered:
+        """Counts in pieces of the text: where a message begins, tokens do too."""
+        encode, (start, end) = self._encoder.encode, self._tags
+        tokens = encode(text)
+        users = [found.start() for found in self._turns.find_user.finditer(text)]
         return Rendered(
-            text=text,
+            text=_show(text),
             tokens=ModelTokens(tokens.tolist()),
-            boundaries=tuple(_compute_msg_token_boundaries(tokens, turns)),
-            system_end=turns.locate(broken.find(opener) if opener else -1, broken, tokens=tokens),
-            last_user_start=turns.locate(turns.last_user(broken), broken, tokens=tokens),
-            generation_start=len(tokens) - len(self._encoder.encode(ending)),
+            boundaries=tuple(_compute_msg_token_boundaries(tokens, self._turns)),
+            system_end=len(encode(text[: users[0]])) if users else 0,
+            last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else 0,
+            generation_start=len(tokens) - len(encode(ending)),
             starts_in_reasoning=bool(start) and ending.rfind(start) > ending.rfind(end),
         )
 
-    def _shaped(self, messages: Iterable[Message]) -> list[Message]:
-        """The same conversation in words this template understands; the original stays as it is."""
-        shaped = [self._shape(message) for message in messages]
-        if not self._quirks.has_late_system:
-            shaped = _fold_system(shaped)
-        if not self._quirks.has_system:
-            shaped = [{**m, "role": "user"} if m["role"] == "system" else m for m in shaped]
-        return shaped if self._quirks.has_repeats else _alternate(shaped)
-
     def _shape(self, message: Message) -> Message:
+        """A copy in words this template understands, with what looks like markup broken up."""
         shaped = {**message, "content": message.get("content") or ""}
         if not isinstance(shaped["content"], str):
             shaped["content"] = self._quirks.joint.join(part["text"] for part in shaped["content"])
-        if message["role"] == "developer" and not self._quirks.has_developer:
+        if message["role"] == "developer":
             shaped["role"] = "system"
         if calls := shaped.pop("tool_calls", None):  # some templates take [] for a call
             parse = partial(_parse_arguments, hides_writes=self._hides_writes)
             shaped["tool_calls"] = list(map(parse, calls))
-        if self._quirks.has_reasoning and (echo := self._echoed_thinking(shaped)):
-            shaped |= {"reasoning_content": echo[0].strip("\n"), "content": echo[1].lstrip("\n")}
-        thought = shaped.get("reasoning_content")
-        if calls and thought and not self._quirks.has_words_with_call:
-            thought = "\n\n".join(filter(None, (thought, shaped["content"])))
-            shaped |= {"reasoning_content": thought, "content": ""}
-        return shaped
+        hidden: Message = self._hide(shaped)
+        if message["role"] == "assistant" and "reasoning_content" not in message:
+            hidden["content"] = self._with_thinking(hidden["content"])
+        return hidden
 
-    def _echoed_thinking(self, message: Message) -> tuple[str, str] | None:
-        """(thinking, answer) of a reply that came back verbatim, tags and all."""
-        (start, end), content = self._tags, message["content"].lstrip()
-        is_bare_reply = message["role"] == "assistant" and "reasoning_content" not in message
-        if not start or not is_bare_reply or not content.startswith(start) or end not in content:
-            return None
-        thought, _, answer = content.removeprefix(start).partition(end)
-        return thought, answer
+    def _with_thinking(self, content: str) -> str:
+        """Where a reply came back with its thinking, those two tags are the real ones again."""
+        start, end = map(self._hide, self._tags)
+        thought, closed, answer = content.lstrip().partition(end or _BREAK)
+        if not start or not closed or not thought.startswith(start):
+            return content
+        return thought.removeprefix(start).join(self._tags) + answer
 
-    def _marked(self, message: Message) -> Message:
-        marked: Message = self._hide(message)
-        if echo := self._echoed_thinking(message):  # read from the content: these tags are real
-            start, end = self._tags
-            marked["content"] = start + self._hide(echo[0]) + end + self._hide(echo[1])
-        return marked
-
-    def _report_losses(self, messages: list[Message], tools: Sequence[Any], *, text: str) -> None:
+    def _report_losses(self, messages: list[Message], tools: list[Any], *, text: str) -> None:
         lost = set(_losses(messages, text, known=self._lost))
         if not all(tool["function"]["name"] in text for tool in tools):
             lost.add("tools")
@@ -1803,7 +1614,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  300
+# Budget  310
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -1855,11 +1666,15 @@ class Span:
     def join(self, tail: Span) -> Span:
         """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
         length = self.length + tail.length
-        parts = (zip(self.keys, tail.keys, strict=True), zip(self.values, tail.values, strict=True))
-        keys, values = (
-            tuple(_written(a, b, self.length, tail.length) for a, b in part) for part in parts
-        )
-        return Span(keys, values, length)
+        if self.keys and self.keys[0].shape[2] < length:
+            grown = [_grown(a, self.length, length=length) for a in (*self.keys, *self.values)]
+        else:
+            grown = [*self.keys, *self.values]
+        for buffer, more in zip(grown, (*tail.keys, *tail.values), strict=True):
+            buffer[..., self.length : length, :] = more[..., : tail.length, :]
+            mx.eval(buffer)  # one array at a time: at most one of them exists twice
+        half = len(self.keys)
+        return Span(tuple(grown[:half]), tuple(grown[half:]), length)
 
 
 def _copies(views: Sequence[mx.array]) -> tuple[mx.array, ...]:
@@ -1868,21 +1683,13 @@ def _copies(views: Sequence[mx.array]) -> tuple[mx.array, ...]:
     return tuple(arrays)
 
 
-def _written(buffer: mx.array, tail: mx.array, at: int, count: int) -> mx.array:
-    """`buffer` with `count` tokens of `tail` at position `at`, in place where they fit."""
-    if buffer.shape[2] < at + count:
-        buffer = _grown(buffer, at, at + count)
-    buffer[..., at : at + count, :] = tail[..., :count, :]
-    mx.eval(buffer)  # one array at a time: at most one of them exists twice
-    return buffer
-
-
-def _grown(buffer: mx.array, used: int, tokens: int) -> mx.array:
-    """A larger buffer with the same first `used` tokens; capacity on the growth grid."""
+def _grown(buffer: mx.array, used: int, *, length: int) -> mx.array:
+    """A buffer for `length` tokens with the same first `used` ones; capacity on the growth grid."""
     heads, dim = buffer.shape[1], buffer.shape[3]
-    capacity = -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS
+    capacity = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS
     larger = mx.zeros((1, heads, capacity, dim), buffer.dtype)
     larger[..., :used, :] = buffer[..., :used, :]
+    mx.eval(larger)
     return larger
 
 
@@ -1923,6 +1730,7 @@ def release_buffers() -> None:
 
 
 def cache_bytes(cache: KvCache) -> int:
+    """Bytes of all buffers, spare capacity and padding included."""
     return sum(layer.nbytes for layer in cache)
 
 
@@ -2009,18 +1817,17 @@ def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
         leaf.state = _fresh_handles(state)
 
 
-def reserve(cache: KvCache, tokens: int) -> None:
-    """Give attention buffers room for `tokens`, once, instead of a copy every 256 tokens.
+def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
+    """Grow attention buffers that cannot hold `tokens`, to `roomy` tokens at once.
 
-    One array at a time, so that at most one of them exists twice. Empty leaves stay empty.
+    Upstream copies a full buffer every 256 tokens. One array at a time, so that at most one of
+    them exists twice. Empty leaves stay empty.
     """
     for leaf in _attention(cache):
         if leaf.keys is None or leaf.keys.shape[2] >= tokens:
             continue
-        leaf.keys = _grown(leaf.keys, leaf.offset, tokens)
-        mx.eval(leaf.keys)
-        leaf.values = _grown(leaf.values, leaf.offset, tokens)
-        mx.eval(leaf.values)
+        leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
+        leaf.values = _grown(leaf.values, leaf.offset, length=roomy)
 
 
 def lend_span(cache: KvCache, span: Span) -> None:
@@ -2031,7 +1838,7 @@ def lend_span(cache: KvCache, span: Span) -> None:
 
 
 def take_span(cache: KvCache, length: int) -> Span:
-    """Move the attention buffers, `length` tokens deep, out of a one-row cache; it is spent then."""
+    """Move the attention buffers, `length` tokens deep, out of a one-row cache, now spent."""
     leaves = _attention(cache)
     assert all(leaf.offset == length for leaf in leaves), "attention layers disagree on depth"
     span = Span(tuple(x.keys for x in leaves), tuple(x.values for x in leaves), length)
@@ -2045,11 +1852,11 @@ def copy_span(cache: KvCache, end: int, *, row: int | None = None) -> Span:
         views = [(x.keys[..., :end, :], x.values[..., :end, :]) for x in _attention(cache)]
     else:
         batch = [leaf for leaf in _leaves(cache) if type(leaf) is BatchKVCache]
-        views = [_batch_views(leaf, row, end) for leaf in batch]
+        views = [_batch_views(leaf, row, end=end) for leaf in batch]
     return Span(_copies([k for k, _ in views]), _copies([v for _, v in views]), end)
 
 
-def _batch_views(leaf: BatchKVCache, row: int, end: int) -> tuple[mx.array, mx.array]:
+def _batch_views(leaf: BatchKVCache, row: int, *, end: int) -> tuple[mx.array, mx.array]:
     left = leaf.left_padding.tolist()[row]
     window = (slice(row, row + 1), slice(None), slice(left, left + end))
     return leaf.keys[window], leaf.values[window]
@@ -2128,7 +1935,7 @@ class Lender(Protocol):
     def read_span(self, end: int) -> Span: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)  # eq would ask arrays for a truth value
 class Prompt:
     """Model tokens and their names: what a lookup needs."""
 
@@ -2219,7 +2026,7 @@ class LRUPromptCache:
             shared = min(self._shared(line.prompt, prompt), len(prompt.tokens) - 1)
             found = self._reusable(line, shared)
             matched = max(matched, min(shared, line.end))
-            if self._rank(found) > self._rank(best):
+            if _rank(found) > _rank(best):
                 best = found
         if matched >= self._config.prompt_cache_block_size and not max(best.depth, best.promised):
             self._metrics.bump("hybrid_trim_miss")
@@ -2232,11 +2039,12 @@ class LRUPromptCache:
         # Chained hashes agree up to the block where the tokens part, so bisection finds it.
         blocks = range(min(len(a.hashes), len(b.hashes)))
         n_same = bisect_left(blocks, 1, key=lambda i: a.hashes[i] != b.hashes[i])
-        whole = n_same * self._config.prompt_cache_block_size
-        return whole + _common_prefix(a.tokens[whole:], b.tokens[whole:])
+        size = self._config.prompt_cache_block_size
+        block = slice(n_same * size, (n_same + 1) * size)
+        return block.start + _common_prefix(a.tokens[block], b.tokens[block])
 
     def _reusable(self, line: Line, shared: int) -> Reuse:
-        """What of the first `shared` tokens can be had from this line now, and what if one waits."""
+        """What of the first `shared` tokens this line can give now, and what if one waits."""
         ready = min(shared, line.end)
         promised = shared if line.lender is not None and shared > line.end else 0
         if not self._shape.has_state:
@@ -2247,13 +2055,6 @@ class LRUPromptCache:
             return Reuse(line, 0, promised)
         layer = "line" if position == line.end else "checkpoint"
         return Reuse(line, position, promised, state, layer)
-
-    def _rank(self, reuse: Reuse) -> tuple[int, int, bool, float]:
-        line = reuse.line
-        if line is None:
-            return (0, 0, False, -math.inf)
-        whole = line.lender is None and line.end == reuse.depth
-        return (max(reuse.depth, reuse.promised), reuse.depth, whole, line.last_used)
 
     # -- taking and giving back ---------------------------------------------------------------
 
@@ -2372,6 +2173,11 @@ class LRUPromptCache:
         line.children = []
         self._forget(line)
 
+    def mend(self) -> None:
+        """Forget lines that an exception left without their KV, and what builds on them."""
+        for line in [x for x in self.lines if x.lender is None and x.span is None]:
+            self.drop(line)
+
     def add_checkpoint(self, line: Line, position: int, *, snapshot: StateSnapshot) -> None:
         if self._shape.has_state:
             line.checkpoints[position] = snapshot
@@ -2430,7 +2236,8 @@ class LRUPromptCache:
         victims = [x for x in self._resting() if x.end > x.held_by_children and x.nbytes]
         if not victims:
             return False
-        victim = min(victims, key=lambda line: self._value(line, per_byte=per_byte))
+        now = self._clock()
+        victim = min(victims, key=lambda x: _value(x, now) / (x.nbytes if per_byte else 1))
         if not victim.children:
             self._forget(victim)
         else:
@@ -2442,18 +2249,6 @@ class LRUPromptCache:
         assert line.span is not None
         line.span = line.span.cut(0, depth - line.start)
         self._shorten(line, depth)
-
-    def _value(self, line: Line, *, per_byte: bool) -> float:
-        """Prefill work saved x chance of reuse, per byte where bytes are what is short.
-
-        Work grows faster than length (attention), the chance falls with idle time and rises with
-        use; recency counts on use, not on insertion (L-16).
-        """
-        kept = line.held_by_children or line.start
-        work = (line.end - kept) * (1.0 + line.end / 32_768)
-        idle = self._clock() - line.last_used
-        chance = (1.0 + math.log1p(line.uses)) / (1.0 + idle / 300.0)
-        return work * chance / (line.nbytes if per_byte else 1)
 
     def _thin(self, line: Line) -> None:
         """Hold one line's checkpoints to a share of the budget: drop where they are densest.
@@ -2467,6 +2262,26 @@ class LRUPromptCache:
             at = sorted(line.checkpoints)
             gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
             del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
+
+
+def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
+    """Longest first, promises included; of equals the one that needs no copy, then the newest."""
+    line = reuse.line
+    if line is None:
+        return (0, 0, False, -math.inf)
+    whole = line.lender is None and line.end == reuse.depth
+    return (max(reuse.depth, reuse.promised), reuse.depth, whole, line.last_used)
+
+
+def _value(line: Line, now: float) -> float:
+    """Prefill work saved x chance of reuse.
+
+    Work grows faster than length (attention); the chance falls with idle time and rises with use.
+    Recency counts on use, not on insertion (L-16).
+    """
+    kept = line.held_by_children or line.start
+    work = (line.end - kept) * (1.0 + line.end / 32_768)
+    return work * (1.0 + math.log1p(line.uses)) / (1.0 + (now - line.last_used) / 300.0)
 
 
 def _path_checkpoints(line: Line) -> Iterator[tuple[int, StateSnapshot]]:
@@ -2514,7 +2329,7 @@ def session_id_of(context: SessionContext, tokens: npt.NDArray[np.int32]) -> str
     """
     if context.session_id:
         return context.session_id
-    head = tokens[:_ID_TOKENS].tobytes()
+    head = np.asarray(tokens[:_ID_TOKENS], dtype="<i4").tobytes()
     return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
 
 
@@ -2552,13 +2367,9 @@ class SessionIndex:
         """{"count": sessions known, "newest": the most recently used ones, newest first}."""
         with self._sessions_lock:
             self._forget(now)
-            recent = [(key, list(turns)) for key, turns in self._newest(newest)]
-            count = len(self._turns)
-        return {"count": count, "newest": [_described(*pair, now=now) for pair in recent]}
-
-    def _newest(self, n: int) -> list[tuple[str, deque[SessionTurn]]]:
-        pairs = reversed(self._turns.items())
-        return [pair for _, pair in zip(range(n), pairs, strict=False)]
+            recent = islice(reversed(self._turns.items()), newest)
+            shown = [{"session_id": key, "turns": _shown(turns, now)} for key, turns in recent]
+            return {"count": len(self._turns), "newest": shown}
 
     def _forget(self, now: float) -> None:
         while self._turns and (len(self._turns) > _MAX_SESSIONS or self._is_oldest_idle(now)):
@@ -2569,12 +2380,11 @@ class SessionIndex:
         return 0 < self._max_idle_seconds < now - oldest[-1].at
 
 
-def _described(session_id: str, turns: list[SessionTurn], *, now: float) -> dict[str, Any]:
-    """A session as /v1/status shows it; ages instead of clock readings."""
-    shown = [{**asdict(turn), "age_seconds": round(now - turn.at, 1)} for turn in turns]
-    for turn in shown:
-        del turn["at"]
-    return {"session_id": session_id, "turns": shown}
+def _shown(turns: Iterable[SessionTurn], now: float) -> list[dict[str, Any]]:
+    """Turns as /v1/status shows them: ages instead of clock readings."""
+    pairs = ((turn, round(now - turn.at, 1)) for turn in turns)
+    keep = ("n_prompt", "n_cached", "n_completion", "layer")
+    return [{name: getattr(t, name) for name in keep} | {"age_seconds": age} for t, age in pairs]
 
 
 # endregion
@@ -2592,7 +2402,7 @@ def _described(session_id: str, turns: list[SessionTurn], *, now: float) -> dict
 # Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  450
+# Budget  400
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -2604,10 +2414,8 @@ _SMALLER: Final = {
     "mlx-community/Qwen3-4B-4bit": 2_260_000_000,
     "mlx-community/Qwen3-0.6B-4bit": 335_000_000,
 }
-_REPOSITORY: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WORKING_BYTES: Final = 512 * 2**20  # beside the weights: activations, a first few thousand tokens
 _HUB_SECONDS: Final = 10.0  # for the first answer of the hub
-_REPORT_SECONDS: Final = 10.0  # between two lines about a download
 _CONTEXT_UNKNOWN: Final = 32_768  # tokens
 
 
@@ -2621,7 +2429,6 @@ class Markup:
 
     think_start: str | None
     think_end: str | None
-    think_start_ids: tuple[int, ...]
     think_end_ids: tuple[int, ...]
     tool_call_start: str | None
     tool_call_end: str | None  # "" for formats that have no closing tag
@@ -2633,7 +2440,6 @@ class Markup:
 class ModelSize:
     """How large the weights are, and what they were made for."""
 
-    n_params: int
     nbytes: int  # of the weights, as loaded
     vocab_size: int  # ids are below this
     context_length: int  # tokens the model was made for
@@ -2654,10 +2460,6 @@ class LoadedModel:
     eos_ids: frozenset[int]
     markup: Markup
     size: ModelSize
-
-    @property
-    def is_demo(self) -> bool:
-        return self.model_id == _DEMO
 
     def token_text(self, token: int) -> str:
         """One token by itself; a part of a character shows as U+FFFD."""
@@ -2708,12 +2510,9 @@ def resolve_model(config: Config, *, memory_bytes: int) -> Path:
     folder = Path(name).expanduser()
     if folder.exists():
         return _complete(folder)
-    if not _REPOSITORY.fullmatch(name):
-        raise ModelError(
-            f"MODEL_PATH={name} is neither a folder on this machine nor a Hugging Face "
-            f"repository such as {_DEFAULT_ON_APPLE}."
-        )
-    return _cached_snapshot(name) or _download(name, config, memory_bytes=memory_bytes)
+    with suppress(OSError, ValueError, ModelError):  # it is not in the local cache, or not whole
+        return _complete(Path(_snapshot(name, local_files_only=True)))
+    return _download(name, config, memory_bytes=memory_bytes)
 
 
 def _chosen(config: Config) -> str:
@@ -2724,21 +2523,20 @@ def _chosen(config: Config) -> str:
 
 def _complete(folder: Path) -> Path:
     """`folder`, if it has all that mlx-lm needs. Raises ModelError, saying what lacks."""
-    present = {file.name for file in folder.glob("model*.safetensors") if file.is_file()}
     index = folder / "model.safetensors.index.json"
     listed = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    present = {file.name for file in folder.glob("model*.safetensors") if file.is_file()}
     missing = sorted(listed - present)
-    if not folder.is_dir():
-        lack = "it is a file, not a folder"
-    elif not (folder / "config.json").is_file():
-        lack = "it has no config.json"
-    elif not present:
-        lack = "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"
-    elif missing:
-        lack = f"{len(missing)} of {len(listed)} weight files are missing, first {missing[0]}"
-    else:
-        return folder
-    raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
+    lacks = (
+        (not folder.is_dir(), "it is a file, not a folder"),
+        (not (folder / "config.json").is_file(), "it has no config.json"),
+        (not present, "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"),
+        (missing, f"{len(missing)} weight files are missing: {', '.join(missing[:3])}"),
+    )
+    for is_so, lack in lacks:
+        if is_so:
+            raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
+    return folder
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -2763,103 +2561,73 @@ def _demo_folder() -> Path:
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
     folder = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm" / f"demo-{digest[:12]}"
-    if not folder.is_dir():
-        _make_demo(script, folder)
+    try:
+        if not folder.is_dir():
+            _make_demo(script, folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another start of the server was quicker
+            raise ModelError(f"The demo model cannot be made in {folder}: {error}.") from error
     return _complete(folder)
 
 
 def _make_demo(script: Path, folder: Path) -> None:
     """Run the script into a folder of its own, then rename: a half-made model is never found."""
     log.info("making the demo model in %s (once)", folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
-            made = Path(making) / _DEMO
-            command = [sys.executable, str(script), str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            made.rename(folder)
-    except subprocess.CalledProcessError as error:
-        log.debug("%s", error.stderr)
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ModelError(f"{script} failed with status {error.returncode}: {last}") from error
-    except OSError as error:
-        if not folder.is_dir():  # else another start of the server was quicker
-            raise ModelError(f"The demo model cannot be made in {folder}: {error}.") from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
+        made = Path(making) / _DEMO
+        command = [sys.executable, str(script), str(made)]
+        run = subprocess.run(command, check=False, capture_output=True, text=True)
+        if run.returncode:
+            log.debug("%s", run.stderr)
+            last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ModelError(f"{script} failed with status {run.returncode}: {last}")
+        made.rename(folder)
 
 
-def _cached_snapshot(repo: str) -> Path | None:
-    """The copy in the local Hugging Face cache if it is complete; asks no network."""
-    try:
-        snapshot = huggingface_hub.snapshot_download(
-            repo, local_files_only=True, allow_patterns=DEFAULT_ALLOW_PATTERNS
-        )
-        # Caches of older versions have no list of files for the hub to check; we look ourselves.
-        return _complete(Path(snapshot))
-    except (OSError, ValueError, ModelError):
-        return None
+def _snapshot(repo: str, **how: Any) -> Any:
+    """What mlx-lm needs of a repository: the folder, or the list of files of a dry run."""
+    return huggingface_hub.snapshot_download(repo, allow_patterns=DEFAULT_ALLOW_PATTERNS, **how)
 
 
 def _download(repo: str, config: Config, *, memory_bytes: int) -> Path:
-    """Fetch what is not here yet, saying how far it is. Raises ModelError."""
-    done, token = threading.Event(), config.hf_token or None
+    """Fetch what is not here yet, the hub showing how far it is. Raises ModelError."""
+    token = config.hf_token or None
     try:
         # Asked first because it fails at once; without a network the others retry for 23 s.
         huggingface_hub.HfApi().model_info(repo, token=token, timeout=_HUB_SECONDS)
         config_file = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
         _check_architecture(_read_json(Path(config_file)))
-        to_fetch = _bytes_to_fetch(repo, token, memory_bytes=memory_bytes)
-        if not sys.stderr.isatty():  # where the hub's own progress bars are silent
-            threading.Thread(
-                target=_report, args=(repo, done), kwargs={"to_fetch": to_fetch}
-            ).start()
-        snapshot = huggingface_hub.snapshot_download(
-            repo, token=token, allow_patterns=DEFAULT_ALLOW_PATTERNS
-        )
+        _check_room(repo, _snapshot(repo, token=token, dry_run=True), memory_bytes=memory_bytes)
+        return _complete(Path(_snapshot(repo, token=token)))
     except ModelError:
         raise
     except Exception as error:  # the hub's own classes, httpx, xet, the disk: all end here
         log.debug("download of %s", repo, exc_info=True)
         raise ModelError(_why_no_download(repo, error)) from error
-    finally:
-        done.set()
-    return _complete(Path(snapshot))
 
 
-def _bytes_to_fetch(repo: str, token: str | None, *, memory_bytes: int) -> int:
-    """What is not in the cache yet. Raises ModelError when the model cannot work here."""
-    files = huggingface_hub.snapshot_download(
-        repo, token=token, allow_patterns=DEFAULT_ALLOW_PATTERNS, dry_run=True
-    )
+def _check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
+    """Raise ModelError unless memory has room for the weights and the disk for what is to come."""
     weights = sum(f.file_size or 0 for f in files if f.filename.endswith(".safetensors"))
     if not weights:
         raise ModelError(f"{repo} has no model*.safetensors; look for an MLX version of it.")
     to_fetch = sum(f.file_size or 0 for f in files if f.will_download)
-    cache = huggingface_hub.constants.HF_HUB_CACHE
+    needed, cache = weights + _WORKING_BYTES, huggingface_hub.constants.HF_HUB_CACHE
     free = shutil.disk_usage(cache).free
-    if weights + _WORKING_BYTES <= memory_bytes and to_fetch <= free:
-        log.info("%s: fetching %s into %s", repo, _in_gb(to_fetch), cache)
-        return to_fetch
-    raise ModelError(
-        f"{repo} needs {_in_gb(weights + _WORKING_BYTES)} of memory (this device recommends at "
-        f"most {_in_gb(memory_bytes)}) and {_in_gb(to_fetch)} more on disk ({cache} has "
-        f"{_in_gb(free)} free); MODEL_PATH={_fitting(min(memory_bytes, free))} would fit."
-    )
+    if needed > memory_bytes or to_fetch > free:
+        raise ModelError(
+            f"{repo} needs {_in_gb(needed)} of memory (this device recommends at most "
+            f"{_in_gb(memory_bytes)}) and {_in_gb(to_fetch)} more on disk ({cache} has "
+            f"{_in_gb(free)} free); MODEL_PATH={_fitting(min(memory_bytes, free))} would fit."
+        )
+    log.info("%s: fetching %s into %s", repo, _in_gb(to_fetch), cache)
 
 
 def _fitting(room_bytes: int) -> str:
     """The largest of the models we suggest that works in so much memory."""
     room = room_bytes - _WORKING_BYTES
     return next((name for name, nbytes in _SMALLER.items() if nbytes <= room), _DEMO)
-
-
-def _report(repo: str, done: threading.Event, *, to_fetch: int) -> None:
-    folder = f"models--{repo.replace('/', '--')}"
-    blobs = Path(huggingface_hub.constants.HF_HUB_CACHE, folder, "blobs")
-    before = sum(blob.stat().st_size for blob in blobs.glob("*"))
-    while not done.wait(_REPORT_SECONDS):
-        with suppress(FileNotFoundError):  # a file takes its final name while we look
-            fetched = sum(blob.stat().st_size for blob in blobs.glob("*")) - before
-            log.info("%s: %s of %s fetched", repo, _in_gb(fetched), _in_gb(to_fetch))
 
 
 def _why_no_download(repo: str, error: Exception) -> str:
@@ -2912,41 +2680,37 @@ def _check_architecture(facts: dict[str, Any]) -> None:
 def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
     """`loaded`: model, tokenizer and config.json, as mlx_lm.load() returns them."""
     model, tokenizer, facts = loaded
+    facts = {**facts, **(facts.get("text_config") or {})}
     name = _chosen(config)
     folder = Path(name).expanduser()
-    size = _measure(model, tokenizer, facts={**facts, **(facts.get("text_config") or {})})
     markup = _markup(tokenizer)
-    think_start, think_end = markup.think_start or "", markup.think_end or ""
+    tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
+    weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
+    context_length = _context_length(facts, tokenizer.model_max_length)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        template=Template(tokenizer, config, think_start=think_start, think_end=think_end),
+        template=Template(tokenizer, config, **tags),
         model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
         path=path,
-        family=_family(f"{name} {facts['model_type']}", config),
+        family=_family(config, f"{name} {facts['model_type']}"),
         revision=_revision(path),
-        limit=min(size.context_length, config.max_kv_size),
+        limit=min(context_length, config.max_kv_size),
         eos_ids=frozenset(tokenizer.eos_token_ids),
         markup=markup,
-        size=size,
+        size=ModelSize(
+            nbytes=sum(array.nbytes for _, array in weights),
+            vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
+            context_length=context_length,
+        ),
     )
 
 
-def _family(hint: str, config: Config) -> str:
+def _family(config: Config, hint: str) -> str:
+    """MODEL_FAMILY or, where that is "auto", what the model's name and type say."""
     if config.model_family != "auto":
         return config.model_family
     return next((name for name in ("qwen3", "glm4") if name[:-1] in hint.lower()), "generic")
-
-
-def _measure(model: Any, tokenizer: Any, *, facts: dict[str, Any]) -> ModelSize:
-    weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
-    count: Any = get_total_parameters
-    return ModelSize(
-        n_params=int(count(model)),
-        nbytes=sum(array.nbytes for _, array in weights),
-        vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
-        context_length=_context_length(facts, tokenizer.model_max_length),
-    )
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
@@ -2979,7 +2743,6 @@ def _markup(tokenizer: Any) -> Markup:
     return Markup(
         think_start=tokenizer.think_start,
         think_end=tokenizer.think_end,
-        think_start_ids=tuple(think[0]),
         think_end_ids=tuple(think[1]),
         tool_call_start=tokenizer.tool_call_start,
         tool_call_end=tokenizer.tool_call_end,
@@ -3007,18 +2770,14 @@ def device_memory_bytes() -> int:
 def banner(model: LoadedModel, config: Config) -> str:
     """The lines a person reads once the server is up."""
     host = f"[{config.mlx_host}]" if ":" in config.mlx_host else config.mlx_host
-    size, memory = model.size, device_memory_bytes()
     demo = "This is the demo model: it shows that the server works, not what it can do.\n"
     return (
         f"{model.model_id} is served at http://{host}:{config.mlx_port}/v1\n"
-        f"  folder   {model.path}\n"
-        f"  weights  {_in_gb(size.nbytes)}, {size.n_params:,} parameters; "
-        f"this device recommends at most {_in_gb(memory)}\n"
-        f"  context  {model.limit:,} tokens (the model: {size.context_length:,}; "
-        f"MAX_KV_SIZE: {config.max_kv_size:,})\n"
-        f"{demo if model.is_demo else ''}"
+        f"  from {model.path}: {_in_gb(model.size.nbytes)} of weights, {model.limit:,} tokens of "
+        f"context (the model: {model.size.context_length:,})\n"
+        f"{demo if model.model_id == _DEMO else ''}"
         "To serve another, set MODEL_PATH to a Hugging Face repository or a folder, "
-        f"e.g. MODEL_PATH={_fitting(memory)}"
+        f"e.g. MODEL_PATH={_fitting(device_memory_bytes())}"
     )
 
 
@@ -3038,30 +2797,30 @@ def _in_gb(nbytes: float) -> str:
 # long one's padding. mlx-lm's BatchGenerator merges every row on insertion and pads to the longest
 # (measured: a lone 32k row then needs its KV twice), so the batch inside it, GenerationBatch, is
 # used directly and told never to finish a row: when a row ends is decided here, in one place.
-# Beside decoding, prefill gets at most every second second, in slices of SLICE_SECONDS.
+# Beside decoding, prefill gets a third of the time (DECODE_SHARE), in slices of SLICE_SECONDS.
 #
-# Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event
+# Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  700
+# Budget  750
 # ==============================================================================
 
-SLICE_SECONDS: Final = 0.25  # of prefill between two decode steps
-SLICE_ALONE_SECONDS: Final = 1.0  # of prefill before anything else is looked at
+SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
+SLICE_ALONE_SECONDS: Final = 0.4  # of prefill before anything else is looked at
 SLICE_MIN_TOKENS: Final = 64
+SPEED_GUESS: Final = 1000.0  # tokens per second, for a row's first slice
+DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
-IDLE_SECONDS: Final = 5.0  # between two looks at the TTL
+LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
+IDLE_SECONDS: Final = 5.0  # the same, while idle
 KV_MEMORY_SHARE: Final = 0.6  # of memory beside the model; activations and the system need the rest
 FOREVER: Final = 1 << 60
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and the top alternatives
 EndReason = Literal["stop", "length", "cancelled", "deadline"]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
-
-# -- what goes in, what comes out ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -3076,7 +2835,7 @@ class Constraint:
     banned: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Job:
     """One request in model terms. `boundaries`: positions where a checkpoint is worth its bytes."""
 
@@ -3118,9 +2877,7 @@ class Finished:
     fed: int = 0
     cached: int = 0
     layer: str = "miss"
-    queue_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # in queue, prefill, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -3139,22 +2896,26 @@ class Ticket:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._wake = wake
+        self._ended = False
         self.wish: EndReason | None = None
 
     def next_event(self, timeout: float) -> Event | None:
         """The next event, or None when nothing happened for `timeout` seconds."""
         try:
-            return self._events.get(timeout=timeout)
+            event = self._events.get(timeout=timeout)
         except queue.Empty:
             return None
+        self._ended = isinstance(event, Finished | Failed)
+        return event
 
     def put(self, event: Event) -> None:
         self._events.put(event)
 
-    def cancel(self) -> None:
-        """Nobody wants the answer any more; what was computed is kept."""
-        self.wish = "cancelled"
-        self._wake()
+    def close(self) -> None:
+        """Nobody listens any more: a row that still runs ends; what it computed is kept."""
+        if not self._ended:
+            self.wish = "cancelled"
+            self._wake()
 
     def stop(self) -> None:
         """The reply is complete (a stop string, the one call that was allowed)."""
@@ -3251,6 +3012,8 @@ class Row:
     marks: list[float]  # seconds: submitted, admitted, decoding since
     out: list[int] = field(default_factory=list)
     group: Group | None = None
+    served: float = field(default_factory=time.monotonic)  # when its last prefill slice ended
+    speed: float = SPEED_GUESS  # of its last prefill slice, in tokens per second
 
     @property
     def to_prefill(self) -> int:
@@ -3267,21 +3030,16 @@ class Row:
         return np.concatenate([self.job.prompt.tokens, out])[: self.fed]
 
     def ended(self, reason: EndReason) -> Finished:
-        marks = [*self.marks, *[time.monotonic()] * (4 - len(self.marks))]
-        queued, prefill, decode = (b - a for a, b in zip(marks, marks[1:], strict=False))
-        return Finished(
-            reason=reason,
-            fed=self.fed,
-            cached=self.reuse.depth,
-            layer=self.reuse.layer,
-            queue_seconds=queued,
-            prefill_seconds=prefill,
-            decode_seconds=decode,
-        )
+        submitted, admitted, *decoding = self.marks
+        now = time.monotonic()
+        since = decoding[0] if decoding else now
+        seconds = (admitted - submitted, since - admitted, now - since)
+        cached, layer = self.reuse.depth, self.reuse.layer
+        return Finished(reason=reason, fed=self.fed, cached=cached, layer=layer, seconds=seconds)
 
 
 class Group:
-    """Rows that decode together: one row on its own buffers, or several in upstream's batch form."""
+    """Rows that decode together: one on its own buffers, or several in upstream's batch form."""
 
     def __init__(self, loaded: LoadedModel, row: Row) -> None:
         processors = _processors(row.job, loaded.eos_ids)
@@ -3333,7 +3091,7 @@ class Group:
         self.rows += other.rows
 
     def leave(self, row: Row) -> StateSnapshot | None:
-        """Take a row out, its KV back in `row.cache`; returns its state before the last token fed."""
+        """Take a row out, its KV back in `row.cache`; returns its state before the last token."""
         index = self.rows.index(row)
         before = snapshot_from_handles(self._before, row=index) if self._before else None
         row.cache = self._batch.prompt_cache
@@ -3372,7 +3130,6 @@ class Scheduler:
         self.prefilling: list[Row] = []
         self.groups: list[Group] = []
         self._owed_seconds = 0.0  # decode time due before the next prefill slice
-        self._tokens_per_second = 2000.0  # of prefill, measured as it goes
 
     @property
     def busy(self) -> bool:
@@ -3385,20 +3142,21 @@ class Scheduler:
     def turn(self) -> None:
         """End what is over, admit what fits, one decode step per group, one prefill slice."""
         self._end_unwanted()
-        for entry in list(self.waiting):
-            if len(self.rows) >= self.config.batch_max_rows or not self._admit(*entry):
+        for job, ticket, submitted in list(self.waiting):
+            full = len(self.rows) >= self.config.batch_max_rows
+            if full or not self._admit(job, ticket, submitted=submitted):
                 break
         began = time.monotonic()
         for group in list(self.groups):
             self._guarded(list(group.rows), partial(self._decode, group))
         self._owed_seconds -= time.monotonic() - began
         if self.prefilling and (not self.groups or self._owed_seconds <= 0):
-            row = next_to_prefill(self.prefilling, self._tokens_per_second)
+            row = next_to_prefill(self.prefilling)
             self._guarded([row], partial(self._prefill, row))
 
     # -- admission --
 
-    def _admit(self, job: Job, ticket: Ticket, submitted: float) -> bool:
+    def _admit(self, job: Job, ticket: Ticket, *, submitted: float) -> bool:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
         reuse = self.cache.find(job.prompt)
         if self._had_better_wait(reuse):
@@ -3418,12 +3176,12 @@ class Scheduler:
             ticket.put(Failed(error))
         except Exception:
             log.exception("a request could not be started")
-            self.cache.clear()  # whatever it touched
+            self.cache.mend()
             ticket.put(Failed(GenerationFailed("the model failed on this request")))
         return True
 
     def _had_better_wait(self, reuse: Reuse) -> bool:
-        """A running row is about to compute more of this prompt than is ready: say where to stop."""
+        """Whether a running row will soon hold more of this prompt; it is told where to stop."""
         if reuse.promised - reuse.depth < WAIT_GAIN_TOKENS or reuse.line is None:
             return False
         row = reuse.line.lender
@@ -3458,7 +3216,7 @@ class Scheduler:
                 restore_state(cache, reuse.state)
             offset = _kv_cache_offset(cache, recorded=reuse.depth)
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
-        reserve(cache, _with_headroom(job.n_prompt))
+        reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
         stops = self._stops(job, offset) if self.shape.has_state else []
         row = Row(job, ticket, line, cache, offset, reuse, stops, marks)
         line.lender, line.end = row, offset
@@ -3481,10 +3239,12 @@ class Scheduler:
             self.loaded.model(mx.array(pending)[None], cache=row.cache)
             evaluate(row.cache)
             release_buffers()
-            reserve(row.cache, _with_headroom(row.job.n_prompt))
+            reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
             row.fed += len(pending)
             row.line.end = row.fed
-            self._note_speed(len(pending), time.monotonic() - began)
+            row.served = time.monotonic()
+            row.speed = len(pending) / max(row.served - began, 1e-6)
+            self._owed_seconds = (row.served - began) * DECODE_SHARE
             row.ticket.put(Progress(row.fed, row.job.n_prompt, row.reuse.depth))
         if row.stops and row.fed == row.stops[0]:
             row.stops.pop(0)
@@ -3493,18 +3253,12 @@ class Scheduler:
             self._begin_decode(row)
 
     def _slice_length(self, row: Row) -> int:
-        """Tokens of the next slice: to the next stop, and short while others wait for their turn."""
+        """Tokens of the next slice: to the next stop, and short while others wait their turn."""
         to_stop = (row.stops[0] - row.fed) if row.stops else row.to_prefill
         shared = bool(self.groups or self.waiting or len(self.prefilling) > 1)
         seconds = SLICE_SECONDS if shared else SLICE_ALONE_SECONDS
-        timely = max(SLICE_MIN_TOKENS, int(self._tokens_per_second * seconds))
+        timely = max(SLICE_MIN_TOKENS, int(row.speed * seconds))
         return min(row.to_prefill, to_stop, timely, self.config.prefill_step_size)
-
-    def _note_speed(self, n_tokens: int, seconds: float) -> None:
-        self._owed_seconds = seconds
-        if n_tokens >= SLICE_MIN_TOKENS:
-            measured = n_tokens / max(seconds, 1e-6)
-            self._tokens_per_second += 0.3 * (measured - self._tokens_per_second)
 
     def _begin_decode(self, row: Row) -> None:
         """Decode in the group whose rows are most alike in length, or in one of its own."""
@@ -3577,7 +3331,7 @@ class Scheduler:
                 self._fail(row)
 
     def _fail(self, row: Row) -> None:
-        """why(L-17): what an exception interrupted may be half written, so nothing of it is kept."""
+        """why(L-17): what an exception interrupted may be half written; nothing of it is kept."""
         if row in self.prefilling:
             self.prefilling.remove(row)
         if row.group in self.groups:
@@ -3601,10 +3355,10 @@ def _with_headroom(n_prompt: int) -> int:
     return n_prompt + n_prompt // HEADROOM_SHARE + GROWTH_TOKENS
 
 
-def next_to_prefill(rows: Sequence[Row], tokens_per_second: float) -> Row:
-    """The row with least left to prefill; waiting counts against length, so that none starves."""
+def next_to_prefill(rows: Sequence[Row]) -> Row:
+    """The row that needs least time; waiting for a slice counts against it, so that none starves."""
     now = time.monotonic()
-    return min(rows, key=lambda row: row.to_prefill - (now - row.marks[1]) * tokens_per_second / 2)
+    return min(rows, key=lambda row: row.to_prefill / row.speed - (now - row.served) / 2)
 
 
 def _logprobs(job: Job, token: int, *, logprobs: mx.array) -> tuple[Logprob, ...]:
@@ -3634,7 +3388,7 @@ class Engine:
         ] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loaded: LoadedModel | None = None
-        self._trouble: str | None = None
+        self.trouble: str | None = None  # why there is no model (any more), in one sentence
         self._settled = threading.Event()
         self._stopping = False
         self._report: dict[str, Any] = {}
@@ -3655,24 +3409,15 @@ class Engine:
 
     @property
     def state(self) -> Literal["loading", "ready", "dead"]:
-        if self._trouble is not None:
+        if self.trouble is not None:
             return "dead"
         return "ready" if self._loaded is not None else "loading"
 
     @property
-    def trouble(self) -> str | None:
-        """Why there is no model (any more), in one sentence."""
-        return self._trouble
-
-    @property
-    def never_loaded(self) -> bool:
-        return self._loaded is None
-
-    @property
     def model(self) -> LoadedModel:
         """The loaded model. Raises NotReady while it loads and when the model thread is gone."""
-        if self._trouble is not None or self._loaded is None:
-            raise NotReady(self._trouble or "the model is still loading")
+        if self.trouble is not None or self._loaded is None:
+            raise NotReady(self.trouble or "the model is still loading")
         return self._loaded
 
     def submit(self, job: Job) -> Ticket:
@@ -3682,8 +3427,8 @@ class Engine:
             raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
         ticket = Ticket(self._wake)
         self._inbox.put((job, ticket, time.monotonic()))
-        if self._trouble is not None:  # the thread ended in between and may never look again
-            raise NotReady(self._trouble)
+        if self.trouble is not None:  # the thread ended in between and may never look again
+            raise NotReady(self.trouble)
         return ticket
 
     def clear_cache(self) -> None:
@@ -3692,7 +3437,7 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
-        return {"state": self.state, "error": self._trouble, **self._report}
+        return {"state": self.state, "error": self.trouble, **self._report}
 
     @property
     def capacity_tokens(self) -> int:
@@ -3719,21 +3464,21 @@ class Engine:
             log.exception("the model thread died")
             trouble = "the model thread died; the log says why"
         finally:
-            self._trouble = trouble
+            self.trouble = trouble
             self._settled.set()
             self._fail_everyone(scheduler, NotReady(trouble))
-            mx.clear_streams()  # why(L-20): a thread that leaves its streams behind can abort at exit
+            mx.clear_streams()  # why(L-20): streams left behind can abort the process at exit
 
     def _serve(self, scheduler: Scheduler) -> None:
-        swept = time.monotonic()
+        looked = time.monotonic()
         while not self._stopping:
             self._receive(scheduler)
             if scheduler.busy:
                 scheduler.turn()
-            if time.monotonic() - swept > IDLE_SECONDS:
-                swept = time.monotonic()
+            if not scheduler.busy or time.monotonic() - looked > LOOK_SECONDS:
+                looked = time.monotonic()
                 scheduler.cache.sweep()
-            self._publish(scheduler)
+                self._publish(scheduler)
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Take what is in the inbox; wait for it only when there is nothing to compute."""
@@ -3793,7 +3538,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  220
+# Budget  180
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -3968,19 +3713,65 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  460
+# Budget  440
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 ParseCall = Callable[[str, Any], Any]  # mlx-lm's: (text between the tags, tools) -> call or calls
 
-# -- formats -------------------------------------------------------------------
 
-Dialect = Literal["qwen", "hermes", "glm", "foreign"]
-_DIALECTS: Final[tuple[tuple[Dialect, str, str], ...]] = (  # its sign, and where it breaks lines
-    ("qwen", "<function=", "<tool_call>\n<function="),
-    ("glm", "<arg_key>", "</arg_key>\n<arg_value>"),
-    ("hermes", "<tool_call>", "<tool_call>\n"),
+def _compile(pattern: str) -> Any:
+    """A pattern whose `\\s*` is bounded: a model caught in blanks is not read again and again."""
+    return regex.compile(pattern.replace(r"\s*", r"[ \t\r\n]{0,400}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dialect:
+    """One way to write a call between `<tool_call>` and `</tool_call>`."""
+
+    sign: str  # in templates that speak it
+    broken: str  # in those of them that break lines
+    opening: str  # what begins a call: its {name}, bare or as {json}
+    name: str  # a pattern of what comes before the arguments, JSON's `{` included
+    key: Any = None  # what opens a value or ends the call; None: the arguments are JSON
+    value_end: Any = None
+
+
+# A value that nobody closed ends with the call, if the next call or the reply's end (NUL: it never
+# comes, so the tags are held back until then) follows. Half a closing tag at its end is dropped.
+_DIALECTS: Final = {  # the sign of the last is in all of them
+    "qwen": _Dialect(
+        sign="<function=",
+        broken="<tool_call>\n<function=",
+        opening="{gap}<function={name}>{gap}",
+        name=r"<function=(?P<qwen>[^\s<>]+)>",
+        key=_compile(
+            r"\s*(?:<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>|(?P<end></tool_call>))"
+        ),
+        value_end=_compile(
+            r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
+            r"|\n?(?=</function>\s*</tool_call>\s*(?:<tool_call>|\0))"
+        ),
+    ),
+    "glm": _Dialect(
+        sign="<arg_key>",
+        broken="</arg_key>\n<arg_value>",
+        opening="{name}{gap}{required}",  # without it `read` might still become `read_file`
+        name=r'(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>)',
+        key=_compile(
+            r"\s*(?:<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>|(?P<end></tool_call>))"
+        ),
+        value_end=_compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)"),
+    ),
+    "hermes": _Dialect(
+        sign="<tool_call>",
+        broken="<tool_call>\n",
+        opening='{gap}{{"name": {json}, "arguments":',
+        name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
+    ),
+}
+_NAME: Final = _compile(
+    r"<tool_call>\s*(?:" + "|".join(dialect.name for dialect in _DIALECTS.values()) + ")"
 )
 
 
@@ -3990,7 +3781,7 @@ class ToolFormat:
 
     start: str
     end: str  # "" where only the reply's end ends a call
-    dialect: Dialect
+    dialect: str  # "foreign": none of ours
     gap: str = ""  # what the template prints around the name
     parse: ParseCall | None = None  # foreign formats only; may raise anything
 
@@ -4002,10 +3793,10 @@ class ToolFormat:
         if start and start != "<tool_call>":
             return cls(start=start, end=end or "", dialect="foreign", parse=parse)
         text = template.replace("\\n", "\n")  # Jinja strings spell it out
-        for dialect, sign, broken in _DIALECTS:
-            if "<tool_call>" in text and sign in text:
-                gap = "\n" if broken in text else ""
-                return cls(start="<tool_call>", end="</tool_call>", dialect=dialect, gap=gap)
+        for name, dialect in _DIALECTS.items():
+            if "<tool_call>" in text and dialect.sign in text:
+                gap = "\n" if dialect.broken in text else ""
+                return cls(start="<tool_call>", end="</tool_call>", dialect=name, gap=gap)
         return None
 
 
@@ -4018,18 +3809,17 @@ def tool_openings(
     """
     if tool_format.dialect == "foreign":
         return [tool_format.start]
-    offered = _parameters_by_name(tools)
-    return [_opening(tool_format, n, offered[n]) for n in offered if name in (None, n)]
-
-
-def _opening(tool_format: ToolFormat, name: str, parameters: Tool) -> str:
-    start, gap = tool_format.start, tool_format.gap
-    if tool_format.dialect == "qwen":
-        return f"{start}{gap}<function={name}>{gap}"
-    if tool_format.dialect == "hermes":
-        return f'{start}{gap}{{"name": {_json(name)}, "arguments":'
-    # Only the next tag says that `read` is not the beginning of `read_file`.
-    return f"{start}{name}{gap}" + "<arg_key>" * bool(parameters.get("required"))
+    opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
+    return [
+        opening.format(
+            gap=tool_format.gap,
+            name=offered,
+            json=_json(offered),
+            required="<arg_key>" if parameters.get("required") else "",
+        )
+        for offered, parameters in _parameters_by_name(tools).items()
+        if name in (None, offered)
+    ]
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -4043,7 +3833,18 @@ def _mapping(thing: object) -> Mapping[str, Any]:
     return thing if isinstance(thing, Mapping) else {}
 
 
-# -- values --------------------------------------------------------------------
+def _listed(thing: Any) -> list[Any]:
+    return thing if isinstance(thing, list) else [thing]
+
+
+def _json(thing: object) -> str:
+    return json.dumps(thing, ensure_ascii=False, allow_nan=False)
+
+
+def _escape(text: str) -> str:
+    """Characters of a JSON string, without the quotes; pieces can be escaped one by one."""
+    return _json(text)[1:-1]
+
 
 _JSON_TYPES: Final = {
     str: {"string"},
@@ -4063,29 +3864,13 @@ def _schema_types(schema: object) -> set[str]:
     todo = [schema]
     while todo:
         node = _mapping(todo.pop())
-        types |= {t for t in _listed(node.get("type")) if isinstance(t, str)}
-        if "type" not in node:
-            allowed = [
-                *_listed(node.get("enum", [])),
-                *([node["const"]] if "const" in node else []),
-            ]
+        todo += [part for key in ("anyOf", "oneOf", "allOf") for part in _listed(node.get(key, []))]
+        if "type" in node:
+            types |= {t for t in _listed(node["type"]) if isinstance(t, str)}
+        else:
+            allowed = [node["const"]] if "const" in node else _listed(node.get("enum", []))
             types = types.union(*(_JSON_TYPES.get(type(value), set()) for value in allowed))
-        for key in ("anyOf", "oneOf", "allOf"):
-            todo += _listed(node.get(key, []))
     return types
-
-
-def _listed(thing: Any) -> list[Any]:
-    return thing if isinstance(thing, list) else [thing]
-
-
-def _json(thing: object) -> str:
-    return json.dumps(thing, ensure_ascii=False, allow_nan=False)
-
-
-def _escape(text: str) -> str:
-    """Characters of a JSON string, without the quotes; pieces can be escaped one by one."""
-    return _json(text)[1:-1]
 
 
 def _value_as_json(text: str, types: set[str]) -> str:
@@ -4103,11 +3888,8 @@ def _value_as_json(text: str, types: set[str]) -> str:
         return _json(text)
 
 
-# -- one call's arguments ------------------------------------------------------
-
-
 class _ArgumentReader:
-    """Reads the arguments of one call as they come and gives them as pieces of JSON text."""
+    """Reads the arguments of one call as they come, and gives what JSON text they add to `{`."""
 
     def __init__(self) -> None:
         self.unread = ""  # not understood yet; when done: what followed the call
@@ -4120,80 +3902,50 @@ class _ArgumentReader:
             pieces.append(piece)
         return "".join(pieces)
 
-    def close(self) -> str:
+    def finish(self) -> str:
         """End here, or where the text stopped making sense: what makes it valid JSON."""
-        raise NotImplementedError
+        self.done = True
+        return self._close()
 
     def _step(self) -> str | None:
         """Read one thing: what it adds, or None when more text is needed."""
         raise NotImplementedError
 
-    def _end(self) -> str:
-        self.done = True
-        return self.close()
-
-
-# Of each dialect with tags: what opens a value or ends the call, and what ends a value. A value
-# that nobody closed ends with the call, if the next call or the reply's end (NUL: it never comes,
-# so the tags are held back until then) follows. Half a closing tag at a reply's end is dropped.
-_TAGS: Final = {
-    "qwen": (
-        regex.compile(
-            r"\s*(?:<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>|(?P<end></tool_call>))"
-        ),
-        regex.compile(
-            r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
-            r"|\n?(?=</function>\s*</tool_call>\s*(?:<tool_call>|\0))"
-        ),
-    ),
-    "glm": (
-        regex.compile(
-            r"\s*(?:<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>|(?P<end></tool_call>))"
-        ),
-        regex.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)"),
-    ),
-}
+    def _close(self) -> str:
+        raise NotImplementedError
 
 
 class _TaggedArguments(_ArgumentReader):
     """Keys and bare values between tags, typed by the tool's schema; strings leave as they grow."""
 
-    def __init__(self, dialect: str, parameters: Tool) -> None:
+    def __init__(self, dialect: _Dialect, parameters: Tool) -> None:
         super().__init__()
-        self._between, self._value_end = _TAGS[dialect]
+        self._dialect = dialect
         self._parameters = parameters
-        self._before_key = "{"
-        self._in_value = False
-        self._types: set[str] = set()  # of this value
-        self._parts: list[str] = []  # of this value, unless it is a string
-
-    def close(self) -> str:
-        return (self._close_value() if self._in_value else "") + "}"
+        self._comma = ""
+        self._types: set[str] | None = None  # of the value it is in
+        self._parts: list[str] = []  # of that value, unless it is a string
 
     def _step(self) -> str | None:
-        if self._before_key == "{":
-            self._before_key = ""
-            return "{"
-        return self._read_value() if self._in_value else self._read_between()
+        return self._read_key() if self._types is None else self._read_value()
 
-    def _read_between(self) -> str | None:
-        match = self._between.match(self.unread, partial=True)
+    def _read_key(self) -> str | None:
+        match = self._dialect.key.match(self.unread, partial=True)
         if match and match.partial:
             return None
         self.unread = self.unread[match.end() if match else 0 :]
         if not match or match["end"]:
-            return self._end()
+            return self.finish()
         return self._open_value(match["key"].strip()) if match["key"] else ""
 
     def _open_value(self, key: str) -> str:
         schemas, others = self._parameters.get("properties"), "additionalProperties"
         self._types = _schema_types(_mapping(schemas).get(key, self._parameters.get(others)))
-        self._in_value, self._parts = True, []
-        comma, self._before_key = self._before_key, ", "
+        comma, self._comma = self._comma, ", "
         return f"{comma}{_json(key)}: " + '"' * self._is_string
 
     def _read_value(self) -> str | None:
-        match = self._value_end.search(self.unread, partial=True)
+        match = self._dialect.value_end.search(self.unread, partial=True)
         text = self.unread[: match.start()]
         if match.partial and not text:
             return None
@@ -4204,8 +3956,14 @@ class _TaggedArguments(_ArgumentReader):
         return _escape(text) + ("" if match.partial else self._close_value())
 
     def _close_value(self) -> str:
-        self._in_value = False
-        return '"' if self._is_string else _value_as_json("".join(self._parts), self._types)
+        if self._types is None:
+            return ""
+        end = '"' if self._is_string else _value_as_json("".join(self._parts), self._types)
+        self._types, self._parts = None, []
+        return end
+
+    def _close(self) -> str:
+        return self._close_value() + "}"
 
     @property
     def _is_string(self) -> bool:
@@ -4213,78 +3971,48 @@ class _TaggedArguments(_ArgumentReader):
 
 
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
-_VALUE: Final = rf'(?P<open>[{{\[])|(?P<quote>")|(?P<atom>{_ATOM})(?=[ \t\r\n,}}\]])'
+_VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
 _CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
-_STATES: Final = {  # what may come next; the group's name says what it was
-    "value": _VALUE,
-    "item": rf"{_VALUE}|(?P<close>\])",
-    "key": rf'(?P<key>"(?:{_CHARACTER})*"[ \t\r\n]*:)|(?P<close>\}})',
-    "after": r"(?P<comma>,)|(?P<close>[}\]])|(?P<end></tool_call>)",
-    "tail": r"\}*\s*(?P<end></tool_call>)",
+_KEY: Final = rf'\s*"(?:{_CHARACTER})*"\s*:'
+_JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
+    "{": _compile(rf"{_KEY}{_VALUE}|\s*(?P<close>\}})"),
+    "}": _compile(rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})"),
+    "[": _compile(rf"{_VALUE}|\s*(?P<close>\])"),
+    "]": _compile(rf"\s*,{_VALUE}|\s*(?P<close>\])"),
+    # "raw": line breaks and `\d`, which JSON forbids but models write.
+    '"': _compile(rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")'),
+    "": _compile(r"\s*[}\]]*\s*</tool_call>"),  # also where a bracket was forgotten
 }
-_JSON: Final = {
-    **{state: regex.compile(rf"[ \t\r\n]*(?:{rule})") for state, rule in _STATES.items()},
-    # "raw" is what JSON forbids but models write: line breaks, `\d`, quotes inside of a text.
-    "string": regex.compile(
-        rf"(?P<text>(?:{_CHARACTER})+)"
-        r"|(?P<raw>[\x00-\x1f]|\\(?=[^\"\\/bfnrtu]|u[0-9a-fA-F]{0,3}[^0-9a-fA-F])"
-        r"|\"(?=[ \t\r\n]*[^ \t\r\n,}\]]))"
-        r"|(?P<unquote>\"(?=[ \t\r\n]*[,}\]]))"
-    ),
-}
-_NEXT_STATE: Final = {"quote": "string", "unquote": "after", "atom": "after", "key": "value"}
+_CLOSED: Final = str.maketrans("{[", "}]")
 
 
 class _JsonArguments(_ArgumentReader):
-    """JSON as generated, in pieces that quotes and brackets are enough to close."""
+    """JSON as generated, in pieces that quotes and brackets are enough to close.
+
+    So a member leaves when its value begins: with its comma and key, and a number as a whole.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._state = "value"
-        self._closers: list[str] = []  # of what is open, outermost first
-        self._waiting = ""  # a comma, a key: they leave with their value
-
-    def close(self) -> str:
-        last = '"' if self._state == "string" else ""
-        if self._state in ("value", "item") and regex.fullmatch(_ATOM, self.unread.strip()):
-            last = self._waiting + self.unread
-        return last + "".join(reversed(self._closers))
+        self._open = "{"  # a key of `_JSON` for each thing that is open, outermost first
 
     def _step(self) -> str | None:
-        match = _JSON[self._state].match(self.unread, partial=True)
-        if match and match.partial:
+        match = _JSON[self._open[-1:]].match(self.unread, partial=True)
+        if match is None:
+            return self._close() or self.finish()
+        if match.partial:
             return None
-        kind = match.lastgroup if match else "end"
-        if kind == "close" and match["close"] != self._closers[-1]:
-            return self._end()
-        self.unread = self.unread[match.end() if match else 0 :]
-        if kind == "end":
-            return self._end()
-        self._move(kind, match[kind])
-        return self._release(kind, match[0])
+        kind, text = match.lastgroup, match[0]
+        self.unread = self.unread[match.end() :]
+        if not self._open:
+            return self.finish()
+        inside = self._open[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
+        self._open = self._open[:-1] + ("" if kind == "close" else inside)
+        return _escape(text) if kind == "raw" else str(text)
 
-    def _move(self, kind: str, mark: str) -> None:
-        if kind == "open":
-            self._closers.append("}" if mark == "{" else "]")
-        if kind == "close":
-            self._closers.pop()
-            self._state = "after" if self._closers else "tail"
-        elif kind in ("open", "comma"):
-            self._state = "key" if self._closers[-1] == "}" else "item"
-        else:
-            self._state = _NEXT_STATE.get(kind, self._state)
-
-    def _release(self, kind: str, text: str) -> str:
-        if kind == "raw":
-            return _escape(text)
-        if kind in ("comma", "key"):
-            self._waiting += text
-            return ""
-        waiting, self._waiting = self._waiting, ""
-        return (waiting.replace(",", "") if kind == "close" else waiting) + text  # `[1, 2,]`
-
-
-# -- calls ---------------------------------------------------------------------
+    def _close(self) -> str:
+        opened, self._open = self._open, ""
+        return opened[::-1].translate(_CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -4305,13 +4033,6 @@ class Heard:
     text: str = ""  # of what is no call, as generated: it goes back
     rest: str | None = None  # what followed the call; None while it is open
     is_call: bool = False  # it is one, its name was offered
-
-
-_NAME: Final = regex.compile(
-    r"\s*<tool_call>\s*(?:<function=(?P<qwen>[^\s<>]+)>"
-    r'|\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
-    r'|(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>))'
-)
 
 
 class ToolCallStream:
@@ -4336,74 +4057,69 @@ class ToolCallStream:
         self._raw += text
         if self._reader:
             return self._hear(self._reader, self._reader.feed(text))
-        foreign = self._format.dialect == "foreign"
-        name = None if foreign else _NAME.match(self._raw, partial=True)
+        is_native = self._format.dialect != "foreign"
+        name = _NAME.match(self._raw.lstrip(), partial=True) if is_native else None
         if name is None:
             return self._hear_whole()
         return Heard() if name.partial else self._hear_name(name)
 
     def finish(self) -> Heard:
         """The reply ended inside a call: give what there is, as valid JSON, or as text."""
-        reader = self._reader
-        if not reader:
+        if not self._reader:
             return self._hear_whole(finished=True)
-        fragment = reader.close()
-        reader.done, reader.unread = True, ""
-        return self._hear(reader, fragment)
+        self._reader.unread = ""
+        return self._hear(self._reader, self._reader.finish())
 
     def _hear_name(self, match: Any) -> Heard:
-        dialect, name = match.lastgroup, match[match.lastgroup]
-        parameters = self._offered.get(name)
-        self._id = "" if parameters is None else self._next_id()
-        deltas = [ToolCallDelta(self.n_calls, self._id, name, "")] if self._id else []
-        is_json = dialect == "hermes"
-        reader = _JsonArguments() if is_json else _TaggedArguments(dialect, parameters or {})
+        name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
+        self._id = self._next_id() if name in self._offered else ""
+        reader: _ArgumentReader = _JsonArguments()
+        if dialect.key:
+            reader = _TaggedArguments(dialect, self._offered.get(name, {}))
         self._reader = reader
-        heard = self._hear(reader, reader.feed(self._raw[match.end() :]))
-        return replace(heard, deltas=[*deltas, *heard.deltas])
+        return self._hear(reader, "{" + reader.feed(match.string[match.end() :]), name=name)
 
-    def _hear(self, reader: _ArgumentReader, fragment: str) -> Heard:
+    def _hear(self, reader: _ArgumentReader, arguments: str, *, name: str | None = None) -> Heard:
         """Pass on what the reader made of its text; a call that was not offered goes back."""
-        read = self._raw[: len(self._raw) - len(reader.unread)]
+        is_call, rest = bool(self._id), reader.unread if reader.done else None
+        deltas = self._deltas(name, arguments) if is_call else []
+        text = "" if is_call else self._raw[: len(self._raw) - len(reader.unread)]
         self._raw = reader.unread
-        heard = Heard(text=read)
-        if self._id:
-            delta = ToolCallDelta(self.n_calls, self._id, None, fragment)
-            heard = Heard(deltas=[delta] if fragment else [], is_call=True)
-        return self._over(heard, reader.unread, int(heard.is_call)) if reader.done else heard
+        if reader.done:
+            self.n_calls += is_call
+            self._raw, self._reader = "", None
+        return Heard(deltas=deltas, text=text, rest=rest, is_call=is_call)
 
     def _hear_whole(self, *, finished: bool = False) -> Heard:
         """Read a call that can only be understood at its end, or find that it is none."""
         before, start, body = self._raw.partition(self._format.start)
         if self._format.dialect != "foreign" and not body.lstrip().startswith("{"):
-            return self._over(Heard(text=before + start), body, 0)  # a tag, but no call
+            self._raw = ""
+            return Heard(text=before + start, rest=body)  # a tag, but no call
         body, end, rest = body.partition(self._format.end) if self._format.end else (body, "", "")
         if not end and not finished:
             return Heard()
         deltas: list[ToolCallDelta] = []
-        calls = self._parse(body)
-        for index, (name, arguments) in enumerate(calls, self.n_calls):
-            call_id = self._next_id()
-            deltas.append(ToolCallDelta(index, call_id, name, ""))
-            deltas.append(ToolCallDelta(index, call_id, None, arguments))
-        heard = (
-            Heard(deltas=deltas, is_call=True) if calls else Heard(text=before + start + body + end)
-        )
-        return self._over(heard, rest, len(calls))
+        for name, arguments in self._parse(body):
+            self._id = self._next_id()
+            deltas += self._deltas(name, arguments)
+            self.n_calls += 1
+        text, self._raw = "" if deltas else before + start + body + end, ""
+        return Heard(deltas=deltas, text=text, rest=rest, is_call=bool(deltas))
+
+    def _deltas(self, name: str | None, arguments: str) -> list[ToolCallDelta]:
+        """The name leaves alone: there are clients that lose arguments that come with it."""
+        named = [ToolCallDelta(self.n_calls, self._id, name, "")] if name is not None else []
+        return named + [ToolCallDelta(self.n_calls, self._id, None, arguments)] * bool(arguments)
 
     def _parse(self, body: str) -> list[tuple[str, str]]:
         """Return names and arguments as JSON; nothing where that is no call to offered tools."""
         parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
         try:
             calls = [_name_and_arguments(call) for call in _listed(parse(body, self._tools))]
-            return calls if all(name in self._offered for name, _ in calls) else []
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return []
-
-    def _over(self, heard: Heard, rest: str, n_calls: int) -> Heard:
-        self.n_calls += n_calls
-        self._raw, self._reader, self._id = "", None, ""
-        return replace(heard, rest=rest)
+        return calls if all(name in self._offered for name, _ in calls) else []
 
 
 def _name_and_arguments(call: Tool) -> tuple[str, str]:
@@ -4412,10 +4128,7 @@ def _name_and_arguments(call: Tool) -> tuple[str, str]:
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments, strict=False)
-    return call["name"], _json(dict(arguments))
-
-
-# -- the reply -----------------------------------------------------------------
+    return str(call["name"]), _json(dict(arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -4463,7 +4176,7 @@ class ReplyStream:
     def finish(self) -> list[Delta]:
         """Return what was held back; the reply is over, wherever it was cut."""
         n_known = len(self._deltas)
-        while self._splitter.in_call and self._calls:
+        if self._splitter.in_call and self._calls:
             self._route(self._go_on(self._calls.finish()))
         self._route(self._splitter.finish())
         return self._deltas[n_known:]
@@ -4471,7 +4184,18 @@ class ReplyStream:
     def reply(self) -> Reply:
         """Return the join of all deltas: what a client that reads the stream has."""
         parts = [delta.call for delta in self._deltas if delta.call]
-        calls = [_whole_call(part, parts) for part in parts if part.name is not None]
+        arguments: dict[int, list[str]] = {part.index: [] for part in parts}
+        for part in parts:
+            arguments[part.index].append(part.arguments)
+        calls = [
+            {
+                "id": part.id,
+                "type": "function",
+                "function": {"name": part.name, "arguments": "".join(arguments[part.index])},
+            }
+            for part in parts
+            if part.name is not None
+        ]
         return Reply(self._text("content"), self._text("reasoning"), calls)
 
     def _text(self, kind: str) -> str | None:
@@ -4479,13 +4203,10 @@ class ReplyStream:
 
     def _route(self, pieces: list[Piece]) -> None:
         while pieces:
-            texts = [piece for piece in pieces if piece.kind != "tool"]
-            self._deltas += [Delta(piece.kind, piece.text) for piece in texts]
-            is_call = pieces[-1].kind == "tool"  # never before the last
-            assert self._calls or not is_call
-            pieces = (
-                self._go_on(self._calls.feed(pieces[-1].text)) if self._calls and is_call else []
-            )
+            last = pieces.pop() if pieces[-1].kind == "tool" else None  # a call is the last piece
+            self._deltas += [Delta(piece.kind, piece.text) for piece in pieces]
+            assert self._calls or not last
+            pieces = self._go_on(self._calls.feed(last.text)) if self._calls and last else []
 
     def _go_on(self, heard: Heard) -> list[Piece]:
         self._deltas += [Delta("tool", call=delta) for delta in heard.deltas]
@@ -4493,12 +4214,6 @@ class ReplyStream:
         if heard.rest is not None:
             pieces += self._splitter.resume(heard.rest, called=heard.is_call)
         return pieces
-
-
-def _whole_call(first: ToolCallDelta, parts: list[ToolCallDelta]) -> dict[str, Any]:
-    arguments = "".join(part.arguments for part in parts if part.index == first.index)
-    function = {"name": first.name, "arguments": arguments}
-    return {"id": first.id, "type": "function", "function": function}
 
 
 def _extract_openai_tool_calls(
@@ -4530,14 +4245,44 @@ def _extract_openai_tool_calls(
 # A streamed and a whole answer read the same deltas, so they say the same. Iterators yield None
 # when nothing is new for a while: HTTP then looks whether the client is still there.
 #
-# Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
+# Doors   ServerState, KeepAwake, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  420
+# Budget  450
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
+
+
+class KeepAwake:
+    """macOS sleeps in the middle of a long prefill unless somebody runs `caffeinate`."""
+
+    def __init__(self, config: Config) -> None:
+        wanted = config.keep_awake and sys.platform == "darwin"
+        self._command = shutil.which("caffeinate") if wanted else None
+        self._lock = threading.Lock()
+        self._n_requests = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the machine awake inside; it may sleep again when the last request is out."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._n_requests += change
+            if self._command and self._n_requests and self._process is None:
+                self._process = subprocess.Popen([self._command, "-i"])
+            elif self._process is not None and not self._n_requests:
+                self._process.terminate()
+                self._process.wait()
+                self._process = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -4549,6 +4294,7 @@ class ServerState:
     metrics: CacheMetrics
     SESSION_INDEX: SessionIndex
     session_log: SessionLog
+    keep_awake: KeepAwake
     started: int  # Unix seconds
 
 
@@ -4581,20 +4327,23 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
     _check_key_safety(state, rendered)
-    tool_format = _tool_format(loaded) if request.tools else None
+    wants_calls = bool(request.tools) and request.tool_choice.mode != "none"
+    tool_format = _tool_format(loaded) if wants_calls else None
     job = Job(
-        prompt=_prompt(loaded, rendered.tokens, state.config),
+        prompt=_prompt(loaded, rendered.tokens, config=state.config),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
-        constraint=_constraint(loaded, request, rendered, tool_format),
+        constraint=_constraint(
+            loaded, request, in_reasoning=rendered.starts_in_reasoning, tool_format=tool_format
+        ),
         deadline_seconds=state.config.generation_watchdog_seconds,
     )
     return Prepared(loaded, rendered, tool_format, job)
 
 
-def _prompt(loaded: LoadedModel, tokens: ModelTokens, config: Config) -> Prompt:
+def _prompt(loaded: LoadedModel, tokens: ModelTokens, *, config: Config) -> Prompt:
     """The tokens under a root that stands for all else that changes KV: weights, KV storage."""
     facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
     root = hashlib.sha256(repr(facts).encode()).digest()
@@ -4625,7 +4374,7 @@ def _check_key_safety(state: ServerState, rendered: Rendered) -> None:
 def _tool_format(loaded: LoadedModel) -> ToolFormat | None:
     markup = loaded.markup
     return ToolFormat.detect(
-        str(loaded.tokenizer.chat_template or ""),
+        loaded.template.source,
         start=markup.tool_call_start,
         end=markup.tool_call_end,
         parse=markup.tool_parser,
@@ -4633,22 +4382,24 @@ def _tool_format(loaded: LoadedModel) -> ToolFormat | None:
 
 
 def _constraint(
-    loaded: LoadedModel, request: ChatRequest, rendered: Rendered, tool_format: ToolFormat | None
+    loaded: LoadedModel,
+    request: ChatRequest,
+    *,
+    in_reasoning: bool,
+    tool_format: ToolFormat | None,
 ) -> Constraint | None:
     """tool_choice as a rule for the logits. Raises BadRequest where the model has no tool calls."""
-    choice = request.tool_choice
-    if choice.mode == "auto" or (choice.mode == "none" and tool_format is None):
+    choice, encode = request.tool_choice, loaded.template.encode
+    if choice.mode == "auto":
         return None
-    if tool_format is None:
-        raise BadRequest(
-            "tool_choice: this model's template knows no tool calls", param="tool_choice"
-        )
-    encode = loaded.template.encode
     if choice.mode == "none":
         # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
-        return Constraint(banned=frozenset(encode(tool_format.start)[:1]))
+        opening = encode(loaded.markup.tool_call_start or "")
+        return Constraint(banned=frozenset(opening)) if len(opening) == 1 else None
+    if tool_format is None:
+        raise BadRequest("tool_choice: this model's template knows no calls", param="tool_choice")
     think_end = loaded.markup.think_end_ids
-    thinking = rendered.starts_in_reasoning and len(think_end) == 1
+    thinking = in_reasoning and len(think_end) == 1
     gap = "\n\n" if thinking else ""
     openings = tool_openings(tool_format, request.tools, name=choice.name)
     return Constraint(
@@ -4705,6 +4456,7 @@ class Listener:
         self._reply = ReplyStream(self._splitter, calls)
         self._detokenizer = prepared.loaded.detokenizer()
         self._stops = StopStrings(request.stop)
+        self._tag_ids = _single_ids(prepared.loaded.template, tags)
         self._one_call = not request.parallel_tool_calls
         self._eos_ids = prepared.loaded.eos_ids
         self.n_tokens = 0
@@ -4727,7 +4479,11 @@ class Listener:
         if self._splitter.is_thinking:
             self.n_reasoning += 1
         text = "" if token in self._eos_ids else self._detokenizer.feed(token)
-        return self._reply.feed(self._stops.feed(text)) if text else []
+        if not text:
+            return []
+        # A tag the model means is a token of its own; the same characters in others are a quote.
+        literal = bool(self._tag_ids) and token not in self._tag_ids
+        return self._reply.feed(self._stops.feed(text), literal=literal)
 
     def finish(self) -> list[Delta]:
         """What was held back to the end."""
@@ -4738,6 +4494,13 @@ class Listener:
         return self._reply.reply()
 
 
+def _single_ids(template: Template, tags: Tags) -> frozenset[int]:
+    """The ids of the tags if each is one token, else none."""
+    texts = [tag for tag in (tags.think_start, tags.think_end, tags.tool_start) if tag]
+    ids = [template.encode(tag) for tag in texts]
+    return frozenset(one for (one, *_) in ids) if all(len(i) == 1 for i in ids) else frozenset()
+
+
 def new_call_id() -> str:
     return "call_" + uuid.uuid4().hex[:24]
 
@@ -4746,7 +4509,7 @@ def new_call_id() -> str:
 
 
 class Answer:
-    """One request on its way. Constructing it raises what can still be a status code."""
+    """One request on its way, to be closed. Making one raises what can still be a status code."""
 
     def __init__(self, state: ServerState, request: ChatRequest) -> None:
         self._state = state
@@ -4763,11 +4526,14 @@ class Answer:
         self._offset = 0  # characters whose log-probabilities have left
         self._end: Finished | None = None
 
+    def close(self) -> None:
+        """Give the request up if it still runs."""
+        self._ticket.close()
+
     def whole(self) -> Bodies:
-        """None while waiting, then the one body. Close it to give the request up."""
-        for deltas in self._listen():
-            if deltas is None:
-                yield None
+        """None while waiting, then the one body."""
+        for _ in self._listen():
+            yield None  # at every token, or a client that left would get a whole reply
         reply = self._listener.reply()
         body: dict[str, Any] | str = _whole_message(reply)
         if self._request.kind == "completion":
@@ -4803,7 +4569,7 @@ class Answer:
 
     def _listen(self) -> Iterator[list[Delta] | None]:
         """Deltas as they come; returns when the turn is noted. Raises what ended it instead."""
-        try:
+        with self._state.keep_awake.held():
             while self._end is None:
                 match self._ticket.next_event(TICK_SECONDS):
                     case None | Progress():
@@ -4817,9 +4583,6 @@ class Answer:
             deltas = self._listener.finish()
             self._note_turn(self._end)
             yield deltas
-        finally:
-            if self._end is None:
-                self._ticket.cancel()
 
     def _hear(self, event: Tokens) -> list[Delta]:
         if self._first_token_at is None:
@@ -4827,17 +4590,16 @@ class Answer:
         deltas: list[Delta] = []
         for place, token in enumerate(event.ids):
             if event.logprobs and not self._listener.is_over:
-                self._logprobs.append(self._logprob(token, *event.logprobs[place]))
+                self._logprobs.append(self._logprob(token, event.logprobs[place]))
             deltas += self._listener.hear(token)
         if self._listener.is_over:
             self._ticket.stop()
         return deltas
 
-    def _logprob(
-        self, token: int, value: float, top: tuple[tuple[int, float], ...] = ()
-    ) -> TokenLogprob:
+    def _logprob(self, token: int, logprob: Logprob) -> TokenLogprob:
+        value, top = logprob
         text = self._prepared.loaded.token_text(token)
-        alternatives = tuple(self._logprob(other, p) for other, p in top)
+        alternatives = tuple(self._logprob(other, (p, ())) for other, p in top)
         return TokenLogprob(text, text.encode(), value, alternatives)
 
     def _take_logprobs(self) -> dict[str, Any] | None:
@@ -4880,8 +4642,8 @@ class Answer:
             "prompt": job.n_prompt,
             "cached": end.cached,
             "layer": end.layer,
-            "prefill": round(end.prefill_seconds, 3),
-            "decode": round(end.decode_seconds, 3),
+            "prefill": round(end.seconds[1], 3),
+            "decode": round(end.seconds[2], 3),
             "out": self._listener.n_tokens,
             "ttft_ms": round(ttft * 1000),
             "finish": end.reason,
@@ -4923,6 +4685,7 @@ def health_body(state: ServerState) -> dict[str, Any]:
 
 
 def status_body(state: ServerState) -> dict[str, Any]:
+    """GET /v1/status: engine, counters, sessions and, once loaded, the model."""
     body: dict[str, Any] = {
         "engine": state.engine.status(),
         "counters": state.metrics.snapshot(),
@@ -4941,6 +4704,7 @@ def status_body(state: ServerState) -> dict[str, Any]:
 
 
 def models_body(state: ServerState) -> dict[str, Any]:
+    """GET /v1/models: the one model that is loaded. Raises NotReady."""
     loaded = state.engine.model
     entry = model_entry(loaded.model_id, state.started, context_length=loaded.limit)
     return {"object": "list", "data": [entry]}
@@ -4968,12 +4732,11 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # whether its other end is still there, so a request is given up within a tick.
 #
 # Doors   LLMServer, Handler
-# Knows   CONFIG, ERRORS, LOG, WIRE, ANSWER
+# Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
 # Budget  380
 # ==============================================================================
 
-_READ_BLOCK: Final = 1 << 16
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
 
 
@@ -4984,82 +4747,128 @@ class LLMServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, address: tuple[str, int], state: ServerState, slots: threading.BoundedSemaphore
+        self, address: tuple[str, int], state: ServerState, *, slots: threading.BoundedSemaphore
     ) -> None:
         self.state = state
         self._slots = slots
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
+    @override
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve in a thread of its own; beyond MAX_CONNECTIONS, wait for one to close."""
         self._slots.acquire()
         super().process_request(request, client_address)
 
+    @override
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._slots.release()
 
+    @override
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Connections break; that is worth a line, not a traceback on the console."""
-        log.debug("connection from %s ended badly", client_address, exc_info=True)
+        log.debug("connection from %s ended badly: %r", client_address, sys.exception())
+
+
+class RequestBody:
+    """A request's body: what is refused unread, and how the rest is read."""
+
+    def __init__(self, headers: Any, rfile: BufferedIOBase, *, limit: int) -> None:
+        self._headers = headers  # the stdlib's case-insensitive mapping
+        self._rfile = rfile
+        self._limit = limit  # bytes
+
+    def check(self) -> int | None:
+        """Declared length, None for a chunked body. Raises for a body that will not be read."""
+        if self._headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
+        if "chunked" in self._headers.get("Transfer-Encoding", "").lower():
+            return None
+        text = self._headers.get("Content-Length", "0").strip()
+        if not (text.isascii() and text.isdigit()):
+            raise BadRequest("Content-Length is not a number")
+        self._check_size(int(text))
+        return int(text)
+
+    def read(self) -> bytes:
+        """The whole body. Raises ClientGone when it ends early."""
+        length = self.check()
+        if length is None:
+            return b"".join(self._chunks())
+        raw = self._rfile.read(length)
+        if len(raw) < length:
+            raise ClientGone
+        return raw
+
+    def _check_size(self, n_bytes: int) -> None:
+        if n_bytes > self._limit:
+            raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({self._limit} bytes)")
+
+    def _chunks(self) -> Iterator[bytes]:
+        """The parts of a chunked body, RFC 9112 section 7.1."""
+        total = 0
+        while size := self._chunk_size():
+            total += size
+            self._check_size(total)
+            yield self._rfile.read(size)
+            self._rfile.readline(_LINE_LIMIT)
+        while self._rfile.readline(_LINE_LIMIT).strip():
+            pass  # trailers
+
+    def _chunk_size(self) -> int:
+        line = self._rfile.readline(_LINE_LIMIT).partition(b";")[0].strip()
+        if not re.fullmatch(rb"[0-9a-fA-F]{1,8}", line):
+            raise BadRequest("the chunked body is malformed")
+        return int(line, 16)
 
 
 class Handler(BaseHTTPRequestHandler):
     """One connection: requests one after another, each through `_answer`."""
 
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.1"  # the refusal of garbage has a status line, too
     server: LLMServer
     _headers_sent = False
+    _has_unread_body = True
 
+    @override
     def setup(self) -> None:
         super().setup()
         self.connection.settimeout(self.server.state.config.idle_connection_seconds)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_HEAD(self) -> None:
-        self._answer("HEAD")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
-    def do_PUT(self) -> None:
-        self._answer("PUT")
-
-    def do_DELETE(self) -> None:
-        self._answer("DELETE")
-
-    def _answer(self, method: str) -> None:
+    def _answer(self) -> None:
         """The error boundary: nothing a request does leaves this function as an exception."""
         self._headers_sent = False
+        length = self.headers.get("Content-Length", "0")
+        self._has_unread_body = length != "0" or "Transfer-Encoding" in self.headers
         try:
-            self._route(method)
+            self._route()
         except ServerError as error:
             self._send_error_body(error)
         except (ClientGone, ConnectionError, TimeoutError):
             self.close_connection = True
-            log.debug("the client left: %s %s", method, self.path)
+            log.debug("the client left: %s", self.requestline)
         except Exception:
-            log.exception("unexpected failure in %s %s", method, self.path)
+            log.exception("unexpected failure in %s", self.requestline)
             self._send_error_body(ServerError("the server failed on this request"))
 
-    def _route(self, method: str) -> None:
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
+
+    def _route(self) -> None:
         path = self.path.partition("?")[0].rstrip("/") or "/"
         if path.startswith("/v1/models/"):
             path, self._model_id = "/v1/models/*", path.removeprefix("/v1/models/")
         routes = self._ROUTES.get(path)
         if routes is None:
-            self._discard_body()
             raise NotFound(f"there is nothing at {path[:200]}")
-        route = routes.get("GET" if method == "HEAD" else method)
+        route = routes.get("GET" if self.command == "HEAD" else self.command)
         if route is None:
-            self._discard_body()
-            raise MethodNotAllowed(f"{path} does not take {method}", allowed=", ".join(routes))
+            allowed = ", ".join(routes)
+            raise MethodNotAllowed(f"{path} takes {allowed}, not {self.command}", allowed=allowed)
         route(self)
 
     # -- routes -------------------------------------------------------------------------------
@@ -5096,19 +4905,19 @@ class Handler(BaseHTTPRequestHandler):
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
         state = self.server.state
         headers = {name.lower(): value for name, value in self.headers.items()}
+        raw = self._body().read()
+        self._has_unread_body = False
         request = parse(
-            parse_json_body(self._read_body()),
+            parse_json_body(raw),
             state.config,
             request_id=uuid.uuid4().hex,
             headers=headers,
         )
-        answer = Answer(state, request)
-        if request.stream:
-            with closing(answer.chunks()) as chunks:
-                self._send_events(chunks)
-        else:
-            with closing(answer.whole()) as steps:
-                self._send_json(200, self._last(steps))
+        with closing(Answer(state, request)) as answer:
+            if request.stream:
+                self._send_events(answer.chunks())
+            else:
+                self._send_json(200, self._last(answer.whole()))
 
     def _last(self, steps: Bodies) -> dict[str, Any]:
         """Wait for the one body among the ticks, giving up when the client does."""
@@ -5120,69 +4929,18 @@ class Handler(BaseHTTPRequestHandler):
 
     # -- reading ------------------------------------------------------------------------------
 
+    @override
     def handle_expect_100(self) -> bool:
         """Do not invite a body that would be refused."""
         try:
-            self._check_body_headers()
+            self._body().check()
         except ServerError as error:
             self._send_error_body(error)
             return False
         return super().handle_expect_100()
 
-    def _check_body_headers(self) -> int | None:
-        """Declared length, None for a chunked body. Raises for what will not be read."""
-        if self.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
-        if "chunked" in self.headers.get("Transfer-Encoding", "").lower():
-            return None
-        text = self.headers.get("Content-Length", "0").strip()
-        if not (text.isascii() and text.isdigit()):
-            self.close_connection = True
-            raise BadRequest("Content-Length is not a number")
-        self._check_size(int(text))
-        return int(text)
-
-    def _check_size(self, n_bytes: int) -> None:
-        limit = self.server.state.config.max_body_bytes
-        if n_bytes > limit:
-            self.close_connection = True
-            raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({limit} bytes)")
-
-    def _read_body(self) -> bytes:
-        length = self._check_body_headers()
-        raw = self._read_chunks() if length is None else self.rfile.read(length)
-        if length is not None and len(raw) < length:
-            raise ClientGone
-        return raw
-
-    def _read_chunks(self) -> bytes:
-        """A chunked body, RFC 9112 section 7.1. Raises BadRequest where it is not one."""
-        parts: list[bytes] = []
-        total = 0
-        while size := self._chunk_size():
-            total += size
-            self._check_size(total)
-            parts.append(self.rfile.read(size))
-            self.rfile.readline(_LINE_LIMIT)
-        while self.rfile.readline(_LINE_LIMIT).strip():
-            pass  # trailers
-        return b"".join(parts)
-
-    def _chunk_size(self) -> int:
-        line = self.rfile.readline(_LINE_LIMIT).partition(b";")[0].strip()
-        try:
-            size = int(line, 16)
-        except ValueError:
-            size = -1
-        if size < 0:
-            self.close_connection = True
-            raise BadRequest("the chunked body is malformed")
-        return size
-
-    def _discard_body(self) -> None:
-        """Read a body nobody wants, so that the next request on this connection is found."""
-        if "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0":
-            self.close_connection = True
+    def _body(self) -> RequestBody:
+        return RequestBody(self.headers, self.rfile, limit=self.server.state.config.max_body_bytes)
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -5192,19 +4950,19 @@ class Handler(BaseHTTPRequestHandler):
         if readable and not self.connection.recv(1, socket.MSG_PEEK):
             raise ClientGone
 
-    def _send_json(self, status: int, body: object, extra: Mapping[str, str] | None = None) -> None:
+    def _send_json(
+        self, status: int, body: object, *, headers: Mapping[str, str] | None = None
+    ) -> None:
         payload = json.dumps(body, ensure_ascii=False).encode()
-        self._begin(
-            status, "application/json", {"Content-Length": str(len(payload)), **(extra or {})}
-        )
+        length = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
+        self._begin(status, {**length, **(headers or {})})
         if self.command != "HEAD":
             self.wfile.write(payload)
 
-    def _begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+    def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self._headers_sent = True
         self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        for name, value in extra.items():
+        for name, value in headers.items():
             self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
@@ -5212,13 +4970,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send_error_body(self, error: ServerError) -> None:
         """The error as a response, or, once the headers are out, as the stream's last event."""
+        if self._has_unread_body:  # what follows on this connection would not be a request
+            self.close_connection = True
         try:
             if self._headers_sent:
                 self._send_event(error.body())
                 self._end_events()
                 self.close_connection = True
             else:
-                self._send_json(error.status, error.body(), error.headers)
+                self._send_json(error.status, error.body(), headers=error.headers)
         except OSError:
             self.close_connection = True
 
@@ -5226,10 +4986,8 @@ class Handler(BaseHTTPRequestHandler):
         """Send each body as an event at once; None means nothing new, look after the client."""
         chunked = self.request_version != "HTTP/1.0"
         self.close_connection = self.close_connection or not chunked
-        extra = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        if chunked:
-            extra["Transfer-Encoding"] = "chunked"
-        self._begin(HTTPStatus.OK, "text/event-stream; charset=utf-8", extra)
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        self._begin(HTTPStatus.OK, headers | ({"Transfer-Encoding": "chunked"} if chunked else {}))
         for body in chunks:
             if body is None:
                 self._check_client()
@@ -5251,15 +5009,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.request_version != "HTTP/1.0":
             self.wfile.write(b"0\r\n\r\n")
 
+    @override
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The stdlib's own refusals (bad request line, headers too long), in our error shape."""
         self.close_connection = True
         error = BadRequest(message or explain or "the request could not be understood")
         self._send_json(code, error.body())
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the stdlib's name
-        log.debug("%s " + format, self.client_address[0], *args)
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug("%s %s", self.client_address[0], format % args)
 
+    @override
     def version_string(self) -> str:
         return "start-llm"
 
@@ -5273,7 +5034,7 @@ class Handler(BaseHTTPRequestHandler):
 # the model thread, because arrays may not be handed from thread to thread before they are computed.
 #
 # Doors   build_state, main
-# Knows   CONFIG, ERRORS, LOG, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
+# Knows   CONFIG, LOG, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
 # Budget  170
 # ==============================================================================
@@ -5299,6 +5060,7 @@ def build_state(config: Config) -> ServerState:
         metrics=metrics,
         SESSION_INDEX=SessionIndex(config),
         session_log=SessionLog(config),
+        keep_awake=KeepAwake(config),
         started=int(time.time()),
     )
 
@@ -5332,7 +5094,7 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
         try:
             if _is_taken(address):
                 raise OSError(errno.EADDRINUSE, "in use")
-            servers.append(LLMServer(address, state, slots))
+            servers.append(LLMServer(address, state, slots=slots))
         except OSError as error:
             if servers and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 continue
@@ -5358,14 +5120,15 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _serve(state: ServerState, servers: list[LLMServer], stop: threading.Event) -> int:
+def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Event) -> int:
     """Load, then serve until told to stop (0) or until the model thread dies (1)."""
     for server in servers:
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     state.engine.start()
     while not stop.is_set() and not state.engine.wait_until_settled(0.1):
         pass
-    if state.engine.state == "ready":
+    is_loaded = state.engine.state == "ready"
+    if is_loaded:
         sys.stderr.write(banner(state.engine.model, state.config) + "\n")
     while not stop.is_set() and state.engine.state == "ready":
         stop.wait(0.5)
@@ -5376,7 +5139,7 @@ def _serve(state: ServerState, servers: list[LLMServer], stop: threading.Event) 
     state.engine.stop()
     if trouble:
         sys.stderr.write(f"start-llm: {trouble}\n")
-        return 2 if state.engine.never_loaded else 1
+        return 1 if is_loaded else 2
     return 0
 
 
@@ -5400,7 +5163,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"start-llm: {error}\n")
         return 2
-    return _serve(state, servers, stop)
+    return _serve(state, servers, stop=stop)
 
 
 # endregion

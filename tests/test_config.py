@@ -146,3 +146,9 @@ def test_what_is_set_without_effect_is_named(names):
     env = dict.fromkeys(names, "1") | {"MLX_PORT": "8080", "PATH": "x"}
     assert Config.set_without_effect(env) == sorted(names)
     assert {name.lower() for name in Config.not_yet_acting} <= set(Config.model_fields)
+
+
+def test_the_readme_lists_every_setting_once_with_its_default():
+    readme = (EXAMPLE.parent / "README.md").read_text()
+    rows = re.findall(r"^\| `([A-Z][A-Z0-9_]*)` \| (?:`(.*?)`|\(empty\)) \|", readme, re.MULTILINE)
+    assert rows == [(name, value) for _, name, value in example_settings()]

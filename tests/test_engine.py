@@ -38,8 +38,10 @@ class Model:
     def __init__(self, path):
         self.plain, _ = load(str(path))
         self.prefilled = 0
+        self.before_call = lambda: None
 
     def __call__(self, inputs, cache=None):
+        self.before_call()
         if inputs.shape[1] > 1 or cache_depth(cache) == 0:
             self.prefilled += inputs.size
         return self.plain(inputs, cache=cache)
@@ -69,14 +71,15 @@ class Bench:
 
     def __init__(self, path, monkeypatch, **settings):
         self.path = path
-        self.seen: dict[int, list[np.ndarray]] = {}
-        self.asked: dict[int, list[int]] = {}
+        self.oracle, _ = load(str(path))
+        self.seen: dict[s.Ticket, list[np.ndarray]] = {}
+        self.asked: dict[s.Ticket, list[int]] = {}
         step = s.Group.step
 
         def recorded(group):
             out = step(group)
             for row, _, logprobs in out:
-                self.seen.setdefault(id(row.ticket), []).append(np.array(logprobs))
+                self.seen.setdefault(row.ticket, []).append(np.array(logprobs))
             return out
 
         monkeypatch.setattr(s.Group, "step", recorded)
@@ -100,7 +103,7 @@ class Bench:
             **fields,
         )
         ticket = self.engine.submit(job)
-        self.asked[id(ticket)] = list(tokens)
+        self.asked[ticket] = list(tokens)
         return ticket
 
     def finish(self, ticket, timeout=20):
@@ -121,11 +124,14 @@ class Bench:
 
     def worst(self, ticket, ids):
         """Largest difference to a cold run over all generated tokens of a request."""
-        plain, _ = load(str(self.path)) if not hasattr(self, "oracle") else (self.oracle, None)
-        self.oracle = plain
+        plain = self.oracle
         cache = make_prompt_cache(plain)
-        inputs, worst = self.asked[id(ticket)], 0.0
-        for token, warm in zip(ids, self.seen[id(ticket)], strict=True):
+        inputs, worst = self.asked[ticket], 0.0
+        while len(inputs) > 4096:  # the scores of a 16k prompt at once would be 2 GB
+            plain(mx.array([inputs[:4096]]), cache=cache)
+            mx.eval([c.state for c in cache])
+            inputs = inputs[4096:]
+        for token, warm in zip(ids, self.seen[ticket], strict=True):
             logits = plain(mx.array([inputs]), cache=cache)[:, -1, :]
             cold = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0]
             worst = max(worst, float(np.abs(cold - warm).max()))
@@ -221,7 +227,7 @@ def cancelled(b, rng):
     ticket = b.submit(past, boundaries=[1000, 2000])
     while not isinstance(event := ticket.next_event(60), s.Progress) or event.done < 500:
         pass
-    ticket.cancel()
+    ticket.close()
     b.finish(ticket)
     ids, end, ticket = b.ask(past, boundaries=[1000, 2000])
     assert end.cached >= 500 or not end.cached, "kept"
@@ -252,6 +258,17 @@ def staggered(b, rng):
     return out
 
 
+def long_beside_short(b, rng):
+    """A 16k row decodes while rows of 300 to 5,000 tokens come and go."""
+    lengths = (16_000, 300, 5_000, 700)
+    tickets = [b.submit(words(rng, n), n=40 if n > 4000 else 15) for n in lengths]
+    out = [(t, *b.finish(t, timeout=120)) for t in tickets]
+    past = b.asked[tickets[0]] + out[0][1] + words(rng, 12)
+    ids, end, ticket = b.ask(past)
+    assert end.cached == len(past) - 12
+    return [*out, (ticket, ids, end)]
+
+
 SCENARIOS = [
     append_only,
     branch_and_return,
@@ -262,6 +279,7 @@ SCENARIOS = [
     cancelled,
     at_once,
     staggered,
+    long_beside_short,
 ]
 
 
@@ -330,3 +348,41 @@ def test_a_planted_fault_is_noticed(bench, monkeypatch, fault, kind, scenario):
     with pytest.raises(AssertionError):
         results = scenario(b, np.random.default_rng(7))
         assert max(b.worst(t, ids) for t, ids, _ in results) <= TOLERANCE.get(kind, 0.0)
+
+
+def test_a_failure_while_starting_costs_that_request_and_nothing_after_it(bench, monkeypatch):
+    b, rng = bench("qwen3"), np.random.default_rng(3)
+    past, real = words(rng, 400), s.lend_span
+    first, _, _ = b.ask(past)
+
+    def broken(cache, span):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s, "lend_span", broken)
+    ticket = b.submit(past + first + words(rng, 10))
+    with pytest.raises(AssertionError):
+        b.finish(ticket)
+    monkeypatch.setattr(s, "lend_span", real)
+    for _ in range(2):
+        ids, end, ticket = b.ask(past + first + words(rng, 10))
+        assert b.worst(ticket, ids) == 0.0
+
+
+def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them(bench, monkeypatch):
+    b, rng = bench("qwen3_5"), np.random.default_rng(3)
+    past = words(rng, 400)
+    for fail_at in (1, 2, 5):
+        left = [fail_at]
+
+        def broken(left=left):
+            left[0] -= 1
+            if not left[0]:
+                raise RuntimeError("planted")
+
+        b.model.before_call = broken
+        with pytest.raises(AssertionError):
+            b.finish(b.submit(past, n=8))
+        b.model.before_call = lambda: None
+        ids, _, ticket = b.ask(past)
+        assert b.worst(ticket, ids) == 0.0
+    assert b.engine.state == "ready"

@@ -192,7 +192,12 @@ def test_encode_is_the_tokenizers_own(model: str, data: st.DataObject) -> None:
     assert template_of(model).encode(text) == wanted
 
 
-said_text = st.lists(plain_text | code_text, max_size=4).map("".join)
+ALL_TOKENS = {*GLM_TOKENS, *GEMMA_TOKENS, *QWEN_TOKENS}
+said_text = (  # hypothesis likes to take strings of this file
+    st.lists(plain_text | code_text, max_size=4)
+    .map("".join)
+    .filter(lambda text: not any(token in text for token in ALL_TOKENS))
+)
 
 
 @st.composite
@@ -453,6 +458,15 @@ def test_roles_that_must_alternate_and_no_system_role(caplog: pytest.LogCaptureF
     assert alone == "<|im_start|>user\nrules<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_developer_speaks_as_the_system(model: str) -> None:
+    told = [
+        template_of(model).prompt(chat([said(role, "rules"), said("user", "hello")]))
+        for role in ("developer", "system")
+    ]
+    assert told[0] == told[1]
+    assert told[0].system_end > 0
+
+
 def test_what_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """ALTERNATING prints neither tools nor calls."""
     template = make_template(tiny_tokenizer(ALTERNATING))
@@ -492,47 +506,6 @@ def test_deep_arguments_arrive_or_are_a_bad_request(depth: int) -> None:
         assert depth > 200
     else:
         assert "[" * depth in text
-
-
-def test_a_user_may_speak_after_a_tool_result() -> None:
-    """Mistral-Small leaves out tool steps and wants the rest to alternate."""
-    spoken = (
-        "messages | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls', 'defined')"
-    )
-    check = ALTERNATING.partition("{{- '<|im_start|>'")[0].replace("messages", spoken, 1)
-    template = make_template(tiny_tokenizer(check + "{% endfor %}" + CHATML))
-    step = said("assistant", "", tool_calls=[call("{}")])
-    result = said("tool", "found", tool_call_id="call00000")
-    text = template.prompt(chat([said("user", "a"), step, result, said("user", "b")])).text
-    between = "found<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nb"
-    assert between in text
-
-
-def test_templates_that_want_arguments_as_text_get_them() -> None:
-    """DeepSeek's concatenate them."""
-    source = CHATML.replace("(c.function.arguments | tojson)", "c.function.arguments")
-    template = make_template(tiny_tokenizer(source))
-    text = template.prompt(chat(conversation(lambda words: words + "<think>\n"))).text
-    assert '<tool_call>look {"q": "ask1<think>\\n"}</tool_call>' in text
-
-
-def test_words_beside_a_call_join_its_thinking_where_they_are_refused() -> None:
-    """gpt-oss raises on both."""
-    refusal = (
-        "{% if m.tool_calls and m.content and m.reasoning_content %}{{ raise_exception('No') }}"
-    )
-    source = CHATML.replace("{{- m.content }}", refusal + "{% endif %}{{- m.content }}")
-    template = make_template(tiny_tokenizer(source))
-    reply = said("assistant", "words", reasoning_content="thought", tool_calls=[call({"q": "x"})])
-    text = template.prompt(chat([said("user", "u"), reply])).text
-    assert "<think>\nthought\n\nwords\n</think>" in text
-
-
-def test_words_beside_a_call_stay_where_calls_are_refused_altogether() -> None:
-    source = "{% for m in messages %}{{ raise_exception('No') if m.role == 'tool' }}"
-    template = make_template(tiny_tokenizer(source + "{{ m.content }}{% endfor %}"))
-    reply = said("assistant", "words", reasoning_content="thought", tool_calls=[call({"q": "x"})])
-    assert "words" in template.prompt(chat([said("user", "u"), reply])).text
 
 
 def test_a_refusal_is_a_bad_request_in_the_templates_words() -> None:
@@ -618,17 +591,16 @@ def test_written_contents_are_hidden_only_when_asked(caplog: pytest.LogCaptureFi
         text = hiding.prompt(chat(messages)).text
     assert "print(1)" not in text and "[81 characters, sha256 " in text and "a.py" in text
     assert ["NORMALIZE_WRITE" in record.getMessage() for record in caplog.records] == [True]
-    assert hiding.signature != template_of("chatml/tiny").signature
 
 
-def test_signature_follows_the_template() -> None:
-    signature = make_template(tiny_tokenizer()).signature
-    assert signature == make_template(tiny_tokenizer()).signature
-    assert signature != make_template(tiny_tokenizer(CHATML + " ")).signature
-    assert len(signature) == 32
-
-
-# -- completions --------------------------------------------------------------------
+def test_source_is_the_text_of_every_template() -> None:
+    assert make_template(tiny_tokenizer()).source == CHATML
+    assert make_template(tiny_tokenizer(None)).source == ""
+    named = tiny_tokenizer()
+    named.chat_template = {"default": CHATML, "tool_use": ALTERNATING}
+    config = start_llm.Config()
+    source = start_llm.Template(named, config).source
+    assert CHATML in source and ALTERNATING in source
 
 
 def test_raw_encodes_as_the_tokenizer_does_by_default() -> None:
@@ -659,7 +631,7 @@ def test_completion_requests_are_counted_too() -> None:
     body = {"prompt": [5, 6, 7]}
     config = start_llm.Config()
     request = start_llm.ChatRequest.from_completion(body, config, request_id="r", headers={})
-    assert template_of("chatml/tiny").count(request) == 3
+    assert len(template_of("chatml/tiny").prompt(request).tokens) == 3
 
 
 def test_boundaries_are_positions_of_turn_tokens() -> None:

@@ -18,29 +18,17 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
-from tiny_models import HYBRID, KINDS, SCRIPT, load_script, tiny_model
+from tiny_models import (
+    HYBRID,
+    KINDS,
+    PARAMETERS,
+    SCRIPT,
+    TOOLS,
+    WORDS,
+    load_script,
+    tiny_model,
+)
 
-WORDS = ["alpha", "river", "stone", "cloud", "paper", "green", "seven", "table", "window", "orange"]
-PARAMETERS = {
-    "read": ["path"],
-    "bash": ["command"],
-    "write": ["path", "content"],
-    "get_weather": ["city"],
-}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {key: {"type": "string"} for key in keys},
-                "required": keys,
-            },
-        },
-    }
-    for name, keys in PARAMETERS.items()
-]
 REPLY = re.compile(
     r"(?P<thinking>[A-Z][A-Za-z ]+\.)\n</think>\n\n"
     r"(?P<text>(?:[A-Z][a-z ]+(?:\.\n\n)?)*)(?P<calls>(?:<tool_call>.*?</tool_call>)*)<\|im_end\|>",

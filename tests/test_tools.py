@@ -25,6 +25,9 @@ from start_llm import (
     tool_openings,
 )
 
+settings.register_profile("any-pace", deadline=None)  # the machine may be busy
+settings.load_profile("any-pace")
+
 ARTIFACTS = Path(
     os.environ.get("MODEL_ARTIFACTS") or Path(__file__).parents[2] / "shared" / "model-artifacts"
 )
@@ -256,6 +259,28 @@ def test_a_call_to_a_tool_that_was_not_offered_is_text(
     assert (reply.content, reply.tool_calls) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("opened", "settled"),
+    [
+        ("<tool_call>read", "<tool_call>read"),
+        ("<tool_call>\n<function=read>", "}"),
+        (write_qwen("read", {"text": "a"}).partition("\n</function>")[0], "\\n</parameter>"),
+        ('<tool_call>{"name": "read", "arguments": {"n": 1', '"n": 1}'),
+        ('<tool_call>{"name": "read", "arguments": {"text": "a"', "}"),
+    ],
+)
+def test_a_model_caught_in_blanks_is_not_waited_for(opened: str, settled: str) -> None:
+    replies = stream()
+    replies.feed(opened)
+    came = [delta for _ in range(300) for delta in replies.feed("\n ")]
+    text = "".join(delta.text + (delta.call.arguments if delta.call else "") for delta in came)
+    assert text.startswith(settled)
+
+
+def test_white_space_before_a_call_has_no_bound() -> None:
+    assert calls_of(read("a" + "\n" * 1000 + write_qwen("read", {"n": 1}))) == [("read", {"n": 1})]
+
+
 @given(st.text(alphabet='<>/tool_cal{}",:\n nameargumntsfi=pk\\[]01', max_size=60), CUTS)
 @example('<tool_call>{"name": "read", "arguments": {"a": [1}}\n</tool_call>', [])
 @example("<tool_call>" * 300, [])
@@ -271,14 +296,13 @@ def test_garbage_never_fails_and_never_vanishes(text: str, cuts: list[int]) -> N
 # -- while it is generated -----------------------------------------------------
 
 
+# GLM calls without arguments are left out: only their closing tag says that the name is complete.
 @pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("arguments", [{}, {"n": 5}, {"text": "line\n" * 50}, {"items": [1, 2]}])
+@pytest.mark.parametrize("arguments", [{"n": 5}, {"text": "line\n" * 50}, {"items": [1, 2]}])
 def test_name_and_arguments_leave_while_the_call_is_generated(
     write: Writer, arguments: dict[str, Any]
 ) -> None:
     text = write("write", arguments)
-    if "<arg_value>" not in text and "arg" not in text and "=" not in text:
-        pytest.skip("GLM: only the closing tag says that the name is complete")
     replies = stream()
     came = [(at, delta.call) for at, char in enumerate(text) for delta in replies.feed(char)]
     ((named, _),) = [(at, call) for at, call in came if call and call.name]
@@ -342,6 +366,7 @@ def value_of(text: str, schema: object) -> Any:
         ("1", {"enum": [1, "high"]}, 1),
         ("1", {"enum": ["1", "2"]}, "1"),
         ("1", {"type": "string", "enum": ["1"]}, "1"),
+        ("1", {"type": "string", "enum": ["1", 1]}, "1"),
         ("1", {"const": "1"}, "1"),
         ("1", {"const": 1}, 1),
         ("5", {}, 5),
@@ -416,13 +441,8 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
         ("<tool_call>\nread\n</tool_call>", [{}]),
         # JSON that is almost JSON.
         (
-            '<tool_call>{"name":"read","arguments":{"text":"a\nb \\d \\u12 say "hi" now"}}'
-            "</tool_call>",
-            [{"text": 'a\nb \\d \\u12 say "hi" now'}],
-        ),
-        (
-            '<tool_call>{"name":"read","arguments":{"items":[1,2,],}}</tool_call>',
-            [{"items": [1, 2]}],
+            '<tool_call>{"name":"read","arguments":{"text":"a\nb \\d \\u00e9"}}</tool_call>',
+            [{"text": "a\nb \\d é"}],
         ),
         ('<tool_call>{"name":"read","arguments":{"n":1}</tool_call>', [{"n": 1}]),
         ('<tool_call>{"name":"read","arguments":{"n":1\n</tool_call>', [{"n": 1}]),
@@ -472,10 +492,24 @@ def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
             assert "1e999" in text
 
 
-def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text() -> None:
-    reply = read('<tool_call>{"name": "read", "arguments": {"n": 1, key: 2}}</tool_call> ok')
-    assert calls_of(reply) == [("read", {"n": 1})]
-    assert reply.content == " key: 2}}</tool_call> ok"
+@pytest.mark.parametrize(
+    ("written", "arguments", "rest"),
+    [
+        ('{"n": 1, key: 2}}', {"n": 1}, ", key: 2}}</tool_call> ok"),
+        ('{"items": [1, 2,]}}', {"items": [1, 2]}, ",]}}</tool_call> ok"),
+        ('{"text": "say "hi""}}', {"text": "say "}, 'hi""}}</tool_call> ok'),
+        ('{"text": "\\u12"}}', {"text": ""}, '\\u12"}}</tool_call> ok'),
+        ('{"items": [{"n": 1}}', {"items": [{"n": 1}]}, " ok"),  # only the brackets are wrong
+    ],
+)
+def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text(
+    written: str, arguments: dict[str, Any], rest: str
+) -> None:
+    text = '<tool_call>{"name": "read", "arguments": ' + written + "</tool_call> ok"
+    for cuts in ([], list(range(len(text)))):
+        reply = read(text, cuts)
+        assert calls_of(reply) == [("read", arguments)]
+        assert (reply.content or "").strip() == rest.strip()
 
 
 @pytest.mark.parametrize(
@@ -486,7 +520,8 @@ def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text() -> N
         ('{"text": "a"', {"text": "a"}),
         ('{"text": "a", "n', {"text": "a"}),
         ('{"text": "a", "n": ', {"text": "a"}),
-        ('{"n": 12', {"n": 12}),
+        ('{"n": 12', {}),  # it may become 123
+        ('{"n": 12 ', {"n": 12}),
         ('{"n": 1.', {}),
         ('{"yes": tru', {}),
         ('{"items": [1, {"a": [true, "b', {"items": [1, {"a": [True, "b"]}]}),
@@ -544,6 +579,8 @@ def test_a_foreign_format_is_read_by_its_parser_at_the_calls_end() -> None:
     assert reply.content == "a b"
     assert read("[[read nobody]]", tool_format=bracketed).content == "[[read nobody]]"
     assert calls_of(read("x[[read", tool_format=bracketed)) == [("read", {"text": "read"})]
+    twice = read("[[read]] [[read write]]", tool_format=bracketed)
+    assert [name for name, _ in calls_of(twice)] == ["read", "read", "write"]
 
 
 def test_a_foreign_format_without_an_end_ends_with_the_reply() -> None:

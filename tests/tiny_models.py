@@ -23,6 +23,29 @@ def load_script() -> ModuleType:
 KINDS: tuple[str, ...] = load_script().KINDS
 DENSE, HYBRID, SLIDING = "qwen3", "qwen3_5", "gemma3_text"
 
+# Words the grammar does not know, and the tools that it calls.
+WORDS = ["alpha", "river", "stone", "cloud", "paper", "green", "seven", "table", "window", "orange"]
+PARAMETERS = {
+    "read": ["path"],
+    "bash": ["command"],
+    "write": ["path", "content"],
+    "get_weather": ["city"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string"} for key in keys},
+                "required": keys,
+            },
+        },
+    }
+    for name, keys in PARAMETERS.items()
+]
+
 
 def tiny_model(kind: str, tmp_root: Path, **size: int) -> Path:
     """The folder of a tiny model, for mlx_lm.load; made in a second, at most once under `tmp_root`.

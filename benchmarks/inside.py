@@ -1,0 +1,247 @@
+"""Looking into our own server: programs that `sections` starts as processes of their own.
+
+    python benchmarks/inside.py serve          the server, writing what each request cost to stdout
+    python benchmarks/inside.py memory MODEL   peaks and bytes at rest, as JSON
+    python benchmarks/inside.py checkpoints MODEL N_TOKENS TIMES
+
+A program of its own has a clean peak, and its time is not mixed with the client's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+from servers import START_LLM
+from workload import Body, Words, chat
+
+
+def start_llm() -> ModuleType:
+    """start-llm.py as a module: its name has a hyphen."""
+    if "start_llm" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("start_llm", START_LLM)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["start_llm"] = module  # before exec: dataclasses look their module up by name
+        spec.loader.exec_module(module)
+    return sys.modules["start_llm"]
+
+
+# The server, timed ---------------------------------------------------------------------------------
+
+
+class TimedModel:
+    """A model that adds up its own time; it waits for its results, so nothing is left for later."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.seconds = 0.0
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        mx.eval(inputs)
+        began = time.perf_counter()
+        logits: mx.array = self._model(inputs, cache=cache)
+        mx.eval(logits, [layer.state for layer in cache])
+        self.seconds += time.perf_counter() - began
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def serve() -> None:
+    """Run the server; each POST prints {"all": seconds, "model": seconds of it}.
+
+    From the moment the request's headers are read to the end of the answer.
+    """
+    server = start_llm()
+    timed: list[TimedModel] = []
+    load, answer = server.load_model, server.Handler.do_POST
+
+    def load_timed(*args: Any) -> Any:
+        loaded = load(*args)
+        timed.append(TimedModel(loaded.model))
+        return server.replace(loaded, model=timed[0])
+
+    def timed_answer(handler: Any) -> None:
+        began, before = time.perf_counter(), timed[0].seconds
+        answer(handler)
+        seconds = {"all": time.perf_counter() - began, "model": timed[0].seconds - before}
+        print(json.dumps(seconds), flush=True)
+
+    server.load_model = load_timed
+    server.Handler.do_POST = timed_answer
+    sys.argv = sys.argv[:1]
+    raise SystemExit(server.main())
+
+
+# The engine, without HTTP --------------------------------------------------------------------------
+
+
+class InProcess:
+    """Our server's request path from the parsed body on, in this process."""
+
+    def __init__(self, folder: Path, log_root: str) -> None:
+        self._server = start_llm()
+        config = self._server.Config(model_path=str(folder), log_root=log_root)
+        self._state = self._server.build_state(config)
+        self._state.engine.start()
+        self._state.engine.wait_until_settled()
+        self.tokenizer = self._state.engine.model.tokenizer
+        self.weights = self._state.engine.model.size.nbytes
+
+    def ask(self, body: Body) -> Body:
+        """The usage of a finished request."""
+        request = self._server.ChatRequest.from_chat(
+            body, self._state.config, request_id="bench", headers={}
+        )
+        answers = list(self._server.Answer(self._state, request).whole())
+        usage: Body = answers[-1]["usage"]
+        return {**usage, "message": answers[-1]["choices"][0]["message"]}
+
+    def ask_together(self, bodies: list[Body]) -> list[Body]:
+        replies: list[Body] = []
+        threads = [
+            threading.Thread(target=lambda body=body: replies.append(self.ask(body)))
+            for body in bodies
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return replies
+
+    def status(self) -> Body:
+        time.sleep(0.3)  # the model thread publishes after its turn
+        status: Body = self._state.engine.status()
+        return status
+
+    def forget(self) -> None:
+        self._state.engine.clear_cache()
+
+    def stop(self) -> None:
+        self._state.engine.stop()
+
+
+@contextmanager
+def in_process(folder: Path) -> Iterator[InProcess]:
+    with TemporaryDirectory() as logs:
+        one = InProcess(folder, logs)
+        try:
+            yield one
+        finally:
+            one.stop()
+
+
+# Memory --------------------------------------------------------------------------------------------
+
+
+def memory(folder: Path, n_tokens: int) -> Body:
+    """Bytes: peaks of MLX's own count less the weights, and the KV that is really needed."""
+    with in_process(folder) as one:
+        words = Words(one.tokenizer, 11)
+        token_bytes = one.status()["kv_bytes_per_token"]
+        history = words.history(n_tokens)
+        last = one.ask(chat(history, n_out=8))
+        out: Body = {}
+        for name, others in (("warm", 0), ("warm_and_three", 3)):
+            history += [last["message"], {"role": "user", "content": words.text(8)}]
+            short = [[{"role": "user", "content": words.text(40)}] for _ in range(others)]
+            bodies = [chat(m, n_out=48) for m in [history, *short]]
+            usages, peak = peak_of(one, bodies)
+            last = max(usages, key=lambda usage: usage["prompt_tokens"])
+            kv = sum(usage["total_tokens"] for usage in usages) * token_bytes
+            out[name] = {"peak": peak, "kv": kv}
+        one.forget()
+        out["branches"] = branches(one, words, token_bytes, n_prefix=n_tokens // 4)
+        return out
+
+
+def peak_of(one: InProcess, bodies: list[Body]) -> tuple[list[Body], int]:
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    usages = one.ask_together(bodies)
+    return usages, mx.get_peak_memory() - one.weights
+
+
+def branches(one: InProcess, words: Words, token_bytes: int, *, n_prefix: int) -> Body:
+    """Eight at once on one prefix: at rest, and at the peak."""
+    head = {"role": "system", "content": words.text(n_prefix)}
+    one.ask(chat([head, {"role": "user", "content": "hello"}], n_out=1))
+    talks = [[head, {"role": "user", "content": words.text(300)}] for _ in range(8)]
+    usages, peak = peak_of(one, [chat(talk, n_out=48) for talk in talks])
+    cached = min(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    unique = cached + sum(usage["total_tokens"] - cached for usage in usages)
+    at_rest = one.status()["cache_bytes"]
+    return {"peak": peak, "at_rest": at_rest, "kv": unique * token_bytes, "prefix": cached}
+
+
+# Checkpoints ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """The engine as it would be for a model that can be rewound: no pauses, no copies."""
+    server = start_llm()
+    nothing = server.StateSnapshot((), 0)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (server.Scheduler, "_stops", lambda *_: []),
+            (server.LRUPromptCache, "add_checkpoint", lambda *_, **__: None),
+            (server, "snapshot_state", lambda _: nothing),
+            (server, "recurrent_handles", lambda _: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def checkpoints(folder: Path, n_tokens: int, times: int) -> list[Body]:
+    """Seconds of the same cold prompts with and without checkpoints, the order changing."""
+    out: list[Body] = []
+    with in_process(folder) as one:
+        words = Words(one.tokenizer, 13)
+        one.ask(chat(words.history(500), n_out=2))
+        for turn in range(times):
+            body = chat(words.history(n_tokens), n_out=2)
+            first = turn % 2 == 0
+            pair = {
+                with_them: cold_seconds(one, body, with_them) for with_them in (first, not first)
+            }
+            out.append({"with": pair[True], "without": pair[False]})
+    return out
+
+
+def cold_seconds(one: InProcess, body: Body, with_them: bool) -> float:
+    one.forget()
+    with ExitStack() as stack:
+        if not with_them:
+            stack.enter_context(without_checkpoints())
+        began = time.perf_counter()
+        usage = one.ask(body)
+        seconds = time.perf_counter() - began
+    assert not usage["prompt_tokens_details"]["cached_tokens"], "this was to be cold"
+    return seconds
+
+
+def main() -> None:
+    name, *rest = sys.argv[1:]
+    if name == "serve":
+        serve()
+    programs: dict[str, Callable[..., Any]] = {"memory": memory, "checkpoints": checkpoints}
+    folder, *numbers = rest
+    print(json.dumps(programs[name](Path(folder), *map(int, numbers))))
+
+
+if __name__ == "__main__":
+    main()

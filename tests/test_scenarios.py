@@ -1,0 +1,301 @@
+"""What agents do, through the openai SDK: nothing is prefilled twice, and no reply changes by it.
+
+What was prefilled is read from the model's own calls, the fewest possible comes from fewest.py, and
+every reply is compared with that of a server whose cache is switched off.
+"""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+
+import pytest
+from fewest import Fed, Request, common_prefix, fewest, prefilled
+from serving import Exchange, Message, Served, Talk, joined, user, wait_until
+from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
+
+MOST = 1.02  # prefilled / fewest
+CROWD_TOKENS = 8192
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[DENSE, HYBRID, SLIDING])
+def kind(request):
+    return request.param
+
+
+def _served(kind, tmp_path_factory, **settings):
+    served = Served(tiny_model(kind, tmp_path_factory.getbasetemp()), **settings)
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def warm(kind, tmp_path_factory):
+    yield from _served(kind, tmp_path_factory, prefill_step_size=512)
+
+
+@pytest.fixture(scope="module")
+def cold(kind, tmp_path_factory):
+    yield from _served(kind, tmp_path_factory, prompt_cache_max_entries_global=0)
+
+
+@pytest.fixture
+def served(warm):
+    warm.forget()
+    return warm
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """Rows of measured ratios, shown at the end."""
+    rows: list[str] = []
+    yield rows
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        writer = request.config.pluginmanager.getplugin("terminalreporter")
+        writer.write_line("")
+        for row in rows:
+            writer.write_line(row)
+
+
+# -- scenarios: each returns the exchanges that a cold server shall repeat -------------------------
+
+
+def append_only(served: Served) -> list[Exchange]:
+    talk = Talk(served, 1)
+    return [talk.step() for _ in range(12)]
+
+
+def append_only_not_streamed(served: Served) -> list[Exchange]:
+    talk = Talk(served, 2)
+    return [talk.step(stream=False) for _ in range(12)]
+
+
+def sub_agents_branch_and_return(served: Served) -> list[Exchange]:
+    """Some begin after the system prompt, some take the whole history with them."""
+    main = Talk(served, 3)
+    for turn in range(3):
+        main.step()
+        main.step()
+        for n_messages in (1, len(main.messages) - 1):
+            agent = main.branch(n_messages, seed=30 + turn)
+            agent.step()
+            agent.step()
+    main.step()
+    return served.exchanges
+
+
+def edited_tool_result(served: Served) -> list[Exchange]:
+    """In the middle; the edited conversation goes on, and so does the one that was not edited."""
+    talk = Talk(served, 4)
+    for _ in range(8):
+        talk.step()
+    results = [i for i, message in enumerate(talk.messages) if message["role"] == "tool"]
+    place = results[len(results) // 2]
+    edited = Talk(served, 40, list(talk.messages))
+    edited.messages[place] = {**talk.messages[place], "content": edited.words(30)}
+    for one in (edited, talk, edited):
+        one.step()
+    return served.exchanges
+
+
+def five_last_messages(served: Served) -> list[Exchange]:
+    talk = Talk(served, 5)
+    for _ in range(4):
+        talk.step()
+    variants = [talk.branch(len(talk.messages) - 1, seed=50 + i) for i in range(5)]
+    for variant in (*variants, variants[2]):
+        variant.step()
+    return served.exchanges
+
+
+def three_conversations(served: Served) -> list[Exchange]:
+    """Interleaved, then at once."""
+    talks = [Talk(served, seed) for seed in (6, 7, 8)]
+    for _ in range(3):
+        for talk in talks:
+            talk.step()
+    with ThreadPoolExecutor(len(talks)) as pool:
+        list(pool.map(lambda talk: [talk.step() for _ in range(4)], talks))
+    return served.exchanges
+
+
+def cold_crowd(served: Served) -> list[Exchange]:
+    """Eight at once on one prefix that nobody has computed yet, and a stranger among them."""
+    novel = Talk(served, 9).words(CROWD_TOKENS * 3 // 8)
+    talks = [Talk(served, seed) for seed in range(90, 98)]
+    for talk in talks:
+        talk.messages[0] = {"role": "system", "content": novel}
+    with ThreadPoolExecutor(len(talks)) as pool:
+        asked = pool.map(Talk.step, talks)
+        wait_until(lambda: len(served.recorder.fed) > 8)
+        stranger = Talk(served, 98).step()
+        exchanges = [*asked, stranger]
+    assert sorted(one.usage["prompt_tokens"] for one in exchanges)[1] > CROWD_TOKENS
+    return exchanges[-2:]
+
+
+def cancelled_prefill(served: Served) -> list[Exchange]:
+    """Given up at half the prefill, then asked again."""
+    talk = Talk(served, 10)
+    talk.messages[1] = user(talk.words(1200))
+    give_up_halfway(served, talk.messages)
+    return [talk.step()]
+
+
+def divergence_everywhere(served: Served) -> list[Exchange]:
+    """At every message boundary of a tool loop of twelve steps, in random order."""
+    talk = Talk(served, 11)
+    steps = [talk.step(tool_choice="required") for _ in range(12)]
+    boundaries = list(range(1, len(steps[-1].messages) + 2))  # the last reply included
+    random.Random(12).shuffle(boundaries)
+    for boundary in boundaries:
+        check_restored_within_one_message(served, talk.branch(boundary, seed=boundary).step())
+    return served.exchanges[::4]
+
+
+def check_restored_within_one_message(served: Served, exchange: Exchange) -> None:
+    """What is reused reaches back no further than to the last message that is not new."""
+    *past, _, _ = exchange.messages
+    if "user" in (message["role"] for message in past):
+        before = served.scribe.prompt(past, exchange.fields, add_generation_prompt=False)
+        prompt = served.scribe.prompt(exchange.messages, exchange.fields)
+        # What follows the end mark of a reply is no part of the reply.
+        assert exchange.n_cached >= common_prefix(before, prompt) - 1
+
+
+SCENARIOS = [
+    append_only,
+    append_only_not_streamed,
+    sub_agents_branch_and_return,
+    edited_tool_result,
+    five_last_messages,
+    three_conversations,
+    cold_crowd,
+    cancelled_prefill,
+    divergence_everywhere,
+]
+
+
+def give_up_halfway(served: Served, messages: list[Message]) -> None:
+    """Close a streamed request at half its prefill; the model waits until the server sees that."""
+    prompt = served.scribe.prompt(messages, {"tools": TOOLS})
+    halfway, gone, held = threading.Event(), threading.Event(), []
+
+    def hold(rows: list[Fed]) -> None:
+        if rows[0].at >= len(prompt) // 2:
+            held.append(rows[0])
+            halfway.set()
+            gone.wait(30)
+
+    with served.holding(hold):
+        with served.stream(messages, tools=TOOLS, temperature=0):
+            assert halfway.wait(30)
+            n_connections = connections()
+        wait_until(lambda: connections() < n_connections)
+        gone.set()
+    wait_until(lambda: held[0] in served.recorder.fed)
+    reached = held[0].at + len(held[0].tokens)
+    assert reached < len(prompt) * 3 // 4
+    served.given_up.append(Request(prompt, reached=reached))
+
+
+def connections() -> int:
+    """Threads that serve one."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+# -- what holds in all of them ---------------------------------------------------------------------
+
+
+def requests_of(served: Served, exchanges: list[Exchange]) -> list[Request]:
+    return [*served.given_up, *map(served.request, exchanges)]
+
+
+def check_usage(served: Served, exchanges: list[Exchange], *, n_prefilled: int) -> None:
+    """cached_tokens are the prompt tokens that the model was not given: in all, and where a request
+    ran alone, of each."""
+    claimed = sum(one.usage["prompt_tokens"] - one.n_cached for one in exchanges)
+    assert claimed == n_prefilled - sum(one.reached for one in served.given_up)
+    if any(one.span[1] > other.span[0] for one, other in pairwise(exchanges)):
+        return
+    for one in exchanges:
+        given = prefilled(served.recorder.fed[slice(*one.span)], [served.request(one)])
+        assert one.usage["prompt_tokens"] - one.n_cached == given
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
+def test_nothing_is_prefilled_twice(served, cold, kind, table, scenario):
+    to_repeat = list(scenario(served))
+    exchanges = sorted(served.exchanges, key=lambda one: one.span)
+    requests = requests_of(served, exchanges)
+    n_prefilled = prefilled(served.recorder.fed, requests)
+    needed = fewest(requests, None if kind == DENSE else served.scribe.turns)
+    ratio = n_prefilled / sum(needed)
+    table.append(
+        f"{kind:12} {scenario.__name__:28} {len(requests):3} requests  "
+        f"prefilled {n_prefilled:6}  fewest {sum(needed):6}  ratio {ratio:.4f}"
+    )
+    assert ratio <= MOST, needed
+    check_usage(served, exchanges, n_prefilled=n_prefilled)
+    for one in to_repeat:
+        assert cold.ask(one.messages, **one.fields).said == one.said
+
+
+# -- what a client sees besides --------------------------------------------------------------------
+
+
+def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
+    talks = [Talk(served, seed) for seed in range(200, 208)]
+    endless = {str(served.scribe.end): -100}
+    wanted = {"temperature": 0.8, "logit_bias": endless, "max_tokens": 100, "tools": TOOLS}
+    alone = served.ask(talks[3].messages, seed=3, **wanted)
+    served.forget()
+    everyone_asked = threading.Event()
+    with served.holding(lambda _rows: everyone_asked.wait(30)), ExitStack() as streams:
+        opened = [
+            streams.enter_context(served.stream(talk.messages, seed=seed, **wanted))
+            for seed, talk in enumerate(talks)
+        ]
+        everyone_asked.set()
+        said = [joined(chunks)[0] for chunks in opened]
+    assert served.recorder.n_rows_most == 8
+    assert said[3]["reasoning_content"] == alone.answer["reasoning_content"]
+    assert said[3]["content"] == alone.answer["content"]
+    assert len({message["reasoning_content"] for message in said}) > 4
+
+
+def test_arguments_leave_before_the_last_token_of_their_call_is_generated(served):
+    """The model does not go on to that token before the client has seen a piece of them."""
+    talk = Talk(served, 300)
+    request = served.request(talk.step(tool_choice="required"))
+    asked = served.exchanges[0]
+    last = len(request.prompt) + request.reply.index(served.scribe.call_end)
+    arrived, in_time = threading.Event(), []
+
+    def hold(rows: list[Fed]) -> None:
+        if rows[0].at == last - 1:
+            in_time.append(arrived.wait(10))
+
+    with served.holding(hold), served.stream(asked.messages, **asked.fields) as chunks:
+        for chunk in chunks:
+            deltas = [choice.delta.model_dump() for choice in chunk.choices]
+            pieces = [piece for delta in deltas for piece in delta["tool_calls"] or ()]
+            if any(piece["function"]["arguments"] for piece in pieces):
+                arrived.set()
+    assert in_time == [True]
+
+
+def test_streamed_and_whole_answers_are_the_same(served):
+    for seed in range(20):
+        talk = Talk(served, 400 + seed)
+        thinking = {"extra_body": {"enable_thinking": seed % 2 == 0}}
+        streamed, whole = (served.ask(talk.messages, stream=x, **thinking) for x in (True, False))
+        assert streamed.said == whole.said
+        assert streamed.finish_reason == whole.finish_reason
+        assert streamed.n_generated == whole.n_generated
+        assert ("reasoning_content" in whole.said) == (seed % 2 == 0)
+    assert {one.finish_reason for one in served.exchanges} == {"stop", "tool_calls"}
