@@ -106,21 +106,10 @@ import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]
 import regex  # type: ignore[import-untyped]
 from dotenv import dotenv_values
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    CacheList,
-    KVCache,
-    make_prompt_cache,
-)
-from mlx_lm.sample_utils import (
-    apply_min_p,
-    apply_top_k,
-    apply_top_p,
-    make_logits_processors,
-)
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
@@ -278,7 +267,6 @@ class Config(BaseModel):
 
 # region 02 ERRORS =============================================================
 # What can go wrong while answering, and the HTTP status of each.
-#
 # Each class is one row of the table status, type, code; `headers` go out with its body.
 #
 # Doors   ServerError, BadRequest, ContextTooLong, NotFound, MethodNotAllowed, BodyTooLarge
@@ -388,20 +376,17 @@ class ClientGone(Exception):
 
 # region 03 LOG ================================================================
 # Console, session logs, counters.
-#
-# The console gets sentences and one line of numbers per request, never what a client wrote.
-# What a client wrote goes to the session log alone: one JSON object per line, readable by its
-# owner only, and only while ENABLE_REQUEST_LOGGING is on.
+# What a client wrote never reaches the console, only the session log: one JSON object per line,
+# readable by its owner alone, and only while ENABLE_REQUEST_LOGGING is on.
 #
 # Doors   log, start_logging, request_line, CacheMetrics, SessionLog
 # Knows   CONFIG
 # Owns    _CACHE_METRICS_LOCK
 # Thread  any
-# Budget  125
+# Budget  110
 # ==============================================================================
 
 log: Final = logging.getLogger("start-llm")
-
 # prefill and decode in seconds; prompt, cached and out in tokens
 _REQUEST_KEYS: Final = "req prompt cached layer prefill decode out ttft_ms finish"
 
@@ -409,20 +394,16 @@ _REQUEST_KEYS: Final = "req prompt cached layer prefill decode out ttft_ms finis
 def start_logging(config: Config) -> None:
     """Send the server's log to stderr at LOG_LEVEL. Called by MAIN; a second call adds nothing."""
     log.setLevel(config.log_level)
-    if not log.handlers:
-        log.addHandler(_console_handler())
     log.propagate = False  # a library that configures the root logger would print all twice
-
-
-def _console_handler() -> logging.Handler:
-    """Colours for a person; whole plain lines for a file, where rich would fold them at 80."""
+    if log.handlers:
+        return
     if sys.stderr.isatty():
-        return RichHandler(
-            console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S"
-        )
-    plain = logging.StreamHandler(sys.stderr)
-    plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-    return plain
+        console = Console(stderr=True)
+        log.addHandler(RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S"))
+    else:  # whole plain lines for a file, where rich would fold them at 80
+        plain = logging.StreamHandler(sys.stderr)
+        plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+        log.addHandler(plain)
 
 
 def request_line(**values: object) -> str:
@@ -478,8 +459,11 @@ class SessionLog:
         stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
         path = self._root / f"{now:%Y-%m-%d}" / f"cache-session-{_safe_file_part(session_id)}.log"
         try:
-            text = json.dumps(stamped, ensure_ascii=False, default=str)
-            _append_line(path, text.encode("utf-8", "replace"))
+            line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with open(descriptor, "wb", buffering=0) as file:  # one write: threads' lines never mix
+                file.write(line.encode("utf-8", "replace"))
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._complained.is_set():
                 self._complained.set()
@@ -494,24 +478,12 @@ def _safe_file_part(session_id: str) -> str:
     return f"{safe}-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
 
 
-def _append_line(path: Path, line: bytes) -> None:
-    """One write to an O_APPEND file, so that lines of several threads never mix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(descriptor, line + b"\n")
-    finally:
-        os.close(descriptor)
-
-
 # endregion
 
 # region 04 WIRE ===============================================================
 # Request JSON -> ChatRequest; the shapes we answer with.
-#
-# pydantic checks types and ranges (strict: "1" is no number, true is no integer); what it finds is
-# told in the client's own notation. Unknown fields are let through; one that would change the
-# answer and that we cannot honour is refused, never dropped. Explicit null means absent.
+# pydantic checks types and ranges (strict: "1" is no number, true is no integer). Unknown fields
+# pass; one that would change the answer and that we cannot honour is refused. Null means absent.
 # Messages stay plain dicts, normalised only where clients spell one thing in several ways.
 #
 # Doors   Body, Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
@@ -519,7 +491,7 @@ def _append_line(path: Path, line: bytes) -> None:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  520
+# Budget  480
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -529,6 +501,7 @@ CanonicalMessages = NewType("CanonicalMessages", tuple[Message, ...])
 ModelTokens = NewType("ModelTokens", list[int])
 KvOffset = NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
+type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, ending, logprobs
 
 
 def parse_json_body(raw: bytes) -> object:
@@ -547,8 +520,6 @@ def parse_json_body(raw: bytes) -> object:
     except (ValueError, RecursionError):
         raise BadRequest(f"the body is not valid JSON: {fault}") from None
 
-
-# -- what a body may say -------------------------------------------------------
 
 _Name = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -665,10 +636,7 @@ def _given(body: object) -> Body:
 
 
 def _checked[T](build: Callable[..., T], given: Body) -> T:
-    """`build` of what was given. Raises BadRequest for the first fault, at its deepest place.
-
-    What the branches of a union want there is joined by "or".
-    """
+    """`build` of what was given. Raises BadRequest for the first fault, at its deepest place."""
     try:
         return build(**given)
     except ValidationError as error:
@@ -677,7 +645,7 @@ def _checked[T](build: Callable[..., T], given: Body) -> T:
     deepest = max((path for path, _ in faults if path[: len(first)] == first), key=len)
     wants = [want.removeprefix("Input ") for path, want in faults if path == deepest]
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in deepest)[1:]
-    raise BadRequest(f"{param}: {' or '.join(wants)}", param=param)
+    raise BadRequest(f"{param}: {' or '.join(wants)}", param=param)  # several: a union's branches
 
 
 def _path(fault: ErrorDetails, here: Any) -> list[str | int]:
@@ -690,8 +658,6 @@ def _path(fault: ErrorDetails, here: Any) -> list[str | int]:
                 path.append(step)
     return [*path, fault["loc"][-1]] if fault["type"] == "missing" else path
 
-
-# -- many spellings of one thing -----------------------------------------------
 
 _THINKING_NAMES: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
 _THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
@@ -729,11 +695,10 @@ def _thinking_levels(value: object, param: str) -> Iterator[str]:
         for key in ("enabled", "effort", "level", "type"):
             yield from _thinking_levels(value.get(key), f"{param}.{key}")
     elif value is not None:
-        level = _THINKING_LEVELS.get(str(value).lower())
-        if level is None:
+        if (word := str(value).lower()) not in _THINKING_LEVELS:
             words = ", ".join(_THINKING_LEVELS)
             raise BadRequest(f"{param}: {value!r:.60} is none of {words}", param=param)
-        yield level
+        yield _THINKING_LEVELS[word]
 
 
 def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
@@ -806,9 +771,6 @@ def _tool_choice(asked: _ChatBody) -> ToolChoice:
     raise BadRequest("tool_choice: what it wants is not among the tools", param="tool_choice")
 
 
-# -- one request ---------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A request as every later room sees it, whichever endpoint it came through.
@@ -846,16 +808,15 @@ class ChatRequest:
         if asked.top_logprobs and not asked.logprobs:
             raise BadRequest("top_logprobs: it needs logprobs to be true", param="top_logprobs")
         thinks, switches = _thinking(given, config.default_thinking)
-        messages = tuple(_message(index, wire) for index, wire in enumerate(asked.messages))
+        messages = (_message(index, wire) for index, wire in enumerate(asked.messages))
         # Only what describes the function: templates print a tool whole, with any cache_control.
         functions = (_without_nulls(tool["function"]) for tool in asked.tools)
-        tools = tuple({"type": "function", "function": function} for function in functions)
         return cls(
             kind="chat",
             request_id=request_id,
             session=_session(given, headers),
-            messages=OriginalMessages(messages),
-            tools=tools,
+            messages=OriginalMessages(tuple(messages)),
+            tools=tuple({"type": "function", "function": function} for function in functions),
             tool_choice=_tool_choice(asked),
             parallel_tool_calls=asked.parallel_tool_calls,
             logprobs=asked.logprobs,
@@ -890,10 +851,8 @@ class ChatRequest:
 
 def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
     """The fields of a ChatRequest that both endpoints read the same way."""
-    sampling = {
-        name: given.get(name, getattr(config, f"default_{name}", None))
-        for name in Sampling.__dataclass_fields__
-    }
+    names = Sampling.__dataclass_fields__
+    sampling = {name: given.get(name, getattr(config, f"default_{name}", None)) for name in names}
     return {
         "model": asked.model,
         "sampling": _checked(Sampling, _without_nulls(sampling)),
@@ -902,9 +861,6 @@ def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
         "stream": asked.stream,
         "include_usage": bool(asked.stream_options.get("include_usage")),
     }
-
-
-# -- answers -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -957,12 +913,6 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, start: int = 0) -> B
     }
 
 
-type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, ending, logprobs
-# Of a chat: what a choice carries, and the kind of the body that it is in.
-_CHUNK: Final = ("delta", "chat.completion.chunk")
-_WHOLE: Final = ("message", "chat.completion")
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
     """The bodies of one answer, streamed or whole; chats carry dicts, completions carry text."""
@@ -976,44 +926,36 @@ class AnswerShape:
         self, delta: Body | str, finish: FinishReason | None = None, *, logprobs: Body | None = None
     ) -> Body:
         """One stream event with what is new."""
-        return self._body(_CHUNK, (delta, finish, logprobs))
+        return self._body("delta", (delta, finish, logprobs))
 
     def bare_chunk(self, usage: Usage | None = None) -> Body:
         """A stream event without a choice: a keep-alive or, at the end, the usage."""
-        return self._body(_CHUNK, usage=usage)
+        return self._body("delta", usage=usage)
 
     def final(
         self, whole: Body | str, finish: FinishReason, *, usage: Usage, logprobs: Body | None = None
     ) -> Body:
         """The whole message or text at once."""
-        return self._body(_WHOLE, (whole, finish, logprobs), usage=usage)
+        return self._body("message", (whole, finish, logprobs), usage=usage)
 
-    def _body(self, names: tuple[str, str], *said: _Said, usage: Usage | None = None) -> Body:
+    def _body(self, part: str, *said: _Said, usage: Usage | None = None) -> Body:
         is_chat = self.kind == "chat"
-        part, object_name = names if is_chat else ("text", "text_completion")
-        body: Body = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}",
-            "object": object_name,
-            "created": self.created,
-            "model": self.model,
-            "choices": [
-                {"index": 0, part: words, "finish_reason": finish, "logprobs": logprobs}
-                for words, finish, logprobs in said
-            ],
-        }
+        chat_object = "chat.completion.chunk" if part == "delta" else "chat.completion"
+        prefix, name = ("chatcmpl", chat_object) if is_chat else ("cmpl", "text_completion")
+        key = part if is_chat else "text"
+        choices = [
+            {"index": 0, key: words, "finish_reason": finish, "logprobs": logprobs}
+            for words, finish, logprobs in said
+        ]
+        head = {"id": f"{prefix}-{self.request_id}", "object": name, "created": self.created}
+        body: Body = {**head, "model": self.model, "choices": choices}
         return body if usage is None else {**body, "usage": usage.body()}
 
 
 def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
     """One model of GET /v1/models; both names of its context length (tokens) are in use."""
-    return {
-        "id": model_id,
-        "object": "model",
-        "created": created,
-        "owned_by": "start-llm",
-        "context_length": context_length,
-        "max_model_len": context_length,
-    }
+    entry = {"id": model_id, "object": "model", "created": created, "owned_by": "start-llm"}
+    return {**entry, "context_length": context_length, "max_model_len": context_length}
 
 
 # endregion
@@ -1032,10 +974,8 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Knows   CONFIG, ERRORS, LOG, WIRE
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  530
+# Budget  480
 # ==============================================================================
-
-# -- markup as text --------------------------------------------------------------
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
@@ -1064,14 +1004,8 @@ def _show(text: str) -> str:
     return _BROKEN.sub(r"\1", text) if _BREAK in text else text
 
 
-# -- text -> ids -----------------------------------------------------------------
-
-
 class _Encoder:
-    """Remembers the pieces between added tokens, so that encoding history again is a lookup.
-
-    `_memo_lock` guards what changes `_memo` and `_memo_chars`; all else is set at construction.
-    """
+    """Remembers the pieces between added tokens: to encode history again is to look it up."""
 
     MEMO_CHARS: Final = 32_000_000  # about 64 MB with the ids; when full it begins anew
     ENTRY_CHARS: Final = 100  # what an entry costs beside its characters
@@ -1085,9 +1019,9 @@ class _Encoder:
         self._added = self.whole.get_added_tokens_decoder()
         self._id_of = {t.content: np.array([i], np.int32) for i, t in self._added.items()}
         self.find_added = _any_of(self._id_of)
+        self._memo_lock = threading.Lock()  # for changes of these two; all else is set here
         self._memo: dict[str, np.ndarray] = {}
         self._memo_chars = 0
-        self._memo_lock = threading.Lock()
         # some tokens eat the spaces around them: then all is left to the tokenizer
         text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
         wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -1095,10 +1029,7 @@ class _Encoder:
         self._goes_by_piece = self.encode(text).tolist() == wanted
 
     def markup(self, source: str, *tags: str) -> re.Pattern[str]:
-        """The tokens that only a template may write.
-
-        Not those that are also plain words of the vocabulary (gemma adds newline runs, `<table>`).
-        """
+        """Tokens for templates alone, not those that are plain words too (gemma's `<table>`)."""
         rest = {
             t.content for t in self._added.values() if not t.special and t.content not in source
         }
@@ -1128,11 +1059,8 @@ class _Encoder:
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     # encode() keeps the GIL all along (200 ms for 100k tokens); a batch of one lets go of it
-    batch = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    return np.array(batch[0].ids, np.int32)
+    return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
-
-# -- the template, and what it is asked ------------------------------------------
 
 _REFUSALS: Final = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError),
@@ -1190,14 +1118,13 @@ def _canned(script: str) -> list[Message]:
             message |= {"role": "assistant", "reasoning_content": _THOUGHT}
         if role in {"call", "calls"}:
             asked = [words] if role == "call" else [_FIRST, words]
-            message |= {"content": "", "tool_calls": list(map(_canned_call, asked, range(2)))}
+            functions = enumerate({"name": "f", "arguments": {"q": text}} for text in asked)
+            calls = [
+                {"id": f"call0000{i}", "type": "function", "function": f} for i, f in functions
+            ]
+            message |= {"content": "", "tool_calls": calls}
         messages.append(message)
     return messages
-
-
-def _canned_call(words: str, n: int) -> dict[str, Any]:
-    function = {"name": "f", "arguments": {"q": words}}
-    return {"id": f"call0000{n}", "type": "function", "function": function}
 
 
 def _probe_preserve_thinking_support(chat: _ChatTemplate) -> _Switches:
@@ -1242,14 +1169,8 @@ class _Quirks:
         self.joint = joint[1] if joint else "\n"
 
 
-# -- where messages begin --------------------------------------------------------
-
-
 class _Turns:
-    """How messages begin in this template's text and tokens; all set at construction.
-
-    An opening is the text from the added token that begins a message on to its content.
-    """
+    """How messages begin: openings are the text from an added token on to a message's content."""
 
     def __init__(self, chat: _ChatTemplate, encoder: _Encoder, *, quirks: _Quirks) -> None:
         self._chat = chat
@@ -1269,8 +1190,7 @@ class _Turns:
         # (first id, distance, id of another of them): one opening, not two
         self.echoes = {(int(row[0]), int(at), int(row[at])) for row, at in inner}
         user, tool = openings[:2]
-        # a tool result may come dressed as a user message
-        dress = tool.removeprefix(user) if tool.startswith(user) else ""
+        dress = tool.removeprefix(user) if tool.startswith(user) else ""  # results as user messages
         not_tool = f"(?!{re.escape(dress)})" if dress else ""
         self.find_user = re.compile(re.escape(user) + not_tool if user else "(?!)")
 
@@ -1305,16 +1225,11 @@ def _compute_msg_token_boundaries(tokens: np.ndarray, turns: _Turns) -> list[int
     return positions
 
 
-# -- messages in words the template understands ----------------------------------
-
 _WRITERS: Final = frozenset({"write", "write_file", "create_file"})
 
 
 def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, Any]:
-    """The call with an object for arguments: JSON text crashes half of all templates.
-
-    Text that is no JSON object reaches the model under the name `_raw`.
-    """
+    """The call with an object for arguments (text crashes templates); `_raw` holds what is none."""
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -1331,10 +1246,7 @@ def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, A
 
 
 def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
-    """The same conversation, with messages joined where the template cannot take them apart.
-
-    System messages at the head become one; a later one ends the message before it.
-    """
+    """The conversation, its messages joined where the template cannot take them apart."""
     folded: list[Message] = []
     for given in messages:
         message, before = given, folded[-1]["role"] if folded else ""
@@ -1395,9 +1307,6 @@ def _spoken(message: Message) -> Iterator[tuple[str, str]]:
         for value in call["function"]["arguments"].values():
             if isinstance(value, str):
                 yield "tool-call arguments", value
-
-
-# -- doors -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1614,7 +1523,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  310
+# Budget  290
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -1666,15 +1575,14 @@ class Span:
     def join(self, tail: Span) -> Span:
         """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
         length = self.length + tail.length
-        if self.keys and self.keys[0].shape[2] < length:
-            grown = [_grown(a, self.length, length=length) for a in (*self.keys, *self.values)]
-        else:
-            grown = [*self.keys, *self.values]
-        for buffer, more in zip(grown, (*tail.keys, *tail.values), strict=True):
+        buffers = [*self.keys, *self.values]
+        if buffers and buffers[0].shape[2] < length:
+            buffers = [_grown(buffer, self.length, length=length) for buffer in buffers]
+        for buffer, more in zip(buffers, (*tail.keys, *tail.values), strict=True):
             buffer[..., self.length : length, :] = more[..., : tail.length, :]
             mx.eval(buffer)  # one array at a time: at most one of them exists twice
         half = len(self.keys)
-        return Span(tuple(grown[:half]), tuple(grown[half:]), length)
+        return Span(tuple(buffers[:half]), tuple(buffers[half:]), length)
 
 
 def _copies(views: Sequence[mx.array]) -> tuple[mx.array, ...]:
@@ -1739,24 +1647,20 @@ def measure_kv(model: Any) -> KvShape:
     cache = new_cache(model)
     model(mx.zeros((1, 2), mx.int32), cache=cache)
     evaluate(cache)
-    per_token = sum(
-        a.nbytes // a.shape[2] for leaf in _attention(cache) for a in (leaf.keys, leaf.values)
-    )
     state = _state(cache)
-    state_bytes = sum(
-        _window_bytes(leaf) if hasattr(leaf, "max_size") else leaf.nbytes for leaf in state
-    )
     return KvShape(
-        token_bytes=per_token,
-        state_bytes=state_bytes,
+        token_bytes=sum(_token_bytes(leaf) for leaf in _attention(cache)),
+        state_bytes=sum(
+            _token_bytes(leaf) * leaf.max_size if hasattr(leaf, "max_size") else leaf.nbytes
+            for leaf in state
+        ),
         has_state=bool(state),
         can_batch=all(hasattr(layer, "merge") for layer in cache),
     )
 
 
-def _window_bytes(leaf: Any) -> int:
-    per_token = sum(a.nbytes // a.shape[2] for a in (leaf.keys, leaf.values))
-    return int(per_token * leaf.max_size)
+def _token_bytes(leaf: Any) -> int:
+    return sum(a.nbytes // a.shape[2] for a in (leaf.keys, leaf.values))
 
 
 def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
@@ -1777,25 +1681,18 @@ def snapshot_state(cache: KvCache) -> StateSnapshot:
     Returns an empty snapshot for models whose layers can all be rewound.
     """
     copies = tuple(_copied_state(leaf.state) for leaf in _state(cache))
-    arrays = [a for state in copies for a in _arrays_in(state)]
+    arrays = _arrays_in(copies)
     mx.eval(arrays)
     return StateSnapshot(copies, sum(a.nbytes for a in arrays))
 
 
 def _copied_state(state: Any) -> Any:
-    if isinstance(state, mx.array):
-        return mx.contiguous(state)
-    if isinstance(state, list | tuple):
-        return type(state)(_copied_state(part) for part in state)
-    return state
+    return tree_map(lambda x: mx.contiguous(x) if isinstance(x, mx.array) else x, state)
 
 
-def _arrays_in(state: Any) -> Iterator[mx.array]:
-    if isinstance(state, mx.array):
-        yield state
-    elif isinstance(state, list | tuple):
-        for part in state:
-            yield from _arrays_in(part)
+def _arrays_in(state: Any) -> list[mx.array]:
+    parts: Any = tree_flatten(state)  # [(path, part), ...]
+    return [part for _, part in parts if isinstance(part, mx.array)]
 
 
 def _fresh_handles(state: Any) -> Any:
@@ -1804,11 +1701,7 @@ def _fresh_handles(state: Any) -> Any:
     why(L-03): two caches restored from one snapshot overwrote each other; a new handle makes the
     first write copy, and the list ArraysCache keeps is new for the same reason (L-04).
     """
-    if isinstance(state, mx.array):
-        return state[...]
-    if isinstance(state, list | tuple):
-        return type(state)(_fresh_handles(part) for part in state)
-    return state
+    return tree_map(lambda x: x[...] if isinstance(x, mx.array) else x, state)
 
 
 def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
@@ -1832,8 +1725,7 @@ def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
 
 def lend_span(cache: KvCache, span: Span) -> None:
     """Move a span's buffers into the empty attention leaves; the span must not be used again."""
-    leaves = _attention(cache)
-    for leaf, keys, values in zip(leaves, span.keys, span.values, strict=True):
+    for leaf, keys, values in zip(_attention(cache), span.keys, span.values, strict=True):
         leaf.state = (keys, values, span.length)
 
 
@@ -1894,7 +1786,7 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
         ([None if a is None else mx.contiguous(a[row : row + 1]) for a in slots], None, None)
         for slots in handles
     )
-    arrays = list(_arrays_in(states))
+    arrays = _arrays_in(states)
     mx.eval(arrays)
     return StateSnapshot(states, sum(a.nbytes for a in arrays))
 
@@ -2010,8 +1902,6 @@ class LRUPromptCache:
         self._metrics = metrics
         self._clock = clock
 
-    # -- lookup: pure questions ---------------------------------------------------------------
-
     def find(self, prompt: Prompt) -> Reuse:
         """The deepest exact prefix held for this prompt, leaving at least its last token to feed.
 
@@ -2055,8 +1945,6 @@ class LRUPromptCache:
             return Reuse(line, 0, promised)
         layer = "line" if position == line.end else "checkpoint"
         return Reuse(line, position, promised, state, layer)
-
-    # -- taking and giving back ---------------------------------------------------------------
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
         """Buffers holding [0, depth) for a new row, and the line that row will grow.
@@ -2194,8 +2082,6 @@ class LRUPromptCache:
             line.parent.children.remove(line)
         line.span, line.checkpoints = None, {}
 
-    # -- room ---------------------------------------------------------------------------------
-
     @property
     def nbytes(self) -> int:
         """Bytes at rest; what rows hold is theirs to count."""
@@ -2233,22 +2119,20 @@ class LRUPromptCache:
         return [line for line in self.lines if line.lender is None]
 
     def _evict_one(self, *, per_byte: bool) -> bool:
-        victims = [x for x in self._resting() if x.end > x.held_by_children and x.nbytes]
+        # A branch cancelled before it fed anything is empty, but an entry, and the first to go.
+        victims = [x for x in self._resting() if x.end > x.held_by_children]
+        victims = [x for x in victims if x.nbytes or not x.children]
         if not victims:
             return False
         now = self._clock()
-        victim = min(victims, key=lambda x: _value(x, now) / (x.nbytes if per_byte else 1))
-        if not victim.children:
-            self._forget(victim)
+        victim = min(victims, key=lambda x: _value(x, now) / (max(x.nbytes, 1) if per_byte else 1))
+        depth = victim.held_by_children
+        if victim.children and victim.span is not None:
+            victim.span = victim.span.cut(0, depth - victim.start)
+            self._shorten(victim, depth)
         else:
-            self._trim(victim, victim.held_by_children)
+            self._forget(victim)
         return True
-
-    def _trim(self, line: Line, depth: int) -> None:
-        """Keep only what branches need, in buffers of that size."""
-        assert line.span is not None
-        line.span = line.span.cut(0, depth - line.start)
-        self._shorten(line, depth)
 
     def _thin(self, line: Line) -> None:
         """Hold one line's checkpoints to a share of the budget: drop where they are densest.
@@ -2402,7 +2286,7 @@ def _shown(turns: Iterable[SessionTurn], now: float) -> list[dict[str, Any]]:
 # Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  400
+# Budget  390
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -2651,15 +2535,10 @@ def load_model(path: Path, config: Config) -> LoadedModel:
 
     Raises ModelError; for a type mlx-lm does not know, before any weight is read.
     """
-    trust = config.trust_remote_code
+    trust = {"trust_remote_code": config.trust_remote_code}
     _check_architecture(_read_json(path / "config.json"))
     try:
-        loaded: Any = mlx_lm.load(
-            str(path),
-            tokenizer_config={"trust_remote_code": trust},
-            return_config=True,
-            trust_remote_code=trust,
-        )
+        loaded: Any = mlx_lm.load(str(path), tokenizer_config=trust, return_config=True, **trust)
         return _with_facts(path, config, loaded=loaded)
     except Exception as error:  # mlx and transformers raise what they like for a broken file
         log.debug("loading %s", path, exc_info=True)
@@ -2686,6 +2565,8 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
     markup = _markup(tokenizer)
     tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
     weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
+    hint = f"{name} {facts['model_type']}".lower()
+    family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
     context_length = _context_length(facts, tokenizer.model_max_length)
     return LoadedModel(
         model=model,
@@ -2693,7 +2574,7 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
         template=Template(tokenizer, config, **tags),
         model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
         path=path,
-        family=_family(config, f"{name} {facts['model_type']}"),
+        family=family if config.model_family == "auto" else config.model_family,
         revision=_revision(path),
         limit=min(context_length, config.max_kv_size),
         eos_ids=frozenset(tokenizer.eos_token_ids),
@@ -2704,13 +2585,6 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
             context_length=context_length,
         ),
     )
-
-
-def _family(config: Config, hint: str) -> str:
-    """MODEL_FAMILY or, where that is "auto", what the model's name and type say."""
-    if config.model_family != "auto":
-        return config.model_family
-    return next((name for name in ("qwen3", "glm4") if name[:-1] in hint.lower()), "generic")
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
@@ -2923,9 +2797,6 @@ class Ticket:
         self._wake()
 
 
-# -- sampling ------------------------------------------------------------------------------------
-
-
 def _greedy(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
@@ -2993,9 +2864,6 @@ def allowed_next(
     if any(len(opening) == len(said) for opening in fits):
         return set(), constraint.banned
     return {opening[len(said)] for opening in fits}, constraint.banned
-
-
-# -- rows and groups -----------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -3113,9 +2981,6 @@ class Group:
         return cache_bytes(self._batch.prompt_cache)
 
 
-# -- scheduling ----------------------------------------------------------------------------------
-
-
 class Scheduler:
     """Everything that happens on the model thread, one `turn` at a time."""
 
@@ -3153,8 +3018,6 @@ class Scheduler:
         if self.prefilling and (not self.groups or self._owed_seconds <= 0):
             row = next_to_prefill(self.prefilling)
             self._guarded([row], partial(self._prefill, row))
-
-    # -- admission --
 
     def _admit(self, job: Job, ticket: Ticket, *, submitted: float) -> bool:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
@@ -3229,8 +3092,6 @@ class Scheduler:
         lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
         return sorted({p for p in (*job.boundaries, *lattice, end) if offset < p <= end})
 
-    # -- prefill --
-
     def _prefill(self, row: Row) -> None:
         if row.to_prefill > 0:
             began = time.monotonic()
@@ -3272,8 +3133,6 @@ class Scheduler:
         if host is not group and fits and self.shape.can_batch:
             host.absorb(group)
             self.groups.remove(group)
-
-    # -- decode, end --
 
     def _decode(self, group: Group) -> None:
         for row, token, logprobs in group.step():
@@ -3356,7 +3215,7 @@ def _with_headroom(n_prompt: int) -> int:
 
 
 def next_to_prefill(rows: Sequence[Row]) -> Row:
-    """The row that needs least time; waiting for a slice counts against it, so that none starves."""
+    """The row that needs least time; waiting for a slice counts for it, so that none starves."""
     now = time.monotonic()
     return min(rows, key=lambda row: row.to_prefill / row.speed - (now - row.served) / 2)
 
@@ -3368,9 +3227,6 @@ def _logprobs(job: Job, token: int, *, logprobs: mx.array) -> tuple[Logprob, ...
     best: Any = mx.argsort(-logprobs)[: job.top_logprobs].tolist()
     values: Any = logprobs[mx.array([token, *best])].tolist()
     return ((values[0], tuple(zip(best, values[1:], strict=True))),)
-
-
-# -- the thread ----------------------------------------------------------------------------------
 
 
 class Engine:
@@ -3538,7 +3394,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  180
+# Budget  170
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -3551,11 +3407,6 @@ class Tags:
     think_start: str | None = None
     think_end: str | None = None
     tool_start: str | None = None
-
-    def pattern(self) -> Any:
-        """Finds any of them; without tags it finds nothing."""
-        known = [t for t in (self.think_start, self.think_end, self.tool_start) if t]
-        return regex.compile("|".join(map(regex.escape, known)) or "(?!)")
 
 
 class Piece(NamedTuple):
@@ -3585,12 +3436,12 @@ class _Strand:
         return text[:end]
 
     def take_held(self) -> str:
-        """Give the white space to the tag that follows it."""
+        """Give the white space to what follows it."""
         held, self._held = self._held, ""
         return held
 
     def note_tag(self) -> None:
-        """From here on the next text is the first one after a tag."""
+        """The next text is the first one after a tag."""
         self._held, self._after_tag = "", True
 
     def finish(self) -> str:
@@ -3608,10 +3459,10 @@ class _ReasoningStreamSplitter:
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
         self._tags = tags
-        self._pattern = tags.pattern()
+        known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
+        self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        self._reasoning = _Strand(after_tag=in_reasoning)
-        self._content = _Strand(after_tag=False)
+        self._reasoning, self._content = _Strand(after_tag=in_reasoning), _Strand(after_tag=False)
         self._tail = ""  # may become a tag
         self.in_call = False
 
@@ -3628,9 +3479,7 @@ class _ReasoningStreamSplitter:
         """
         if self.in_call:
             return [Piece("tool", text)] if text else []
-        if literal:
-            return self.restore(text)
-        return self._scan(text)
+        return self.restore(text) if literal else self._scan(text)
 
     def resume(self, rest: str, *, called: bool) -> list[Piece]:
         """Go on after a call, with the text that followed it.
@@ -3704,20 +3553,20 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 #     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
 #
 # A call's own first characters tell these three apart, whatever the model; others are read at their
-# end by mlx-lm's parser. One rule for all: a closing mark counts when what follows it is what the
-# format puts there, otherwise it is part of the value (a file may contain `</parameter>`).
-# Nothing leaves before a name is known and was offered: what is no call stays text, tags and all.
-# Then nothing can be taken back: arguments that stop making sense are closed, the rest is text.
+# end by mlx-lm's parser. A closing mark counts when what follows it is what the format puts there,
+# otherwise it is part of the value (a file may contain `</parameter>`). What is no call to a tool
+# that was offered stays text. Once a name has left, arguments that stop making sense are closed.
 #
 # Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  440
+# Budget  510
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 ParseCall = Callable[[str, Any], Any]  # mlx-lm's: (text between the tags, tools) -> call or calls
+NextId = Callable[[], str]
 
 
 def _compile(pattern: str) -> Any:
@@ -3725,8 +3574,7 @@ def _compile(pattern: str) -> Any:
     return regex.compile(pattern.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dialect:
+class _Dialect(NamedTuple):
     """One way to write a call between `<tool_call>` and `</tool_call>`."""
 
     sign: str  # in templates that speak it
@@ -3770,9 +3618,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
 }
-_NAME: Final = _compile(
-    r"<tool_call>\s*(?:" + "|".join(dialect.name for dialect in _DIALECTS.values()) + ")"
-)
+_NAME: Final = _compile(r"<tool_call>\s*(?:" + "|".join(d.name for d in _DIALECTS.values()) + ")")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3810,16 +3656,13 @@ def tool_openings(
     if tool_format.dialect == "foreign":
         return [tool_format.start]
     opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
-    return [
-        opening.format(
-            gap=tool_format.gap,
-            name=offered,
-            json=_json(offered),
-            required="<arg_key>" if parameters.get("required") else "",
-        )
-        for offered, parameters in _parameters_by_name(tools).items()
-        if name in (None, offered)
-    ]
+    openings = []
+    for offered, parameters in _parameters_by_name(tools).items():
+        if name in (None, offered):
+            required = "<arg_key>" if parameters.get("required") else ""
+            slots = {"name": offered, "json": _json(offered), "required": required}
+            openings.append(opening.format(gap=tool_format.gap, **slots))
+    return openings
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -3874,11 +3717,7 @@ def _schema_types(schema: object) -> set[str]:
 
 
 def _value_as_json(text: str, types: set[str]) -> str:
-    """A complete value as JSON: what it reads as if its types allow that, otherwise a string.
-
-    Where nothing is known of its types, what reads as anything but a string is that: templates
-    print strings bare and all else as JSON.
-    """
+    """A complete value as JSON: what it reads as if its types (none: any) allow it, or a string."""
     literal = _PYTHON_LITERALS.get(text.strip(), text)
     try:
         value = json.loads(literal, strict=False)
@@ -3924,6 +3763,7 @@ class _TaggedArguments(_ArgumentReader):
         self._parameters = parameters
         self._comma = ""
         self._types: set[str] | None = None  # of the value it is in
+        self._is_string = False
         self._parts: list[str] = []  # of that value, unless it is a string
 
     def _step(self) -> str | None:
@@ -3936,11 +3776,11 @@ class _TaggedArguments(_ArgumentReader):
         self.unread = self.unread[match.end() if match else 0 :]
         if not match or match["end"]:
             return self.finish()
-        return self._open_value(match["key"].strip()) if match["key"] else ""
-
-    def _open_value(self, key: str) -> str:
-        schemas, others = self._parameters.get("properties"), "additionalProperties"
-        self._types = _schema_types(_mapping(schemas).get(key, self._parameters.get(others)))
+        if not match["key"]:
+            return ""
+        key, schemas = match["key"].strip(), _mapping(self._parameters.get("properties"))
+        self._types = _schema_types(schemas.get(key, self._parameters.get("additionalProperties")))
+        self._is_string = self._types == {"string"}
         comma, self._comma = self._comma, ", "
         return f"{comma}{_json(key)}: " + '"' * self._is_string
 
@@ -3965,10 +3805,6 @@ class _TaggedArguments(_ArgumentReader):
     def _close(self) -> str:
         return self._close_value() + "}"
 
-    @property
-    def _is_string(self) -> bool:
-        return self._types == {"string"}
-
 
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
@@ -3987,10 +3823,7 @@ _CLOSED: Final = str.maketrans("{[", "}]")
 
 
 class _JsonArguments(_ArgumentReader):
-    """JSON as generated, in pieces that quotes and brackets are enough to close.
-
-    So a member leaves when its value begins: with its comma and key, and a number as a whole.
-    """
+    """JSON as generated; members leave when their values begin: closing all then makes it valid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -4041,9 +3874,7 @@ class ToolCallStream:
     After a `Heard` with a rest the call is over and the next text opens another.
     """
 
-    def __init__(
-        self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: Callable[[], str]
-    ) -> None:
+    def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: NextId) -> None:
         self.n_calls = 0  # complete ones
         self._format = tool_format
         self._tools = list(tools)
@@ -4057,9 +3888,9 @@ class ToolCallStream:
         self._raw += text
         if self._reader:
             return self._hear(self._reader, self._reader.feed(text))
-        is_native = self._format.dialect != "foreign"
-        name = _NAME.match(self._raw.lstrip(), partial=True) if is_native else None
-        if name is None:
+        is_foreign = self._format.dialect == "foreign"
+        name = None if is_foreign else _NAME.match(self._raw.lstrip(), partial=True)
+        if not name:
             return self._hear_whole()
         return Heard() if name.partial else self._hear_name(name)
 
@@ -4073,10 +3904,8 @@ class ToolCallStream:
     def _hear_name(self, match: Any) -> Heard:
         name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
         self._id = self._next_id() if name in self._offered else ""
-        reader: _ArgumentReader = _JsonArguments()
-        if dialect.key:
-            reader = _TaggedArguments(dialect, self._offered.get(name, {}))
-        self._reader = reader
+        tagged = dialect.key and _TaggedArguments(dialect, self._offered.get(name, {}))
+        self._reader = reader = tagged or _JsonArguments()
         return self._hear(reader, "{" + reader.feed(match.string[match.end() :]), name=name)
 
     def _hear(self, reader: _ArgumentReader, arguments: str, *, name: str | None = None) -> Heard:
@@ -4091,11 +3920,11 @@ class ToolCallStream:
         return Heard(deltas=deltas, text=text, rest=rest, is_call=is_call)
 
     def _hear_whole(self, *, finished: bool = False) -> Heard:
-        """Read a call that can only be understood at its end, or find that it is none."""
+        """Read a foreign call, at its end; in our dialects this is a tag, but no call."""
         before, start, body = self._raw.partition(self._format.start)
-        if self._format.dialect != "foreign" and not body.lstrip().startswith("{"):
+        if self._format.dialect != "foreign":
             self._raw = ""
-            return Heard(text=before + start, rest=body)  # a tag, but no call
+            return Heard(text=before + start, rest=body)
         body, end, rest = body.partition(self._format.end) if self._format.end else (body, "", "")
         if not end and not finished:
             return Heard()
@@ -4117,18 +3946,17 @@ class ToolCallStream:
         parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
         try:
             calls = [_name_and_arguments(call) for call in _listed(parse(body, self._tools))]
+            return calls if all(name in self._offered for name, _ in calls) else []
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return []
-        return calls if all(name in self._offered for name, _ in calls) else []
 
 
 def _name_and_arguments(call: Tool) -> tuple[str, str]:
     """Read one parsed call. Raises KeyError, TypeError or ValueError where it is none."""
-    call = call.get("function", call)
-    arguments = call.get("arguments", call.get("parameters", {}))
+    arguments = call.get("arguments", {})
     if isinstance(arguments, str):
         arguments = json.loads(arguments, strict=False)
-    return str(call["name"]), _json(dict(arguments))
+    return call["name"], _json(dict(arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -4184,18 +4012,7 @@ class ReplyStream:
     def reply(self) -> Reply:
         """Return the join of all deltas: what a client that reads the stream has."""
         parts = [delta.call for delta in self._deltas if delta.call]
-        arguments: dict[int, list[str]] = {part.index: [] for part in parts}
-        for part in parts:
-            arguments[part.index].append(part.arguments)
-        calls = [
-            {
-                "id": part.id,
-                "type": "function",
-                "function": {"name": part.name, "arguments": "".join(arguments[part.index])},
-            }
-            for part in parts
-            if part.name is not None
-        ]
+        calls = [_whole_call(part, parts) for part in parts if part.name is not None]
         return Reply(self._text("content"), self._text("reasoning"), calls)
 
     def _text(self, kind: str) -> str | None:
@@ -4210,19 +4027,20 @@ class ReplyStream:
 
     def _go_on(self, heard: Heard) -> list[Piece]:
         self._deltas += [Delta("tool", call=delta) for delta in heard.deltas]
-        pieces = self._splitter.restore(heard.text) if heard.text else []
+        pieces = self._splitter.restore(heard.text)
         if heard.rest is not None:
             pieces += self._splitter.resume(heard.rest, called=heard.is_call)
         return pieces
 
 
+def _whole_call(first: ToolCallDelta, parts: list[ToolCallDelta]) -> dict[str, Any]:
+    arguments = "".join(part.arguments for part in parts if part.index == first.index)
+    function = {"name": first.name, "arguments": arguments}
+    return {"id": first.id, "type": "function", "function": function}
+
+
 def _extract_openai_tool_calls(
-    text: str,
-    tags: Tags,
-    *,
-    tool_format: ToolFormat,
-    tools: Sequence[Tool],
-    next_id: Callable[[], str],
+    text: str, tags: Tags, *, tool_format: ToolFormat, tools: Sequence[Tool], next_id: NextId
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the content and the calls of a whole reply, exactly as a stream of it gives them."""
     calls = ToolCallStream(tool_format, tools, next_id=next_id)
@@ -4245,44 +4063,27 @@ def _extract_openai_tool_calls(
 # A streamed and a whole answer read the same deltas, so they say the same. Iterators yield None
 # when nothing is new for a while: HTTP then looks whether the client is still there.
 #
-# Doors   ServerState, KeepAwake, Answer, Bodies, health_body, status_body, models_body, model_body
+# Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  450
+# Budget  460
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 
 
-class KeepAwake:
-    """macOS sleeps in the middle of a long prefill unless somebody runs `caffeinate`."""
-
-    def __init__(self, config: Config) -> None:
-        wanted = config.keep_awake and sys.platform == "darwin"
-        self._command = shutil.which("caffeinate") if wanted else None
-        self._lock = threading.Lock()
-        self._n_requests = 0
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep the machine awake inside; it may sleep again when the last request is out."""
-        self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._n_requests += change
-            if self._command and self._n_requests and self._process is None:
-                self._process = subprocess.Popen([self._command, "-i"])
-            elif self._process is not None and not self._n_requests:
-                self._process.terminate()
-                self._process.wait()
-                self._process = None
+@contextmanager
+def kept_awake(config: Config) -> Iterator[None]:
+    """KEEP_AWAKE: macOS does not sleep inside; elsewhere there is no `caffeinate` to run."""
+    command = shutil.which("caffeinate") if config.keep_awake else None
+    process = subprocess.Popen([command, "-i"]) if command else None
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.terminate()
+            process.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -4294,11 +4095,7 @@ class ServerState:
     metrics: CacheMetrics
     SESSION_INDEX: SessionIndex
     session_log: SessionLog
-    keep_awake: KeepAwake
     started: int  # Unix seconds
-
-
-# -- prepare -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -4382,11 +4179,7 @@ def _tool_format(loaded: LoadedModel) -> ToolFormat | None:
 
 
 def _constraint(
-    loaded: LoadedModel,
-    request: ChatRequest,
-    *,
-    in_reasoning: bool,
-    tool_format: ToolFormat | None,
+    loaded: LoadedModel, request: ChatRequest, *, in_reasoning: bool, tool_format: ToolFormat | None
 ) -> Constraint | None:
     """tool_choice as a rule for the logits. Raises BadRequest where the model has no tool calls."""
     choice, encode = request.tool_choice, loaded.template.encode
@@ -4406,9 +4199,6 @@ def _constraint(
         openings=tuple(tuple(encode(gap + opening)) for opening in openings),
         after=think_end[0] if thinking else None,
     )
-
-
-# -- listen --------------------------------------------------------------------------------------
 
 
 class StopStrings:
@@ -4505,9 +4295,6 @@ def new_call_id() -> str:
     return "call_" + uuid.uuid4().hex[:24]
 
 
-# -- answer --------------------------------------------------------------------------------------
-
-
 class Answer:
     """One request on its way, to be closed. Making one raises what can still be a status code."""
 
@@ -4569,7 +4356,7 @@ class Answer:
 
     def _listen(self) -> Iterator[list[Delta] | None]:
         """Deltas as they come; returns when the turn is noted. Raises what ended it instead."""
-        with self._state.keep_awake.held():
+        with kept_awake(self._state.config):
             while self._end is None:
                 match self._ticket.next_event(TICK_SECONDS):
                     case None | Progress():
@@ -4611,8 +4398,6 @@ class Answer:
             return chat_logprobs(entries)
         start, self._offset = self._offset, self._offset + sum(len(e.token) for e in entries)
         return completion_logprobs(entries, start=start)
-
-    # -- close --
 
     def _finish_reason(self) -> FinishReason:
         if self._listener.n_calls:
@@ -4674,9 +4459,6 @@ def _streamed(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [{**opened, "function": {"name": call.name, **function}}]}
 
 
-# -- what the server says of itself --------------------------------------------------------------
-
-
 def health_body(state: ServerState) -> dict[str, Any]:
     """`status` is "ok" only while the model thread lives and the model is loaded."""
     said = {"ready": "ok", "loading": "loading", "dead": "error"}[state.engine.state]
@@ -4734,7 +4516,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
-# Budget  380
+# Budget  280
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -4871,35 +4653,20 @@ class Handler(BaseHTTPRequestHandler):
             raise MethodNotAllowed(f"{path} takes {allowed}, not {self.command}", allowed=allowed)
         route(self)
 
-    # -- routes -------------------------------------------------------------------------------
-
     def _get_health(self) -> None:
         body = health_body(self.server.state)
         self._send_json(200 if body["status"] == "ok" else 503, body)
 
-    def _get_status(self) -> None:
-        self._send_json(200, status_body(self.server.state))
-
-    def _get_models(self) -> None:
-        self._send_json(200, models_body(self.server.state))
-
-    def _get_model(self) -> None:
-        self._send_json(200, model_body(self.server.state, self._model_id))
-
-    def _post_chat(self) -> None:
-        self._generate(ChatRequest.from_chat)
-
-    def _post_completion(self) -> None:
-        self._generate(ChatRequest.from_completion)
-
     _ROUTES: ClassVar[Mapping[str, Mapping[str, Callable[[Handler], None]]]] = {
         "/": {"GET": _get_health},
         "/health": {"GET": _get_health},
-        "/v1/status": {"GET": _get_status},
-        "/v1/models": {"GET": _get_models},
-        "/v1/models/*": {"GET": _get_model},
-        "/v1/chat/completions": {"POST": _post_chat},
-        "/v1/completions": {"POST": _post_completion},
+        "/v1/status": {"GET": lambda h: h._send_json(200, status_body(h.server.state))},
+        "/v1/models": {"GET": lambda h: h._send_json(200, models_body(h.server.state))},
+        "/v1/models/*": {
+            "GET": lambda h: h._send_json(200, model_body(h.server.state, h._model_id))
+        },
+        "/v1/chat/completions": {"POST": lambda h: h._generate(ChatRequest.from_chat)},
+        "/v1/completions": {"POST": lambda h: h._generate(ChatRequest.from_completion)},
     }
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
@@ -4907,12 +4674,8 @@ class Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         raw = self._body().read()
         self._has_unread_body = False
-        request = parse(
-            parse_json_body(raw),
-            state.config,
-            request_id=uuid.uuid4().hex,
-            headers=headers,
-        )
+        body, request_id = parse_json_body(raw), uuid.uuid4().hex
+        request = parse(body, state.config, request_id=request_id, headers=headers)
         with closing(Answer(state, request)) as answer:
             if request.stream:
                 self._send_events(answer.chunks())
@@ -4927,8 +4690,6 @@ class Handler(BaseHTTPRequestHandler):
             self._check_client()
         raise GenerationFailed("the reply never came")
 
-    # -- reading ------------------------------------------------------------------------------
-
     @override
     def handle_expect_100(self) -> bool:
         """Do not invite a body that would be refused."""
@@ -4941,8 +4702,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> RequestBody:
         return RequestBody(self.headers, self.rfile, limit=self.server.state.config.max_body_bytes)
-
-    # -- writing ------------------------------------------------------------------------------
 
     def _check_client(self) -> None:
         """Raise ClientGone if the other end closed. A pipelined request is not a goodbye."""
@@ -5036,11 +4795,10 @@ class Handler(BaseHTTPRequestHandler):
 # Doors   build_state, main
 # Knows   CONFIG, LOG, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  170
+# Budget  130
 # ==============================================================================
 
 _FILES_WANTED = 4096
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _USAGE = """usage: start-llm.py
 
 Every setting is an environment variable or a line of .env beside this file; .env.example lists
@@ -5060,22 +4818,8 @@ def build_state(config: Config) -> ServerState:
         metrics=metrics,
         SESSION_INDEX=SessionIndex(config),
         session_log=SessionLog(config),
-        keep_awake=KeepAwake(config),
         started=int(time.time()),
     )
-
-
-def _settings(folder: Path) -> Mapping[str, str]:
-    """The environment, over `.env` beside this file."""
-    written = {k: v for k, v in dotenv_values(folder / ".env").items() if v is not None}
-    return {**written, **os.environ}
-
-
-def _addresses(host: str, port: int) -> list[tuple[str, int]]:
-    """Where to listen: `localhost` may mean either loopback, so a loopback host means both."""
-    if host in ("127.0.0.1", "localhost", "::1"):
-        return [("127.0.0.1", port), ("::1", port)]
-    return [(host, port)]
 
 
 def _is_taken(address: tuple[str, int]) -> bool:
@@ -5090,7 +4834,10 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
     slots = threading.BoundedSemaphore(config.max_connections)
     servers: list[LLMServer] = []
-    for address in _addresses(config.mlx_host, config.mlx_port):
+    # `localhost` may mean either loopback, so a loopback host means both.
+    is_loopback = config.mlx_host in ("127.0.0.1", "localhost", "::1")
+    for host in ("127.0.0.1", "::1") if is_loopback else (config.mlx_host,):
+        address = (host, config.mlx_port)
         try:
             if _is_taken(address):
                 raise OSError(errno.EADDRINUSE, "in use")
@@ -5148,9 +4895,10 @@ def main() -> int:
     if len(sys.argv) > 1:
         sys.stderr.write(_USAGE + "\n")
         return 0 if sys.argv[1] in ("-h", "--help") else 2
-    settings = _settings(Path(__file__).resolve().parent)
+    written = dotenv_values(Path(__file__).resolve().parent / ".env")
+    settings = {k: v for k, v in {**written, **os.environ}.items() if v is not None}
     stop = threading.Event()
-    for number in _STOP_SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: stop.set())
     try:
         config = Config.from_env(settings)

@@ -18,18 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "scripts")]
-
-import install_and_run
-import make_demo_model
 import report
 import sections
+from loading import install_and_run, make_demo_model
 from report import Line
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -42,7 +37,7 @@ def with_openblas() -> str:
 
     Both servers and all that runs in this process inherit it.
     """
-    environ = install_and_run.server_environment(Path(sys.prefix), os.environ)
+    environ = install_and_run().server_environment(Path(sys.prefix), os.environ)
     if environ.get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.argv], environ)
@@ -79,10 +74,11 @@ class Bench:
 
     def model(self, kind: str, **size: int) -> Path:
         """The folder of a model of this kind and size, fp32, made on first use."""
-        recipe = make_demo_model.choose_recipe(kind, **size)
+        maker = make_demo_model()
+        recipe = maker.choose_recipe(kind, **size)
         named = "".join(f"-{key}{value}" for key, value in size.items())
         folder = self._models / f"{kind}{named}"
-        make_demo_model.make_model(folder, recipe)
+        maker.make_model(folder, recipe)
         return folder
 
     def say(self, text: str) -> None:
@@ -115,29 +111,27 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(chosen: Mapping[str, Callable[[Bench], Iterator[Line]]], *, quick: bool) -> list[Line]:
-    """All lines; a section that fails is reported as a line, and the others go on."""
+def measure(name: str, *, quick: bool) -> list[Line]:
+    """One section's lines; a failure is reported as a line, and other sections go on."""
     lines: list[Line] = []
-    for name, section in chosen.items():
-        began = time.monotonic()
-        with bench(quick=quick) as one:
-            try:
-                for line in section(one):
-                    lines.append(line)
-                    console.print(" | ".join(line.cells), highlight=False)
-            except Exception as error:  # noqa: BLE001  one section must not cost the others
-                console.print_exception()
-                lines.append(Line(name, f"failed: {error!r:.80}", met=False))
-        console.print(f"[dim]{name}: {time.monotonic() - began:.0f} s[/]")
+    began = time.monotonic()
+    with bench(quick=quick) as one:
+        try:
+            for line in sections.ALL[name](one):
+                lines.append(line)
+                console.print(" | ".join(line.cells), highlight=False, soft_wrap=True)
+        except Exception as error:  # noqa: BLE001  one section must not cost the others
+            console.print_exception()
+            lines.append(Line(name, f"failed: {error!r:.80}", met=False))
+    console.print(f"[dim]{name}: {time.monotonic() - began:.0f} s[/]")
     return lines
 
 
 def main() -> int:
     arguments = read_arguments()
     about = f"Measured on {machine(with_openblas())}, with `{' '.join(['python', *sys.argv])}`."
-    console.print(about, highlight=False)
-    chosen = {name: sections.ALL[name] for name in arguments.only}
-    lines = measure(chosen, quick=arguments.quick)
+    console.print(about, highlight=False, soft_wrap=True)
+    lines = [line for name in arguments.only for line in measure(name, quick=arguments.quick)]
     console.print(report.rich_table(lines))
     if arguments.json:
         written = {"about": about, "lines": report.as_json(lines)}

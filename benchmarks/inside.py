@@ -9,7 +9,6 @@ A program of its own has a clean peak, and its time is not mixed with the client
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import threading
@@ -18,27 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
-from servers import START_LLM
+from loading import start_llm
 from workload import Body, Words, chat
 
-
-def start_llm() -> ModuleType:
-    """start-llm.py as a module: its name has a hyphen."""
-    if "start_llm" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("start_llm", START_LLM)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["start_llm"] = module  # before exec: dataclasses look their module up by name
-        spec.loader.exec_module(module)
-    return sys.modules["start_llm"]
-
-
-# The server, timed ---------------------------------------------------------------------------------
+# The server, timed ------------------------------------------------------------------------------
 
 
 class TimedModel:
@@ -86,7 +72,7 @@ def serve() -> None:
     raise SystemExit(server.main())
 
 
-# The engine, without HTTP --------------------------------------------------------------------------
+# The engine, without HTTP -----------------------------------------------------------------------
 
 
 class InProcess:
@@ -144,7 +130,7 @@ def in_process(folder: Path) -> Iterator[InProcess]:
             one.stop()
 
 
-# Memory --------------------------------------------------------------------------------------------
+# Memory -----------------------------------------------------------------------------------------
 
 
 def memory(folder: Path, n_tokens: int) -> Body:
@@ -187,7 +173,7 @@ def branches(one: InProcess, words: Words, token_bytes: int, *, n_prefix: int) -
     return {"peak": peak, "at_rest": at_rest, "kv": unique * token_bytes, "prefix": cached}
 
 
-# Checkpoints ---------------------------------------------------------------------------------------
+# Checkpoints ------------------------------------------------------------------------------------
 
 
 @contextmanager

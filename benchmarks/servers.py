@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from loading import START_LLM
 
-ROOT = Path(__file__).resolve().parents[1]
-START_LLM = Path(os.environ.get("START_LLM") or ROOT / "start-llm.py")
 OURS, THEIRS = "start-llm", "mlx_lm.server"
 START_SECONDS = 120.0
 REPLY_SECONDS = 900.0
@@ -155,7 +154,7 @@ def join_calls(calls: dict[int, Body], deltas: Any) -> None:
         calls[index]["function"]["arguments"] += function.get("arguments") or ""
 
 
-# Processes -----------------------------------------------------------------------------------------
+# Processes --------------------------------------------------------------------------------------
 
 
 def free_port() -> int:

@@ -6,6 +6,8 @@ any server but what was sent and what came back.
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 import re
 import threading
@@ -39,9 +41,9 @@ class Words:
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self.tokenizer = tokenizer
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
         self._words = sorted(set(re.findall(r"[a-z]{3,}", CORPUS.read_text("utf-8"))))
-        sample = " ".join(self._random.choices(self._words, k=2000))
+        sample = " ".join(self.random.choices(self._words, k=2000))
         self._per_word = self.count(sample) / 2000
 
     def count(self, text: str) -> int:
@@ -49,7 +51,7 @@ class Words:
 
     def text(self, n_tokens: int) -> str:
         """Words and paragraphs of about `n_tokens`."""
-        words = self._random.choices(self._words, k=max(1, round(n_tokens / self._per_word)))
+        words = self.random.choices(self._words, k=max(1, round(n_tokens / self._per_word)))
         lines = [" ".join(words[at : at + 12]) for at in range(0, len(words), 12)]
         return "\n".join(lines)
 
@@ -90,7 +92,7 @@ def endless(tokenizer: Any, n_out: int) -> Body:
     return {"logit_bias": {str(token): -100.0 for token in ids}, "max_tokens": n_out}
 
 
-# The fewest tokens ---------------------------------------------------------------------------------
+# The fewest tokens ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -104,14 +106,16 @@ class Past:
 class Ledger:
     """Prompt length minus the longest prefix of anything before.
 
-    On models that cannot be rewound: minus the deepest boundary in that prefix (start of a message,
-    last token of the prompt, end of the reply).
+    On models that cannot be rewound: minus the deepest position in that prefix where a state is
+    worth keeping: end of the head, the last question and what follows it, ends of prompt and reply.
     """
 
     def __init__(self, tokenizer: Any, *, rewindable: bool) -> None:
         self._tokenizer = tokenizer
         self._rewindable = rewindable
         self._turn_start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        self._result_start = tokenizer.convert_tokens_to_ids("<tool_response>")
+        self._user = tokenizer.encode("user", add_special_tokens=False)[0]
         self._pasts: list[Past] = []
 
     def render(self, messages: list[Body], *, is_prompt: bool) -> np.ndarray:
@@ -142,16 +146,19 @@ class Ledger:
         if not np.array_equal(whole[: len(prompt)], prompt):
             whole = prompt  # the template rewrote the past: only the prompt is sure
         tokens = whole[: len(prompt) + reply.n_out]
-        starts = np.flatnonzero(tokens == self._turn_start)
+        starts = np.flatnonzero(prompt == self._turn_start)
+        recent = starts[starts >= max(start for start in starts if self._asks(prompt, start))]
         ends = [len(prompt) - 1, len(tokens) - 1, len(tokens)]
-        self._pasts.append(Past(tokens, np.unique([*starts, *ends])))
+        self._pasts.append(Past(tokens, np.unique([starts[1], *recent, *ends])))
+
+    def _asks(self, prompt: np.ndarray, start: int) -> bool:
+        """A user's message, not a tool's result, which is rendered as one."""
+        opening = prompt[start + 1 : start + 6]
+        return bool(opening[0] == self._user and self._result_start not in opening)
 
 
 def parsed_arguments(messages: list[Body]) -> list[Body]:
     """Arguments as objects: as text they crash real templates, so both servers parse them too."""
-    import copy
-    import json
-
     messages = copy.deepcopy(messages)
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -213,7 +220,7 @@ class Client:
         self._ledger.note(messages, prompt, reply)
 
 
-# Scenarios -----------------------------------------------------------------------------------------
+# Scenarios --------------------------------------------------------------------------------------
 
 
 class Conversation:

@@ -258,6 +258,21 @@ def test_eviction_is_by_value_and_keeps_what_branches_need():
     assert often.depth >= 1300, "the line that was used most was evicted first"
 
 
+def test_requests_cancelled_before_they_fed_anything_push_nothing_out():
+    cache = make_cache(prompt_cache_max_entries_global=8)
+    rows = [begin(cache, list(range(300)) + [1000 + i] * 700) for i in range(3)]
+    pasts = []
+    for row, _ in rows:
+        advance(cache, row, 1000)
+        pasts.append(end(cache, row))
+    for i in range(30):
+        row, reuse = begin(cache, list(range(300)) + [5000 + i] * 20)
+        assert reuse.depth == 300
+        end(cache, row)
+    assert len(cache.lines) <= 8
+    assert all(cache.find(prompt_of([*past, 1])).depth == len(past) for past in pasts)
+
+
 def test_nothing_fits_what_cannot_fit():
     cache = make_cache(max_bytes=1000)
     assert not cache.evict_to_fit(2000)

@@ -51,7 +51,10 @@ class Model:
 
 
 def cache_depth(cache):
-    return max((getattr(c, "offset", 0) for c in cache if isinstance(getattr(c, "offset", 0), int)), default=1)
+    return max(
+        (getattr(c, "offset", 0) for c in cache if isinstance(getattr(c, "offset", 0), int)),
+        default=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,9 @@ class Bench:
 
     def submit(self, tokens, n=8, boundaries=(), **fields):
         job = s.Job(
-            prompt=s.Prompt(b"r", np.asarray(tokens, np.int32), s._block_hashes(tokens, 16, root=b"r")),
+            prompt=s.Prompt(
+                b"r", np.asarray(tokens, np.int32), s._block_hashes(tokens, 16, root=b"r")
+            ),
             boundaries=tuple(boundaries),
             max_tokens=n,
             sampling=fields.pop("sampling", GREEDY),
@@ -156,7 +161,7 @@ def words(rng, n):
     return rng.integers(10, VOCAB, n).tolist()
 
 
-# -- scenarios: each returns [(ticket, ids, end, fewest)] ---------------------------------------------
+# -- scenarios: each returns [(ticket, ids, end)]
 
 
 def append_only(b, rng):
@@ -294,7 +299,7 @@ def test_warm_logits_are_cold_logits(bench, kind, scenario):
         assert any(end.cached for _, _, end in results), "nothing was reused: this tested nothing"
 
 
-# -- planted faults: the test above must notice every one ---------------------------------------------
+# -- planted faults: the test above must notice every one
 
 
 def one_token_too_many(monkeypatch):
@@ -303,7 +308,9 @@ def one_token_too_many(monkeypatch):
 
 
 def skipped_token(monkeypatch):
-    monkeypatch.setattr(s, "_remaining_prefill", lambda t, offset: t[offset + (offset > 0) : -1] or t[-2:-1])
+    monkeypatch.setattr(
+        s, "_remaining_prefill", lambda t, offset: t[offset + (offset > 0) : -1] or t[-2:-1]
+    )
 
 
 def doubled_token(monkeypatch):
@@ -313,7 +320,9 @@ def doubled_token(monkeypatch):
 def shared_state(monkeypatch):
     monkeypatch.setattr(s, "_fresh_handles", lambda state: state)
     monkeypatch.setattr(s, "_copied_state", lambda state: state)
-    monkeypatch.setattr(s.Span, "cut", lambda span, start, end: span if start == 0 else real_cut(span, start, end))
+    monkeypatch.setattr(
+        s.Span, "cut", lambda span, start, end: span if start == 0 else real_cut(span, start, end)
+    )
 
 
 def stale_checkpoint(monkeypatch):
@@ -364,11 +373,13 @@ def test_a_failure_while_starting_costs_that_request_and_nothing_after_it(bench,
         b.finish(ticket)
     monkeypatch.setattr(s, "lend_span", real)
     for _ in range(2):
-        ids, end, ticket = b.ask(past + first + words(rng, 10))
+        ids, _, ticket = b.ask(past + first + words(rng, 10))
         assert b.worst(ticket, ids) == 0.0
 
 
-def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them(bench, monkeypatch):
+def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them(
+    bench, monkeypatch
+):
     b, rng = bench("qwen3_5"), np.random.default_rng(3)
     past = words(rng, 400)
     for fail_at in (1, 2, 5):

@@ -250,8 +250,11 @@ def test_nothing_is_prefilled_twice(served, cold, kind, table, scenario):
 
 def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
     talks = [Talk(served, seed) for seed in range(200, 208)]
+    shared = {"role": "system", "content": talks[0].words(700)}  # rows that long need no padding
+    for talk in talks:
+        talk.messages[0] = shared
     endless = {str(served.scribe.end): -100}
-    wanted = {"temperature": 0.8, "logit_bias": endless, "max_tokens": 100, "tools": TOOLS}
+    wanted = {"temperature": 0.8, "logit_bias": endless, "max_tokens": 200, "tools": TOOLS}
     alone = served.ask(talks[3].messages, seed=3, **wanted)
     served.forget()
     everyone_asked = threading.Event()
@@ -289,13 +292,17 @@ def test_arguments_leave_before_the_last_token_of_their_call_is_generated(served
     assert in_time == [True]
 
 
+# Cut off after five tokens, a thought ends in one of these words, which may still become a stop.
+CUT = {"max_tokens": 5, "stop": [f" {word} moon" for word in ("the", "this", "that", "these")]}
+
+
 def test_streamed_and_whole_answers_are_the_same(served):
     for seed in range(20):
-        talk = Talk(served, 400 + seed)
-        thinking = {"extra_body": {"enable_thinking": seed % 2 == 0}}
-        streamed, whole = (served.ask(talk.messages, stream=x, **thinking) for x in (True, False))
+        talk, is_thinking = Talk(served, 400 + seed), seed % 2 == 0
+        fields = {"extra_body": {"enable_thinking": is_thinking}, **(CUT if seed % 4 == 0 else {})}
+        streamed, whole = (served.ask(talk.messages, stream=x, **fields) for x in (True, False))
         assert streamed.said == whole.said
         assert streamed.finish_reason == whole.finish_reason
         assert streamed.n_generated == whole.n_generated
-        assert ("reasoning_content" in whole.said) == (seed % 2 == 0)
-    assert {one.finish_reason for one in served.exchanges} == {"stop", "tool_calls"}
+        assert ("reasoning_content" in whole.said) == is_thinking
+    assert {one.finish_reason for one in served.exchanges} == {"stop", "tool_calls", "length"}
