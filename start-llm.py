@@ -1058,7 +1058,7 @@ class _Encoder:
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    # encode() keeps the GIL all along (200 ms for 100k tokens); a batch of one lets go of it
+    # why(L-32): encode() would stop every other thread for as long as it takes.
     return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
 
@@ -1713,8 +1713,8 @@ def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
 def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
     """Grow attention buffers that cannot hold `tokens`, to `roomy` tokens at once.
 
-    Upstream copies a full buffer every 256 tokens. One array at a time, so that at most one of
-    them exists twice. Empty leaves stay empty.
+    Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
+    One array at a time, so that at most one of them exists twice. Empty leaves stay empty.
     """
     for leaf in _attention(cache):
         if leaf.keys is None or leaf.keys.shape[2] >= tokens:
@@ -2062,7 +2062,7 @@ class LRUPromptCache:
         self._forget(line)
 
     def mend(self) -> None:
-        """Forget lines that an exception left without their KV, and what builds on them."""
+        """Forget lines that an exception left without KV, and what builds on them (L-34)."""
         for line in [x for x in self.lines if x.lender is None and x.span is None]:
             self.drop(line)
 
@@ -2682,8 +2682,9 @@ def _in_gb(nbytes: float) -> str:
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
 SLICE_ALONE_SECONDS: Final = 0.4  # of prefill before anything else is looked at
 SLICE_MIN_TOKENS: Final = 64
-SPEED_GUESS: Final = 1000.0  # tokens per second, for a row's first slice
+SPEED_GUESS: Final = 2000.0  # tokens per second, for a row's first slice
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
+BURST_SECONDS: Final = 1.5  # of decoding that short prefills may borrow
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
@@ -3014,10 +3015,16 @@ class Scheduler:
         began = time.monotonic()
         for group in list(self.groups):
             self._guarded(list(group.rows), partial(self._decode, group))
-        self._owed_seconds -= time.monotonic() - began
-        if self.prefilling and (not self.groups or self._owed_seconds <= 0):
-            row = next_to_prefill(self.prefilling)
+        self._owed_seconds = max(0.0, self._owed_seconds - (time.monotonic() - began))
+        if self.prefilling and self._may_prefill(row := next_to_prefill(self.prefilling)):
             self._guarded([row], partial(self._prefill, row))
+
+    def _may_prefill(self, row: Row) -> bool:
+        """Decoding gets what it is owed first, but a row about to join it need not wait for that:
+        of several short requests at once the first ones would decode alone, step by costly step.
+        """
+        is_short = row.to_prefill < row.speed * SLICE_SECONDS
+        return not self.groups or self._owed_seconds <= (BURST_SECONDS if is_short else 0.0)
 
     def _admit(self, job: Job, ticket: Ticket, *, submitted: float) -> bool:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
@@ -3048,7 +3055,7 @@ class Scheduler:
         if reuse.promised - reuse.depth < WAIT_GAIN_TOKENS or reuse.line is None:
             return False
         row = reuse.line.lender
-        if self.shape.has_state and isinstance(row, Row):
+        if isinstance(row, Row):
             row.stops = sorted({*row.stops, reuse.promised})
         return True
 
@@ -3105,7 +3112,8 @@ class Scheduler:
             row.line.end = row.fed
             row.served = time.monotonic()
             row.speed = len(pending) / max(row.served - began, 1e-6)
-            self._owed_seconds = (row.served - began) * DECODE_SHARE
+            owed = self._owed_seconds if self.groups else 0.0
+            self._owed_seconds = owed + (row.served - began) * DECODE_SHARE
             row.ticket.put(Progress(row.fed, row.job.n_prompt, row.reuse.depth))
         if row.stops and row.fed == row.stops[0]:
             row.stops.pop(0)
@@ -3115,11 +3123,13 @@ class Scheduler:
 
     def _slice_length(self, row: Row) -> int:
         """Tokens of the next slice: to the next stop, and short while others wait their turn."""
-        to_stop = (row.stops[0] - row.fed) if row.stops else row.to_prefill
+        to_stop = min([row.to_prefill, *(stop - row.fed for stop in row.stops[:1])])
         shared = bool(self.groups or self.waiting or len(self.prefilling) > 1)
         seconds = SLICE_SECONDS if shared else SLICE_ALONE_SECONDS
         timely = max(SLICE_MIN_TOKENS, int(row.speed * seconds))
-        return min(row.to_prefill, to_stop, timely, self.config.prefill_step_size)
+        length = min(to_stop, timely, self.config.prefill_step_size)
+        # Those who wait for this stop would not wait for so small a rest, and prefill it each.
+        return to_stop if to_stop - length < WAIT_GAIN_TOKENS else length
 
     def _begin_decode(self, row: Row) -> None:
         """Decode in the group whose rows are most alike in length, or in one of its own."""

@@ -9,6 +9,7 @@ A program of its own has a clean peak, and its time is not mixed with the client
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import threading
@@ -58,7 +59,7 @@ def serve() -> None:
     def load_timed(*args: Any) -> Any:
         loaded = load(*args)
         timed.append(TimedModel(loaded.model))
-        return server.replace(loaded, model=timed[0])
+        return dataclasses.replace(loaded, model=timed[0])
 
     def timed_answer(handler: Any) -> None:
         began, before = time.perf_counter(), timed[0].seconds
@@ -193,7 +194,7 @@ def without_checkpoints() -> Iterator[None]:
 
 
 def checkpoints(folder: Path, n_tokens: int, times: int) -> list[Body]:
-    """Seconds of the same cold prompts with and without checkpoints, the order changing."""
+    """Processor seconds of the same cold prompts with and without, the order changing."""
     out: list[Body] = []
     with in_process(folder) as one:
         words = Words(one.tokenizer, 13)
@@ -213,9 +214,9 @@ def cold_seconds(one: InProcess, body: Body, with_them: bool) -> float:
     with ExitStack() as stack:
         if not with_them:
             stack.enter_context(without_checkpoints())
-        began = time.perf_counter()
+        began = time.process_time()
         usage = one.ask(body)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
     assert not usage["prompt_tokens_details"]["cached_tokens"], "this was to be cold"
     return seconds
 

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from plain import Plain
+from quiet import rounds, wait_for_quiet
 from report import Line, ratios, spread
 from servers import (
     OURS,
@@ -28,7 +30,6 @@ from servers import (
     our_server,
     peak_memory,
     running,
-    seconds_of_others,
 )
 from transformers import AutoTokenizer
 from workload import SCENARIOS, Client, Count, Words, chat, endless
@@ -42,7 +43,6 @@ AGENT = {"hidden": 192, "head_dim": 32, "mlp": 256}  # prefills 4,000 tokens/s
 LONG = {"hidden": 256, "head_dim": 64, "mlp": 512, "layers": 4}  # 32k tokens in about a minute
 OVERHEAD = {"heads": 1, "kv_heads": 1}  # only its own time is left out, so the smallest
 MUCH_KV = {"heads": 1, "kv_heads": 1, "head_dim": 256, "layers": 4}  # KV outweighs all else
-QUIET_SHARE = 0.25  # cores that others may use before a window is dropped
 DECODER = {"hidden": 512, "head_dim": 64, "heads": 4, "kv_heads": 4, "layers": 4, "mlp": 2048}
 
 
@@ -134,38 +134,47 @@ def first_token_lines(
     bench: Bench, plain: Plain, servers: list[Server], history: list[Any], label: str
 ) -> Iterator[Line]:
     words = Words(plain.tokenizer, len(history))
-    talks = [list(history) for _ in servers]
-    cold = [server.ask(chat(talk, n_out=8)) for server, talk in zip(servers, talks, strict=True)]
-    last, warm, floors = list(cold), [[], []], []
+    wait_for_quiet()
+    cold = [server.ask(chat(history, n_out=8)) for server in servers]
     plain.extend_to(cold[0].n_prompt)
-    for _ in range(bench.times(9)):
+    last, talks = list(cold), [list(history) for _ in servers]
+
+    def turn() -> tuple[float, ...]:
+        """One more question to each server; their times to the first token, then the floor's."""
         question = {"role": "user", "content": words.text(24)}
         for i, server in enumerate(servers):
             talks[i] += [last[i].message, question]
             last[i] = server.ask(chat(talks[i], n_out=8))
-            warm[i].append(last[i].ttft)
-        floors.append(plain.floor(last[0].prefilled))
-    depth = round(cold[0].n_prompt / 1000)
-    values = {"warm": warm, "cold": [r.ttft for r in cold], "floors": floors}
-    values["new_tokens"] = [r.prefilled for r in last]
-    quotient = ratios(warm[0], floors)
-    theirs = statistics.median(ratios(warm[1], floors))
-    ready = statistics.median(floors) * 1e3
-    yield Line(
+        return last[0].ttft, last[1].ttft, plain.floor(last[0].prefilled)
+
+    ours, theirs, floors = zip(*rounds(bench.times(9), turn), strict=True)
+    yield floor_line(round(cold[0].n_prompt / 1000), label, [ours, theirs, floors])
+    yield cold_line(round(cold[0].n_prompt / 1000), label, cold, [ours, theirs])
+
+
+def floor_line(depth: int, label: str, times: list[Sequence[float]]) -> Line:
+    ours, theirs, floors = times
+    ready, first, their_first = (1e3 * statistics.median(x) for x in (floors, ours, theirs))
+    quotient = ratios(ours, floors)
+    bar = 1.2 if depth >= 16 else None
+    return Line(
         f"warm first token at {depth}k, {label} / floor ({ready:.0f} ms)",
-        f"{spread(quotient)} ({statistics.median(warm[0]) * 1e3:.0f} ms)",
-        f"{theirs:.2f} ({statistics.median(warm[1]) * 1e3:.0f} ms)",
-        "<= 1.2" if depth >= 16 else "",
-        met=statistics.median(quotient) <= 1.2 if depth >= 16 else None,
-        values=values,
+        f"{spread(quotient)} ({first:.0f} ms)",
+        f"{spread(ratios(theirs, floors))} ({their_first:.0f} ms)",
+        f"<= {bar}" if bar else "",
+        met=statistics.median(quotient) <= bar if bar else None,
+        values={"ours": ours, "theirs": theirs, "floors": floors},
     )
-    shares = [statistics.median(w) / c.ttft for w, c in zip(warm, cold, strict=True)]
-    yield Line(
+
+
+def cold_line(depth: int, label: str, cold: list[Reply], warm: list[Sequence[float]]) -> Line:
+    cells = [statistics.median(w) / c.ttft for w, c in zip(warm, cold, strict=True)]
+    return Line(
         f"warm / cold first token at {depth}k, {label}",
-        f"1/{1 / shares[0]:.0f} (cold {cold[0].ttft:.2f} s)",
-        f"1/{1 / shares[1]:.0f} (cold {cold[1].ttft:.2f} s)",
+        *(f"1/{1 / x:.0f} (cold {c.ttft:.1f} s)" for x, c in zip(cells, cold, strict=True)),
         "<= 1/100" if depth == 16 else "",
-        met=shares[0] <= 0.01 if depth == 16 else None,
+        met=cells[0] <= 0.01 if depth == 16 else None,
+        values={"shares": cells},
     )
 
 
@@ -187,44 +196,44 @@ def decode(bench: Bench) -> Iterator[Line]:
 def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -> Iterator[Line]:
     words = Words(plain.tokenizer, 5)
     fields = endless(plain.tokenizer, 256)
-    speeds: list[list[float]] = [[], [], []]
-    for _ in range(bench.times(7)):
+
+    def once() -> tuple[float, ...]:
         messages = [{"role": "user", "content": words.text(200)}]
-        for i, server in enumerate(servers):
-            speeds[i].append(server.ask(chat(messages, n_out=0, **fields)).decode_speed)
         prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        speeds[2].append(plain.decode_speed(prompt, fields))
-    step = 1e3 / statistics.median(speeds[2])
-    ours, theirs = ratios(speeds[0], speeds[2]), ratios(speeds[1], speeds[2])
+        replies = [server.ask(chat(messages, n_out=0, **fields)) for server in servers]
+        return *(reply.decode_speed for reply in replies), plain.decode_speed(prompt, fields)
+
+    ours, theirs, plainly = zip(*rounds(bench.times(7), once), strict=True)
+    quotient = ratios(ours, plainly)
     yield Line(
-        f"decode, one request / mlx_lm.generate, {label} ({step:.1f} ms a token)",
-        spread(ours, "{:.3f}"),
-        spread(theirs, "{:.3f}"),
+        f"decode, one request / mlx_lm.generate, {label} "
+        f"({1e3 / statistics.median(plainly):.1f} ms a token)",
+        spread(quotient),
+        spread(ratios(theirs, plainly)),
         ">= 0.98",
-        met=statistics.median(ours) >= 0.98,
-        values={"speeds": speeds},
+        met=statistics.median(quotient) >= 0.98,
+        values={"ours": ours, "theirs": theirs, "plain": plainly},
     )
 
 
 def at_once_line(bench: Bench, plain: Plain, servers: list[Server], label: str) -> Line:
     words = Words(plain.tokenizer, 6)
     fields = endless(plain.tokenizer, 128)
-    speeds: list[list[float]] = [[], []]
-    for _ in range(bench.times(5)):
-        bodies = [
-            chat([{"role": "user", "content": words.text(150)}], n_out=0, **fields)
-            for _ in range(8)
-        ]
-        for i, server in enumerate(servers):
-            speeds[i].append(aggregate_speed(ask_together(server, bodies)))
-    quotient = ratios(speeds[0], speeds[1])
+
+    def once() -> list[float]:
+        talks = [[{"role": "user", "content": words.text(150)}] for _ in range(8)]
+        bodies = [chat(talk, n_out=0, **fields) for talk in talks]
+        return [aggregate_speed(ask_together(server, bodies)) for server in servers]
+
+    ours, theirs = zip(*rounds(bench.times(7), once), strict=True)
+    quotient = ratios(ours, theirs)
     return Line(
         f"decode, eight at once, tokens/s, {label}",
-        f"{statistics.median(speeds[0]):.0f}; {spread(quotient)} x",
-        f"{statistics.median(speeds[1]):.0f}",
+        f"{statistics.median(ours):.0f}; {spread(quotient)} x",
+        f"{statistics.median(theirs):.0f}",
         ">= theirs",
         met=statistics.median(quotient) >= 1.0,
-        values={"speeds": speeds},
+        values={"ours": ours, "theirs": theirs},
     )
 
 
@@ -258,13 +267,7 @@ def overhead(bench: Bench) -> Iterator[Line]:
     for depth in (8000,) if bench.quick else (32000, 64000):
         bench.say(f"server overhead at {depth:,} tokens")
         with timed_server(folder, bench.scratch) as (server, log):
-            talk = words.history(depth)
-            last = server.ask(chat(talk, n_out=8))
-            n_before = len(costs_in(log))
-            for _ in range(bench.times(15)):
-                talk += [last.message, {"role": "user", "content": words.text(24)}]
-                last = server.ask(chat(talk, n_out=8))
-            costs = costs_in(log)[n_before:]
+            costs = warm_costs(server, log, words, depth=depth, times=bench.times(15))
         beside = [1e3 * (cost["all"] - cost["model"]) for cost in costs]
         yield Line(
             f"server overhead, warm request, {depth // 1000}k of history, 8 tokens out",
@@ -273,6 +276,20 @@ def overhead(bench: Bench) -> Iterator[Line]:
             met=statistics.median(beside) <= 25,
             values={"costs": costs},
         )
+
+
+def warm_costs(
+    server: Server, log: Path, words: Words, *, depth: int, times: int
+) -> list[dict[str, float]]:
+    talk = words.history(depth)
+    last = [server.ask(chat(talk, n_out=8))]
+
+    def turn() -> dict[str, float]:
+        talk.extend([last[0].message, {"role": "user", "content": words.text(24)}])
+        last[0] = server.ask(chat(talk, n_out=8))
+        return costs_in(log)[-1]
+
+    return rounds(times, turn)
 
 
 def memory(bench: Bench) -> Iterator[Line]:
@@ -364,53 +381,41 @@ def tokenising(bench: Bench) -> Iterator[Line]:
     """A stream goes on while another connection sends 64k tokens that are rendered and refused."""
     n_tokens = 16000 if bench.quick else 64000
     folder = bench.model("qwen3", **DECODER)
-    tokenizer = tokenizer_of(folder)
-    words = Words(tokenizer, 23)
-    bodies = [chat(words.history(n_tokens), n_out=1) for _ in range(bench.times(18))]
-    hello = [{"role": "user", "content": words.text(100)}]
-    long = chat(hello, n_out=0, **endless(tokenizer, 200 * len(bodies)))
+    words = Words(tokenizer_of(folder), 23)
     bench.say("a stream beside a long prompt that is only tokenised")
-    limit = n_tokens // 2
-    with our_server(folder, bench.scratch, max_kv_size=limit) as server:
-        windows: list[Window] = []
-        [reply] = while_asking(server, [long], lambda: refusals(server, bodies, windows))
-    stamps = [reply.sent + stamp for stamp in reply.stamps]
-    quiet = [w for w in windows if w.others < QUIET_SHARE] or windows
-    # Each refusal with the second before it: pairs of neighbours.
-    beside = [speed_between(stamps, w.began, w.ended) for w in quiet]
-    alone = [speed_between(stamps, w.began - 1, w.began) for w in quiet]
-    quotient = ratios(beside, alone)
-    took = statistics.median(w.ended - w.began for w in quiet)
+    with our_server(folder, bench.scratch, max_kv_size=n_tokens // 2) as server:
+        found = rounds(bench.times(15), lambda: refusal(server, words, n_tokens))
+    quotient = [beside / alone for beside, alone, _ in found]
+    took = statistics.median(seconds for _, _, seconds in found)
     yield Line(
         f"a stream's speed while {n_tokens // 1000}k tokens are rendered and tokenised "
         f"({took * 1e3:.0f} ms) / alone",
         spread(quotient),
         bar=">= 0.8",
         met=statistics.median(quotient) >= 0.8,
-        values={"beside": beside, "alone": alone, "windows": [asdict(w) for w in windows]},
+        values={"beside, alone, seconds": found},
     )
 
 
-@dataclass
-class Window:
-    """The time one refused request took, and how many cores other programs used around it."""
+def refusal(server: Server, words: Words, n_tokens: int) -> tuple[float, float, float]:
+    """A stream's tokens/s while a request is refused and in the second before; seconds of it."""
+    body = chat(words.history(n_tokens), n_out=1)
+    hello = [{"role": "user", "content": words.text(100)}]
+    long = chat(hello, n_out=0, **endless(words.tokenizer, 300))
+    window: list[float] = []
 
-    began: float
-    ended: float
-    others: float
-
-
-def refusals(server: Server, bodies: list[Any], windows: list[Window]) -> None:
-    time.sleep(1)
-    for body in bodies:
-        before, since = seconds_of_others(server.pid), time.perf_counter()
-        time.sleep(1.2)
-        began = time.perf_counter()
+    def refuse() -> None:
+        time.sleep(1.5)
+        window.append(time.perf_counter())
         status, seconds = server.status_of(body)
         assert status == 400, f"the long prompt was to be refused, not {status}"
-        others = seconds_of_others(server.pid) - before
-        share = others / (time.perf_counter() - since)
-        windows.append(Window(began, began + seconds, share))
+        window.append(window[0] + seconds)
+
+    [reply] = while_asking(server, [long], refuse)
+    stamps = [reply.sent + stamp for stamp in reply.stamps]
+    began, ended = window
+    beside = speed_between(stamps, began, ended)
+    return beside, speed_between(stamps, began - 1, began), ended - began
 
 
 def while_asking(server: Server, bodies: list[Any], action: Callable[[], None]) -> list[Reply]:
@@ -433,43 +438,38 @@ def short_behind_long(bench: Bench) -> Iterator[Line]:
     """A short cold request while another is prefilling a long prompt."""
     folder = bench.model("qwen3", **DECODER)
     tokenizer = tokenizer_of(folder)
-    n_tokens = 6000 if bench.quick else 9000
-    quotients: list[list[float]] = []
-    seconds: list[list[float]] = []
+    n_tokens = 6000
+    bench.say("a short request behind a long prefill")
     with both_servers(folder, bench.scratch) as servers:
-        for server in servers:
-            bench.say(f"a short request behind a long prefill, {server.name}")
-            words = Words(tokenizer, 29)
-            alone, behind = short_times(bench, server, words, n_tokens)
-            quotients.append([t / statistics.median(alone) for t in behind])
-            seconds.append([statistics.median(alone), statistics.median(behind)])
-    ours, theirs = quotients
+        words = [Words(tokenizer, 29) for _ in servers]
+        found = [
+            rounds(bench.times(5), partial(short_times, server, own, n_tokens))
+            for server, own in zip(servers, words, strict=True)
+        ]
+    ours, theirs = ([b / alone for alone, behind in pairs for b in behind] for pairs in found)
+    alone = statistics.median(alone for alone, _ in found[0])
     yield Line(
-        f"a short request (300 + 64 tokens, {seconds[0][0]:.2f} s alone) behind a "
+        f"a short request (300 + 64 tokens, {alone:.2f} s alone) behind a "
         f"{n_tokens // 1000}k prefill / alone",
         spread(ours),
         spread(theirs),
         "<= 2",
         met=statistics.median(ours) <= 2,
-        values={"ratios": quotients, "seconds": seconds},
+        values={"ours": found[0], "theirs": found[1]},
     )
 
 
-def short_times(
-    bench: Bench, server: Server, words: Words, n_tokens: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of short requests: alone, and sent one after the other behind a long one."""
-    alone: list[float] = []
+def short_times(server: Server, words: Words, n_tokens: int) -> tuple[float, list[float]]:
+    """Seconds of a short request: alone, and of two sent one after the other behind a long one."""
+    alone = statistics.median(short_request(server, words) for _ in range(3))
     behind: list[float] = []
 
     def send_some() -> None:
-        for _ in range(3):
+        for _ in range(2):
             time.sleep(0.7 + 0.6 * words.random.random())  # anywhere in a prefill slice
             behind.append(short_request(server, words))
 
-    for _ in range(bench.times(4)):
-        alone += [short_request(server, words) for _ in range(3)]
-        while_asking(server, [chat(words.history(n_tokens), n_out=1)], send_some)
+    while_asking(server, [chat(words.history(n_tokens), n_out=1)], send_some)
     return alone, behind
 
 

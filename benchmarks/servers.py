@@ -248,10 +248,3 @@ def peak_memory(pid: int) -> Iterator[list[int]]:
     finally:
         done.set()
         watcher.join()
-
-
-def seconds_of_others(*pids: int) -> float:
-    """Processor seconds spent so far by all programs but these and this one."""
-    busy = psutil.cpu_times()
-    own = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in (*pids, os.getpid()))
-    return busy.user + busy.nice + busy.system - own

@@ -30,7 +30,8 @@ def session_log(root, **settings):
     return SessionLog(Config(log_root=str(root), **settings))
 
 
-def test_start_logging_twice_adds_one_handler_and_follows_the_level(bare_log, capsys):
+@pytest.mark.usefixtures("bare_log", "capsys")
+def test_start_logging_twice_adds_one_handler_and_follows_the_level():
     start_logging(Config(log_level="WARNING"))
     start_logging(Config(log_level="DEBUG"))
     assert len(log.handlers) == 1
@@ -38,7 +39,8 @@ def test_start_logging_twice_adds_one_handler_and_follows_the_level(bare_log, ca
     assert not log.propagate
 
 
-def test_lines_for_a_file_are_plain_and_whole(bare_log, capsys):
+@pytest.mark.usefixtures("bare_log")
+def test_lines_for_a_file_are_plain_and_whole(capsys):
     start_logging(Config())
     log.info("start %s end", "x" * 300)
     printed = capsys.readouterr()
@@ -144,9 +146,8 @@ def test_lines_of_several_threads_never_mix(tmp_path):
     assert [line["n"] for line in lines if line["name"] == "c"] == list(range(40))
 
 
-def test_a_session_log_that_cannot_be_written_complains_once_and_never_raises(
-    bare_log, tmp_path, caplog
-):
+@pytest.mark.usefixtures("bare_log")
+def test_a_session_log_that_cannot_be_written_complains_once_and_never_raises(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     sessions = session_log(tmp_path / "file")
     endless = {}
