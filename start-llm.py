@@ -2682,9 +2682,10 @@ def _in_gb(nbytes: float) -> str:
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
 SLICE_ALONE_SECONDS: Final = 0.4  # of prefill before anything else is looked at
 SLICE_MIN_TOKENS: Final = 64
-SPEED_GUESS: Final = 2000.0  # tokens per second, for a row's first slice
+SPEED_GUESS: Final = 2000.0  # tokens per second, for the very first slice
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
-BURST_SECONDS: Final = 1.5  # of decoding that short prefills may borrow
+BURST_SECONDS: Final = 3.0  # of decoding that short prefills may borrow
+SHORT_SECONDS: Final = 0.5  # a prefill is short if it takes less
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
@@ -2879,10 +2880,10 @@ class Row:
     reuse: Reuse
     stops: list[int]  # ascending positions where a prefill slice must end
     marks: list[float]  # seconds: submitted, admitted, decoding since
+    speed: float  # of its last prefill slice, or another row's, in tokens per second
     out: list[int] = field(default_factory=list)
     group: Group | None = None
     served: float = field(default_factory=time.monotonic)  # when its last prefill slice ended
-    speed: float = SPEED_GUESS  # of its last prefill slice, in tokens per second
 
     @property
     def to_prefill(self) -> int:
@@ -2996,6 +2997,7 @@ class Scheduler:
         self.prefilling: list[Row] = []
         self.groups: list[Group] = []
         self._owed_seconds = 0.0  # decode time due before the next prefill slice
+        self._speed = SPEED_GUESS
 
     @property
     def busy(self) -> bool:
@@ -3023,7 +3025,7 @@ class Scheduler:
         """Decoding gets what it is owed first, but a row about to join it need not wait for that:
         of several short requests at once the first ones would decode alone, step by costly step.
         """
-        is_short = row.to_prefill < row.speed * SLICE_SECONDS
+        is_short = row.to_prefill < row.speed * SHORT_SECONDS
         return not self.groups or self._owed_seconds <= (BURST_SECONDS if is_short else 0.0)
 
     def _admit(self, job: Job, ticket: Ticket, *, submitted: float) -> bool:
@@ -3088,7 +3090,7 @@ class Scheduler:
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
         stops = self._stops(job, offset) if self.shape.has_state else []
-        row = Row(job, ticket, line, cache, offset, reuse, stops, marks)
+        row = Row(job, ticket, line, cache, offset, reuse, stops, marks, self._speed)
         line.lender, line.end = row, offset
         self.prefilling.append(row)
         ticket.put(Progress(offset, job.n_prompt, offset))
@@ -3111,7 +3113,7 @@ class Scheduler:
             row.fed += len(pending)
             row.line.end = row.fed
             row.served = time.monotonic()
-            row.speed = len(pending) / max(row.served - began, 1e-6)
+            row.speed = self._speed = len(pending) / max(row.served - began, 1e-6)
             owed = self._owed_seconds if self.groups else 0.0
             self._owed_seconds = owed + (row.served - began) * DECODE_SHARE
             row.ticket.put(Progress(row.fed, row.job.n_prompt, row.reuse.depth))

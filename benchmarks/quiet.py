@@ -8,7 +8,7 @@ from collections.abc import Callable
 import psutil
 
 QUIET_CORES = 0.25  # that other programs may use
-PATIENCE_SECONDS = 60.0  # to wait for that before one measurement
+PATIENCE_SECONDS = 20.0  # to wait for that before one measurement
 SAMPLE_SECONDS = 0.3
 
 

@@ -13,6 +13,7 @@ import pytest
 import start_llm as s
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
+from serving import Recorder
 from tiny_models import tiny_model
 
 KINDS = ("qwen3", "qwen3_5", "gemma3_text")
@@ -30,31 +31,6 @@ GREEDY = s.Sampling(
     logit_bias=(),
     seed=None,
 )
-
-
-class Model:
-    """A model that counts what it is called with; loaded once per kind."""
-
-    def __init__(self, path):
-        self.plain, _ = load(str(path))
-        self.prefilled = 0
-        self.before_call = lambda: None
-
-    def __call__(self, inputs, cache=None):
-        self.before_call()
-        if inputs.shape[1] > 1 or cache_depth(cache) == 0:
-            self.prefilled += inputs.size
-        return self.plain(inputs, cache=cache)
-
-    def __getattr__(self, name):
-        return getattr(self.plain, name)
-
-
-def cache_depth(cache):
-    return max(
-        (getattr(c, "offset", 0) for c in cache if isinstance(getattr(c, "offset", 0), int)),
-        default=1,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +69,7 @@ class Bench:
         assert self.engine.wait_until_settled(60) and self.engine.trouble is None
 
     def _load(self):
-        self.model = Model(self.path)
+        self.model = Recorder(load(str(self.path))[0])
         size = SimpleNamespace(nbytes=1 << 20)
         return SimpleNamespace(model=self.model, eos_ids=frozenset(), size=size)
 

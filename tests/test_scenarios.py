@@ -17,6 +17,7 @@ from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
 
 MOST = 1.02  # prefilled / fewest
 CROWD_TOKENS = 8192
+SLICE_TOKENS = 256
 
 
 # -- servers ---------------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def _served(kind, tmp_path_factory, **settings):
 
 @pytest.fixture(scope="module")
 def warm(kind, tmp_path_factory):
-    yield from _served(kind, tmp_path_factory, prefill_step_size=512)
+    yield from _served(kind, tmp_path_factory, prefill_step_size=SLICE_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +128,25 @@ def cold_crowd(served: Served) -> list[Exchange]:
     """Eight at once on one prefix that nobody has computed yet, and a stranger among them."""
     novel = Talk(served, 9).words(CROWD_TOKENS * 3 // 8)
     talks = [Talk(served, seed) for seed in range(90, 98)]
-    for talk in talks:
-        talk.messages[0] = {"role": "system", "content": novel}
+    n_shared = share_system(served, talks, novel)
+    # All but the last 45 tokens in whole slices: those who wait must not begin before the rest.
+    n_shared = share_system(served, talks, novel + " the" * ((45 - n_shared) % SLICE_TOKENS))
+    assert n_shared > CROWD_TOKENS
+    assert n_shared % SLICE_TOKENS == 45
     with ThreadPoolExecutor(len(talks)) as pool:
         asked = pool.map(Talk.step, talks)
         wait_until(lambda: len(served.recorder.fed) > 8)
         stranger = Talk(served, 98).step()
         exchanges = [*asked, stranger]
-    assert sorted(one.usage["prompt_tokens"] for one in exchanges)[1] > CROWD_TOKENS
     return exchanges[-2:]
+
+
+def share_system(served: Served, talks: list[Talk], content: str) -> int:
+    """Give all the same system prompt; how many tokens their prompts have in common now."""
+    for talk in talks:
+        talk.messages[0] = {"role": "system", "content": content}
+    prompts = [served.scribe.prompt(talk.messages, {"tools": TOOLS}) for talk in talks]
+    return min(common_prefix(prompts[0], prompt) for prompt in prompts[1:])
 
 
 def cancelled_prefill(served: Served) -> list[Exchange]:
@@ -250,9 +261,7 @@ def test_nothing_is_prefilled_twice(served, cold, kind, table, scenario):
 
 def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
     talks = [Talk(served, seed) for seed in range(200, 208)]
-    shared = {"role": "system", "content": talks[0].words(700)}  # rows that long need no padding
-    for talk in talks:
-        talk.messages[0] = shared
+    share_system(served, talks, talks[0].words(700))  # rows that long need no padding
     endless = {str(served.scribe.end): -100}
     wanted = {"temperature": 0.8, "logit_bias": endless, "max_tokens": 200, "tools": TOOLS}
     alone = served.ask(talks[3].messages, seed=3, **wanted)
