@@ -3010,9 +3010,8 @@ class Scheduler:
     def turn(self) -> None:
         """End what is over, admit what fits, one decode step per group, one prefill slice."""
         self._end_unwanted()
-        for job, ticket, submitted in list(self.waiting):
-            full = len(self.rows) >= self.config.batch_max_rows
-            if full or not self._admit(job, ticket, submitted=submitted):
+        for entry in list(self.waiting):
+            if len(self.rows) >= self.config.batch_max_rows or not self._tried(entry):
                 break
         began = time.monotonic()
         for group in list(self.groups):
@@ -3036,20 +3035,25 @@ class Scheduler:
         has_room = self._make_room(job, reuse)
         if not has_room and self.rows:
             return False  # running rows will give bytes back
+        if not has_room:
+            raise Overloaded("the KV memory budget (PROMPT_CACHE_MAX_BYTES) is too small for this")
+        # Making room may have evicted what was found, so look again.
+        self._start(job, ticket, marks=[submitted, time.monotonic()])
         self.waiting.remove((job, ticket, submitted))
+        return True
+
+    def _tried(self, entry: tuple[Job, Ticket, float]) -> bool:
+        """Admit it; if that fails it is over, and those behind it may start."""
+        job, ticket, submitted = entry
         try:
-            if not has_room:
-                raise Overloaded(
-                    "the KV memory budget (PROMPT_CACHE_MAX_BYTES) is too small for this"
-                )
-            # Making room may have evicted what was found, so look again.
-            self._start(job, ticket, marks=[submitted, time.monotonic()])
+            return self._admit(job, ticket, submitted=submitted)
         except ServerError as error:
             ticket.put(Failed(error))
         except Exception:
             log.exception("a request could not be started")
             self.cache.mend()
             ticket.put(Failed(GenerationFailed("the model failed on this request")))
+        self.waiting.remove(entry)
         return True
 
     def _had_better_wait(self, reuse: Reuse) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import psutil
 
 QUIET_CORES = 0.25  # that other programs may use
-PATIENCE_SECONDS = 20.0  # to wait for that before one measurement
+PATIENCE_SECONDS = 60.0  # to wait for that, in one series of measurements
 SAMPLE_SECONDS = 0.3
 
 
@@ -38,14 +38,15 @@ class Others:
         return spent / max(time.perf_counter() - self._at, 1e-6)
 
 
-def wait_for_quiet() -> None:
-    """Return when others compute little, or when patience ends."""
-    give_up = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < give_up:
+def wait_for_quiet(patience: float = PATIENCE_SECONDS) -> float:
+    """Return when others compute little, or when patience ends; the seconds of it that are left."""
+    began = time.monotonic()
+    while (left := patience - (time.monotonic() - began)) > 0:
         others = Others()
         time.sleep(SAMPLE_SECONDS)
         if others.cores < QUIET_CORES:
-            return
+            break
+    return left
 
 
 def rounds[T](times: int, measure: Callable[[], T]) -> list[T]:
@@ -54,8 +55,9 @@ def rounds[T](times: int, measure: Callable[[], T]) -> list[T]:
     The quietest ones if there are not enough quiet ones.
     """
     results: list[tuple[float, T]] = []
+    patience = PATIENCE_SECONDS
     for _ in range(2 * times):
-        wait_for_quiet()
+        patience = wait_for_quiet(patience)
         others = Others()
         result = measure()
         results.append((others.cores, result))

@@ -361,7 +361,7 @@ def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them
     for fail_at in (1, 2, 5):
         left = [fail_at]
 
-        def broken(left=left):
+        def broken(_rows, left=left):
             left[0] -= 1
             if not left[0]:
                 raise RuntimeError("planted")
@@ -369,7 +369,7 @@ def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them
         b.model.before_call = broken
         with pytest.raises(AssertionError):
             b.finish(b.submit(past, n=8))
-        b.model.before_call = lambda: None
+        b.model.before_call = lambda _rows: None
         ids, _, ticket = b.ask(past)
         assert b.worst(ticket, ids) == 0.0
     assert b.engine.state == "ready"
