@@ -4811,10 +4811,11 @@ class Handler(BaseHTTPRequestHandler):
 # Doors   build_state, main
 # Knows   CONFIG, LOG, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  130
+# Budget  140
 # ==============================================================================
 
 _FILES_WANTED = 4096
+_SWITCH_SECONDS = 0.0005  # why(L-35): the model thread wants the GIL back several times a token
 _USAGE = """usage: start-llm.py
 
 Every setting is an environment variable or a line of .env beside this file; .env.example lists
@@ -4922,6 +4923,7 @@ def main() -> int:
         for name in Config.set_without_effect(settings):
             log.warning("%s is set, but nothing acts on it yet", name)
         _raise_file_limit()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         state = build_state(config)
         servers = _listen(config, state)
     except ConfigError as error:
