@@ -974,7 +974,7 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Knows   CONFIG, ERRORS, LOG, WIRE
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  480
+# Budget  490
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1314,12 +1314,16 @@ class Rendered:
     """A prompt. All positions count model tokens from its start."""
 
     text: str
-    tokens: ModelTokens
+    ids: npt.NDArray[np.int32] = field(compare=False)  # `(n,)`, follow from the text
     boundaries: tuple[int, ...]  # where messages and the generation prompt begin, ascending
     system_end: int = 0  # where the first user message begins, after system prompt and tools
     last_user_start: int = 0
     generation_start: int  # len(tokens) where the template prints no generation prompt
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
+
+    @property
+    def tokens(self) -> ModelTokens:
+        return ModelTokens(self.ids.tolist())
 
 
 class Template:
@@ -1367,9 +1371,9 @@ class Template:
             raise BadRequest("the prompt is empty", param="prompt")
         if strange := [token for token in tokens if not 0 <= token < n_vocab]:
             raise BadRequest(f"prompt: {strange[0]} is not a token of this model", param="prompt")
-        boundaries = tuple(_compute_msg_token_boundaries(np.array(tokens, np.int32), self._turns))
-        ids, end = ModelTokens(tokens), len(tokens)
-        return Rendered(text=text, tokens=ids, boundaries=boundaries, generation_start=end)
+        ids = np.array(tokens, np.int32)
+        boundaries = tuple(_compute_msg_token_boundaries(ids, self._turns))
+        return Rendered(text=text, ids=ids, boundaries=boundaries, generation_start=len(ids))
 
     def prompt(self, request: ChatRequest) -> Rendered:
         """Render and encode.
@@ -1399,7 +1403,7 @@ class Template:
         users = [found.start() for found in self._turns.find_user.finditer(text)]
         return Rendered(
             text=_show(text),
-            tokens=ModelTokens(tokens.tolist()),
+            ids=tokens,
             boundaries=tuple(_compute_msg_token_boundaries(tokens, self._turns)),
             system_end=len(encode(text[: users[0]])) if users else 0,
             last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else 0,
@@ -4134,16 +4138,16 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
             code="model_not_found",
         )
     rendered = loaded.template.prompt(request)
-    room = min(loaded.limit, state.engine.capacity_tokens) - len(rendered.tokens)
+    room = min(loaded.limit, state.engine.capacity_tokens) - len(rendered.ids)
     if room < 1:
-        raise ContextTooLong(len(rendered.tokens), room + len(rendered.tokens))
+        raise ContextTooLong(len(rendered.ids), room + len(rendered.ids))
     if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
     _check_key_safety(state, rendered)
     wants_calls = bool(request.tools) and request.tool_choice.mode != "none"
     tool_format = _tool_format(loaded) if wants_calls else None
     job = Job(
-        prompt=_prompt(loaded, rendered.tokens, config=state.config),
+        prompt=_prompt(loaded, rendered.ids, config=state.config),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
@@ -4156,12 +4160,11 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     return Prepared(loaded, rendered, tool_format, job)
 
 
-def _prompt(loaded: LoadedModel, tokens: ModelTokens, *, config: Config) -> Prompt:
+def _prompt(loaded: LoadedModel, ids: TokenArray, *, config: Config) -> Prompt:
     """The tokens under a root that stands for all else that changes KV: weights, KV storage."""
     facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
     root = hashlib.sha256(repr(facts).encode()).digest()
-    array = np.asarray(tokens, dtype=np.int32)
-    return Prompt(root, array, _block_hashes(array, config.prompt_cache_block_size, root=root))
+    return Prompt(root, ids, _block_hashes(ids, config.prompt_cache_block_size, root=root))
 
 
 def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
@@ -4451,7 +4454,17 @@ class Answer:
             **state.metrics.snapshot(),
         }
         log.info(request_line(**facts))
-        state.session_log.write(session_id, {**facts, "messages": self._request.messages})
+        news = {
+            "n_messages": len(self._request.messages),
+            "messages": _news(self._request.messages),
+        }
+        state.session_log.write(session_id, {**facts, **news})
+
+
+def _news(messages: OriginalMessages) -> OriginalMessages:
+    """From the last reply on: what earlier lines of the session log do not have yet."""
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return OriginalMessages(messages[replies[-1] :] if replies else messages)
 
 
 def _whole_message(reply: Reply) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import os
 import stat
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import start_llm as s
 from hypothesis import given
@@ -58,7 +59,7 @@ def _wait_for(note):
 
 
 def rendered(**fields):
-    return s.Rendered(text="", tokens=s.ModelTokens([1]), generation_start=90, **fields)
+    return s.Rendered(text="", ids=np.array([1], np.int32), generation_start=90, **fields)
 
 
 def test_checkpoints_are_asked_for_where_a_later_request_may_part_from_this_one():
@@ -114,3 +115,12 @@ def test_a_constraint_lets_exactly_its_openings_through(reply):
     }
     complete = any(list(o) == said for o in rule.openings)
     assert allowed == (set() if complete else expected)
+
+
+def test_the_session_log_gets_what_is_new_since_the_last_reply():
+    talk = [
+        {"role": r, "content": str(i)}
+        for i, r in enumerate(["system", "user", "assistant", "tool"])
+    ]
+    assert s._news(tuple(talk)) == tuple(talk[2:])
+    assert s._news(tuple(talk[:2])) == tuple(talk[:2])
