@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import inspect
 import itertools
@@ -4906,6 +4907,8 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
         pass
     is_loaded = state.engine.state == "ready"
     if is_loaded:
+        gc.collect()
+        gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
         sys.stderr.write(banner(state.engine.model, state.config) + "\n")
     while not stop.is_set() and state.engine.state == "ready":
         stop.wait(0.5)
