@@ -2696,7 +2696,7 @@ HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for
 RELEASE_TOKENS: Final = 512  # a slice this long leaves buffers worth giving back
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
-IDLE_SECONDS: Final = 5.0  # the same, while idle
+IDLE_SECONDS: Final = 1.0  # the same, while idle; then unused buffers go back, too
 KV_MEMORY_SHARE: Final = 0.6  # of memory beside the model; activations and the system need the rest
 FOREVER: Final = 1 << 60
 

@@ -283,7 +283,7 @@ def overhead(bench: Bench) -> Iterator[Line]:
             costs = warm_costs(server, log, words, depth=depth, times=bench.times(15))
         beside = [1e3 * (cost["all"] - cost["model"]) for cost in costs]
         yield Line(
-            f"server overhead, warm request, {depth // 1000}k of history, 8 tokens out",
+            f"server overhead, warm request, {depth // 1000}k of history, 2 tokens out",
             f"{spread(beside, '{:.1f}')} ms",
             bar="<= 25 ms",
             met=statistics.median(beside) <= 25,
@@ -295,11 +295,11 @@ def warm_costs(
     server: Server, log: Path, words: Words, *, depth: int, times: int
 ) -> list[dict[str, float]]:
     talk = words.history(depth)
-    last = [server.ask(chat(talk, n_out=8))]
+    last = [server.ask(chat(talk, n_out=2))]
 
     def turn() -> dict[str, float]:
         talk.extend([last[0].message, {"role": "user", "content": words.text(24)}])
-        last[0] = server.ask(chat(talk, n_out=8))
+        last[0] = server.ask(chat(talk, n_out=2))
         return costs_in(log)[-1]
 
     return rounds(times, turn)
