@@ -4831,8 +4831,8 @@ class Handler(BaseHTTPRequestHandler):
 # Budget  140
 # ==============================================================================
 
+SWITCH_SECONDS: Final = 0.001  # a prompt being rendered holds the model thread up no longer
 _FILES_WANTED = 4096
-_SWITCH_SECONDS = 0.0005  # why(L-35): the model thread wants the GIL back several times a token
 _USAGE = """usage: start-llm.py
 
 Every setting is an environment variable or a line of .env beside this file; .env.example lists
@@ -4942,7 +4942,7 @@ def main() -> int:
         for name in Config.set_without_effect(settings):
             log.warning("%s is set, but nothing acts on it yet", name)
         _raise_file_limit()
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        sys.setswitchinterval(SWITCH_SECONDS)
         state = build_state(config)
         servers = _listen(config, state)
     except ConfigError as error:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,3 +248,30 @@ def peak_memory(pid: int) -> Iterator[list[int]]:
     finally:
         done.set()
         watcher.join()
+
+
+BURN = """
+import sys, time
+for line in sys.stdin:
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        pass
+    print(flush=True)
+"""
+
+
+@contextmanager
+def burner() -> Iterator[Callable[[], None]]:
+    """A function that waits while another program computes for 50 ms."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", BURN], **pipes) as process:
+        assert process.stdin and process.stdout
+        stdin, stdout = process.stdin, process.stdout
+
+        def burn() -> None:
+            stdin.write("\n")
+            stdin.flush()
+            stdout.readline()
+
+        yield burn
+        stdin.close()
