@@ -4831,7 +4831,6 @@ class Handler(BaseHTTPRequestHandler):
 # Budget  140
 # ==============================================================================
 
-SWITCH_SECONDS: Final = 0.001  # a prompt being rendered holds the model thread up no longer
 _FILES_WANTED = 4096
 _USAGE = """usage: start-llm.py
 
@@ -4942,7 +4941,6 @@ def main() -> int:
         for name in Config.set_without_effect(settings):
             log.warning("%s is set, but nothing acts on it yet", name)
         _raise_file_limit()
-        sys.setswitchinterval(SWITCH_SECONDS)
         state = build_state(config)
         servers = _listen(config, state)
     except ConfigError as error:
