@@ -2693,7 +2693,6 @@ BURST_SECONDS: Final = 3.0  # of decoding that short prefills may borrow
 SHORT_SECONDS: Final = 0.5  # a prefill is short if it takes less
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
-RELEASE_TOKENS: Final = 512  # a slice this long leaves buffers worth giving back
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
 IDLE_SECONDS: Final = 1.0  # the same, while idle; then unused buffers go back, too
@@ -3118,8 +3117,7 @@ class Scheduler:
             pending = pending[: self._slice_length(row)]
             self.loaded.model(mx.array(pending)[None], cache=row.cache)
             evaluate(row.cache)
-            if len(pending) >= RELEASE_TOKENS:
-                release_buffers()
+            release_buffers()
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
             row.fed += len(pending)
             row.line.end = row.fed
