@@ -6,20 +6,26 @@ THE REQUEST PATH  (rooms in the order a request meets them; a room may only name
               02 ERRORS    what can go wrong, and the HTTP status of each
               03 LOG       console, session logs, counters
     words     04 WIRE      request JSON -> ChatRequest; the shapes we answer with
-              05 RENDER    messages -> the model's chat template -> tokens, nothing lost
-              06 KEY       chained block hashes: what a prefix is called
-    memory    07 KV        the only room that knows what a KV layer looks like
-              08 CACHE     lines, checkpoints, branches: the deepest exact prefix
-              09 SESSIONS  what each conversation did last
-    model     10 MODEL     weights, tokenizer, where they come from
-              11 ENGINE    the model thread: schedule, prefill, decode, give back
-    voice     12 SPLIT     characters -> reasoning | content | tool call
-              13 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
-    street    14 ANSWER    the whole path on one page
-              15 HTTP      stdlib ThreadingHTTPServer, SSE, one error boundary
-              16 MAIN      build the state, listen, load, serve, stop
+              05 HEAL      thinking that a client stripped, put back
+              06 CANON     the second copy, volatile fields stilled: is this the same past?
+              07 RENDER    messages -> the model's chat template -> tokens, nothing lost
+              08 LEDGER    recorded pasts: replay their tokens, render only what is new
+              09 KEY       chained block hashes: what a prefix is called
+    memory    10 KV        the only room that knows what a KV layer looks like
+              11 CACHE     lines, checkpoints, branches: the deepest exact prefix
+              12 SESSIONS  what each conversation did last
+    model     13 MODEL     weights, tokenizer, where they come from
+              14 ENGINE    the model thread: schedule, prefill, decode, give back
+    voice     15 SPLIT     characters -> reasoning | content | tool call
+              16 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
+    street    17 ANSWER    the whole path on one page
+              18 HTTP      stdlib ThreadingHTTPServer, SSE, one error boundary
+              19 MAIN      build the state, listen, load, serve, stop
 
 WORDS WE USE
+    original    messages as the model must see them
+    canonical   the same with volatile fields stilled: decides equality, never meets the model
+    transcript  a recorded past: canonical messages -> the tokens fed and generated for them
     line        one growable KV state of one conversation tip (all layers), with its tokens
     branch      a line that keeps only what follows its parent's first `start` tokens
     lent        a line whose KV a running row holds; it stays visible to lookups
@@ -74,7 +80,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -130,7 +136,7 @@ from tokenizers.decoders import DecodeStream
 # Doors   Config, ConfigError
 # Knows   -
 # Thread  any; pure
-# Budget  150
+# Budget  165
 # ==============================================================================
 
 
@@ -160,6 +166,11 @@ _KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
 _Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], BeforeValidator(str.lower)]
 _Scheme = Annotated[Literal["uniform", "turboquant"], BeforeValidator(str.lower)]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
+
+
+_RuleClass = Annotated[
+    Literal["telemetry", "pinned", "transient", "off"], BeforeValidator(str.lower)
+]
 
 
 class Config(BaseModel):
@@ -210,6 +221,21 @@ class Config(BaseModel):
     prompt_cache_block_size: _Positive = 16  # tokens per hashed block
     cache_use_block_index: bool = True  # find a prefix by block hashes, not by scanning
     cache_canonicalize_tool_context: bool = True  # still volatile fields in the canonical copy
+    ledger_max_bytes: _Count = 268_435_456  # bytes of recorded pasts (256 MiB)
+    ledger_ttl_seconds: _Seconds = 86_400.0  # since last use; 0 = for ever
+    rule_billing_header: _RuleClass = "telemetry"  # x-anthropic-billing-header: ...
+    rule_message_id: _RuleClass = "pinned"  # "message_id": "..." in a system prompt
+    rule_inbound_context: _RuleClass = "pinned"  # OpenClaw's section of the system prompt
+    rule_timestamp: _RuleClass = "pinned"  # [Wed 2026-02-18 20:48 UTC] before a user's text
+    rule_current_time: _RuleClass = "pinned"  # Current time is ...
+    rule_current_date: _RuleClass = "pinned"  # Current date: ..., Today's date: ...
+    rule_git_status: _RuleClass = "pinned"  # gitStatus: ... at the end of a system prompt
+    rule_runtime: _RuleClass = "pinned"  # Stats: runtime ...
+    rule_session_line: _RuleClass = "pinned"  # Runtime: agent=...
+    rule_reminder: _RuleClass = "transient"  # <system-reminder>...</system-reminder>
+    rule_internal_context: _RuleClass = "transient"  # OpenClaw's last message
+    rule_operator_note: _RuleClass = "transient"  # what LiteLLM makes of a late system message
+    rule_late_system: _RuleClass = "transient"  # system messages behind the first user message
     cache_vlm_image_identity: bool = True  # images are part of the key
     cache_session_partitioning: bool = True  # kept for old .env files; the lookup is global
     cache_norm_safety_check: bool = False  # complain when the canonical text shrank by 10 %
@@ -236,8 +262,7 @@ class Config(BaseModel):
         {
             *("ENABLE_PROXY", "PROXY_MODEL_ID", "PROXY_PORT", "PROXY_STARTUP_WAIT_SECONDS"),
             *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
-            *("CACHE_CANONICALIZE_TOOL_CONTEXT", "CACHE_VLM_IMAGE_IDENTITY"),
-            *("CACHE_SESSION_PARTITIONING", "VLM_CACHE_DEBUG"),
+            *("CACHE_VLM_IMAGE_IDENTITY", "CACHE_SESSION_PARTITIONING", "VLM_CACHE_DEBUG"),
         }
     )
 
@@ -428,7 +453,10 @@ def _line_value(value: object) -> str:
 class CacheMetrics:
     """Counters of what should be rare. The three in NAMES are shown even at zero."""
 
-    NAMES: Final = ("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
+    NAMES: Final = (
+        *("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp"),
+        "ledger_seam_fallback",
+    )
 
     def __init__(self) -> None:
         self._CACHE_METRICS_LOCK = threading.Lock()
@@ -961,7 +989,360 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 
 # endregion
 
-# region 05 RENDER =============================================================
+# region 05 HEAL ===============================================================
+# Put back the thinking that a client stripped from a reply of ours.
+#
+# The ledger replays what it recorded, thinking and all; this is for replies that it does not cover
+# (a fallback, a past it forgot). What a client drops, blanks or sends in another field is found by
+# what it does keep: content and calls. What it sends of its own accord is never replaced.
+#
+# Doors   HealingStore, _heal_messages, reply_digest, canonical_json
+# Knows   WIRE
+# Owns    _healing_lock
+# Thread  any
+# Budget  95
+# ==============================================================================
+
+
+def _js_number(value: float) -> int | float:
+    """2.0 and 2, or two integers beyond 2**53, are one number to a JavaScript client."""
+    whole = isinstance(value, int) or value.is_integer()
+    return int(value) if whole and abs(value) < 2**53 else float(value)
+
+
+def _as_js(value: Any) -> Any:
+    """A JSON value as it comes back from a client that parsed it and wrote it again."""
+    if isinstance(value, dict):
+        return {key: _as_js(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_as_js, value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return _js_number(value) if is_number else value
+
+
+def canonical_json(arguments: object) -> str:
+    """Tool arguments, text or parsed, without what clients change: white space, order, numbers."""
+    if isinstance(arguments, str):
+        try:
+            arguments = from_json(arguments or "{}")
+        except ValueError:
+            return str(arguments)
+    try:
+        return json.dumps(_as_js(arguments or {}), sort_keys=True)
+    except (ValueError, OverflowError):
+        return str(arguments)
+
+
+def reply_digest(message: Message) -> bytes:
+    """What names a reply: its content and its calls. Not its thinking, and no call's id."""
+    name = hashlib.sha256(message["content"].encode())
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        name.update(f"\0{function['name']}\0{canonical_json(function.get('arguments'))}".encode())
+    return name.digest()
+
+
+class HealingStore:
+    """Thinking by reply_digest(); the replies used least recently are forgotten."""
+
+    CAP: Final = 2000  # replies
+
+    def __init__(self) -> None:
+        self._healing_lock = threading.Lock()
+        self._thoughts: OrderedDict[bytes, str] = OrderedDict()  # guarded by it
+
+    def remember(self, reply: Message) -> None:
+        """Keep the thinking of a whole reply, if it has any."""
+        if thought := reply.get("reasoning_content"):
+            digest = reply_digest(reply)
+            with self._healing_lock:
+                self._thoughts[digest] = thought
+                self._thoughts.move_to_end(digest)
+                while len(self._thoughts) > self.CAP:
+                    self._thoughts.popitem(last=False)
+
+    def thought_of(self, reply: Message) -> str:
+        """The thinking that led to this reply; "" where none is known."""
+        with self._healing_lock:
+            return self._thoughts.get(reply_digest(reply), "")
+
+    def __len__(self) -> int:
+        return len(self._thoughts)
+
+
+def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Message]:
+    """The same messages; replies that came back without their thinking have it again."""
+    healed = []
+    for message in messages:
+        is_bare = message["role"] == "assistant" and not message.get("reasoning_content")
+        thought = store.thought_of(message) if is_bare and len(store) else ""
+        healed.append({**message, "reasoning_content": thought} if thought else message)
+    return healed
+
+
+# endregion
+
+# region 06 CANON ==============================================================
+# The second copy of a conversation, its volatile fields stilled: it says whether this past is the
+# same past, and never what the model reads (L-37).
+#
+# One registry of rules. Each finds one field in the texts of some roles:
+#   telemetry   means nothing to the model: dropped, and counted
+#   pinned      stays as it was first rendered; a value that differs is restated once, at the end
+#   transient   comes and goes at the end of a conversation: told when it changed
+# A pattern is anchored to the line, the start or the end of a text, and finds nothing inside code
+# fences or tool results, where the same words are somebody's data. `value` is what varies.
+# Whole messages that only carry such blocks, and system messages behind the first user message,
+# become notes at the tail of the message before them.
+#
+# Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES, replaced, _canonicalize_messages
+# Knows   CONFIG, WIRE, HEAL
+# Thread  any; pure
+# Budget  260
+# ==============================================================================
+
+RuleClass = Literal["telemetry", "pinned", "transient", "off"]
+SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+_USER: Final = frozenset({"user"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One volatile field. Its setting is RULE_<NAME>, its class there the default."""
+
+    name: str
+    roles: frozenset[str]
+    pattern: re.Pattern[str]
+    in_fences: bool = False  # the client itself wraps this field in a code fence
+    kind: RuleClass = "off"  # as configured
+
+    @property
+    def sentinel(self) -> str:
+        """What stands for the value in the canonical copy."""
+        known = {"message_id": "MSG_ID", "inbound_context": "INBOUND_CONTEXT_SECTION"}
+        return f"__STABLE_{known.get(self.name, self.name.upper())}__"
+
+
+def _rule(name: str, pattern: str, *, roles: frozenset[str], in_fences: bool = False) -> Rule:
+    return Rule(name, roles, re.compile(pattern, re.MULTILINE), in_fences)
+
+
+_STAMP: Final = (
+    r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?(?: [\w:+/-]+)?"
+)
+_DATE: Final = "(?:Current date|Today's date)(?: is|:)"
+_REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system-reminder>"
+_CARRIER: Final = (
+    r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>[\s\S]*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+)
+_RULES: Final = (
+    # why(L-37): Claude Code's first system block; its cch= changes with every request.
+    _rule("billing_header", r"\A\s*x-anthropic-billing-header:[^\n]*\n*", roles=SYSTEM_ROLES),
+    # why(L-38): OpenClaw writes a new id into its system prompt at each user turn.
+    _rule(
+        *("message_id", r'^[ \t]*"message_id"[ \t]*:[ \t]*"(?P<value>[^"\n]*)"'),
+        roles=SYSTEM_ROLES,
+        in_fences=True,
+    ),
+    # why(L-39): minute stamps in front of user messages, rewritten when OpenClaw retries.
+    _rule("timestamp", rf"\A\[(?P<value>{_STAMP})\] ", roles=_USER),
+    _rule(
+        *("current_time", r"^(?:Current time(?: is|:)|Reference UTC:)[ \t]+(?P<value>[^\n]+)$"),
+        roles=SYSTEM_ROLES | _USER,
+    ),
+    # why(L-40): a day ends, and everything behind the date is prefilled again.
+    _rule("current_date", rf"^[ \t*-]*{_DATE}[ \t]+(?P<value>[^\n]+)$", roles=SYSTEM_ROLES),
+    _rule("git_status", r"^gitStatus: (?P<value>[\s\S]+)\Z", roles=SYSTEM_ROLES),
+    # why(L-41): a line of figures about a sub-agent or a session.
+    _rule("runtime", r"^Stats: runtime (?P<value>[^\n]+)$", roles=_USER),
+    _rule("session_line", r"^Runtime: (?P<value>agent=[^\n]+)$", roles=SYSTEM_ROLES | _USER),
+    # why(L-42): blocks that move with the newest message.
+    _rule("reminder", rf"^{_REMINDER}[ \t]*$", roles=_USER),
+    _rule("internal_context", rf"^{_CARRIER}[ \t]*$", roles=_USER),
+    _rule("operator_note", r"\AOperator note \(not from the user\)[\s\S]*\Z", roles=_USER),
+    _rule("late_system", r"(?!)", roles=SYSTEM_ROLES),  # found by its place, not by its words
+)
+_FENCE: Final = re.compile(r"^(```+|~~~+)[^\n]*\n[\s\S]*?(?:^\1|\Z)", re.MULTILINE)
+
+
+class Volatile(NamedTuple):
+    """A volatile field of one message: `pinned` or `transient`, and where its text is."""
+
+    rule: str
+    kind: RuleClass
+    value: str  # of a transient block: all its text
+    start: int = 0  # in the content as sent, with the line breaks around a block
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One message in both pipelines. `head` and `tail`: notes of messages that fold into it."""
+
+    message: Message  # what the client said, telemetry dropped; `content` is text
+    canonical: Message
+    digest: bytes  # of the canonical message
+    thought: str = ""  # of an assistant's message, as far as it was sent
+    fields: tuple[Volatile, ...] = ()  # in its content, ascending
+    head: tuple[Volatile, ...] = ()
+    tail: tuple[Volatile, ...] = ()
+
+    @property
+    def role(self) -> str:
+        return str(self.message["role"])
+
+    @property
+    def notes(self) -> Iterator[Volatile]:
+        """All transient texts it carries."""
+        own = (found for found in self.fields if found.kind == "transient")
+        return itertools.chain(self.head, own, self.tail)
+
+
+class Canon:
+    """The rules as configured, and how this model's template joins text parts and tags thinking."""
+
+    MEMO_CHARS: Final = 16_000_000
+
+    def __init__(self, config: Config, *, joint: str, tags: tuple[str, str]) -> None:
+        kinds = {rule.name: getattr(config, f"rule_{rule.name}") for rule in _RULES}
+        if not config.cache_canonicalize_tool_context:
+            kinds = dict.fromkeys(kinds, "off")
+        rules = (replace(rule, kind=kinds[rule.name]) for rule in _RULES)
+        self.rules = tuple(rule for rule in rules if rule.kind != "off")
+        self.joint = joint
+        self._tags = tags
+        self.folds_late_system = kinds["late_system"] != "off"
+
+    def still(self, message: Message) -> Turn:
+        """Both copies of one message; where it stands is not known here."""
+        role, content = message["role"], message["content"]
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        if role == "assistant":
+            return self._reply(message, self.joint.join(parts))
+        rules = [rule for rule in self.rules if role in rule.roles]
+        if not rules:
+            return _turn({**message, "content": self.joint.join(parts)})
+        parts = [_without_telemetry(part, rules) for part in parts]
+        text = self.joint.join(part for part in parts if part)
+        fields = tuple(_fields(text, rules))
+        return _turn({**message, "content": text}, _stilled(text, fields), fields=fields)
+
+    def _reply(self, message: Message, content: str) -> Turn:
+        """Thinking under one name, wherever the client has put it."""
+        thought, (start, end) = message.get("reasoning_content") or "", self._tags
+        opened, closed, answer = content.lstrip().partition(end or "\0")
+        if not thought and closed and start and opened.startswith(start):
+            thought, content = opened.removeprefix(start).strip("\n"), answer.lstrip("\n")
+        if not thought.strip():  # blank lines are what is left of thinking that was cut out
+            content = content.lstrip("\n")
+        own = {k: v for k, v in message.items() if k != "reasoning_content"} | {"content": content}
+        told = own | {"reasoning_content": thought} if thought.strip() else own
+        digest = reply_digest(own)
+        return Turn(message=told, canonical=own, digest=digest, thought=thought.strip())
+
+
+def _turn(message: Message, text: str | None = None, *, fields: tuple[Volatile, ...] = ()) -> Turn:
+    """`text`: the canonical content, where it is another."""
+    words = message["content"] if text is None else text
+    canonical = {"role": message["role"], "name": message.get("name", ""), "content": words}
+    digest = hashlib.sha256("\0".join(canonical.values()).encode()).digest()
+    return Turn(message=message, canonical=canonical, digest=digest, fields=fields)
+
+
+def _without_telemetry(text: str, rules: Iterable[Rule]) -> str:
+    for rule in rules:
+        if rule.kind == "telemetry":
+            text = rule.pattern.sub("", text)
+    return text
+
+
+def _fields(text: str, rules: Iterable[Rule]) -> Iterator[Volatile]:
+    """The volatile fields of a text; where two overlap, the one that begins first."""
+    fences = [fence.span() for fence in _FENCE.finditer(text)] if "\n" in text else []
+    found: list[Volatile] = []
+    for rule in rules:
+        matches = rule.pattern.finditer(text) if rule.kind != "telemetry" else ()
+        found += (
+            _volatile(rule, match)
+            for match in matches
+            if rule.in_fences or not any(a <= match.start() < b for a, b in fences)
+        )
+    end = 0
+    for one in sorted(found, key=lambda one: one.start):
+        if one.start >= end:
+            end = one.end
+            yield one
+
+
+def _volatile(rule: Rule, match: re.Match[str]) -> Volatile:
+    has_value = "value" in rule.pattern.groupindex
+    group = "value" if has_value and rule.kind == "pinned" else 0
+    (start, end), text = match.span(group), match.string
+    if rule.kind == "transient":  # a block goes with the line breaks around it
+        start = len(text[:start].rstrip("\n"))
+        end = len(text) - len(text[end:].lstrip("\n"))
+    return Volatile(rule.name, rule.kind, match[group].strip(), start, end)
+
+
+def _stilled(text: str, fields: Iterable[Volatile]) -> str:
+    """The canonical text: sentinels for what is pinned, nothing for what is transient."""
+    return replaced(
+        text, fields, stand_in=lambda one: "" if one.kind == "transient" else _SENTINELS[one.rule]
+    )
+
+
+def replaced(text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volatile], str]) -> str:
+    """The text with something else in the place of its fields."""
+    said, end = "", 0
+    for one in fields:
+        said += text[end : one.start]
+        words, end = stand_in(one), one.end
+        has_gap = one.kind == "transient" and not words and said and end < len(text)
+        said += "\n\n" if has_gap else words
+    return said + text[end:]
+
+
+_SENTINELS: Final = {rule.name: rule.sentinel for rule in _RULES}
+
+
+def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[Turn, ...]:
+    """The conversation in both pipelines; the messages given are not changed.
+
+    why(L-43): a message that only carries notes is no turn of its own: thinking templates would
+    begin a new user turn there, and a template may reject or hoist a late system message.
+    """
+    turns: list[Turn] = []
+    for message in messages:
+        turn = canon.still(message)
+        notes = _notes(turn, canon, is_head=all(before.role in SYSTEM_ROLES for before in turns))
+        before = turns[-1].role if turns else ""
+        if not notes or before in SYSTEM_ROLES | {""}:
+            turns.append(turn)
+        elif before == "assistant":
+            texts = "\n\n".join(note.value for note in notes)
+            turns.append(_turn({"role": "user", "content": texts}))
+        elif turn.role in SYSTEM_ROLES and not any(t.role == "assistant" for t in turns):
+            first = next(i for i, t in enumerate(turns) if t.role not in SYSTEM_ROLES)
+            turns[first] = replace(turns[first], head=(*turns[first].head, *notes))
+        else:
+            turns[-1] = replace(turns[-1], tail=(*turns[-1].tail, *notes))
+    return tuple(turns)
+
+
+def _notes(turn: Turn, canon: Canon, *, is_head: bool) -> tuple[Volatile, ...]:
+    """The texts of a message that is nothing but notes; none if it is more than that."""
+    if turn.role in SYSTEM_ROLES and canon.folds_late_system and not is_head:
+        text = turn.message["content"]
+        if "<system-reminder>" not in text:
+            text = f"<system-reminder>\n{text}\n</system-reminder>"
+        return (Volatile("late_system", "transient", text),)
+    notes = tuple(turn.notes)
+    return notes if turn.role == "user" and not turn.canonical["content"].strip() else ()
+
+
+# endregion
+
+# region 07 RENDER =============================================================
 # Messages -> the model's own chat template -> tokens, with nothing lost on the way.
 #
 # A template is a program we did not write. It is not read but asked: canned conversations are
@@ -971,11 +1352,12 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # whole again before encoding, so neither template nor tokenizer takes it for the real thing.
 # Dropped: transformers' sanitize_control_tokens (skips keys, encodes the whole past every turn).
 #
-# Doors   Template, Rendered, _probe_preserve_thinking_support, _compute_msg_token_boundaries
-# Knows   CONFIG, ERRORS, LOG, WIRE
+# Doors   Template, Rendered, Unspliceable
+# Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
+# Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  490
+# Budget  720
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1036,6 +1418,10 @@ class _Encoder:
         }
         words = {text for text in rest if self._plain.token_to_id(text) is not None}
         return _any_of(text for text in {*tags, *self._id_of} - words if len(text) > 1)
+
+    def texts(self, ids: Iterable[int]) -> dict[str, int]:
+        """The ids that are added tokens, by their text."""
+        return {self._added[i].content: i for i in ids if i in self._added}
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids of a rendered text; broken markup becomes text, all other is markup."""
@@ -1162,12 +1548,25 @@ class _Quirks:
     def __init__(self, chat: _ChatTemplate, *, preserve_thinking: bool) -> None:
         self.thinking = _probe_thinking(chat)  # switches for off, switches for on
         self.preserve = _probe_preserve_thinking_support(chat) if preserve_thinking else {}
+        self._chat = chat
+        self._worlds: dict[str, str] = {}  # worth as much from any thread
         self.has_system = chat.says("system user")
         self.has_late_system = chat.says("system system user call tool system reply system user")
         self.has_repeats = chat.says("user user reply reply")
         # between two text parts; a newline where the template misprints them
         joint = re.search(rf"{_FIRST}(\s*){_WORDS.format(0)}", chat.attempt("parts"))
         self.joint = joint[1] if joint else "\n"
+
+    def without_reply(self, switches: _Switches) -> str:
+        """What these switches make of a canned conversation, generation prompt left out."""
+        name = json.dumps(switches, sort_keys=True, default=str)
+        if name not in self._worlds:
+            if len(self._worlds) > 256:
+                self._worlds = {}
+            script = "system user reply user" if self.has_system else "user reply user"
+            text = self._chat.attempt(script, **switches, add_generation_prompt=False)
+            self._worlds[name] = text
+        return self._worlds[name]
 
 
 class _Turns:
@@ -1310,35 +1709,205 @@ def _spoken(message: Message) -> Iterator[tuple[str, str]]:
                 yield "tool-call arguments", value
 
 
+class Unspliceable(Exception):
+    """Why it is not certain what follows a recorded past, in a word or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seam:
+    """How a shape of conversation goes on after a reply: proven once, then believed."""
+
+    is_minimal: bool  # a stub in the place of the past says all
+    closer: str  # between the reply's words and its end token
+    end: str  # the end token's text; "" where another added token follows at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Junction:
+    """A past that ends in a reply, the new messages, and what else a template is given."""
+
+    old: Sequence[Message]
+    new: Sequence[Message]  # shaped
+    tools: list[Any]
+    switches: _Switches
+
+    def marked(self) -> Message:
+        """A reply of the same shape whose last words are the nonce; without any thinking."""
+        calls = self.old[-1].get("tool_calls", ())
+        named = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+        if not named:
+            return {"role": "assistant", "content": _NONCE}
+        named[-1]["function"]["arguments"] = {"q": _NONCE}
+        return {"role": "assistant", "content": "", "tool_calls": named}
+
+    def canned(self) -> _Junction:
+        """New messages of the same shape with words of our own."""
+        return replace(self, new=[_canned_like(message, n=n) for n, message in enumerate(self.new)])
+
+    def head(self) -> list[Message]:
+        has_system = self.old[0]["role"] in SYSTEM_ROLES and len(self.old) > 1
+        return [{"role": "system", "content": "x"}] if has_system else []
+
+    def shape(self) -> str:
+        """What the proof of a seam may depend on."""
+        kinds = (
+            [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])]
+            for m in (self.marked(), *self.new)
+        )
+        return json.dumps([len(self.head()), *kinds, bool(self.tools), self.switches], default=str)
+
+
+_NONCE: Final = "zq7seam5qz"
+
+
+def _canned_like(message: Message, *, n: int) -> Message:
+    words = _WORDS.format(n)
+    canned: Message = {**message, "content": words if message["content"] or n == 0 else ""}
+    if calls := message.get("tool_calls"):
+        functions = ({**call["function"], "arguments": {"q": words}} for call in calls)
+        pairs = zip(calls, functions, strict=True)
+        canned["tool_calls"] = [{**call, "function": function} for call, function in pairs]
+    return canned
+
+
+class _Seams:
+    """What a template prints after a recorded reply, found by rendering words of our own.
+
+        [past, or a stub of it][reply: a nonce][new messages as they are]
+                                         nonce |closer|end ... suffix ... generation prompt
+
+    A stub is enough where the suffix is the same as behind canned pasts of three kinds (L-44);
+    elsewhere the past is rendered, but still not tokenised. Nothing is known of any template.
+    """
+
+    PASTS: Final = ("user", "user call tool call tool", "user reply user call tool call tool")
+    MEMO: Final = 512  # shapes
+
+    def __init__(self, chat: _ChatTemplate, quirks: _Quirks, *, ends: Iterable[str]) -> None:
+        self._chat = chat
+        self._quirks = quirks
+        self._ends = _any_of(ends)
+        self._proven: dict[str, _Seam | str] = {}  # a str: why not; worth as much from any thread
+
+    def after(self, at: _Junction, *, shape: Callable[[Message], Message]) -> tuple[str, str, str]:
+        """(closer, end token, text from there on) of the new messages after the old ones.
+
+        `shape` is for old messages, where the template must see them. Raises Unspliceable.
+        """
+        seam, rest = self._seam(at), ""
+        if seam.is_minimal:
+            rest = self._rest(self._stub(at), replace(at, tools=at.tools[:1]))
+        if not seam.is_minimal or not rest.startswith(seam.closer + seam.end):
+            # why(L-44): on some templates the closer depends on the place in the tool loop.
+            past = list(map(shape, at.old[:-1]))
+            seam, rest = self._parted(at, self._rest(past, at.canned())), self._rest(past, at)
+            if not rest.startswith(seam.closer + seam.end):
+                raise Unspliceable("closer")
+        return seam.closer, seam.end, rest[len(seam.closer) :]
+
+    def _seam(self, at: _Junction) -> _Seam:
+        shape = at.shape()
+        proven = self._proven.get(shape)
+        if proven is None:
+            try:
+                proven = self._prove(at.canned())
+            except Unspliceable as refusal:
+                proven = str(refusal)
+            if len(self._proven) >= self.MEMO:
+                self._proven = {}
+            self._proven[shape] = proven
+        if isinstance(proven, str):
+            raise Unspliceable(proven)
+        return proven
+
+    def _prove(self, at: _Junction) -> _Seam:
+        short = self._rest(self._stub(at), replace(at, tools=at.tools[:1]))
+        same = True
+        for past in self.PASTS:
+            with suppress(Unspliceable):
+                same = same and self._rest([*at.head(), *_canned(past)], at) == short
+        return replace(self._parted(at, short), is_minimal=same)
+
+    def _parted(self, at: _Junction, rest: str) -> _Seam:
+        """Where the reply ends, read off words of our own that follow it."""
+        between = rest.partition(_WORDS.format(0))[0]
+        if found := self._ends.search(between):
+            return _Seam(False, between[: found.start()], found[0])
+        if at.old[-1].get("tool_calls"):
+            raise Unspliceable("no end token")
+        return _Seam(False, "", "")
+
+    def _rest(self, past: list[Message], at: _Junction) -> str:
+        """The text after the nonce."""
+        messages = _folded([*past, at.marked(), *at.new], self._quirks)
+        try:
+            text = self._chat.render(messages, tools=at.tools, switches=at.switches)
+        except BadRequest as refusal:
+            raise Unspliceable("refused") from refusal
+        _, nonce, rest = text.partition(_NONCE)
+        if not nonce or _NONCE in rest:
+            raise Unspliceable("nonce")
+        return rest
+
+    def _stub(self, at: _Junction) -> list[Message]:
+        return [*at.head(), {"role": "user", "content": "x"}]
+
+
+def _no_tokens() -> npt.NDArray[np.int32]:
+    return np.empty(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
     """A prompt. All positions count model tokens from its start."""
 
-    text: str
-    ids: npt.NDArray[np.int32] = field(compare=False)  # `(n,)`, follow from the text
-    boundaries: tuple[int, ...]  # where messages and the generation prompt begin, ascending
+    text: str = ""  # of a replayed prompt, what was rendered of it
+    ids: npt.NDArray[np.int32] = field(default_factory=_no_tokens, compare=False)  # `(n,)`
+    boundaries: tuple[int, ...] = ()  # where messages and the generation prompt begin, ascending
     system_end: int = 0  # where the first user message begins, after system prompt and tools
-    last_user_start: int = 0
-    generation_start: int  # len(tokens) where the template prints no generation prompt
+    last_user_start: int | None = None  # None where no message is the user's
+    generation_start: int = 0  # len(tokens) where the template prints no generation prompt
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
 
     @property
     def tokens(self) -> ModelTokens:
         return ModelTokens(self.ids.tolist())
 
+    def without_first(self) -> Rendered:
+        """The same behind a token that is there already; that token may open a message."""
+        return replace(
+            self,
+            ids=self.ids[1:],
+            boundaries=tuple(b - 1 for b in self.boundaries),
+            last_user_start=None if self.last_user_start is None else self.last_user_start - 1,
+            generation_start=self.generation_start - 1,
+        )
+
 
 class Template:
     """Chat template and tokenizer of one model; set up once, then used from any thread."""
 
     def __init__(
-        self, tokenizer: Any, config: Config, *, think_start: str = "", think_end: str = ""
+        self,
+        tokenizer: Any,
+        config: Config,
+        *,
+        think_start: str = "",
+        think_end: str = "",
+        ends: Iterable[int] = (),
     ) -> None:
-        """`tokenizer`: a fast one of transformers, or mlx-lm's wrapper around one."""
+        """`tokenizer`: a fast one of transformers, or mlx-lm's wrapper around one.
+
+        `ends`: the ids at which the model stops; without them no past is replayed.
+        """
         self._chat = _ChatTemplate(tokenizer)
         self._encoder = _Encoder(tokenizer)
         self._quirks = _Quirks(self._chat, preserve_thinking=config.preserve_thinking)
         self._turns = _Turns(self._chat, self._encoder, quirks=self._quirks)
         self._tags = (think_start, think_end)
+        self._canon = Canon(config, joint=self._quirks.joint, tags=self._tags)
+        self._ends = self._encoder.texts(ends)
+        self._seams = _Seams(self._chat, self._quirks, ends=self._ends)
         self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
         self._hides_writes = config.normalize_write_tool_content_for_prompt
         self._lost: set[str] = set()  # kinds already named in the log; only grows
@@ -1376,8 +1945,56 @@ class Template:
         boundaries = tuple(_compute_msg_token_boundaries(ids, self._turns))
         return Rendered(text=text, ids=ids, boundaries=boundaries, generation_start=len(ids))
 
-    def prompt(self, request: ChatRequest) -> Rendered:
-        """Render and encode.
+    def canonical(self, messages: Iterable[Message]) -> tuple[Turn, ...]:
+        """The conversation in both pipelines, by this model's tags and the configured rules."""
+        return _canonicalize_messages(messages, self._canon)
+
+    def world(self, request: ChatRequest) -> bytes:
+        """What a recorded past depends on beside its messages: template, tools, switches.
+
+        A switch that only changes the generation prompt is not in it: a user may change the
+        thinking effort in mid-session.
+        """
+        switches = self._switches(request)
+        canned = self._quirks.without_reply(switches)
+        facts = json.dumps([self.source, request.tools, canned], default=str)
+        return sha256(facts.encode()).digest()
+
+    def suffix(
+        self,
+        request: ChatRequest,
+        past: Sequence[Message],
+        *,
+        new: Sequence[Message],
+        end: int | None,
+    ) -> tuple[int, Rendered]:
+        """What follows the recorded tokens of `past`, which end in a reply and its token `end`.
+
+        Returns how many of them to drop (the end token, where the template prints another), and
+        the suffix, whose positions count from there. Raises Unspliceable.
+        """
+        tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
+        at = _Junction(past, [self._shape(message) for message in new], tools, switches)
+        closer, printed, text = self._seams.after(at, shape=self._shape)
+        if any(_losses(at.new, text, known=set())):
+            raise Unspliceable("lost text")
+        ending = self._turns.prompt(at.new[-1]["role"], switches)
+        if end is None and past[-1].get("tool_calls"):
+            raise Unspliceable("cut call")
+        if end is None:
+            return 0, self._measured(closer + text, ending=ending)
+        first = self._encoder.find_added.match(text)
+        if first is None or (printed and first[0] != printed):
+            raise Unspliceable("end token")
+        suffix = self._measured(text, ending=ending)
+        return (0, suffix.without_first()) if self._ends.get(printed) == end else (1, suffix)
+
+    def _switches(self, request: ChatRequest) -> _Switches:
+        wanted = self._hide(dict(request.template_kwargs))
+        return {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
+
+    def prompt(self, request: ChatRequest, messages: Iterable[Message] | None = None) -> Rendered:
+        """Render and encode a whole conversation: the request's messages, or others in their place.
 
         Raises BadRequest when the template refuses the messages (with its own sentence) and when
         the model has no chat template.
@@ -1388,18 +2005,17 @@ class Template:
             raise BadRequest(
                 "this model has no chat template, only /v1/completions", param="messages"
             )
-        messages = _folded(map(self._shape, request.messages), self._quirks)
-        tools = [self._hide(tool) for tool in request.tools]
-        wanted = self._hide(dict(request.template_kwargs))
-        switches = {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
-        text = self._chat.render(messages, tools=tools, switches=switches)
-        self._report_losses(messages, tools, text=text)
-        ending = self._turns.prompt(messages[-1]["role"], switches)
-        return self._measured(text, ending=ending if text.endswith(ending) else "")
+        said = request.messages if messages is None else messages
+        folded = _folded(map(self._shape, said), self._quirks)
+        tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
+        text = self._chat.render(folded, tools=tools, switches=switches)
+        self._report_losses(folded, tools, text=text)
+        return self._measured(text, ending=self._turns.prompt(folded[-1]["role"], switches))
 
     def _measured(self, text: str, *, ending: str) -> Rendered:
         """Counts in pieces of the text: where a message begins, tokens do too."""
         encode, (start, end) = self._encoder.encode, self._tags
+        ending = ending if text.endswith(ending) else ""
         tokens = encode(text)
         users = [found.start() for found in self._turns.find_user.finditer(text)]
         return Rendered(
@@ -1407,7 +2023,7 @@ class Template:
             ids=tokens,
             boundaries=tuple(_compute_msg_token_boundaries(tokens, self._turns)),
             system_end=len(encode(text[: users[0]])) if users else 0,
-            last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else 0,
+            last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else None,
             generation_start=len(tokens) - len(encode(ending)),
             starts_in_reasoning=bool(start) and ending.rfind(start) > ending.rfind(end),
         )
@@ -1446,7 +2062,366 @@ class Template:
 
 # endregion
 
-# region 06 KEY ================================================================
+# region 08 LEDGER =============================================================
+# What was fed and generated once is replayed token by token; only what is new is rendered.
+#
+#     messages   s   u   a   t   a   t     a chain hash over their canonical forms, from a root
+#                |--- a past ---|  new     that stands for template, tools and switches
+#     tokens     |fed, generated|suffix|
+#
+# A transcript is recorded after each whole reply, under the chain that ends in the reply. It holds
+# the tokens since its parent's, what it told the model of volatile fields, and which thinking its
+# replies had: a client may leave thinking out, but what it sends must be what was generated.
+# Prompt boundaries need none: rendered again behind the same past they are the same tokens.
+# Not by session id (sub-agents share one), not by a table of templates (RENDER asks the template).
+#
+# Doors   Ledger, Draft, Generated
+# Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
+# Owns    _ledger_lock (leaf)
+# Thread  any
+# Budget  360
+# ==============================================================================
+
+_Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the model was told of volatile fields on the way to some message."""
+
+    pins: Mapping[_Place, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # in the order of telling
+
+    def then(self, later: _Told) -> _Told:
+        return _Told({**self.pins, **later.pins}, self.notes + later.notes)
+
+    def knows(self, note: str, wanted: frozenset[str]) -> bool:
+        """Whether a transient text is the latest of its like that the model was told.
+
+        One that was replaced since by a text the client no longer sends is told again.
+        """
+        if note not in self.notes:
+            return False
+        return all(later in wanted for later in self.notes[self.notes.index(note) :])
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Transcript:
+    """One prompt and the reply to it, as tokens; its first `kept` ones are its parent's."""
+
+    parent: Transcript | None
+    kept: int
+    ids: npt.NDArray[np.int32]  # from there on, the reply and its end token included
+    depth: int  # messages, the reply included
+    thoughts: Mapping[int, str]  # by message: the thinking of the replies that are its own
+    told: _Told  # by its own messages
+    rendered: Rendered  # the prompt's positions, without its tokens
+    ended: int | None  # the end token; None for a reply that was cut
+    session: str
+    used: float  # seconds on the caller's clock
+
+    def __len__(self) -> int:
+        return self.kept + len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        texts = (*self.thoughts.values(), *self.told.pins.values(), *self.told.notes)
+        return self.ids.nbytes + sum(map(len, texts)) + 8 * len(self.rendered.boundaries) + 1_000
+
+    def line(self) -> Iterator[Transcript]:
+        """This one, its parent, and so on."""
+        node: Transcript | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def tokens(self, length: int) -> npt.NDArray[np.int32]:
+        """The first `length` tokens of prompt and reply."""
+        parts = []
+        for node in self.line():
+            parts.append(node.ids[: max(0, length - node.kept)])
+            length = min(length, node.kept)
+        return np.concatenate(parts[::-1])
+
+    def thought(self, turns: Sequence[Turn]) -> bool:
+        """Whether all thinking that the client sent is what was generated there."""
+        own = (item for node in self.line() for item in node.thoughts.items())
+        return all(turns[at].thought in ("", thought) for at, thought in own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """The tokens of a whole reply, and when and for whom they were generated."""
+
+    ids: Sequence[int]  # the end token included
+    ended: int | None  # the end token; None for a reply that was cut
+    session: str
+    at: float  # seconds, on the clock that draft() is given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A prompt, and what the ledger must know to record the reply to it."""
+
+    rendered: Rendered = field(default_factory=Rendered)
+    turns: tuple[Turn, ...] = ()
+    keys: tuple[bytes, ...] = ()  # the world, then one for each turn and all before it
+    told: _Told = field(default_factory=_Told)  # by this prompt, beyond its past
+    past: Transcript | None = None
+    kept: int = 0  # tokens of the past
+    fallback: str = ""  # why a longer past was not replayed
+
+
+_Head = tuple[list[Message], _Told]  # system messages as they were first rendered
+
+
+def _chain(world: bytes, turns: Iterable[Turn]) -> tuple[bytes, ...]:
+    links = (turn.role.encode() + turn.digest for turn in turns)
+    return tuple(accumulate(links, lambda key, link: sha256(key + link).digest(), initial=world))
+
+
+class Ledger:
+    """Recorded pasts of one model, and the heads that conversations have in common."""
+
+    ALTERNATIVES: Final = 4  # transcripts under one key
+    TRIES: Final = 3  # pasts, the longest first, before a request is rendered as sent
+    MAX_HEADS: Final = 256
+
+    def __init__(self, config: Config, metrics: CacheMetrics, *, healing: HealingStore) -> None:
+        # Set at construction
+        self._config = config
+        self._metrics = metrics
+        self._healing = healing
+        self._ledger_lock = threading.Lock()
+        # Guarded by _ledger_lock; least recently used first, parents behind their children
+        self._pasts: OrderedDict[bytes, list[Transcript]] = OrderedDict()
+        self._heads: OrderedDict[bytes, _Head] = OrderedDict()
+        self._nbytes = 0
+
+    def draft(self, request: ChatRequest, template: Template, *, room: int, now: float) -> Draft:
+        """The prompt of a chat: the longest past that can be replayed, and the rest rendered.
+
+        One that would not fit into `room` tokens is rendered without past thinking instead.
+        Raises BadRequest when the template refuses the messages.
+        """
+        turns = template.canonical(request.messages)
+        plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
+        why = ""
+        for past in self._candidates(plain, session=request.session.session_id or "", now=now):
+            try:
+                draft = self._replay(request, template, past=past, draft=plain)
+                break
+            except Unspliceable as miss:
+                why = why or str(miss)
+        else:
+            draft = self._as_sent(request, template, draft=plain)
+        if why:
+            self._metrics.bump("ledger_seam_fallback")
+        if len(draft.rendered.ids) > room:
+            bare = _without_past_thinking(turns)
+            draft = replace(
+                plain, rendered=template.prompt(request, bare), told=_Told(_pins(turns))
+            )
+        return replace(draft, fallback=why)
+
+    def snapshot(self) -> dict[str, int]:
+        """Counts and bytes, for /v1/status."""
+        with self._ledger_lock:
+            n_pasts = sum(map(len, self._pasts.values()))
+            return {"transcripts": n_pasts, "heads": len(self._heads), "bytes": self._nbytes}
+
+    def clear(self) -> None:
+        """Forget everything, as the cache does when it is cleared."""
+        with self._ledger_lock:
+            self._pasts.clear()
+            self._heads.clear()
+            self._nbytes = 0
+
+    def record(
+        self, draft: Draft, template: Template, *, reply: Message, generated: Generated
+    ) -> None:
+        """Remember a whole reply under the form in which the client will send it back."""
+        turn = template.canonical([reply])[0]
+        self._healing.remember(turn.message)
+        keys = (*draft.keys, *_chain(draft.keys[-1], [turn])[1:])
+        start = draft.past.depth if draft.past else 0
+        own = enumerate([*draft.turns, turn][start:], start)
+        ids = np.concatenate([draft.rendered.ids[draft.kept :], np.array(generated.ids, np.int32)])
+        past = Transcript(
+            parent=draft.past,
+            kept=draft.kept,
+            ids=ids,
+            depth=len(keys) - 1,
+            thoughts={at: one.thought for at, one in own if one.role == "assistant"},
+            told=draft.told,
+            rendered=replace(draft.rendered, ids=ids[:0], text=""),
+            ended=generated.ended,
+            session=generated.session,
+            used=generated.at,
+        )
+        with self._ledger_lock:
+            others = self._pasts.setdefault(keys[-1], [])
+            while len(others) >= self.ALTERNATIVES:
+                self._nbytes -= others.pop(0).nbytes
+            others.append(past)
+            self._nbytes += past.nbytes
+            self._touch(keys, past, now=past.used)
+            self._forget(past.used)
+
+    def _forget(self, now: float) -> None:
+        idle, most = self._config.ledger_ttl_seconds, self._config.ledger_max_bytes
+        while self._pasts:
+            oldest = next(iter(self._pasts.values()))
+            is_old = 0 < idle < now - max(past.used for past in oldest)
+            if self._nbytes <= most and not is_old:
+                return
+            self._pasts.popitem(last=False)
+            self._nbytes -= sum(past.nbytes for past in oldest)
+
+    def _candidates(self, draft: Draft, *, session: str, now: float) -> list[Transcript]:
+        """Pasts that end in a reply and leave a newest message to render, the longest first."""
+        keys, turns = draft.keys, draft.turns
+        found: list[Transcript] = []
+        newest = max((i for i, turn in enumerate(turns) if turn.role in _ASKING), default=0)
+        with self._ledger_lock:
+            self._forget(now)
+            for depth in range(newest, 0, -1):
+                if turns[depth - 1].role != "assistant" or keys[depth] not in self._pasts:
+                    continue
+                fits = [past for past in self._pasts[keys[depth]] if past.thought(turns)]
+                if not fits:  # the client sent other thinking than was generated
+                    continue
+                best = max(fits, key=lambda past: (past.session == session, past.used))
+                self._touch(keys, best, now=now)
+                found.append(best)
+                if len(found) == self.TRIES:
+                    break
+        return found
+
+    def _touch(self, keys: Sequence[bytes], past: Transcript, *, now: float) -> None:
+        for node in past.line():
+            node.used = now
+            if keys[node.depth] in self._pasts:
+                self._pasts.move_to_end(keys[node.depth])
+
+    def _replay(
+        self, request: ChatRequest, template: Template, *, past: Transcript, draft: Draft
+    ) -> Draft:
+        """Raises Unspliceable."""
+        known = _Told()
+        for node in reversed(list(past.line())):
+            known = known.then(node.told)
+        new, told = _tell(draft.turns, past.depth, known=known)
+        has_thoughts = any(thought for node in past.line() for thought in node.thoughts.values())
+        is_new_turn = any(message["role"] == "user" for message in new)
+        if has_thoughts and is_new_turn and not self._config.preserve_thinking:
+            raise Unspliceable("thinking is not preserved")
+        old = [turn.message for turn in draft.turns[: past.depth]]
+        new = _heal_messages(new, self._healing)
+        dropped, suffix = template.suffix(request, old, new=new, end=past.ended)
+        kept = len(past) - dropped
+        rendered = _joined_up(past, suffix, kept=kept)
+        return replace(draft, rendered=rendered, told=told, past=past, kept=kept)
+
+    def _as_sent(self, request: ChatRequest, template: Template, *, draft: Draft) -> Draft:
+        """All messages rendered; the head as it was first rendered for anybody."""
+        turns = draft.turns
+        n_head = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
+        head, known = [turn.message for turn in turns[:n_head]], _Told(_pins(turns[:n_head]))
+        if known.pins and any(turn.role in _ASKING for turn in turns):  # somewhere to restate
+            head, known = self._first(draft.keys[n_head], (head, known))
+        rest, told = _tell(turns, n_head, known=known)
+        messages = _heal_messages([*head, *rest], self._healing)
+        return replace(draft, rendered=template.prompt(request, messages), told=known.then(told))
+
+    def _first(self, key: bytes, head: _Head) -> _Head:
+        """why(L-38): the first rendering stays, or a new id would move all that follows it."""
+        with self._ledger_lock:
+            first = self._heads.setdefault(key, head)
+            self._heads.move_to_end(key)
+            if len(self._heads) > self.MAX_HEADS:
+                self._heads.popitem(last=False)
+            return first
+
+
+_ASKING: Final = frozenset({"user", "tool"})
+
+
+def _places(turns: Iterable[Turn], start: int = 0) -> Iterator[tuple[_Place, Volatile]]:
+    for at, turn in enumerate(turns, start):
+        seen: Counter[str] = Counter()
+        for one in turn.fields:
+            if one.kind == "pinned":
+                yield (at, one.rule, seen[one.rule]), one
+                seen[one.rule] += 1
+
+
+def _pins(turns: Iterable[Turn], start: int = 0) -> dict[_Place, str]:
+    return {place: one.value for place, one in _places(turns, start)}
+
+
+def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Message], _Told]:
+    """The messages from `start` on as the model shall see them, and what they tell it.
+
+    What the replayed past says otherwise than this request is restated in the newest message: then
+    every pinned or transient value of the request is in the prompt, there or here.
+    """
+    wanted = frozenset(note.value for turn in turns for note in turn.notes)
+    past = list(_places(turns[:start]))
+    stale = [(place, one) for place, one in past if known.pins.get(place) != one.value]
+    lines = [f"[{one.rule} is now {one.value}]" for _, one in stale]
+    notes = [note.value for turn in turns[:start] for note in turn.notes]
+    missed = tuple(dict.fromkeys(note for note in notes if note not in known.notes))
+    told = _Told({place: one.value for place, one in stale})
+    newest = max((i for i, turn in enumerate(turns) if turn.role in _ASKING), default=-1)
+    messages = []
+    for at, turn in enumerate(turns[start:], start):
+        message = turn.message
+        if any(turn.notes):
+            message, news = _worded(turn, known.then(told), wanted=wanted)
+            told = told.then(_Told(notes=news))
+        if at == newest and (lines or missed):
+            extra = filter(None, [message["content"], "\n".join(dict.fromkeys(lines)), *missed])
+            message = {**message, "content": "\n\n".join(extra)}
+            told = told.then(_Told(notes=missed))
+        messages.append(message)
+    return messages, told.then(_Told(_pins(turns[start:], start)))
+
+
+def _worded(turn: Turn, known: _Told, *, wanted: frozenset[str]) -> tuple[Message, tuple[str, ...]]:
+    """A new message with its notes, and those that it tells; what is known is not repeated."""
+    new = dict.fromkeys(n.value for n in turn.notes if not known.knows(n.value, wanted))
+    sent: str = turn.message["content"]
+    old = [one for one in turn.fields if one.kind == "transient" and one.value not in new]
+    content = replaced(sent, old, stand_in=lambda _: "")
+    head, tail = ([n.value for n in notes if n.value in new] for notes in (turn.head, turn.tail))
+    return {**turn.message, "content": "\n\n".join([*head, content, *tail])}, tuple(new)
+
+
+def _without_past_thinking(turns: Sequence[Turn]) -> list[Message]:
+    """What a template that strips thinking would see; the current tool loop keeps its own."""
+    users = [at for at, turn in enumerate(turns) if turn.role == "user"]
+    old = users[-1] if users else 0
+    bare = ({k: v for k, v in t.message.items() if k != "reasoning_content"} for t in turns[:old])
+    return [*bare, *(turn.message for turn in turns[old:])]
+
+
+def _joined_up(past: Transcript, suffix: Rendered, *, kept: int) -> Rendered:
+    """The replayed tokens with the suffix behind them, and all positions counted from the start."""
+    before, user = past.rendered, suffix.last_user_start
+    return replace(
+        suffix,
+        ids=np.concatenate([past.tokens(kept), suffix.ids]),
+        boundaries=(*before.boundaries, *(kept + b for b in suffix.boundaries)),
+        system_end=before.system_end,
+        last_user_start=before.last_user_start if user is None else kept + user,
+        generation_start=kept + suffix.generation_start,
+    )
+
+
+# endregion
+
+# region 09 KEY ================================================================
 # What a prefix is called: chained block hashes; and a stilled text, for people to compare.
 #
 # The hashes cover exact model tokens. The root holds whatever else changes KV (model revision,
@@ -1485,9 +2460,8 @@ def _block_hashes(
     return names
 
 
-_REMINDER: Final = r"<system-reminder>(?:(?!<system-reminder>)[\s\S])*?</system-reminder>"
 _VOLATILE: Final = (
-    (re.compile(_REMINDER), ""),
+    (re.compile(r"<system-reminder>(?:(?!<system-reminder>)[\s\S])*?</system-reminder>"), ""),
     (re.compile(r"\bCurrent time is\b[^\n]*"), "Current time is __STABLE_TIME__"),
     (re.compile(r"\bcch=[0-9a-fA-F]+;"), "cch=__STABLE_CCH__;"),
     (re.compile(r"^[ \t]*x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE), ""),
@@ -1511,7 +2485,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 
 # endregion
 
-# region 07 KV =================================================================
+# region 10 KV =================================================================
 # The only room that knows what a KV layer looks like.
 #
 # A model's cache is a list of layers; a layer may hold several (CacheList), so everything here
@@ -1798,7 +2772,7 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
 
 # endregion
 
-# region 08 CACHE ==============================================================
+# region 11 CACHE ==============================================================
 # Lines, checkpoints, branches: the deepest exact prefix, and who owns its bytes.
 #
 #     line A  [0 ............................ end)      root: owns all its KV
@@ -2193,7 +3167,7 @@ def _worth_sharing(line: Line) -> bool:
 
 # endregion
 
-# region 09 SESSIONS ===========================================================
+# region 12 SESSIONS ===========================================================
 # What each conversation's last turns looked like: how long, how much was cached, by which layer.
 #
 # This is for people (/v1/status, session logs). Lookup never asks it: the cache is one for all
@@ -2278,7 +3252,7 @@ def _shown(turns: Iterable[SessionTurn], now: float) -> list[dict[str, Any]]:
 
 # endregion
 
-# region 10 MODEL ==============================================================
+# region 13 MODEL ==============================================================
 # Find the model or fetch it, load it, and state the facts that other rooms need of it.
 #
 # resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
@@ -2576,7 +3550,7 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        template=Template(tokenizer, config, **tags),
+        template=Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids),
         model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
         path=path,
         family=family if config.model_family == "auto" else config.model_family,
@@ -2666,7 +3640,7 @@ def _in_gb(nbytes: float) -> str:
 
 # endregion
 
-# region 11 ENGINE =============================================================
+# region 14 ENGINE =============================================================
 # The model thread: admit, prefill in slices, decode in groups, give every row's KV back.
 #
 #     inbox -> waiting -> prefill (one slice at a time) -> decode (one step per group) -> put back
@@ -3399,7 +4373,7 @@ class Engine:
 
 # endregion
 
-# region 12 SPLIT ==============================================================
+# region 15 SPLIT ==============================================================
 # Characters -> reasoning | content | tool call, as they are generated.
 #
 #     <think>\nwhy\n</think>\n\nI'll look.\n\n<tool_call>...</tool_call>\nDone.
@@ -3567,7 +4541,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 
 # endregion
 
-# region 13 TOOLS ==============================================================
+# region 16 TOOLS ==============================================================
 # Tool-call text -> OpenAI tool_calls, as it is generated; and the whole reply put together.
 #
 #     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
@@ -4075,7 +5049,7 @@ def _extract_openai_tool_calls(
 
 # endregion
 
-# region 14 ANSWER =============================================================
+# region 17 ANSWER =============================================================
 # The whole path on one page: request -> prompt -> job -> events -> the client's words.
 #
 #     prepare: render, check, constrain, submit      (may still be a 400)
@@ -4088,7 +5062,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  460
+# Budget  500
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4115,6 +5089,8 @@ class ServerState:
     config: Config
     engine: Engine
     metrics: CacheMetrics
+    HEALING_STORE: HealingStore
+    LEDGER: Ledger
     SESSION_INDEX: SessionIndex
     session_log: SessionLog
     started: int  # Unix seconds
@@ -4125,9 +5101,13 @@ class Prepared:
     """A request in the model's terms."""
 
     loaded: LoadedModel
-    rendered: Rendered
+    draft: Draft
     tool_format: ToolFormat | None
     job: Job
+
+    @property
+    def rendered(self) -> Rendered:
+        return self.draft.rendered
 
 
 def prepare(state: ServerState, request: ChatRequest) -> Prepared:
@@ -4139,10 +5119,15 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
             param="model",
             code="model_not_found",
         )
-    rendered = loaded.template.prompt(request)
-    room = min(loaded.limit, state.engine.capacity_tokens) - len(rendered.ids)
+    limit = min(loaded.limit, state.engine.capacity_tokens)
+    if request.kind == "completion" or not state.config.cache_canonicalize_tool_context:
+        draft = Draft(rendered=loaded.template.prompt(request))
+    else:
+        draft = state.LEDGER.draft(request, loaded.template, room=limit - 1, now=time.monotonic())
+    rendered = draft.rendered
+    room = limit - len(rendered.ids)
     if room < 1:
-        raise ContextTooLong(len(rendered.ids), room + len(rendered.ids))
+        raise ContextTooLong(len(rendered.ids), limit)
     if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
     _check_key_safety(state, rendered)
@@ -4159,7 +5144,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         ),
         deadline_seconds=state.config.generation_watchdog_seconds,
     )
-    return Prepared(loaded, rendered, tool_format, job)
+    return Prepared(loaded, draft, tool_format, job)
 
 
 def _prompt(loaded: LoadedModel, ids: TokenArray, *, config: Config) -> Prompt:
@@ -4175,8 +5160,9 @@ def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     The end of the head (system, tools), the last user message and the generation prompt always;
     the messages after the last user message too, since a tool loop grows there one by one.
     """
-    fixed = {rendered.system_end, rendered.last_user_start, rendered.generation_start}
-    recent = {b for b in rendered.boundaries if b >= rendered.last_user_start}
+    last_user = rendered.last_user_start or 0
+    fixed = {rendered.system_end, last_user, rendered.generation_start}
+    recent = {b for b in rendered.boundaries if b >= last_user}
     return tuple(sorted(fixed | recent))
 
 
@@ -4272,6 +5258,7 @@ class Listener:
         self._eos_ids = prepared.loaded.eos_ids
         self.n_tokens = 0
         self.n_reasoning = 0
+        self._ids: list[int] = []
 
     @property
     def is_over(self) -> bool:
@@ -4287,6 +5274,7 @@ class Listener:
         if self.is_over:
             return []
         self.n_tokens += 1
+        self._ids.append(token)
         if self._splitter.is_thinking:
             self.n_reasoning += 1
         text = "" if token in self._eos_ids else self._detokenizer.feed(token)
@@ -4295,6 +5283,19 @@ class Listener:
         # A tag the model means is a token of its own; the same characters in others are a quote.
         literal = bool(self._tag_ids) and token not in self._tag_ids
         return self._reply.feed(self._stops.feed(text), literal=literal)
+
+    def generated(self, session: str, *, at: float) -> Generated | None:
+        """The tokens of a reply that a later request can go on from; None where it cannot.
+
+        Not where the client has less of it than the model said, nor where it was cut in a thought
+        or in a call: what the template would print there is not what is in the KV.
+        """
+        ended = self._ids[-1] if self._ids and self._ids[-1] in self._eos_ids else None
+        reply = self.reply()
+        is_cut = self._splitter.is_thinking or reply.tool_calls or not reply.content
+        if self.is_over or (ended is None and is_cut):
+            return None
+        return Generated(ids=self._ids, ended=ended, session=session, at=at)
 
     def finish(self) -> list[Delta]:
         """What was held back to the end."""
@@ -4389,6 +5390,7 @@ class Answer:
                     case Finished() as end:
                         self._end = end
             deltas = self._listener.finish()
+            self._remember(self._end)
             self._note_turn(self._end)
             yield deltas
 
@@ -4430,6 +5432,16 @@ class Answer:
         n_prompt = self._prepared.job.n_prompt
         return Usage(n_prompt, cached, self._listener.n_tokens, self._listener.n_reasoning)
 
+    def _remember(self, end: Finished) -> None:
+        """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
+        prepared, session = self._prepared, self._request.session.session_id or ""
+        generated = self._listener.generated(session, at=time.monotonic())
+        if prepared.draft.keys and generated and end.reason in ("stop", "length"):
+            reply = _whole_message(self._listener.reply())
+            reply["content"] = reply["content"] or ""
+            template = prepared.loaded.template
+            self._state.LEDGER.record(prepared.draft, template, reply=reply, generated=generated)
+
     def _note_turn(self, end: Finished) -> None:
         """Before the last words: the client's next request may be here right after them."""
         state, job = self._state, self._prepared.job
@@ -4448,6 +5460,7 @@ class Answer:
             "prompt": job.n_prompt,
             "cached": end.cached,
             "layer": end.layer,
+            "replayed": self._prepared.draft.kept,
             "prefill": round(end.seconds[1], 3),
             "decode": round(end.seconds[2], 3),
             "out": self._listener.n_tokens,
@@ -4502,6 +5515,7 @@ def status_body(state: ServerState) -> dict[str, Any]:
     body: dict[str, Any] = {
         "engine": state.engine.status(),
         "counters": state.metrics.snapshot(),
+        "ledger": {**state.LEDGER.snapshot(), "healing": len(state.HEALING_STORE)},
         "sessions": state.SESSION_INDEX.snapshot(time.monotonic()),
         "uptime_seconds": int(time.time()) - state.started,
     }
@@ -4536,7 +5550,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 
 # endregion
 
-# region 15 HTTP ===============================================================
+# region 18 HTTP ===============================================================
 # stdlib ThreadingHTTPServer, server-sent events, one error boundary.
 #
 # A thread per connection parses, renders and waits; only the model thread computes. Whatever goes
@@ -4817,14 +5831,14 @@ class Handler(BaseHTTPRequestHandler):
 
 # endregion
 
-# region 16 MAIN ===============================================================
+# region 19 MAIN ===============================================================
 # Build the state, listen, load, serve, stop.
 #
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
 # the model thread, because arrays may not be handed from thread to thread before they are computed.
 #
 # Doors   build_state, main
-# Knows   CONFIG, LOG, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
+# Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
 # Budget  140
 # ==============================================================================
@@ -4838,7 +5852,7 @@ them all. MODEL_PATH chooses the model: a folder, a Hugging Face repository, or 
 
 def build_state(config: Config) -> ServerState:
     """Everything that outlives a request, not yet started."""
-    metrics = CacheMetrics()
+    metrics, healing = CacheMetrics(), HealingStore()
 
     def load() -> LoadedModel:
         return load_model(resolve_model(config, memory_bytes=device_memory_bytes()), config)
@@ -4847,6 +5861,8 @@ def build_state(config: Config) -> ServerState:
         config=config,
         engine=Engine(config, metrics, load=load),
         metrics=metrics,
+        HEALING_STORE=healing,
+        LEDGER=Ledger(config, metrics, healing=healing),
         SESSION_INDEX=SessionIndex(config),
         session_log=SessionLog(config),
         started=int(time.time()),
