@@ -136,7 +136,7 @@ from tokenizers.decoders import DecodeStream
 # Doors   Config, ConfigError
 # Knows   -
 # Thread  any; pure
-# Budget  165
+# Budget  166
 # ==============================================================================
 
 
@@ -255,6 +255,7 @@ class Config(BaseModel):
     # -- logs
     log_level: _LogLevel = "INFO"
     enable_request_logging: bool = True  # session logs, with prompt contents
+    log_prompt_tokens: bool = False  # session logs carry the exact ids that each prompt fed
     log_root: str = "logs"  # folder
     vlm_cache_debug: bool = False  # log token ids of image prompts
 
@@ -5062,7 +5063,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  500
+# Budget  505
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -5461,6 +5462,7 @@ class Answer:
             "cached": end.cached,
             "layer": end.layer,
             "replayed": self._prepared.draft.kept,
+            "fallback": self._prepared.draft.fallback or None,
             "prefill": round(end.seconds[1], 3),
             "decode": round(end.seconds[2], 3),
             "out": self._listener.n_tokens,
@@ -5473,7 +5475,9 @@ class Answer:
             "n_messages": len(self._request.messages),
             "messages": _news(self._request.messages),
         }
-        state.session_log.write(session_id, {**facts, **news})
+        ids = job.prompt.tokens.tolist() if state.config.log_prompt_tokens else None
+        tokens = {} if ids is None else {"tokens": ids}
+        state.session_log.write(session_id, {**facts, **news, **tokens})
 
 
 def _news(messages: OriginalMessages) -> OriginalMessages:
