@@ -60,6 +60,7 @@ import inspect
 import itertools
 import json
 import logging
+import marshal
 import math
 import os
 import platform
@@ -1099,7 +1100,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES, replaced, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  260
+# Budget  272
 # ==============================================================================
 
 RuleClass = Literal["telemetry", "pinned", "transient", "off"]
@@ -1212,10 +1213,22 @@ class Canon:
         self.rules = tuple(rule for rule in rules if rule.kind != "off")
         self.joint = joint
         self._tags = tags
+        self._memo: dict[object, Turn] = {}  # clients resend it all; worth as much from any thread
+        self._memo_chars = 0
         self.folds_late_system = kinds["late_system"] != "off"
 
     def still(self, message: Message) -> Turn:
         """Both copies of one message; where it stands is not known here."""
+        name = marshal.dumps(message, 2)  # version 2: equal values are equal bytes
+        turn = self._memo.get(name)
+        if turn is None:
+            if self._memo_chars > self.MEMO_CHARS:
+                self._memo, self._memo_chars = {}, 0
+            self._memo_chars += len(name)
+            turn = self._memo[name] = self._stilled(message)
+        return turn
+
+    def _stilled(self, message: Message) -> Turn:
         role, content = message["role"], message["content"]
         parts = [content] if isinstance(content, str) else [part["text"] for part in content]
         if role == "assistant":
@@ -2080,7 +2093,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  360
+# Budget  364
 # ==============================================================================
 
 _Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
@@ -2117,6 +2130,7 @@ class Transcript:
     thoughts: Mapping[int, str]  # by message: the thinking of the replies that are its own
     told: _Told  # by its own messages
     rendered: Rendered  # the prompt's positions, without its tokens
+    hashes: Sequence[bytes]  # names of the blocks of its prompt
     ended: int | None  # the end token; None for a reply that was cut
     session: str
     used: float  # seconds on the caller's clock
@@ -2127,7 +2141,8 @@ class Transcript:
     @property
     def nbytes(self) -> int:
         texts = (*self.thoughts.values(), *self.told.pins.values(), *self.told.notes)
-        return self.ids.nbytes + sum(map(len, texts)) + 8 * len(self.rendered.boundaries) + 1_000
+        n_pointers = len(self.rendered.boundaries) + len(self.hashes)
+        return self.ids.nbytes + sum(map(len, texts)) + 8 * n_pointers + 1_000
 
     def line(self) -> Iterator[Transcript]:
         """This one, its parent, and so on."""
@@ -2155,6 +2170,7 @@ class Generated:
     """The tokens of a whole reply, and when and for whom they were generated."""
 
     ids: Sequence[int]  # the end token included
+    hashes: Sequence[bytes]  # names of the blocks of the prompt
     ended: int | None  # the end token; None for a reply that was cut
     session: str
     at: float  # seconds, on the clock that draft() is given
@@ -2256,6 +2272,7 @@ class Ledger:
             thoughts={at: one.thought for at, one in own if one.role == "assistant"},
             told=draft.told,
             rendered=replace(draft.rendered, ids=ids[:0], text=""),
+            hashes=generated.hashes,
             ended=generated.ended,
             session=generated.session,
             used=generated.at,
@@ -5063,7 +5080,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  505
+# Budget  512
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -5135,7 +5152,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     wants_calls = bool(request.tools) and request.tool_choice.mode != "none"
     tool_format = _tool_format(loaded) if wants_calls else None
     job = Job(
-        prompt=_prompt(loaded, rendered.ids, config=state.config),
+        prompt=_prompt(loaded, draft, config=state.config),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
@@ -5148,11 +5165,14 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     return Prepared(loaded, draft, tool_format, job)
 
 
-def _prompt(loaded: LoadedModel, ids: TokenArray, *, config: Config) -> Prompt:
+def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
     """The tokens under a root that stands for all else that changes KV: weights, KV storage."""
     facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
     root = hashlib.sha256(repr(facts).encode()).digest()
-    return Prompt(root, ids, _block_hashes(ids, config.prompt_cache_block_size, root=root))
+    size, ids = config.prompt_cache_block_size, draft.rendered.ids
+    known = list(draft.past.hashes[: draft.kept // size]) if draft.past else []
+    rest = _block_hashes(ids, size, root=root, start=len(known), parent=known[-1] if known else b"")
+    return Prompt(root, ids, known + rest)
 
 
 def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
@@ -5285,7 +5305,7 @@ class Listener:
         literal = bool(self._tag_ids) and token not in self._tag_ids
         return self._reply.feed(self._stops.feed(text), literal=literal)
 
-    def generated(self, session: str, *, at: float) -> Generated | None:
+    def generated(self, prepared: Prepared, session: str) -> Generated | None:
         """The tokens of a reply that a later request can go on from; None where it cannot.
 
         Not where the client has less of it than the model said, nor where it was cut in a thought
@@ -5296,7 +5316,13 @@ class Listener:
         is_cut = self._splitter.is_thinking or reply.tool_calls or not reply.content
         if self.is_over or (ended is None and is_cut):
             return None
-        return Generated(ids=self._ids, ended=ended, session=session, at=at)
+        return Generated(
+            ids=self._ids,
+            hashes=prepared.job.prompt.hashes,
+            ended=ended,
+            session=session,
+            at=time.monotonic(),
+        )
 
     def finish(self) -> list[Delta]:
         """What was held back to the end."""
@@ -5436,7 +5462,7 @@ class Answer:
     def _remember(self, end: Finished) -> None:
         """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
         prepared, session = self._prepared, self._request.session.session_id or ""
-        generated = self._listener.generated(session, at=time.monotonic())
+        generated = self._listener.generated(prepared, session)
         if prepared.draft.keys and generated and end.reason in ("stop", "length"):
             reply = _whole_message(self._listener.reply())
             reply["content"] = reply["content"] or ""
