@@ -288,7 +288,8 @@ class Config(BaseModel):
     @classmethod
     def set_without_effect(cls, env: Mapping[str, str | None]) -> list[str]:
         """Names in `env`, sorted, of settings that later work will use and nothing reads yet."""
-        return sorted(name for name in cls.not_yet_acting if (env.get(name) or "").strip())
+        said = {name: (env.get(name) or "").strip().lower() for name in cls.not_yet_acting}
+        return sorted(name for name, value in said.items() if value not in ("", "false", "off"))
 
 
 # endregion
@@ -453,7 +454,7 @@ def _line_value(value: object) -> str:
 
 
 class CacheMetrics:
-    """Counters of what should be rare. The three in NAMES are shown even at zero."""
+    """Counters of what should be rare. Those in NAMES are shown even at zero."""
 
     NAMES: Final = (
         *("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp"),
@@ -522,7 +523,7 @@ def _safe_file_part(session_id: str) -> str:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  480
+# Budget  484
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -710,6 +711,7 @@ _SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a
     *("x-claude-code-session-id", "x-session-id", "thread-id", "session-id"),
     *("prompt_cache_key", "user"),
 )
+_PARENT_PLACES: Final = ("x-parent-session-id", "x-codex-parent-thread-id")
 _CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metadata.user_id
 
 
@@ -755,6 +757,7 @@ class SessionContext:
 
     session_id: str | None = None
     source: str = ""
+    parent: str | None = None  # of a sub-agent: the conversation that started it
 
 
 def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
@@ -762,11 +765,13 @@ def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
     places: Body = {**{name.lower(): value for name, value in headers.items()}, **_flat(given)}
     claude = _CLAUDE_SESSION.search(str(places.get("metadata.user_id")))
     places["metadata.user_id"] = claude and claude[1]
-    for place in _SESSION_PLACES:
-        value = places.get(place)
-        if value and isinstance(value, str | int) and value is not True:
-            return SessionContext(str(value)[:256], place)
-    return SessionContext()
+    said = {name: str(v)[:256] for name, v in places.items() if v and type(v) in (str, int)}
+    place = next(filter(said.get, _SESSION_PLACES), "")
+    session_id = said.get(place)
+    parent = next((said[name] for name in _PARENT_PLACES if name in said), None)
+    if agent := said.get("x-claude-code-agent-id"):  # shares its parent's session id
+        session_id, parent = f"{session_id}/{agent}", session_id
+    return SessionContext(session_id, place, parent)
 
 
 def _message(index: int, wire: _WireMessage) -> Message:
@@ -3193,24 +3198,28 @@ def _worth_sharing(line: Line) -> bool:
 # The caller gives the time: the same monotonic clock for note() and snapshot().
 #
 # Doors   SessionIndex, SessionTurn, session_id_of
+# Doors   SessionTurnStore, _message_diff, _update_session_turn_store
 # Knows   CONFIG, WIRE
-# Owns    _sessions_lock
+# Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  120
+# Budget  153
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
 _ID_TOKENS: Final = 128
 
 
-def session_id_of(context: SessionContext, tokens: npt.NDArray[np.int32]) -> str:
-    """The client's id; without one, a digest of the first 128 prompt tokens.
+def session_id_of(
+    context: SessionContext, tokens: npt.NDArray[np.int32], *, first_words: bytes = b""
+) -> str:
+    """The client's id; without one, a digest of how the conversation begins.
 
-    Conversations that share their first 128 tokens (the same agent, say) then share one id.
+    `first_words` stands for its canonical messages up to the first of the user's; where there are
+    none (a completion) the first 128 tokens do. Who begins alike then shares one id.
     """
     if context.session_id:
         return context.session_id
-    head = np.asarray(tokens[:_ID_TOKENS], dtype="<i4").tobytes()
+    head = first_words or np.asarray(tokens[:_ID_TOKENS], dtype="<i4").tobytes()
     return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
 
 
@@ -3223,6 +3232,9 @@ class SessionTurn:
     n_completion: int
     layer: str  # of the cache that served it: "line", "checkpoint", ...; "" for none
     at: float  # seconds, when the turn ended
+    parent: str | None = None  # the session that started this one
+    stable: int = 0  # messages, of which so many are as the session's longest past has them
+    n_messages: int = 0
 
 
 class SessionIndex:
@@ -3264,8 +3276,70 @@ class SessionIndex:
 def _shown(turns: Iterable[SessionTurn], now: float) -> list[dict[str, Any]]:
     """Turns as /v1/status shows them: ages instead of clock readings."""
     pairs = ((turn, round(now - turn.at, 1)) for turn in turns)
-    keep = ("n_prompt", "n_cached", "n_completion", "layer")
+    keep = ("n_prompt", "n_cached", "n_completion", "layer", "parent", "stable", "n_messages")
     return [{name: getattr(t, name) for name in keep} | {"age_seconds": age} for t, age in pairs]
+
+
+class SessionTurnStore:
+    """What each session's conversation was, as one digest per message; the least used goes first.
+
+    `linear`: the longest conversation that only grew, canonical. `last`: the last one, as sent.
+    """
+
+    MOST: Final = 1_000  # sessions
+
+    def __init__(self) -> None:
+        self._turns_lock = threading.Lock()
+        self._linear: OrderedDict[str, Sequence[object]] = OrderedDict()  # guarded by it
+        self._last: OrderedDict[str, Sequence[object]] = OrderedDict()  # guarded by it
+
+    def linear(self, session_id: str) -> Sequence[object]:
+        with self._turns_lock:
+            return self._linear.get(session_id, ())
+
+    def keep_linear(self, session_id: str, digests: Sequence[object]) -> None:
+        self._keep(self._linear, session_id, digests=digests)
+
+    def exchange_last(self, session_id: str, digests: Sequence[object]) -> int:
+        """How many messages are as in the session's last request; this is the last one now."""
+        with self._turns_lock:
+            before = self._last.get(session_id, ())
+        self._keep(self._last, session_id, digests=digests)
+        return _message_diff(before, digests)
+
+    def _keep(
+        self,
+        kept: OrderedDict[str, Sequence[object]],
+        session_id: str,
+        *,
+        digests: Sequence[object],
+    ) -> None:
+        with self._turns_lock:
+            kept[session_id] = digests
+            kept.move_to_end(session_id)
+            while len(kept) > self.MOST:
+                kept.popitem(last=False)
+
+
+def _message_diff(before: Sequence[object], now: Sequence[object]) -> int:
+    """How many leading messages agree."""
+    pairs = zip(before, now, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _update_session_turn_store(
+    store: SessionTurnStore, session_id: str, *, digests: Sequence[object]
+) -> int:
+    """How many messages are as the session's record has them; recorded if they extend it.
+
+    A sub-agent, a title request or an edit under the same id is no extension: the record of the
+    main conversation stays.
+    """
+    before = store.linear(session_id)
+    stable = _message_diff(before, digests)
+    if stable == len(before) < len(digests):
+        store.keep_linear(session_id, digests)
+    return stable
 
 
 # endregion
@@ -5080,7 +5154,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  512
+# Budget  526
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -5110,6 +5184,7 @@ class ServerState:
     HEALING_STORE: HealingStore
     LEDGER: Ledger
     SESSION_INDEX: SessionIndex
+    SESSION_TURN_STORE: SessionTurnStore
     session_log: SessionLog
     started: int  # Unix seconds
 
@@ -5471,20 +5546,42 @@ class Answer:
 
     def _note_turn(self, end: Finished) -> None:
         """Before the last words: the client's next request may be here right after them."""
-        state, job = self._state, self._prepared.job
-        session_id = session_id_of(self._request.session, job.prompt.tokens)
+        state, job, draft = self._state, self._prepared.job, self._prepared.draft
+        session, store = self._request.session, state.SESSION_TURN_STORE
+        session_id = session_id_of(session, job.prompt.tokens, first_words=_first_words(draft))
+        digests = [turn.digest for turn in draft.turns]
         turn = SessionTurn(
             n_prompt=job.n_prompt,
             n_cached=end.cached,
             n_completion=self._listener.n_tokens,
             layer=end.layer,
             at=time.monotonic(),
+            parent=session.parent,
+            stable=_update_session_turn_store(store, session_id, digests=digests),
+            n_messages=len(draft.turns),
         )
         state.SESSION_INDEX.note(session_id, turn)
+        facts = self._facts(end)
+        log.info(request_line(**facts, **state.metrics.snapshot()))
+        messages = self._request.messages
+        start = store.exchange_last(session_id, [hash(marshal.dumps(m, 2)) for m in messages])
+        record = {
+            **facts,
+            "stable_prefix_msg_count": turn.stable,
+            "head": draft.keys[0].hex()[:12] if draft.keys else None,  # template, tools, switches
+            "n_messages": len(messages),
+            "messages": messages[start:],  # what earlier lines of this log do not have
+        }
+        if state.config.log_prompt_tokens:
+            record["tokens"] = job.prompt.tokens.tolist()
+        state.session_log.write(session_id, record | state.metrics.snapshot())
+
+    def _facts(self, end: Finished) -> dict[str, object]:
+        """What the log says of the request."""
         ttft = (self._first_token_at or time.monotonic()) - self._began
-        facts = {
+        return {
             "req": self._request.request_id[:8],
-            "prompt": job.n_prompt,
+            "prompt": self._prepared.job.n_prompt,
             "cached": end.cached,
             "layer": end.layer,
             "replayed": self._prepared.draft.kept,
@@ -5494,22 +5591,13 @@ class Answer:
             "out": self._listener.n_tokens,
             "ttft_ms": round(ttft * 1000),
             "finish": end.reason,
-            **state.metrics.snapshot(),
         }
-        log.info(request_line(**facts))
-        news = {
-            "n_messages": len(self._request.messages),
-            "messages": _news(self._request.messages),
-        }
-        ids = job.prompt.tokens.tolist() if state.config.log_prompt_tokens else None
-        tokens = {} if ids is None else {"tokens": ids}
-        state.session_log.write(session_id, {**facts, **news, **tokens})
 
 
-def _news(messages: OriginalMessages) -> OriginalMessages:
-    """From the last reply on: what earlier lines of the session log do not have yet."""
-    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return OriginalMessages(messages[replies[-1] :] if replies else messages)
+def _first_words(draft: Draft) -> bytes:
+    """The name of the conversation up to the first message that is not the system's."""
+    first = next((i for i, turn in enumerate(draft.turns, 1) if turn.role not in SYSTEM_ROLES), 0)
+    return draft.keys[first] if first else b""
 
 
 def _whole_message(reply: Reply) -> dict[str, Any]:
@@ -5894,6 +5982,7 @@ def build_state(config: Config) -> ServerState:
         HEALING_STORE=healing,
         LEDGER=Ledger(config, metrics, healing=healing),
         SESSION_INDEX=SessionIndex(config),
+        SESSION_TURN_STORE=SessionTurnStore(),
         session_log=SessionLog(config),
         started=int(time.time()),
     )

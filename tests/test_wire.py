@@ -637,6 +637,14 @@ def test_what_is_no_session_id_is_passed_over(fields):
     assert chat(**{**fields, "user": "u"}).session == SessionContext("u", "user")
 
 
+def test_a_sub_agent_has_a_session_of_its_own_and_a_parent():
+    agent = {"x-claude-code-session-id": "main", "x-claude-code-agent-id": "7"}
+    place = "x-claude-code-session-id"
+    assert chat(agent).session == SessionContext("main/7", place, "main")
+    child = {"x-session-id": "child", "x-parent-session-id": "main"}
+    assert chat(child).session == SessionContext("child", "x-session-id", "main")
+
+
 def test_a_session_id_is_bounded():
     assert len(chat(session_id="x" * 100_000).session.session_id) == 256
 
