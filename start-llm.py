@@ -523,7 +523,7 @@ def _safe_file_part(session_id: str) -> str:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  484
+# Budget  498
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -595,6 +595,11 @@ class _TextPart(TypedDict):
     text: str
 
 
+class _ThinkingPart(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+
+
 class _Function(TypedDict):  # offered, called or chosen
     name: _Name
     description: NotRequired[str | None]
@@ -610,7 +615,7 @@ class _Tool(TypedDict):
 
 class _WireMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[str | _Each[_TextPart] | None]
+    content: NotRequired[str | _Each[_TextPart | _ThinkingPart] | None]
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
@@ -779,6 +784,14 @@ def _message(index: int, wire: _WireMessage) -> Message:
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
     if "reasoning" in message:
         message.setdefault("reasoning_content", message.pop("reasoning"))
+    if isinstance(content := message.get("content"), list):
+        thoughts = "".join(part["thinking"] for part in content if part["type"] == "thinking")
+        message["content"] = [part for part in content if part["type"] == "text"]
+        if thoughts and message["role"] != "assistant":
+            param = f"messages[{index}].content"
+            raise BadRequest(f"{param}: only a reply has thinking parts", param=param)
+        if thoughts:
+            message.setdefault("reasoning_content", thoughts)
     if message["role"] in ("assistant", "tool"):
         message.setdefault("content", "")
     elif "content" not in message:

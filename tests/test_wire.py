@@ -583,6 +583,16 @@ def test_an_unknown_thinking_value_is_refused_by_name(fields, param):
     assert refused(chat, **fields) == param
 
 
+def test_thinking_parts_of_a_reply_are_its_thinking():
+    parts = [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "so"}]
+    (reply,) = chat(messages=[{"role": "assistant", "content": parts}]).messages
+    assert reply["reasoning_content"] == "why"
+    assert reply["content"] == parts[1:]
+    with pytest.raises(BadRequest) as refused:
+        chat(messages=[{"role": "user", "content": parts}])
+    assert refused.value.param == "messages[0].content"
+
+
 # -- sessions --------------------------------------------------------------------
 
 CLAUDE_USER = json.dumps({"device_id": "d", "session_id": "s-claude"})
