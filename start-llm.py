@@ -3760,7 +3760,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  750
+# Budget  760
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3772,6 +3772,8 @@ BURST_SECONDS: Final = 3.0  # of decoding that short prefills may borrow
 SHORT_SECONDS: Final = 0.5  # a prefill is short if it takes less
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
+OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
+STOP_GAP_TOKENS: Final = 4  # checkpoints nearer than this are one
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
 IDLE_SECONDS: Final = 1.0  # the same, while idle; then unused buffers go back, too
@@ -3999,10 +4001,16 @@ class Group:
         processors = _processors(row.job, loaded.eos_ids)
         tokens = row.job.prompt.tokens
         context = tokens[:-1].tolist() if processors else []  # penalties see the cached tokens too
+        rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
+
+        def opening(inputs: mx.array, cache: KvCache) -> Any:
+            """All that is left of the prompt in one call with its last token."""
+            return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
+
         self.rows = [row]
         self._before: RecurrentHandles | None = None
         self._batch = GenerationBatch(
-            loaded.model,
+            opening if rest.size else loaded.model,
             [0],
             mx.array(tokens[-1:]),
             row.cache,
@@ -4013,7 +4021,8 @@ class Group:
             [StopSequences()],
             [FOREVER],
         )
-        row.fed += 1
+        self._batch.model = loaded.model
+        row.fed = len(tokens)
         row.group, row.cache = self, []
 
     def step(self) -> list[tuple[Row, int, mx.array]]:
@@ -4184,13 +4193,21 @@ class Scheduler:
         ticket.put(Progress(offset, job.n_prompt, offset))
 
     def _stops(self, job: Job, offset: KvOffset) -> list[int]:
-        """Where prefill pauses for a checkpoint."""
-        end = job.n_prompt - 1
+        """Where prefill pauses for a checkpoint.
+
+        Not beside another one, which would cost a call of the model to save a few tokens; so where
+        the generation prompt begins is enough, and its end is fed with the first decode step.
+        """
+        end, stops = job.n_prompt - 1, [int(offset)]
         lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
-        return sorted({p for p in (*job.boundaries, *lattice, end) if offset < p <= end})
+        for position in sorted({*job.boundaries, *lattice}):
+            if stops[-1] + STOP_GAP_TOKENS < position <= end:
+                stops.append(position)
+        return stops[1:] + [end] * (end - stops[-1] > OPENING_TOKENS)
 
     def _prefill(self, row: Row) -> None:
-        if row.to_prefill > 0:
+        """One slice; what little is left then goes with the first decode step."""
+        if row.to_prefill > OPENING_TOKENS or row.stops:
             began = time.monotonic()
             pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
             pending = pending[: self._slice_length(row)]
@@ -4208,7 +4225,7 @@ class Scheduler:
         if row.stops and row.fed == row.stops[0]:
             row.stops.pop(0)
             self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
-        if row.to_prefill == 0:
+        if row.to_prefill <= OPENING_TOKENS and not row.stops:
             self._begin_decode(row)
 
     def _slice_length(self, row: Row) -> int:

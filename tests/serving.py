@@ -264,12 +264,8 @@ class Served(Client):
     def __init__(self, folder: Path, **settings: Any) -> None:
         port = free_port()
         super().__init__(port)
-        config = s.Config(
-            model_path=str(folder),
-            mlx_port=port,
-            enable_request_logging=False,
-            **settings,
-        )
+        settings = {"enable_request_logging": False, **settings}
+        config = s.Config(model_path=str(folder), mlx_port=port, **settings)
         self.scribe = Scribe(folder)
         self.recorder: Recorder | None = None
         self.given_up: list[Request] = []
