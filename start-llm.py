@@ -3760,7 +3760,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  760
+# Budget  785
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3969,6 +3969,7 @@ class Row:
     speed: float  # of its last prefill slice, or another row's, in tokens per second
     out: list[int] = field(default_factory=list)
     group: Group | None = None
+    is_ahead: bool = False  # the client has the token that the next step returns
     served: float = field(default_factory=time.monotonic)  # when its last prefill slice ended
 
     @property
@@ -4036,6 +4037,15 @@ class Group:
             row.out.append(response.token)
             row.fed += 1
         return [(r, x.token, x.logprobs) for r, x in zip(self.rows, responses, strict=True)]
+
+    def first(self) -> tuple[int, mx.array]:
+        """The first token of a new row of its own, which the next step() returns once more.
+
+        why(L-46): step() launches the next token before it returns one, and on the CPU launching
+        takes nearly as long as computing.
+        """
+        (token,), (logprobs,) = self._batch._next_tokens.tolist(), self._batch._next_logprobs
+        return token, logprobs
 
     def padding_with(self, n_tokens: int) -> float:
         """Padded tokens as a share of the real ones, were a row of this length to join."""
@@ -4244,6 +4254,9 @@ class Scheduler:
         row.marks.append(time.monotonic())
         group = Group(self.loaded, row)
         row.line.end = row.fed
+        token, logprobs = group.first()
+        self._tell(row, token, logprobs=logprobs)
+        row.is_ahead = True
         host = min(self.groups, key=lambda g: g.padding_with(row.fed), default=group)
         self.groups.append(group)
         fits = host.padding_with(row.fed) <= self.config.batch_padding_max
@@ -4253,11 +4266,16 @@ class Scheduler:
 
     def _decode(self, group: Group) -> None:
         for row, token, logprobs in group.step():
-            row.ticket.put(Tokens((token,), _logprobs(row.job, token, logprobs=logprobs)))
+            if not row.is_ahead:
+                self._tell(row, token, logprobs=logprobs)
+            row.is_ahead = False
             if token in self.loaded.eos_ids:
                 self._finish(row, "stop")
             elif len(row.out) >= row.job.max_tokens:
                 self._finish(row, "length")
+
+    def _tell(self, row: Row, token: int, *, logprobs: mx.array) -> None:
+        row.ticket.put(Tokens((token,), _logprobs(row.job, token, logprobs=logprobs)))
 
     def _end_unwanted(self) -> None:
         for entry in [entry for entry in self.waiting if entry[1].wish]:
