@@ -1118,7 +1118,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES, replaced, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  272
+# Budget  294
 # ==============================================================================
 
 RuleClass = Literal["telemetry", "pinned", "transient", "off"]
@@ -1136,12 +1136,6 @@ class Rule:
     in_fences: bool = False  # the client itself wraps this field in a code fence
     kind: RuleClass = "off"  # as configured
 
-    @property
-    def sentinel(self) -> str:
-        """What stands for the value in the canonical copy."""
-        known = {"message_id": "MSG_ID", "inbound_context": "INBOUND_CONTEXT_SECTION"}
-        return f"__STABLE_{known.get(self.name, self.name.upper())}__"
-
 
 def _rule(name: str, pattern: str, *, roles: frozenset[str], in_fences: bool = False) -> Rule:
     return Rule(name, roles, re.compile(pattern, re.MULTILINE), in_fences)
@@ -1149,6 +1143,11 @@ def _rule(name: str, pattern: str, *, roles: frozenset[str], in_fences: bool = F
 
 _STAMP: Final = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?(?: [\w:+/-]+)?"
+)
+_ROUTED: Final = r"\[Inter-session message\] sourceSession=[^\n]*\n[^\n]*\n"
+_INBOUND: Final = (
+    r"^(?:## Group Chat Context\n)?## Inbound Context[^\n]*\n(?:(?!#|```)[^\n]*\n)*"
+    r"```json\n(?:(?!```)[^\n]*\n)*```\n"
 )
 _DATE: Final = "(?:Current date|Today's date)(?: is|:)"
 _REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system-reminder>"
@@ -1164,8 +1163,10 @@ _RULES: Final = (
         roles=SYSTEM_ROLES,
         in_fences=True,
     ),
-    # why(L-39): minute stamps in front of user messages, rewritten when OpenClaw retries.
-    _rule("timestamp", rf"\A\[(?P<value>{_STAMP})\] ", roles=_USER),
+    # The whole section is there in some of OpenClaw's runs and absent in others.
+    _rule("inbound_context", _INBOUND, roles=SYSTEM_ROLES, in_fences=True),
+    # why(L-39): minute stamps in front of user messages; on replay some become another prefix.
+    _rule("timestamp", rf"\A(?P<value>\[{_STAMP}\] |{_ROUTED})", roles=_USER),
     _rule(
         *("current_time", r"^(?:Current time(?: is|:)|Reference UTC:)[ \t]+(?P<value>[^\n]+)$"),
         roles=SYSTEM_ROLES | _USER,
@@ -1175,7 +1176,13 @@ _RULES: Final = (
     _rule("git_status", r"^gitStatus: (?P<value>[\s\S]+)\Z", roles=SYSTEM_ROLES),
     # why(L-41): a line of figures about a sub-agent or a session.
     _rule("runtime", r"^Stats: runtime (?P<value>[^\n]+)$", roles=_USER),
-    _rule("session_line", r"^Runtime: (?P<value>agent=[^\n]+)$", roles=SYSTEM_ROLES | _USER),
+    _rule(
+        *(
+            "session_line",
+            r"^(?:Runtime: agent=|Inline buttons not enabled for )(?P<value>[^\n]+)$",
+        ),
+        roles=SYSTEM_ROLES | _USER,
+    ),
     # why(L-42): blocks that move with the newest message.
     _rule("reminder", rf"^{_REMINDER}[ \t]*$", roles=_USER),
     _rule("internal_context", rf"^{_CARRIER}[ \t]*$", roles=_USER),
@@ -1190,9 +1197,10 @@ class Volatile(NamedTuple):
 
     rule: str
     kind: RuleClass
-    value: str  # of a transient block: all its text
-    start: int = 0  # in the content as sent, with the line breaks around a block
+    value: str  # what is compared; of a block all its text, what is pinned in it stilled
+    start: int = 0  # in the content as sent, with the line breaks around a transient block
     end: int = 0
+    text: str = ""  # of a pinned block, as it is restated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1288,14 +1296,17 @@ def _without_telemetry(text: str, rules: Iterable[Rule]) -> str:
     return text
 
 
-def _fields(text: str, rules: Iterable[Rule]) -> Iterator[Volatile]:
-    """The volatile fields of a text; where two overlap, the one that begins first."""
+def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
+    """The volatile fields of a text, ascending; where two overlap, the one that begins first.
+
+    A pinned block is followed by the fields inside it, which are pinned on their own.
+    """
     fences = [fence.span() for fence in _FENCE.finditer(text)] if "\n" in text else []
     found: list[Volatile] = []
     for rule in rules:
         matches = rule.pattern.finditer(text) if rule.kind != "telemetry" else ()
         found += (
-            _volatile(rule, match)
+            _volatile(rule, match, rules=rules)
             for match in matches
             if rule.in_fences or not any(a <= match.start() < b for a, b in fences)
         )
@@ -1304,29 +1315,41 @@ def _fields(text: str, rules: Iterable[Rule]) -> Iterator[Volatile]:
         if one.start >= end:
             end = one.end
             yield one
+            if one.text:
+                inner = _fields(one.text, [rule for rule in rules if rule.name != one.rule])
+                at = one.start
+                yield from (i._replace(start=i.start + at, end=i.end + at) for i in inner)
 
 
-def _volatile(rule: Rule, match: re.Match[str]) -> Volatile:
-    has_value = "value" in rule.pattern.groupindex
-    group = "value" if has_value and rule.kind == "pinned" else 0
-    (start, end), text = match.span(group), match.string
+def _volatile(rule: Rule, match: re.Match[str], *, rules: Sequence[Rule]) -> Volatile:
+    (start, end), text = match.span(), match.string
     if rule.kind == "transient":  # a block goes with the line breaks around it
         start = len(text[:start].rstrip("\n"))
         end = len(text) - len(text[end:].lstrip("\n"))
-    return Volatile(rule.name, rule.kind, match[group].strip(), start, end)
+        return Volatile(rule.name, "transient", match[0].strip(), start, end)
+    if "value" in rule.pattern.groupindex:
+        return Volatile(rule.name, "pinned", match["value"].strip(), *match.span("value"))
+    others = [other for other in rules if other.name != rule.name]
+    value = _stilled(match[0], _fields(match[0], others))
+    return Volatile(rule.name, "pinned", value, start, end, match[0])
 
 
 def _stilled(text: str, fields: Iterable[Volatile]) -> str:
-    """The canonical text: sentinels for what is pinned, nothing for what is transient."""
-    return replaced(
-        text, fields, stand_in=lambda one: "" if one.kind == "transient" else _SENTINELS[one.rule]
-    )
+    """The canonical text: sentinels for pinned values, nothing for blocks, which may be absent."""
+    return replaced(text, fields, stand_in=_stand_in)
+
+
+def _stand_in(one: Volatile) -> str:
+    is_block = one.kind == "transient" or one.text
+    return "" if is_block else f"__STABLE_{_SENTINELS.get(one.rule, one.rule.upper())}__"
 
 
 def replaced(text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volatile], str]) -> str:
     """The text with something else in the place of its fields."""
     said, end = "", 0
     for one in fields:
+        if one.start < end:  # inside the one before
+            continue
         said += text[end : one.start]
         words, end = stand_in(one), one.end
         has_gap = one.kind == "transient" and not words and said and end < len(text)
@@ -1334,7 +1357,7 @@ def replaced(text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volat
     return said + text[end:]
 
 
-_SENTINELS: Final = {rule.name: rule.sentinel for rule in _RULES}
+_SENTINELS: Final[Mapping[str, str]] = {"message_id": "MSG_ID"}
 
 
 def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[Turn, ...]:
@@ -2405,7 +2428,7 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
     wanted = frozenset(note.value for turn in turns for note in turn.notes)
     past = list(_places(turns[:start]))
     stale = [(place, one) for place, one in past if known.pins.get(place) != one.value]
-    lines = [f"[{one.rule} is now {one.value}]" for _, one in stale]
+    lines = [one.text.strip() or f"[{one.rule} is now {one.value}]" for _, one in stale]
     notes = [note.value for turn in turns[:start] for note in turn.notes]
     missed = tuple(dict.fromkeys(note for note in notes if note not in known.notes))
     told = _Told({place: one.value for place, one in stale})
@@ -3760,7 +3783,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  785
+# Budget  792
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3969,18 +3992,26 @@ class Row:
     speed: float  # of its last prefill slice, or another row's, in tokens per second
     out: list[int] = field(default_factory=list)
     group: Group | None = None
-    is_ahead: bool = False  # the client has the token that the next step returns
     served: float = field(default_factory=time.monotonic)  # when its last prefill slice ended
 
     @property
     def to_prefill(self) -> int:
         return self.job.n_prompt - 1 - self.fed
 
+    @property
+    def is_ahead(self) -> bool:
+        """The client has the token that the next step returns."""
+        return self.fed < self.job.n_prompt + len(self.out)
+
     def read_span(self, end: int) -> Span:
         """Copy KV [0, end) while the row runs, wherever it lies now."""
         if self.group is None:
             return copy_span(self.cache, end)
         return self.group.read_span(self, end=end)
+
+    def tell(self, token: int, *, logprobs: mx.array) -> None:
+        """`logprobs`: `(vocab,)`, of all tokens in the place of this one."""
+        self.ticket.put(Tokens((token,), _logprobs(self.job, token, logprobs=logprobs)))
 
     def tokens_fed(self) -> TokenArray:
         out = np.asarray(self.out, dtype=np.int32)
@@ -4026,26 +4057,29 @@ class Group:
         row.fed = len(tokens)
         row.group, row.cache = self, []
 
-    def step(self) -> list[tuple[Row, int, mx.array]]:
-        """Advance all rows one token: (row, token, log-probabilities `(vocab,)`) each.
+    def first(self) -> None:
+        """Tell the first token of a new row of its own before the next step launches the second.
+
+        why(L-46): step() launches a token before it returns the one before, and on the CPU
+        launching takes nearly as long as computing.
+        """
+        (row,), (token,) = self.rows, self._batch._next_tokens.tolist()
+        row.out.append(token)
+        row.tell(token, logprobs=self._batch._next_logprobs[0])
+
+    def step(self) -> list[tuple[Row, int]]:
+        """Advance all rows one token, and tell it.
 
         The token is already being fed when it is returned (L-10), so every row's `fed` counts it.
         """
         self._before = recurrent_handles(self._batch.prompt_cache)
         responses = self._batch.next()
         for row, response in zip(self.rows, responses, strict=True):
-            row.out.append(response.token)
+            if not row.is_ahead:
+                row.out.append(response.token)
+                row.tell(response.token, logprobs=response.logprobs)
             row.fed += 1
-        return [(r, x.token, x.logprobs) for r, x in zip(self.rows, responses, strict=True)]
-
-    def first(self) -> tuple[int, mx.array]:
-        """The first token of a new row of its own, which the next step() returns once more.
-
-        why(L-46): step() launches the next token before it returns one, and on the CPU launching
-        takes nearly as long as computing.
-        """
-        (token,), (logprobs,) = self._batch._next_tokens.tolist(), self._batch._next_logprobs
-        return token, logprobs
+        return [(row, x.token) for row, x in zip(self.rows, responses, strict=True)]
 
     def padding_with(self, n_tokens: int) -> float:
         """Padded tokens as a share of the real ones, were a row of this length to join."""
@@ -4254,9 +4288,7 @@ class Scheduler:
         row.marks.append(time.monotonic())
         group = Group(self.loaded, row)
         row.line.end = row.fed
-        token, logprobs = group.first()
-        self._tell(row, token, logprobs=logprobs)
-        row.is_ahead = True
+        group.first()
         host = min(self.groups, key=lambda g: g.padding_with(row.fed), default=group)
         self.groups.append(group)
         fits = host.padding_with(row.fed) <= self.config.batch_padding_max
@@ -4265,17 +4297,11 @@ class Scheduler:
             self.groups.remove(group)
 
     def _decode(self, group: Group) -> None:
-        for row, token, logprobs in group.step():
-            if not row.is_ahead:
-                self._tell(row, token, logprobs=logprobs)
-            row.is_ahead = False
+        for row, token in group.step():
             if token in self.loaded.eos_ids:
                 self._finish(row, "stop")
             elif len(row.out) >= row.job.max_tokens:
                 self._finish(row, "length")
-
-    def _tell(self, row: Row, token: int, *, logprobs: mx.array) -> None:
-        row.ticket.put(Tokens((token,), _logprobs(row.job, token, logprobs=logprobs)))
 
     def _end_unwanted(self) -> None:
         for entry in [entry for entry in self.waiting if entry[1].wish]:
