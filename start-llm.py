@@ -80,6 +80,7 @@ import uuid
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -1447,6 +1448,7 @@ class _Encoder:
 
     MEMO_CHARS: Final = 32_000_000  # about 64 MB with the ids; when full it begins anew
     ENTRY_CHARS: Final = 100  # what an entry costs beside its characters
+    LONG_CHARS: Final = 2_000  # what takes a millisecond to encode, and is left to the clerk
 
     def __init__(self, tokenizer: Any) -> None:
         self.whole: Tokenizer = tokenizer.backend_tokenizer
@@ -1460,6 +1462,8 @@ class _Encoder:
         self._memo_lock = threading.Lock()  # for changes of these two; all else is set here
         self._memo: dict[str, np.ndarray] = {}
         self._memo_chars = 0
+        # why(L-35): a stream that runs meanwhile has to share the cores with this.
+        self._clerk = ThreadPoolExecutor(1, "encode", initializer=_give_way)
         # some tokens eat the spaces around them: then all is left to the tokenizer
         text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
         wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -1490,13 +1494,21 @@ class _Encoder:
     def _words(self, piece: str) -> np.ndarray:
         ids = self._memo.get(piece)
         if ids is None:
-            ids = _ids(self._plain, _show(piece))
+            is_long = len(piece) > self.LONG_CHARS
+            encoding = self._clerk.submit(_ids, self._plain, _show(piece)) if is_long else None
+            ids = encoding.result() if encoding else _ids(self._plain, _show(piece))
             with self._memo_lock:
                 self._memo_chars += 0 if piece in self._memo else len(piece) + self.ENTRY_CHARS
                 self._memo[piece] = ids
                 if self._memo_chars > self.MEMO_CHARS:
                     self._memo, self._memo_chars = {}, 0
         return ids
+
+
+def _give_way() -> None:
+    """Let every other thread go first: on Linux each has a priority of its own."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -1812,7 +1824,7 @@ class _Junction:
         return json.dumps([len(self.head()), *kinds, bool(self.tools), self.switches], default=str)
 
 
-_NONCE: Final = "zq7seam5qz"
+_NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of this very file
 
 
 def _canned_like(message: Message, *, n: int) -> Message:
@@ -2275,7 +2287,8 @@ class Ledger:
             draft = self._as_sent(request, template, draft=plain)
         if why:
             self._metrics.bump("ledger_seam_fallback")
-        if len(draft.rendered.ids) > room:
+        thinking = sum(len(turn.thought) for turn in turns)  # characters: tokens at the most
+        if room < len(draft.rendered.ids) <= room + thinking:
             bare = _without_past_thinking(turns)
             draft = replace(
                 plain, rendered=template.prompt(request, bare), told=_Told(_pins(turns))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from costumes import PLAIN, as_it_is
 from servers import Reply, Server
 
 Body = dict[str, Any]
@@ -182,8 +183,11 @@ class Count:
 class Client:
     """Asks one server, and counts."""
 
+    costume = PLAIN
+
     def __init__(self, server: Server, tokenizer: Any, *, rewindable: bool, n_out: int) -> None:
         self.server = server
+        self._n_asked = 0
         self.tokenizer = tokenizer
         self.count = Count()
         self.odd: list[str] = []
@@ -197,9 +201,11 @@ class Client:
     def ask_all(self, conversations: list[list[Body]]) -> list[Reply]:
         """All at once. What one of them computes counts as known to the next."""
         replies: dict[int, Reply] = {}
+        self._n_asked += 1
+        sent = [self.costume.sent(talk, self._n_asked) for talk in conversations]
 
         def one(place: int) -> None:
-            replies[place] = self.server.ask(chat(conversations[place], n_out=self._n_out))
+            replies[place] = self.server.ask(chat(sent[place], n_out=self._n_out))
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(len(conversations))]
         for thread in threads:
@@ -211,8 +217,9 @@ class Client:
         return [replies[place] for place in range(len(conversations))]
 
     def _note(self, messages: list[Body], reply: Reply) -> None:
+        messages = self.costume.equal(messages, self._n_asked)
         prompt = self._ledger.render(messages, is_prompt=True)
-        if len(prompt) != reply.n_prompt:
+        if len(prompt) != reply.n_prompt and self.costume.sent is as_it_is:
             self.odd.append(f"{reply.n_prompt} prompt tokens, not {len(prompt)}")
         self.count.prompt += reply.n_prompt
         self.count.prefilled += reply.prefilled
@@ -252,6 +259,11 @@ class Conversation:
 
 def append_only(client: Client, words: Words) -> None:
     Conversation(client, words, head=words.text(1500)).turn(12)
+
+
+def long_head(client: Client, words: Words) -> None:
+    """Append-only behind 6,000 tokens of instructions: those of real agents are longer."""
+    Conversation(client, words, head=words.text(6000)).turn(12)
 
 
 def branch_and_return(client: Client, words: Words) -> None:

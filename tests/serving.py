@@ -220,12 +220,6 @@ class Client:
     def _create(self, messages: list[Message], **fields: Any) -> Any:
         return self._sdk.chat.completions.create(model="any", messages=messages, **fields)
 
-    def complete(self, prompt: Sequence[int], *, max_tokens: int = MOST_TOKENS) -> None:
-        """Have a prompt of ids continued, greedily."""
-        self._sdk.completions.create(
-            model="any", prompt=list(prompt), temperature=0, max_tokens=max_tokens
-        )
-
     @contextmanager
     def stream(self, messages: list[Message], **fields: Any) -> Iterator[Iterable[Any]]:
         """The chunks of a streamed request; leaving early closes the connection."""
