@@ -4558,7 +4558,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  510
+# Budget  440
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4615,7 +4615,9 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
 }
-_NAME: Final = _compile(r"<tool_call>\s*(?:" + "|".join(d.name for d in _DIALECTS.values()) + ")")
+_NAME: Final = _compile(
+    r"(?:\s+)?<tool_call>\s*(?:" + "|".join(d.name for d in _DIALECTS.values()) + ")"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -4653,13 +4655,12 @@ def tool_openings(
     if tool_format.dialect == "foreign":
         return [tool_format.start]
     opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
-    openings = []
+    openings = {}
     for offered, parameters in _parameters_by_name(tools).items():
-        if name in (None, offered):
-            required = "<arg_key>" if parameters.get("required") else ""
-            slots = {"name": offered, "json": _json(offered), "required": required}
-            openings.append(opening.format(gap=tool_format.gap, **slots))
-    return openings
+        slots = {"gap": tool_format.gap, "name": offered, "json": _json(offered)}
+        required = "<arg_key>" if parameters.get("required") else ""
+        openings[offered] = opening.format(**slots, required=required)
+    return [text for offered, text in openings.items() if name in (None, offered)]
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -4681,11 +4682,6 @@ def _json(thing: object) -> str:
     return json.dumps(thing, ensure_ascii=False, allow_nan=False)
 
 
-def _escape(text: str) -> str:
-    """Characters of a JSON string, without the quotes; pieces can be escaped one by one."""
-    return _json(text)[1:-1]
-
-
 _JSON_TYPES: Final = {
     str: {"string"},
     bool: {"boolean"},
@@ -4700,17 +4696,13 @@ _PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # 
 
 def _schema_types(schema: object) -> set[str]:
     """The JSON types a schema allows; empty when it says nothing, or is no schema."""
-    types: set[str] = set()
-    todo = [schema]
-    while todo:
-        node = _mapping(todo.pop())
-        todo += [part for key in ("anyOf", "oneOf", "allOf") for part in _listed(node.get(key, []))]
-        if "type" in node:
-            types |= {t for t in _listed(node["type"]) if isinstance(t, str)}
-        else:
-            allowed = [node["const"]] if "const" in node else _listed(node.get("enum", []))
-            types = types.union(*(_JSON_TYPES.get(type(value), set()) for value in allowed))
-    return types
+    node = _mapping(schema)
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _listed(node.get(key, []))]
+    types = {t for t in _listed(node.get("type", [])) if isinstance(t, str)}
+    if "type" not in node:
+        allowed = [node["const"]] if "const" in node else _listed(node.get("enum", []))
+        types = types.union(*(_JSON_TYPES.get(type(value), set()) for value in allowed))
+    return types.union(*map(_schema_types, parts))
 
 
 def _value_as_json(text: str, types: set[str]) -> str:
@@ -4724,85 +4716,6 @@ def _value_as_json(text: str, types: set[str]) -> str:
         return _json(text)
 
 
-class _ArgumentReader:
-    """Reads the arguments of one call as they come, and gives what JSON text they add to `{`."""
-
-    def __init__(self) -> None:
-        self.unread = ""  # not understood yet; when done: what followed the call
-        self.done = False
-
-    def feed(self, text: str) -> str:
-        self.unread += text
-        pieces: list[str] = []
-        while not self.done and (piece := self._step()) is not None:
-            pieces.append(piece)
-        return "".join(pieces)
-
-    def finish(self) -> str:
-        """End here, or where the text stopped making sense: what makes it valid JSON."""
-        self.done = True
-        return self._close()
-
-    def _step(self) -> str | None:
-        """Read one thing: what it adds, or None when more text is needed."""
-        raise NotImplementedError
-
-    def _close(self) -> str:
-        raise NotImplementedError
-
-
-class _TaggedArguments(_ArgumentReader):
-    """Keys and bare values between tags, typed by the tool's schema; strings leave as they grow."""
-
-    def __init__(self, dialect: _Dialect, parameters: Tool) -> None:
-        super().__init__()
-        self._dialect = dialect
-        self._parameters = parameters
-        self._comma = ""
-        self._types: set[str] | None = None  # of the value it is in
-        self._is_string = False
-        self._parts: list[str] = []  # of that value, unless it is a string
-
-    def _step(self) -> str | None:
-        return self._read_key() if self._types is None else self._read_value()
-
-    def _read_key(self) -> str | None:
-        match = self._dialect.key.match(self.unread, partial=True)
-        if match and match.partial:
-            return None
-        self.unread = self.unread[match.end() if match else 0 :]
-        if not match or match["end"]:
-            return self.finish()
-        if not match["key"]:
-            return ""
-        key, schemas = match["key"].strip(), _mapping(self._parameters.get("properties"))
-        self._types = _schema_types(schemas.get(key, self._parameters.get("additionalProperties")))
-        self._is_string = self._types == {"string"}
-        comma, self._comma = self._comma, ", "
-        return f"{comma}{_json(key)}: " + '"' * self._is_string
-
-    def _read_value(self) -> str | None:
-        match = self._dialect.value_end.search(self.unread, partial=True)
-        text = self.unread[: match.start()]
-        if match.partial and not text:
-            return None
-        self.unread = self.unread[match.start() if match.partial else match.end() :]
-        if not self._is_string:
-            self._parts.append(text)
-            text = ""
-        return _escape(text) + ("" if match.partial else self._close_value())
-
-    def _close_value(self) -> str:
-        if self._types is None:
-            return ""
-        end = '"' if self._is_string else _value_as_json("".join(self._parts), self._types)
-        self._types, self._parts = None, []
-        return end
-
-    def _close(self) -> str:
-        return self._close_value() + "}"
-
-
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
 _CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
@@ -4814,35 +4727,9 @@ _JSON: Final = {  # what may come next, in what: `{` is an object without member
     "]": _compile(rf"\s*,{_VALUE}|\s*(?P<close>\])"),
     # "raw": line breaks and `\d`, which JSON forbids but models write.
     '"': _compile(rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")'),
-    "": _compile(r"\s*[}\]]*\s*</tool_call>"),  # also where a bracket was forgotten
 }
+_JSON_END: Final = _compile(r"\s*[}\]]*\s*</tool_call>")  # also where a bracket was forgotten
 _CLOSED: Final = str.maketrans("{[", "}]")
-
-
-class _JsonArguments(_ArgumentReader):
-    """JSON as generated; members leave when their values begin: closing all then makes it valid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open = "{"  # a key of `_JSON` for each thing that is open, outermost first
-
-    def _step(self) -> str | None:
-        match = _JSON[self._open[-1:]].match(self.unread, partial=True)
-        if match is None:
-            return self._close() or self.finish()
-        if match.partial:
-            return None
-        kind, text = match.lastgroup, match[0]
-        self.unread = self.unread[match.end() :]
-        if not self._open:
-            return self.finish()
-        inside = self._open[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
-        self._open = self._open[:-1] + ("" if kind == "close" else inside)
-        return _escape(text) if kind == "raw" else str(text)
-
-    def _close(self) -> str:
-        opened, self._open = self._open, ""
-        return opened[::-1].translate(_CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -4855,14 +4742,16 @@ class ToolCallDelta:
     arguments: str  # a fragment of JSON text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+Reading = Generator[None, None, None]  # reads one call; pauses where it needs more text
+
+
+class Heard(NamedTuple):
     """What a text meant to a `ToolCallStream`."""
 
-    deltas: Sequence[ToolCallDelta] = ()
-    text: str = ""  # of what is no call, as generated: it goes back
-    rest: str | None = None  # what followed the call; None while it is open
-    is_call: bool = False  # it is one, its name was offered
+    deltas: list[ToolCallDelta]
+    text: str  # of what is no call, as generated: it goes back
+    rest: str | None  # what followed the call; None while it is open
+    is_call: bool  # it is one, its name was offered
 
 
 class ToolCallStream:
@@ -4877,87 +4766,129 @@ class ToolCallStream:
         self._tools = list(tools)
         self._offered = _parameters_by_name(tools)
         self._next_id = next_id
-        self._raw = ""  # of this call: neither understood nor given back
-        self._reader: _ArgumentReader | None = None  # once the name is known
-        self._id = ""  # once the name is known and was offered
+        self._reading: Reading | None = None  # the call that is open
+        self._n_opened = 0
+        # Of that call:
+        self._id = ""  # once its name is known and was offered
+        self._unread = ""
+        self._ended = False  # no more text will come
+        # Of one feed:
+        self._deltas: list[ToolCallDelta] = []
+        self._json = ""  # what it added to the arguments
 
-    def feed(self, text: str) -> Heard:
-        self._raw += text
-        if self._reader:
-            return self._hear(self._reader, self._reader.feed(text))
-        is_foreign = self._format.dialect == "foreign"
-        name = None if is_foreign else _NAME.match(self._raw.lstrip(), partial=True)
-        if not name:
-            return self._hear_whole()
-        return Heard() if name.partial else self._hear_name(name)
+    def feed(self, text: str, *, ended: bool = False) -> Heard:
+        """`ended`: the reply is over; give what there is, as valid JSON, or as text."""
+        if self._reading is None:
+            self._reading, self._id, self._unread = self._read(), "", ""
+        raw = self._unread = self._unread + text
+        self._ended, self._deltas, self._json = ended, [], ""
+        is_over = next(self._reading, True)
+        if self._id and self._json:
+            self._add(self._json)
+        if is_over:
+            self._reading, self.n_calls = None, self._n_opened
+        back = "" if self._id else raw[: len(raw) - len(self._unread)]
+        return Heard(self._deltas, back, self._unread if is_over else None, bool(self._id))
 
-    def finish(self) -> Heard:
-        """The reply ended inside a call: give what there is, as valid JSON, or as text."""
-        if not self._reader:
-            return self._hear_whole(finished=True)
-        self._reader.unread = ""
-        return self._hear(self._reader, self._reader.finish())
-
-    def _hear_name(self, match: Any) -> Heard:
-        name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
-        self._id = self._next_id() if name in self._offered else ""
-        tagged = dialect.key and _TaggedArguments(dialect, self._offered.get(name, {}))
-        self._reader = reader = tagged or _JsonArguments()
-        return self._hear(reader, "{" + reader.feed(match.string[match.end() :]), name=name)
-
-    def _hear(self, reader: _ArgumentReader, arguments: str, *, name: str | None = None) -> Heard:
-        """Pass on what the reader made of its text; a call that was not offered goes back."""
-        is_call, rest = bool(self._id), reader.unread if reader.done else None
-        deltas = self._deltas(name, arguments) if is_call else []
-        text = "" if is_call else self._raw[: len(self._raw) - len(reader.unread)]
-        self._raw = reader.unread
-        if reader.done:
-            self.n_calls += is_call
-            self._raw, self._reader = "", None
-        return Heard(deltas=deltas, text=text, rest=rest, is_call=is_call)
-
-    def _hear_whole(self, *, finished: bool = False) -> Heard:
-        """Read a foreign call, at its end; in our dialects this is a tag, but no call."""
-        before, start, body = self._raw.partition(self._format.start)
-        if self._format.dialect != "foreign":
-            self._raw = ""
-            return Heard(text=before + start, rest=body)
-        body, end, rest = body.partition(self._format.end) if self._format.end else (body, "", "")
-        if not end and not finished:
-            return Heard()
-        deltas: list[ToolCallDelta] = []
-        for name, arguments in self._parse(body):
-            self._id = self._next_id()
-            deltas += self._deltas(name, arguments)
-            self.n_calls += 1
-        text, self._raw = "" if deltas else before + start + body + end, ""
-        return Heard(deltas=deltas, text=text, rest=rest, is_call=bool(deltas))
-
-    def _deltas(self, name: str | None, arguments: str) -> list[ToolCallDelta]:
+    def _open(self, name: str) -> None:
         """The name leaves alone: there are clients that lose arguments that come with it."""
-        named = [ToolCallDelta(self.n_calls, self._id, name, "")] if name is not None else []
-        return named + [ToolCallDelta(self.n_calls, self._id, None, arguments)] * bool(arguments)
+        self._id = self._next_id()
+        self._n_opened += 1
+        self._add("", name=name)
+
+    def _add(self, arguments: str, *, name: str | None = None) -> None:
+        self._deltas.append(ToolCallDelta(self._n_opened - 1, self._id, name, arguments))
+
+    def _read(self) -> Reading:
+        if self._format.dialect == "foreign":
+            yield from self._read_foreign()
+        elif (match := (yield from self._take(_NAME))) is None:  # a tag, but no call
+            self._unread = self._unread.partition(self._format.start)[2]
+        else:
+            name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
+            if name in self._offered:
+                self._open(name)
+            self._json = "{"
+            tagged = dialect.key and self._read_tagged(dialect, self._offered.get(name, {}))
+            yield from tagged or self._read_json()
+            self._unread = "" if self._ended else self._unread
+
+    def _take(self, pattern: Any) -> Generator[None, None, Any]:
+        """Take a match off the unread text; None where it does not fit, or was cut off."""
+        while (match := pattern.match(self._unread, partial=True)) and match.partial:
+            if self._ended:
+                return None
+            yield
+        self._unread = self._unread[match.end() if match else 0 :]
+        return match
+
+    def _read_tagged(self, dialect: _Dialect, parameters: Tool) -> Reading:
+        """Keys and bare values between tags, typed by the tool's schema."""
+        schemas, comma = _mapping(parameters.get("properties")), ""
+        while (match := (yield from self._take(dialect.key))) and not match["end"]:
+            if match["key"]:
+                key = match["key"].strip()
+                self._json += f"{comma}{_json(key)}: "
+                comma = ", "
+                schema = schemas.get(key, parameters.get("additionalProperties"))
+                yield from self._read_value(dialect.value_end, _schema_types(schema))
+        self._json += "}"
+
+    def _read_value(self, end: Any, types: set[str]) -> Reading:
+        """One of them; strings leave as they grow."""
+        is_string, parts = types == {"string"}, []
+        self._json += '"' * is_string
+        is_whole = False
+        while not (is_whole or self._ended):
+            match = end.search(self._unread, partial=True)
+            text, is_whole = self._unread[: match.start()], not match.partial
+            self._unread = self._unread[match.end() if is_whole else match.start() :]
+            if is_string:
+                self._json += _json(text)[1:-1]  # pieces can be escaped one by one
+            else:
+                parts.append(text)
+            if not is_whole:
+                yield
+        self._json += '"' if is_string else _value_as_json("".join(parts), types)
+
+    def _read_json(self) -> Reading:
+        """JSON as generated; members leave when their values begin: closing all makes it valid."""
+        opened = "{"  # a key of `_JSON` for each thing that is open, outermost first
+        while opened and (match := (yield from self._take(_JSON[opened[-1]]))):
+            kind, text = match.lastgroup, match[0]
+            inside = opened[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
+            opened = opened[:-1] + ("" if kind == "close" else inside)
+            self._json += _json(text)[1:-1] if kind == "raw" else text
+        self._json += opened[::-1].translate(_CLOSED)
+        yield from self._take(_JSON_END)
+
+    def _read_foreign(self) -> Reading:
+        """A call, or several, for mlx-lm's parser: only at the end it can read them."""
+        start, end = self._format.start, self._format.end
+        while not self._ended and not (end and end in self._unread.partition(start)[2]):
+            yield
+        body = self._unread.partition(start)[2]
+        body, _, self._unread = body.partition(end) if end else (body, "", "")
+        for name, arguments in self._parse(body):
+            self._open(name)
+            self._add(arguments)
 
     def _parse(self, body: str) -> list[tuple[str, str]]:
-        """Return names and arguments as JSON; nothing where that is no call to offered tools."""
+        """Names and arguments as JSON; nothing where that is no call to offered tools."""
         parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
+        calls = []
         try:
-            calls = [_name_and_arguments(call) for call in _listed(parse(body, self._tools))]
+            for call in _listed(parse(body, self._tools)):
+                arguments = call.get("arguments", {})
+                if isinstance(arguments, str):
+                    arguments = json.loads(arguments, strict=False)
+                calls.append((call["name"], _json(dict(arguments))))
             return calls if all(name in self._offered for name, _ in calls) else []
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return []
 
 
-def _name_and_arguments(call: Tool) -> tuple[str, str]:
-    """Read one parsed call. Raises KeyError, TypeError or ValueError where it is none."""
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments, strict=False)
-    return call["name"], _json(dict(arguments))
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What is new in a reply: text, or a part of a call."""
 
     kind: Literal["reasoning", "content", "tool"]
@@ -4965,8 +4896,7 @@ class Delta:
     call: ToolCallDelta | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """A reply put together from its deltas; None where there was nothing."""
 
     content: str | None
@@ -4993,47 +4923,44 @@ class ReplyStream:
         return self._calls.n_calls if self._calls else 0
 
     def feed(self, text: str, *, literal: bool = False) -> list[Delta]:
-        """Return what is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
+        """What is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
         n_known = len(self._deltas)
         self._route(self._splitter.feed(text, literal=literal))
         return self._deltas[n_known:]
 
     def finish(self) -> list[Delta]:
-        """Return what was held back; the reply is over, wherever it was cut."""
+        """What was held back; the reply is over, wherever it was cut."""
         n_known = len(self._deltas)
-        if self._splitter.in_call and self._calls:
-            self._route(self._go_on(self._calls.finish()))
+        if self._splitter.in_call:
+            self._route(self._hear("", ended=True))
         self._route(self._splitter.finish())
         return self._deltas[n_known:]
 
     def reply(self) -> Reply:
-        """Return the join of all deltas: what a client that reads the stream has."""
-        parts = [delta.call for delta in self._deltas if delta.call]
-        calls = [_whole_call(part, parts) for part in parts if part.name is not None]
-        return Reply(self._text("content"), self._text("reasoning"), calls)
-
-    def _text(self, kind: str) -> str | None:
-        return "".join(delta.text for delta in self._deltas if delta.kind == kind) or None
+        """The join of all deltas: what a client that reads the stream has."""
+        texts = {"content": "", "reasoning": ""}
+        functions: dict[str, dict[str, Any]] = {}  # by the id of their call
+        for kind, text, call in self._deltas:
+            if call is None:
+                texts[kind] += text
+            else:
+                function = functions.setdefault(call.id, {"name": call.name, "arguments": ""})
+                function["arguments"] += call.arguments
+        calls = [{"id": i, "type": "function", "function": f} for i, f in functions.items()]
+        return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
 
     def _route(self, pieces: list[Piece]) -> None:
         while pieces:
-            last = pieces.pop() if pieces[-1].kind == "tool" else None  # a call is the last piece
+            call = pieces.pop() if pieces[-1].kind == "tool" else None  # always the last piece
             self._deltas += [Delta(piece.kind, piece.text) for piece in pieces]
-            assert self._calls or not last
-            pieces = self._go_on(self._calls.feed(last.text)) if self._calls and last else []
+            pieces = self._hear(call.text) if call else []
 
-    def _go_on(self, heard: Heard) -> list[Piece]:
-        self._deltas += [Delta("tool", call=delta) for delta in heard.deltas]
-        pieces = self._splitter.restore(heard.text)
-        if heard.rest is not None:
-            pieces += self._splitter.resume(heard.rest, called=heard.is_call)
-        return pieces
-
-
-def _whole_call(first: ToolCallDelta, parts: list[ToolCallDelta]) -> dict[str, Any]:
-    arguments = "".join(part.arguments for part in parts if part.index == first.index)
-    function = {"name": first.name, "arguments": arguments}
-    return {"id": first.id, "type": "function", "function": function}
+    def _hear(self, text: str, *, ended: bool = False) -> list[Piece]:
+        assert self._calls, "the splitter knows a tag that opens calls, and nobody reads them"
+        deltas, back, rest, is_call = self._calls.feed(text, ended=ended)
+        self._deltas += [Delta("tool", call=delta) for delta in deltas]
+        pieces = self._splitter.restore(back)
+        return pieces if rest is None else pieces + self._splitter.resume(rest, called=is_call)
 
 
 def _extract_openai_tool_calls(
