@@ -4384,14 +4384,13 @@ class Engine:
 # partially: "so far this could become one"), and so is white space until it is known what follows.
 #   - White space before a tag belongs to the tag. After one, newlines are dropped until the first
 #     text of that kind, so that a reply of calls alone has no content. All else is as generated.
-#   - A call leaves here whole, with the rest of the reply: only its grammar (TOOLS) knows where it
-#     ends, because an argument may contain `</tool_call>`. TOOLS gives back what came after it.
+#   - A call leaves here with the rest of the reply: only its grammar (TOOLS) knows where it ends.
 #   - A `</think>` nobody opened, a `<think>` inside thinking: dropped. They are never content.
 #
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  170
+# Budget  160
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4422,7 +4421,6 @@ class _Strand:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Return what can leave now."""
         text = self._held + text
         if self._after_tag and not self._started:
             text = text.lstrip("\n")
@@ -4438,7 +4436,6 @@ class _Strand:
         return held
 
     def note_tag(self) -> None:
-        """The next text is the first one after a tag."""
         self._held, self._after_tag = "", True
 
     def finish(self) -> str:
@@ -4459,7 +4456,10 @@ class _ReasoningStreamSplitter:
         known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
         self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        self._reasoning, self._content = _Strand(after_tag=in_reasoning), _Strand(after_tag=False)
+        self._strands: Final[dict[TextKind, _Strand]] = {
+            "reasoning": _Strand(after_tag=in_reasoning),
+            "content": _Strand(after_tag=False),
+        }
         self._tail = ""  # may become a tag
         self.in_call = False
 
@@ -4469,21 +4469,16 @@ class _ReasoningStreamSplitter:
         return self._kind == "reasoning" and not self.in_call
 
     def feed(self, text: str, *, literal: bool = False) -> list[Piece]:
-        """Return the pieces that are certain now.
+        """The pieces that are certain now.
 
-        `literal`: no tag token was generated for this text, so what looks like a tag is text that
-        the model quotes. Only a caller that sees tokens can know; outside calls it is believed.
+        `literal`: no tag token was generated for this text, so what looks like a tag is a quote.
         """
         if self.in_call:
             return [Piece("tool", text)] if text else []
         return self.restore(text) if literal else self._scan(text)
 
     def resume(self, rest: str, *, called: bool) -> list[Piece]:
-        """Go on after a call, with the text that followed it.
-
-        `called`: it really was one, so it closed the thinking it came in and its tags are gone;
-        otherwise the reply goes on where it was.
-        """
+        """Go on after a call with what followed it; if it was one, it closed the thinking."""
         self.in_call = False
         if called:
             self._turn_to("content")
@@ -4495,9 +4490,9 @@ class _ReasoningStreamSplitter:
         return self._text(tail + text)
 
     def finish(self) -> list[Piece]:
-        """Return what was held back: half a tag at the end of a reply is text."""
-        pieces = [*self.restore(""), Piece("reasoning", self._reasoning.finish())]
-        pieces.append(Piece("content", self._content.finish()))
+        """What was held back: half a tag at the end of a reply is text."""
+        pieces = self.restore("")
+        pieces += [Piece(kind, strand.finish()) for kind, strand in self._strands.items()]
         return [piece for piece in pieces if piece.text]
 
     def _scan(self, text: str) -> list[Piece]:
@@ -4511,29 +4506,25 @@ class _ReasoningStreamSplitter:
             text = text[match.end() :]
             if match[0] == self._tags.tool_start:
                 self.in_call = True
-                return [*pieces, Piece("tool", self._strand.take_held() + match[0] + text)]
+                held = self._strands[self._kind].take_held()
+                return [*pieces, Piece("tool", held + match[0] + text)]
             self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
         return [*pieces, *self._text(text)]
 
     def _text(self, text: str) -> list[Piece]:
-        text = self._strand.feed(text)
+        text = self._strands[self._kind].feed(text)
         return [Piece(self._kind, text)] if text else []
 
     def _turn_to(self, kind: TextKind) -> None:
         self._kind = kind
-        self._reasoning.note_tag()
-        self._content.note_tag()
-
-    @property
-    def _strand(self) -> _Strand:
-        return self._reasoning if self._kind == "reasoning" else self._content
+        for strand in self._strands.values():
+            strand.note_tag()
 
 
 def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -> str:
-    """Return a whole reply without its thinking, as the stream's content has it, byte for byte.
+    """A whole reply without its thinking, as the stream's content has it, byte for byte.
 
-    From the first call's opening tag on the reply is as generated: `_extract_openai_tool_calls`
-    goes on from there, and the two together give what a stream gave.
+    From the first call on it is as generated, for `_extract_openai_tool_calls` to go on from.
     """
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     pieces = splitter.feed(text) + splitter.finish()
