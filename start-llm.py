@@ -2503,7 +2503,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  290
+# Budget  270
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -2511,8 +2511,7 @@ RecurrentHandles = list[list[mx.array | None]]  # per recurrent leaf, its states
 GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
+class KvShape(NamedTuple):
     """What one row of this model costs, measured on the model itself."""
 
     token_bytes: int  # attention KV of one token, all layers
@@ -2521,8 +2520,7 @@ class KvShape:
     can_batch: bool  # every layer has an upstream batch form
 
 
-@dataclass(frozen=True, slots=True)
-class StateSnapshot:
+class StateSnapshot(NamedTuple):
     """State leaves at one position: per leaf the upstream `state`, arrays of its own."""
 
     leaves: tuple[Any, ...]
@@ -2542,38 +2540,34 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in itertools.chain(self.keys, self.values))
+        return sum(a.nbytes for a in self.keys + self.values)
 
     def cut(self, start: int, end: int) -> Span:
         """A copy of tokens [start, end); this span stays as it is."""
-        return Span(
-            _copies([k[..., start:end, :] for k in self.keys]),
-            _copies([v[..., start:end, :] for v in self.values]),
-            end - start,
-        )
+        return _copied_span([a[..., start:end, :] for a in self.keys + self.values], end - start)
 
     def join(self, tail: Span) -> Span:
         """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
-        length = self.length + tail.length
-        buffers = [*self.keys, *self.values]
-        if buffers and buffers[0].shape[2] < length:
-            buffers = [_grown(buffer, self.length, length=length) for buffer in buffers]
-        for buffer, more in zip(buffers, (*tail.keys, *tail.values), strict=True):
+        buffers, length = [*self.keys, *self.values], self.length + tail.length
+        for i, more in enumerate(tail.keys + tail.values):
+            buffers[i] = buffer = _grown(buffers[i], self.length, length=length)
             buffer[..., self.length : length, :] = more[..., : tail.length, :]
             mx.eval(buffer)  # one array at a time: at most one of them exists twice
-        half = len(self.keys)
-        return Span(tuple(buffers[:half]), tuple(buffers[half:]), length)
+        return Span(tuple(buffers[: len(self.keys)]), tuple(buffers[len(self.keys) :]), length)
 
 
-def _copies(views: Sequence[mx.array]) -> tuple[mx.array, ...]:
-    arrays = [mx.contiguous(view) for view in views]
-    mx.eval(arrays)
-    return tuple(arrays)
+def _copied_span(views: Sequence[mx.array], length: int) -> Span:
+    """Views of all keys, then of all values."""
+    copies = tuple(mx.contiguous(view) for view in views)
+    mx.eval(copies)
+    return Span(copies[: len(copies) // 2], copies[len(copies) // 2 :], length)
 
 
 def _grown(buffer: mx.array, used: int, *, length: int) -> mx.array:
     """A buffer for `length` tokens with the same first `used` ones; capacity on the growth grid."""
-    heads, dim = buffer.shape[1], buffer.shape[3]
+    _, heads, capacity, dim = buffer.shape
+    if capacity >= length:
+        return buffer
     capacity = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS
     larger = mx.zeros((1, heads, capacity, dim), buffer.dtype)
     larger[..., :used, :] = buffer[..., :used, :]
@@ -2583,10 +2577,7 @@ def _grown(buffer: mx.array, used: int, *, length: int) -> mx.array:
 
 def _leaves(cache: Sequence[Any]) -> Iterator[Any]:
     for layer in cache:
-        if isinstance(layer, CacheList):
-            yield from _leaves(layer.caches)
-        else:
-            yield layer
+        yield from _leaves(layer.caches) if isinstance(layer, CacheList) else (layer,)
 
 
 def _attention(cache: KvCache) -> list[KVCache]:
@@ -2628,12 +2619,11 @@ def measure_kv(model: Any) -> KvShape:
     model(mx.zeros((1, 2), mx.int32), cache=cache)
     evaluate(cache)
     state = _state(cache)
+    windows = [leaf for leaf in state if hasattr(leaf, "max_size")]
+    others = sum(leaf.nbytes for leaf in state if leaf not in windows)
     return KvShape(
-        token_bytes=sum(_token_bytes(leaf) for leaf in _attention(cache)),
-        state_bytes=sum(
-            _token_bytes(leaf) * leaf.max_size if hasattr(leaf, "max_size") else leaf.nbytes
-            for leaf in state
-        ),
+        token_bytes=sum(map(_token_bytes, _attention(cache))),
+        state_bytes=others + sum(_token_bytes(leaf) * leaf.max_size for leaf in windows),
         has_state=bool(state),
         can_batch=all(hasattr(layer, "merge") for layer in cache),
     )
@@ -2649,10 +2639,8 @@ def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
     Hybrid caches mix ArraysCache (no `.offset`) with KVCache, so layer 0 may not answer (L-02).
     Models of recurrent layers alone have no depth but the position recorded with their snapshot.
     """
-    for leaf in _leaves(cache):
-        if isinstance(offset := getattr(leaf, "offset", None), int):
-            return KvOffset(offset)
-    return KvOffset(recorded)
+    offsets = (getattr(leaf, "offset", None) for leaf in _leaves(cache))
+    return KvOffset(next((n for n in offsets if isinstance(n, int)), recorded))
 
 
 def snapshot_state(cache: KvCache) -> StateSnapshot:
@@ -2660,10 +2648,14 @@ def snapshot_state(cache: KvCache) -> StateSnapshot:
 
     Returns an empty snapshot for models whose layers can all be rewound.
     """
-    copies = tuple(_copied_state(leaf.state) for leaf in _state(cache))
-    arrays = _arrays_in(copies)
+    return _snapshot_of(leaf.state for leaf in _state(cache))
+
+
+def _snapshot_of(states: Iterable[Any]) -> StateSnapshot:
+    leaves = tuple(map(_copied_state, states))
+    arrays = _arrays_in(leaves)
     mx.eval(arrays)
-    return StateSnapshot(copies, sum(a.nbytes for a in arrays))
+    return StateSnapshot(leaves, sum(a.nbytes for a in arrays))
 
 
 def _copied_state(state: Any) -> Any:
@@ -2697,10 +2689,9 @@ def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
     One array at a time, so that at most one of them exists twice. Empty leaves stay empty.
     """
     for leaf in _attention(cache):
-        if leaf.keys is None or leaf.keys.shape[2] >= tokens:
-            continue
-        leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
-        leaf.values = _grown(leaf.values, leaf.offset, length=roomy)
+        if leaf.keys is not None and leaf.keys.shape[2] < tokens:
+            leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
+            leaf.values = _grown(leaf.values, leaf.offset, length=roomy)
 
 
 def lend_span(cache: KvCache, span: Span) -> None:
@@ -2720,18 +2711,14 @@ def take_span(cache: KvCache, length: int) -> Span:
 
 def copy_span(cache: KvCache, end: int, *, row: int | None = None) -> Span:
     """Copy tokens [0, end) out of a cache in use: a one-row cache, or one row of a batch."""
-    if row is None:
-        views = [(x.keys[..., :end, :], x.values[..., :end, :]) for x in _attention(cache)]
-    else:
-        batch = [leaf for leaf in _leaves(cache) if type(leaf) is BatchKVCache]
-        views = [_batch_views(leaf, row, end=end) for leaf in batch]
-    return Span(_copies([k for k, _ in views]), _copies([v for _, v in views]), end)
-
-
-def _batch_views(leaf: BatchKVCache, row: int, *, end: int) -> tuple[mx.array, mx.array]:
-    left = leaf.left_padding.tolist()[row]
-    window = (slice(row, row + 1), slice(None), slice(left, left + end))
-    return leaf.keys[window], leaf.values[window]
+    starts = [(leaf, 0) for leaf in _attention(cache)]  # of a row's tokens
+    if row is not None:
+        batch = (leaf for leaf in _leaves(cache) if type(leaf) is BatchKVCache)
+        starts = [(leaf, leaf.left_padding.tolist()[row]) for leaf in batch]
+    at = slice(row or 0, (row or 0) + 1)
+    keys = [leaf.keys[at, :, start : start + end] for leaf, start in starts]
+    values = [leaf.values[at, :, start : start + end] for leaf, start in starts]
+    return _copied_span(keys + values, end)
 
 
 def to_batch(cache: KvCache) -> KvCache:
@@ -2762,13 +2749,8 @@ def recurrent_handles(cache: KvCache) -> RecurrentHandles | None:
 
 def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapshot:
     """What `snapshot_state` would have returned when the handles were taken, for one row."""
-    states = tuple(
-        ([None if a is None else mx.contiguous(a[row : row + 1]) for a in slots], None, None)
-        for slots in handles
-    )
-    arrays = _arrays_in(states)
-    mx.eval(arrays)
-    return StateSnapshot(states, sum(a.nbytes for a in arrays))
+    rows = [[None if a is None else a[row : row + 1] for a in slots] for slots in handles]
+    return _snapshot_of((slots, None, None) for slots in rows)
 
 
 # endregion
