@@ -2767,13 +2767,13 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
 # at rest, so N sub-agents on one prefix cost the prefix once (nothing is shared below
 # SHARE_MIN_TOKENS, where it would not pay). A lent line stays visible: its prompt is known before
 # it is computed, so a request with the same prefix can wait for it.
-# Tried and dropped: splitting into shared segments at every branch point. The common case, one
-# conversation growing, then copied its whole prefix at each turn.
+# Tried and dropped: shared segments between branch points. The common case, one conversation
+# growing, then copied its whole prefix at each turn.
 #
 # Doors   LRUPromptCache, Prompt, Line, Reuse, Lender, TokenArray
 # Knows   CONFIG, LOG, KV
 # Thread  model only
-# Budget  430
+# Budget  385
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
@@ -2818,9 +2818,12 @@ class Line:
     uses: int = 0
 
     @property
+    def state_bytes(self) -> int:
+        return sum(snapshot.nbytes for snapshot in self.checkpoints.values())
+
+    @property
     def nbytes(self) -> int:
-        states = sum(snapshot.nbytes for snapshot in self.checkpoints.values())
-        return states + (self.span.nbytes if self.span else 0)
+        return self.state_bytes + (self.span.nbytes if self.span else 0)
 
     @property
     def held_by_children(self) -> int:
@@ -2828,8 +2831,7 @@ class Line:
         return max((child.start for child in self.children), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(NamedTuple):
     """A lookup's answer: reuse [0, depth) of `line` now; `promised` if one waits for its row."""
 
     line: Line | None
@@ -2870,16 +2872,12 @@ class LRUPromptCache:
         Mutates nothing but the counter `hybrid_trim_miss`. Of equal depths the line that needs no
         copy wins: one that ends there, then the most recently used.
         """
-        best = Reuse(None, 0)
-        matched = 0
-        for line in self.lines if self._config.prompt_cache_max_entries_global else ():
-            if line.prompt.root != prompt.root:
-                continue
-            shared = min(self._shared(line.prompt, prompt), len(prompt.tokens) - 1)
-            found = self._reusable(line, shared)
-            matched = max(matched, min(shared, line.end))
-            if _rank(found) > _rank(best):
-                best = found
+        lines = self.lines if self._config.prompt_cache_max_entries_global else []
+        lines = [line for line in lines if line.prompt.root == prompt.root]
+        most = len(prompt.tokens) - 1
+        shared = [min(self._shared(line.prompt, prompt), most) for line in lines]
+        best = max(map(self._reusable, lines, shared), key=_rank, default=Reuse(None, 0))
+        matched = max((min(n, x.end) for x, n in zip(lines, shared, strict=True)), default=0)
         if matched >= self._config.prompt_cache_block_size and not max(best.depth, best.promised):
             self._metrics.bump("hybrid_trim_miss")
         return best
@@ -2897,16 +2895,14 @@ class LRUPromptCache:
 
     def _reusable(self, line: Line, shared: int) -> Reuse:
         """What of the first `shared` tokens this line can give now, and what if one waits."""
-        ready = min(shared, line.end)
+        depth, state = min(shared, line.end), None
         promised = shared if line.lender is not None and shared > line.end else 0
-        if not self._shape.has_state:
-            layer: Layer = "line" if ready == line.end else "branch"
-            return Reuse(line, ready, promised, None, layer) if ready else Reuse(line, 0, promised)
-        position, state = _deepest_checkpoint(line, ready)
-        if state is None:
-            return Reuse(line, 0, promised)
-        layer = "line" if position == line.end else "checkpoint"
-        return Reuse(line, position, promised, state, layer)
+        layer: Layer = "branch"
+        if self._shape.has_state:
+            layer, (depth, state) = "checkpoint", _deepest_checkpoint(line, depth)
+        if depth in (0, line.end):
+            layer = "line" if depth else "miss"
+        return Reuse(line, depth, promised, state, layer)
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
         """Buffers holding [0, depth) for a new row, and the line that row will grow.
@@ -2968,21 +2964,18 @@ class LRUPromptCache:
         if parent.parent is not None:
             parent.parent.children.append(line)
         line.checkpoints = parent.checkpoints | line.checkpoints
-        for child in parent.children:
-            if child is not line:
-                child.parent = line
-                line.children.append(child)
-        parent.children = []
+        line.children += [child for child in parent.children if child is not line]
+        for child in line.children:
+            child.parent = line
         self._forget(parent)
 
     def _split(self, line: Line, depth: int) -> None:
         """Cut a resting line at `depth`; what follows becomes a branch of it."""
         assert line.span is not None and line.start < depth < line.end
-        rest = Line(line.prompt, parent=line, start=depth, end=line.end)
+        rest = replace(line, parent=line, start=depth)
         rest.span = line.span.cut(depth - line.start, line.end - line.start)
         rest.checkpoints = {p: s for p, s in line.checkpoints.items() if p > depth}
         rest.children = [child for child in line.children if child.start > depth]
-        rest.last_used, rest.uses = line.last_used, line.uses
         for child in rest.children:
             child.parent = rest
         line.children = [child for child in line.children if child.start <= depth]
@@ -3001,7 +2994,8 @@ class LRUPromptCache:
         line.lender, line.prompt = None, prompt
         line.end = len(prompt.tokens)
         line.last_used = self._clock()
-        if line.parent is not None and not _worth_sharing(line):
+        least = max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART)
+        if line.parent is not None and line.start < least:
             line.parent.children.remove(line)
             line.checkpoints = dict(_path_checkpoints(line))
             line.parent, line.start = None, 0
@@ -3055,7 +3049,7 @@ class LRUPromptCache:
         Returns False when they cannot fit however much is evicted.
         """
         limit = self._config.prompt_cache_max_entries_global
-        while len(self._resting()) > limit and self._evict_one(per_byte=False):
+        while len(self._resting()) > limit and self._evict_one():
             pass
         while self.nbytes + extra_bytes > self.max_bytes:
             if not self._evict_one(per_byte=True):
@@ -3064,9 +3058,7 @@ class LRUPromptCache:
 
     def sweep(self) -> int:
         """Evict lines unused for longer than the TTL; returns how many."""
-        ttl = self._config.prompt_cache_ttl_seconds
-        if ttl <= 0:
-            return 0
+        ttl = self._config.prompt_cache_ttl_seconds or math.inf
         old = [x for x in self._resting() if not x.children and self._clock() - x.last_used > ttl]
         for line in old:
             self._forget(line)
@@ -3074,13 +3066,13 @@ class LRUPromptCache:
 
     def clear(self) -> None:
         """Drop everything at rest that no running row builds on."""
-        while self._evict_one(per_byte=False):
+        while self._evict_one():
             pass
 
     def _resting(self) -> list[Line]:
         return [line for line in self.lines if line.lender is None]
 
-    def _evict_one(self, *, per_byte: bool) -> bool:
+    def _evict_one(self, *, per_byte: bool = False) -> bool:
         # A branch cancelled before it fed anything is empty, but an entry, and the first to go.
         victims = [x for x in self._resting() if x.end > x.held_by_children]
         victims = [x for x in victims if x.nbytes or not x.children]
@@ -3088,8 +3080,8 @@ class LRUPromptCache:
             return False
         now = self._clock()
         victim = min(victims, key=lambda x: _value(x, now) / (max(x.nbytes, 1) if per_byte else 1))
-        depth = victim.held_by_children
         if victim.children and victim.span is not None:
+            depth = victim.held_by_children
             victim.span = victim.span.cut(0, depth - victim.start)
             self._shorten(victim, depth)
         else:
@@ -3102,21 +3094,17 @@ class LRUPromptCache:
         The first (end of the system prompt) and the last two (the newest turn) always stay.
         """
         budget = self.max_bytes * CHECKPOINT_SHARE
-        while (
-            len(line.checkpoints) > 3 and sum(s.nbytes for s in line.checkpoints.values()) > budget
-        ):
-            at = sorted(line.checkpoints)
+        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
             gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
             del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
 
 
 def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
     """Longest first, promises included; of equals the one that needs no copy, then the newest."""
-    line = reuse.line
-    if line is None:
-        return (0, 0, False, -math.inf)
-    whole = line.lender is None and line.end == reuse.depth
-    return (max(reuse.depth, reuse.promised), reuse.depth, whole, line.last_used)
+    line, depth = reuse.line, reuse.depth
+    assert line is not None
+    is_whole = line.lender is None and line.end == depth
+    return (max(depth, reuse.promised), depth, is_whole, line.last_used)
 
 
 def _value(line: Line, now: float) -> float:
@@ -3142,10 +3130,6 @@ def _path_checkpoints(line: Line) -> Iterator[tuple[int, StateSnapshot]]:
 def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | None]:
     usable = [(p, s) for p, s in _path_checkpoints(line) if p <= limit]
     return max(usable, key=lambda pair: pair[0], default=(0, None))
-
-
-def _worth_sharing(line: Line) -> bool:
-    return line.start >= max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART)
 
 
 # endregion
