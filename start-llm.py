@@ -3224,9 +3224,9 @@ def _shown(turns: Iterable[SessionTurn], now: float) -> list[dict[str, Any]]:
 #
 # resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
 # known before a long download (type, size against memory and disk) is asked before it.
-# Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode() at 0.5 us
-# a token. mlx-lm's own were dropped: the BPE one loses a leading space and prints "!" for padding
-# ids, the general one decodes the whole line again for each token.
+# Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode(). mlx-lm's
+# own were dropped: the BPE one loses a leading space and prints "!" for padding ids, the general
+# one decodes the whole line again for each token.
 #
 # Doors   LoadedModel, Markup, ModelSize, Detokenizer, ModelError
 # Doors   resolve_model, load_model, banner, device_memory_bytes
@@ -3266,8 +3266,7 @@ class Markup:
     hidden_ids: frozenset[int]  # never shown as text: special tokens without a meaning above
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
+class ModelSize(NamedTuple):
     """How large the weights are, and what they were made for."""
 
     nbytes: int  # of the weights, as loaded
@@ -3316,17 +3315,14 @@ class Detokenizer:
         """The text that `token` completes; "" for a hidden id or a part of a character."""
         if token in self._hidden_ids:
             return ""
-        self._unshown.append(token)
         text = self._stream.step(self._backend, token)
-        if text is not None:
-            self._unshown.clear()
+        self._unshown = [*self._unshown, token] if text is None else []
         return text or ""
 
     def finish(self) -> str:
         """What a character cut off at the end decodes to: U+FFFD, as in tokenizer.decode()."""
-        rest: str = self._backend.decode(self._unshown, skip_special_tokens=False)
-        self._unshown.clear()
-        return rest
+        rest, self._unshown = self._unshown, []
+        return str(self._backend.decode(rest, skip_special_tokens=False))
 
 
 def resolve_model(config: Config, *, memory_bytes: int) -> Path:
@@ -3357,16 +3353,17 @@ def _complete(folder: Path) -> Path:
     listed = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     present = {file.name for file in folder.glob("model*.safetensors") if file.is_file()}
     missing = sorted(listed - present)
-    lacks = (
-        (not folder.is_dir(), "it is a file, not a folder"),
-        (not (folder / "config.json").is_file(), "it has no config.json"),
-        (not present, "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"),
-        (missing, f"{len(missing)} weight files are missing: {', '.join(missing[:3])}"),
-    )
-    for is_so, lack in lacks:
-        if is_so:
-            raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
-    return folder
+    if not folder.is_dir():
+        lack = "it is a file, not a folder"
+    elif not (folder / "config.json").is_file():
+        lack = "it has no config.json"
+    elif not present:
+        lack = "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"
+    elif missing:
+        lack = f"{len(missing)} weight files are missing: {', '.join(missing[:3])}"
+    else:
+        return folder
+    raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -3465,10 +3462,8 @@ def _why_no_download(repo: str, error: Exception) -> str:
     if isinstance(error, errors.GatedRepoError):
         return f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        return (
-            f"MODEL_PATH={repo} is neither a folder on this machine nor a repository on {hub} "
-            "(a private one needs HF_TOKEN)."
-        )
+        neither = f"neither a folder on this machine nor a repository on {hub}"
+        return f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
     reason = " ".join(str(error.__cause__ or error).split())[:160]
     return (
         f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); start "
@@ -3477,7 +3472,7 @@ def _why_no_download(repo: str, error: Exception) -> str:
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
-    """Read weights and tokenizer into memory, on the model thread, where MLX arrays must stay.
+    """Read weights and tokenizer, on the model thread, where MLX arrays must stay.
 
     Raises ModelError; for a type mlx-lm does not know, before any weight is read.
     """
@@ -3534,13 +3529,13 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
-    """Tokens. Some configs (DeepSeek, gpt-oss) state the length that YaRN stretches to, some
-    (Qwen3 with YaRN) the length before, so the larger number is right.
+    """Tokens. Configs state the length that YaRN stretches to (DeepSeek) or from (Qwen3): take the
+    larger.
     """
     stated = facts.get("max_position_embeddings") or facts.get("n_positions") or 0
     rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
-    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
     original = rope.get("original_max_position_embeddings") or 0
+    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
     stretched = int(original * rope.get("factor", 1)) if is_yarn else 0
     # transformers writes 1e30 where a tokenizer states no length.
     hint = tokenizer_length if tokenizer_length < 2**31 else _CONTEXT_UNKNOWN
@@ -3548,9 +3543,8 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
 
 
 def _markup(tokenizer: Any) -> Markup:
-    think = (tokenizer.think_start_tokens or (), tokenizer.think_end_tokens or ())
-    call = (tokenizer.tool_call_start_tokens or (), tokenizer.tool_call_end_tokens or ())
-    named = {token_id for ids in (*think, *call) for token_id in ids}
+    marks = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+    named = {i for mark in marks for i in getattr(tokenizer, f"{mark}_tokens") or ()}
     parser = tokenizer.tool_parser
     # A special token that the parser's own source names is grammar (gemma4's <|"|> quotes).
     grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
@@ -3561,11 +3555,8 @@ def _markup(tokenizer: Any) -> Markup:
         if token.content not in grammar and re.escape(token.content) not in grammar
     }
     return Markup(
-        think_start=tokenizer.think_start,
-        think_end=tokenizer.think_end,
-        think_end_ids=tuple(think[1]),
-        tool_call_start=tokenizer.tool_call_start,
-        tool_call_end=tokenizer.tool_call_end,
+        **{mark: getattr(tokenizer, mark) for mark in marks},
+        think_end_ids=tuple(tokenizer.think_end_tokens or ()),
         tool_parser=parser,
         hidden_ids=frozenset(hidden | tokenizer.eos_token_ids),
     )
