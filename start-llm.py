@@ -5440,7 +5440,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
-# Budget  280
+# Budget  250
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5455,8 +5455,7 @@ class LLMServer(ThreadingHTTPServer):
     def __init__(
         self, address: tuple[str, int], state: ServerState, *, slots: threading.BoundedSemaphore
     ) -> None:
-        self.state = state
-        self._slots = slots
+        self.state, self._slots = state, slots
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
@@ -5479,56 +5478,38 @@ class LLMServer(ThreadingHTTPServer):
         log.debug("connection from %s ended badly: %r", client_address, sys.exception())
 
 
-class RequestBody:
-    """A request's body: what is refused unread, and how the rest is read."""
+def _declared_length(headers: Any, limit: int) -> int | None:
+    """Bytes of a body, None for a chunked one. Raises what refuses it unread."""
+    if headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
+    if "chunked" in headers.get("Transfer-Encoding", "").lower():
+        return None
+    text = headers.get("Content-Length", "0").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise BadRequest("Content-Length is not a number")
+    return _allowed(int(text), limit)
 
-    def __init__(self, headers: Any, rfile: BufferedIOBase, *, limit: int) -> None:
-        self._headers = headers  # the stdlib's case-insensitive mapping
-        self._rfile = rfile
-        self._limit = limit  # bytes
 
-    def check(self) -> int | None:
-        """Declared length, None for a chunked body. Raises for a body that will not be read."""
-        if self._headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
-        if "chunked" in self._headers.get("Transfer-Encoding", "").lower():
-            return None
-        text = self._headers.get("Content-Length", "0").strip()
-        if not (text.isascii() and text.isdigit()):
-            raise BadRequest("Content-Length is not a number")
-        self._check_size(int(text))
-        return int(text)
+def _allowed(n_bytes: int, limit: int) -> int:
+    if n_bytes > limit:
+        raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({limit} bytes)")
+    return n_bytes
 
-    def read(self) -> bytes:
-        """The whole body. Raises ClientGone when it ends early."""
-        length = self.check()
-        if length is None:
-            return b"".join(self._chunks())
-        raw = self._rfile.read(length)
-        if len(raw) < length:
-            raise ClientGone
-        return raw
 
-    def _check_size(self, n_bytes: int) -> None:
-        if n_bytes > self._limit:
-            raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({self._limit} bytes)")
-
-    def _chunks(self) -> Iterator[bytes]:
-        """The parts of a chunked body, RFC 9112 section 7.1."""
-        total = 0
-        while size := self._chunk_size():
-            total += size
-            self._check_size(total)
-            yield self._rfile.read(size)
-            self._rfile.readline(_LINE_LIMIT)
-        while self._rfile.readline(_LINE_LIMIT).strip():
-            pass  # trailers
-
-    def _chunk_size(self) -> int:
-        line = self._rfile.readline(_LINE_LIMIT).partition(b";")[0].strip()
+def _chunks(rfile: BufferedIOBase, limit: int) -> Iterator[bytes]:
+    """The parts of a chunked body, RFC 9112 section 7.1."""
+    total, size = 0, -1
+    while size:
+        line = rfile.readline(_LINE_LIMIT).partition(b";")[0].strip()
         if not re.fullmatch(rb"[0-9a-fA-F]{1,8}", line):
             raise BadRequest("the chunked body is malformed")
-        return int(line, 16)
+        size = int(line, 16)
+        total = _allowed(total + size, limit)
+        yield rfile.read(size)
+        if size:
+            rfile.readline(_LINE_LIMIT)
+    while rfile.readline(_LINE_LIMIT).strip():
+        pass  # trailers
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -5549,8 +5530,8 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         """The error boundary: nothing a request does leaves this function as an exception."""
         self._headers_sent = False
-        length = self.headers.get("Content-Length", "0")
-        self._has_unread_body = length != "0" or "Transfer-Encoding" in self.headers
+        has_length = self.headers.get("Content-Length", "0") != "0"
+        self._has_unread_body = has_length or "Transfer-Encoding" in self.headers
         try:
             self._route()
         except ServerError as error:
@@ -5567,13 +5548,11 @@ class Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         path = self.path.partition("?")[0].rstrip("/") or "/"
         if path.startswith("/v1/models/"):
-            path, self._model_id = "/v1/models/*", path.removeprefix("/v1/models/")
-        routes = self._ROUTES.get(path)
-        if routes is None:
+            path, self._id = "/v1/models/*", path.removeprefix("/v1/models/")
+        if path not in self._ROUTES:
             raise NotFound(f"there is nothing at {path[:200]}")
-        route = routes.get("GET" if self.command == "HEAD" else self.command)
-        if route is None:
-            allowed = ", ".join(routes)
+        allowed, route = self._ROUTES[path]
+        if allowed != ("GET" if self.command == "HEAD" else self.command):
             raise MethodNotAllowed(f"{path} takes {allowed}, not {self.command}", allowed=allowed)
         route(self)
 
@@ -5581,24 +5560,20 @@ class Handler(BaseHTTPRequestHandler):
         body = health_body(self.server.state)
         self._send_json(200 if body["status"] == "ok" else 503, body)
 
-    _ROUTES: ClassVar[Mapping[str, Mapping[str, Callable[[Handler], None]]]] = {
-        "/": {"GET": _get_health},
-        "/health": {"GET": _get_health},
-        "/v1/status": {"GET": lambda h: h._send_json(200, status_body(h.server.state))},
-        "/v1/models": {"GET": lambda h: h._send_json(200, models_body(h.server.state))},
-        "/v1/models/*": {
-            "GET": lambda h: h._send_json(200, model_body(h.server.state, h._model_id))
-        },
-        "/v1/chat/completions": {"POST": lambda h: h._generate(ChatRequest.from_chat)},
-        "/v1/completions": {"POST": lambda h: h._generate(ChatRequest.from_completion)},
+    _ROUTES: ClassVar[Mapping[str, tuple[str, Callable[[Handler], None]]]] = {
+        "/": ("GET", _get_health),
+        "/health": ("GET", _get_health),
+        "/v1/status": ("GET", lambda h: h._send_json(200, status_body(h.server.state))),
+        "/v1/models": ("GET", lambda h: h._send_json(200, models_body(h.server.state))),
+        "/v1/models/*": ("GET", lambda h: h._send_json(200, model_body(h.server.state, h._id))),
+        "/v1/chat/completions": ("POST", lambda h: h._generate(ChatRequest.from_chat)),
+        "/v1/completions": ("POST", lambda h: h._generate(ChatRequest.from_completion)),
     }
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
         state = self.server.state
         headers = {name.lower(): value for name, value in self.headers.items()}
-        raw = self._body().read()
-        self._has_unread_body = False
-        body, request_id = parse_json_body(raw), uuid.uuid4().hex
+        body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
         request = parse(body, state.config, request_id=request_id, headers=headers)
         with closing(Answer(state, request)) as answer:
             if request.stream:
@@ -5618,14 +5593,21 @@ class Handler(BaseHTTPRequestHandler):
     def handle_expect_100(self) -> bool:
         """Do not invite a body that would be refused."""
         try:
-            self._body().check()
+            _declared_length(self.headers, self.server.state.config.max_body_bytes)
         except ServerError as error:
             self._send_error_body(error)
             return False
         return super().handle_expect_100()
 
-    def _body(self) -> RequestBody:
-        return RequestBody(self.headers, self.rfile, limit=self.server.state.config.max_body_bytes)
+    def _read_body(self) -> bytes:
+        """The whole body. Raises ClientGone when it ends early."""
+        limit = self.server.state.config.max_body_bytes
+        length = _declared_length(self.headers, limit)
+        raw = b"".join(_chunks(self.rfile, limit)) if length is None else self.rfile.read(length)
+        if length is not None and len(raw) < length:
+            raise ClientGone
+        self._has_unread_body = False
+        return raw
 
     def _check_client(self) -> None:
         """Raise ClientGone if the other end closed. A pipelined request is not a goodbye."""
@@ -5633,12 +5615,10 @@ class Handler(BaseHTTPRequestHandler):
         if readable and not self.connection.recv(1, socket.MSG_PEEK):
             raise ClientGone
 
-    def _send_json(
-        self, status: int, body: object, *, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def _send_json(self, status: int, body: object, **headers: str) -> None:
         payload = json.dumps(body, ensure_ascii=False).encode()
         length = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
-        self._begin(status, {**length, **(headers or {})})
+        self._begin(status, length | headers)
         if self.command != "HEAD":
             self.wfile.write(payload)
 
@@ -5653,15 +5633,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send_error_body(self, error: ServerError) -> None:
         """The error as a response, or, once the headers are out, as the stream's last event."""
-        if self._has_unread_body:  # what follows on this connection would not be a request
+        if self._has_unread_body or self._headers_sent:  # no request could follow on this
             self.close_connection = True
         try:
             if self._headers_sent:
                 self._send_event(error.body())
-                self._end_events()
-                self.close_connection = True
+                self._write_part(b"")
             else:
-                self._send_json(error.status, error.body(), headers=error.headers)
+                self._send_json(error.status, error.body(), **error.headers)
         except OSError:
             self.close_connection = True
 
@@ -5677,20 +5656,15 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._send_event(body)
         self._write_part(b"data: [DONE]\n\n")
-        self._end_events()
+        self._write_part(b"")
 
     def _send_event(self, body: object) -> None:
         self._write_part(b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n")
 
     def _write_part(self, payload: bytes) -> None:
-        if self.request_version == "HTTP/1.0":
-            self.wfile.write(payload)
-        else:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(payload), payload))
-
-    def _end_events(self) -> None:
-        if self.request_version != "HTTP/1.0":
-            self.wfile.write(b"0\r\n\r\n")
+        """One chunk, of which the empty one ends the body; HTTP/1.0 knows no chunks."""
+        chunk = b"%x\r\n%s\r\n" % (len(payload), payload)
+        self.wfile.write(payload if self.request_version == "HTTP/1.0" else chunk)
 
     @override
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
