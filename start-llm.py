@@ -52,7 +52,6 @@ THREADS AND LOCKS
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import hashlib
@@ -563,9 +562,9 @@ def _bias_pairs(value: object) -> object:
     """{"15043": -100} -> ((15043, -100),)."""
     if isinstance(value, dict) and all(map(str.isdecimal, value)):
         return tuple((int(key), bias) for key, bias in value.items())
-    if isinstance(value, tuple):
-        return value
-    raise PydanticCustomError("bias", "should be an object whose keys are token ids")
+    if value != ():
+        raise PydanticCustomError("bias", "should be an object whose keys are token ids")
+    return value
 
 
 _Bias = tuple[_TokenId, Annotated[float, Field(ge=-100, le=100)]]
@@ -715,8 +714,8 @@ _CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metad
 def _flat(given: Body) -> Body:
     """The fields of the body, then those of its metadata as metadata.x."""
     metadata = given.get("metadata")
-    inner = metadata if isinstance(metadata, dict) else {}
-    return given | {f"metadata.{name}": value for name, value in inner.items()}
+    inner = metadata.items() if isinstance(metadata, dict) else ()
+    return given | {f"metadata.{name}": value for name, value in inner}
 
 
 def _thinking_levels(value: object, param: str) -> Iterator[str]:
@@ -748,8 +747,7 @@ def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
     return thinks, switches
 
 
-@dataclass(frozen=True, slots=True)
-class SessionContext:
+class SessionContext(NamedTuple):
     """The conversation a request says it belongs to, and the field or header that says so."""
 
     session_id: str | None = None
@@ -773,12 +771,10 @@ def _message(index: int, wire: _WireMessage) -> Message:
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
     if "reasoning" in message:
         message.setdefault("reasoning_content", message.pop("reasoning"))
-    if message["role"] in ("assistant", "tool"):
-        message.setdefault("content", "")
-    elif "content" not in message:
+    if message["role"] in ("system", "developer", "user") and "content" not in message:
         param = f"messages[{index}].content"
         raise BadRequest(f"{param}: a {message['role']} message needs it", param=param)
-    return message
+    return {"content": "", **message}
 
 
 @dataclass(frozen=True, slots=True)
@@ -893,8 +889,7 @@ def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens: of the prompt, those of it whose KV was reused, of the reply, of its thinking."""
 
     prompt: int
@@ -912,8 +907,7 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """One generated token: its text, its bytes, its natural-log probability, its alternatives."""
 
     token: str
@@ -943,8 +937,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, start: int = 0) -> B
     }
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerShape:
+class AnswerShape(NamedTuple):
     """The bodies of one answer, streamed or whole; chats carry dicts, completions carry text."""
 
     kind: Literal["chat", "completion"]
@@ -969,17 +962,17 @@ class AnswerShape:
         return self._body("message", (whole, finish, logprobs), usage=usage)
 
     def _body(self, part: str, *said: _Said, usage: Usage | None = None) -> Body:
-        is_chat = self.kind == "chat"
-        chat_object = "chat.completion.chunk" if part == "delta" else "chat.completion"
-        prefix, name = ("chatcmpl", chat_object) if is_chat else ("cmpl", "text_completion")
-        key = part if is_chat else "text"
+        prefix, name, key = "cmpl", "text_completion", "text"
+        if self.kind == "chat":
+            suffix = ".chunk" if part == "delta" else ""
+            prefix, name, key = "chatcmpl", f"chat.completion{suffix}", part
         choices = [
             {"index": 0, key: words, "finish_reason": finish, "logprobs": logprobs}
             for words, finish, logprobs in said
         ]
         head = {"id": f"{prefix}-{self.request_id}", "object": name, "created": self.created}
-        body: Body = {**head, "model": self.model, "choices": choices}
-        return body if usage is None else {**body, "usage": usage.body()}
+        usages = {} if usage is None else {"usage": usage.body()}
+        return {**head, "model": self.model, "choices": choices, **usages}
 
 
 def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
@@ -3137,19 +3130,17 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 # region 12 SESSIONS ===========================================================
 # What each conversation's last turns looked like: how long, how much was cached, by which layer.
 #
-# This is for people (/v1/status, session logs). Lookup never asks it: the cache is one for all
-# sessions, so a wrong or missing session id can cost a reader clarity but never a hit.
-# The caller gives the time: the same monotonic clock for note() and snapshot().
+# This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
+# can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
 #
 # Doors   SessionIndex, SessionTurn, session_id_of
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock
 # Thread  any
-# Budget  120
+# Budget  85
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
-_ID_TOKENS: Final = 128
 
 
 def session_id_of(context: SessionContext, tokens: npt.NDArray[np.int32]) -> str:
@@ -3159,12 +3150,11 @@ def session_id_of(context: SessionContext, tokens: npt.NDArray[np.int32]) -> str
     """
     if context.session_id:
         return context.session_id
-    head = np.asarray(tokens[:_ID_TOKENS], dtype="<i4").tobytes()
+    head = np.asarray(tokens[:128], dtype="<i4").tobytes()
     return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionTurn:
+class SessionTurn(NamedTuple):
     """One completed request of a session."""
 
     n_prompt: int  # tokens, of which
@@ -3173,14 +3163,19 @@ class SessionTurn:
     layer: str  # of the cache that served it: "line", "checkpoint", ...; "" for none
     at: float  # seconds, when the turn ended
 
+    def body(self, now: float) -> dict[str, Any]:
+        """As /v1/status shows it: an age instead of a clock reading."""
+        shown = self._asdict()
+        age = now - shown.pop("at")
+        return {**shown, "age_seconds": round(age, 1)}
+
 
 class SessionIndex:
     """The last turns of each session, least recently used session first."""
 
     def __init__(self, config: Config) -> None:
-        # Set at construction
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
-        self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds  # 0 = for ever
+        self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds or math.inf
         self._sessions_lock = threading.Lock()
         # Guarded by _sessions_lock
         self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()
@@ -3198,23 +3193,18 @@ class SessionIndex:
         with self._sessions_lock:
             self._forget(now)
             recent = islice(reversed(self._turns.items()), newest)
-            shown = [{"session_id": key, "turns": _shown(turns, now)} for key, turns in recent]
+            shown = [
+                {"session_id": session_id, "turns": [turn.body(now) for turn in turns]}
+                for session_id, turns in recent
+            ]
             return {"count": len(self._turns), "newest": shown}
 
     def _forget(self, now: float) -> None:
-        while self._turns and (len(self._turns) > _MAX_SESSIONS or self._is_oldest_idle(now)):
+        while self._turns:
+            oldest = next(iter(self._turns.values()))[-1]
+            if len(self._turns) <= _MAX_SESSIONS and now - oldest.at <= self._max_idle_seconds:
+                break
             self._turns.popitem(last=False)
-
-    def _is_oldest_idle(self, now: float) -> bool:
-        oldest = next(iter(self._turns.values()))
-        return 0 < self._max_idle_seconds < now - oldest[-1].at
-
-
-def _shown(turns: Iterable[SessionTurn], now: float) -> list[dict[str, Any]]:
-    """Turns as /v1/status shows them: ages instead of clock readings."""
-    pairs = ((turn, round(now - turn.at, 1)) for turn in turns)
-    keep = ("n_prompt", "n_cached", "n_completion", "layer")
-    return [{name: getattr(t, name) for name in keep} | {"age_seconds": age} for t, age in pairs]
 
 
 # endregion
@@ -5440,7 +5430,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
-# Budget  250
+# Budget  255
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5572,9 +5562,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
         state = self.server.state
-        headers = {name.lower(): value for name, value in self.headers.items()}
         body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
-        request = parse(body, state.config, request_id=request_id, headers=headers)
+        request = parse(body, state.config, request_id=request_id, headers=dict(self.headers))
         with closing(Answer(state, request)) as answer:
             if request.stream:
                 self._send_events(answer.chunks())
@@ -5688,7 +5677,7 @@ class Handler(BaseHTTPRequestHandler):
 # Build the state, listen, load, serve, stop.
 #
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
-# the model thread, because arrays may not be handed from thread to thread before they are computed.
+# the model thread: arrays may not change threads before they are computed.
 #
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
@@ -5747,15 +5736,11 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
                 continue
             for server in servers:
                 server.server_close()
-            raise ConfigError(_why_not(address, error)) from error
+            where, why = f"{host}:{config.mlx_port}", error.strerror or error
+            if error.errno == errno.EADDRINUSE:
+                why = "another program has that port; stop it or set MLX_PORT"
+            raise ConfigError(f"cannot listen on {where}: {why}") from error
     return servers
-
-
-def _why_not(address: tuple[str, int], error: OSError) -> str:
-    host, port = address
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is taken by another program; stop it or set MLX_PORT"
-    return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
 
 def _raise_file_limit() -> None:
@@ -5763,7 +5748,7 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
     if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
+        with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
