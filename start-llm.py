@@ -268,10 +268,7 @@ class Config(BaseModel):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str | None]) -> Self:
-        """Build from a mapping such as {**dotenv_values(".env"), **os.environ}.
-
-        Raises ConfigError naming every bad variable at once, never just the first.
-        """
+        """Build from variables by name. Raises ConfigError, which names every bad one at once."""
         texts = {name: (env.get(name.upper()) or "").strip() for name in cls.model_fields}
         try:
             return cls.model_validate({name: text for name, text in texts.items() if text})
@@ -304,10 +301,7 @@ class Config(BaseModel):
 
 
 class ServerError(Exception):
-    """Base of everything the HTTP boundary turns into an OpenAI error object.
-
-    `param` is the request field at fault, in the client's notation ("messages[3].content").
-    """
+    """Becomes an OpenAI error object; `param`: the field at fault, as in "messages[3].content"."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -331,10 +325,7 @@ class BadRequest(ServerError):
 
 
 class ContextTooLong(BadRequest):
-    """Prompt (and reply, where a length was asked for) need more than `limit` tokens.
-
-    In OpenAI's wording: agents match "maximum context length is" and start to compact.
-    """
+    """In OpenAI's wording: agents match "maximum context length is" and start to compact."""
 
     code = "context_length_exceeded"
 
@@ -534,7 +525,7 @@ type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, endin
 
 
 def parse_json_body(raw: bytes) -> object:
-    """The JSON value in `raw`; lone surrogates (JS clients cut emoji in half) become U+FFFD.
+    """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD.
 
     Raises BadRequest: not JSON, not UTF-8, NaN or Infinity, nested deeper than 200 levels.
     """
@@ -2441,8 +2432,7 @@ def _block_hashes(
     """Names of the full blocks of `tokens` from block `start` on, 32 bytes each.
 
     Name i is sha256(name i-1, or root for i = 0; block i as little-endian int32), so it stands for
-    tokens[: (i + 1) * block_size]. `start` counts blocks; `parent` is the name of block start - 1.
-    An unfinished last block has no name.
+    tokens[: (i + 1) * block_size]. `start` counts blocks; `parent` names block start - 1.
     """
     assert (start > 0) == bool(parent), "a chain goes on from the block before it"
     name, names = parent or root, []
@@ -2463,10 +2453,7 @@ _VOLATILE: Final = (
 
 
 def _scrub_cache_key(text: str) -> str:
-    """A prompt's text without what is known to change from request to request.
-
-    For logs and diagnosis only. Text outside the matched fields is untouched.
-    """
+    """A prompt's text without what changes from request to request. For diagnosis only."""
     for field_pattern, stilled in _VOLATILE:
         text = field_pattern.sub(stilled, text)
     return text
@@ -2583,10 +2570,7 @@ def _state(cache: KvCache) -> list[Any]:
 
 
 def new_cache(model: Any) -> KvCache:
-    """An empty cache for one row.
-
-    why(L-09): never with a maximum size; that builds rotating layers, which forget in silence.
-    """
+    """An empty cache for one row. why(L-09): with a maximum size its layers forget in silence."""
     cache: KvCache = make_prompt_cache(model)
     return cache
 
@@ -2637,10 +2621,7 @@ def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
 
 
 def snapshot_state(cache: KvCache) -> StateSnapshot:
-    """Copy the state leaves of a one-row cache: small, evaluated, independent of the cache.
-
-    Returns an empty snapshot for models whose layers can all be rewound.
-    """
+    """Copy the state leaves of a one-row cache, if it has any: evaluated, independent of it."""
     return _snapshot_of(leaf.state for leaf in _state(cache))
 
 
@@ -2998,14 +2979,11 @@ class LRUPromptCache:
         self.evict_to_fit(0)
 
     def drop(self, line: Line) -> None:
-        """Forget a line and the branches that need its KV: after a failure it may be wrong (L-17).
-
-        Running branches took their copy before the failure and go on as lines of their own.
-        """
+        """Forget a line and the branches that need its KV, wrong after a failure (L-17)."""
         for child in list(line.children):
             if child.lender is None:
                 self.drop(child)
-            else:
+            else:  # it took its copy before the failure
                 child.parent, child.start = None, 0
         line.children = []
         self._forget(line)
@@ -3037,10 +3015,7 @@ class LRUPromptCache:
         return sum(line.nbytes for line in self.lines)
 
     def evict_to_fit(self, extra_bytes: int) -> bool:
-        """Evict until `extra_bytes` more fit the budget and the entry limit holds.
-
-        Returns False when they cannot fit however much is evicted.
-        """
+        """Evict until `extra_bytes` more fit and the entry limit holds; False if that cannot be."""
         limit = self._config.prompt_cache_max_entries_global
         while len(self._resting()) > limit and self._evict_one():
             pass
@@ -3082,10 +3057,7 @@ class LRUPromptCache:
         return True
 
     def _thin(self, line: Line) -> None:
-        """Hold one line's checkpoints to a share of the budget: drop where they are densest.
-
-        The first (end of the system prompt) and the last two (the newest turn) always stay.
-        """
+        """Drop checkpoints where they are densest; the first (system prompt) and last two stay."""
         budget = self.max_bytes * CHECKPOINT_SHARE
         while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
             gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
@@ -3101,10 +3073,8 @@ def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
 
 
 def _value(line: Line, now: float) -> float:
-    """Prefill work saved x chance of reuse.
-
-    Work grows faster than length (attention); the chance falls with idle time and rises with use.
-    Recency counts on use, not on insertion (L-16).
+    """Prefill work saved, which grows faster than length (attention), x chance of reuse, which
+    falls with idle time and rises with use; recency counts on use, not on insertion (L-16).
     """
     kept = line.held_by_children or line.start
     work = (line.end - kept) * (1.0 + line.end / 32_768)
@@ -3144,10 +3114,7 @@ _MAX_SESSIONS: Final = 10_000
 
 
 def session_id_of(context: SessionContext, tokens: npt.NDArray[np.int32]) -> str:
-    """The client's id; without one, a digest of the first 128 prompt tokens.
-
-    Conversations that share their first 128 tokens (the same agent, say) then share one id.
-    """
+    """The client's id; else a digest of 128 prompt tokens, which one agent's sessions may share."""
     if context.session_id:
         return context.session_id
     head = np.asarray(tokens[:128], dtype="<i4").tobytes()
@@ -3290,10 +3257,7 @@ class LoadedModel:
 
 
 class Detokenizer:
-    """The ids of one reply -> its text, in whole characters.
-
-    The pieces joined equal tokenizer.decode() of the ids that are not hidden.
-    """
+    """Ids of one reply -> whole characters; joined, tokenizer.decode() of those not hidden."""
 
     def __init__(self, backend: Any, hidden_ids: frozenset[int]) -> None:
         self._backend = backend
@@ -3316,10 +3280,7 @@ class Detokenizer:
 
 
 def resolve_model(config: Config, *, memory_bytes: int) -> Path:
-    """The folder of the model that MODEL_PATH chooses; may take minutes the first time.
-
-    memory_bytes: what the device can give, see device_memory_bytes(). Raises ModelError.
-    """
+    """The folder that MODEL_PATH chooses; a first time may take minutes. Raises ModelError."""
     name = _chosen(config)
     if name == _DEMO:
         return _demo_folder()
@@ -3462,10 +3423,7 @@ def _why_no_download(repo: str, error: Exception) -> str:
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
-    """Read weights and tokenizer, on the model thread, where MLX arrays must stay.
-
-    Raises ModelError; for a type mlx-lm does not know, before any weight is read.
-    """
+    """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
     trust = {"trust_remote_code": config.trust_remote_code}
     _check_architecture(_read_json(path / "config.json"))
     try:
@@ -3519,9 +3477,7 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
-    """Tokens. Configs state the length that YaRN stretches to (DeepSeek) or from (Qwen3): take the
-    larger.
-    """
+    """Tokens. Configs state the length before YaRN (Qwen3) or after (DeepSeek): the larger one."""
     stated = facts.get("max_position_embeddings") or facts.get("n_positions") or 0
     rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
     original = rope.get("original_max_position_embeddings") or 0
@@ -4393,9 +4349,8 @@ class _Strand:
 class _ReasoningStreamSplitter:
     """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind.
 
-    `in_reasoning`: the prompt ended inside a think block (the template opened it).
-    After a "tool" piece everything fed comes back as "tool" pieces, until `resume` says where the
-    call ended; the owner of the calls' grammar (`ReplyStream`) does that.
+    `in_reasoning`: the prompt ended inside a think block. After a "tool" piece all text comes back
+    in "tool" pieces, until the owner of the calls' grammar (`ReplyStream`) calls `resume`.
     """
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
@@ -4416,10 +4371,7 @@ class _ReasoningStreamSplitter:
         return self._kind == "reasoning" and not self.in_call
 
     def feed(self, text: str, *, literal: bool = False) -> list[Piece]:
-        """The pieces that are certain now.
-
-        `literal`: no tag token was generated for this text, so what looks like a tag is a quote.
-        """
+        """What is certain now. `literal`: no tag token came, what looks like a tag is text."""
         if self.in_call:
             return [Piece("tool", text)] if text else []
         return self.restore(text) if literal else self._scan(text)
@@ -4469,10 +4421,7 @@ class _ReasoningStreamSplitter:
 
 
 def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -> str:
-    """A whole reply without its thinking, as the stream's content has it, byte for byte.
-
-    From the first call on it is as generated, for `_extract_openai_tool_calls` to go on from.
-    """
+    """A reply without its thinking, byte for byte as a stream's content; calls as generated."""
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     pieces = splitter.feed(text) + splitter.finish()
     return "".join(piece.text for piece in pieces if piece.kind != "reasoning")
@@ -4586,10 +4535,7 @@ class ToolFormat:
 def tool_openings(
     tool_format: ToolFormat, tools: Sequence[Tool], *, name: str | None = None
 ) -> list[str]:
-    """Return the texts that open a call of each tool, or of `name` alone, to force one of them.
-
-    They end where a model's own tokens would. Foreign formats: the opening tag, whatever the tool.
-    """
+    """What opens a call of each tool, or of `name` alone, up to where a model's own token ends."""
     if tool_format.dialect == "foreign":
         return [tool_format.start]
     opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
@@ -4843,10 +4789,7 @@ class Reply(NamedTuple):
 
 
 class ReplyStream:
-    """Reasoning, content and calls of one reply, in the order in which they were generated.
-
-    `calls` may be missing where the splitter knows no tag that opens one.
-    """
+    """Reasoning, content and calls of one reply, in the order in which they were generated."""
 
     def __init__(
         self, splitter: _ReasoningStreamSplitter, calls: ToolCallStream | None = None
@@ -5736,10 +5679,11 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
                 continue
             for server in servers:
                 server.server_close()
-            where, why = f"{host}:{config.mlx_port}", error.strerror or error
+            why = f"cannot listen on {host}:{config.mlx_port}: {error.strerror or error}"
             if error.errno == errno.EADDRINUSE:
-                why = "another program has that port; stop it or set MLX_PORT"
-            raise ConfigError(f"cannot listen on {where}: {why}") from error
+                taken = f"port {config.mlx_port} on {host} is taken by another program"
+                why = f"{taken}; stop it or set MLX_PORT"
+            raise ConfigError(why) from error
     return servers
 
 
