@@ -79,7 +79,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -145,7 +145,7 @@ class ConfigError(ValueError):
 
 def _number_word(value: object) -> object:
     """Text of a Literal of numbers: "OFF" is None, digits are an int, the rest is left as it is."""
-    word = str(value).strip().lower()
+    word = str(value).lower()
     if word == "off":
         return None
     return int(word) if word.isdecimal() else value
@@ -162,14 +162,11 @@ _Temperature = Annotated[float, Field(ge=0, le=2)]
 _Penalty = Annotated[float, Field(gt=0, le=10)]
 _KvBits = Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)]
 _KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
-_Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], BeforeValidator(str.lower)]
-_Scheme = Annotated[Literal["uniform", "turboquant"], BeforeValidator(str.lower)]
+_Lower = BeforeValidator(str.lower)
+_Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
+_Scheme = Annotated[Literal["uniform", "turboquant"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
-
-
-_RuleClass = Annotated[
-    Literal["telemetry", "pinned", "transient", "off"], BeforeValidator(str.lower)
-]
+_RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
 
 
 class Config(BaseModel):
@@ -2821,24 +2818,17 @@ def _common_prefix(a: TokenArray, b: TokenArray) -> int:
     return int(different[0]) if len(different) else n
 
 
+@dataclass(eq=False)
 class LRUPromptCache:
     """All KV at rest, and where the lent KV will come back to. Model thread only."""
 
-    def __init__(
-        self,
-        config: Config,
-        shape: KvShape,
-        *,
-        max_bytes: int,
-        metrics: CacheMetrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.max_bytes = max_bytes
-        self.lines: list[Line] = []
-        self._config = config
-        self._shape = shape
-        self._metrics = metrics
-        self._clock = clock
+    _config: Config
+    _shape: KvShape
+    _: KW_ONLY
+    max_bytes: int
+    metrics: CacheMetrics
+    clock: Callable[[], float] = time.monotonic
+    lines: list[Line] = field(default_factory=list)
 
     def find(self, prompt: Prompt) -> Reuse:
         """The deepest exact prefix held for this prompt, leaving at least its last token to feed.
@@ -2853,7 +2843,7 @@ class LRUPromptCache:
         best = max(map(self._reusable, lines, shared), key=_rank, default=Reuse(None, 0))
         matched = max((min(n, x.end) for x, n in zip(lines, shared, strict=True)), default=0)
         if matched >= self._config.prompt_cache_block_size and not max(best.depth, best.promised):
-            self._metrics.bump("hybrid_trim_miss")
+            self.metrics.bump("hybrid_trim_miss")
         return best
 
     def _shared(self, a: Prompt, b: Prompt) -> int:
@@ -2890,7 +2880,7 @@ class LRUPromptCache:
         if line is None or depth == 0:
             return self._enter(Line(prompt)), None
         line.uses += 1
-        line.last_used = self._clock()
+        line.last_used = self.clock()
         if line.lender is not None or line.end - depth > depth:
             branch = Line(prompt, parent=line, start=depth, end=depth)
             span = self._copy(line, depth)
@@ -2967,7 +2957,7 @@ class LRUPromptCache:
         """The row is done: `span` holds exactly the KV of `prompt`, and is the cache's now."""
         line.lender, line.prompt = None, prompt
         line.end = len(prompt.tokens)
-        line.last_used = self._clock()
+        line.last_used = self.clock()
         least = max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART)
         if line.parent is not None and line.start < least:
             line.parent.children.remove(line)
@@ -2998,7 +2988,7 @@ class LRUPromptCache:
             line.checkpoints[position] = snapshot
 
     def _enter(self, line: Line) -> Line:
-        line.last_used = max(line.last_used, self._clock())
+        line.last_used = max(line.last_used, self.clock())
         self.lines.append(line)
         return line
 
@@ -3027,7 +3017,7 @@ class LRUPromptCache:
     def sweep(self) -> int:
         """Evict lines unused for longer than the TTL; returns how many."""
         ttl = self._config.prompt_cache_ttl_seconds or math.inf
-        old = [x for x in self._resting() if not x.children and self._clock() - x.last_used > ttl]
+        old = [x for x in self._resting() if not x.children and self.clock() - x.last_used > ttl]
         for line in old:
             self._forget(line)
         return len(old)
@@ -3046,7 +3036,7 @@ class LRUPromptCache:
         victims = [x for x in victims if x.nbytes or not x.children]
         if not victims:
             return False
-        now = self._clock()
+        now = self.clock()
         victim = min(victims, key=lambda x: _value(x, now) / (max(x.nbytes, 1) if per_byte else 1))
         if victim.children and victim.span is not None:
             depth = victim.held_by_children
@@ -3260,8 +3250,7 @@ class Detokenizer:
     """Ids of one reply -> whole characters; joined, tokenizer.decode() of those not hidden."""
 
     def __init__(self, backend: Any, hidden_ids: frozenset[int]) -> None:
-        self._backend = backend
-        self._hidden_ids = hidden_ids
+        self._backend, self._hidden_ids = backend, hidden_ids
         self._stream = DecodeStream(skip_special_tokens=False)
         self._unshown: list[int] = []  # ids of a character that is not complete yet
 
@@ -4315,13 +4304,13 @@ class Piece(NamedTuple):
     text: str
 
 
+@dataclass(eq=False)
 class _Strand:
     """The text of one kind; holds white space back until text follows it."""
 
-    def __init__(self, *, after_tag: bool) -> None:
-        self._after_tag = after_tag  # a tag came since the last text
-        self._started = False  # some text has left
-        self._held = ""
+    _after_tag: bool  # a tag came since the last text
+    _started: bool = False  # some text has left
+    _held: str = ""
 
     def feed(self, text: str) -> str:
         text = self._held + text
@@ -4358,10 +4347,8 @@ class _ReasoningStreamSplitter:
         known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
         self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        self._strands: Final[dict[TextKind, _Strand]] = {
-            "reasoning": _Strand(after_tag=in_reasoning),
-            "content": _Strand(after_tag=False),
-        }
+        kinds: dict[TextKind, bool] = {"reasoning": in_reasoning, "content": False}
+        self._strands = {kind: _Strand(after_tag) for kind, after_tag in kinds.items()}
         self._tail = ""  # may become a tag
         self.in_call = False
 
@@ -4788,15 +4775,13 @@ class Reply(NamedTuple):
     tool_calls: list[dict[str, Any]]  # {"id", "type", "function": {"name", "arguments"}}
 
 
+@dataclass(eq=False)
 class ReplyStream:
     """Reasoning, content and calls of one reply, in the order in which they were generated."""
 
-    def __init__(
-        self, splitter: _ReasoningStreamSplitter, calls: ToolCallStream | None = None
-    ) -> None:
-        self._splitter = splitter
-        self._calls = calls
-        self._deltas: list[Delta] = []
+    _splitter: _ReasoningStreamSplitter
+    _calls: ToolCallStream | None = None  # where the splitter knows a tag that opens calls
+    _deltas: list[Delta] = field(default_factory=list)
 
     @property
     def n_calls(self) -> int:
