@@ -52,6 +52,7 @@ THREADS AND LOCKS
 
 from __future__ import annotations
 
+import argparse
 import errno
 import gc
 import hashlib
@@ -5610,14 +5611,12 @@ class Handler(BaseHTTPRequestHandler):
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  140
+# Budget  130
 # ==============================================================================
 
 _FILES_WANTED = 4096
-_USAGE = """usage: start-llm.py
-
-Every setting is an environment variable or a line of .env beside this file; .env.example lists
-them all. MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
+_USAGE = """Every setting is an environment variable or a line of .env beside this file; .env.example
+lists them all. MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
 
 
 def build_state(config: Config) -> ServerState:
@@ -5641,10 +5640,9 @@ def build_state(config: Config) -> ServerState:
 
 def _is_taken(address: tuple[str, int]) -> bool:
     """Whether somebody answers there; on macOS a bind beside another's may succeed all the same."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(address) == 0
+    with suppress(OSError), socket.create_connection(address, timeout=0.5):
+        return True
+    return False
 
 
 def _listen(config: Config, state: ServerState) -> list[LLMServer]:
@@ -5708,11 +5706,9 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
 
 def main() -> int:
     """Run the server; returns the exit status: 0 stopped, 1 the model died, 2 cannot start."""
-    if len(sys.argv) > 1:
-        sys.stderr.write(_USAGE + "\n")
-        return 0 if sys.argv[1] in ("-h", "--help") else 2
+    argparse.ArgumentParser(description=_USAGE).parse_args()
     written = dotenv_values(Path(__file__).resolve().parent / ".env")
-    settings = {k: v for k, v in {**written, **os.environ}.items() if v is not None}
+    settings = {**written, **os.environ}
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: stop.set())
