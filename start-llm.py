@@ -2897,12 +2897,11 @@ class LRUPromptCache:
         """KV [0, depth) of a line, read without disturbing it."""
         if line.lender is not None:
             return line.lender.read_span(depth)
-        assert line.span is not None
-        if line.parent is None:
-            return line.span.cut(0, depth)
-        if depth <= line.start:
+        if line.parent is not None and depth <= line.start:
             return self._copy(line.parent, depth)
-        return self._copy(line.parent, line.start).join(line.span.cut(0, depth - line.start))
+        assert line.span is not None
+        own = line.span.cut(0, depth - line.start)
+        return own if line.parent is None else self._copy(line.parent, line.start).join(own)
 
     def _take(self, line: Line) -> Span:
         """Move KV [0, end) of a resting line out of the cache; the line becomes lent.
@@ -5615,8 +5614,8 @@ class Handler(BaseHTTPRequestHandler):
 # ==============================================================================
 
 _FILES_WANTED = 4096
-_USAGE = """Every setting is an environment variable or a line of .env beside this file; .env.example
-lists them all. MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
+_USAGE = """Every setting is an environment variable or a line of .env; .env.example lists them all.
+MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
 
 
 def build_state(config: Config) -> ServerState:
