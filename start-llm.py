@@ -130,8 +130,7 @@ from tokenizers.decoders import DecodeStream
 # Every setting, read once, frozen.
 #
 # The field name in capitals is the variable's name, and the default written here is the only one.
-# A range is written once, as a type. An empty variable counts as unset (`.env` files are full of
-# them). Nothing else in this file reads the environment.
+# An empty variable counts as unset (`.env` files are full of them).
 #
 # Doors   Config, ConfigError
 # Knows   -
@@ -2407,10 +2406,9 @@ def _joined_up(past: Transcript, suffix: Rendered, *, kept: int) -> Rendered:
 # region 09 KEY ================================================================
 # What a prefix is called: chained block hashes; and a stilled text, for people to compare.
 #
-# The hashes cover exact model tokens. The root holds whatever else changes KV (model revision,
-# template, tenant), so no two worlds share a name. The scrubbed text never names anything: reusing
-# KV by it would answer an old prompt. Each rule removes one field inside one line, or whole
-# reminder blocks that hold no other opening tag, so that a stray tag cannot swallow what follows.
+# The hashes cover exact model tokens under a root for whatever else changes KV (model revision,
+# tenant). The scrubbed text never names anything: reusing KV by it would answer an old prompt. Each
+# rule removes one field inside one line, or reminder blocks that hold no other opening tag.
 #
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
@@ -2469,10 +2467,9 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 #
 # A model's cache is a list of layers; a layer may hold several (CacheList), so everything here
 # works on its leaves. Two kinds: *attention* leaves (KVCache) can be cut at any position; every
-# other leaf (recurrent state, sliding window) is *state*: known only at the positions where a
-# snapshot was taken. At rest attention KV lives in a Span, free of cache objects, so that nothing
-# can be shared by accident: `cache.state` hands out the live arrays, and writing to one array
-# object through two caches overwrote a stored past (L-03).
+# other leaf (recurrent state, sliding window) is *state*: known only where a snapshot was taken.
+# At rest attention KV lives in a Span, free of cache objects, so that nothing is shared by
+# accident: writing to one array object through two caches overwrote a stored past (L-03).
 # Copies are contiguous and evaluated: a lazy view pins its whole parent buffer (L-06).
 #
 # Doors   KvCache, KvShape, Span, StateSnapshot, RecurrentHandles, GROWTH_TOKENS
@@ -4423,10 +4420,10 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 #     <tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>
 #     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
 #
-# A call's own first characters tell these three apart, whatever the model; others are read at their
-# end by mlx-lm's parser. A closing mark counts when what follows it is what the format puts there,
-# otherwise it is part of the value (a file may contain `</parameter>`). What is no call to a tool
-# that was offered stays text. Once a name has left, arguments that stop making sense are closed.
+# A call's first characters tell these apart, whatever the model; others are read at their end by
+# mlx-lm's parser. A closing mark counts when what the format puts behind it follows, otherwise it
+# is part of the value (a file may contain `</parameter>`). What is no call to a tool that was
+# offered stays text. Once a name has left, arguments that stop making sense are closed.
 #
 # Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply
 # Doors   _extract_openai_tool_calls, tool_openings
@@ -5350,10 +5347,9 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # region 18 HTTP ===============================================================
 # stdlib ThreadingHTTPServer, server-sent events, one error boundary.
 #
-# A thread per connection parses, renders and waits; only the model thread computes. Whatever goes
-# wrong before the headers becomes a status and an OpenAI error body; after them, an error event.
-# A client that left is noticed while nothing is written, too: between events the socket is asked
-# whether its other end is still there, so a request is given up within a tick.
+# A thread per connection parses, renders and waits. What goes wrong before the headers becomes a
+# status and an OpenAI error body; after them, an error event. A client that left is noticed within
+# a tick: between events the socket is asked whether its other end is still there.
 #
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
@@ -5384,11 +5380,9 @@ class LLMServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     @override
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self._slots.release()
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -5433,6 +5427,7 @@ def _chunks(rfile: BufferedIOBase, limit: int) -> Iterator[bytes]:
 class Handler(BaseHTTPRequestHandler):
     """One connection: requests one after another, each through `_answer`."""
 
+    server_version, sys_version = "start-llm", ""
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.1"  # the refusal of garbage has a status line, too
     server: LLMServer
@@ -5593,10 +5588,6 @@ class Handler(BaseHTTPRequestHandler):
     @override
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("%s %s", self.client_address[0], format % args)
-
-    @override
-    def version_string(self) -> str:
-        return "start-llm"
 
 
 # endregion
