@@ -135,7 +135,7 @@ from tokenizers.decoders import DecodeStream
 # Doors   Config, ConfigError
 # Knows   -
 # Thread  any; pure
-# Budget  166
+# Budget  160
 # ==============================================================================
 
 
@@ -293,7 +293,7 @@ class Config(BaseModel):
 # Doors   UnsupportedMedia, NotReady, Overloaded, GenerationFailed, ClientGone
 # Knows   -
 # Thread  any; pure
-# Budget  110
+# Budget  105
 # ==============================================================================
 
 
@@ -508,7 +508,7 @@ def _safe_file_part(session_id: str) -> str:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  480
+# Budget  475
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -2413,7 +2413,7 @@ def _joined_up(past: Transcript, suffix: Rendered, *, kept: int) -> Rendered:
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  70
+# Budget  60
 # ==============================================================================
 
 
@@ -2478,7 +2478,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  270
+# Budget  265
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -2742,7 +2742,7 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
 # Doors   LRUPromptCache, Prompt, Line, Reuse, Lender, TokenArray
 # Knows   CONFIG, LOG, KV
 # Thread  model only
-# Budget  385
+# Budget  360
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
@@ -3094,7 +3094,7 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock
 # Thread  any
-# Budget  85
+# Budget  80
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
@@ -3176,7 +3176,7 @@ class SessionIndex:
 # Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  390
+# Budget  370
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -4279,7 +4279,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  160
+# Budget  150
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4429,7 +4429,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  440
+# Budget  430
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -5354,7 +5354,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
-# Budget  255
+# Budget  245
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5490,16 +5490,12 @@ class Handler(BaseHTTPRequestHandler):
         with closing(Answer(state, request)) as answer:
             if request.stream:
                 self._send_events(answer.chunks())
-            else:
-                self._send_json(200, self._last(answer.whole()))
-
-    def _last(self, steps: Bodies) -> dict[str, Any]:
-        """Wait for the one body among the ticks, giving up when the client does."""
-        for body in steps:
-            if body is not None:
-                return body
-            self._check_client()
-        raise GenerationFailed("the reply never came")
+                return
+            for body in answer.whole():
+                if body is None:
+                    self._check_client()
+                else:
+                    self._send_json(200, body)
 
     @override
     def handle_expect_100(self) -> bool:
@@ -5601,7 +5597,7 @@ class Handler(BaseHTTPRequestHandler):
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  130
+# Budget  125
 # ==============================================================================
 
 _FILES_WANTED = 4096
