@@ -60,6 +60,7 @@ import inspect
 import itertools
 import json
 import logging
+import marshal
 import math
 import os
 import platform
@@ -280,7 +281,8 @@ class Config(BaseModel):
     @classmethod
     def set_without_effect(cls, env: Mapping[str, str | None]) -> list[str]:
         """Names in `env`, sorted, of settings that later work will use and nothing reads yet."""
-        return sorted(name for name in cls.not_yet_acting if (env.get(name) or "").strip())
+        said = {name: (env.get(name) or "").strip().lower() for name in cls.not_yet_acting}
+        return sorted(name for name, value in said.items() if value not in ("", "false", "off"))
 
 
 # endregion
@@ -439,7 +441,7 @@ def _line_value(value: object) -> str:
 
 
 class CacheMetrics:
-    """Counters of what should be rare. The three in NAMES are shown even at zero."""
+    """Counters of what should be rare. Those in NAMES are shown even at zero."""
 
     NAMES: Final = (
         *("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp"),
@@ -508,7 +510,7 @@ def _safe_file_part(session_id: str) -> str:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  475
+# Budget  500
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -580,6 +582,11 @@ class _TextPart(TypedDict):
     text: str
 
 
+class _ThinkingPart(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+
+
 class _Function(TypedDict):  # offered, called or chosen
     name: _Name
     description: NotRequired[str | None]
@@ -595,7 +602,7 @@ class _Tool(TypedDict):
 
 class _WireMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[str | _Each[_TextPart] | None]
+    content: NotRequired[str | _Each[_TextPart | _ThinkingPart] | None]
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
@@ -696,6 +703,7 @@ _SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a
     *("x-claude-code-session-id", "x-session-id", "thread-id", "session-id"),
     *("prompt_cache_key", "user"),
 )
+_PARENT_PLACES: Final = ("x-parent-session-id", "x-codex-parent-thread-id")
 _CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metadata.user_id
 
 
@@ -740,6 +748,7 @@ class SessionContext(NamedTuple):
 
     session_id: str | None = None
     source: str = ""
+    parent: str | None = None  # of a sub-agent: the conversation that started it
 
 
 def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
@@ -747,11 +756,13 @@ def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
     places: Body = {**{name.lower(): value for name, value in headers.items()}, **_flat(given)}
     claude = _CLAUDE_SESSION.search(str(places.get("metadata.user_id")))
     places["metadata.user_id"] = claude and claude[1]
-    for place in _SESSION_PLACES:
-        value = places.get(place)
-        if value and isinstance(value, str | int) and value is not True:
-            return SessionContext(str(value)[:256], place)
-    return SessionContext()
+    said = {name: str(v)[:256] for name, v in places.items() if v and type(v) in (str, int)}
+    place = next(filter(said.get, _SESSION_PLACES), "")
+    session_id = said.get(place)
+    parent = next((said[name] for name in _PARENT_PLACES if name in said), None)
+    if agent := said.get("x-claude-code-agent-id"):  # shares its parent's session id
+        session_id, parent = f"{session_id}/{agent}", session_id
+    return SessionContext(session_id, place, parent)
 
 
 def _message(index: int, wire: _WireMessage) -> Message:
@@ -759,6 +770,14 @@ def _message(index: int, wire: _WireMessage) -> Message:
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
     if "reasoning" in message:
         message.setdefault("reasoning_content", message.pop("reasoning"))
+    if isinstance(content := message.get("content"), list):
+        thoughts = "".join(part["thinking"] for part in content if part["type"] == "thinking")
+        message["content"] = [part for part in content if part["type"] == "text"]
+        if thoughts and message["role"] != "assistant":
+            param = f"messages[{index}].content"
+            raise BadRequest(f"{param}: only a reply has thinking parts", param=param)
+        if thoughts:
+            message.setdefault("reasoning_content", thoughts)
     if message["role"] in ("system", "developer", "user") and "content" not in message:
         param = f"messages[{index}].content"
         raise BadRequest(f"{param}: a {message['role']} message needs it", param=param)
@@ -1080,7 +1099,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES, replaced, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  260
+# Budget  294
 # ==============================================================================
 
 RuleClass = Literal["telemetry", "pinned", "transient", "off"]
@@ -1098,12 +1117,6 @@ class Rule:
     in_fences: bool = False  # the client itself wraps this field in a code fence
     kind: RuleClass = "off"  # as configured
 
-    @property
-    def sentinel(self) -> str:
-        """What stands for the value in the canonical copy."""
-        known = {"message_id": "MSG_ID", "inbound_context": "INBOUND_CONTEXT_SECTION"}
-        return f"__STABLE_{known.get(self.name, self.name.upper())}__"
-
 
 def _rule(name: str, pattern: str, *, roles: frozenset[str], in_fences: bool = False) -> Rule:
     return Rule(name, roles, re.compile(pattern, re.MULTILINE), in_fences)
@@ -1111,6 +1124,11 @@ def _rule(name: str, pattern: str, *, roles: frozenset[str], in_fences: bool = F
 
 _STAMP: Final = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?(?: [\w:+/-]+)?"
+)
+_ROUTED: Final = r"\[Inter-session message\] sourceSession=[^\n]*\n[^\n]*\n"
+_INBOUND: Final = (
+    r"^(?:## Group Chat Context\n)?## Inbound Context[^\n]*\n(?:(?!#|```)[^\n]*\n)*"
+    r"```json\n(?:(?!```)[^\n]*\n)*```\n"
 )
 _DATE: Final = "(?:Current date|Today's date)(?: is|:)"
 _REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system-reminder>"
@@ -1126,8 +1144,10 @@ _RULES: Final = (
         roles=SYSTEM_ROLES,
         in_fences=True,
     ),
-    # why(L-39): minute stamps in front of user messages, rewritten when OpenClaw retries.
-    _rule("timestamp", rf"\A\[(?P<value>{_STAMP})\] ", roles=_USER),
+    # The whole section is there in some of OpenClaw's runs and absent in others.
+    _rule("inbound_context", _INBOUND, roles=SYSTEM_ROLES, in_fences=True),
+    # why(L-39): minute stamps in front of user messages; on replay some become another prefix.
+    _rule("timestamp", rf"\A(?P<value>\[{_STAMP}\] |{_ROUTED})", roles=_USER),
     _rule(
         *("current_time", r"^(?:Current time(?: is|:)|Reference UTC:)[ \t]+(?P<value>[^\n]+)$"),
         roles=SYSTEM_ROLES | _USER,
@@ -1137,7 +1157,13 @@ _RULES: Final = (
     _rule("git_status", r"^gitStatus: (?P<value>[\s\S]+)\Z", roles=SYSTEM_ROLES),
     # why(L-41): a line of figures about a sub-agent or a session.
     _rule("runtime", r"^Stats: runtime (?P<value>[^\n]+)$", roles=_USER),
-    _rule("session_line", r"^Runtime: (?P<value>agent=[^\n]+)$", roles=SYSTEM_ROLES | _USER),
+    _rule(
+        *(
+            "session_line",
+            r"^(?:Runtime: agent=|Inline buttons not enabled for )(?P<value>[^\n]+)$",
+        ),
+        roles=SYSTEM_ROLES | _USER,
+    ),
     # why(L-42): blocks that move with the newest message.
     _rule("reminder", rf"^{_REMINDER}[ \t]*$", roles=_USER),
     _rule("internal_context", rf"^{_CARRIER}[ \t]*$", roles=_USER),
@@ -1152,9 +1178,10 @@ class Volatile(NamedTuple):
 
     rule: str
     kind: RuleClass
-    value: str  # of a transient block: all its text
-    start: int = 0  # in the content as sent, with the line breaks around a block
+    value: str  # what is compared; of a block all its text, what is pinned in it stilled
+    start: int = 0  # in the content as sent, with the line breaks around a transient block
     end: int = 0
+    text: str = ""  # of a pinned block, as it is restated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1193,10 +1220,22 @@ class Canon:
         self.rules = tuple(rule for rule in rules if rule.kind != "off")
         self.joint = joint
         self._tags = tags
+        self._memo: dict[object, Turn] = {}  # clients resend it all; worth as much from any thread
+        self._memo_chars = 0
         self.folds_late_system = kinds["late_system"] != "off"
 
     def still(self, message: Message) -> Turn:
         """Both copies of one message; where it stands is not known here."""
+        name = marshal.dumps(message, 2)  # version 2: equal values are equal bytes
+        turn = self._memo.get(name)
+        if turn is None:
+            if self._memo_chars > self.MEMO_CHARS:
+                self._memo, self._memo_chars = {}, 0
+            self._memo_chars += len(name)
+            turn = self._memo[name] = self._stilled(message)
+        return turn
+
+    def _stilled(self, message: Message) -> Turn:
         role, content = message["role"], message["content"]
         parts = [content] if isinstance(content, str) else [part["text"] for part in content]
         if role == "assistant":
@@ -1238,14 +1277,17 @@ def _without_telemetry(text: str, rules: Iterable[Rule]) -> str:
     return text
 
 
-def _fields(text: str, rules: Iterable[Rule]) -> Iterator[Volatile]:
-    """The volatile fields of a text; where two overlap, the one that begins first."""
+def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
+    """The volatile fields of a text, ascending; where two overlap, the one that begins first.
+
+    A pinned block is followed by the fields inside it, which are pinned on their own.
+    """
     fences = [fence.span() for fence in _FENCE.finditer(text)] if "\n" in text else []
     found: list[Volatile] = []
     for rule in rules:
         matches = rule.pattern.finditer(text) if rule.kind != "telemetry" else ()
         found += (
-            _volatile(rule, match)
+            _volatile(rule, match, rules=rules)
             for match in matches
             if rule.in_fences or not any(a <= match.start() < b for a, b in fences)
         )
@@ -1254,29 +1296,41 @@ def _fields(text: str, rules: Iterable[Rule]) -> Iterator[Volatile]:
         if one.start >= end:
             end = one.end
             yield one
+            if one.text:
+                inner = _fields(one.text, [rule for rule in rules if rule.name != one.rule])
+                at = one.start
+                yield from (i._replace(start=i.start + at, end=i.end + at) for i in inner)
 
 
-def _volatile(rule: Rule, match: re.Match[str]) -> Volatile:
-    has_value = "value" in rule.pattern.groupindex
-    group = "value" if has_value and rule.kind == "pinned" else 0
-    (start, end), text = match.span(group), match.string
+def _volatile(rule: Rule, match: re.Match[str], *, rules: Sequence[Rule]) -> Volatile:
+    (start, end), text = match.span(), match.string
     if rule.kind == "transient":  # a block goes with the line breaks around it
         start = len(text[:start].rstrip("\n"))
         end = len(text) - len(text[end:].lstrip("\n"))
-    return Volatile(rule.name, rule.kind, match[group].strip(), start, end)
+        return Volatile(rule.name, "transient", match[0].strip(), start, end)
+    if "value" in rule.pattern.groupindex:
+        return Volatile(rule.name, "pinned", match["value"].strip(), *match.span("value"))
+    others = [other for other in rules if other.name != rule.name]
+    value = _stilled(match[0], _fields(match[0], others))
+    return Volatile(rule.name, "pinned", value, start, end, match[0])
 
 
 def _stilled(text: str, fields: Iterable[Volatile]) -> str:
-    """The canonical text: sentinels for what is pinned, nothing for what is transient."""
-    return replaced(
-        text, fields, stand_in=lambda one: "" if one.kind == "transient" else _SENTINELS[one.rule]
-    )
+    """The canonical text: sentinels for pinned values, nothing for blocks, which may be absent."""
+    return replaced(text, fields, stand_in=_stand_in)
+
+
+def _stand_in(one: Volatile) -> str:
+    is_block = one.kind == "transient" or one.text
+    return "" if is_block else f"__STABLE_{_SENTINELS.get(one.rule, one.rule.upper())}__"
 
 
 def replaced(text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volatile], str]) -> str:
     """The text with something else in the place of its fields."""
     said, end = "", 0
     for one in fields:
+        if one.start < end:  # inside the one before
+            continue
         said += text[end : one.start]
         words, end = stand_in(one), one.end
         has_gap = one.kind == "transient" and not words and said and end < len(text)
@@ -1284,7 +1338,7 @@ def replaced(text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volat
     return said + text[end:]
 
 
-_SENTINELS: Final = {rule.name: rule.sentinel for rule in _RULES}
+_SENTINELS: Final[Mapping[str, str]] = {"message_id": "MSG_ID"}
 
 
 def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[Turn, ...]:
@@ -2061,7 +2115,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  360
+# Budget  364
 # ==============================================================================
 
 _Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
@@ -2098,6 +2152,7 @@ class Transcript:
     thoughts: Mapping[int, str]  # by message: the thinking of the replies that are its own
     told: _Told  # by its own messages
     rendered: Rendered  # the prompt's positions, without its tokens
+    hashes: Sequence[bytes]  # names of the blocks of its prompt
     ended: int | None  # the end token; None for a reply that was cut
     session: str
     used: float  # seconds on the caller's clock
@@ -2108,7 +2163,8 @@ class Transcript:
     @property
     def nbytes(self) -> int:
         texts = (*self.thoughts.values(), *self.told.pins.values(), *self.told.notes)
-        return self.ids.nbytes + sum(map(len, texts)) + 8 * len(self.rendered.boundaries) + 1_000
+        n_pointers = len(self.rendered.boundaries) + len(self.hashes)
+        return self.ids.nbytes + sum(map(len, texts)) + 8 * n_pointers + 1_000
 
     def line(self) -> Iterator[Transcript]:
         """This one, its parent, and so on."""
@@ -2136,6 +2192,7 @@ class Generated:
     """The tokens of a whole reply, and when and for whom they were generated."""
 
     ids: Sequence[int]  # the end token included
+    hashes: Sequence[bytes]  # names of the blocks of the prompt
     ended: int | None  # the end token; None for a reply that was cut
     session: str
     at: float  # seconds, on the clock that draft() is given
@@ -2237,6 +2294,7 @@ class Ledger:
             thoughts={at: one.thought for at, one in own if one.role == "assistant"},
             told=draft.told,
             rendered=replace(draft.rendered, ids=ids[:0], text=""),
+            hashes=generated.hashes,
             ended=generated.ended,
             session=generated.session,
             used=generated.at,
@@ -2351,7 +2409,7 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
     wanted = frozenset(note.value for turn in turns for note in turn.notes)
     past = list(_places(turns[:start]))
     stale = [(place, one) for place, one in past if known.pins.get(place) != one.value]
-    lines = [f"[{one.rule} is now {one.value}]" for _, one in stale]
+    lines = [one.text.strip() or f"[{one.rule} is now {one.value}]" for _, one in stale]
     notes = [note.value for turn in turns[:start] for note in turn.notes]
     missed = tuple(dict.fromkeys(note for note in notes if note not in known.notes))
     told = _Told({place: one.value for place, one in stale})
@@ -3091,20 +3149,27 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 # can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
 #
 # Doors   SessionIndex, SessionTurn, session_id_of
+# Doors   SessionTurnStore, _message_diff, _update_session_turn_store
 # Knows   CONFIG, WIRE
-# Owns    _sessions_lock
+# Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  80
+# Budget  150
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
+_Digests = OrderedDict[str, Sequence[object]]  # one for each message of a session
 
 
-def session_id_of(context: SessionContext, tokens: npt.NDArray[np.int32]) -> str:
-    """The client's id; else a digest of 128 prompt tokens, which one agent's sessions may share."""
+def session_id_of(
+    context: SessionContext, tokens: npt.NDArray[np.int32], *, first_words: bytes = b""
+) -> str:
+    """The client's id; else a digest of how the conversation begins, the same for all like it.
+
+    `first_words`: its canonical messages up to the user's first; b"": 128 tokens stand for them.
+    """
     if context.session_id:
         return context.session_id
-    head = np.asarray(tokens[:128], dtype="<i4").tobytes()
+    head = first_words or np.asarray(tokens[:128], dtype="<i4").tobytes()
     return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
 
 
@@ -3116,6 +3181,9 @@ class SessionTurn(NamedTuple):
     n_completion: int
     layer: str  # of the cache that served it: "line", "checkpoint", ...; "" for none
     at: float  # seconds, when the turn ended
+    parent: str | None = None  # the session that started this one
+    stable: int = 0  # messages, of which so many are as the session's longest past has them
+    n_messages: int = 0
 
     def body(self, now: float) -> dict[str, Any]:
         """As /v1/status shows it: an age instead of a clock reading."""
@@ -3159,6 +3227,62 @@ class SessionIndex:
             if len(self._turns) <= _MAX_SESSIONS and now - oldest.at <= self._max_idle_seconds:
                 break
             self._turns.popitem(last=False)
+
+
+class SessionTurnStore:
+    """What each session's conversation was, as one digest per message; the least used goes first.
+
+    `linear`: the longest conversation that only grew, canonical. `last`: the last one, as sent.
+    """
+
+    MOST: Final = 1_000  # sessions
+
+    def __init__(self) -> None:
+        self._turns_lock = threading.Lock()
+        self._linear: _Digests = OrderedDict()  # guarded by it
+        self._last: _Digests = OrderedDict()  # guarded by it
+
+    def linear(self, session_id: str) -> Sequence[object]:
+        with self._turns_lock:
+            return self._linear.get(session_id, ())
+
+    def keep_linear(self, session_id: str, digests: Sequence[object]) -> None:
+        self._keep(self._linear, session_id, digests=digests)
+
+    def exchange_last(self, session_id: str, digests: Sequence[object]) -> int:
+        """How many messages are as in the session's last request; this is the last one now."""
+        with self._turns_lock:
+            before = self._last.get(session_id, ())
+        self._keep(self._last, session_id, digests=digests)
+        return _message_diff(before, digests)
+
+    def _keep(self, kept: _Digests, session_id: str, *, digests: Sequence[object]) -> None:
+        with self._turns_lock:
+            kept[session_id] = digests
+            kept.move_to_end(session_id)
+            while len(kept) > self.MOST:
+                kept.popitem(last=False)
+
+
+def _message_diff(before: Sequence[object], now: Sequence[object]) -> int:
+    """How many leading messages agree."""
+    pairs = zip(before, now, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _update_session_turn_store(
+    store: SessionTurnStore, session_id: str, *, digests: Sequence[object]
+) -> int:
+    """How many messages are as the session's record has them; recorded if they extend it.
+
+    A sub-agent, a title request or an edit under the same id is no extension: the record of the
+    main conversation stays.
+    """
+    before = store.linear(session_id)
+    stable = _message_diff(before, digests)
+    if stable == len(before) < len(digests):
+        store.keep_linear(session_id, digests)
+    return stable
 
 
 # endregion
@@ -3545,7 +3669,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  750
+# Budget  792
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3557,6 +3681,8 @@ BURST_SECONDS: Final = 3.0  # of decoding that short prefills may borrow
 SHORT_SECONDS: Final = 0.5  # a prefill is short if it takes less
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
+OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
+STOP_GAP_TOKENS: Final = 4  # checkpoints nearer than this are one
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
 IDLE_SECONDS: Final = 1.0  # the same, while idle; then unused buffers go back, too
@@ -3758,11 +3884,20 @@ class Row:
     def to_prefill(self) -> int:
         return self.job.n_prompt - 1 - self.fed
 
+    @property
+    def is_ahead(self) -> bool:
+        """The client has the token that the next step returns."""
+        return self.fed < self.job.n_prompt + len(self.out)
+
     def read_span(self, end: int) -> Span:
         """Copy KV [0, end) while the row runs, wherever it lies now."""
         if self.group is None:
             return copy_span(self.cache, end)
         return self.group.read_span(self, end=end)
+
+    def tell(self, token: int, *, logprobs: mx.array) -> None:
+        """`logprobs`: `(vocab,)`, of all tokens in the place of this one."""
+        self.ticket.put(Tokens((token,), _logprobs(self.job, token, logprobs=logprobs)))
 
     def tokens_fed(self) -> TokenArray:
         out = np.asarray(self.out, dtype=np.int32)
@@ -3784,10 +3919,16 @@ class Group:
         processors = _processors(row.job, loaded.eos_ids)
         tokens = row.job.prompt.tokens
         context = tokens[:-1].tolist() if processors else []  # penalties see the cached tokens too
+        rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
+
+        def opening(inputs: mx.array, cache: KvCache) -> Any:
+            """All that is left of the prompt in one call with its last token."""
+            return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
+
         self.rows = [row]
         self._before: RecurrentHandles | None = None
         self._batch = GenerationBatch(
-            loaded.model,
+            opening if rest.size else loaded.model,
             [0],
             mx.array(tokens[-1:]),
             row.cache,
@@ -3798,20 +3939,33 @@ class Group:
             [StopSequences()],
             [FOREVER],
         )
-        row.fed += 1
+        self._batch.model = loaded.model
+        row.fed = len(tokens)
         row.group, row.cache = self, []
 
-    def step(self) -> list[tuple[Row, int, mx.array]]:
-        """Advance all rows one token: (row, token, log-probabilities `(vocab,)`) each.
+    def first(self) -> None:
+        """Tell the first token of a new row of its own before the next step launches the second.
+
+        why(L-46): step() launches a token before it returns the one before, and on the CPU
+        launching takes nearly as long as computing.
+        """
+        (row,), (token,) = self.rows, self._batch._next_tokens.tolist()
+        row.out.append(token)
+        row.tell(token, logprobs=self._batch._next_logprobs[0])
+
+    def step(self) -> list[tuple[Row, int]]:
+        """Advance all rows one token, and tell it.
 
         The token is already being fed when it is returned (L-10), so every row's `fed` counts it.
         """
         self._before = recurrent_handles(self._batch.prompt_cache)
         responses = self._batch.next()
         for row, response in zip(self.rows, responses, strict=True):
-            row.out.append(response.token)
+            if not row.is_ahead:
+                row.out.append(response.token)
+                row.tell(response.token, logprobs=response.logprobs)
             row.fed += 1
-        return [(r, x.token, x.logprobs) for r, x in zip(self.rows, responses, strict=True)]
+        return [(row, x.token) for row, x in zip(self.rows, responses, strict=True)]
 
     def padding_with(self, n_tokens: int) -> float:
         """Padded tokens as a share of the real ones, were a row of this length to join."""
@@ -3969,13 +4123,21 @@ class Scheduler:
         ticket.put(Progress(offset, job.n_prompt, offset))
 
     def _stops(self, job: Job, offset: KvOffset) -> list[int]:
-        """Where prefill pauses for a checkpoint."""
-        end = job.n_prompt - 1
+        """Where prefill pauses for a checkpoint.
+
+        Not beside another one, which would cost a call of the model to save a few tokens; so where
+        the generation prompt begins is enough, and its end is fed with the first decode step.
+        """
+        end, stops = job.n_prompt - 1, [int(offset)]
         lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
-        return sorted({p for p in (*job.boundaries, *lattice, end) if offset < p <= end})
+        for position in sorted({*job.boundaries, *lattice}):
+            if stops[-1] + STOP_GAP_TOKENS < position <= end:
+                stops.append(position)
+        return stops[1:] + [end] * (end - stops[-1] > OPENING_TOKENS)
 
     def _prefill(self, row: Row) -> None:
-        if row.to_prefill > 0:
+        """One slice; what little is left then goes with the first decode step."""
+        if row.to_prefill > OPENING_TOKENS or row.stops:
             began = time.monotonic()
             pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
             pending = pending[: self._slice_length(row)]
@@ -3993,7 +4155,7 @@ class Scheduler:
         if row.stops and row.fed == row.stops[0]:
             row.stops.pop(0)
             self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
-        if row.to_prefill == 0:
+        if row.to_prefill <= OPENING_TOKENS and not row.stops:
             self._begin_decode(row)
 
     def _slice_length(self, row: Row) -> int:
@@ -4012,6 +4174,7 @@ class Scheduler:
         row.marks.append(time.monotonic())
         group = Group(self.loaded, row)
         row.line.end = row.fed
+        group.first()
         host = min(self.groups, key=lambda g: g.padding_with(row.fed), default=group)
         self.groups.append(group)
         fits = host.padding_with(row.fed) <= self.config.batch_padding_max
@@ -4020,8 +4183,7 @@ class Scheduler:
             self.groups.remove(group)
 
     def _decode(self, group: Group) -> None:
-        for row, token, logprobs in group.step():
-            row.ticket.put(Tokens((token,), _logprobs(row.job, token, logprobs=logprobs)))
+        for row, token in group.step():
             if token in self.loaded.eos_ids:
                 self._finish(row, "stop")
             elif len(row.out) >= row.job.max_tokens:
@@ -4853,7 +5015,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  505
+# Budget  526
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4883,6 +5045,7 @@ class ServerState:
     HEALING_STORE: HealingStore
     LEDGER: Ledger
     SESSION_INDEX: SessionIndex
+    SESSION_TURN_STORE: SessionTurnStore
     session_log: SessionLog
     started: int  # Unix seconds
 
@@ -4925,7 +5088,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     wants_calls = bool(request.tools) and request.tool_choice.mode != "none"
     tool_format = _tool_format(loaded) if wants_calls else None
     job = Job(
-        prompt=_prompt(loaded, rendered.ids, config=state.config),
+        prompt=_prompt(loaded, draft, config=state.config),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
@@ -4938,11 +5101,14 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     return Prepared(loaded, draft, tool_format, job)
 
 
-def _prompt(loaded: LoadedModel, ids: TokenArray, *, config: Config) -> Prompt:
+def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
     """The tokens under a root that stands for all else that changes KV: weights, KV storage."""
     facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
     root = hashlib.sha256(repr(facts).encode()).digest()
-    return Prompt(root, ids, _block_hashes(ids, config.prompt_cache_block_size, root=root))
+    size, ids = config.prompt_cache_block_size, draft.rendered.ids
+    known = list(draft.past.hashes[: draft.kept // size]) if draft.past else []
+    rest = _block_hashes(ids, size, root=root, start=len(known), parent=known[-1] if known else b"")
+    return Prompt(root, ids, known + rest)
 
 
 def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
@@ -5075,7 +5241,7 @@ class Listener:
         literal = bool(self._tag_ids) and token not in self._tag_ids
         return self._reply.feed(self._stops.feed(text), literal=literal)
 
-    def generated(self, session: str, *, at: float) -> Generated | None:
+    def generated(self, prepared: Prepared, session: str) -> Generated | None:
         """The tokens of a reply that a later request can go on from; None where it cannot.
 
         Not where the client has less of it than the model said, nor where it was cut in a thought
@@ -5086,7 +5252,13 @@ class Listener:
         is_cut = self._splitter.is_thinking or reply.tool_calls or not reply.content
         if self.is_over or (ended is None and is_cut):
             return None
-        return Generated(ids=self._ids, ended=ended, session=session, at=at)
+        return Generated(
+            ids=self._ids,
+            hashes=prepared.job.prompt.hashes,
+            ended=ended,
+            session=session,
+            at=time.monotonic(),
+        )
 
     def finish(self) -> list[Delta]:
         """What was held back to the end."""
@@ -5226,7 +5398,7 @@ class Answer:
     def _remember(self, end: Finished) -> None:
         """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
         prepared, session = self._prepared, self._request.session.session_id or ""
-        generated = self._listener.generated(session, at=time.monotonic())
+        generated = self._listener.generated(prepared, session)
         if prepared.draft.keys and generated and end.reason in ("stop", "length"):
             reply = _whole_message(self._listener.reply())
             reply["content"] = reply["content"] or ""
@@ -5235,20 +5407,42 @@ class Answer:
 
     def _note_turn(self, end: Finished) -> None:
         """Before the last words: the client's next request may be here right after them."""
-        state, job = self._state, self._prepared.job
-        session_id = session_id_of(self._request.session, job.prompt.tokens)
+        state, job, draft = self._state, self._prepared.job, self._prepared.draft
+        session, store = self._request.session, state.SESSION_TURN_STORE
+        session_id = session_id_of(session, job.prompt.tokens, first_words=_first_words(draft))
+        digests = [turn.digest for turn in draft.turns]
         turn = SessionTurn(
             n_prompt=job.n_prompt,
             n_cached=end.cached,
             n_completion=self._listener.n_tokens,
             layer=end.layer,
             at=time.monotonic(),
+            parent=session.parent,
+            stable=_update_session_turn_store(store, session_id, digests=digests),
+            n_messages=len(draft.turns),
         )
         state.SESSION_INDEX.note(session_id, turn)
+        facts = self._facts(end)
+        log.info(request_line(**facts, **state.metrics.snapshot()))
+        messages = self._request.messages
+        start = store.exchange_last(session_id, [hash(marshal.dumps(m, 2)) for m in messages])
+        record = {
+            **facts,
+            "stable_prefix_msg_count": turn.stable,
+            "head": draft.keys[0].hex()[:12] if draft.keys else None,  # template, tools, switches
+            "n_messages": len(messages),
+            "messages": messages[start:],  # what earlier lines of this log do not have
+        }
+        if state.config.log_prompt_tokens:
+            record["tokens"] = job.prompt.tokens.tolist()
+        state.session_log.write(session_id, record | state.metrics.snapshot())
+
+    def _facts(self, end: Finished) -> dict[str, object]:
+        """What the log says of the request."""
         ttft = (self._first_token_at or time.monotonic()) - self._began
-        facts = {
+        return {
             "req": self._request.request_id[:8],
-            "prompt": job.n_prompt,
+            "prompt": self._prepared.job.n_prompt,
             "cached": end.cached,
             "layer": end.layer,
             "replayed": self._prepared.draft.kept,
@@ -5258,22 +5452,13 @@ class Answer:
             "out": self._listener.n_tokens,
             "ttft_ms": round(ttft * 1000),
             "finish": end.reason,
-            **state.metrics.snapshot(),
         }
-        log.info(request_line(**facts))
-        news = {
-            "n_messages": len(self._request.messages),
-            "messages": _news(self._request.messages),
-        }
-        ids = job.prompt.tokens.tolist() if state.config.log_prompt_tokens else None
-        tokens = {} if ids is None else {"tokens": ids}
-        state.session_log.write(session_id, {**facts, **news, **tokens})
 
 
-def _news(messages: OriginalMessages) -> OriginalMessages:
-    """From the last reply on: what earlier lines of the session log do not have yet."""
-    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return OriginalMessages(messages[replies[-1] :] if replies else messages)
+def _first_words(draft: Draft) -> bytes:
+    """The name of the conversation up to the first message that is not the system's."""
+    first = next((i for i, turn in enumerate(draft.turns, 1) if turn.role not in SYSTEM_ROLES), 0)
+    return draft.keys[first] if first else b""
 
 
 def _whole_message(reply: Reply) -> dict[str, Any]:
@@ -5597,7 +5782,7 @@ class Handler(BaseHTTPRequestHandler):
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  125
+# Budget  130
 # ==============================================================================
 
 _FILES_WANTED = 4096
@@ -5619,6 +5804,7 @@ def build_state(config: Config) -> ServerState:
         HEALING_STORE=healing,
         LEDGER=Ledger(config, metrics, healing=healing),
         SESSION_INDEX=SessionIndex(config),
+        SESSION_TURN_STORE=SessionTurnStore(),
         session_log=SessionLog(config),
         started=int(time.time()),
     )

@@ -5,7 +5,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +79,13 @@ class Scribe:
         system = start + tuple(self._encode("system\n"))
         tool = start + tuple(self._encode("user\n<tool_response>"))
         self.turns = Turns(start[0], system, user, tool)
+
+    def ids(self, text: str) -> list[int]:
+        """Markup is markup, and no special tokens are added."""
+        return self._encode(text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -213,6 +220,12 @@ class Client:
     def _create(self, messages: list[Message], **fields: Any) -> Any:
         return self._sdk.chat.completions.create(model="any", messages=messages, **fields)
 
+    def complete(self, prompt: Sequence[int], *, max_tokens: int = MOST_TOKENS) -> None:
+        """Have a prompt of ids continued, greedily."""
+        self._sdk.completions.create(
+            model="any", prompt=list(prompt), temperature=0, max_tokens=max_tokens
+        )
+
     @contextmanager
     def stream(self, messages: list[Message], **fields: Any) -> Iterator[Iterable[Any]]:
         """The chunks of a streamed request; leaving early closes the connection."""
@@ -264,12 +277,8 @@ class Served(Client):
     def __init__(self, folder: Path, **settings: Any) -> None:
         port = free_port()
         super().__init__(port)
-        config = s.Config(
-            model_path=str(folder),
-            mlx_port=port,
-            enable_request_logging=False,
-            **settings,
-        )
+        settings = {"enable_request_logging": False, **settings}
+        config = s.Config(model_path=str(folder), mlx_port=port, **settings)
         self.scribe = Scribe(folder)
         self.recorder: Recorder | None = None
         self.given_up: list[Request] = []

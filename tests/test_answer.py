@@ -115,12 +115,3 @@ def test_a_constraint_lets_exactly_its_openings_through(reply):
     }
     complete = any(list(o) == said for o in rule.openings)
     assert allowed == (set() if complete else expected)
-
-
-def test_the_session_log_gets_what_is_new_since_the_last_reply():
-    talk = [
-        {"role": r, "content": str(i)}
-        for i, r in enumerate(["system", "user", "assistant", "tool"])
-    ]
-    assert s._news(tuple(talk)) == tuple(talk[2:])
-    assert s._news(tuple(talk[:2])) == tuple(talk[:2])

@@ -90,6 +90,7 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
     assert metrics.snapshot() == {
         "vlm_retreat": 8000,
         "hybrid_trim_miss": 0,
+        "ledger_seam_fallback": 0,
         "exact_key_rejected_by_model_lcp": 0,
         "other": 24000,
     }

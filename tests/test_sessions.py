@@ -1,9 +1,13 @@
 """SESSIONS: what each conversation last looked like, bounded in turns, sessions and time."""
 
 import threading
+from functools import partial
 
+import numpy as np
 import pytest
 import start_llm
+from hypothesis import given
+from hypothesis import strategies as st
 from start_llm import Config, SessionIndex, SessionTurn, session_id_of
 
 
@@ -27,7 +31,8 @@ def test_only_the_last_turns_of_a_session_are_kept_in_order() -> None:
     assert [t["n_prompt"] for t in session["turns"]] == [2, 3, 4]
     assert [t["age_seconds"] for t in session["turns"]] == [8.0, 7.0, 6.0]
     assert set(session["turns"][0]) == {
-        "n_prompt", "n_cached", "n_completion", "layer", "age_seconds",
+        "n_prompt", "n_cached", "n_completion", "layer", "age_seconds", "parent", "stable",
+        "n_messages",
     }  # fmt: skip
 
 
@@ -99,3 +104,40 @@ def test_notes_from_many_threads_are_all_kept() -> None:
     sessions = {s["session_id"]: s["turns"] for s in index.snapshot(100.0)["newest"]}
     assert len(sessions) == 9
     assert len(sessions["shared"]) == 20  # of 800: the bound of one session
+
+
+@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+def test_a_diff_counts_the_leading_messages_that_agree(before: list[int], now: list[int]) -> None:
+    n = start_llm._message_diff(before, now)
+    assert before[:n] == now[:n]
+    assert n == min(len(before), len(now)) or before[n] != now[n]
+
+
+def test_only_a_strict_append_advances_the_record_of_a_session() -> None:
+    store = start_llm.SessionTurnStore()
+    update = partial(start_llm._update_session_turn_store, store, "s")
+    assert update(digests=["sys", "u"]) == 0
+    assert update(digests=["sys", "u", "a", "t"]) == 2
+    assert update(digests=["title", "u"]) == 0  # a title request under the same id
+    assert update(digests=["sys", "u", "b"]) == 2  # an edit
+    assert update(digests=["sys", "u", "a", "t"]) == 4  # a retry
+    assert store.linear("s") == ["sys", "u", "a", "t"]
+    assert update(digests=["sys", "u", "a", "t", "b"]) == 4
+
+
+def test_the_last_request_is_what_the_next_is_compared_with() -> None:
+    store = start_llm.SessionTurnStore()
+    assert store.exchange_last("s", ["a", "b"]) == 0
+    assert store.exchange_last("s", ["a", "c"]) == 1
+    assert store.exchange_last("s", ["a", "c", "d"]) == 2
+    assert store.exchange_last("other", ["a", "c"]) == 0
+    for n in range(2 * store.MOST):
+        store.exchange_last(str(n), ["a"])
+    assert store.exchange_last("s", ["a", "c", "d"]) == 0  # forgotten
+
+
+def test_without_an_id_a_session_is_named_by_its_first_words() -> None:
+    tokens = np.arange(300, dtype=np.int32)
+    named = session_id_of(context(None), tokens, first_words=b"x")
+    assert named == session_id_of(context(None), tokens[:5], first_words=b"x")
+    assert named != session_id_of(context(None), tokens, first_words=b"y")

@@ -583,6 +583,16 @@ def test_an_unknown_thinking_value_is_refused_by_name(fields, param):
     assert refused(chat, **fields) == param
 
 
+def test_thinking_parts_of_a_reply_are_its_thinking():
+    parts = [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "so"}]
+    (reply,) = chat(messages=[{"role": "assistant", "content": parts}]).messages
+    assert reply["reasoning_content"] == "why"
+    assert reply["content"] == parts[1:]
+    with pytest.raises(BadRequest) as refused:
+        chat(messages=[{"role": "user", "content": parts}])
+    assert refused.value.param == "messages[0].content"
+
+
 # -- sessions --------------------------------------------------------------------
 
 CLAUDE_USER = json.dumps({"device_id": "d", "session_id": "s-claude"})
@@ -635,6 +645,14 @@ def _merged_metadata(old, new):
 def test_what_is_no_session_id_is_passed_over(fields):
     assert chat(**fields).session == SessionContext()
     assert chat(**{**fields, "user": "u"}).session == SessionContext("u", "user")
+
+
+def test_a_sub_agent_has_a_session_of_its_own_and_a_parent():
+    agent = {"x-claude-code-session-id": "main", "x-claude-code-agent-id": "7"}
+    place = "x-claude-code-session-id"
+    assert chat(agent).session == SessionContext("main/7", place, "main")
+    child = {"x-session-id": "child", "x-parent-session-id": "main"}
+    assert chat(child).session == SessionContext("child", "x-session-id", "main")
 
 
 def test_a_session_id_is_bounded():

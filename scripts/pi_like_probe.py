@@ -1,0 +1,558 @@
+"""Ask a running server as PI does, turn after turn, and say whether its cache is healthy.
+
+    python scripts/pi_like_probe.py                                    start-llm on this machine
+    python scripts/pi_like_probe.py --base-url http://127.0.0.1:4000   any OpenAI-compatible server
+    python scripts/pi_like_probe.py --turns 20 --json
+
+WHAT IS ASKED
+
+    developer prompt ──► question ──► reply ──────► results of its calls ──► reply ──► ...
+    new to every cache:  as text      echoed the    canned and short; after a reply without
+    turn 1 is cold (1)   parts        way PI does   calls, the next question
+
+    (1) but for the tools, where a template prints them before the prompt
+
+WHAT IS PRINTED per turn, in tokens
+
+    prompt    what was sent
+    cached    of it, what the server did not compute again; hit is their ratio
+    lost      of what the turn before had sent and generated, what was not cached: the divergence.
+              The token that ends a reply is often among it; hundreds mean a rewritten past
+    ttft      seconds to the first word, thought or call
+
+HEALTHY (exit status 0, else 1; 2: the server could not be asked)
+
+    hit is 97 % or more from turn 3 on, and the counters of what must not happen stood still
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import math
+import random
+import re
+import secrets
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+Body = dict[str, Any]
+
+HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
+HEALTHY_FROM: Final = 3  # ... from this turn on
+STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")  # counters that must not move
+RESULT_CHARS: Final = 160  # of all results for one reply: few, or what is new would look missed
+CORPUS: Final = Path(__file__).resolve().parent / "demo_model" / "corpus.txt"
+
+
+class ProbeError(Exception):
+    """The server cannot be asked; the text says why. Exit status 2."""
+
+
+# The wire ----------------------------------------------------------------------------------------
+
+REASONING_FIELDS: Final = ("reasoning_content", "reasoning")
+
+
+@dataclass(slots=True)
+class Reply:
+    """One streamed answer, joined; times in seconds since the request was sent."""
+
+    content: str = ""
+    reasoning: str = ""
+    reasoning_field: str = REASONING_FIELDS[0]  # the name it came under
+    calls: list[Body] = field(default_factory=list)  # `tool_calls`, arguments as they came
+    finish_reason: str = ""
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_out: int = 0
+    ttft_seconds: float = 0.0  # 0: nothing was said
+    seconds: float = 0.0
+
+    def hear(self, event: Body, *, at: float) -> None:
+        """Add one event of the stream. Raises ProbeError for an error event."""
+        if "error" in event:
+            raise ProbeError(f"the stream broke off: {event['error']}")
+        self.seconds = at
+        if usage := event.get("usage"):
+            self.n_prompt, self.n_out = usage["prompt_tokens"], usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            self.n_cached = details.get("cached_tokens") or 0
+        for choice in event.get("choices") or ():
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            if self._add(choice.get("delta") or {}) and not self.ttft_seconds:
+                self.ttft_seconds = at
+
+    def _add(self, delta: Body) -> bool:
+        """Whether this delta says anything."""
+        name = next((name for name in REASONING_FIELDS if delta.get(name)), "")
+        if name:
+            self.reasoning_field = name
+            self.reasoning += delta[name]
+        self.content += delta.get("content") or ""
+        for piece in delta.get("tool_calls") or ():
+            self._add_call(piece)
+        return bool(name or delta.get("content") or delta.get("tool_calls"))
+
+    def _add_call(self, piece: Body) -> None:
+        """A piece opens a call or continues the one of its index, or (no index) the last one."""
+        given = piece.get("function") or {}
+        index = piece.get("index")
+        if index is None:
+            index = len(self.calls) - (not piece.get("id"))
+        if index >= len(self.calls):
+            function = {"name": given.get("name") or "", "arguments": ""}
+            self.calls.append({"id": piece.get("id"), "type": "function", "function": function})
+        self.calls[index]["function"]["arguments"] += given.get("arguments") or ""
+
+
+class Server:
+    """A running server. Every method raises ProbeError when it does not answer as it should."""
+
+    def __init__(self, base_url: str, *, model: str, api_key: str, timeout: float) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._timeout = timeout
+        # No proxies: a server on this machine is asked directly, whatever the environment says.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.model = model or self._first_model()
+
+    def _first_model(self) -> str:
+        match self._get("/v1/models"):
+            case {"data": [{"id": str() as name}, *_]}:
+                return name
+        raise ProbeError(f"{self.base_url}/v1/models names no model; name one with --model")
+
+    def counters(self) -> dict[str, int] | None:
+        """What start-llm counts; None where the server has no such page."""
+        try:
+            body = self._get("/v1/status")
+        except ProbeError:
+            return None
+        counters = body.get("counters") if isinstance(body, dict) else None
+        return counters if isinstance(counters, dict) else None
+
+    def ask(self, body: Body) -> Reply:
+        """Stream one chat request to its end."""
+        reply = Reply()
+        began = time.perf_counter()
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        request = {"model": self.model, **body, **streamed}
+        with self._open("/v1/chat/completions", request) as response:
+            for line in response:
+                if line.startswith(b"data:") and (text := line[5:].strip()) != b"[DONE]":
+                    reply.hear(json.loads(text), at=time.perf_counter() - began)
+        if not reply.n_prompt:
+            raise ProbeError(f"{self.base_url} ended a stream without usage; it is needed here")
+        return reply
+
+    def _get(self, path: str) -> Any:
+        with self._open(path) as response:
+            return json.load(response)
+
+    @contextmanager
+    def _open(self, path: str, body: Body | None = None) -> Iterator[http.client.HTTPResponse]:
+        """The response of a GET, or with a body of a POST; also what goes wrong while reading."""
+        url = self.base_url + path
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        payload = None if body is None else js_json(body).encode()
+        try:
+            request = urllib.request.Request(url, payload, headers)
+            with self._opener.open(request, timeout=self._timeout) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            said = error.read(600).decode("utf-8", "replace")
+            raise ProbeError(f"{url} answered {error.code}: {said}") from error
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            raise ProbeError(f"{url}: {error}") from error
+
+
+# PI ----------------------------------------------------------------------------------------------
+
+INDEX_KEY: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+HALF_CHARACTER: Final = re.compile("[\ud800-\udfff]")
+
+
+def js_json(value: Any) -> str:
+    """JSON as JavaScript writes it: no spaces, raw UTF-8, keys that are indices first."""
+    match value:
+        case dict():
+            pairs = (f"{js_json(key)}:{js_json(value[key])}" for key in sorted(value, key=js_place))
+            return "{" + ",".join(pairs) + "}"
+        case list() | tuple():
+            return "[" + ",".join(map(js_json, value)) + "]"
+        case str():
+            text = json.dumps(value, ensure_ascii=False)
+            return HALF_CHARACTER.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+        case bool() | None:
+            return json.dumps(value)
+    return js_number(value)
+
+
+def js_place(key: str) -> int:
+    """Where an object keeps this key: indices ascending, then all others in the order given."""
+    index = int(key) if INDEX_KEY.fullmatch(key) else 2**32
+    return min(index, 2**32 - 1)
+
+
+def js_number(value: float) -> str:
+    """Every number is a double there: `2.0` is 2, long integers lose digits, infinity is null."""
+    try:
+        shortest = repr(float(value))  # the same digits as JavaScript's, in another notation
+    except OverflowError:
+        return "null"
+    size = abs(float(shortest))
+    if not math.isfinite(size):
+        return "null"
+    if size == 0 or 1e-6 <= size < 1e21:
+        whole, _, rest = f"{abs(Decimal(shortest)):f}".partition(".")
+        text = f"{whole}.{rest}".rstrip("0").removesuffix(".") if rest else whole
+        return f"-{text}" if value < 0 else text
+    digits, _, exponent = shortest.partition("e")
+    return f"{digits}e{int(exponent):+d}"
+
+
+def js_arguments(text: str) -> str:
+    """Tool arguments parsed and written anew; an empty object for what is no JSON."""
+    try:
+        return js_json(json.loads(text, parse_constant=_no_constant))
+    except ValueError:
+        return "{}"
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is a word of Python's JSON alone")
+
+
+def pi_echo(reply: Reply) -> Body | None:
+    """The reply as PI sends it back; None where PI drops it: it has neither words nor calls."""
+    content = reply.content if reply.content.strip() else None
+    if content is None and not reply.calls:
+        return None
+    message: Body = {"role": "assistant", "content": content}
+    if reply.reasoning.strip():
+        message[reply.reasoning_field] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [_echoed_call(call) for call in reply.calls]
+    return message
+
+
+def _echoed_call(call: Body) -> Body:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": js_arguments(function["arguments"])}}
+
+
+def tool(name: str, description: str, *, required: Body, optional: Body | None = None) -> Body:
+    """`required`, `optional`: name of a parameter -> its schema."""
+    properties = {**required, **(optional or {})}
+    parameters = {"type": "object", "required": list(required), "properties": properties}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+TEXT: Final[Body] = {"type": "string"}
+NUMBER: Final[Body] = {"type": "number"}
+CHANGE: Final[Body] = {
+    "type": "object",
+    "required": ["oldText", "newText"],
+    "properties": {"oldText": TEXT, "newText": TEXT},
+}
+TOOLS: Final[tuple[Body, ...]] = (
+    tool(
+        "read",
+        "Show a file of the project, whole or from line `offset` on.",
+        required={"path": TEXT},
+        optional={"offset": NUMBER, "limit": NUMBER},
+    ),
+    tool(
+        "bash",
+        "Run a command in the project's folder and show what it prints.",
+        required={"command": TEXT},
+        optional={"timeout": NUMBER},
+    ),
+    tool(
+        "edit",
+        "Replace pieces of a file; each old text must occur in it once.",
+        required={"path": TEXT, "edits": {"type": "array", "items": CHANGE}},
+    ),
+    tool(
+        "write",
+        "Write a file, a new one or over an old one.",
+        required={"path": TEXT, "content": TEXT},
+    ),
+)
+RESULTS: Final[Mapping[str, str]] = {  # how a canned result begins
+    "read": "# notes\n\n",
+    "bash": "total 3\n-rw-r--r-- 1 dev dev 812 app.py\n-rw-r--r-- 1 dev dev 240 notes.txt\n",
+    "edit": "Replaced 1 piece of the file.\n",
+    "write": "The file was written.\n",
+}
+QUESTIONS: Final = (
+    "Read notes.txt and list the files, then tell me what this project is.",
+    "Open src/app.py and explain what main does.",
+    "Write a short summary of that to out.txt.",
+    "Check with bash how many lines out.txt has.",
+    "Rename the function that greets people, everywhere it occurs.",
+)
+
+
+class Prose:
+    """Text without meaning, the same for the same seed."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+        self._words = sorted(set(re.findall(r"[a-z]{3,}", CORPUS.read_text(encoding="utf-8"))))
+
+    def text(self, n_chars: int) -> str:
+        """Sentences of `n_chars` characters, a word more or less, in paragraphs."""
+        sentences: list[str] = []
+        while (missing := n_chars - sum(map(len, sentences))) > 0:
+            words = self._random.choices(self._words, k=max(1, min(12, missing // 7)))
+            sentences.append(
+                " ".join(words).capitalize() + (".\n\n" if len(sentences) % 5 == 4 else ". ")
+            )
+        return "".join(sentences).rstrip()
+
+
+class Agent:
+    """PI at work in a made-up project: it answers the model's calls, or asks the next question."""
+
+    def __init__(self, nonce: str, *, role: str, head_chars: int) -> None:
+        """`nonce` stands near the start, so that no other conversation shares more than that."""
+        self._prose = Prose(nonce)
+        self._n_questions = 0
+        head = f"You are a coding agent in the project {nonce}. Use the tools; be brief.\n\n"
+        head += "# AGENTS.md\n\n" + self._prose.text(head_chars)
+        self.messages: list[Body] = [{"role": role, "content": head}, self._question()]
+
+    def _question(self) -> Body:
+        text = QUESTIONS[self._n_questions % len(QUESTIONS)]
+        self._n_questions += 1
+        return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+    def body(self, *, max_tokens: int, effort: str) -> Body:
+        """The next request."""
+        limits = {"max_completion_tokens": max_tokens, "reasoning_effort": effort}
+        return {"messages": self.messages, "tools": TOOLS, "store": False, **limits}
+
+    def hear(self, reply: Reply) -> None:
+        """Go on from this reply: afterwards the conversation is ready for the next request."""
+        echo = pi_echo(reply)
+        self.messages += [] if echo is None else [echo]
+        for call in reply.calls:
+            n_chars = max(24, RESULT_CHARS // len(reply.calls))
+            opening = RESULTS.get(call["function"]["name"], "Done.\n")
+            text = (opening + self._prose.text(n_chars))[:n_chars]
+            self.messages.append({"role": "tool", "content": text, "tool_call_id": call["id"]})
+        if not reply.calls:
+            self.messages.append(self._question())
+
+
+# Judging -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request and its reply, in tokens and seconds."""
+
+    number: int
+    asked: str  # the role of the newest message
+    prompt: int
+    cached: int
+    out: int
+    lost: int
+    ttft_seconds: float
+    seconds: float
+    finish: str
+
+    @property
+    def share(self) -> float:
+        return self.cached / self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a healthy server has."""
+
+    name: str
+    healthy: bool
+    says: str
+
+
+def measured(reply: Reply, *, asked: str, before: Turn | None) -> Turn:
+    """What a reply says about the cache, seen after the turn before it."""
+    known = 0 if before is None else before.prompt + before.out
+    return Turn(
+        number=1 if before is None else before.number + 1,
+        asked=asked,
+        prompt=reply.n_prompt,
+        cached=reply.n_cached,
+        out=reply.n_out,
+        lost=max(0, known - reply.n_cached),
+        ttft_seconds=round(reply.ttft_seconds or reply.seconds, 4),
+        seconds=round(reply.seconds, 4),
+        finish=reply.finish_reason,
+    )
+
+
+def moved(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
+    """How far each counter went; None where the server shows none."""
+    if before is None or after is None:
+        return None
+    return {name: count - before.get(name, 0) for name, count in after.items()}
+
+
+def judge(turns: Sequence[Turn], counters: Mapping[str, int] | None) -> list[Check]:
+    """`counters`: how far each of them moved meanwhile."""
+    worst = min(turns[HEALTHY_FROM - 1 :], key=lambda turn: turn.share)
+    says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
+    checks = [Check(f"hit from turn {HEALTHY_FROM} on", worst.share >= HEALTHY_SHARE, says)]
+    if counters is not None:
+        steps = [(name, counters.get(name, 0)) for name in STILL]
+        checks += [Check(name, step == 0, f"moved by {step}; wanted 0") for name, step in steps]
+    return checks
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found."""
+
+    server: Server
+    turns: list[Turn]
+    counters: dict[str, int] | None
+
+    @property
+    def checks(self) -> list[Check]:
+        return judge(self.turns, self.counters)
+
+    @property
+    def healthy(self) -> bool:
+        return all(check.healthy for check in self.checks)
+
+    def body(self) -> Body:
+        """All of it for --json."""
+        turns = [{**asdict(turn), "share": round(turn.share, 4)} for turn in self.turns]
+        head = {"base_url": self.server.base_url, "model": self.server.model}
+        checks = [asdict(check) for check in self.checks]
+        found = {"turns": turns, "counters": self.counters, "checks": checks}
+        return {**head, **found, "healthy": self.healthy}
+
+
+# Showing -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, if a person looks at it; yields what moves it one step."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+
+
+def show(report: Report, console: Console) -> None:
+    """The table of turns, the counters and the checks."""
+    table = Table(title=f"{report.server.model} at {report.server.base_url}", title_justify="left")
+    for name in ("turn", "asked", "prompt", "cached", "hit", "lost", "out", "ttft s", "finish"):
+        table.add_column(name, justify="left" if name in ("asked", "finish") else "right")
+    for turn in report.turns:
+        tokens = (f"{turn.prompt:,}", f"{turn.cached:,}", f"{turn.share:.1%}", f"{turn.lost:,}")
+        rest = (f"{turn.out:,}", f"{turn.ttft_seconds:.3f}", turn.finish)
+        table.add_row(f"T{turn.number}", turn.asked, *tokens, *rest)
+    console.print(table)
+    if report.counters is None:
+        console.print("counters: this server shows none at /v1/status")
+    else:
+        steps = [f"{name} {step:+d}" for name, step in report.counters.items()]
+        console.print("counters: " + ", ".join(steps), soft_wrap=True)
+    for check in report.checks:
+        word = "[green]healthy[/]" if check.healthy else "[bold red]NOT HEALTHY[/]"
+        console.print(f"{word}  {check.name}: {check.says}", soft_wrap=True)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every probe has."""
+    parser.add_argument("--base-url", default="http://127.0.0.1:8080", help="with or without /v1")
+    parser.add_argument("--model", default="", help="name to ask for (default: the first one)")
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds without a word")
+    parser.add_argument(
+        "--role", default="developer", help="of the prompt; some servers know only system"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def server_from(options: argparse.Namespace) -> Server:
+    """Raises ProbeError when nothing answers there."""
+    return Server(
+        options.base_url, model=options.model, api_key=options.api_key, timeout=options.timeout
+    )
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_server_options(parser)
+    parser.add_argument("--turns", type=int, default=8, help=f"at least {HEALTHY_FROM}")
+    parser.add_argument("--head-chars", type=int, default=24_000, help="of the developer prompt")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of one reply")
+    parser.add_argument("--effort", default="medium", help="reasoning_effort")
+    options = parser.parse_args()
+    if options.turns < HEALTHY_FROM:
+        parser.error(f"--turns: the verdict needs at least {HEALTHY_FROM}")
+    return options
+
+
+def probe(options: argparse.Namespace) -> Report:
+    """Raises ProbeError."""
+    server = server_from(options)
+    agent = Agent(secrets.token_hex(8), role=options.role, head_chars=options.head_chars)
+    before = server.counters()
+    turns: list[Turn] = []
+    with progress_bar("turns", options.turns) as advance:
+        for _ in range(options.turns):
+            asked = agent.messages[-1]["role"]
+            reply = server.ask(agent.body(max_tokens=options.max_tokens, effort=options.effort))
+            turns.append(measured(reply, asked=asked, before=turns[-1] if turns else None))
+            agent.hear(reply)
+            advance()
+    return Report(server, turns, moved(before, server.counters()))
+
+
+def main() -> int:
+    options = read_options()
+    try:
+        report = probe(options)
+    except ProbeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(report.body(), indent=2))
+    else:
+        show(report, Console(highlight=False))
+    return 0 if report.healthy else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
