@@ -52,7 +52,7 @@ THREADS AND LOCKS
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import errno
 import gc
 import hashlib
@@ -82,7 +82,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -132,13 +132,12 @@ from tokenizers.decoders import DecodeStream
 # Every setting, read once, frozen.
 #
 # The field name in capitals is the variable's name, and the default written here is the only one.
-# A range is written once, as a type. An empty variable counts as unset (`.env` files are full of
-# them). Nothing else in this file reads the environment.
+# An empty variable counts as unset (`.env` files are full of them).
 #
 # Doors   Config, ConfigError
 # Knows   -
 # Thread  any; pure
-# Budget  166
+# Budget  160
 # ==============================================================================
 
 
@@ -148,7 +147,7 @@ class ConfigError(ValueError):
 
 def _number_word(value: object) -> object:
     """Text of a Literal of numbers: "OFF" is None, digits are an int, the rest is left as it is."""
-    word = str(value).strip().lower()
+    word = str(value).lower()
     if word == "off":
         return None
     return int(word) if word.isdecimal() else value
@@ -165,14 +164,11 @@ _Temperature = Annotated[float, Field(ge=0, le=2)]
 _Penalty = Annotated[float, Field(gt=0, le=10)]
 _KvBits = Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)]
 _KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
-_Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], BeforeValidator(str.lower)]
-_Scheme = Annotated[Literal["uniform", "turboquant"], BeforeValidator(str.lower)]
+_Lower = BeforeValidator(str.lower)
+_Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
+_Scheme = Annotated[Literal["uniform", "turboquant"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
-
-
-_RuleClass = Annotated[
-    Literal["telemetry", "pinned", "transient", "off"], BeforeValidator(str.lower)
-]
+_RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
 
 
 class Config(BaseModel):
@@ -271,10 +267,7 @@ class Config(BaseModel):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str | None]) -> Self:
-        """Build from a mapping such as {**dotenv_values(".env"), **os.environ}.
-
-        Raises ConfigError naming every bad variable at once, never just the first.
-        """
+        """Build from variables by name. Raises ConfigError, which names every bad one at once."""
         texts = {name: (env.get(name.upper()) or "").strip() for name in cls.model_fields}
         try:
             return cls.model_validate({name: text for name, text in texts.items() if text})
@@ -303,15 +296,12 @@ class Config(BaseModel):
 # Doors   UnsupportedMedia, NotReady, Overloaded, GenerationFailed, ClientGone
 # Knows   -
 # Thread  any; pure
-# Budget  110
+# Budget  105
 # ==============================================================================
 
 
 class ServerError(Exception):
-    """Base of everything the HTTP boundary turns into an OpenAI error object.
-
-    `param` is the request field at fault, in the client's notation ("messages[3].content").
-    """
+    """Becomes an OpenAI error object; `param`: the field at fault, as in "messages[3].content"."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -335,10 +325,7 @@ class BadRequest(ServerError):
 
 
 class ContextTooLong(BadRequest):
-    """Prompt (and reply, where a length was asked for) need more than `limit` tokens.
-
-    In OpenAI's wording: agents match "maximum context length is" and start to compact.
-    """
+    """In OpenAI's wording: agents match "maximum context length is" and start to compact."""
 
     code = "context_length_exceeded"
 
@@ -524,7 +511,7 @@ def _safe_file_part(session_id: str) -> str:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  498
+# Budget  500
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -538,7 +525,7 @@ type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, endin
 
 
 def parse_json_body(raw: bytes) -> object:
-    """The JSON value in `raw`; lone surrogates (JS clients cut emoji in half) become U+FFFD.
+    """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD.
 
     Raises BadRequest: not JSON, not UTF-8, NaN or Infinity, nested deeper than 200 levels.
     """
@@ -566,9 +553,9 @@ def _bias_pairs(value: object) -> object:
     """{"15043": -100} -> ((15043, -100),)."""
     if isinstance(value, dict) and all(map(str.isdecimal, value)):
         return tuple((int(key), bias) for key, bias in value.items())
-    if isinstance(value, tuple):
-        return value
-    raise PydanticCustomError("bias", "should be an object whose keys are token ids")
+    if value != ():
+        raise PydanticCustomError("bias", "should be an object whose keys are token ids")
+    return value
 
 
 _Bias = tuple[_TokenId, Annotated[float, Field(ge=-100, le=100)]]
@@ -724,8 +711,8 @@ _CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metad
 def _flat(given: Body) -> Body:
     """The fields of the body, then those of its metadata as metadata.x."""
     metadata = given.get("metadata")
-    inner = metadata if isinstance(metadata, dict) else {}
-    return given | {f"metadata.{name}": value for name, value in inner.items()}
+    inner = metadata.items() if isinstance(metadata, dict) else ()
+    return given | {f"metadata.{name}": value for name, value in inner}
 
 
 def _thinking_levels(value: object, param: str) -> Iterator[str]:
@@ -757,8 +744,7 @@ def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
     return thinks, switches
 
 
-@dataclass(frozen=True, slots=True)
-class SessionContext:
+class SessionContext(NamedTuple):
     """The conversation a request says it belongs to, and the field or header that says so."""
 
     session_id: str | None = None
@@ -793,12 +779,10 @@ def _message(index: int, wire: _WireMessage) -> Message:
             raise BadRequest(f"{param}: only a reply has thinking parts", param=param)
         if thoughts:
             message.setdefault("reasoning_content", thoughts)
-    if message["role"] in ("assistant", "tool"):
-        message.setdefault("content", "")
-    elif "content" not in message:
+    if message["role"] in ("system", "developer", "user") and "content" not in message:
         param = f"messages[{index}].content"
         raise BadRequest(f"{param}: a {message['role']} message needs it", param=param)
-    return message
+    return {"content": "", **message}
 
 
 @dataclass(frozen=True, slots=True)
@@ -913,8 +897,7 @@ def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens: of the prompt, those of it whose KV was reused, of the reply, of its thinking."""
 
     prompt: int
@@ -932,8 +915,7 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """One generated token: its text, its bytes, its natural-log probability, its alternatives."""
 
     token: str
@@ -963,8 +945,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, start: int = 0) -> B
     }
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerShape:
+class AnswerShape(NamedTuple):
     """The bodies of one answer, streamed or whole; chats carry dicts, completions carry text."""
 
     kind: Literal["chat", "completion"]
@@ -989,17 +970,17 @@ class AnswerShape:
         return self._body("message", (whole, finish, logprobs), usage=usage)
 
     def _body(self, part: str, *said: _Said, usage: Usage | None = None) -> Body:
-        is_chat = self.kind == "chat"
-        chat_object = "chat.completion.chunk" if part == "delta" else "chat.completion"
-        prefix, name = ("chatcmpl", chat_object) if is_chat else ("cmpl", "text_completion")
-        key = part if is_chat else "text"
+        prefix, name, key = "cmpl", "text_completion", "text"
+        if self.kind == "chat":
+            suffix = ".chunk" if part == "delta" else ""
+            prefix, name, key = "chatcmpl", f"chat.completion{suffix}", part
         choices = [
             {"index": 0, key: words, "finish_reason": finish, "logprobs": logprobs}
             for words, finish, logprobs in said
         ]
         head = {"id": f"{prefix}-{self.request_id}", "object": name, "created": self.created}
-        body: Body = {**head, "model": self.model, "choices": choices}
-        return body if usage is None else {**body, "usage": usage.body()}
+        usages = {} if usage is None else {"usage": usage.body()}
+        return {**head, "model": self.model, "choices": choices, **usages}
 
 
 def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
@@ -2496,15 +2477,14 @@ def _joined_up(past: Transcript, suffix: Rendered, *, kept: int) -> Rendered:
 # region 09 KEY ================================================================
 # What a prefix is called: chained block hashes; and a stilled text, for people to compare.
 #
-# The hashes cover exact model tokens. The root holds whatever else changes KV (model revision,
-# template, tenant), so no two worlds share a name. The scrubbed text never names anything: reusing
-# KV by it would answer an old prompt. Each rule removes one field inside one line, or whole
-# reminder blocks that hold no other opening tag, so that a stray tag cannot swallow what follows.
+# The hashes cover exact model tokens under a root for whatever else changes KV (model revision,
+# tenant). The scrubbed text never names anything: reusing KV by it would answer an old prompt. Each
+# rule removes one field inside one line, or reminder blocks that hold no other opening tag.
 #
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  70
+# Budget  60
 # ==============================================================================
 
 
@@ -2519,8 +2499,7 @@ def _block_hashes(
     """Names of the full blocks of `tokens` from block `start` on, 32 bytes each.
 
     Name i is sha256(name i-1, or root for i = 0; block i as little-endian int32), so it stands for
-    tokens[: (i + 1) * block_size]. `start` counts blocks; `parent` is the name of block start - 1.
-    An unfinished last block has no name.
+    tokens[: (i + 1) * block_size]. `start` counts blocks; `parent` names block start - 1.
     """
     assert (start > 0) == bool(parent), "a chain goes on from the block before it"
     name, names = parent or root, []
@@ -2541,10 +2520,7 @@ _VOLATILE: Final = (
 
 
 def _scrub_cache_key(text: str) -> str:
-    """A prompt's text without what is known to change from request to request.
-
-    For logs and diagnosis only. Text outside the matched fields is untouched.
-    """
+    """A prompt's text without what changes from request to request. For diagnosis only."""
     for field_pattern, stilled in _VOLATILE:
         text = field_pattern.sub(stilled, text)
     return text
@@ -2562,10 +2538,9 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 #
 # A model's cache is a list of layers; a layer may hold several (CacheList), so everything here
 # works on its leaves. Two kinds: *attention* leaves (KVCache) can be cut at any position; every
-# other leaf (recurrent state, sliding window) is *state*: known only at the positions where a
-# snapshot was taken. At rest attention KV lives in a Span, free of cache objects, so that nothing
-# can be shared by accident: `cache.state` hands out the live arrays, and writing to one array
-# object through two caches overwrote a stored past (L-03).
+# other leaf (recurrent state, sliding window) is *state*: known only where a snapshot was taken.
+# At rest attention KV lives in a Span, free of cache objects, so that nothing is shared by
+# accident: writing to one array object through two caches overwrote a stored past (L-03).
 # Copies are contiguous and evaluated: a lazy view pins its whole parent buffer (L-06).
 #
 # Doors   KvCache, KvShape, Span, StateSnapshot, RecurrentHandles, GROWTH_TOKENS
@@ -2574,7 +2549,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  290
+# Budget  265
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -2582,8 +2557,7 @@ RecurrentHandles = list[list[mx.array | None]]  # per recurrent leaf, its states
 GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
+class KvShape(NamedTuple):
     """What one row of this model costs, measured on the model itself."""
 
     token_bytes: int  # attention KV of one token, all layers
@@ -2592,8 +2566,7 @@ class KvShape:
     can_batch: bool  # every layer has an upstream batch form
 
 
-@dataclass(frozen=True, slots=True)
-class StateSnapshot:
+class StateSnapshot(NamedTuple):
     """State leaves at one position: per leaf the upstream `state`, arrays of its own."""
 
     leaves: tuple[Any, ...]
@@ -2613,38 +2586,34 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in itertools.chain(self.keys, self.values))
+        return sum(a.nbytes for a in self.keys + self.values)
 
     def cut(self, start: int, end: int) -> Span:
         """A copy of tokens [start, end); this span stays as it is."""
-        return Span(
-            _copies([k[..., start:end, :] for k in self.keys]),
-            _copies([v[..., start:end, :] for v in self.values]),
-            end - start,
-        )
+        return _copied_span([a[..., start:end, :] for a in self.keys + self.values], end - start)
 
     def join(self, tail: Span) -> Span:
         """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
-        length = self.length + tail.length
-        buffers = [*self.keys, *self.values]
-        if buffers and buffers[0].shape[2] < length:
-            buffers = [_grown(buffer, self.length, length=length) for buffer in buffers]
-        for buffer, more in zip(buffers, (*tail.keys, *tail.values), strict=True):
+        buffers, length = [*self.keys, *self.values], self.length + tail.length
+        for i, more in enumerate(tail.keys + tail.values):
+            buffers[i] = buffer = _grown(buffers[i], self.length, length=length)
             buffer[..., self.length : length, :] = more[..., : tail.length, :]
             mx.eval(buffer)  # one array at a time: at most one of them exists twice
-        half = len(self.keys)
-        return Span(tuple(buffers[:half]), tuple(buffers[half:]), length)
+        return Span(tuple(buffers[: len(self.keys)]), tuple(buffers[len(self.keys) :]), length)
 
 
-def _copies(views: Sequence[mx.array]) -> tuple[mx.array, ...]:
-    arrays = [mx.contiguous(view) for view in views]
-    mx.eval(arrays)
-    return tuple(arrays)
+def _copied_span(views: Sequence[mx.array], length: int) -> Span:
+    """Views of all keys, then of all values."""
+    copies = tuple(mx.contiguous(view) for view in views)
+    mx.eval(copies)
+    return Span(copies[: len(copies) // 2], copies[len(copies) // 2 :], length)
 
 
 def _grown(buffer: mx.array, used: int, *, length: int) -> mx.array:
     """A buffer for `length` tokens with the same first `used` ones; capacity on the growth grid."""
-    heads, dim = buffer.shape[1], buffer.shape[3]
+    _, heads, capacity, dim = buffer.shape
+    if capacity >= length:
+        return buffer
     capacity = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS
     larger = mx.zeros((1, heads, capacity, dim), buffer.dtype)
     larger[..., :used, :] = buffer[..., :used, :]
@@ -2654,10 +2623,7 @@ def _grown(buffer: mx.array, used: int, *, length: int) -> mx.array:
 
 def _leaves(cache: Sequence[Any]) -> Iterator[Any]:
     for layer in cache:
-        if isinstance(layer, CacheList):
-            yield from _leaves(layer.caches)
-        else:
-            yield layer
+        yield from _leaves(layer.caches) if isinstance(layer, CacheList) else (layer,)
 
 
 def _attention(cache: KvCache) -> list[KVCache]:
@@ -2670,10 +2636,7 @@ def _state(cache: KvCache) -> list[Any]:
 
 
 def new_cache(model: Any) -> KvCache:
-    """An empty cache for one row.
-
-    why(L-09): never with a maximum size; that builds rotating layers, which forget in silence.
-    """
+    """An empty cache for one row. why(L-09): with a maximum size its layers forget in silence."""
     cache: KvCache = make_prompt_cache(model)
     return cache
 
@@ -2699,12 +2662,11 @@ def measure_kv(model: Any) -> KvShape:
     model(mx.zeros((1, 2), mx.int32), cache=cache)
     evaluate(cache)
     state = _state(cache)
+    windows = [leaf for leaf in state if hasattr(leaf, "max_size")]
+    others = sum(leaf.nbytes for leaf in state if leaf not in windows)
     return KvShape(
-        token_bytes=sum(_token_bytes(leaf) for leaf in _attention(cache)),
-        state_bytes=sum(
-            _token_bytes(leaf) * leaf.max_size if hasattr(leaf, "max_size") else leaf.nbytes
-            for leaf in state
-        ),
+        token_bytes=sum(map(_token_bytes, _attention(cache))),
+        state_bytes=others + sum(_token_bytes(leaf) * leaf.max_size for leaf in windows),
         has_state=bool(state),
         can_batch=all(hasattr(layer, "merge") for layer in cache),
     )
@@ -2720,21 +2682,20 @@ def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
     Hybrid caches mix ArraysCache (no `.offset`) with KVCache, so layer 0 may not answer (L-02).
     Models of recurrent layers alone have no depth but the position recorded with their snapshot.
     """
-    for leaf in _leaves(cache):
-        if isinstance(offset := getattr(leaf, "offset", None), int):
-            return KvOffset(offset)
-    return KvOffset(recorded)
+    offsets = (getattr(leaf, "offset", None) for leaf in _leaves(cache))
+    return KvOffset(next((n for n in offsets if isinstance(n, int)), recorded))
 
 
 def snapshot_state(cache: KvCache) -> StateSnapshot:
-    """Copy the state leaves of a one-row cache: small, evaluated, independent of the cache.
+    """Copy the state leaves of a one-row cache, if it has any: evaluated, independent of it."""
+    return _snapshot_of(leaf.state for leaf in _state(cache))
 
-    Returns an empty snapshot for models whose layers can all be rewound.
-    """
-    copies = tuple(_copied_state(leaf.state) for leaf in _state(cache))
-    arrays = _arrays_in(copies)
+
+def _snapshot_of(states: Iterable[Any]) -> StateSnapshot:
+    leaves = tuple(map(_copied_state, states))
+    arrays = _arrays_in(leaves)
     mx.eval(arrays)
-    return StateSnapshot(copies, sum(a.nbytes for a in arrays))
+    return StateSnapshot(leaves, sum(a.nbytes for a in arrays))
 
 
 def _copied_state(state: Any) -> Any:
@@ -2768,10 +2729,9 @@ def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
     One array at a time, so that at most one of them exists twice. Empty leaves stay empty.
     """
     for leaf in _attention(cache):
-        if leaf.keys is None or leaf.keys.shape[2] >= tokens:
-            continue
-        leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
-        leaf.values = _grown(leaf.values, leaf.offset, length=roomy)
+        if leaf.keys is not None and leaf.keys.shape[2] < tokens:
+            leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
+            leaf.values = _grown(leaf.values, leaf.offset, length=roomy)
 
 
 def lend_span(cache: KvCache, span: Span) -> None:
@@ -2791,18 +2751,14 @@ def take_span(cache: KvCache, length: int) -> Span:
 
 def copy_span(cache: KvCache, end: int, *, row: int | None = None) -> Span:
     """Copy tokens [0, end) out of a cache in use: a one-row cache, or one row of a batch."""
-    if row is None:
-        views = [(x.keys[..., :end, :], x.values[..., :end, :]) for x in _attention(cache)]
-    else:
-        batch = [leaf for leaf in _leaves(cache) if type(leaf) is BatchKVCache]
-        views = [_batch_views(leaf, row, end=end) for leaf in batch]
-    return Span(_copies([k for k, _ in views]), _copies([v for _, v in views]), end)
-
-
-def _batch_views(leaf: BatchKVCache, row: int, *, end: int) -> tuple[mx.array, mx.array]:
-    left = leaf.left_padding.tolist()[row]
-    window = (slice(row, row + 1), slice(None), slice(left, left + end))
-    return leaf.keys[window], leaf.values[window]
+    starts = [(leaf, 0) for leaf in _attention(cache)]  # of a row's tokens
+    if row is not None:
+        batch = (leaf for leaf in _leaves(cache) if type(leaf) is BatchKVCache)
+        starts = [(leaf, leaf.left_padding.tolist()[row]) for leaf in batch]
+    at = slice(row or 0, (row or 0) + 1)
+    keys = [leaf.keys[at, :, start : start + end] for leaf, start in starts]
+    values = [leaf.values[at, :, start : start + end] for leaf, start in starts]
+    return _copied_span(keys + values, end)
 
 
 def to_batch(cache: KvCache) -> KvCache:
@@ -2833,13 +2789,8 @@ def recurrent_handles(cache: KvCache) -> RecurrentHandles | None:
 
 def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapshot:
     """What `snapshot_state` would have returned when the handles were taken, for one row."""
-    states = tuple(
-        ([None if a is None else mx.contiguous(a[row : row + 1]) for a in slots], None, None)
-        for slots in handles
-    )
-    arrays = _arrays_in(states)
-    mx.eval(arrays)
-    return StateSnapshot(states, sum(a.nbytes for a in arrays))
+    rows = [[None if a is None else a[row : row + 1] for a in slots] for slots in handles]
+    return _snapshot_of((slots, None, None) for slots in rows)
 
 
 # endregion
@@ -2856,13 +2807,13 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
 # at rest, so N sub-agents on one prefix cost the prefix once (nothing is shared below
 # SHARE_MIN_TOKENS, where it would not pay). A lent line stays visible: its prompt is known before
 # it is computed, so a request with the same prefix can wait for it.
-# Tried and dropped: splitting into shared segments at every branch point. The common case, one
-# conversation growing, then copied its whole prefix at each turn.
+# Tried and dropped: shared segments between branch points. The common case, one conversation
+# growing, then copied its whole prefix at each turn.
 #
 # Doors   LRUPromptCache, Prompt, Line, Reuse, Lender, TokenArray
 # Knows   CONFIG, LOG, KV
 # Thread  model only
-# Budget  430
+# Budget  360
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
@@ -2907,9 +2858,12 @@ class Line:
     uses: int = 0
 
     @property
+    def state_bytes(self) -> int:
+        return sum(snapshot.nbytes for snapshot in self.checkpoints.values())
+
+    @property
     def nbytes(self) -> int:
-        states = sum(snapshot.nbytes for snapshot in self.checkpoints.values())
-        return states + (self.span.nbytes if self.span else 0)
+        return self.state_bytes + (self.span.nbytes if self.span else 0)
 
     @property
     def held_by_children(self) -> int:
@@ -2917,8 +2871,7 @@ class Line:
         return max((child.start for child in self.children), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(NamedTuple):
     """A lookup's answer: reuse [0, depth) of `line` now; `promised` if one waits for its row."""
 
     line: Line | None
@@ -2934,24 +2887,17 @@ def _common_prefix(a: TokenArray, b: TokenArray) -> int:
     return int(different[0]) if len(different) else n
 
 
+@dataclass(eq=False)
 class LRUPromptCache:
     """All KV at rest, and where the lent KV will come back to. Model thread only."""
 
-    def __init__(
-        self,
-        config: Config,
-        shape: KvShape,
-        *,
-        max_bytes: int,
-        metrics: CacheMetrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.max_bytes = max_bytes
-        self.lines: list[Line] = []
-        self._config = config
-        self._shape = shape
-        self._metrics = metrics
-        self._clock = clock
+    _config: Config
+    _shape: KvShape
+    _: KW_ONLY
+    max_bytes: int
+    metrics: CacheMetrics
+    clock: Callable[[], float] = time.monotonic
+    lines: list[Line] = field(default_factory=list)
 
     def find(self, prompt: Prompt) -> Reuse:
         """The deepest exact prefix held for this prompt, leaving at least its last token to feed.
@@ -2959,18 +2905,14 @@ class LRUPromptCache:
         Mutates nothing but the counter `hybrid_trim_miss`. Of equal depths the line that needs no
         copy wins: one that ends there, then the most recently used.
         """
-        best = Reuse(None, 0)
-        matched = 0
-        for line in self.lines if self._config.prompt_cache_max_entries_global else ():
-            if line.prompt.root != prompt.root:
-                continue
-            shared = min(self._shared(line.prompt, prompt), len(prompt.tokens) - 1)
-            found = self._reusable(line, shared)
-            matched = max(matched, min(shared, line.end))
-            if _rank(found) > _rank(best):
-                best = found
+        lines = self.lines if self._config.prompt_cache_max_entries_global else []
+        lines = [line for line in lines if line.prompt.root == prompt.root]
+        most = len(prompt.tokens) - 1
+        shared = [min(self._shared(line.prompt, prompt), most) for line in lines]
+        best = max(map(self._reusable, lines, shared), key=_rank, default=Reuse(None, 0))
+        matched = max((min(n, x.end) for x, n in zip(lines, shared, strict=True)), default=0)
         if matched >= self._config.prompt_cache_block_size and not max(best.depth, best.promised):
-            self._metrics.bump("hybrid_trim_miss")
+            self.metrics.bump("hybrid_trim_miss")
         return best
 
     def _shared(self, a: Prompt, b: Prompt) -> int:
@@ -2986,16 +2928,14 @@ class LRUPromptCache:
 
     def _reusable(self, line: Line, shared: int) -> Reuse:
         """What of the first `shared` tokens this line can give now, and what if one waits."""
-        ready = min(shared, line.end)
+        depth, state = min(shared, line.end), None
         promised = shared if line.lender is not None and shared > line.end else 0
-        if not self._shape.has_state:
-            layer: Layer = "line" if ready == line.end else "branch"
-            return Reuse(line, ready, promised, None, layer) if ready else Reuse(line, 0, promised)
-        position, state = _deepest_checkpoint(line, ready)
-        if state is None:
-            return Reuse(line, 0, promised)
-        layer = "line" if position == line.end else "checkpoint"
-        return Reuse(line, position, promised, state, layer)
+        layer: Layer = "branch"
+        if self._shape.has_state:
+            layer, (depth, state) = "checkpoint", _deepest_checkpoint(line, depth)
+        if depth in (0, line.end):
+            layer = "line" if depth else "miss"
+        return Reuse(line, depth, promised, state, layer)
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
         """Buffers holding [0, depth) for a new row, and the line that row will grow.
@@ -3009,7 +2949,7 @@ class LRUPromptCache:
         if line is None or depth == 0:
             return self._enter(Line(prompt)), None
         line.uses += 1
-        line.last_used = self._clock()
+        line.last_used = self.clock()
         if line.lender is not None or line.end - depth > depth:
             branch = Line(prompt, parent=line, start=depth, end=depth)
             span = self._copy(line, depth)
@@ -3025,12 +2965,11 @@ class LRUPromptCache:
         """KV [0, depth) of a line, read without disturbing it."""
         if line.lender is not None:
             return line.lender.read_span(depth)
-        assert line.span is not None
-        if line.parent is None:
-            return line.span.cut(0, depth)
-        if depth <= line.start:
+        if line.parent is not None and depth <= line.start:
             return self._copy(line.parent, depth)
-        return self._copy(line.parent, line.start).join(line.span.cut(0, depth - line.start))
+        assert line.span is not None
+        own = line.span.cut(0, depth - line.start)
+        return own if line.parent is None else self._copy(line.parent, line.start).join(own)
 
     def _take(self, line: Line) -> Span:
         """Move KV [0, end) of a resting line out of the cache; the line becomes lent.
@@ -3057,21 +2996,18 @@ class LRUPromptCache:
         if parent.parent is not None:
             parent.parent.children.append(line)
         line.checkpoints = parent.checkpoints | line.checkpoints
-        for child in parent.children:
-            if child is not line:
-                child.parent = line
-                line.children.append(child)
-        parent.children = []
+        line.children += [child for child in parent.children if child is not line]
+        for child in line.children:
+            child.parent = line
         self._forget(parent)
 
     def _split(self, line: Line, depth: int) -> None:
         """Cut a resting line at `depth`; what follows becomes a branch of it."""
         assert line.span is not None and line.start < depth < line.end
-        rest = Line(line.prompt, parent=line, start=depth, end=line.end)
+        rest = replace(line, parent=line, start=depth)
         rest.span = line.span.cut(depth - line.start, line.end - line.start)
         rest.checkpoints = {p: s for p, s in line.checkpoints.items() if p > depth}
         rest.children = [child for child in line.children if child.start > depth]
-        rest.last_used, rest.uses = line.last_used, line.uses
         for child in rest.children:
             child.parent = rest
         line.children = [child for child in line.children if child.start <= depth]
@@ -3089,8 +3025,9 @@ class LRUPromptCache:
         """The row is done: `span` holds exactly the KV of `prompt`, and is the cache's now."""
         line.lender, line.prompt = None, prompt
         line.end = len(prompt.tokens)
-        line.last_used = self._clock()
-        if line.parent is not None and not _worth_sharing(line):
+        line.last_used = self.clock()
+        least = max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART)
+        if line.parent is not None and line.start < least:
             line.parent.children.remove(line)
             line.checkpoints = dict(_path_checkpoints(line))
             line.parent, line.start = None, 0
@@ -3100,14 +3037,11 @@ class LRUPromptCache:
         self.evict_to_fit(0)
 
     def drop(self, line: Line) -> None:
-        """Forget a line and the branches that need its KV: after a failure it may be wrong (L-17).
-
-        Running branches took their copy before the failure and go on as lines of their own.
-        """
+        """Forget a line and the branches that need its KV, wrong after a failure (L-17)."""
         for child in list(line.children):
             if child.lender is None:
                 self.drop(child)
-            else:
+            else:  # it took its copy before the failure
                 child.parent, child.start = None, 0
         line.children = []
         self._forget(line)
@@ -3122,7 +3056,7 @@ class LRUPromptCache:
             line.checkpoints[position] = snapshot
 
     def _enter(self, line: Line) -> Line:
-        line.last_used = max(line.last_used, self._clock())
+        line.last_used = max(line.last_used, self.clock())
         self.lines.append(line)
         return line
 
@@ -3139,12 +3073,9 @@ class LRUPromptCache:
         return sum(line.nbytes for line in self.lines)
 
     def evict_to_fit(self, extra_bytes: int) -> bool:
-        """Evict until `extra_bytes` more fit the budget and the entry limit holds.
-
-        Returns False when they cannot fit however much is evicted.
-        """
+        """Evict until `extra_bytes` more fit and the entry limit holds; False if that cannot be."""
         limit = self._config.prompt_cache_max_entries_global
-        while len(self._resting()) > limit and self._evict_one(per_byte=False):
+        while len(self._resting()) > limit and self._evict_one():
             pass
         while self.nbytes + extra_bytes > self.max_bytes:
             if not self._evict_one(per_byte=True):
@@ -3153,32 +3084,30 @@ class LRUPromptCache:
 
     def sweep(self) -> int:
         """Evict lines unused for longer than the TTL; returns how many."""
-        ttl = self._config.prompt_cache_ttl_seconds
-        if ttl <= 0:
-            return 0
-        old = [x for x in self._resting() if not x.children and self._clock() - x.last_used > ttl]
+        ttl = self._config.prompt_cache_ttl_seconds or math.inf
+        old = [x for x in self._resting() if not x.children and self.clock() - x.last_used > ttl]
         for line in old:
             self._forget(line)
         return len(old)
 
     def clear(self) -> None:
         """Drop everything at rest that no running row builds on."""
-        while self._evict_one(per_byte=False):
+        while self._evict_one():
             pass
 
     def _resting(self) -> list[Line]:
         return [line for line in self.lines if line.lender is None]
 
-    def _evict_one(self, *, per_byte: bool) -> bool:
+    def _evict_one(self, *, per_byte: bool = False) -> bool:
         # A branch cancelled before it fed anything is empty, but an entry, and the first to go.
         victims = [x for x in self._resting() if x.end > x.held_by_children]
         victims = [x for x in victims if x.nbytes or not x.children]
         if not victims:
             return False
-        now = self._clock()
+        now = self.clock()
         victim = min(victims, key=lambda x: _value(x, now) / (max(x.nbytes, 1) if per_byte else 1))
-        depth = victim.held_by_children
         if victim.children and victim.span is not None:
+            depth = victim.held_by_children
             victim.span = victim.span.cut(0, depth - victim.start)
             self._shorten(victim, depth)
         else:
@@ -3186,33 +3115,24 @@ class LRUPromptCache:
         return True
 
     def _thin(self, line: Line) -> None:
-        """Hold one line's checkpoints to a share of the budget: drop where they are densest.
-
-        The first (end of the system prompt) and the last two (the newest turn) always stay.
-        """
+        """Drop checkpoints where they are densest; the first (system prompt) and last two stay."""
         budget = self.max_bytes * CHECKPOINT_SHARE
-        while (
-            len(line.checkpoints) > 3 and sum(s.nbytes for s in line.checkpoints.values()) > budget
-        ):
-            at = sorted(line.checkpoints)
+        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
             gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
             del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
 
 
 def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
     """Longest first, promises included; of equals the one that needs no copy, then the newest."""
-    line = reuse.line
-    if line is None:
-        return (0, 0, False, -math.inf)
-    whole = line.lender is None and line.end == reuse.depth
-    return (max(reuse.depth, reuse.promised), reuse.depth, whole, line.last_used)
+    line, depth = reuse.line, reuse.depth
+    assert line is not None
+    is_whole = line.lender is None and line.end == depth
+    return (max(depth, reuse.promised), depth, is_whole, line.last_used)
 
 
 def _value(line: Line, now: float) -> float:
-    """Prefill work saved x chance of reuse.
-
-    Work grows faster than length (attention); the chance falls with idle time and rises with use.
-    Recency counts on use, not on insertion (L-16).
+    """Prefill work saved, which grows faster than length (attention), x chance of reuse, which
+    falls with idle time and rises with use; recency counts on use, not on insertion (L-16).
     """
     kept = line.held_by_children or line.start
     work = (line.end - kept) * (1.0 + line.end / 32_768)
@@ -3233,47 +3153,40 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
     return max(usable, key=lambda pair: pair[0], default=(0, None))
 
 
-def _worth_sharing(line: Line) -> bool:
-    return line.start >= max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART)
-
-
 # endregion
 
 # region 12 SESSIONS ===========================================================
 # What each conversation's last turns looked like: how long, how much was cached, by which layer.
 #
-# This is for people (/v1/status, session logs). Lookup never asks it: the cache is one for all
-# sessions, so a wrong or missing session id can cost a reader clarity but never a hit.
-# The caller gives the time: the same monotonic clock for note() and snapshot().
+# This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
+# can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
 #
 # Doors   SessionIndex, SessionTurn, session_id_of
 # Doors   SessionTurnStore, _message_diff, _update_session_turn_store
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  153
+# Budget  150
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
-_ID_TOKENS: Final = 128
+_Digests = OrderedDict[str, Sequence[object]]  # one for each message of a session
 
 
 def session_id_of(
     context: SessionContext, tokens: npt.NDArray[np.int32], *, first_words: bytes = b""
 ) -> str:
-    """The client's id; without one, a digest of how the conversation begins.
+    """The client's id; else a digest of how the conversation begins, the same for all like it.
 
-    `first_words` stands for its canonical messages up to the first of the user's; where there are
-    none (a completion) the first 128 tokens do. Who begins alike then shares one id.
+    `first_words`: its canonical messages up to the user's first; b"": 128 tokens stand for them.
     """
     if context.session_id:
         return context.session_id
-    head = first_words or np.asarray(tokens[:_ID_TOKENS], dtype="<i4").tobytes()
+    head = first_words or np.asarray(tokens[:128], dtype="<i4").tobytes()
     return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionTurn:
+class SessionTurn(NamedTuple):
     """One completed request of a session."""
 
     n_prompt: int  # tokens, of which
@@ -3285,14 +3198,19 @@ class SessionTurn:
     stable: int = 0  # messages, of which so many are as the session's longest past has them
     n_messages: int = 0
 
+    def body(self, now: float) -> dict[str, Any]:
+        """As /v1/status shows it: an age instead of a clock reading."""
+        shown = self._asdict()
+        age = now - shown.pop("at")
+        return {**shown, "age_seconds": round(age, 1)}
+
 
 class SessionIndex:
     """The last turns of each session, least recently used session first."""
 
     def __init__(self, config: Config) -> None:
-        # Set at construction
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
-        self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds  # 0 = for ever
+        self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds or math.inf
         self._sessions_lock = threading.Lock()
         # Guarded by _sessions_lock
         self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()
@@ -3310,23 +3228,18 @@ class SessionIndex:
         with self._sessions_lock:
             self._forget(now)
             recent = islice(reversed(self._turns.items()), newest)
-            shown = [{"session_id": key, "turns": _shown(turns, now)} for key, turns in recent]
+            shown = [
+                {"session_id": session_id, "turns": [turn.body(now) for turn in turns]}
+                for session_id, turns in recent
+            ]
             return {"count": len(self._turns), "newest": shown}
 
     def _forget(self, now: float) -> None:
-        while self._turns and (len(self._turns) > _MAX_SESSIONS or self._is_oldest_idle(now)):
+        while self._turns:
+            oldest = next(iter(self._turns.values()))[-1]
+            if len(self._turns) <= _MAX_SESSIONS and now - oldest.at <= self._max_idle_seconds:
+                break
             self._turns.popitem(last=False)
-
-    def _is_oldest_idle(self, now: float) -> bool:
-        oldest = next(iter(self._turns.values()))
-        return 0 < self._max_idle_seconds < now - oldest[-1].at
-
-
-def _shown(turns: Iterable[SessionTurn], now: float) -> list[dict[str, Any]]:
-    """Turns as /v1/status shows them: ages instead of clock readings."""
-    pairs = ((turn, round(now - turn.at, 1)) for turn in turns)
-    keep = ("n_prompt", "n_cached", "n_completion", "layer", "parent", "stable", "n_messages")
-    return [{name: getattr(t, name) for name in keep} | {"age_seconds": age} for t, age in pairs]
 
 
 class SessionTurnStore:
@@ -3339,8 +3252,8 @@ class SessionTurnStore:
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()
-        self._linear: OrderedDict[str, Sequence[object]] = OrderedDict()  # guarded by it
-        self._last: OrderedDict[str, Sequence[object]] = OrderedDict()  # guarded by it
+        self._linear: _Digests = OrderedDict()  # guarded by it
+        self._last: _Digests = OrderedDict()  # guarded by it
 
     def linear(self, session_id: str) -> Sequence[object]:
         with self._turns_lock:
@@ -3356,13 +3269,7 @@ class SessionTurnStore:
         self._keep(self._last, session_id, digests=digests)
         return _message_diff(before, digests)
 
-    def _keep(
-        self,
-        kept: OrderedDict[str, Sequence[object]],
-        session_id: str,
-        *,
-        digests: Sequence[object],
-    ) -> None:
+    def _keep(self, kept: _Digests, session_id: str, *, digests: Sequence[object]) -> None:
         with self._turns_lock:
             kept[session_id] = digests
             kept.move_to_end(session_id)
@@ -3398,15 +3305,15 @@ def _update_session_turn_store(
 #
 # resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
 # known before a long download (type, size against memory and disk) is asked before it.
-# Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode() at 0.5 us
-# a token. mlx-lm's own were dropped: the BPE one loses a leading space and prints "!" for padding
-# ids, the general one decodes the whole line again for each token.
+# Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode(). mlx-lm's
+# own were dropped: the BPE one loses a leading space and prints "!" for padding ids, the general
+# one decodes the whole line again for each token.
 #
 # Doors   LoadedModel, Markup, ModelSize, Detokenizer, ModelError
 # Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  390
+# Budget  370
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3440,8 +3347,7 @@ class Markup:
     hidden_ids: frozenset[int]  # never shown as text: special tokens without a meaning above
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
+class ModelSize(NamedTuple):
     """How large the weights are, and what they were made for."""
 
     nbytes: int  # of the weights, as loaded
@@ -3475,14 +3381,10 @@ class LoadedModel:
 
 
 class Detokenizer:
-    """The ids of one reply -> its text, in whole characters.
-
-    The pieces joined equal tokenizer.decode() of the ids that are not hidden.
-    """
+    """Ids of one reply -> whole characters; joined, tokenizer.decode() of those not hidden."""
 
     def __init__(self, backend: Any, hidden_ids: frozenset[int]) -> None:
-        self._backend = backend
-        self._hidden_ids = hidden_ids
+        self._backend, self._hidden_ids = backend, hidden_ids
         self._stream = DecodeStream(skip_special_tokens=False)
         self._unshown: list[int] = []  # ids of a character that is not complete yet
 
@@ -3490,24 +3392,18 @@ class Detokenizer:
         """The text that `token` completes; "" for a hidden id or a part of a character."""
         if token in self._hidden_ids:
             return ""
-        self._unshown.append(token)
         text = self._stream.step(self._backend, token)
-        if text is not None:
-            self._unshown.clear()
+        self._unshown = [*self._unshown, token] if text is None else []
         return text or ""
 
     def finish(self) -> str:
         """What a character cut off at the end decodes to: U+FFFD, as in tokenizer.decode()."""
-        rest: str = self._backend.decode(self._unshown, skip_special_tokens=False)
-        self._unshown.clear()
-        return rest
+        rest, self._unshown = self._unshown, []
+        return str(self._backend.decode(rest, skip_special_tokens=False))
 
 
 def resolve_model(config: Config, *, memory_bytes: int) -> Path:
-    """The folder of the model that MODEL_PATH chooses; may take minutes the first time.
-
-    memory_bytes: what the device can give, see device_memory_bytes(). Raises ModelError.
-    """
+    """The folder that MODEL_PATH chooses; a first time may take minutes. Raises ModelError."""
     name = _chosen(config)
     if name == _DEMO:
         return _demo_folder()
@@ -3531,16 +3427,17 @@ def _complete(folder: Path) -> Path:
     listed = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     present = {file.name for file in folder.glob("model*.safetensors") if file.is_file()}
     missing = sorted(listed - present)
-    lacks = (
-        (not folder.is_dir(), "it is a file, not a folder"),
-        (not (folder / "config.json").is_file(), "it has no config.json"),
-        (not present, "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"),
-        (missing, f"{len(missing)} weight files are missing: {', '.join(missing[:3])}"),
-    )
-    for is_so, lack in lacks:
-        if is_so:
-            raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
-    return folder
+    if not folder.is_dir():
+        lack = "it is a file, not a folder"
+    elif not (folder / "config.json").is_file():
+        lack = "it has no config.json"
+    elif not present:
+        lack = "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"
+    elif missing:
+        lack = f"{len(missing)} weight files are missing: {', '.join(missing[:3])}"
+    else:
+        return folder
+    raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -3639,10 +3536,8 @@ def _why_no_download(repo: str, error: Exception) -> str:
     if isinstance(error, errors.GatedRepoError):
         return f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        return (
-            f"MODEL_PATH={repo} is neither a folder on this machine nor a repository on {hub} "
-            "(a private one needs HF_TOKEN)."
-        )
+        neither = f"neither a folder on this machine nor a repository on {hub}"
+        return f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
     reason = " ".join(str(error.__cause__ or error).split())[:160]
     return (
         f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); start "
@@ -3651,10 +3546,7 @@ def _why_no_download(repo: str, error: Exception) -> str:
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
-    """Read weights and tokenizer into memory, on the model thread, where MLX arrays must stay.
-
-    Raises ModelError; for a type mlx-lm does not know, before any weight is read.
-    """
+    """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
     trust = {"trust_remote_code": config.trust_remote_code}
     _check_architecture(_read_json(path / "config.json"))
     try:
@@ -3708,13 +3600,11 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
-    """Tokens. Some configs (DeepSeek, gpt-oss) state the length that YaRN stretches to, some
-    (Qwen3 with YaRN) the length before, so the larger number is right.
-    """
+    """Tokens. Configs state the length before YaRN (Qwen3) or after (DeepSeek): the larger one."""
     stated = facts.get("max_position_embeddings") or facts.get("n_positions") or 0
     rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
-    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
     original = rope.get("original_max_position_embeddings") or 0
+    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
     stretched = int(original * rope.get("factor", 1)) if is_yarn else 0
     # transformers writes 1e30 where a tokenizer states no length.
     hint = tokenizer_length if tokenizer_length < 2**31 else _CONTEXT_UNKNOWN
@@ -3722,9 +3612,8 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
 
 
 def _markup(tokenizer: Any) -> Markup:
-    think = (tokenizer.think_start_tokens or (), tokenizer.think_end_tokens or ())
-    call = (tokenizer.tool_call_start_tokens or (), tokenizer.tool_call_end_tokens or ())
-    named = {token_id for ids in (*think, *call) for token_id in ids}
+    marks = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+    named = {i for mark in marks for i in getattr(tokenizer, f"{mark}_tokens") or ()}
     parser = tokenizer.tool_parser
     # A special token that the parser's own source names is grammar (gemma4's <|"|> quotes).
     grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
@@ -3735,11 +3624,8 @@ def _markup(tokenizer: Any) -> Markup:
         if token.content not in grammar and re.escape(token.content) not in grammar
     }
     return Markup(
-        think_start=tokenizer.think_start,
-        think_end=tokenizer.think_end,
-        think_end_ids=tuple(think[1]),
-        tool_call_start=tokenizer.tool_call_start,
-        tool_call_end=tokenizer.tool_call_end,
+        **{mark: getattr(tokenizer, mark) for mark in marks},
+        think_end_ids=tuple(tokenizer.think_end_tokens or ()),
         tool_parser=parser,
         hidden_ids=frozenset(hidden | tokenizer.eos_token_ids),
     )
@@ -4562,14 +4448,13 @@ class Engine:
 # partially: "so far this could become one"), and so is white space until it is known what follows.
 #   - White space before a tag belongs to the tag. After one, newlines are dropped until the first
 #     text of that kind, so that a reply of calls alone has no content. All else is as generated.
-#   - A call leaves here whole, with the rest of the reply: only its grammar (TOOLS) knows where it
-#     ends, because an argument may contain `</tool_call>`. TOOLS gives back what came after it.
+#   - A call leaves here with the rest of the reply: only its grammar (TOOLS) knows where it ends.
 #   - A `</think>` nobody opened, a `<think>` inside thinking: dropped. They are never content.
 #
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  170
+# Budget  150
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4591,16 +4476,15 @@ class Piece(NamedTuple):
     text: str
 
 
+@dataclass(eq=False)
 class _Strand:
     """The text of one kind; holds white space back until text follows it."""
 
-    def __init__(self, *, after_tag: bool) -> None:
-        self._after_tag = after_tag  # a tag came since the last text
-        self._started = False  # some text has left
-        self._held = ""
+    _after_tag: bool  # a tag came since the last text
+    _started: bool = False  # some text has left
+    _held: str = ""
 
     def feed(self, text: str) -> str:
-        """Return what can leave now."""
         text = self._held + text
         if self._after_tag and not self._started:
             text = text.lstrip("\n")
@@ -4616,7 +4500,6 @@ class _Strand:
         return held
 
     def note_tag(self) -> None:
-        """The next text is the first one after a tag."""
         self._held, self._after_tag = "", True
 
     def finish(self) -> str:
@@ -4627,9 +4510,8 @@ class _Strand:
 class _ReasoningStreamSplitter:
     """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind.
 
-    `in_reasoning`: the prompt ended inside a think block (the template opened it).
-    After a "tool" piece everything fed comes back as "tool" pieces, until `resume` says where the
-    call ended; the owner of the calls' grammar (`ReplyStream`) does that.
+    `in_reasoning`: the prompt ended inside a think block. After a "tool" piece all text comes back
+    in "tool" pieces, until the owner of the calls' grammar (`ReplyStream`) calls `resume`.
     """
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
@@ -4637,7 +4519,8 @@ class _ReasoningStreamSplitter:
         known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
         self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        self._reasoning, self._content = _Strand(after_tag=in_reasoning), _Strand(after_tag=False)
+        kinds: dict[TextKind, bool] = {"reasoning": in_reasoning, "content": False}
+        self._strands = {kind: _Strand(after_tag) for kind, after_tag in kinds.items()}
         self._tail = ""  # may become a tag
         self.in_call = False
 
@@ -4647,21 +4530,13 @@ class _ReasoningStreamSplitter:
         return self._kind == "reasoning" and not self.in_call
 
     def feed(self, text: str, *, literal: bool = False) -> list[Piece]:
-        """Return the pieces that are certain now.
-
-        `literal`: no tag token was generated for this text, so what looks like a tag is text that
-        the model quotes. Only a caller that sees tokens can know; outside calls it is believed.
-        """
+        """What is certain now. `literal`: no tag token came, what looks like a tag is text."""
         if self.in_call:
             return [Piece("tool", text)] if text else []
         return self.restore(text) if literal else self._scan(text)
 
     def resume(self, rest: str, *, called: bool) -> list[Piece]:
-        """Go on after a call, with the text that followed it.
-
-        `called`: it really was one, so it closed the thinking it came in and its tags are gone;
-        otherwise the reply goes on where it was.
-        """
+        """Go on after a call with what followed it; if it was one, it closed the thinking."""
         self.in_call = False
         if called:
             self._turn_to("content")
@@ -4673,9 +4548,9 @@ class _ReasoningStreamSplitter:
         return self._text(tail + text)
 
     def finish(self) -> list[Piece]:
-        """Return what was held back: half a tag at the end of a reply is text."""
-        pieces = [*self.restore(""), Piece("reasoning", self._reasoning.finish())]
-        pieces.append(Piece("content", self._content.finish()))
+        """What was held back: half a tag at the end of a reply is text."""
+        pieces = self.restore("")
+        pieces += [Piece(kind, strand.finish()) for kind, strand in self._strands.items()]
         return [piece for piece in pieces if piece.text]
 
     def _scan(self, text: str) -> list[Piece]:
@@ -4689,30 +4564,23 @@ class _ReasoningStreamSplitter:
             text = text[match.end() :]
             if match[0] == self._tags.tool_start:
                 self.in_call = True
-                return [*pieces, Piece("tool", self._strand.take_held() + match[0] + text)]
+                held = self._strands[self._kind].take_held()
+                return [*pieces, Piece("tool", held + match[0] + text)]
             self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
         return [*pieces, *self._text(text)]
 
     def _text(self, text: str) -> list[Piece]:
-        text = self._strand.feed(text)
+        text = self._strands[self._kind].feed(text)
         return [Piece(self._kind, text)] if text else []
 
     def _turn_to(self, kind: TextKind) -> None:
         self._kind = kind
-        self._reasoning.note_tag()
-        self._content.note_tag()
-
-    @property
-    def _strand(self) -> _Strand:
-        return self._reasoning if self._kind == "reasoning" else self._content
+        for strand in self._strands.values():
+            strand.note_tag()
 
 
 def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -> str:
-    """Return a whole reply without its thinking, as the stream's content has it, byte for byte.
-
-    From the first call's opening tag on the reply is as generated: `_extract_openai_tool_calls`
-    goes on from there, and the two together give what a stream gave.
-    """
+    """A reply without its thinking, byte for byte as a stream's content; calls as generated."""
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     pieces = splitter.feed(text) + splitter.finish()
     return "".join(piece.text for piece in pieces if piece.kind != "reasoning")
@@ -4727,16 +4595,16 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 #     <tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>
 #     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
 #
-# A call's own first characters tell these three apart, whatever the model; others are read at their
-# end by mlx-lm's parser. A closing mark counts when what follows it is what the format puts there,
-# otherwise it is part of the value (a file may contain `</parameter>`). What is no call to a tool
-# that was offered stays text. Once a name has left, arguments that stop making sense are closed.
+# A call's first characters tell these apart, whatever the model; others are read at their end by
+# mlx-lm's parser. A closing mark counts when what the format puts behind it follows, otherwise it
+# is part of the value (a file may contain `</parameter>`). What is no call to a tool that was
+# offered stays text. Once a name has left, arguments that stop making sense are closed.
 #
 # Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  510
+# Budget  430
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4793,7 +4661,9 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
 }
-_NAME: Final = _compile(r"<tool_call>\s*(?:" + "|".join(d.name for d in _DIALECTS.values()) + ")")
+_NAME: Final = _compile(
+    r"(?:\s+)?<tool_call>\s*(?:" + "|".join(d.name for d in _DIALECTS.values()) + ")"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -4824,20 +4694,16 @@ class ToolFormat:
 def tool_openings(
     tool_format: ToolFormat, tools: Sequence[Tool], *, name: str | None = None
 ) -> list[str]:
-    """Return the texts that open a call of each tool, or of `name` alone, to force one of them.
-
-    They end where a model's own tokens would. Foreign formats: the opening tag, whatever the tool.
-    """
+    """What opens a call of each tool, or of `name` alone, up to where a model's own token ends."""
     if tool_format.dialect == "foreign":
         return [tool_format.start]
     opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
-    openings = []
+    openings = {}
     for offered, parameters in _parameters_by_name(tools).items():
-        if name in (None, offered):
-            required = "<arg_key>" if parameters.get("required") else ""
-            slots = {"name": offered, "json": _json(offered), "required": required}
-            openings.append(opening.format(gap=tool_format.gap, **slots))
-    return openings
+        slots = {"gap": tool_format.gap, "name": offered, "json": _json(offered)}
+        required = "<arg_key>" if parameters.get("required") else ""
+        openings[offered] = opening.format(**slots, required=required)
+    return [text for offered, text in openings.items() if name in (None, offered)]
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -4859,11 +4725,6 @@ def _json(thing: object) -> str:
     return json.dumps(thing, ensure_ascii=False, allow_nan=False)
 
 
-def _escape(text: str) -> str:
-    """Characters of a JSON string, without the quotes; pieces can be escaped one by one."""
-    return _json(text)[1:-1]
-
-
 _JSON_TYPES: Final = {
     str: {"string"},
     bool: {"boolean"},
@@ -4878,17 +4739,13 @@ _PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # 
 
 def _schema_types(schema: object) -> set[str]:
     """The JSON types a schema allows; empty when it says nothing, or is no schema."""
-    types: set[str] = set()
-    todo = [schema]
-    while todo:
-        node = _mapping(todo.pop())
-        todo += [part for key in ("anyOf", "oneOf", "allOf") for part in _listed(node.get(key, []))]
-        if "type" in node:
-            types |= {t for t in _listed(node["type"]) if isinstance(t, str)}
-        else:
-            allowed = [node["const"]] if "const" in node else _listed(node.get("enum", []))
-            types = types.union(*(_JSON_TYPES.get(type(value), set()) for value in allowed))
-    return types
+    node = _mapping(schema)
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _listed(node.get(key, []))]
+    types = {t for t in _listed(node.get("type", [])) if isinstance(t, str)}
+    if "type" not in node:
+        allowed = [node["const"]] if "const" in node else _listed(node.get("enum", []))
+        types = types.union(*(_JSON_TYPES.get(type(value), set()) for value in allowed))
+    return types.union(*map(_schema_types, parts))
 
 
 def _value_as_json(text: str, types: set[str]) -> str:
@@ -4902,85 +4759,6 @@ def _value_as_json(text: str, types: set[str]) -> str:
         return _json(text)
 
 
-class _ArgumentReader:
-    """Reads the arguments of one call as they come, and gives what JSON text they add to `{`."""
-
-    def __init__(self) -> None:
-        self.unread = ""  # not understood yet; when done: what followed the call
-        self.done = False
-
-    def feed(self, text: str) -> str:
-        self.unread += text
-        pieces: list[str] = []
-        while not self.done and (piece := self._step()) is not None:
-            pieces.append(piece)
-        return "".join(pieces)
-
-    def finish(self) -> str:
-        """End here, or where the text stopped making sense: what makes it valid JSON."""
-        self.done = True
-        return self._close()
-
-    def _step(self) -> str | None:
-        """Read one thing: what it adds, or None when more text is needed."""
-        raise NotImplementedError
-
-    def _close(self) -> str:
-        raise NotImplementedError
-
-
-class _TaggedArguments(_ArgumentReader):
-    """Keys and bare values between tags, typed by the tool's schema; strings leave as they grow."""
-
-    def __init__(self, dialect: _Dialect, parameters: Tool) -> None:
-        super().__init__()
-        self._dialect = dialect
-        self._parameters = parameters
-        self._comma = ""
-        self._types: set[str] | None = None  # of the value it is in
-        self._is_string = False
-        self._parts: list[str] = []  # of that value, unless it is a string
-
-    def _step(self) -> str | None:
-        return self._read_key() if self._types is None else self._read_value()
-
-    def _read_key(self) -> str | None:
-        match = self._dialect.key.match(self.unread, partial=True)
-        if match and match.partial:
-            return None
-        self.unread = self.unread[match.end() if match else 0 :]
-        if not match or match["end"]:
-            return self.finish()
-        if not match["key"]:
-            return ""
-        key, schemas = match["key"].strip(), _mapping(self._parameters.get("properties"))
-        self._types = _schema_types(schemas.get(key, self._parameters.get("additionalProperties")))
-        self._is_string = self._types == {"string"}
-        comma, self._comma = self._comma, ", "
-        return f"{comma}{_json(key)}: " + '"' * self._is_string
-
-    def _read_value(self) -> str | None:
-        match = self._dialect.value_end.search(self.unread, partial=True)
-        text = self.unread[: match.start()]
-        if match.partial and not text:
-            return None
-        self.unread = self.unread[match.start() if match.partial else match.end() :]
-        if not self._is_string:
-            self._parts.append(text)
-            text = ""
-        return _escape(text) + ("" if match.partial else self._close_value())
-
-    def _close_value(self) -> str:
-        if self._types is None:
-            return ""
-        end = '"' if self._is_string else _value_as_json("".join(self._parts), self._types)
-        self._types, self._parts = None, []
-        return end
-
-    def _close(self) -> str:
-        return self._close_value() + "}"
-
-
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
 _CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
@@ -4992,35 +4770,9 @@ _JSON: Final = {  # what may come next, in what: `{` is an object without member
     "]": _compile(rf"\s*,{_VALUE}|\s*(?P<close>\])"),
     # "raw": line breaks and `\d`, which JSON forbids but models write.
     '"': _compile(rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")'),
-    "": _compile(r"\s*[}\]]*\s*</tool_call>"),  # also where a bracket was forgotten
 }
+_JSON_END: Final = _compile(r"\s*[}\]]*\s*</tool_call>")  # also where a bracket was forgotten
 _CLOSED: Final = str.maketrans("{[", "}]")
-
-
-class _JsonArguments(_ArgumentReader):
-    """JSON as generated; members leave when their values begin: closing all then makes it valid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open = "{"  # a key of `_JSON` for each thing that is open, outermost first
-
-    def _step(self) -> str | None:
-        match = _JSON[self._open[-1:]].match(self.unread, partial=True)
-        if match is None:
-            return self._close() or self.finish()
-        if match.partial:
-            return None
-        kind, text = match.lastgroup, match[0]
-        self.unread = self.unread[match.end() :]
-        if not self._open:
-            return self.finish()
-        inside = self._open[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
-        self._open = self._open[:-1] + ("" if kind == "close" else inside)
-        return _escape(text) if kind == "raw" else str(text)
-
-    def _close(self) -> str:
-        opened, self._open = self._open, ""
-        return opened[::-1].translate(_CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -5033,14 +4785,16 @@ class ToolCallDelta:
     arguments: str  # a fragment of JSON text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+Reading = Generator[None, None, None]  # reads one call; pauses where it needs more text
+
+
+class Heard(NamedTuple):
     """What a text meant to a `ToolCallStream`."""
 
-    deltas: Sequence[ToolCallDelta] = ()
-    text: str = ""  # of what is no call, as generated: it goes back
-    rest: str | None = None  # what followed the call; None while it is open
-    is_call: bool = False  # it is one, its name was offered
+    deltas: list[ToolCallDelta]
+    text: str  # of what is no call, as generated: it goes back
+    rest: str | None  # what followed the call; None while it is open
+    is_call: bool  # it is one, its name was offered
 
 
 class ToolCallStream:
@@ -5055,87 +4809,129 @@ class ToolCallStream:
         self._tools = list(tools)
         self._offered = _parameters_by_name(tools)
         self._next_id = next_id
-        self._raw = ""  # of this call: neither understood nor given back
-        self._reader: _ArgumentReader | None = None  # once the name is known
-        self._id = ""  # once the name is known and was offered
+        self._reading: Reading | None = None  # the call that is open
+        self._n_opened = 0
+        # Of that call:
+        self._id = ""  # once its name is known and was offered
+        self._unread = ""
+        self._ended = False  # no more text will come
+        # Of one feed:
+        self._deltas: list[ToolCallDelta] = []
+        self._json = ""  # what it added to the arguments
 
-    def feed(self, text: str) -> Heard:
-        self._raw += text
-        if self._reader:
-            return self._hear(self._reader, self._reader.feed(text))
-        is_foreign = self._format.dialect == "foreign"
-        name = None if is_foreign else _NAME.match(self._raw.lstrip(), partial=True)
-        if not name:
-            return self._hear_whole()
-        return Heard() if name.partial else self._hear_name(name)
+    def feed(self, text: str, *, ended: bool = False) -> Heard:
+        """`ended`: the reply is over; give what there is, as valid JSON, or as text."""
+        if self._reading is None:
+            self._reading, self._id, self._unread = self._read(), "", ""
+        raw = self._unread = self._unread + text
+        self._ended, self._deltas, self._json = ended, [], ""
+        is_over = next(self._reading, True)
+        if self._id and self._json:
+            self._add(self._json)
+        if is_over:
+            self._reading, self.n_calls = None, self._n_opened
+        back = "" if self._id else raw[: len(raw) - len(self._unread)]
+        return Heard(self._deltas, back, self._unread if is_over else None, bool(self._id))
 
-    def finish(self) -> Heard:
-        """The reply ended inside a call: give what there is, as valid JSON, or as text."""
-        if not self._reader:
-            return self._hear_whole(finished=True)
-        self._reader.unread = ""
-        return self._hear(self._reader, self._reader.finish())
-
-    def _hear_name(self, match: Any) -> Heard:
-        name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
-        self._id = self._next_id() if name in self._offered else ""
-        tagged = dialect.key and _TaggedArguments(dialect, self._offered.get(name, {}))
-        self._reader = reader = tagged or _JsonArguments()
-        return self._hear(reader, "{" + reader.feed(match.string[match.end() :]), name=name)
-
-    def _hear(self, reader: _ArgumentReader, arguments: str, *, name: str | None = None) -> Heard:
-        """Pass on what the reader made of its text; a call that was not offered goes back."""
-        is_call, rest = bool(self._id), reader.unread if reader.done else None
-        deltas = self._deltas(name, arguments) if is_call else []
-        text = "" if is_call else self._raw[: len(self._raw) - len(reader.unread)]
-        self._raw = reader.unread
-        if reader.done:
-            self.n_calls += is_call
-            self._raw, self._reader = "", None
-        return Heard(deltas=deltas, text=text, rest=rest, is_call=is_call)
-
-    def _hear_whole(self, *, finished: bool = False) -> Heard:
-        """Read a foreign call, at its end; in our dialects this is a tag, but no call."""
-        before, start, body = self._raw.partition(self._format.start)
-        if self._format.dialect != "foreign":
-            self._raw = ""
-            return Heard(text=before + start, rest=body)
-        body, end, rest = body.partition(self._format.end) if self._format.end else (body, "", "")
-        if not end and not finished:
-            return Heard()
-        deltas: list[ToolCallDelta] = []
-        for name, arguments in self._parse(body):
-            self._id = self._next_id()
-            deltas += self._deltas(name, arguments)
-            self.n_calls += 1
-        text, self._raw = "" if deltas else before + start + body + end, ""
-        return Heard(deltas=deltas, text=text, rest=rest, is_call=bool(deltas))
-
-    def _deltas(self, name: str | None, arguments: str) -> list[ToolCallDelta]:
+    def _open(self, name: str) -> None:
         """The name leaves alone: there are clients that lose arguments that come with it."""
-        named = [ToolCallDelta(self.n_calls, self._id, name, "")] if name is not None else []
-        return named + [ToolCallDelta(self.n_calls, self._id, None, arguments)] * bool(arguments)
+        self._id = self._next_id()
+        self._n_opened += 1
+        self._add("", name=name)
+
+    def _add(self, arguments: str, *, name: str | None = None) -> None:
+        self._deltas.append(ToolCallDelta(self._n_opened - 1, self._id, name, arguments))
+
+    def _read(self) -> Reading:
+        if self._format.dialect == "foreign":
+            yield from self._read_foreign()
+        elif (match := (yield from self._take(_NAME))) is None:  # a tag, but no call
+            self._unread = self._unread.partition(self._format.start)[2]
+        else:
+            name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
+            if name in self._offered:
+                self._open(name)
+            self._json = "{"
+            tagged = dialect.key and self._read_tagged(dialect, self._offered.get(name, {}))
+            yield from tagged or self._read_json()
+            self._unread = "" if self._ended else self._unread
+
+    def _take(self, pattern: Any) -> Generator[None, None, Any]:
+        """Take a match off the unread text; None where it does not fit, or was cut off."""
+        while (match := pattern.match(self._unread, partial=True)) and match.partial:
+            if self._ended:
+                return None
+            yield
+        self._unread = self._unread[match.end() if match else 0 :]
+        return match
+
+    def _read_tagged(self, dialect: _Dialect, parameters: Tool) -> Reading:
+        """Keys and bare values between tags, typed by the tool's schema."""
+        schemas, comma = _mapping(parameters.get("properties")), ""
+        while (match := (yield from self._take(dialect.key))) and not match["end"]:
+            if match["key"]:
+                key = match["key"].strip()
+                self._json += f"{comma}{_json(key)}: "
+                comma = ", "
+                schema = schemas.get(key, parameters.get("additionalProperties"))
+                yield from self._read_value(dialect.value_end, _schema_types(schema))
+        self._json += "}"
+
+    def _read_value(self, end: Any, types: set[str]) -> Reading:
+        """One of them; strings leave as they grow."""
+        is_string, parts = types == {"string"}, []
+        self._json += '"' * is_string
+        is_whole = False
+        while not (is_whole or self._ended):
+            match = end.search(self._unread, partial=True)
+            text, is_whole = self._unread[: match.start()], not match.partial
+            self._unread = self._unread[match.end() if is_whole else match.start() :]
+            if is_string:
+                self._json += _json(text)[1:-1]  # pieces can be escaped one by one
+            else:
+                parts.append(text)
+            if not is_whole:
+                yield
+        self._json += '"' if is_string else _value_as_json("".join(parts), types)
+
+    def _read_json(self) -> Reading:
+        """JSON as generated; members leave when their values begin: closing all makes it valid."""
+        opened = "{"  # a key of `_JSON` for each thing that is open, outermost first
+        while opened and (match := (yield from self._take(_JSON[opened[-1]]))):
+            kind, text = match.lastgroup, match[0]
+            inside = opened[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
+            opened = opened[:-1] + ("" if kind == "close" else inside)
+            self._json += _json(text)[1:-1] if kind == "raw" else text
+        self._json += opened[::-1].translate(_CLOSED)
+        yield from self._take(_JSON_END)
+
+    def _read_foreign(self) -> Reading:
+        """A call, or several, for mlx-lm's parser: only at the end it can read them."""
+        start, end = self._format.start, self._format.end
+        while not self._ended and not (end and end in self._unread.partition(start)[2]):
+            yield
+        body = self._unread.partition(start)[2]
+        body, _, self._unread = body.partition(end) if end else (body, "", "")
+        for name, arguments in self._parse(body):
+            self._open(name)
+            self._add(arguments)
 
     def _parse(self, body: str) -> list[tuple[str, str]]:
-        """Return names and arguments as JSON; nothing where that is no call to offered tools."""
+        """Names and arguments as JSON; nothing where that is no call to offered tools."""
         parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
+        calls = []
         try:
-            calls = [_name_and_arguments(call) for call in _listed(parse(body, self._tools))]
+            for call in _listed(parse(body, self._tools)):
+                arguments = call.get("arguments", {})
+                if isinstance(arguments, str):
+                    arguments = json.loads(arguments, strict=False)
+                calls.append((call["name"], _json(dict(arguments))))
             return calls if all(name in self._offered for name, _ in calls) else []
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return []
 
 
-def _name_and_arguments(call: Tool) -> tuple[str, str]:
-    """Read one parsed call. Raises KeyError, TypeError or ValueError where it is none."""
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments, strict=False)
-    return call["name"], _json(dict(arguments))
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What is new in a reply: text, or a part of a call."""
 
     kind: Literal["reasoning", "content", "tool"]
@@ -5143,8 +4939,7 @@ class Delta:
     call: ToolCallDelta | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """A reply put together from its deltas; None where there was nothing."""
 
     content: str | None
@@ -5152,18 +4947,13 @@ class Reply:
     tool_calls: list[dict[str, Any]]  # {"id", "type", "function": {"name", "arguments"}}
 
 
+@dataclass(eq=False)
 class ReplyStream:
-    """Reasoning, content and calls of one reply, in the order in which they were generated.
+    """Reasoning, content and calls of one reply, in the order in which they were generated."""
 
-    `calls` may be missing where the splitter knows no tag that opens one.
-    """
-
-    def __init__(
-        self, splitter: _ReasoningStreamSplitter, calls: ToolCallStream | None = None
-    ) -> None:
-        self._splitter = splitter
-        self._calls = calls
-        self._deltas: list[Delta] = []
+    _splitter: _ReasoningStreamSplitter
+    _calls: ToolCallStream | None = None  # where the splitter knows a tag that opens calls
+    _deltas: list[Delta] = field(default_factory=list)
 
     @property
     def n_calls(self) -> int:
@@ -5171,47 +4961,44 @@ class ReplyStream:
         return self._calls.n_calls if self._calls else 0
 
     def feed(self, text: str, *, literal: bool = False) -> list[Delta]:
-        """Return what is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
+        """What is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
         n_known = len(self._deltas)
         self._route(self._splitter.feed(text, literal=literal))
         return self._deltas[n_known:]
 
     def finish(self) -> list[Delta]:
-        """Return what was held back; the reply is over, wherever it was cut."""
+        """What was held back; the reply is over, wherever it was cut."""
         n_known = len(self._deltas)
-        if self._splitter.in_call and self._calls:
-            self._route(self._go_on(self._calls.finish()))
+        if self._splitter.in_call:
+            self._route(self._hear("", ended=True))
         self._route(self._splitter.finish())
         return self._deltas[n_known:]
 
     def reply(self) -> Reply:
-        """Return the join of all deltas: what a client that reads the stream has."""
-        parts = [delta.call for delta in self._deltas if delta.call]
-        calls = [_whole_call(part, parts) for part in parts if part.name is not None]
-        return Reply(self._text("content"), self._text("reasoning"), calls)
-
-    def _text(self, kind: str) -> str | None:
-        return "".join(delta.text for delta in self._deltas if delta.kind == kind) or None
+        """The join of all deltas: what a client that reads the stream has."""
+        texts = {"content": "", "reasoning": ""}
+        functions: dict[str, dict[str, Any]] = {}  # by the id of their call
+        for kind, text, call in self._deltas:
+            if call is None:
+                texts[kind] += text
+            else:
+                function = functions.setdefault(call.id, {"name": call.name, "arguments": ""})
+                function["arguments"] += call.arguments
+        calls = [{"id": i, "type": "function", "function": f} for i, f in functions.items()]
+        return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
 
     def _route(self, pieces: list[Piece]) -> None:
         while pieces:
-            last = pieces.pop() if pieces[-1].kind == "tool" else None  # a call is the last piece
+            call = pieces.pop() if pieces[-1].kind == "tool" else None  # always the last piece
             self._deltas += [Delta(piece.kind, piece.text) for piece in pieces]
-            assert self._calls or not last
-            pieces = self._go_on(self._calls.feed(last.text)) if self._calls and last else []
+            pieces = self._hear(call.text) if call else []
 
-    def _go_on(self, heard: Heard) -> list[Piece]:
-        self._deltas += [Delta("tool", call=delta) for delta in heard.deltas]
-        pieces = self._splitter.restore(heard.text)
-        if heard.rest is not None:
-            pieces += self._splitter.resume(heard.rest, called=heard.is_call)
-        return pieces
-
-
-def _whole_call(first: ToolCallDelta, parts: list[ToolCallDelta]) -> dict[str, Any]:
-    arguments = "".join(part.arguments for part in parts if part.index == first.index)
-    function = {"name": first.name, "arguments": arguments}
-    return {"id": first.id, "type": "function", "function": function}
+    def _hear(self, text: str, *, ended: bool = False) -> list[Piece]:
+        assert self._calls, "the splitter knows a tag that opens calls, and nobody reads them"
+        deltas, back, rest, is_call = self._calls.feed(text, ended=ended)
+        self._deltas += [Delta("tool", call=delta) for delta in deltas]
+        pieces = self._splitter.restore(back)
+        return pieces if rest is None else pieces + self._splitter.resume(rest, called=is_call)
 
 
 def _extract_openai_tool_calls(
@@ -5758,15 +5545,14 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # region 18 HTTP ===============================================================
 # stdlib ThreadingHTTPServer, server-sent events, one error boundary.
 #
-# A thread per connection parses, renders and waits; only the model thread computes. Whatever goes
-# wrong before the headers becomes a status and an OpenAI error body; after them, an error event.
-# A client that left is noticed while nothing is written, too: between events the socket is asked
-# whether its other end is still there, so a request is given up within a tick.
+# A thread per connection parses, renders and waits. What goes wrong before the headers becomes a
+# status and an OpenAI error body; after them, an error event. A client that left is noticed within
+# a tick: between events the socket is asked whether its other end is still there.
 #
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
-# Budget  280
+# Budget  245
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5781,8 +5567,7 @@ class LLMServer(ThreadingHTTPServer):
     def __init__(
         self, address: tuple[str, int], state: ServerState, *, slots: threading.BoundedSemaphore
     ) -> None:
-        self.state = state
-        self._slots = slots
+        self.state, self._slots = state, slots
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
@@ -5793,11 +5578,9 @@ class LLMServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     @override
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self._slots.release()
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -5805,61 +5588,44 @@ class LLMServer(ThreadingHTTPServer):
         log.debug("connection from %s ended badly: %r", client_address, sys.exception())
 
 
-class RequestBody:
-    """A request's body: what is refused unread, and how the rest is read."""
+def _declared_length(headers: Any, limit: int) -> int | None:
+    """Bytes of a body, None for a chunked one. Raises what refuses it unread."""
+    if headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
+    if "chunked" in headers.get("Transfer-Encoding", "").lower():
+        return None
+    text = headers.get("Content-Length", "0").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise BadRequest("Content-Length is not a number")
+    return _allowed(int(text), limit)
 
-    def __init__(self, headers: Any, rfile: BufferedIOBase, *, limit: int) -> None:
-        self._headers = headers  # the stdlib's case-insensitive mapping
-        self._rfile = rfile
-        self._limit = limit  # bytes
 
-    def check(self) -> int | None:
-        """Declared length, None for a chunked body. Raises for a body that will not be read."""
-        if self._headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
-        if "chunked" in self._headers.get("Transfer-Encoding", "").lower():
-            return None
-        text = self._headers.get("Content-Length", "0").strip()
-        if not (text.isascii() and text.isdigit()):
-            raise BadRequest("Content-Length is not a number")
-        self._check_size(int(text))
-        return int(text)
+def _allowed(n_bytes: int, limit: int) -> int:
+    if n_bytes > limit:
+        raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({limit} bytes)")
+    return n_bytes
 
-    def read(self) -> bytes:
-        """The whole body. Raises ClientGone when it ends early."""
-        length = self.check()
-        if length is None:
-            return b"".join(self._chunks())
-        raw = self._rfile.read(length)
-        if len(raw) < length:
-            raise ClientGone
-        return raw
 
-    def _check_size(self, n_bytes: int) -> None:
-        if n_bytes > self._limit:
-            raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({self._limit} bytes)")
-
-    def _chunks(self) -> Iterator[bytes]:
-        """The parts of a chunked body, RFC 9112 section 7.1."""
-        total = 0
-        while size := self._chunk_size():
-            total += size
-            self._check_size(total)
-            yield self._rfile.read(size)
-            self._rfile.readline(_LINE_LIMIT)
-        while self._rfile.readline(_LINE_LIMIT).strip():
-            pass  # trailers
-
-    def _chunk_size(self) -> int:
-        line = self._rfile.readline(_LINE_LIMIT).partition(b";")[0].strip()
+def _chunks(rfile: BufferedIOBase, limit: int) -> Iterator[bytes]:
+    """The parts of a chunked body, RFC 9112 section 7.1."""
+    total, size = 0, -1
+    while size:
+        line = rfile.readline(_LINE_LIMIT).partition(b";")[0].strip()
         if not re.fullmatch(rb"[0-9a-fA-F]{1,8}", line):
             raise BadRequest("the chunked body is malformed")
-        return int(line, 16)
+        size = int(line, 16)
+        total = _allowed(total + size, limit)
+        yield rfile.read(size)
+        if size:
+            rfile.readline(_LINE_LIMIT)
+    while rfile.readline(_LINE_LIMIT).strip():
+        pass  # trailers
 
 
 class Handler(BaseHTTPRequestHandler):
     """One connection: requests one after another, each through `_answer`."""
 
+    server_version, sys_version = "start-llm", ""
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.1"  # the refusal of garbage has a status line, too
     server: LLMServer
@@ -5875,8 +5641,8 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         """The error boundary: nothing a request does leaves this function as an exception."""
         self._headers_sent = False
-        length = self.headers.get("Content-Length", "0")
-        self._has_unread_body = length != "0" or "Transfer-Encoding" in self.headers
+        has_length = self.headers.get("Content-Length", "0") != "0"
+        self._has_unread_body = has_length or "Transfer-Encoding" in self.headers
         try:
             self._route()
         except ServerError as error:
@@ -5893,13 +5659,11 @@ class Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         path = self.path.partition("?")[0].rstrip("/") or "/"
         if path.startswith("/v1/models/"):
-            path, self._model_id = "/v1/models/*", path.removeprefix("/v1/models/")
-        routes = self._ROUTES.get(path)
-        if routes is None:
+            path, self._id = "/v1/models/*", path.removeprefix("/v1/models/")
+        if path not in self._ROUTES:
             raise NotFound(f"there is nothing at {path[:200]}")
-        route = routes.get("GET" if self.command == "HEAD" else self.command)
-        if route is None:
-            allowed = ", ".join(routes)
+        allowed, route = self._ROUTES[path]
+        if allowed != ("GET" if self.command == "HEAD" else self.command):
             raise MethodNotAllowed(f"{path} takes {allowed}, not {self.command}", allowed=allowed)
         route(self)
 
@@ -5907,51 +5671,49 @@ class Handler(BaseHTTPRequestHandler):
         body = health_body(self.server.state)
         self._send_json(200 if body["status"] == "ok" else 503, body)
 
-    _ROUTES: ClassVar[Mapping[str, Mapping[str, Callable[[Handler], None]]]] = {
-        "/": {"GET": _get_health},
-        "/health": {"GET": _get_health},
-        "/v1/status": {"GET": lambda h: h._send_json(200, status_body(h.server.state))},
-        "/v1/models": {"GET": lambda h: h._send_json(200, models_body(h.server.state))},
-        "/v1/models/*": {
-            "GET": lambda h: h._send_json(200, model_body(h.server.state, h._model_id))
-        },
-        "/v1/chat/completions": {"POST": lambda h: h._generate(ChatRequest.from_chat)},
-        "/v1/completions": {"POST": lambda h: h._generate(ChatRequest.from_completion)},
+    _ROUTES: ClassVar[Mapping[str, tuple[str, Callable[[Handler], None]]]] = {
+        "/": ("GET", _get_health),
+        "/health": ("GET", _get_health),
+        "/v1/status": ("GET", lambda h: h._send_json(200, status_body(h.server.state))),
+        "/v1/models": ("GET", lambda h: h._send_json(200, models_body(h.server.state))),
+        "/v1/models/*": ("GET", lambda h: h._send_json(200, model_body(h.server.state, h._id))),
+        "/v1/chat/completions": ("POST", lambda h: h._generate(ChatRequest.from_chat)),
+        "/v1/completions": ("POST", lambda h: h._generate(ChatRequest.from_completion)),
     }
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
         state = self.server.state
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        raw = self._body().read()
-        self._has_unread_body = False
-        body, request_id = parse_json_body(raw), uuid.uuid4().hex
-        request = parse(body, state.config, request_id=request_id, headers=headers)
+        body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
+        request = parse(body, state.config, request_id=request_id, headers=dict(self.headers))
         with closing(Answer(state, request)) as answer:
             if request.stream:
                 self._send_events(answer.chunks())
-            else:
-                self._send_json(200, self._last(answer.whole()))
-
-    def _last(self, steps: Bodies) -> dict[str, Any]:
-        """Wait for the one body among the ticks, giving up when the client does."""
-        for body in steps:
-            if body is not None:
-                return body
-            self._check_client()
-        raise GenerationFailed("the reply never came")
+                return
+            for body in answer.whole():
+                if body is None:
+                    self._check_client()
+                else:
+                    self._send_json(200, body)
 
     @override
     def handle_expect_100(self) -> bool:
         """Do not invite a body that would be refused."""
         try:
-            self._body().check()
+            _declared_length(self.headers, self.server.state.config.max_body_bytes)
         except ServerError as error:
             self._send_error_body(error)
             return False
         return super().handle_expect_100()
 
-    def _body(self) -> RequestBody:
-        return RequestBody(self.headers, self.rfile, limit=self.server.state.config.max_body_bytes)
+    def _read_body(self) -> bytes:
+        """The whole body. Raises ClientGone when it ends early."""
+        limit = self.server.state.config.max_body_bytes
+        length = _declared_length(self.headers, limit)
+        raw = b"".join(_chunks(self.rfile, limit)) if length is None else self.rfile.read(length)
+        if length is not None and len(raw) < length:
+            raise ClientGone
+        self._has_unread_body = False
+        return raw
 
     def _check_client(self) -> None:
         """Raise ClientGone if the other end closed. A pipelined request is not a goodbye."""
@@ -5959,12 +5721,10 @@ class Handler(BaseHTTPRequestHandler):
         if readable and not self.connection.recv(1, socket.MSG_PEEK):
             raise ClientGone
 
-    def _send_json(
-        self, status: int, body: object, *, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def _send_json(self, status: int, body: object, **headers: str) -> None:
         payload = json.dumps(body, ensure_ascii=False).encode()
         length = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
-        self._begin(status, {**length, **(headers or {})})
+        self._begin(status, length | headers)
         if self.command != "HEAD":
             self.wfile.write(payload)
 
@@ -5979,15 +5739,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send_error_body(self, error: ServerError) -> None:
         """The error as a response, or, once the headers are out, as the stream's last event."""
-        if self._has_unread_body:  # what follows on this connection would not be a request
+        if self._has_unread_body or self._headers_sent:  # no request could follow on this
             self.close_connection = True
         try:
             if self._headers_sent:
                 self._send_event(error.body())
-                self._end_events()
-                self.close_connection = True
+                self._write_part(b"")
             else:
-                self._send_json(error.status, error.body(), headers=error.headers)
+                self._send_json(error.status, error.body(), **error.headers)
         except OSError:
             self.close_connection = True
 
@@ -6003,20 +5762,15 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._send_event(body)
         self._write_part(b"data: [DONE]\n\n")
-        self._end_events()
+        self._write_part(b"")
 
     def _send_event(self, body: object) -> None:
         self._write_part(b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n")
 
     def _write_part(self, payload: bytes) -> None:
-        if self.request_version == "HTTP/1.0":
-            self.wfile.write(payload)
-        else:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(payload), payload))
-
-    def _end_events(self) -> None:
-        if self.request_version != "HTTP/1.0":
-            self.wfile.write(b"0\r\n\r\n")
+        """One chunk, of which the empty one ends the body; HTTP/1.0 knows no chunks."""
+        chunk = b"%x\r\n%s\r\n" % (len(payload), payload)
+        self.wfile.write(payload if self.request_version == "HTTP/1.0" else chunk)
 
     @override
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
@@ -6029,10 +5783,6 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("%s %s", self.client_address[0], format % args)
 
-    @override
-    def version_string(self) -> str:
-        return "start-llm"
-
 
 # endregion
 
@@ -6040,19 +5790,17 @@ class Handler(BaseHTTPRequestHandler):
 # Build the state, listen, load, serve, stop.
 #
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
-# the model thread, because arrays may not be handed from thread to thread before they are computed.
+# the model thread: arrays may not change threads before they are computed.
 #
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  140
+# Budget  130
 # ==============================================================================
 
 _FILES_WANTED = 4096
-_USAGE = """usage: start-llm.py
-
-Every setting is an environment variable or a line of .env beside this file; .env.example lists
-them all. MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
+_USAGE = """Every setting is an environment variable or a line of .env; .env.example lists them all.
+MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
 
 
 def build_state(config: Config) -> ServerState:
@@ -6077,10 +5825,9 @@ def build_state(config: Config) -> ServerState:
 
 def _is_taken(address: tuple[str, int]) -> bool:
     """Whether somebody answers there; on macOS a bind beside another's may succeed all the same."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(address) == 0
+    with suppress(OSError), socket.create_connection(address, timeout=0.5):
+        return True
+    return False
 
 
 def _listen(config: Config, state: ServerState) -> list[LLMServer]:
@@ -6100,15 +5847,12 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
                 continue
             for server in servers:
                 server.server_close()
-            raise ConfigError(_why_not(address, error)) from error
+            why = f"cannot listen on {host}:{config.mlx_port}: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE:
+                taken = f"port {config.mlx_port} on {host} is taken by another program"
+                why = f"{taken}; stop it or set MLX_PORT"
+            raise ConfigError(why) from error
     return servers
-
-
-def _why_not(address: tuple[str, int], error: OSError) -> str:
-    host, port = address
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is taken by another program; stop it or set MLX_PORT"
-    return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
 
 def _raise_file_limit() -> None:
@@ -6116,7 +5860,7 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
     if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
+        with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -6147,11 +5891,9 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
 
 def main() -> int:
     """Run the server; returns the exit status: 0 stopped, 1 the model died, 2 cannot start."""
-    if len(sys.argv) > 1:
-        sys.stderr.write(_USAGE + "\n")
-        return 0 if sys.argv[1] in ("-h", "--help") else 2
+    argparse.ArgumentParser(description=_USAGE).parse_args()
     written = dotenv_values(Path(__file__).resolve().parent / ".env")
-    settings = {k: v for k, v in {**written, **os.environ}.items() if v is not None}
+    settings = {**written, **os.environ}
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: stop.set())
