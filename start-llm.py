@@ -84,7 +84,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
-from functools import partial
+from functools import partial, reduce
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -1065,8 +1065,11 @@ class HealingStore:
 
     def thought_of(self, reply: Message) -> str:
         """The thinking that led to this reply; "" where none is known."""
+        digest = reply_digest(reply)
         with self._healing_lock:
-            return self._thoughts.get(reply_digest(reply), "")
+            if digest in self._thoughts:
+                self._thoughts.move_to_end(digest)
+            return self._thoughts.get(digest, "")
 
     def __len__(self) -> int:
         return len(self._thoughts)
@@ -1100,7 +1103,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES, replaced, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  294
+# Budget  306
 # ==============================================================================
 
 RuleClass = Literal["telemetry", "pinned", "transient", "off"]
@@ -1136,9 +1139,11 @@ _REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system
 _CARRIER: Final = (
     r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>[\s\S]*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 )
+_OPENERS: Final = ("<system-reminder>", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
+_CLOSERS: Final = ("</system-reminder>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>")
 _RULES: Final = (
     # why(L-37): Claude Code's first system block; its cch= changes with every request.
-    _rule("billing_header", r"\A\s*x-anthropic-billing-header:[^\n]*\n*", roles=SYSTEM_ROLES),
+    _rule("billing_header", r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*", roles=SYSTEM_ROLES),
     # why(L-38): OpenClaw writes a new id into its system prompt at each user turn.
     _rule(
         *("message_id", r'^[ \t]*"message_id"[ \t]*:[ \t]*"(?P<value>[^"\n]*)"'),
@@ -1245,9 +1250,15 @@ class Canon:
         if not rules:
             return _turn({**message, "content": self.joint.join(parts)})
         parts = [_without_telemetry(part, rules) for part in parts]
-        text = self.joint.join(part for part in parts if part)
+        text = reduce(self._joined, (part for part in parts if part), "")
         fields = tuple(_fields(text, rules))
         return _turn({**message, "content": text}, _stilled(text, fields), fields=fields)
+
+    def _joined(self, text: str, part: str) -> str:
+        """Text parts as the template joins them; a block stands on lines of its own."""
+        is_block = text.endswith(_CLOSERS) or part.startswith(_OPENERS)
+        joint = self.joint if "\n" in self.joint or not is_block else "\n"
+        return text + joint * bool(text) + part
 
     def _reply(self, message: Message, content: str) -> Turn:
         """Thinking under one name, wherever the client has put it."""
@@ -1267,7 +1278,8 @@ def _turn(message: Message, text: str | None = None, *, fields: tuple[Volatile, 
     """`text`: the canonical content, where it is another."""
     words = message["content"] if text is None else text
     canonical = {"role": message["role"], "name": message.get("name", ""), "content": words}
-    digest = hashlib.sha256("\0".join(canonical.values()).encode()).digest()
+    ours = words.count("__STABLE_") - message["content"].count("__STABLE_")  # not the client's own
+    digest = hashlib.sha256("\0".join([*canonical.values(), str(ours)]).encode()).digest()
     return Turn(message=message, canonical=canonical, digest=digest, fields=fields)
 
 
@@ -1294,9 +1306,9 @@ def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
         )
     end = 0
     for one in sorted(found, key=lambda one: one.start):
-        if one.start >= end:
+        if not text[one.start : end].strip("\n"):  # neighbours share the line breaks between them
+            yield one._replace(start=max(one.start, end))
             end = one.end
-            yield one
             if one.text:
                 inner = _fields(one.text, [rule for rule in rules if rule.name != one.rule])
                 at = one.start
@@ -1358,12 +1370,15 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
         elif before == "assistant":
             texts = "\n\n".join(note.value for note in notes)
             turns.append(_turn({"role": "user", "content": texts}))
-        elif turn.role in SYSTEM_ROLES and not any(t.role == "assistant" for t in turns):
+        elif notes[0].rule in _SYSTEMS and not any(t.role == "assistant" for t in turns):
             first = next(i for i, t in enumerate(turns) if t.role not in SYSTEM_ROLES)
             turns[first] = replace(turns[first], head=(*turns[first].head, *notes))
         else:
             turns[-1] = replace(turns[-1], tail=(*turns[-1].tail, *notes))
     return tuple(turns)
+
+
+_SYSTEMS: Final = frozenset({"late_system", "operator_note"})
 
 
 def _notes(turn: Turn, canon: Canon, *, is_head: bool) -> tuple[Volatile, ...]:
@@ -1394,7 +1409,7 @@ def _notes(turn: Turn, canon: Canon, *, is_head: bool) -> tuple[Volatile, ...]:
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  720
+# Budget  739
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1504,6 +1519,10 @@ _REFUSALS: Final = (
 _THOUGHT: Final = "zqthought"
 _FIRST: Final = "zqfirst"
 _WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
+_TOOL: Final[Body] = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
+}
 _Switches = dict[str, Any]
 
 
@@ -1524,10 +1543,10 @@ class _ChatTemplate:
             sentence = f"the model's chat template refuses these messages: {refusal}"
             raise BadRequest(sentence, param="messages") from refusal
 
-    def attempt(self, script: str, /, **switches: Any) -> str:
+    def attempt(self, script: str, tools: Sequence[Body] = (), /, **switches: Any) -> str:
         """The text of a canned conversation, or nothing where the template refuses it."""
         try:
-            return self.render(_canned(script), tools=[], switches=switches)
+            return self.render(_canned(script), tools=list(tools), switches=switches)
         except BadRequest:
             return ""
 
@@ -1611,9 +1630,13 @@ class _Quirks:
         if name not in self._worlds:
             if len(self._worlds) > 256:
                 self._worlds = {}
-            script = "system user reply user" if self.has_system else "user reply user"
-            text = self._chat.attempt(script, **switches, add_generation_prompt=False)
-            self._worlds[name] = text
+            head = "system " if self.has_system else ""
+            canned: tuple[tuple[str, list[Body]], ...] = (
+                *(("user reply user", []), ("user call tool reply user", [_TOOL])),
+            )
+            told = {**switches, "add_generation_prompt": False}
+            texts = (self._chat.attempt(head + script, tools, **told) for script, tools in canned)
+            self._worlds[name] = "\0".join(texts)
         return self._worlds[name]
 
 
@@ -1792,9 +1815,9 @@ class _Junction:
         """New messages of the same shape with words of our own."""
         return replace(self, new=[_canned_like(message, n=n) for n, message in enumerate(self.new)])
 
-    def head(self) -> list[Message]:
+    def head(self, words: str) -> list[Message]:
         has_system = self.old[0]["role"] in SYSTEM_ROLES and len(self.old) > 1
-        return [{"role": "system", "content": "x"}] if has_system else []
+        return [{"role": "system", "content": words}] if has_system else []
 
     def shape(self) -> str:
         """What the proof of a seam may depend on."""
@@ -1802,7 +1825,8 @@ class _Junction:
             [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])]
             for m in (self.marked(), *self.new)
         )
-        return json.dumps([len(self.head()), *kinds, bool(self.tools), self.switches], default=str)
+        n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
+        return json.dumps([len(self.head("x")), *kinds, n_tools, self.switches], default=str)
 
 
 _NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of this very file
@@ -1873,7 +1897,7 @@ class _Seams:
         same = True
         for past in self.PASTS:
             with suppress(Unspliceable):
-                same = same and self._rest([*at.head(), *_canned(past)], at) == short
+                same = same and self._rest([*at.head("y"), *_canned(past)], at) == short
         return replace(self._parted(at, short), is_minimal=same)
 
     def _parted(self, at: _Junction, rest: str) -> _Seam:
@@ -1898,7 +1922,7 @@ class _Seams:
         return rest
 
     def _stub(self, at: _Junction) -> list[Message]:
-        return [*at.head(), {"role": "user", "content": "x"}]
+        return [*at.head("x"), {"role": "user", "content": "x"}]
 
 
 def _no_tokens() -> npt.NDArray[np.int32]:
@@ -2127,7 +2151,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  364
+# Budget  385
 # ==============================================================================
 
 _Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
@@ -2168,6 +2192,7 @@ class Transcript:
     ended: int | None  # the end token; None for a reply that was cut
     session: str
     used: float  # seconds on the caller's clock
+    holders: int = 0  # its place under a key, and the transcripts that go on from it
 
     def __len__(self) -> int:
         return self.kept + len(self.ids)
@@ -2268,13 +2293,17 @@ class Ledger:
             draft = self._as_sent(request, template, draft=plain)
         if why:
             self._metrics.bump("ledger_seam_fallback")
-        thinking = sum(len(turn.thought) for turn in turns)  # characters: tokens at the most
-        if room < len(draft.rendered.ids) <= room + thinking:
-            bare = _without_past_thinking(turns)
-            draft = replace(
-                plain, rendered=template.prompt(request, bare), told=_Told(_pins(turns))
-            )
+        excess = len(draft.rendered.ids) - room
+        if 0 < excess <= self._most_thinking(turns):
+            messages, told = _tell(turns, 0, known=_Told())
+            bare = _without_past_thinking(messages)
+            draft = replace(plain, rendered=template.prompt(request, bare), told=told)
         return replace(draft, fallback=why)
+
+    def _most_thinking(self, turns: Iterable[Turn]) -> int:
+        """Bytes of thinking that a prompt may hold, sent or put back; tokens at the most."""
+        healed = _heal_messages([turn.message for turn in turns], self._healing)
+        return sum(len(message.get("reasoning_content", "").encode()) for message in healed)
 
     def snapshot(self) -> dict[str, int]:
         """Counts and bytes, for /v1/status."""
@@ -2285,9 +2314,10 @@ class Ledger:
     def clear(self) -> None:
         """Forget everything, as the cache does when it is cleared."""
         with self._ledger_lock:
+            for past in itertools.chain.from_iterable(self._pasts.values()):
+                self._let_go(past)
             self._pasts.clear()
             self._heads.clear()
-            self._nbytes = 0
 
     def record(
         self, draft: Draft, template: Template, *, reply: Message, generated: Generated
@@ -2314,10 +2344,10 @@ class Ledger:
         )
         with self._ledger_lock:
             others = self._pasts.setdefault(keys[-1], [])
-            while len(others) >= self.ALTERNATIVES:
-                self._nbytes -= others.pop(0).nbytes
             others.append(past)
-            self._nbytes += past.nbytes
+            self._hold(past)
+            while len(others) > self.ALTERNATIVES:
+                self._let_go(others.pop(0))
             self._touch(keys, past, now=past.used)
             self._forget(past.used)
 
@@ -2329,7 +2359,23 @@ class Ledger:
             if self._nbytes <= most and not is_old:
                 return
             self._pasts.popitem(last=False)
-            self._nbytes -= sum(past.nbytes for past in oldest)
+            for past in oldest:
+                self._let_go(past)
+
+    def _hold(self, past: Transcript) -> None:
+        for node in past.line():
+            node.holders += 1
+            if node.holders > 1:
+                return
+            self._nbytes += node.nbytes
+
+    def _let_go(self, past: Transcript) -> None:
+        """Bytes count until the last transcript that goes on from these is gone too."""
+        for node in past.line():
+            node.holders -= 1
+            if node.holders:
+                return
+            self._nbytes -= node.nbytes
 
     def _candidates(self, draft: Draft, *, session: str, now: float) -> list[Transcript]:
         """Pasts that end in a reply and leave a newest message to render, the longest first."""
@@ -2451,12 +2497,12 @@ def _worded(turn: Turn, known: _Told, *, wanted: frozenset[str]) -> tuple[Messag
     return {**turn.message, "content": "\n\n".join([*head, content, *tail])}, tuple(new)
 
 
-def _without_past_thinking(turns: Sequence[Turn]) -> list[Message]:
+def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
     """What a template that strips thinking would see; the current tool loop keeps its own."""
-    users = [at for at, turn in enumerate(turns) if turn.role == "user"]
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
     old = users[-1] if users else 0
-    bare = ({k: v for k, v in t.message.items() if k != "reasoning_content"} for t in turns[:old])
-    return [*bare, *(turn.message for turn in turns[old:])]
+    bare = ({k: v for k, v in m.items() if k != "reasoning_content"} for m in messages[:old])
+    return [*bare, *messages[old:]]
 
 
 def _joined_up(past: Transcript, suffix: Rendered, *, kept: int) -> Rendered:

@@ -1,0 +1,969 @@
+"""LEDGER: what was fed is replayed; what is spliced on is what the template would have said."""
+
+import copy
+import json
+import random
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import start_llm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_render import CHATML, call, chat, said, tiny_tokenizer, tokenizer_of, tool
+from transformers import PreTrainedTokenizerFast
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo_model" / "chat_template.jinja"
+FEW = settings(max_examples=12, deadline=None)
+PLENTY = 10**9  # tokens of room
+
+# -- the templates, and where their models stop ------------------------------------------
+# Two of these repeat in the newest user message what the head says (as Mistral's do), one numbers
+# calls through the conversation (Kimi), one heads the first result of a turn only (Bielik).
+
+ENDS = {
+    "qwen3": ["<|im_end|>", "<|endoftext|>"],
+    "qwen3-coder": ["<|im_end|>", "<|endoftext|>"],
+    "qwen3.5": ["<|im_end|>", "<|endoftext|>"],
+    "glm-4.7-flash": ["<|user|>", "<|observation|>", "<|endoftext|>"],
+    "gemma-4": ["<turn|>", "<|tool_response>"],
+}
+TURN = """\
+{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}
+{{- '<tool_call>' + c.function.name + (c.function.arguments | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+BENT = {
+    "tools-behind": """\
+{%- for m in messages %}
+{%- if m.role == 'user' and loop.last and tools %}
+{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}
+{%- endif %}
+""",
+    "system-behind": """\
+{%- for m in messages %}
+{%- if m.role == 'user' and loop.last and messages[0].role == 'system' %}
+{{- '<|im_start|>again\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+""",
+    "numbered": """\
+{%- for m in messages %}
+{%- set n = messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list | length %}
+{%- if m.role == 'tool' %}{{ '<|im_start|>result ' ~ n ~ '<|im_end|>\\n' }}{% endif %}
+""",
+    "first-result": """\
+{%- for m in messages %}
+{%- set turn = (messages[:loop.index0] | map(attribute='role') | join(' ')).split('user')[-1] %}
+{%- if m.role == 'tool' and 'tool' not in turn %}{{ '<|im_start|>results<|im_end|>\\n' }}{% endif %}
+""",
+}
+TINY = ["chatml", "demo", *BENT]
+MODELS = [f"{name}/tiny" for name in TINY] + [
+    *("qwen3/qwen3", "qwen3-coder/qwen3", "qwen3.5/qwen3", "glm-4.7-flash/glm-4", "gemma-4/qwen3")
+]
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A template, its tokenizer, and the ids at which its model stops."""
+
+    tokenizer: PreTrainedTokenizerFast
+    template: start_llm.Template
+    ends: list[int]
+    call_end: int  # where it stops after a call
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+
+def template_text(name: str) -> str:
+    known = {"chatml": CHATML, "demo": DEMO.read_text("utf-8") if name == "demo" else ""}
+    return known.get(name) or BENT[name] + TURN
+
+
+def spoken(model: str, chat_template: str = "", **config: Any) -> Spoken:
+    name = model.partition("/")[0]
+    is_tiny = model.endswith("/tiny")
+    text = chat_template or (template_text(name) if is_tiny else "")
+    tokenizer = tiny_tokenizer(text) if is_tiny else tokenizer_of(model)
+    known = tokenizer.get_vocab()
+    ends = [known[end] for end in ENDS.get(name, ["<|im_end|>"]) if end in known]
+    start, end = ("<|channel>", "<channel|>") if name == "gemma-4" else ("<think>", "</think>")
+    template = start_llm.Template(
+        tokenizer, start_llm.Config(**config), think_start=start, think_end=end, ends=ends
+    )
+    call_end = ends[1] if name in {"glm-4.7-flash", "gemma-4"} else ends[0]
+    return Spoken(tokenizer, template, ends, call_end)
+
+
+@cache
+def shared(model: str) -> Spoken:
+    return spoken(model)
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    if not request.param.endswith("/tiny"):
+        tokenizer_of(request.param)  # skips where it is absent
+    return str(request.param)
+
+
+def ledger(**config: Any) -> start_llm.Ledger:
+    healing = start_llm.HealingStore()
+    return start_llm.Ledger(start_llm.Config(**config), start_llm.CacheMetrics(), healing=healing)
+
+
+def generated(ids: Iterable[int], ended: int | None, **more: Any) -> start_llm.Generated:
+    facts = {"session": "", "at": 0.0, "hashes": (), **more}
+    return start_llm.Generated(ids=list(ids), ended=ended, **facts)
+
+
+# -- the table of LEDGER.md ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A past that ends in a reply whose last word is LAST, and what a client adds to it."""
+
+    name: str
+    old: list
+    new: list
+    fields: dict = field(default_factory=dict)
+
+
+LAST = "endword9"
+SYSTEM = said("system", "You are an agent.")
+USER = said("user", "Please look at it.")
+LATE = said("system", "late words")
+CARRIER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n{}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+MARKUP = (
+    "a <|im_end|> <|im_start|>user <turn|> <|user|> <|observation|> </think> </tool_response> z"
+)
+AS_JSON = '{"ä": ["漢字", "🙂", "\\"q\\""], "n": 1.0}\n'
+PARTS = [{"type": "text", "text": "part1"}, {"type": "text", "text": "part2"}]
+STEP = [said("assistant", "a step of another model"), said("user", "go on")]
+OTHER_TOOL = {**tool(), "function": {**tool()["function"], "name": "other"}}
+
+
+def asks(*arguments: str, content: object = "", **fields: object) -> dict:
+    calls = [call(json.dumps({"q": text}), n=n) for n, text in enumerate(arguments)]
+    return said("assistant", content, tool_calls=calls, **fields)
+
+
+def result(content: object, n: int = 0) -> dict:
+    return said("tool", content, tool_call_id=f"call0000{n}")
+
+
+AFTER_TEXT = {
+    "user": [said("user", "next")],
+    "users": [said("user", "one"), said("user", "two")],
+    "parts": [said("user", PARTS)],
+    "empty": [said("user", "")],
+    "json": [said("user", AS_JSON)],
+    "markup": [said("user", MARKUP)],
+    "late system": [said("user", "next"), LATE],
+    "late system first": [LATE, said("user", "next")],
+    "carrier": [said("user", "next"), said("user", CARRIER.format("none"))],
+    "other model": [said("user", "one"), *STEP],
+}
+AFTER_CALL = {
+    "result": [result("found it")],
+    "user": [result("found it"), said("user", "and?")],
+    "empty": [result("")],
+    "parts": [result(PARTS)],
+    "json": [result(AS_JSON)],
+    "markup": [result(MARKUP)],
+    "late system": [result("found it"), LATE],
+    "carrier": [result("found it"), said("user", CARRIER.format("none"))],
+    "other model": [result("found it"), *STEP],
+    "other call": [result("found it"), asks("more"), result("more of it")],
+    "unanswered": [said("user", "stop")],
+}
+AFTER_CALLS = {
+    "results": [result("r0"), result("r1", 1)],
+    "as they came": [result("r1", 1), result("r0")],
+    "user": [result("r0"), result("r1", 1), said("user", "and?")],
+    "one of two": [result("r1", 1)],
+    "late system": [result("r0"), result("r1", 1), LATE],
+    "late system between": [result("r0"), LATE, result("r1", 1)],
+}
+REPLIES: list[tuple[str, dict, list]] = [
+    ("text", said("assistant", f"some {LAST}"), AFTER_TEXT["user"]),
+    ("null and call", asks(LAST, content=None), AFTER_CALL["result"]),
+    ("calls", asks("ask0", LAST), AFTER_CALLS["results"]),
+    ("text and call", asks(LAST, content="I look."), AFTER_CALL["result"]),
+    ("thinking", said("assistant", LAST, reasoning_content="why"), AFTER_TEXT["user"]),
+    ("thinking and call", asks(LAST, reasoning_content="why"), AFTER_CALL["result"]),
+    ("thinking, call, user", asks(LAST, reasoning_content="why"), AFTER_CALL["user"]),
+]
+LOOP = [asks("x"), result("r"), said("assistant", "done"), said("user", "more")]
+HEADS: list[tuple[str, list, dict]] = [
+    ("alone", [USER], {"tools": []}),
+    ("no system", [USER], {}),
+    ("no tools", [SYSTEM, USER], {"tools": []}),
+    ("two tools", [SYSTEM, USER], {"tools": [tool(), OTHER_TOOL]}),
+    ("history", [SYSTEM, USER, *LOOP, asks("y", "z"), result("a"), result("b", 1)], {}),
+]
+
+
+def shapes() -> Iterator[Shape]:
+    """One tool, mostly; a proof made with one must not be believed where there are two."""
+    for thinks in (True, False):
+        fields = {"tools": [tool()], "enable_thinking": thinks}
+        for (_, last, _), news in zip(REPLIES, (AFTER_TEXT, AFTER_CALL, AFTER_CALLS), strict=False):
+            for name, new in news.items():
+                yield Shape(f"{name}, {thinks}", [SYSTEM, USER, last], new, fields)
+    for head, old, fields in HEADS:
+        for name, last, new in REPLIES:
+            yield Shape(f"{head}: {name}", [*old, last], new, {"tools": [tool()], **fields})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole conversation as the template renders it: the truth that splicing must meet."""
+
+    speaker: Spoken
+    shape: Shape
+    request: start_llm.ChatRequest
+    truth: start_llm.Rendered
+    end: int  # position of the token that ends the reply
+
+    @classmethod
+    def of(cls, speaker: Spoken, shape: Shape) -> "Whole":
+        request = chat([*shape.old, *shape.new], **shape.fields)
+        truth = ledger().draft(request, speaker.template, room=PLENTY, now=0.0).rendered
+        ids = truth.ids.tolist()
+        stops = (at for at, token in enumerate(ids) if token in speaker.ends)
+        end = next(at for at in stops if LAST in speaker.text(ids[:at]))
+        return cls(speaker, shape, request, truth, end)
+
+    def drafted(self, reply_ids: Sequence[int], ended: int | None) -> start_llm.Draft:
+        """The prompt after a past of exactly these tokens, which end in the reply."""
+        book, old = ledger(), self.shape.old
+        template, fields = self.speaker.template, self.shape.fields
+        before = book.draft(chat(old[:-1], **fields), template, room=PLENTY, now=0.0)
+        ids = np.array(reply_ids, np.int32)
+        before = replace(before, rendered=replace(before.rendered, ids=ids))
+        [reply] = chat([old[-1]]).messages
+        book.record(before, template, reply=reply, generated=generated((), ended))
+        return book.draft(self.request, template, room=PLENTY, now=0.0)
+
+    def verdict(self, draft: start_llm.Draft) -> str:
+        if draft.past is None:
+            return "fallback"
+        return "ok" if draft.rendered.tokens == self.truth.tokens else "WRONG"
+
+
+def wholes(model: str) -> Iterator[Whole]:
+    for shape in shapes():
+        yield Whole.of(shared(model), shape)
+
+
+def is_turned_round(model: str, shape: Shape) -> bool:
+    """gemma-4 prints a reply's text behind its calls and their results; it was said before."""
+    return "gemma" in model and bool(shape.old[-1]["content"] and shape.old[-1].get("tool_calls"))
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    """Shown at the end by `pytest -s`."""
+    rows: list[str] = []
+    yield rows
+    sys.stdout.write("\n" + "\n".join(["template: ok, fallback, WRONG", *rows]) + "\n")
+
+
+def test_splicing_says_what_the_template_says(model: str, table: list[str]) -> None:
+    verdicts: dict[str, list[str]] = {"ok": [], "fallback": [], "WRONG": []}
+    turned_round = []
+    for whole in wholes(model):
+        ids = whole.truth.tokens[: whole.end + 1]
+        verdict = whole.verdict(whole.drafted(ids, ids[-1]))
+        verdicts[verdict].append(whole.shape.name)
+        turned_round += [whole.shape.name] * is_turned_round(model, whole.shape)
+    table.append(f"{model}: {', '.join(str(len(names)) for names in verdicts.values())}")
+    assert verdicts["WRONG"] == turned_round
+    assert not verdicts["fallback"]
+    assert len(verdicts["ok"]) == len(list(shapes())) - len(turned_round)
+
+
+def test_a_model_may_stop_at_another_token(model: str) -> None:
+    """Qwen's <|endoftext|>, GLM's <|user|> before a result: what the template prints there wins."""
+    for whole in wholes(model):
+        if is_turned_round(model, whole.shape):
+            continue
+        ids = whole.truth.tokens[: whole.end]
+        for other in {*whole.speaker.ends} - {whole.truth.tokens[whole.end]}:
+            assert whole.verdict(whole.drafted([*ids, other], other)) == "ok", whole.shape.name
+
+
+def test_a_reply_cut_in_its_text_is_replayed_and_one_cut_in_a_call_is_not(model: str) -> None:
+    for whole in wholes(model):
+        ids, text = whole.truth.tokens, whole.speaker.text
+        cut = next(at for at in range(whole.end + 1) if LAST in text(ids[:at]))
+        verdict = whole.verdict(whole.drafted(ids[:cut], None))
+        is_call = "tool_calls" in whole.shape.old[-1]
+        assert verdict == ("fallback" if is_call else "ok"), whole.shape.name
+
+
+def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
+    """Checkpoints are taken there. Only of templates and shapes that leave the past as it was."""
+    n_compared = 0
+    for whole in wholes(model):
+        old, template = whole.shape.old[:-1], shared(model).template
+        before = ledger().draft(chat(old, **whole.shape.fields), template, room=PLENTY, now=0.0)
+        n_same = before.rendered.generation_start
+        if before.rendered.tokens[:n_same] != whole.truth.tokens[:n_same]:
+            continue
+        ids = whole.truth.tokens[: whole.end + 1]
+        rendered = whole.drafted(ids, ids[-1]).rendered
+        if not is_turned_round(model, whole.shape):
+            assert replace(rendered, text="") == replace(whole.truth, text=""), whole.shape.name
+            n_compared += 1
+    assert n_compared >= 20
+
+
+@pytest.mark.parametrize("words", [start_llm._NONCE, "zq0q", f"zq0q {start_llm._NONCE} zq1q"])
+def test_our_own_words_in_a_message_are_never_misread(model: str, words: str) -> None:
+    """An agent that edits this server reads them in a file."""
+    for old, new in ((said("assistant", LAST), said("user", words)), (asks(LAST), result(words))):
+        shape = Shape(words, [SYSTEM, USER, old], [new])
+        whole = Whole.of(shared(model), shape)
+        ids = whole.truth.tokens[: whole.end + 1]
+        draft = whole.drafted(ids, ids[-1])
+        assert draft.rendered.tokens == whole.truth.tokens
+
+
+# -- a conversation, step by step ---------------------------------------------------------
+
+
+class Server:
+    """A ledger and what a model says: it speaks in tokens of its own, not as a template would."""
+
+    def __init__(self, model: str = "chatml/tiny", **config: Any) -> None:
+        self.speaker = spoken(model, **config) if config else shared(model)
+        self.book = ledger(**config)
+        self.now = 0.0
+
+    def draft(self, messages: list, *, room: int = PLENTY, **fields: Any) -> start_llm.Draft:
+        request = chat(messages, **fields)
+        return self.book.draft(request, self.speaker.template, room=room, now=self.now)
+
+    def say(
+        self, draft: start_llm.Draft, reply: dict, *, words: str = "", session: str = ""
+    ) -> list[int]:
+        """Record a reply; the tokens of prompt and reply."""
+        speaker, [message] = self.speaker, chat([reply]).messages
+        end = speaker.call_end if "tool_calls" in reply else speaker.ends[0]
+        ids = [*speaker.template.encode(words or f"~{json.dumps(reply)}~"), end]
+        record = generated(ids, end, session=session, at=self.now)
+        self.book.record(draft, speaker.template, reply=message, generated=record)
+        return [*draft.rendered.tokens, *ids]
+
+    def text(self, draft: start_llm.Draft) -> str:
+        return self.speaker.text(draft.rendered.tokens)
+
+    def n_fallbacks(self) -> int:
+        return self.book._metrics.snapshot()["ledger_seam_fallback"]
+
+
+def starts_with(draft: start_llm.Draft, past: Sequence[int]) -> bool:
+    """An end token that the template prints otherwise may be missing."""
+    tokens = draft.rendered.tokens[: len(past) - 1]
+    return draft.kept >= len(past) - 1 and tokens == list(past[: len(past) - 1])
+
+
+FINE = said("assistant", "fine")
+NEXT = said("user", "next")
+
+
+def test_generated_tokens_are_replayed_not_rendered_again(model: str) -> None:
+    """Over many turns, whatever the model wrote; and the whole history is in each prompt."""
+    server = Server(model)
+    messages, past = [SYSTEM, USER], [0]
+    for n in range(5):
+        draft = server.draft(messages, tools=[tool()])
+        assert n == 0 or starts_with(draft, past)
+        reply = asks(f"ask{n}") if n % 2 else said("assistant", f"answer{n}")
+        past = server.say(draft, reply, words=f"  odd  spelling {n} <|im_start|> ")
+        news = result(f"r{n}") if n % 2 else said("user", f"more{n}")
+        messages = [*messages, reply, news]
+    assert server.n_fallbacks() == 0
+
+
+def test_a_retry_is_rendered_behind_the_past_before(model: str) -> None:
+    """A full resend has no new message behind its longest past; the same tokens all the same."""
+    server = Server(model)
+    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    messages = [SYSTEM, USER, FINE, NEXT]
+    first = server.draft(messages)
+    server.say(first, said("assistant", "done"))
+    again = server.draft(messages)
+    assert again.past is first.past and starts_with(again, past)
+    assert again.rendered == first.rendered and again.rendered.tokens == first.rendered.tokens
+    edited = server.draft([SYSTEM, USER, FINE, said("user", "other")])
+    assert edited.past is first.past
+    interrupted = server.draft([*messages, said("assistant", "do"), said("user", "go on")])
+    assert interrupted.past is first.past
+
+
+def test_a_request_may_end_in_a_reply(model: str) -> None:
+    """To be continued, or by mistake: nothing follows its longest past, so a shorter one serves."""
+    server = Server(model)
+    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    messages = [SYSTEM, USER, FINE, NEXT]
+    server.say(server.draft(messages), said("assistant", "done"))
+    draft = server.draft([*messages, said("assistant", "done")])
+    assert starts_with(draft, past) and draft.past and draft.past.depth == 3
+    assert server.draft([SYSTEM, USER, FINE]).past is None
+
+
+CUTS = CHATML.replace("m.content }}", "m.content[:20] if m.role == 'user' else m.content }}")
+ENDING = "{{- '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add"
+BEFORE_BARE = "'bare' in (messages[loop.index] | default({'content': ''})).content"
+CHANGES = CHATML.replace(ENDING, f"{{{{- '\\n' if {BEFORE_BARE} }}}}{ENDING}")
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "why"),
+    [
+        (CUTS, "a message that is longer than twenty letters", "lost text"),
+        (CHANGES, "bare words", "closer"),
+    ],
+)
+def test_what_cannot_be_verified_is_rendered_as_sent(template: str, words: str, why: str) -> None:
+    """And counted, with its reason for the log."""
+    assert template != CHATML
+    server = Server()
+    server.speaker = spoken("chatml/tiny", template)
+    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    assert starts_with(server.draft([SYSTEM, USER, FINE, NEXT]), past)
+    draft = server.draft([SYSTEM, USER, FINE, said("user", words)])
+    assert draft.past is None and draft.fallback == why and server.n_fallbacks() == 1
+    truth = server.speaker.template.prompt(chat([SYSTEM, USER, FINE, said("user", words)]))
+    assert draft.rendered.tokens == truth.tokens
+
+
+def test_what_is_rendered_first_is_what_is_rendered_again() -> None:
+    server = Server()
+    drafts = [server.draft([SYSTEM, USER]) for _ in range(2)]
+    assert drafts[0].rendered.tokens == drafts[1].rendered.tokens
+    assert drafts[0].past is None and not drafts[0].fallback
+
+
+def test_another_world_is_another_past() -> None:
+    """Tools, system prompt and an edited message; not the order of what a client resends."""
+    server = Server()
+    messages = [SYSTEM, USER, FINE, NEXT]
+    server.say(server.draft([SYSTEM, USER], tools=[tool()]), FINE)
+    assert server.draft(messages, tools=[tool()]).past
+    assert not server.draft(messages).past
+    assert not server.draft(messages, tools=[tool("Sees.")]).past
+    assert not server.draft([said("system", "You are."), *messages[1:]], tools=[tool()]).past
+    assert not server.draft([SYSTEM, NEXT, *messages[2:]], tools=[tool()]).past
+    assert not server.draft([SYSTEM, USER, said("assistant", "fin"), NEXT], tools=[tool()]).past
+
+
+# -- alternatives -----------------------------------------------------------------------
+
+
+def test_one_key_has_up_to_four_pasts() -> None:
+    server = Server()
+    messages = [SYSTEM, USER, FINE, NEXT]
+    draft = server.draft([SYSTEM, USER])
+    said_tokens = []
+    for n in range(6):
+        server.now += 1
+        said_tokens.append(server.say(draft, FINE, words=f"version {n}", session=f"s{n}"))
+        assert server.book.snapshot()["transcripts"] == min(n + 1, 4)
+    for n in range(6):
+        drafted = server.draft(messages, user=f"s{n}")
+        wanted = said_tokens[n] if n >= 2 else None
+        assert wanted is None or starts_with(drafted, wanted)
+    server.now += 1
+    newest = server.say(draft, FINE, words="newest", session="else")
+    assert starts_with(server.draft(messages, user="nobody"), newest)
+
+
+# -- thinking ---------------------------------------------------------------------------
+
+THOUGHT = said("assistant", "fine", reasoning_content="because of it")
+
+
+def test_thinking_that_the_client_dropped_is_replayed(model: str) -> None:
+    server = Server(model)
+    past = server.say(server.draft([SYSTEM, USER]), THOUGHT)
+    echoes = [FINE, THOUGHT, {**FINE, "reasoning_content": ""}, said("assistant", "\n\nfine")]
+    for echo in [*echoes, {**FINE, "reasoning": "because of it\n"}]:
+        assert starts_with(server.draft([SYSTEM, USER, echo, NEXT]), past)
+
+
+def test_thinking_that_the_client_changed_refuses_the_past(model: str) -> None:
+    """What it sends is what the model must see; a past before it may still be replayed."""
+    server = Server(model)
+    first = server.say(server.draft([SYSTEM, USER]), FINE)
+    messages = [SYSTEM, USER, FINE, NEXT]
+    server.say(server.draft(messages), THOUGHT)
+    changed = {**FINE, "reasoning_content": "of something else"}
+    draft = server.draft([*messages, changed, said("user", "go on")])
+    assert starts_with(draft, first) and draft.past and draft.past.depth == 3
+    invented = server.draft([SYSTEM, USER, changed, NEXT])
+    assert invented.past is None
+
+
+def test_thinking_outlives_the_past_it_was_part_of() -> None:
+    """What is rendered again for want of a past is healed, where the template prints it."""
+    server = Server()
+    server.say(server.draft([SYSTEM, USER]), THOUGHT)
+    server.book.clear()
+    draft = server.draft([SYSTEM, USER, FINE, NEXT])
+    assert draft.past is None and "because of it" in server.text(draft)
+
+
+def test_two_thoughts_under_one_reply_are_told_apart() -> None:
+    server = Server()
+    draft = server.draft([SYSTEM, USER])
+    pasts = {}
+    for thought in ("one", "two"):
+        reply = {**FINE, "reasoning_content": thought}
+        pasts[thought] = server.say(draft, reply, words=thought)
+    for thought, past in pasts.items():
+        echo = {**FINE, "reasoning_content": thought}
+        assert starts_with(server.draft([SYSTEM, USER, echo, NEXT]), past)
+
+
+LONG = "a long thought " * 30
+
+
+@pytest.mark.parametrize("name", ["qwen3/qwen3", "glm-4.7-flash/glm-4", "demo/tiny"])
+def test_thinking_is_not_preserved_when_so_configured(name: str) -> None:
+    """It stays within a tool loop, where templates print it, and is gone at the next user turn."""
+    server = Server(name, preserve_thinking=False)
+    messages = [SYSTEM, USER]
+    thinks = asks("x", reasoning_content="why I look")
+    server.say(server.draft(messages, tools=[tool()]), thinks, words="why I look")
+    messages = [*messages, asks("x"), result("r")]
+    draft = server.draft(messages, tools=[tool()])
+    assert draft.past and "why I look" in server.text(draft)
+    server.say(draft, THOUGHT, words="because of it")
+    turn = server.draft([*messages, FINE, NEXT], tools=[tool()])
+    assert turn.past is None and turn.fallback
+    truth = server.speaker.template.prompt(chat([*messages, FINE, NEXT], tools=[tool()]))
+    assert turn.rendered.tokens == truth.tokens
+    assert "why" not in server.text(turn) and "because" not in server.text(turn)
+
+
+def test_without_past_thinking_a_past_is_replayed_even_then() -> None:
+    server = Server("chatml/tiny", preserve_thinking=False)
+    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    assert starts_with(server.draft([SYSTEM, USER, FINE, NEXT]), past)
+
+
+def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
+    """And without nothing else: all that fits is told, notes and current values too."""
+    server = Server()
+    reply = said("assistant", "fine", reasoning_content=LONG)
+    head = [head_with("id-1"), USER]
+    server.say(server.draft(head), reply, words=LONG)
+    loop = asks("x", reasoning_content="of this turn")
+    late = [LATE, said("user", CARRIER.format("a job"))]
+    messages = [head_with("id-2"), USER, FINE, said("user", "look"), loop, result("r"), *late]
+    full = server.draft(messages)
+    assert LONG in server.text(full) and full.past
+    bare = server.draft(messages, room=len(full.rendered.ids) - 1)
+    assert bare.past is None and LONG not in server.text(bare)
+    for words in ("id-2", "of this turn", "look", "late words", "a job", "fine"):
+        assert words in server.text(bare), words
+    tight = server.draft(messages, room=len(bare.rendered.ids))
+    assert tight.rendered.tokens == bare.rendered.tokens
+    past = server.say(bare, said("assistant", "done"))
+    again = server.draft([*messages, said("assistant", "done"), NEXT])
+    assert starts_with(again, past)
+
+
+@pytest.mark.parametrize("thought", ["a long thought " * 30, "思考🙂" * 50])
+def test_replayed_thinking_counts_as_much_as_thinking_that_was_sent(thought: str) -> None:
+    server = Server()
+    reply = {**FINE, "reasoning_content": thought}
+    server.say(server.draft([SYSTEM, USER]), reply, words=thought)
+    for echo in (FINE, reply):
+        messages = [SYSTEM, USER, echo, NEXT]
+        n_full = len(server.draft(messages).rendered.ids)
+        without = server.speaker.template.prompt(chat([SYSTEM, USER, FINE, NEXT]))
+        bare = server.draft(messages, room=n_full - 100)
+        assert bare.rendered.tokens == without.tokens
+
+
+# -- pinned fields and notes -------------------------------------------------------------
+
+
+def head_with(message_id: str, role: str = "developer") -> dict:
+    fenced = f'```json\n{{\n  "message_id": "{message_id}"\n}}\n```'
+    return said(role, f"You help.\n{fenced}\nBe brief.")
+
+
+def restated(text: str) -> list[str]:
+    return re.findall(r"\[message_id is now ([\w-]+)\]", text)
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m != "system-behind/tiny"], indirect=True)
+def test_a_new_id_in_the_head_moves_nothing(model: str) -> None:
+    """The first value stays; each other is told once, in the message that was newest then."""
+    server = Server(model)
+    past = server.say(server.draft([head_with("id-1"), USER]), FINE)
+    rest = [USER, FINE, NEXT]
+    plain, drifted = (server.draft([head_with(f"id-{n}"), *rest]) for n in (1, 2))
+    assert starts_with(plain, past) and starts_with(drifted, past)
+    assert restated(server.text(plain)) == [] and restated(server.text(drifted)) == ["id-2"]
+    line = "\n\n[message_id is now id-2]"
+    assert server.text(drifted) == server.text(plain).replace("next", f"next{line}")
+    past = server.say(drifted, said("assistant", "two"))
+    rest = [*rest, said("assistant", "two"), said("user", "more")]
+    for value, told in (("id-2", ["id-2"]), ("id-1", ["id-2", "id-1"]), ("id-3", ["id-2", "id-3"])):
+        draft = server.draft([head_with(value), *rest])
+        assert starts_with(draft, past)
+        assert restated(server.text(draft)) == told
+
+
+def test_a_head_is_shared_by_all_who_begin_alike(model: str) -> None:
+    server = Server(model)
+    first = server.draft([head_with("id-1"), USER])
+    other = server.draft([head_with("id-2"), said("user", "Something else.")])
+    shared_ids = first.rendered.tokens[: first.rendered.system_end]
+    assert other.rendered.tokens[: other.rendered.system_end] == shared_ids
+    assert restated(server.text(other)) == ["id-2"]
+    assert server.book.snapshot()["heads"] == 1
+
+
+SECTION = """\
+## Inbound Context (trusted metadata)
+Treat it as authoritative metadata.
+
+```json
+{
+  "message_id": "id-1",
+  "channel": "webchat"
+}
+```
+"""
+
+
+def test_a_section_that_comes_and_goes_moves_nothing() -> None:
+    """Told whole when the head as first rendered has none of it or another, and then no more."""
+    sections = {"": "", "chat": SECTION, "wake": SECTION.replace("webchat", "heartbeat")}
+    heads = {name: said("system", f"Be brief.\n{text}# End") for name, text in sections.items()}
+    for first, second in (("", "chat"), ("chat", ""), ("chat", "wake")):
+        server = Server()
+        messages = [USER]
+        past = server.say(server.draft([heads[first], *messages]), FINE)
+        for n in range(2):
+            messages = [*messages, FINE if n == 0 else said("assistant", "so"), NEXT]
+            draft = server.draft([heads[second], *messages])
+            assert starts_with(draft, past)
+            text = server.text(draft)
+            assert sections[second].strip() in text
+            assert text.count("## Inbound") == sum(bool(sections[name]) for name in (first, second))
+            past = server.say(draft, said("assistant", "so"))
+
+
+def test_heads_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_llm.Ledger, "MAX_HEADS", 2)
+    server = Server()
+
+    def told(words: str, value: str) -> list[str]:
+        head = head_with(value)
+        head["content"] += words
+        return restated(server.text(server.draft([head, USER])))
+
+    assert [told(words, "id-1") for words in "aba"] == [[], [], []]
+    assert told("c", "id-1") == [] and server.book.snapshot()["heads"] == 2
+    assert told("a", "id-2") == ["id-2"] and told("b", "id-2") == []
+
+
+def test_a_stamp_of_a_retry_is_restated() -> None:
+    server = Server()
+    messages = [SYSTEM, said("user", "[Fri 2026-11-20 14:16 UTC] hello"), FINE, NEXT]
+    past = server.say(server.draft(messages[:2]), FINE)
+    messages[1] = said("user", "[Fri 2026-11-20 14:19 UTC] hello")
+    draft = server.draft(messages)
+    assert starts_with(draft, past)
+    assert re.search(r"next\n\n\[timestamp is now \[?Fri 2026-11-20 14:19 UTC", server.text(draft))
+
+
+def carried(server: Server, job: str, messages: list) -> start_llm.Draft:
+    return server.draft([*messages, said("user", CARRIER.format(job))])
+
+
+def test_a_note_is_repeated_only_when_it_changed(model: str) -> None:
+    """The carrier ends every request and is gone from the next one (OpenClaw 2026.9.6)."""
+    server = Server(model)
+    messages, counts, past = [SYSTEM, USER], [], [0]
+    for n, job in enumerate(["none", "none", "job 1", "job 1", "none"]):
+        draft = carried(server, job, messages)
+        assert n == 0 or starts_with(draft, past)
+        told = re.findall(r"INTERNAL_CONTEXT>>>\n(.*)\n", server.text(draft))
+        counts.append(told)
+        past = server.say(draft, said("assistant", f"a{n}"))
+        messages = [*messages, said("assistant", f"a{n}"), said("user", f"u{n}")]
+    assert [len(told) for told in counts] == [1, 1, 2, 2, 3]
+    assert counts[-1] == ["none", "job 1", "none"]
+    assert server.n_fallbacks() == 0
+
+
+def test_a_reminder_that_moves_along_is_told_once() -> None:
+    block = "<system-reminder>\nplan mode\n</system-reminder>"
+    server = Server()
+    past = server.say(server.draft([SYSTEM, said("user", f"hello\n\n{block}")]), FINE)
+    draft = server.draft([SYSTEM, said("user", "hello"), FINE, said("user", f"next\n\n{block}")])
+    assert starts_with(draft, past) and server.text(draft).count("plan mode") == 1
+    gone = server.draft([SYSTEM, said("user", "hello"), FINE, NEXT])
+    assert starts_with(gone, past)
+    changed = block.replace("plan", "build")
+    other = server.draft([SYSTEM, said("user", f"hello\n\n{changed}"), FINE, NEXT])
+    assert starts_with(other, past) and f"next\n\n{changed}" in server.text(other)
+
+
+# -- switches ---------------------------------------------------------------------------
+
+STYLED = {
+    "tail": CHATML + "{{ reasoning_effort if add_generation_prompt }}",
+    "head": "<|im_start|>{{ reasoning_effort }}<|im_end|>" + CHATML,
+    "tools": CHATML.replace("(tools | tojson)", "(tools | tojson) + (reasoning_effort or '')"),
+    "calls": CHATML.replace("c.function.name", "c.function.name + (reasoning_effort or '')"),
+}
+
+
+@pytest.mark.parametrize("place", STYLED)
+def test_a_switch_of_the_tail_keeps_the_past(place: str) -> None:
+    """One that changes what stands before it does not: those tokens would be of another prompt."""
+    server = Server()
+    server.speaker = spoken("chatml/tiny", STYLED[place])
+    loop = [asks("x"), result("r")]
+    messages = [SYSTEM, USER, *loop]
+    past = server.say(server.draft(messages, tools=[tool()], reasoning_effort="low"), FINE)
+    messages = [*messages, FINE, NEXT]
+    for effort in ("low", "high"):
+        draft = server.draft(messages, tools=[tool()], reasoning_effort=effort)
+        is_same = effort == "low" or place == "tail"
+        assert starts_with(draft, past) if is_same else draft.past is None
+        assert server.text(draft).count(effort) >= 1
+
+
+@pytest.mark.parametrize(("model", "keeps"), [("qwen3/qwen3", True), ("gemma-4/qwen3", False)])
+def test_thinking_may_be_switched_in_mid_session(model: str, keeps: bool) -> None:
+    """Qwen3 prints the switch in the generation prompt, gemma-4 in the head."""
+    server = Server(model)
+    past = server.say(server.draft([SYSTEM, USER], enable_thinking=True), FINE)
+    draft = server.draft([SYSTEM, USER, FINE, NEXT], enable_thinking=False)
+    assert starts_with(draft, past) if keeps else draft.past is None
+
+
+# -- what is forgotten --------------------------------------------------------------------
+
+
+def fill(server: Server, n: int, *, turns: int = 3) -> list:
+    """A conversation of its own, recorded turn by turn; its messages."""
+    messages = [SYSTEM, said("user", f"conversation {n}")]
+    for turn in range(turns):
+        server.now += 1
+        reply = said("assistant", f"answer {turn}")
+        server.say(server.draft(messages), reply)
+        messages = [*messages, reply, said("user", f"more {turn}")]
+    return messages
+
+
+def counted(book: start_llm.Ledger) -> int:
+    """All that its transcripts keep alive."""
+    pasts = (past for alternatives in book._pasts.values() for past in alternatives)
+    alive = {id(node): node for past in pasts for node in past.line()}
+    return sum(node.nbytes for node in alive.values())
+
+
+def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> None:
+    server = Server(ledger_max_bytes=40_000)
+    conversations = [fill(server, 0)]
+    for n in range(1, 40):
+        conversations.append(fill(server, n))
+        assert server.draft(conversations[0]).past  # keeps it in use
+        shown = server.book.snapshot()
+        assert shown["bytes"] == counted(server.book) <= 40_000
+    assert server.draft(conversations[-1]).past
+    assert not server.draft(conversations[1]).past
+    assert 10 < shown["transcripts"] < 40
+
+
+def test_bytes_count_as_long_as_they_are_held() -> None:
+    """A fifth alternative pushes out the first, but what goes on from that one still needs it."""
+    server = Server(ledger_max_bytes=100_000)
+    base = [SYSTEM, said("user", "a long question " * 100)]
+    for n in range(30):
+        server.now += 1
+        server.say(server.draft(base), FINE, words=f"version {n}")
+        draft = server.draft([*base, FINE, said("user", f"go on {n}")])
+        server.say(draft, said("assistant", f"done {n}"))
+        assert server.book.snapshot()["bytes"] == counted(server.book) <= 100_000
+    server.book.clear()
+    assert counted(server.book) == 0
+
+
+def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
+    server = Server(ledger_max_bytes=20_000)
+    for n in range(12):
+        fill(server, n, turns=3 + n % 5)
+        kept = {id(past) for pasts in server.book._pasts.values() for past in pasts}
+        lines = [past.line() for pasts in server.book._pasts.values() for past in pasts]
+        assert all(id(node) in kept for line in lines for node in line)
+
+
+def test_one_past_that_is_too_large_is_not_kept() -> None:
+    server = Server(ledger_max_bytes=500)
+    fill(server, 1)
+    assert server.book.snapshot() == {"transcripts": 0, "heads": 0, "bytes": 0}
+
+
+def test_a_past_expires_unless_it_is_used() -> None:
+    server = Server(ledger_ttl_seconds=100.0)
+    messages = fill(server, 1)
+    for _ in range(3):
+        server.now += 90
+        assert server.draft(messages).past
+    server.now += 101
+    assert not server.draft(messages).past
+    assert server.book.snapshot() == {"transcripts": 0, "heads": 0, "bytes": 0}
+
+
+def test_zero_seconds_are_for_ever() -> None:
+    server = Server(ledger_ttl_seconds=0.0)
+    messages = fill(server, 1)
+    server.now += 10**9
+    assert server.draft(messages).past
+
+
+def test_clear_forgets_heads_too() -> None:
+    server = Server()
+    messages = fill(server, 1)
+    server.draft([head_with("id-1"), USER])
+    server.book.clear()
+    assert server.book.snapshot() == {"transcripts": 0, "heads": 0, "bytes": 0}
+    assert not server.draft(messages).past
+    assert restated(server.text(server.draft([head_with("id-2"), USER]))) == []
+
+
+# -- all of it at once --------------------------------------------------------------------
+
+
+class Client:
+    """An agent with the habits of CLIENTS.md, each by chance; checks every prompt it causes."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self.server, self.seed = server, seed
+        self.chance = random.Random(seed)
+        self.habit = {name: self.chance.random() < 0.5 for name in ("id", "carrier", "blank")}
+        self.echoes = self.chance.choice(["all", "none", "blank"])
+        self.history: list = []
+        self.past: list[int] = []
+        self.n_words = 0
+
+    def word(self) -> str:
+        self.n_words += 1
+        return f"w{self.seed}n{self.n_words}z"
+
+    def one_in(self, n: int) -> bool:
+        return self.chance.randrange(n) == 0
+
+    def news(self) -> list:
+        """What the client adds: results, or a question; and what hangs on to either."""
+        calls = self.history[-1].get("tool_calls", ()) if self.history else ()
+        new = [said("tool", f"r {self.word()}", tool_call_id=each["id"]) for each in calls]
+        if not new or self.one_in(5):
+            stamp = f"[Fri 2026-11-20 14:1{self.chance.randrange(3)} UTC] " * self.one_in(2)
+            mode = f"\n<system-reminder>\nmode {self.chance.choice('ab')}\n</system-reminder>\n"
+            new.append(said("user", f"{stamp}ask {self.word()}{mode * self.one_in(3)}"))
+        if self.one_in(4):
+            new.append(said("system", self.chance.choice(["9 left", f"late {self.word()}"])))
+        return new
+
+    def request(self, new: list) -> list:
+        value = f"id-{self.chance.randrange(3) if self.habit['id'] else 0}"
+        carrier = said("user", CARRIER.format(self.chance.choice(["none", "job 1"])))
+        tail = [carrier] if self.habit["carrier"] else []
+        return [head_with(value), *self.history, *new, *tail]
+
+    def reply(self) -> dict:
+        texts = [f"{self.word()} é漢", self.word()][: 1 + self.one_in(3)]
+        reply = asks(*texts) if self.one_in(2) else said("assistant", f"so {self.word()}")
+        thought = {"reasoning_content": f"I think {self.word()}"} if self.one_in(2) else {}
+        return reply | thought
+
+    def turn(self) -> None:
+        new = self.news()
+        for _ in range(1 + self.one_in(4)):  # sent again, with other values
+            messages = self.request(new)
+            before = copy.deepcopy(messages)
+            draft = self.server.draft(messages, tools=[tool()])
+            assert messages == before
+            self.check(messages, draft)
+        reply = self.reply()
+        self.past = self.server.say(draft, reply, session=str(self.seed))
+        echo = dict(reply)
+        if self.echoes != "all" and echo.pop("reasoning_content", "") and self.echoes == "blank":
+            echo["reasoning_content"] = "\n"
+        self.history = [*self.history, *new, echo]
+
+    def check(self, messages: list, draft: start_llm.Draft) -> None:
+        """Nothing is prefilled twice, nothing the client says is missing, the last id is right."""
+        text = self.server.text(draft)
+        assert not draft.fallback and starts_with(draft, self.past or [0])
+        turns = self.server.speaker.template.canonical(chat(messages).messages)
+        for turn in turns:
+            start, said_words = 0, turn.message["content"] if turn.role != "assistant" else ""
+            for one in turn.fields:
+                assert said_words[start : one.start].strip() in text
+                assert one.value in text
+                start = one.end
+            assert said_words[start:].strip() in text
+            assert all(note.value in text for note in (*turn.head, *turn.tail))
+        value = turns[0].fields[0].value
+        assert re.findall(r'message_id(?:": "| is now )(id-\d)', text)[-1] == value
+
+
+@given(seed=st.integers(0, 10**6))
+@FEW
+def test_whatever_a_client_does_nothing_is_lost_and_nothing_fed_twice(
+    model_of_sessions: str, seed: int
+) -> None:
+    client = Client(Server(model_of_sessions), seed)
+    for _ in range(5):
+        client.turn()
+
+
+@pytest.fixture(scope="module", params=["chatml/tiny", "qwen3.5/qwen3", "glm-4.7-flash/glm-4"])
+def model_of_sessions(request: pytest.FixtureRequest) -> str:
+    if not request.param.endswith("/tiny"):
+        tokenizer_of(request.param)
+    return str(request.param)
+
+
+def test_eight_clients_share_a_ledger() -> None:
+    server = Server()
+
+    def work(seed: int) -> int:
+        client = Client(server, seed)
+        for _ in range(8):
+            client.turn()
+        return client.n_words
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    shown = server.book.snapshot()
+    assert shown["transcripts"] == 64 and shown["bytes"] == counted(server.book)
+    assert server.n_fallbacks() == 0
