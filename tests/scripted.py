@@ -1,0 +1,118 @@
+"""Words put into the model's mouth, while all that it is fed stays real.
+
+A script takes the place of the sampler: behind the model's own logits all mass is put on the next
+token that the script has. Which reply it is, is read from the prompt alone: the n-th after n
+replies. What the model would have said is noted first.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from fewest import Fed
+from serving import Scribe, Served
+
+
+@dataclass(slots=True)
+class Said:
+    """One request as the model saw it, and the logits of every token of the reply."""
+
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+class Script:
+    """While it stands, prompts that hold n replies are answered with the n-th of `replies`."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, scribe: Scribe, replies: Iterable[Sequence[int]]
+    ) -> None:
+        self.said: list[Said] = []  # in the order of first words
+        self._replies = [tuple(reply) for reply in replies]
+        self._header = tuple(scribe.ids("<|im_start|>assistant\n"))
+        self._processors = s._processors
+        patch.setattr(s, "_processors", self._with_script)
+
+    def _with_script(self, job: s.Job, eos_ids: frozenset[int]) -> list[Any]:
+        prompt = tuple(job.prompt.tokens.tolist())
+        said = Said(prompt, self._replies[self._n_replies(prompt)])
+        self.said.append(said)
+
+        def force(tokens: mx.array, logits: mx.array) -> mx.array:
+            n = len(tokens) - job.n_prompt
+            if n < len(said.reply):  # one more step is launched before the end is seen
+                said.logits.append(np.array(logits[0]))
+            word = said.reply[min(n, len(said.reply) - 1)]
+            return mx.where(mx.arange(logits.shape[-1]) == word, logits, -mx.inf)
+
+        return [*self._processors(job, eos_ids), force]
+
+    def _n_replies(self, prompt: tuple[int, ...]) -> int:
+        """How many replies the prompt holds; its end is the header of the next one."""
+        first, n = self._header[0], len(self._header)
+        starts = (at for at, token in enumerate(prompt) if token == first)
+        return sum(prompt[at : at + n] == self._header for at in starts) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A chat request as it came over the wire."""
+
+    body: dict[str, Any]
+    began: int  # how long the model's record was
+
+
+class Wiretap:
+    """Notes what clients send to a server, and the usage that they are told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, served: Served) -> None:
+        self.posted: list[Posted] = []
+        self.usages: list[s.Usage] = []
+        self._recorder = served.recorder
+        self._parse, self._body = s.parse_json_body, s.Usage.body
+        patch.setattr(s, "parse_json_body", self._note_request)
+        note = self._note_usage
+
+        def told(usage: s.Usage) -> dict[str, Any]:  # a function, to be bound to the usage
+            return note(usage)
+
+        patch.setattr(s.Usage, "body", told)
+
+    def _note_request(self, raw: bytes) -> object:
+        body = self._parse(raw)
+        self.posted.append(Posted(body, len(self._recorder.fed)))
+        return body
+
+    def _note_usage(self, usage: s.Usage) -> dict[str, Any]:
+        self.usages.append(usage)
+        return self._body(usage)
+
+    @property
+    def fed(self) -> list[list[Fed]]:
+        """What the model was given for each request; they came one after the other."""
+        began = [one.began for one in self.posted]
+        pairs = zip(began, [*began[1:], None], strict=True)
+        return [self._recorder.fed[slice(*pair)] for pair in pairs]
+
+
+def spelled(scribe: Scribe, script: str) -> list[int]:
+    """The tokens of a reply, from inside its thinking on, and its end."""
+    return [*scribe.ids(script), scribe.end]
+
+
+def reply(thought: str, text: str = "", *calls: str) -> str:
+    """A reply as the test models' template prints it."""
+    gap = "\n\n" if text and calls else ""
+    return f"{thought}\n</think>\n\n{text}{gap}{''.join(calls)}"
+
+
+def call(name: str, **arguments: str) -> str:
+    written = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
