@@ -994,9 +994,8 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # region 05 HEAL ===============================================================
 # Put back the thinking that a client stripped from a reply of ours.
 #
-# The ledger replays what it recorded, thinking and all; this is for replies that it does not cover
-# (a fallback, a past it forgot). What a client drops, blanks or sends in another field is found by
-# what it does keep: content and calls. What it sends of its own accord is never replaced.
+# For replies that the ledger does not cover (a fallback, a past it forgot), found by what a client
+# does keep: content and calls. Thinking that it sends of its own accord is never replaced.
 #
 # Doors   HealingStore, _heal_messages, reply_digest, canonical_json
 # Knows   WIRE
@@ -1006,20 +1005,15 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # ==============================================================================
 
 
-def _js_number(value: float) -> int | float:
-    """2.0 and 2, or two integers beyond 2**53, are one number to a JavaScript client."""
-    whole = isinstance(value, int) or value.is_integer()
-    return int(value) if whole and abs(value) < 2**53 else float(value)
-
-
 def _as_js(value: Any) -> Any:
-    """A JSON value as it comes back from a client that parsed it and wrote it again."""
+    """A JSON value as a JavaScript client writes it again: 2.0 is 2, and so 2**53 + 1 is 2**53."""
     if isinstance(value, dict):
         return {key: _as_js(item) for key, item in value.items()}
     if isinstance(value, list):
         return list(map(_as_js, value))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _js_number(value) if is_number else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return int(value) if abs(value) < 2**53 and value == int(value) else float(value)
 
 
 def canonical_json(arguments: object) -> str:
@@ -1060,7 +1054,7 @@ class HealingStore:
             with self._healing_lock:
                 self._thoughts[digest] = thought
                 self._thoughts.move_to_end(digest)
-                while len(self._thoughts) > self.CAP:
+                if len(self._thoughts) > self.CAP:
                     self._thoughts.popitem(last=False)
 
     def thought_of(self, reply: Message) -> str:
@@ -1109,6 +1103,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 RuleClass = Literal["telemetry", "pinned", "transient", "off"]
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 _USER: Final = frozenset({"user"})
+_BOTH: Final = SYSTEM_ROLES | _USER
 
 
 @dataclass(frozen=True, slots=True)
@@ -1118,12 +1113,12 @@ class Rule:
     name: str
     roles: frozenset[str]
     pattern: re.Pattern[str]
-    in_fences: bool = False  # the client itself wraps this field in a code fence
     kind: RuleClass = "off"  # as configured
 
-
-def _rule(name: str, pattern: str, *, roles: frozenset[str], in_fences: bool = False) -> Rule:
-    return Rule(name, roles, re.compile(pattern, re.MULTILINE), in_fences)
+    @property
+    def in_fences(self) -> bool:
+        """Whether the client itself wraps this field in a code fence."""
+        return self.name in ("message_id", "inbound_context")
 
 
 _STAMP: Final = (
@@ -1141,40 +1136,32 @@ _CARRIER: Final = (
 )
 _OPENERS: Final = ("<system-reminder>", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
 _CLOSERS: Final = ("</system-reminder>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>")
-_RULES: Final = (
-    # why(L-37): Claude Code's first system block; its cch= changes with every request.
-    _rule("billing_header", r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*", roles=SYSTEM_ROLES),
-    # why(L-38): OpenClaw writes a new id into its system prompt at each user turn.
-    _rule(
-        *("message_id", r'^[ \t]*"message_id"[ \t]*:[ \t]*"(?P<value>[^"\n]*)"'),
-        roles=SYSTEM_ROLES,
-        in_fences=True,
-    ),
-    # The whole section is there in some of OpenClaw's runs and absent in others.
-    _rule("inbound_context", _INBOUND, roles=SYSTEM_ROLES, in_fences=True),
-    # why(L-39): minute stamps in front of user messages; on replay some become another prefix.
-    _rule("timestamp", rf"\A(?P<value>\[{_STAMP}\] |{_ROUTED})", roles=_USER),
-    _rule(
-        *("current_time", r"^(?:Current time(?: is|:)|Reference UTC:)[ \t]+(?P<value>[^\n]+)$"),
-        roles=SYSTEM_ROLES | _USER,
-    ),
-    # why(L-40): a day ends, and everything behind the date is prefilled again.
-    _rule("current_date", rf"^[ \t*-]*{_DATE}[ \t]+(?P<value>[^\n]+)$", roles=SYSTEM_ROLES),
-    _rule("git_status", r"^gitStatus: (?P<value>[\s\S]+)\Z", roles=SYSTEM_ROLES),
-    # why(L-41): a line of figures about a sub-agent or a session.
-    _rule("runtime", r"^Stats: runtime (?P<value>[^\n]+)$", roles=_USER),
-    _rule(
-        *(
-            "session_line",
-            r"^(?:Runtime: agent=|Inline buttons not enabled for )(?P<value>[^\n]+)$",
-        ),
-        roles=SYSTEM_ROLES | _USER,
-    ),
-    # why(L-42): blocks that move with the newest message.
-    _rule("reminder", rf"^{_REMINDER}[ \t]*$", roles=_USER),
-    _rule("internal_context", rf"^{_CARRIER}[ \t]*$", roles=_USER),
-    _rule("operator_note", r"\AOperator note \(not from the user\)[\s\S]*\Z", roles=_USER),
-    _rule("late_system", r"(?!)", roles=SYSTEM_ROLES),  # found by its place, not by its words
+_TIME: Final = r"(?:Current time(?: is|:)|Reference UTC:)"
+_SESSION: Final = "(?:Runtime: agent=|Inline buttons not enabled for )"
+_RULES: Final = tuple(
+    Rule(name, roles, re.compile(expression, re.MULTILINE))
+    for name, roles, expression in (
+        # why(L-37): Claude Code's first system block; its cch= changes with every request.
+        ("billing_header", SYSTEM_ROLES, r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*"),
+        # why(L-38): OpenClaw writes a new id into its system prompt at each user turn.
+        ("message_id", SYSTEM_ROLES, r'^[ \t]*"message_id"[ \t]*:[ \t]*"(?P<value>[^"\n]*)"'),
+        # The whole section is there in some of OpenClaw's runs and absent in others.
+        ("inbound_context", SYSTEM_ROLES, _INBOUND),
+        # why(L-39): minute stamps in front of user messages; on replay some become another prefix.
+        ("timestamp", _USER, rf"\A(?P<value>\[{_STAMP}\] |{_ROUTED})"),
+        ("current_time", _BOTH, rf"^{_TIME}[ \t]+(?P<value>[^\n]+)$"),
+        # why(L-40): a day ends, and everything behind the date is prefilled again.
+        ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*{_DATE}[ \t]+(?P<value>[^\n]+)$"),
+        ("git_status", SYSTEM_ROLES, r"^gitStatus: (?P<value>[\s\S]+)\Z"),
+        # why(L-41): a line of figures about a sub-agent or a session.
+        ("runtime", _USER, r"^Stats: runtime (?P<value>[^\n]+)$"),
+        ("session_line", _BOTH, rf"^{_SESSION}(?P<value>[^\n]+)$"),
+        # why(L-42): blocks that move with the newest message.
+        ("reminder", _USER, rf"^{_REMINDER}[ \t]*$"),
+        ("internal_context", _USER, rf"^{_CARRIER}[ \t]*$"),
+        ("operator_note", _USER, r"\AOperator note \(not from the user\)[\s\S]*\Z"),
+        ("late_system", SYSTEM_ROLES, r"(?!)"),  # found by its place, not by its words
+    )
 )
 _FENCE: Final = re.compile(r"^(```+|~~~+)[^\n]*\n[\s\S]*?(?:^\1|\Z)", re.MULTILINE)
 
@@ -1249,10 +1236,12 @@ class Canon:
         rules = [rule for rule in self.rules if role in rule.roles]
         if not rules:
             return _turn({**message, "content": self.joint.join(parts)})
-        parts = [_without_telemetry(part, rules) for part in parts]
-        text = reduce(self._joined, (part for part in parts if part), "")
+        for rule in rules:
+            if rule.kind == "telemetry":
+                parts = [rule.pattern.sub("", part) for part in parts]
+        text = reduce(self._joined, filter(None, parts), "")
         fields = tuple(_fields(text, rules))
-        return _turn({**message, "content": text}, _stilled(text, fields), fields=fields)
+        return _turn({**message, "content": text}, replaced(text, fields), fields=fields)
 
     def _joined(self, text: str, part: str) -> str:
         """Text parts as the template joins them; a block stands on lines of its own."""
@@ -1281,13 +1270,6 @@ def _turn(message: Message, text: str | None = None, *, fields: tuple[Volatile, 
     ours = words.count("__STABLE_") - message["content"].count("__STABLE_")  # not the client's own
     digest = hashlib.sha256("\0".join([*canonical.values(), str(ours)]).encode()).digest()
     return Turn(message=message, canonical=canonical, digest=digest, fields=fields)
-
-
-def _without_telemetry(text: str, rules: Iterable[Rule]) -> str:
-    for rule in rules:
-        if rule.kind == "telemetry":
-            text = rule.pattern.sub("", text)
-    return text
 
 
 def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
@@ -1324,22 +1306,20 @@ def _volatile(rule: Rule, match: re.Match[str], *, rules: Sequence[Rule]) -> Vol
     if "value" in rule.pattern.groupindex:
         return Volatile(rule.name, "pinned", match["value"].strip(), *match.span("value"))
     others = [other for other in rules if other.name != rule.name]
-    value = _stilled(match[0], _fields(match[0], others))
+    value = replaced(match[0], _fields(match[0], others))
     return Volatile(rule.name, "pinned", value, start, end, match[0])
 
 
-def _stilled(text: str, fields: Iterable[Volatile]) -> str:
-    """The canonical text: sentinels for pinned values, nothing for blocks, which may be absent."""
-    return replaced(text, fields, stand_in=_stand_in)
+def _stilled(one: Volatile) -> str:
+    """A sentinel for a pinned value, nothing for a block, which may be absent."""
+    name = "MSG_ID" if one.rule == "message_id" else one.rule.upper()
+    return "" if one.kind == "transient" or one.text else f"__STABLE_{name}__"
 
 
-def _stand_in(one: Volatile) -> str:
-    is_block = one.kind == "transient" or one.text
-    return "" if is_block else f"__STABLE_{_SENTINELS.get(one.rule, one.rule.upper())}__"
-
-
-def replaced(text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volatile], str]) -> str:
-    """The text with something else in the place of its fields."""
+def replaced(
+    text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volatile], str] = _stilled
+) -> str:
+    """The text with something else in the place of its fields; without `stand_in`, canonical."""
     said, end = "", 0
     for one in fields:
         if one.start < end:  # inside the one before
@@ -1349,9 +1329,6 @@ def replaced(text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volat
         has_gap = one.kind == "transient" and not words and said and end < len(text)
         said += "\n\n" if has_gap else words
     return said + text[end:]
-
-
-_SENTINELS: Final[Mapping[str, str]] = {"message_id": "MSG_ID"}
 
 
 def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[Turn, ...]:
