@@ -1429,8 +1429,8 @@ class _Encoder:
         for step in ("normalizer", "pre_tokenizer"):
             if (own := getattr(self.whole, step)) is not None:
                 setattr(self._plain, step, own)
-        self._added = self.whole.get_added_tokens_decoder()
-        self._id_of = {t.content: np.array([i], np.int32) for i, t in self._added.items()}
+        self.added = self.whole.get_added_tokens_decoder()
+        self._id_of = {t.content: np.array([i], np.int32) for i, t in self.added.items()}
         self.find_added = _any_of(self._id_of)
         self._memo_lock = threading.Lock()  # for changes of these two; all else is set here
         self._memo: dict[str, np.ndarray] = {}
@@ -1445,15 +1445,9 @@ class _Encoder:
 
     def markup(self, source: str, *tags: str) -> re.Pattern[str]:
         """Tokens for templates alone, not those that are plain words too (gemma's `<table>`)."""
-        rest = {
-            t.content for t in self._added.values() if not t.special and t.content not in source
-        }
-        words = {text for text in rest if self._plain.token_to_id(text) is not None}
+        rest = {t.content for t in self.added.values() if not t.special}
+        words = {t for t in rest if t not in source and self._plain.token_to_id(t) is not None}
         return _any_of(text for text in {*tags, *self._id_of} - words if len(text) > 1)
-
-    def texts(self, ids: Iterable[int]) -> dict[str, int]:
-        """The ids that are added tokens, by their text."""
-        return {self._added[i].content: i for i in ids if i in self._added}
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids of a rendered text; broken markup becomes text, all other is markup."""
@@ -1467,9 +1461,9 @@ class _Encoder:
     def _words(self, piece: str) -> np.ndarray:
         ids = self._memo.get(piece)
         if ids is None:
+            encode = partial(_ids, self._plain, _show(piece))
             is_long = len(piece) > self.LONG_CHARS
-            encoding = self._clerk.submit(_ids, self._plain, _show(piece)) if is_long else None
-            ids = encoding.result() if encoding else _ids(self._plain, _show(piece))
+            ids = self._clerk.submit(encode).result() if is_long else encode()
             with self._memo_lock:
                 self._memo_chars += 0 if piece in self._memo else len(piece) + self.ENTRY_CHARS
                 self._memo[piece] = ids
@@ -1620,16 +1614,15 @@ class _Quirks:
 class _Turns:
     """How messages begin: openings are the text from an added token on to a message's content."""
 
+    SCRIPTS: Final = (
+        *("user reply > user", "user call > tool", "user calls tool > tool", "user > reply"),
+        "user reply > system",
+    )
+
     def __init__(self, chat: _ChatTemplate, encoder: _Encoder, *, quirks: _Quirks) -> None:
         self._chat = chat
         self._find_added = encoder.find_added
-        scripts = [
-            "user reply > user",
-            "user call > tool",
-            "user calls tool > tool",
-            "user > reply",
-        ]
-        openings = [self._opening(script) for script in [*scripts, "user reply > system"]]
+        openings = list(map(self._opening, self.SCRIPTS))
         for switches in quirks.thinking:
             openings += [self.prompt("user", switches), self.prompt("tool", switches)]
         rows = [encoder.encode(text) for text in openings if text]
@@ -1681,16 +1674,15 @@ def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, A
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        parsed = None
+        with suppress(ValueError, RecursionError):
             parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = arguments
         arguments = parsed if isinstance(parsed, dict) else {"_raw": arguments}
     written = arguments.get("content")
     if hides_writes and function["name"].lower() in _WRITERS and isinstance(written, str):
         digest = hashlib.sha256(written.encode()).hexdigest()[:12]
         arguments = {**arguments, "content": f"[{len(written)} characters, sha256 {digest}]"}
-    return {**call, "function": {**function, "arguments": arguments}}
+    return _call_like(call, arguments)
 
 
 def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
@@ -1781,12 +1773,11 @@ class _Junction:
 
     def marked(self) -> Message:
         """A reply of the same shape whose last words are the nonce; without any thinking."""
-        calls = self.old[-1].get("tool_calls", ())
-        named = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
-        if not named:
+        if not (calls := self.old[-1].get("tool_calls")):
             return {"role": "assistant", "content": _NONCE}
-        named[-1]["function"]["arguments"] = {"q": _NONCE}
-        return {"role": "assistant", "content": "", "tool_calls": named}
+        first = [_call_like(call, {}) for call in calls[:-1]]
+        last = _call_like(calls[-1], {"q": _NONCE})
+        return {"role": "assistant", "content": "", "tool_calls": [*first, last]}
 
     def canned(self) -> _Junction:
         """New messages of the same shape with words of our own."""
@@ -1798,9 +1789,9 @@ class _Junction:
 
     def shape(self) -> str:
         """What the proof of a seam may depend on."""
+        messages = (self.marked(), *self.new)
         kinds = (
-            [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])]
-            for m in (self.marked(), *self.new)
+            [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in messages
         )
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
         return json.dumps([len(self.head("x")), *kinds, n_tools, self.switches], default=str)
@@ -1813,10 +1804,12 @@ def _canned_like(message: Message, *, n: int) -> Message:
     words = _WORDS.format(n)
     canned: Message = {**message, "content": words if message["content"] or n == 0 else ""}
     if calls := message.get("tool_calls"):
-        functions = ({**call["function"], "arguments": {"q": words}} for call in calls)
-        pairs = zip(calls, functions, strict=True)
-        canned["tool_calls"] = [{**call, "function": function} for call, function in pairs]
+        canned["tool_calls"] = [_call_like(call, {"q": words}) for call in calls]
     return canned
+
+
+def _call_like(call: Body, arguments: Body) -> Body:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 class _Seams:
@@ -1902,16 +1895,12 @@ class _Seams:
         return [*at.head("x"), {"role": "user", "content": "x"}]
 
 
-def _no_tokens() -> npt.NDArray[np.int32]:
-    return np.empty(0, np.int32)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
     """A prompt. All positions count model tokens from its start."""
 
     text: str = ""  # of a replayed prompt, what was rendered of it
-    ids: npt.NDArray[np.int32] = field(default_factory=_no_tokens, compare=False)  # `(n,)`
+    ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), compare=False)
     boundaries: tuple[int, ...] = ()  # where messages and the generation prompt begin, ascending
     system_end: int = 0  # where the first user message begins, after system prompt and tools
     last_user_start: int | None = None  # None where no message is the user's
@@ -1921,16 +1910,6 @@ class Rendered:
     @property
     def tokens(self) -> ModelTokens:
         return ModelTokens(self.ids.tolist())
-
-    def without_first(self) -> Rendered:
-        """The same behind a token that is there already; that token may open a message."""
-        return replace(
-            self,
-            ids=self.ids[1:],
-            boundaries=tuple(b - 1 for b in self.boundaries),
-            last_user_start=None if self.last_user_start is None else self.last_user_start - 1,
-            generation_start=self.generation_start - 1,
-        )
 
 
 class Template:
@@ -1950,27 +1929,22 @@ class Template:
         `ends`: the ids at which the model stops; without them no past is replayed.
         """
         self._chat = _ChatTemplate(tokenizer)
+        self.source = self._chat.source  # of all templates where there are several; "" for none
         self._encoder = _Encoder(tokenizer)
         self._quirks = _Quirks(self._chat, preserve_thinking=config.preserve_thinking)
         self._turns = _Turns(self._chat, self._encoder, quirks=self._quirks)
         self._tags = (think_start, think_end)
         self._canon = Canon(config, joint=self._quirks.joint, tags=self._tags)
-        self._ends = self._encoder.texts(ends)
-        self._seams = _Seams(self._chat, self._quirks, ends=self._ends)
+        added = self._encoder.added
+        end_texts = [added[token].content for token in ends if token in added]
+        self._seams = _Seams(self._chat, self._quirks, ends=end_texts)
         self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
         self._hides_writes = config.normalize_write_tool_content_for_prompt
         self._lost: set[str] = set()  # kinds already named in the log; only grows
         if self._hides_writes:
-            log.warning(
-                "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT hides from the model what it wrote"
-            )
+            log.warning("NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT: the model cannot see its writes")
         if self.source and not self._quirks.has_system:
             log.warning("this chat template has no system role: user messages carry that text")
-
-    @property
-    def source(self) -> str:
-        """The text of the chat template, of all of them where there are several; "" for none."""
-        return self._chat.source
 
     def encode(self, text: str) -> list[int]:
         """The tokenizer's ids; markup is markup, and no special tokens are added."""
@@ -2010,33 +1984,25 @@ class Template:
         return sha256(facts.encode()).digest()
 
     def suffix(
-        self,
-        request: ChatRequest,
-        past: Sequence[Message],
-        *,
-        new: Sequence[Message],
-        end: int | None,
-    ) -> tuple[int, Rendered]:
-        """What follows the recorded tokens of `past`, which end in a reply and its token `end`.
+        self, request: ChatRequest, past: Sequence[Message], *, new: Sequence[Message], is_cut: bool
+    ) -> Rendered:
+        """What follows the recorded tokens of `past`, whose last reply ended or is cut.
 
-        Returns how many of them to drop (the end token, where the template prints another), and
-        the suffix, whose positions count from there. Raises Unspliceable.
+        All positions count from there; it begins with the template's own end token, which takes
+        the place of the one that ended the reply. Raises Unspliceable.
         """
         tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
         at = _Junction(past, [self._shape(message) for message in new], tools, switches)
         closer, printed, text = self._seams.after(at, shape=self._shape)
         if any(_losses(at.new, text, known=set())):
             raise Unspliceable("lost text")
-        ending = self._turns.prompt(at.new[-1]["role"], switches)
-        if end is None and past[-1].get("tool_calls"):
+        if is_cut and past[-1].get("tool_calls"):
             raise Unspliceable("cut call")
-        if end is None:
-            return 0, self._measured(closer + text, ending=ending)
         first = self._encoder.find_added.match(text)
-        if first is None or (printed and first[0] != printed):
+        if not is_cut and (first is None or (printed and first[0] != printed)):
             raise Unspliceable("end token")
-        suffix = self._measured(text, ending=ending)
-        return (0, suffix.without_first()) if self._ends.get(printed) == end else (1, suffix)
+        ending = self._turns.prompt(at.new[-1]["role"], switches)
+        return self._measured(closer * is_cut + text, ending=ending)
 
     def _switches(self, request: ChatRequest) -> _Switches:
         wanted = self._hide(dict(request.template_kwargs))
@@ -2051,9 +2017,8 @@ class Template:
         if request.kind == "completion":
             return self.raw(request.prompt or "")
         if not self.source:
-            raise BadRequest(
-                "this model has no chat template, only /v1/completions", param="messages"
-            )
+            sentence = "this model has no chat template, only /v1/completions"
+            raise BadRequest(sentence, param="messages")
         said = request.messages if messages is None else messages
         folded = _folded(map(self._shape, said), self._quirks)
         tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
@@ -2394,8 +2359,8 @@ class Ledger:
             raise Unspliceable("thinking is not preserved")
         old = [turn.message for turn in draft.turns[: past.depth]]
         new = _heal_messages(new, self._healing)
-        dropped, suffix = template.suffix(request, old, new=new, end=past.ended)
-        kept = len(past) - dropped
+        suffix = template.suffix(request, old, new=new, is_cut=past.ended is None)
+        kept = len(past) - (past.ended is not None)  # the template prints an end token of its own
         rendered = _joined_up(past, suffix, kept=kept)
         return replace(draft, rendered=rendered, told=told, past=past, kept=kept)
 
