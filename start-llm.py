@@ -84,7 +84,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -1586,8 +1586,7 @@ class _Quirks:
     def __init__(self, chat: _ChatTemplate, *, preserve_thinking: bool) -> None:
         self.thinking = _probe_thinking(chat)  # switches for off, switches for on
         self.preserve = _probe_preserve_thinking_support(chat) if preserve_thinking else {}
-        self._chat = chat
-        self._worlds: dict[str, str] = {}  # worth as much from any thread
+        self.without_reply = lru_cache(256)(partial(self._without_reply, chat))
         self.has_system = chat.says("system user")
         self.has_late_system = chat.says("system system user call tool system reply system user")
         self.has_repeats = chat.says("user user reply reply")
@@ -1595,20 +1594,12 @@ class _Quirks:
         joint = re.search(rf"{_FIRST}(\s*){_WORDS.format(0)}", chat.attempt("parts"))
         self.joint = joint[1] if joint else "\n"
 
-    def without_reply(self, switches: _Switches) -> str:
-        """What these switches make of a canned conversation, generation prompt left out."""
-        name = json.dumps(switches, sort_keys=True, default=str)
-        if name not in self._worlds:
-            if len(self._worlds) > 256:
-                self._worlds = {}
-            head = "system " if self.has_system else ""
-            canned: tuple[tuple[str, list[Body]], ...] = (
-                *(("user reply user", []), ("user call tool reply user", [_TOOL])),
-            )
-            told = {**switches, "add_generation_prompt": False}
-            texts = (self._chat.attempt(head + script, tools, **told) for script, tools in canned)
-            self._worlds[name] = "\0".join(texts)
-        return self._worlds[name]
+    def _without_reply(self, chat: _ChatTemplate, switches: str) -> str:
+        """What switches, a JSON object, make of canned conversations; no generation prompt."""
+        told = {**json.loads(switches), "add_generation_prompt": False}
+        head = "system " if self.has_system else ""
+        plain = chat.attempt(head + "user reply user", **told)
+        return plain + "\0" + chat.attempt(head + "user call tool reply user", [_TOOL], **told)
 
 
 class _Turns:
@@ -1979,7 +1970,7 @@ class Template:
         thinking effort in mid-session.
         """
         switches = self._switches(request)
-        canned = self._quirks.without_reply(switches)
+        canned = self._quirks.without_reply(json.dumps(switches, sort_keys=True))
         facts = json.dumps([self.source, request.tools, canned], default=str)
         return sha256(facts.encode()).digest()
 
@@ -2023,7 +2014,12 @@ class Template:
         folded = _folded(map(self._shape, said), self._quirks)
         tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
         text = self._chat.render(folded, tools=tools, switches=switches)
-        self._report_losses(folded, tools, text=text)
+        lost = set(_losses(folded, text, known=self._lost)) - self._lost
+        if not all(tool["function"]["name"] in text for tool in tools):
+            lost |= {"tools"} - self._lost
+        self._lost |= lost
+        for kind in sorted(lost):
+            log.warning("the model's chat template loses or moves %s", kind)
         return self._measured(text, ending=self._turns.prompt(folded[-1]["role"], switches))
 
     def _measured(self, text: str, *, ending: str) -> Rendered:
@@ -2064,14 +2060,6 @@ class Template:
         if not start or not closed or not thought.startswith(start):
             return content
         return thought.removeprefix(start).join(self._tags) + answer
-
-    def _report_losses(self, messages: list[Message], tools: list[Any], *, text: str) -> None:
-        lost = set(_losses(messages, text, known=self._lost))
-        if not all(tool["function"]["name"] in text for tool in tools):
-            lost.add("tools")
-        for kind in sorted(lost - self._lost):
-            self._lost.add(kind)
-            log.warning("the model's chat template loses or moves %s", kind)
 
 
 # endregion
@@ -2121,43 +2109,39 @@ class _Told:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Transcript:
-    """One prompt and the reply to it, as tokens; its first `kept` ones are its parent's."""
+    """One prompt and the reply to it, as tokens."""
 
-    parent: Transcript | None
-    kept: int
-    ids: npt.NDArray[np.int32]  # from there on, the reply and its end token included
+    draft: Draft  # its prompt, without messages and tokens
+    reply: Generated  # without its tokens
+    ids: npt.NDArray[np.int32]  # all tokens that are not its past's, the end token included
     depth: int  # messages, the reply included
     thoughts: Mapping[int, str]  # by message: the thinking of the replies that are its own
-    told: _Told  # by its own messages
-    rendered: Rendered  # the prompt's positions, without its tokens
-    hashes: Sequence[bytes]  # names of the blocks of its prompt
-    ended: int | None  # the end token; None for a reply that was cut
-    session: str
     used: float  # seconds on the caller's clock
     holders: int = 0  # its place under a key, and the transcripts that go on from it
 
     def __len__(self) -> int:
-        return self.kept + len(self.ids)
+        return self.draft.kept + len(self.ids)
 
     @property
     def nbytes(self) -> int:
-        texts = (*self.thoughts.values(), *self.told.pins.values(), *self.told.notes)
-        n_pointers = len(self.rendered.boundaries) + len(self.hashes)
+        told = self.draft.told
+        texts = (*self.thoughts.values(), *told.pins.values(), *told.notes)
+        n_pointers = len(self.draft.rendered.boundaries) + len(self.reply.hashes)
         return self.ids.nbytes + sum(map(len, texts)) + 8 * n_pointers + 1_000
 
     def line(self) -> Iterator[Transcript]:
-        """This one, its parent, and so on."""
+        """This one, its past, and so on."""
         node: Transcript | None = self
         while node is not None:
             yield node
-            node = node.parent
+            node = node.draft.past
 
     def tokens(self, length: int) -> npt.NDArray[np.int32]:
         """The first `length` tokens of prompt and reply."""
         parts = []
         for node in self.line():
-            parts.append(node.ids[: max(0, length - node.kept)])
-            length = min(length, node.kept)
+            parts.append(node.ids[: max(0, length - node.draft.kept)])
+            length = min(length, node.draft.kept)
         return np.concatenate(parts[::-1])
 
     def thought(self, turns: Sequence[Turn]) -> bool:
@@ -2257,7 +2241,7 @@ class Ledger:
         """Forget everything, as the cache does when it is cleared."""
         with self._ledger_lock:
             for past in itertools.chain.from_iterable(self._pasts.values()):
-                self._let_go(past)
+                self._hold(past, by=-1)
             self._pasts.clear()
             self._heads.clear()
 
@@ -2271,17 +2255,13 @@ class Ledger:
         start = draft.past.depth if draft.past else 0
         own = enumerate([*draft.turns, turn][start:], start)
         ids = np.concatenate([draft.rendered.ids[draft.kept :], np.array(generated.ids, np.int32)])
+        positions = replace(draft.rendered, ids=ids[:0], text="")
         past = Transcript(
-            parent=draft.past,
-            kept=draft.kept,
+            draft=replace(draft, rendered=positions, turns=(), keys=()),
+            reply=replace(generated, ids=()),
             ids=ids,
             depth=len(keys) - 1,
             thoughts={at: one.thought for at, one in own if one.role == "assistant"},
-            told=draft.told,
-            rendered=replace(draft.rendered, ids=ids[:0], text=""),
-            hashes=generated.hashes,
-            ended=generated.ended,
-            session=generated.session,
             used=generated.at,
         )
         with self._ledger_lock:
@@ -2289,7 +2269,7 @@ class Ledger:
             others.append(past)
             self._hold(past)
             while len(others) > self.ALTERNATIVES:
-                self._let_go(others.pop(0))
+                self._hold(others.pop(0), by=-1)
             self._touch(keys, past, now=past.used)
             self._forget(past.used)
 
@@ -2302,22 +2282,15 @@ class Ledger:
                 return
             self._pasts.popitem(last=False)
             for past in oldest:
-                self._let_go(past)
+                self._hold(past, by=-1)
 
-    def _hold(self, past: Transcript) -> None:
+    def _hold(self, past: Transcript, *, by: int = 1) -> None:
+        """Or let go, with -1: bytes count until the last that goes on from these is gone too."""
         for node in past.line():
-            node.holders += 1
-            if node.holders > 1:
+            node.holders += by
+            if node.holders > max(by, 0):  # somebody else holds it, and so all before it
                 return
-            self._nbytes += node.nbytes
-
-    def _let_go(self, past: Transcript) -> None:
-        """Bytes count until the last transcript that goes on from these is gone too."""
-        for node in past.line():
-            node.holders -= 1
-            if node.holders:
-                return
-            self._nbytes -= node.nbytes
+            self._nbytes += by * node.nbytes
 
     def _candidates(self, draft: Draft, *, session: str, now: float) -> list[Transcript]:
         """Pasts that end in a reply and leave a newest message to render, the longest first."""
@@ -2332,7 +2305,7 @@ class Ledger:
                 fits = [past for past in self._pasts[keys[depth]] if past.thought(turns)]
                 if not fits:  # the client sent other thinking than was generated
                     continue
-                best = max(fits, key=lambda past: (past.session == session, past.used))
+                best = max(fits, key=lambda past: (past.reply.session == session, past.used))
                 self._touch(keys, best, now=now)
                 found.append(best)
                 if len(found) == self.TRIES:
@@ -2349,18 +2322,16 @@ class Ledger:
         self, request: ChatRequest, template: Template, *, past: Transcript, draft: Draft
     ) -> Draft:
         """Raises Unspliceable."""
-        known = _Told()
-        for node in reversed(list(past.line())):
-            known = known.then(node.told)
+        known = reduce(_Told.then, [node.draft.told for node in past.line()][::-1])
         new, told = _tell(draft.turns, past.depth, known=known)
         has_thoughts = any(thought for node in past.line() for thought in node.thoughts.values())
         is_new_turn = any(message["role"] == "user" for message in new)
         if has_thoughts and is_new_turn and not self._config.preserve_thinking:
             raise Unspliceable("thinking is not preserved")
         old = [turn.message for turn in draft.turns[: past.depth]]
-        new = _heal_messages(new, self._healing)
-        suffix = template.suffix(request, old, new=new, is_cut=past.ended is None)
-        kept = len(past) - (past.ended is not None)  # the template prints an end token of its own
+        new, is_cut = _heal_messages(new, self._healing), past.reply.ended is None
+        suffix = template.suffix(request, old, new=new, is_cut=is_cut)
+        kept = len(past) - (not is_cut)  # the suffix begins with an end token
         rendered = _joined_up(past, suffix, kept=kept)
         return replace(draft, rendered=rendered, told=told, past=past, kept=kept)
 
@@ -2449,7 +2420,7 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 
 def _joined_up(past: Transcript, suffix: Rendered, *, kept: int) -> Rendered:
     """The replayed tokens with the suffix behind them, and all positions counted from the start."""
-    before, user = past.rendered, suffix.last_user_start
+    before, user = past.draft.rendered, suffix.last_user_start
     return replace(
         suffix,
         ids=np.concatenate([past.tokens(kept), suffix.ids]),
@@ -5107,7 +5078,7 @@ def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
     facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
     root = hashlib.sha256(repr(facts).encode()).digest()
     size, ids = config.prompt_cache_block_size, draft.rendered.ids
-    known = list(draft.past.hashes[: draft.kept // size]) if draft.past else []
+    known = list(draft.past.reply.hashes[: draft.kept // size]) if draft.past else []
     rest = _block_hashes(ids, size, root=root, start=len(known), parent=known[-1] if known else b"")
     return Prompt(root, ids, known + rest)
 
