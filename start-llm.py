@@ -5031,20 +5031,12 @@ class Prepared:
     tool_format: ToolFormat | None
     job: Job
 
-    @property
-    def rendered(self) -> Rendered:
-        return self.draft.rendered
-
 
 def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     """Render and check a request. Raises every error that can still be a status code."""
     loaded = state.engine.model
-    if state.config.strict_model_names and request.model not in (None, loaded.model_id):
-        raise NotFound(
-            f"the model {request.model!r} is not served here, {loaded.model_id!r} is",
-            param="model",
-            code="model_not_found",
-        )
+    if state.config.strict_model_names and request.model is not None:
+        model_body(state, request.model)
     limit = min(loaded.limit, state.engine.capacity_tokens)
     if request.kind == "completion" or not state.config.cache_canonicalize_tool_context:
         draft = Draft(rendered=loaded.template.prompt(request))
@@ -5056,18 +5048,21 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         raise ContextTooLong(len(rendered.ids), limit)
     if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
-    _check_key_safety(state, rendered)
-    wants_calls = bool(request.tools) and request.tool_choice.mode != "none"
-    tool_format = _tool_format(loaded) if wants_calls else None
+    if state.config.cache_norm_safety_check:
+        _check_key_safety(rendered.text)
+    tool_format = None
+    if request.tools and request.tool_choice.mode != "none":
+        marks = loaded.markup
+        tags = {"start": marks.tool_call_start, "end": marks.tool_call_end}
+        tool_format = ToolFormat.detect(loaded.template.source, **tags, parse=marks.tool_parser)
+    thinks = rendered.starts_in_reasoning
     job = Job(
         prompt=_prompt(loaded, draft, config=state.config),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
-        constraint=_constraint(
-            loaded, request, in_reasoning=rendered.starts_in_reasoning, tool_format=tool_format
-        ),
+        constraint=_constraint(loaded, request, in_reasoning=thinks, tool_format=tool_format),
         deadline_seconds=state.config.generation_watchdog_seconds,
     )
     return Prepared(loaded, draft, tool_format, job)
@@ -5095,23 +5090,12 @@ def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     return tuple(sorted(fixed | recent))
 
 
-def _check_key_safety(state: ServerState, rendered: Rendered) -> None:
+def _check_key_safety(text: str) -> None:
     """CACHE_NORM_SAFETY_CHECK: does the diagnostic text still look like the prompt?"""
-    if state.config.cache_norm_safety_check:
-        scrubbed = _scrub_cache_key(rendered.text)
-        if not _assert_cache_key_safety(scrubbed, rendered.text):
-            lost = len(rendered.text) - len(scrubbed)
-            log.warning("the diagnostic key drops %d of %d characters", lost, len(rendered.text))
-
-
-def _tool_format(loaded: LoadedModel) -> ToolFormat | None:
-    markup = loaded.markup
-    return ToolFormat.detect(
-        loaded.template.source,
-        start=markup.tool_call_start,
-        end=markup.tool_call_end,
-        parse=markup.tool_parser,
-    )
+    scrubbed = _scrub_cache_key(text)
+    if not _assert_cache_key_safety(scrubbed, text):
+        n_lost = len(text) - len(scrubbed)
+        log.warning("the diagnostic key drops %d of %d characters", n_lost, len(text))
 
 
 def _constraint(
@@ -5129,12 +5113,9 @@ def _constraint(
         raise BadRequest("tool_choice: this model's template knows no calls", param="tool_choice")
     think_end = loaded.markup.think_end_ids
     thinking = in_reasoning and len(think_end) == 1
-    gap = "\n\n" if thinking else ""
+    gap, after = ("\n\n", think_end[0]) if thinking else ("", None)
     openings = tool_openings(tool_format, request.tools, name=choice.name)
-    return Constraint(
-        openings=tuple(tuple(encode(gap + opening)) for opening in openings),
-        after=think_end[0] if thinking else None,
-    )
+    return Constraint(tuple(tuple(encode(gap + opening)) for opening in openings), after=after)
 
 
 class StopStrings:
@@ -5168,21 +5149,20 @@ class Listener:
     def __init__(self, prepared: Prepared, request: ChatRequest) -> None:
         markup = prepared.loaded.markup
         tool_format, chats = prepared.tool_format, request.kind == "chat"
-        tags = Tags(
-            think_start=markup.think_start if chats else None,
-            think_end=markup.think_end if chats else None,
-            tool_start=tool_format.start if tool_format else None,
-        )
+        start, end = (markup.think_start, markup.think_end) if chats else (None, None)
+        call = tool_format.start if tool_format else None
+        tags = Tags(think_start=start, think_end=end, tool_start=call)
         calls: ToolCallStream | None = None
         if tool_format is not None:
             calls = ToolCallStream(tool_format, request.tools, next_id=new_call_id)
-        self._splitter = _ReasoningStreamSplitter(
-            tags, in_reasoning=prepared.rendered.starts_in_reasoning
-        )
-        self._reply = ReplyStream(self._splitter, calls)
+        in_reasoning = prepared.draft.rendered.starts_in_reasoning
+        self._splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
+        self.stream = ReplyStream(self._splitter, calls)
         self._detokenizer = prepared.loaded.detokenizer()
         self._stops = StopStrings(request.stop)
-        self._tag_ids = _single_ids(prepared.loaded.template, tags)
+        ids = [prepared.loaded.template.encode(tag) for tag in (start, end, call) if tag]
+        # of the tags, if each is a token of its own
+        self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
         self._one_call = not request.parallel_tool_calls
         self._eos_ids = prepared.loaded.eos_ids
         self.n_tokens = 0
@@ -5192,11 +5172,7 @@ class Listener:
     @property
     def is_over(self) -> bool:
         """The reply is complete although the model would go on."""
-        return self._stops.hit or (self._one_call and self._reply.n_calls > 0)
-
-    @property
-    def n_calls(self) -> int:
-        return self._reply.n_calls
+        return self._stops.hit or (self._one_call and self.stream.n_calls > 0)
 
     def hear(self, token: int) -> list[Delta]:
         """What this token adds; nothing once the reply is over."""
@@ -5211,7 +5187,7 @@ class Listener:
             return []
         # A tag the model means is a token of its own; the same characters in others are a quote.
         literal = bool(self._tag_ids) and token not in self._tag_ids
-        return self._reply.feed(self._stops.feed(text), literal=literal)
+        return self.stream.feed(self._stops.feed(text), literal=literal)
 
     def generated(self, prepared: Prepared, session: str) -> Generated | None:
         """The tokens of a reply that a later request can go on from; None where it cannot.
@@ -5220,32 +5196,17 @@ class Listener:
         or in a call: what the template would print there is not what is in the KV.
         """
         ended = self._ids[-1] if self._ids and self._ids[-1] in self._eos_ids else None
-        reply = self.reply()
+        reply = self.stream.reply()
         is_cut = self._splitter.is_thinking or reply.tool_calls or not reply.content
         if self.is_over or (ended is None and is_cut):
             return None
-        return Generated(
-            ids=self._ids,
-            hashes=prepared.job.prompt.hashes,
-            ended=ended,
-            session=session,
-            at=time.monotonic(),
-        )
+        hashes, now = prepared.job.prompt.hashes, time.monotonic()
+        return Generated(ids=self._ids, hashes=hashes, ended=ended, session=session, at=now)
 
     def finish(self) -> list[Delta]:
         """What was held back to the end."""
         rest = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
-        return self._reply.feed(rest) + self._reply.finish()
-
-    def reply(self) -> Reply:
-        return self._reply.reply()
-
-
-def _single_ids(template: Template, tags: Tags) -> frozenset[int]:
-    """The ids of the tags if each is one token, else none."""
-    texts = [tag for tag in (tags.think_start, tags.think_end, tags.tool_start) if tag]
-    ids = [template.encode(tag) for tag in texts]
-    return frozenset(one for (one, *_) in ids) if all(len(i) == 1 for i in ids) else frozenset()
+        return self.stream.feed(rest) + self.stream.finish()
 
 
 def new_call_id() -> str:
@@ -5261,9 +5222,8 @@ class Answer:
         self._began = time.monotonic()
         self._prepared = prepare(state, request)
         self._listener = Listener(self._prepared, request)
-        self._shape = AnswerShape(
-            request.kind, request.request_id, self._prepared.loaded.model_id, int(time.time())
-        )
+        name, now = self._prepared.loaded.model_id, int(time.time())
+        self._shape = AnswerShape(request.kind, request.request_id, name, now)
         self._ticket = state.engine.submit(self._prepared.job)
         self._first_token_at: float | None = None
         self._logprobs: list[TokenLogprob] = []
@@ -5278,13 +5238,10 @@ class Answer:
         """None while waiting, then the one body."""
         for _ in self._listen():
             yield None  # at every token, or a client that left would get a whole reply
-        reply = self._listener.reply()
-        body: dict[str, Any] | str = _whole_message(reply)
-        if self._request.kind == "completion":
-            body = reply.content or ""
-        yield self._shape.final(
-            body, self._finish_reason(), usage=self._usage(), logprobs=self._take_logprobs()
-        )
+        reply = self._listener.stream.reply()
+        said = _whole_message(reply) if self._request.kind == "chat" else reply.content or ""
+        usage, logprobs = self._usage(), self._take_logprobs()
+        yield self._shape.final(said, self._finish_reason(), usage=usage, logprobs=logprobs)
 
     def chunks(self) -> Bodies:
         """The bodies of a stream, keep-alives included; None while there is nothing to say."""
@@ -5294,9 +5251,8 @@ class Answer:
         spoke = time.monotonic()
         for deltas in self._listen():
             for delta in deltas or ():
-                yield self._shape.chunk(
-                    _streamed(delta) if chats else delta.text, logprobs=self._take_logprobs()
-                )
+                said = _streamed(delta) if chats else delta.text
+                yield self._shape.chunk(said, logprobs=self._take_logprobs())
             now = time.monotonic()
             if deltas:
                 spoke = now
@@ -5305,9 +5261,8 @@ class Answer:
                 yield self._shape.bare_chunk()  # why(L-18): an SSE comment does not count as life
             else:
                 yield None
-        yield self._shape.chunk(
-            {} if chats else "", self._finish_reason(), logprobs=self._take_logprobs()
-        )
+        said, rest = ({} if chats else ""), self._take_logprobs()
+        yield self._shape.chunk(said, self._finish_reason(), logprobs=rest)
         if self._request.include_usage:
             yield self._shape.bare_chunk(self._usage())
 
@@ -5358,7 +5313,7 @@ class Answer:
         return completion_logprobs(entries, start=start)
 
     def _finish_reason(self) -> FinishReason:
-        if self._listener.n_calls:
+        if self._listener.stream.n_calls:
             return "tool_calls"
         return "stop" if self._end and self._end.reason == "stop" else "length"
 
@@ -5372,7 +5327,7 @@ class Answer:
         prepared, session = self._prepared, self._request.session.session_id or ""
         generated = self._listener.generated(prepared, session)
         if prepared.draft.keys and generated and end.reason in ("stop", "length"):
-            reply = _whole_message(self._listener.reply())
+            reply = _whole_message(self._listener.stream.reply())
             reply["content"] = reply["content"] or ""
             template = prepared.loaded.template
             self._state.LEDGER.record(prepared.draft, template, reply=reply, generated=generated)
@@ -5434,12 +5389,9 @@ def _first_words(draft: Draft) -> bytes:
 
 
 def _whole_message(reply: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.reasoning is not None:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        message["tool_calls"] = reply.tool_calls
-    return message
+    more = {"reasoning_content": reply.reasoning, "tool_calls": reply.tool_calls or None}
+    said = {name: value for name, value in more.items() if value is not None}
+    return {"role": "assistant", "content": reply.content, **said}
 
 
 def _streamed(delta: Delta) -> dict[str, Any]:
@@ -5492,10 +5444,8 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
     """Raises NotFound for any model but the one that is loaded."""
     entry: dict[str, Any] = models_body(state)["data"][0]
     if model_id != entry["id"]:
-        raise NotFound(
-            f"the model {model_id[:200]!r} is not loaded, {entry['id']!r} is",
-            code="model_not_found",
-        )
+        sentence = f"the model {model_id[:200]!r} is not loaded, {entry['id']!r} is"
+        raise NotFound(sentence, param="model", code="model_not_found")
     return entry
 
 
