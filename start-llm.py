@@ -1094,7 +1094,8 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Whole messages that only carry such blocks, and system messages behind the first user message,
 # become notes at the tail of the message before them.
 #
-# Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES, replaced, _canonicalize_messages
+# Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES
+# Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
 # Budget  306
@@ -1361,12 +1362,15 @@ _SYSTEMS: Final = frozenset({"late_system", "operator_note"})
 def _notes(turn: Turn, canon: Canon, *, is_head: bool) -> tuple[Volatile, ...]:
     """The texts of a message that is nothing but notes; none if it is more than that."""
     if turn.role in SYSTEM_ROLES and canon.folds_late_system and not is_head:
-        text = turn.message["content"]
-        if "<system-reminder>" not in text:
-            text = f"<system-reminder>\n{text}\n</system-reminder>"
-        return (Volatile("late_system", "transient", text),)
-    notes = tuple(turn.notes)
-    return notes if turn.role == "user" and not turn.canonical["content"].strip() else ()
+        return (Volatile("late_system", "transient", reminder(turn.message["content"])),)
+    is_bare = turn.role == "user" and not turn.canonical["content"].strip()
+    return tuple(turn.notes) if is_bare else ()
+
+
+def reminder(text: str) -> str:
+    """A system message's text, tagged so that the model can tell it from what it stands behind."""
+    is_tagged = "<system-reminder>" in text
+    return text if is_tagged else f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 # endregion
@@ -1683,8 +1687,9 @@ def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
         message, before = given, folded[-1]["role"] if folded else ""
         is_system = given["role"] == "system"
         is_late = is_system and bool(folded) and not quirks.has_late_system
-        if is_late and before != "system":
-            message = _reminder(given["content"], after=before)
+        if is_late and before != "system":  # in the role before, never in the model's own mouth
+            role = "user" if before == "assistant" else before
+            message = {"role": role, "content": reminder(given["content"])}
         elif is_system and not quirks.has_system:
             message = {**given, "role": "user"}
         is_repeat = message["role"] == before
@@ -1693,13 +1698,6 @@ def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
         else:
             folded.append(message)
     return folded
-
-
-def _reminder(text: str, *, after: str) -> Message:
-    """A late system message in the role of the one before; never in the model's own mouth."""
-    if "<system-reminder>" not in text:
-        text = f"<system-reminder>\n{text}\n</system-reminder>"
-    return {"role": "user" if after == "assistant" else after, "content": text}
 
 
 def _joined(first: Message, second: Message) -> Message:
@@ -1966,11 +1964,10 @@ class Template:
     def world(self, request: ChatRequest) -> bytes:
         """What a recorded past depends on beside its messages: template, tools, switches.
 
-        A switch that only changes the generation prompt is not in it: a user may change the
-        thinking effort in mid-session.
+        Not a switch that only changes the generation prompt: effort changes in mid-session.
         """
-        switches = self._switches(request)
-        canned = self._quirks.without_reply(json.dumps(switches, sort_keys=True))
+        switches = json.dumps(self._switches(request), sort_keys=True)
+        canned = self._quirks.without_reply(switches)
         facts = json.dumps([self.source, request.tools, canned], default=str)
         return sha256(facts.encode()).digest()
 
@@ -2000,10 +1997,9 @@ class Template:
         return {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
 
     def prompt(self, request: ChatRequest, messages: Iterable[Message] | None = None) -> Rendered:
-        """Render and encode a whole conversation: the request's messages, or others in their place.
+        """Render and encode a conversation: the request's messages, or others in their place.
 
-        Raises BadRequest when the template refuses the messages (with its own sentence) and when
-        the model has no chat template.
+        Raises BadRequest when there is no chat template, or with its own sentence if it refuses.
         """
         if request.kind == "completion":
             return self.raw(request.prompt or "")
@@ -2098,13 +2094,8 @@ class _Told:
         return _Told({**self.pins, **later.pins}, self.notes + later.notes)
 
     def knows(self, note: str, wanted: frozenset[str]) -> bool:
-        """Whether a transient text is the latest of its like that the model was told.
-
-        One that was replaced since by a text the client no longer sends is told again.
-        """
-        if note not in self.notes:
-            return False
-        return all(later in wanted for later in self.notes[self.notes.index(note) :])
+        """Whether it was told, and since then only what the client still sends."""
+        return note in self.notes and wanted.issuperset(self.notes[self.notes.index(note) :])
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -2174,9 +2165,6 @@ class Draft:
     fallback: str = ""  # why a longer past was not replayed
 
 
-_Head = tuple[list[Message], _Told]  # system messages as they were first rendered
-
-
 def _chain(world: bytes, turns: Iterable[Turn]) -> tuple[bytes, ...]:
     links = (turn.role.encode() + turn.digest for turn in turns)
     return tuple(accumulate(links, lambda key, link: sha256(key + link).digest(), initial=world))
@@ -2197,7 +2185,7 @@ class Ledger:
         self._ledger_lock = threading.Lock()
         # Guarded by _ledger_lock; least recently used first, parents behind their children
         self._pasts: OrderedDict[bytes, list[Transcript]] = OrderedDict()
-        self._heads: OrderedDict[bytes, _Head] = OrderedDict()
+        self._heads: OrderedDict[bytes, tuple[list[Message], _Told]] = OrderedDict()
         self._nbytes = 0
 
     def draft(self, request: ChatRequest, template: Template, *, room: int, now: float) -> Draft:
@@ -2321,7 +2309,7 @@ class Ledger:
     def _replay(
         self, request: ChatRequest, template: Template, *, past: Transcript, draft: Draft
     ) -> Draft:
-        """Raises Unspliceable."""
+        """The past with what is new behind it. Raises Unspliceable."""
         known = reduce(_Told.then, [node.draft.told for node in past.line()][::-1])
         new, told = _tell(draft.turns, past.depth, known=known)
         has_thoughts = any(thought for node in past.line() for thought in node.thoughts.values())
@@ -2332,7 +2320,15 @@ class Ledger:
         new, is_cut = _heal_messages(new, self._healing), past.reply.ended is None
         suffix = template.suffix(request, old, new=new, is_cut=is_cut)
         kept = len(past) - (not is_cut)  # the suffix begins with an end token
-        rendered = _joined_up(past, suffix, kept=kept)
+        before, user = past.draft.rendered, suffix.last_user_start
+        rendered = replace(
+            suffix,
+            ids=np.concatenate([past.tokens(kept), suffix.ids]),
+            boundaries=(*before.boundaries, *(kept + b for b in suffix.boundaries)),
+            system_end=before.system_end,
+            last_user_start=before.last_user_start if user is None else kept + user,
+            generation_start=kept + suffix.generation_start,
+        )
         return replace(draft, rendered=rendered, told=told, past=past, kept=kept)
 
     def _as_sent(self, request: ChatRequest, template: Template, *, draft: Draft) -> Draft:
@@ -2341,19 +2337,15 @@ class Ledger:
         n_head = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
         head, known = [turn.message for turn in turns[:n_head]], _Told(_pins(turns[:n_head]))
         if known.pins and any(turn.role in _ASKING for turn in turns):  # somewhere to restate
-            head, known = self._first(draft.keys[n_head], (head, known))
+            # why(L-38): the first rendering stays, or a new id would move all that follows it.
+            with self._ledger_lock:
+                head, known = self._heads.setdefault(draft.keys[n_head], (head, known))
+                self._heads.move_to_end(draft.keys[n_head])
+                if len(self._heads) > self.MAX_HEADS:
+                    self._heads.popitem(last=False)
         rest, told = _tell(turns, n_head, known=known)
         messages = _heal_messages([*head, *rest], self._healing)
         return replace(draft, rendered=template.prompt(request, messages), told=known.then(told))
-
-    def _first(self, key: bytes, head: _Head) -> _Head:
-        """why(L-38): the first rendering stays, or a new id would move all that follows it."""
-        with self._ledger_lock:
-            first = self._heads.setdefault(key, head)
-            self._heads.move_to_end(key)
-            if len(self._heads) > self.MAX_HEADS:
-                self._heads.popitem(last=False)
-            return first
 
 
 _ASKING: Final = frozenset({"user", "tool"})
@@ -2375,8 +2367,7 @@ def _pins(turns: Iterable[Turn], start: int = 0) -> dict[_Place, str]:
 def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Message], _Told]:
     """The messages from `start` on as the model shall see them, and what they tell it.
 
-    What the replayed past says otherwise than this request is restated in the newest message: then
-    every pinned or transient value of the request is in the prompt, there or here.
+    Pinned or transient values that the past tells otherwise are restated in the newest message.
     """
     wanted = frozenset(note.value for turn in turns for note in turn.notes)
     past = list(_places(turns[:start]))
@@ -2416,19 +2407,6 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
     old = users[-1] if users else 0
     bare = ({k: v for k, v in m.items() if k != "reasoning_content"} for m in messages[:old])
     return [*bare, *messages[old:]]
-
-
-def _joined_up(past: Transcript, suffix: Rendered, *, kept: int) -> Rendered:
-    """The replayed tokens with the suffix behind them, and all positions counted from the start."""
-    before, user = past.draft.rendered, suffix.last_user_start
-    return replace(
-        suffix,
-        ids=np.concatenate([past.tokens(kept), suffix.ids]),
-        boundaries=(*before.boundaries, *(kept + b for b in suffix.boundaries)),
-        system_end=before.system_end,
-        last_user_start=before.last_user_start if user is None else kept + user,
-        generation_start=kept + suffix.generation_start,
-    )
 
 
 # endregion
@@ -5079,11 +5057,7 @@ def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
 
 
 def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
-    """Where a later request may part from this one.
-
-    The end of the head (system, tools), the last user message and the generation prompt always;
-    the messages after the last user message too, since a tool loop grows there one by one.
-    """
+    """Ends of the head and of the messages, the last user's, and what a tool loop adds to it."""
     last_user = rendered.last_user_start or 0
     fixed = {rendered.system_end, last_user, rendered.generation_start}
     recent = {b for b in rendered.boundaries if b >= last_user}
@@ -5135,12 +5109,12 @@ class StopStrings:
         if match is None:
             self._held = ""
             return text
-        self.hit, self._held = not match.partial, text[match.start() :]
+        self.hit = not match.partial
+        self._held = text[match.start() :] if match.partial else ""
         return text[: match.start()]
 
     def finish(self) -> str:
-        held, self._held = ("" if self.hit else self._held), ""
-        return held
+        return self._held
 
 
 class Listener:
