@@ -1105,6 +1105,7 @@ RuleClass = Literal["telemetry", "pinned", "transient", "off"]
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 _USER: Final = frozenset({"user"})
 _BOTH: Final = SYSTEM_ROLES | _USER
+_SYSTEMS: Final = frozenset({"late_system", "operator_note"})  # rules of notes by the system
 
 
 @dataclass(frozen=True, slots=True)
@@ -1356,9 +1357,6 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
     return tuple(turns)
 
 
-_SYSTEMS: Final = frozenset({"late_system", "operator_note"})
-
-
 def _notes(turn: Turn, canon: Canon, *, is_head: bool) -> tuple[Volatile, ...]:
     """The texts of a message that is nothing but notes; none if it is more than that."""
     if turn.role in SYSTEM_ROLES and canon.folds_late_system and not is_head:
@@ -1395,6 +1393,7 @@ def reminder(text: str) -> str:
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
+_WRITERS: Final = frozenset({"write", "write_file", "create_file"})
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -1487,10 +1486,9 @@ def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
 
-_REFUSALS: Final = (
-    *(jinja2.TemplateError, TypeError, ValueError, LookupError),
-    *(AttributeError, ArithmeticError, RecursionError),
-)
+_FAULTS: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_REFUSALS: Final = (jinja2.TemplateError, RecursionError, *_FAULTS)
+_NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of this very file
 _THOUGHT: Final = "zqthought"
 _FIRST: Final = "zqfirst"
 _WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
@@ -1661,9 +1659,6 @@ def _compute_msg_token_boundaries(tokens: np.ndarray, turns: _Turns) -> list[int
     return positions
 
 
-_WRITERS: Final = frozenset({"write", "write_file", "create_file"})
-
-
 def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, Any]:
     """The call with an object for arguments (text crashes templates); `_raw` holds what is none."""
     function = call["function"]
@@ -1784,9 +1779,6 @@ class _Junction:
         )
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
         return json.dumps([len(self.head("x")), *kinds, n_tools, self.switches], default=str)
-
-
-_NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of this very file
 
 
 def _canned_like(message: Message, *, n: int) -> Message:
@@ -2081,6 +2073,7 @@ class Template:
 # ==============================================================================
 
 _Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
+_ASKING: Final = frozenset({"user", "tool"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -2288,14 +2281,12 @@ class Ledger:
         with self._ledger_lock:
             self._forget(now)
             for depth in range(newest, 0, -1):
-                if turns[depth - 1].role != "assistant" or keys[depth] not in self._pasts:
-                    continue
-                fits = [past for past in self._pasts[keys[depth]] if past.thought(turns)]
-                if not fits:  # the client sent other thinking than was generated
-                    continue
-                best = max(fits, key=lambda past: (past.reply.session == session, past.used))
-                self._touch(keys, best, now=now)
-                found.append(best)
+                # one does not fit where the client sent other thinking than was generated
+                fits = [past for past in self._pasts.get(keys[depth], ()) if past.thought(turns)]
+                if fits:
+                    best = max(fits, key=lambda past: (past.reply.session == session, past.used))
+                    self._touch(keys, best, now=now)
+                    found.append(best)
                 if len(found) == self.TRIES:
                     break
         return found
@@ -2346,9 +2337,6 @@ class Ledger:
         rest, told = _tell(turns, n_head, known=known)
         messages = _heal_messages([*head, *rest], self._healing)
         return replace(draft, rendered=template.prompt(request, messages), told=known.then(told))
-
-
-_ASKING: Final = frozenset({"user", "tool"})
 
 
 def _places(turns: Iterable[Turn], start: int = 0) -> Iterator[tuple[_Place, Volatile]]:
@@ -5139,9 +5127,8 @@ class Listener:
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
         self._one_call = not request.parallel_tool_calls
         self._eos_ids = prepared.loaded.eos_ids
-        self.n_tokens = 0
         self.n_reasoning = 0
-        self._ids: list[int] = []
+        self.ids: list[int] = []
 
     @property
     def is_over(self) -> bool:
@@ -5152,8 +5139,7 @@ class Listener:
         """What this token adds; nothing once the reply is over."""
         if self.is_over:
             return []
-        self.n_tokens += 1
-        self._ids.append(token)
+        self.ids.append(token)
         if self._splitter.is_thinking:
             self.n_reasoning += 1
         text = "" if token in self._eos_ids else self._detokenizer.feed(token)
@@ -5169,13 +5155,13 @@ class Listener:
         Not where the client has less of it than the model said, nor where it was cut in a thought
         or in a call: what the template would print there is not what is in the KV.
         """
-        ended = self._ids[-1] if self._ids and self._ids[-1] in self._eos_ids else None
+        ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
         reply = self.stream.reply()
         is_cut = self._splitter.is_thinking or reply.tool_calls or not reply.content
         if self.is_over or (ended is None and is_cut):
             return None
         hashes, now = prepared.job.prompt.hashes, time.monotonic()
-        return Generated(ids=self._ids, hashes=hashes, ended=ended, session=session, at=now)
+        return Generated(ids=self.ids, hashes=hashes, ended=ended, session=session, at=now)
 
     def finish(self) -> list[Delta]:
         """What was held back to the end."""
@@ -5294,7 +5280,7 @@ class Answer:
     def _usage(self) -> Usage:
         cached = self._end.cached if self._end else 0
         n_prompt = self._prepared.job.n_prompt
-        return Usage(n_prompt, cached, self._listener.n_tokens, self._listener.n_reasoning)
+        return Usage(n_prompt, cached, len(self._listener.ids), self._listener.n_reasoning)
 
     def _remember(self, end: Finished) -> None:
         """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
@@ -5310,12 +5296,15 @@ class Answer:
         """Before the last words: the client's next request may be here right after them."""
         state, job, draft = self._state, self._prepared.job, self._prepared.draft
         session, store = self._request.session, state.SESSION_TURN_STORE
-        session_id = session_id_of(session, job.prompt.tokens, first_words=_first_words(draft))
+        # without an id, all up to the first words that are not the system's name a conversation
+        said = (i for i, turn in enumerate(draft.turns, 1) if turn.role not in SYSTEM_ROLES)
+        first_words = next((draft.keys[i] for i in said), b"")
+        session_id = session_id_of(session, job.prompt.tokens, first_words=first_words)
         digests = [turn.digest for turn in draft.turns]
         turn = SessionTurn(
             n_prompt=job.n_prompt,
             n_cached=end.cached,
-            n_completion=self._listener.n_tokens,
+            n_completion=len(self._listener.ids),
             layer=end.layer,
             at=time.monotonic(),
             parent=session.parent,
@@ -5350,16 +5339,10 @@ class Answer:
             "fallback": self._prepared.draft.fallback or None,
             "prefill": round(end.seconds[1], 3),
             "decode": round(end.seconds[2], 3),
-            "out": self._listener.n_tokens,
+            "out": len(self._listener.ids),
             "ttft_ms": round(ttft * 1000),
             "finish": end.reason,
         }
-
-
-def _first_words(draft: Draft) -> bytes:
-    """The name of the conversation up to the first message that is not the system's."""
-    first = next((i for i, turn in enumerate(draft.turns, 1) if turn.role not in SYSTEM_ROLES), 0)
-    return draft.keys[first] if first else b""
 
 
 def _whole_message(reply: Reply) -> dict[str, Any]:
