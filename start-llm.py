@@ -1089,10 +1089,9 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 #   telemetry   means nothing to the model: dropped, and counted
 #   pinned      stays as it was first rendered; a value that differs is restated once, at the end
 #   transient   comes and goes at the end of a conversation: told when it changed
-# A pattern is anchored to the line, the start or the end of a text, and finds nothing inside code
-# fences or tool results, where the same words are somebody's data. `value` is what varies.
-# Whole messages that only carry such blocks, and system messages behind the first user message,
-# become notes at the tail of the message before them.
+# A pattern is anchored to a line or an end of the text, and finds nothing inside code fences or
+# tool results, where the same words are somebody's data. `value` is what varies. Messages of only
+# such blocks, and late system messages, become notes at the tail of the message before them.
 #
 # Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES
 # Doors   replaced, reminder, _canonicalize_messages
@@ -1115,12 +1114,8 @@ class Rule:
     name: str
     roles: frozenset[str]
     pattern: re.Pattern[str]
+    in_fences: bool  # the client itself wraps this field in a code fence
     kind: RuleClass = "off"  # as configured
-
-    @property
-    def in_fences(self) -> bool:
-        """Whether the client itself wraps this field in a code fence."""
-        return self.name in ("message_id", "inbound_context")
 
 
 _STAMP: Final = (
@@ -1133,15 +1128,14 @@ _INBOUND: Final = (
 )
 _DATE: Final = "(?:Current date|Today's date)(?: is|:)"
 _REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system-reminder>"
-_CARRIER: Final = (
-    r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>[\s\S]*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
-)
 _OPENERS: Final = ("<system-reminder>", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
 _CLOSERS: Final = ("</system-reminder>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>")
+_CARRIER: Final = rf"{_OPENERS[1]}[\s\S]*?{_CLOSERS[1]}"
+_FENCED: Final = frozenset({"message_id", "inbound_context"})
 _TIME: Final = r"(?:Current time(?: is|:)|Reference UTC:)"
 _SESSION: Final = "(?:Runtime: agent=|Inline buttons not enabled for )"
 _RULES: Final = tuple(
-    Rule(name, roles, re.compile(expression, re.MULTILINE))
+    Rule(name, roles, re.compile(expression, re.MULTILINE), name in _FENCED)
     for name, roles, expression in (
         # why(L-37): Claude Code's first system block; its cch= changes with every request.
         ("billing_header", SYSTEM_ROLES, r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*"),
@@ -1275,10 +1269,7 @@ def _turn(message: Message, text: str | None = None, *, fields: tuple[Volatile, 
 
 
 def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
-    """The volatile fields of a text, ascending; where two overlap, the one that begins first.
-
-    A pinned block is followed by the fields inside it, which are pinned on their own.
-    """
+    """Ascending; of two that overlap, the first; behind a pinned block the fields inside it."""
     fences = [fence.span() for fence in _FENCE.finditer(text)] if "\n" in text else []
     found: list[Volatile] = []
     for rule in rules:
@@ -1376,11 +1367,10 @@ def reminder(text: str) -> str:
 # region 07 RENDER =============================================================
 # Messages -> the model's own chat template -> tokens, with nothing lost on the way.
 #
-# A template is a program we did not write. It is not read but asked: canned conversations are
-# rendered at construction, and what comes out is believed. What it cannot say is said another way
-# (folded, merged, flattened); what is still missing from the text is named once in the log.
-# Markup in client text (`<|im_end|>` in a file) is broken up by a noncharacter before rendering and
-# whole again before encoding, so neither template nor tokenizer takes it for the real thing.
+# A template is not read but asked: canned conversations are rendered at construction, and what
+# comes out is believed. What it cannot say is said another way (folded, merged, flattened); what
+# is still missing is named once in the log. Markup in client text (`<|im_end|>` in a file) is
+# broken up by a noncharacter before rendering and whole again before encoding, as plain text.
 # Dropped: transformers' sanitize_control_tokens (skips keys, encodes the whole past every turn).
 #
 # Doors   Template, Rendered, Unspliceable
@@ -1813,13 +1803,9 @@ class _Seams:
         self._proven: dict[str, _Seam | str] = {}  # a str: why not; worth as much from any thread
 
     def after(self, at: _Junction, *, shape: Callable[[Message], Message]) -> tuple[str, str, str]:
-        """(closer, end token, text from there on) of the new messages after the old ones.
-
-        `shape` is for old messages, where the template must see them. Raises Unspliceable.
-        """
-        seam, rest = self._seam(at), ""
-        if seam.is_minimal:
-            rest = self._rest(self._stub(at), replace(at, tools=at.tools[:1]))
+        """(closer, end token, text from there on); `shape`: for old ones. Raises Unspliceable."""
+        seam = self._seam(at)
+        rest = self._behind_stub(at) if seam.is_minimal else ""
         if not seam.is_minimal or not rest.startswith(seam.closer + seam.end):
             # why(L-44): on some templates the closer depends on the place in the tool loop.
             past = list(map(shape, at.old[:-1]))
@@ -1844,8 +1830,7 @@ class _Seams:
         return proven
 
     def _prove(self, at: _Junction) -> _Seam:
-        short = self._rest(self._stub(at), replace(at, tools=at.tools[:1]))
-        same = True
+        short, same = self._behind_stub(at), True
         for past in self.PASTS:
             with suppress(Unspliceable):
                 same = same and self._rest([*at.head("y"), *_canned(past)], at) == short
@@ -1867,13 +1852,13 @@ class _Seams:
             text = self._chat.render(messages, tools=at.tools, switches=at.switches)
         except BadRequest as refusal:
             raise Unspliceable("refused") from refusal
-        _, nonce, rest = text.partition(_NONCE)
-        if not nonce or _NONCE in rest:
+        if text.count(_NONCE) != 1:
             raise Unspliceable("nonce")
-        return rest
+        return text.partition(_NONCE)[2]
 
-    def _stub(self, at: _Junction) -> list[Message]:
-        return [*at.head("x"), {"role": "user", "content": "x"}]
+    def _behind_stub(self, at: _Junction) -> str:
+        stub = [*at.head("x"), {"role": "user", "content": "x"}]
+        return self._rest(stub, replace(at, tools=at.tools[:1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1905,10 +1890,7 @@ class Template:
         think_end: str = "",
         ends: Iterable[int] = (),
     ) -> None:
-        """`tokenizer`: a fast one of transformers, or mlx-lm's wrapper around one.
-
-        `ends`: the ids at which the model stops; without them no past is replayed.
-        """
+        """`tokenizer`: a fast one, or mlx-lm's of one. No past is replayed without `ends`, ids."""
         self._chat = _ChatTemplate(tokenizer)
         self.source = self._chat.source  # of all templates where there are several; "" for none
         self._encoder = _Encoder(tokenizer)
@@ -1933,10 +1915,7 @@ class Template:
         return ids
 
     def raw(self, prompt: str | Sequence[int]) -> Rendered:
-        """A completion's prompt: encoded as the tokenizer does by default, or ids as they are.
-
-        Raises BadRequest for an empty prompt and for ids outside the vocabulary.
-        """
+        """A completion's prompt. Raises BadRequest: it is empty, or an id is not the model's."""
         text = prompt if isinstance(prompt, str) else ""
         whole = self._encoder.whole
         tokens = whole.encode_batch_fast([text])[0].ids if text else list(map(int, prompt))
@@ -1989,7 +1968,7 @@ class Template:
         return {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
 
     def prompt(self, request: ChatRequest, messages: Iterable[Message] | None = None) -> Rendered:
-        """Render and encode a conversation: the request's messages, or others in their place.
+        """A whole prompt: the request's messages, or others in their place, rendered and encoded.
 
         Raises BadRequest when there is no chat template, or with its own sentence if it refuses.
         """
@@ -2059,10 +2038,9 @@ class Template:
 #                |--- a past ---|  new     that stands for template, tools and switches
 #     tokens     |fed, generated|suffix|
 #
-# A transcript is recorded after each whole reply, under the chain that ends in the reply. It holds
-# the tokens since its parent's, what it told the model of volatile fields, and which thinking its
-# replies had: a client may leave thinking out, but what it sends must be what was generated.
-# Prompt boundaries need none: rendered again behind the same past they are the same tokens.
+# A transcript is recorded after each whole reply, under the chain that ends in it: the tokens
+# since its past's, what it told of volatile fields, and the replies' thinking, which a client may
+# leave out but not change. Prompt boundaries need none: rendered again they are the same tokens.
 # Not by session id (sub-agents share one), not by a table of templates (RENDER asks the template).
 #
 # Doors   Ledger, Draft, Generated
@@ -5150,10 +5128,10 @@ class Listener:
         return self.stream.feed(self._stops.feed(text), literal=literal)
 
     def generated(self, prepared: Prepared, session: str) -> Generated | None:
-        """The tokens of a reply that a later request can go on from; None where it cannot.
+        """The tokens of a reply that a later request can go on from.
 
-        Not where the client has less of it than the model said, nor where it was cut in a thought
-        or in a call: what the template would print there is not what is in the KV.
+        None where the client has less than the model said, and where it was cut in a thought or
+        in a call: what the template would print there is not what is in the KV.
         """
         ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
         reply = self.stream.reply()
@@ -5213,14 +5191,13 @@ class Answer:
             for delta in deltas or ():
                 said = _streamed(delta) if chats else delta.text
                 yield self._shape.chunk(said, logprobs=self._take_logprobs())
-            now = time.monotonic()
             if deltas:
-                spoke = now
-            elif now - spoke >= self._state.config.keepalive_seconds:
-                spoke = now
-                yield self._shape.bare_chunk()  # why(L-18): an SSE comment does not count as life
-            else:
+                spoke = time.monotonic()
+            elif time.monotonic() - spoke < self._state.config.keepalive_seconds:
                 yield None
+            else:
+                spoke = time.monotonic()
+                yield self._shape.bare_chunk()  # why(L-18): an SSE comment does not count as life
         said, rest = ({} if chats else ""), self._take_logprobs()
         yield self._shape.chunk(said, self._finish_reason(), logprobs=rest)
         if self._request.include_usage:
