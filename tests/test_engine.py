@@ -53,15 +53,13 @@ class Bench:
         self.oracle, _ = load(str(path))
         self.seen: dict[s.Ticket, list[np.ndarray]] = {}
         self.asked: dict[s.Ticket, list[int]] = {}
-        step = s.Group.step
+        tell = s.Row.tell
 
-        def recorded(group):
-            out = step(group)
-            for row, _, logprobs in out:
-                self.seen.setdefault(row.ticket, []).append(np.array(logprobs))
-            return out
+        def recorded(row, token, *, logprobs):
+            self.seen.setdefault(row.ticket, []).append(np.array(logprobs))
+            tell(row, token, logprobs=logprobs)
 
-        monkeypatch.setattr(s.Group, "step", recorded)
+        monkeypatch.setattr(s.Row, "tell", recorded)
         config = s.Config(**settings)
         self.metrics = s.CacheMetrics()
         self.engine = s.Engine(config, self.metrics, load=self._load)
