@@ -92,7 +92,7 @@ class Bench:
             assert event is not None, "nothing happened for too long"
             if isinstance(event, s.Tokens):
                 ids += event.ids
-            assert not isinstance(event, s.Failed), str(getattr(event, "error", ""))
+            assert not isinstance(event, s.ServerError), str(event)
             if isinstance(event, s.Finished):
                 return ids, event
 
