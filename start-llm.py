@@ -3682,7 +3682,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  704
+# Budget  694
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -4030,7 +4030,10 @@ class Scheduler:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
         try:
             reuse = self.cache.find(ticket.job.prompt)
-            if self._had_better_wait(reuse):
+            if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
+                # A running row will soon hold more of this prompt; it is told where to stop.
+                if reuse.line and isinstance(row := reuse.line.lender, Row):
+                    row.stops = sorted({*row.stops, reuse.promised})
                 return True
             if self._make_room(ticket.job, reuse):
                 self._start(ticket)
@@ -4043,15 +4046,6 @@ class Scheduler:
             self.cache.mend()
             ticket.put(GenerationFailed("the model failed on this request"))
         self.waiting.remove(ticket)
-        return True
-
-    def _had_better_wait(self, reuse: Reuse) -> bool:
-        """Whether a running row will soon hold more of this prompt; it is told where to stop."""
-        if reuse.promised - reuse.depth < WAIT_GAIN_TOKENS or reuse.line is None:
-            return False
-        row = reuse.line.lender
-        if isinstance(row, Row):
-            row.stops = sorted({*row.stops, reuse.promised})
         return True
 
     def _make_room(self, job: Job, reuse: Reuse) -> bool:
@@ -4242,16 +4236,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loaded: LoadedModel | None = None
         self.trouble: str | None = None  # why there is no model (any more), in one sentence
-        self._settled = threading.Event()
+        self.settled = threading.Event()  # the model is loaded, or refused
         self._stopping = False
         self._report: dict[str, Any] = {}
 
     def start(self) -> None:
         self._thread.start()
-
-    def wait_until_settled(self, timeout: float | None = None) -> bool:
-        """Wait for the model to be loaded or refused; whether that is so now."""
-        return self._settled.wait(timeout)
 
     def stop(self) -> None:
         """End the thread after the current turn; running requests fail."""
@@ -4308,7 +4298,7 @@ class Engine:
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
             self._publish(scheduler)
             self._loaded = loaded
-            self._settled.set()
+            self.settled.set()
             with wired_limit(loaded.model):
                 self._serve(scheduler)
         except ModelError as error:
@@ -4318,7 +4308,7 @@ class Engine:
             trouble = "the model thread died; the log says why"
         finally:
             self.trouble = trouble
-            self._settled.set()
+            self.settled.set()
             self._fail_everyone(scheduler, NotReady(trouble))
             mx.clear_streams()  # why(L-20): streams left behind can abort the process at exit
 
@@ -4515,7 +4505,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  430
+# Budget  422
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4609,12 +4599,13 @@ def tool_openings(
     if tool_format.dialect == "foreign":
         return [tool_format.start]
     opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
-    openings = {}
+    openings = []
     for offered, parameters in _parameters_by_name(tools).items():
-        slots = {"gap": tool_format.gap, "name": offered, "json": _json(offered)}
-        required = "<arg_key>" if parameters.get("required") else ""
-        openings[offered] = opening.format(**slots, required=required)
-    return [text for offered, text in openings.items() if name in (None, offered)]
+        if name in (None, offered):
+            slots = {"gap": tool_format.gap, "name": offered, "json": _json(offered)}
+            required = "<arg_key>" if parameters.get("required") else ""
+            openings.append(opening.format(**slots, required=required))
+    return openings
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -4842,12 +4833,7 @@ class ToolCallStream:
             return []
 
 
-class Delta(NamedTuple):
-    """What is new in a reply: text, or a part of a call."""
-
-    kind: Literal["reasoning", "content", "tool"]
-    text: str = ""
-    call: ToolCallDelta | None = None
+Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
 
 
 class Reply(NamedTuple):
@@ -4889,25 +4875,25 @@ class ReplyStream:
         """The join of all deltas: what a client that reads the stream has."""
         texts = {"content": "", "reasoning": ""}
         functions: dict[str, dict[str, Any]] = {}  # by the id of their call
-        for kind, text, call in self._deltas:
-            if call is None:
-                texts[kind] += text
+        for delta in self._deltas:
+            if isinstance(delta, Piece):
+                texts[delta.kind] += delta.text
             else:
-                function = functions.setdefault(call.id, {"name": call.name, "arguments": ""})
-                function["arguments"] += call.arguments
+                function = functions.setdefault(delta.id, {"name": delta.name, "arguments": ""})
+                function["arguments"] += delta.arguments
         calls = [{"id": i, "type": "function", "function": f} for i, f in functions.items()]
         return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
 
     def _route(self, pieces: list[Piece]) -> None:
         while pieces:
             call = pieces.pop() if pieces[-1].kind == "tool" else None  # always the last piece
-            self._deltas += [Delta(piece.kind, piece.text) for piece in pieces]
+            self._deltas += pieces
             pieces = self._hear(call.text) if call else []
 
     def _hear(self, text: str, *, ended: bool = False) -> list[Piece]:
         assert self._calls, "the splitter knows a tag that opens calls, and nobody reads them"
         deltas, back, rest, is_call = self._calls.feed(text, ended=ended)
-        self._deltas += [Delta("tool", call=delta) for delta in deltas]
+        self._deltas += deltas
         pieces = self._splitter.restore(back)
         return pieces if rest is None else pieces + self._splitter.resume(rest, called=is_call)
 
@@ -5246,9 +5232,9 @@ class Answer:
         spoke = time.monotonic()
         for deltas in self._listen():
             for delta in deltas or ():
-                yield self._shape.chunk(
-                    _streamed(delta) if chats else delta.text, logprobs=self._take_logprobs()
-                )
+                said = _streamed(delta)
+                body = said if chats else said["content"]  # a completion has nothing else
+                yield self._shape.chunk(body, logprobs=self._take_logprobs())
             now = time.monotonic()
             if deltas:
                 spoke = now
@@ -5396,14 +5382,13 @@ def _whole_message(reply: Reply) -> dict[str, Any]:
 
 def _streamed(delta: Delta) -> dict[str, Any]:
     """A delta as chat clients read it."""
-    call = delta.call
-    if call is None:
+    if isinstance(delta, Piece):
         return {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}
-    function = {"arguments": call.arguments}
-    if call.name is None:
-        return {"tool_calls": [{"index": call.index, "function": function}]}
-    opened = {"index": call.index, "id": call.id, "type": "function"}
-    return {"tool_calls": [{**opened, "function": {"name": call.name, **function}}]}
+    function = {"arguments": delta.arguments}
+    if delta.name is None:
+        return {"tool_calls": [{"index": delta.index, "function": function}]}
+    opened = {"index": delta.index, "id": delta.id, "type": "function"}
+    return {"tool_calls": [{**opened, "function": {"name": delta.name, **function}}]}
 
 
 def health_body(state: ServerState) -> dict[str, Any]:
@@ -5780,7 +5765,7 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
     for server in servers:
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     state.engine.start()
-    while not stop.is_set() and not state.engine.wait_until_settled(0.1):
+    while not stop.is_set() and not state.engine.settled.wait(0.1):
         pass
     is_loaded = state.engine.state == "ready"
     if is_loaded:

@@ -64,7 +64,7 @@ class Bench:
         self.metrics = s.CacheMetrics()
         self.engine = s.Engine(config, self.metrics, load=self._load)
         self.engine.start()
-        assert self.engine.wait_until_settled(60) and self.engine.trouble is None
+        assert self.engine.settled.wait(60) and self.engine.trouble is None
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])
