@@ -3700,15 +3700,13 @@ LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
 IDLE_SECONDS: Final = 1.0  # the same, while idle; then unused buffers go back, too
 KV_MEMORY_SHARE: Final = 0.6  # of memory beside the model; activations and the system need the rest
-FOREVER: Final = 1 << 60
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and the top alternatives
 EndReason = Literal["stop", "length", "cancelled", "deadline"]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(NamedTuple):
     """Forced opening: after token `after` (None: at once) the reply begins with one of `openings`.
 
     `banned` tokens never come; while waiting for `after`, the end tokens do not come either.
@@ -3751,23 +3749,20 @@ class Job:
         return len(self.prompt.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Prompt tokens whose KV exists."""
 
     done: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Generated ids; one entry of `logprobs` per id, if they were asked for."""
 
     ids: tuple[int, ...]
     logprobs: tuple[Logprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(NamedTuple):
     """The line is back in the cache: prompt and reply."""
 
     reason: EndReason
@@ -3784,7 +3779,7 @@ class Ticket:
 
     def __init__(self, job: Job, wake: Callable[[], None]) -> None:
         self.job = job
-        self.marks = [time.monotonic()]  # submitted, admitted, decoding since; the engine's
+        self.marks = [time.monotonic()]  # the engine's: when submitted, admitted, decoding
         self.wish: EndReason | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.put = self._events.put
@@ -3799,16 +3794,11 @@ class Ticket:
             return event
         return None
 
-    def close(self) -> None:
-        """Nobody listens any more: a row that still runs ends; what it computed is kept."""
+    def close(self, wish: EndReason = "cancelled") -> None:
+        """End the row if it still runs ("stop": the reply is complete); its KV is kept."""
         if not self._ended:
-            self.wish = "cancelled"
+            self.wish = wish
             self._wake()
-
-    def stop(self) -> None:
-        """The reply is complete (a stop string, the one call that was allowed)."""
-        self.wish = self.wish or "stop"
-        self._wake()
 
 
 _GREEDY: Final = partial(mx.argmax, axis=-1)
@@ -3894,14 +3884,6 @@ class Row:
             asked = ((values[0], tuple(zip(best, values[1:], strict=True))),)
         self.ticket.put(Tokens((token,), asked))
 
-    def ended(self, reason: EndReason) -> Finished:
-        submitted, admitted, *decoding = self.ticket.marks
-        now = time.monotonic()
-        since = decoding[0] if decoding else now
-        seconds = (admitted - submitted, since - admitted, now - since)
-        cached, layer = self.reuse.depth, self.reuse.layer
-        return Finished(reason=reason, cached=cached, layer=layer, seconds=seconds)
-
 
 class Group:
     """Rows that decode together: one on its own buffers, or several in upstream's batch form."""
@@ -3929,7 +3911,7 @@ class Group:
             _GREEDY,
             [tuple(processors)],
             [StopSequences()],
-            [FOREVER],
+            [1 << 60],  # tokens: never too many for it
         )
         self.batch.model = loaded.model
         row.fed = len(tokens)
@@ -3940,10 +3922,7 @@ class Group:
         row.tell(token, logprobs=self.batch._next_logprobs[0])
 
     def step(self) -> list[tuple[Row, int]]:
-        """Advance all rows one token, and tell it.
-
-        The token is already being fed when it is returned (L-10), so every row's `fed` counts it.
-        """
+        """Advance all rows one token, and tell it; it is being fed already (L-10): `fed` has it."""
         self._before = recurrent_handles(self.batch.prompt_cache)
         steps = list(zip(self.rows, self.batch.next(), strict=True))
         for row, response in steps:
@@ -4170,8 +4149,12 @@ class Scheduler:
                 self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
         else:
             self.prefilling.remove(row)
+            row.ticket.marks.append(time.monotonic())
         self._put_back(row)
-        row.ticket.put(row.ended(reason))
+        submitted, admitted, decoding = row.ticket.marks
+        seconds = (admitted - submitted, decoding - admitted, time.monotonic() - decoding)
+        cached, layer = row.reuse.depth, row.reuse.layer
+        row.ticket.put(Finished(reason=reason, cached=cached, layer=layer, seconds=seconds))
 
     def _put_back(self, row: Row) -> None:
         if row.fed == 0:
@@ -4239,6 +4222,7 @@ class Engine:
         self.settled = threading.Event()  # the model is loaded, or refused
         self._stopping = False
         self._report: dict[str, Any] = {}
+        self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
 
     def start(self) -> None:
         self._thread.start()
@@ -4282,11 +4266,6 @@ class Engine:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
         return {"state": self.state, "error": self.trouble, **self._report}
 
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest row, prompt and reply, that the KV budget can hold at all."""
-        return int(self._report["capacity_tokens"])
-
     def _wake(self) -> None:
         self._inbox.put(lambda _scheduler: None)
 
@@ -4296,6 +4275,7 @@ class Engine:
         try:
             loaded = self._load()
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
+            self.capacity_tokens = scheduler.capacity_tokens
             self._publish(scheduler)
             self._loaded = loaded
             self.settled.set()
@@ -4309,7 +4289,8 @@ class Engine:
         finally:
             self.trouble = trouble
             self.settled.set()
-            self._fail_everyone(scheduler, NotReady(trouble))
+            if scheduler is not None:  # before, nobody could submit
+                self._fail_everyone(scheduler, NotReady(trouble))
             mx.clear_streams()  # why(L-20): streams left behind can abort the process at exit
 
     def _serve(self, scheduler: Scheduler) -> None:
@@ -4349,14 +4330,12 @@ class Engine:
             "kv_bytes_per_token": scheduler.shape.token_bytes,
         }
 
-    def _fail_everyone(self, scheduler: Scheduler | None, error: ServerError) -> None:
+    def _fail_everyone(self, scheduler: Scheduler, error: ServerError) -> None:
         """Nobody may be left waiting for a thread that is gone."""
-        tickets = list(scheduler.waiting) if scheduler else []
-        tickets += [row.ticket for row in scheduler.rows] if scheduler else []
         while not self._inbox.empty():
             if isinstance(item := self._inbox.get_nowait(), Ticket):
-                tickets.append(item)
-        for ticket in tickets:
+                scheduler.waiting.append(item)
+        for ticket in [*scheduler.waiting, *(row.ticket for row in scheduler.rows)]:
             ticket.put(error)
 
 
@@ -4438,8 +4417,16 @@ class _ReasoningStreamSplitter:
 
     def restore(self, text: str) -> list[Piece]:
         """Take text as it is, in the kind the reply is in: nothing in it is a tag."""
-        tail, self._tail = self._tail, ""
-        return self._text(tail + text)
+        text, self._tail = self._held + self._tail + text, ""
+        if self._after_tag and self._kind not in self._started:
+            text = text.lstrip("\n")
+        end = len(text.rstrip())
+        self._held = text[end:]
+        if not end:
+            return []
+        self._started.add(self._kind)
+        self._after_tag = False
+        return [Piece(self._kind, text[:end])]
 
     def finish(self) -> list[Piece]:
         """What was held back: half a tag at the end of a reply is text."""
@@ -4452,7 +4439,7 @@ class _ReasoningStreamSplitter:
         text, self._tail = self._tail + text, ""
         pieces: list[Piece] = []
         while match := self._pattern.search(text, partial=True):
-            pieces += self._text(text[: match.start()])
+            pieces += self.restore(text[: match.start()])
             if match.partial:
                 self._tail = text[match.start() :]
                 return pieces
@@ -4462,19 +4449,7 @@ class _ReasoningStreamSplitter:
                 held, self._held = self._held, ""
                 return [*pieces, Piece("tool", held + match[0] + text)]
             self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
-        return [*pieces, *self._text(text)]
-
-    def _text(self, text: str) -> list[Piece]:
-        text = self._held + text
-        if self._after_tag and self._kind not in self._started:
-            text = text.lstrip("\n")
-        end = len(text.rstrip())
-        self._held = text[end:]
-        if not end:
-            return []
-        self._started.add(self._kind)
-        self._after_tag = False
-        return [Piece(self._kind, text[:end])]
+        return [*pieces, *self.restore(text)]
 
     def _turn_to(self, kind: TextKind) -> None:
         self._kind, self._held, self._after_tag = kind, "", True
@@ -5276,7 +5251,7 @@ class Answer:
                 self._logprobs.append(self._logprob(token, event.logprobs[place]))
             deltas += self._listener.hear(token)
         if self._listener.is_over:
-            self._ticket.stop()
+            self._ticket.close("stop")
         return deltas
 
     def _logprob(self, token: int, logprob: Logprob) -> TokenLogprob:
