@@ -3682,7 +3682,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  694
+# Budget  673
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3742,7 +3742,6 @@ class Job:
     sampling: Sampling
     top_logprobs: int = -1  # -1: no logprobs at all
     constraint: Constraint | None = None
-    deadline_seconds: float = 0.0  # 0: none
 
     @property
     def n_prompt(self) -> int:
@@ -4135,7 +4134,7 @@ class Scheduler:
             ticket.put(Finished(reason="cancelled"))
         now = time.monotonic()
         for row in self.rows:
-            is_late = 0 < row.job.deadline_seconds < now - row.ticket.marks[1]
+            is_late = 0 < self.config.generation_watchdog_seconds < now - row.ticket.marks[1]
             if reason := row.ticket.wish or ("deadline" if is_late else None):
                 self._guarded([row], partial(self._finish, row, reason))
 
@@ -4181,7 +4180,8 @@ class Scheduler:
             action()
         except Exception:
             log.exception("the model failed on %d request(s)", len(touched))
-            for row in touched:
+            groups = [row.group for row in touched if row.group]
+            for row in {*touched, *(row for group in groups for row in group.rows)}:
                 if row in self.prefilling:
                     self.prefilling.remove(row)
                 if row.group in self.groups:
@@ -4900,7 +4900,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  526
+# Budget  524
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4981,7 +4981,6 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         constraint=_constraint(
             loaded, request, in_reasoning=rendered.starts_in_reasoning, tool_format=tool_format
         ),
-        deadline_seconds=state.config.generation_watchdog_seconds,
     )
     return Prepared(loaded, draft, tool_format, job)
 

@@ -371,3 +371,25 @@ def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them
         ids, _, ticket = b.ask(past)
         assert b.worst(ticket, ids) == 0.0
     assert b.engine.state == "ready"
+
+
+def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group(
+    bench, monkeypatch
+):
+    b, rng = bench("qwen3"), np.random.default_rng(3)
+    tickets = [b.submit(words(rng, 200), n=4000) for _ in range(3)]
+    while b.engine.status()["decoding"] < 3 or b.engine.status()["groups"] > 1:
+        time.sleep(0.01)
+
+    def broken(group, row):
+        raise RuntimeError("planted")
+
+    real = s.Group.leave
+    monkeypatch.setattr(s.Group, "leave", broken)
+    tickets[0].close()
+    for ticket in tickets:
+        while not isinstance(event := ticket.next_event(20), s.ServerError):
+            assert isinstance(event, s.Progress | s.Tokens)
+    monkeypatch.setattr(s.Group, "leave", real)
+    ids, _, ticket = b.ask(words(rng, 200))
+    assert b.worst(ticket, ids) == 0.0
