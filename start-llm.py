@@ -4357,7 +4357,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  126
+# Budget  122
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
