@@ -3582,10 +3582,10 @@ def _in_gb(nbytes: float) -> str:
 # used directly and told never to finish a row: when a row ends is decided here, in one place.
 # Beside decoding, prefill gets a third of the time (DECODE_SHARE), in slices of SLICE_SECONDS.
 #
-# Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Failed, Event, Logprob
+# Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  792
+# Budget  673
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3603,15 +3603,13 @@ LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
 IDLE_SECONDS: Final = 1.0  # the same, while idle; then unused buffers go back, too
 KV_MEMORY_SHARE: Final = 0.6  # of memory beside the model; activations and the system need the rest
-FOREVER: Final = 1 << 60
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and the top alternatives
 EndReason = Literal["stop", "length", "cancelled", "deadline"]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(NamedTuple):
     """Forced opening: after token `after` (None: at once) the reply begins with one of `openings`.
 
     `banned` tokens never come; while waiting for `after`, the end tokens do not come either.
@@ -3620,6 +3618,21 @@ class Constraint:
     openings: tuple[tuple[int, ...], ...] = ()
     after: int | None = None
     banned: frozenset[int] = frozenset()
+
+    def allowed_next(
+        self, reply: Sequence[int], *, eos_ids: frozenset[int]
+    ) -> tuple[set[int], frozenset[int]]:
+        """(the only tokens that may come after this reply, none: all; those that may not)."""
+        begun = 0
+        if self.openings and self.after is not None:
+            if self.after not in reply:
+                return set(), self.banned | eos_ids
+            begun = reply.index(self.after) + 1
+        said = tuple(reply[begun:])
+        if said in self.openings:
+            return set(), self.banned
+        fits = (opening for opening in self.openings if opening[: len(said)] == said)
+        return {opening[len(said)] for opening in fits}, self.banned
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -3632,86 +3645,65 @@ class Job:
     sampling: Sampling
     top_logprobs: int = -1  # -1: no logprobs at all
     constraint: Constraint | None = None
-    deadline_seconds: float = 0.0  # 0: none
 
     @property
     def n_prompt(self) -> int:
         return len(self.prompt.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Prompt tokens whose KV exists, of all; `cached` of them were reused."""
+class Progress(NamedTuple):
+    """Prompt tokens whose KV exists."""
 
     done: int
-    total: int
-    cached: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Generated ids; one entry of `logprobs` per id, if they were asked for."""
 
     ids: tuple[int, ...]
     logprobs: tuple[Logprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """The line is back in the cache: `fed` tokens deep, prompt and reply."""
+class Finished(NamedTuple):
+    """The line is back in the cache: prompt and reply."""
 
     reason: EndReason
-    fed: int = 0
     cached: int = 0
     layer: str = "miss"
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # in queue, prefill, decode
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The request ended in an error; nothing of it is kept."""
-
-    error: ServerError
-
-
-Event = Progress | Tokens | Finished | Failed
+Event = Progress | Tokens | Finished | ServerError  # the last: nothing of the request is kept
 
 
 class Ticket:
-    """A connection's end of a job: events come out, two wishes go in. Any thread."""
+    """A job on its way: events come out, two wishes go in. Any thread."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, job: Job, wake: Callable[[], None]) -> None:
+        self.job = job
+        self.marks = [time.monotonic()]  # the engine's: when submitted, admitted, decoding
+        self.wish: EndReason | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.put = self._events.put
         self._wake = wake
         self._ended = False
-        self.wish: EndReason | None = None
 
     def next_event(self, timeout: float) -> Event | None:
         """The next event, or None when nothing happened for `timeout` seconds."""
-        try:
+        with suppress(queue.Empty):
             event = self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        self._ended = isinstance(event, Finished | Failed)
-        return event
+            self._ended = isinstance(event, Finished | ServerError)
+            return event
+        return None
 
-    def put(self, event: Event) -> None:
-        self._events.put(event)
-
-    def close(self) -> None:
-        """Nobody listens any more: a row that still runs ends; what it computed is kept."""
+    def close(self, wish: EndReason = "cancelled") -> None:
+        """End the row if it still runs ("stop": the reply is complete); its KV is kept."""
         if not self._ended:
-            self.wish = "cancelled"
+            self.wish = wish
             self._wake()
 
-    def stop(self) -> None:
-        """The reply is complete (a stop string, the one call that was allowed)."""
-        self.wish = self.wish or "stop"
-        self._wake()
 
-
-def _greedy(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
+_GREEDY: Final = partial(mx.argmax, axis=-1)
 
 
 def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
@@ -3721,7 +3713,7 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     which upstream then calls once for the whole batch.
     """
     if sampling.temperature == 0:
-        return _greedy
+        return _GREEDY
     seed = sampling.seed if sampling.seed is not None else time.time_ns()
     keys = [mx.random.key(seed % (1 << 63))]
 
@@ -3740,21 +3732,15 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
 
 def _processors(job: Job, eos_ids: frozenset[int]) -> list[LogitsProcessor]:
     """What bends the logits of this row, in order: penalties, then what is forced or banned."""
-    s = job.sampling
-    bent: list[LogitsProcessor] = make_logits_processors(
-        dict(s.logit_bias) or None,
-        s.repetition_penalty if s.repetition_penalty != 1.0 else None,
-        s.repetition_context_size,
-        s.presence_penalty,
-        s.repetition_context_size,
-        s.frequency_penalty,
-        s.repetition_context_size,
-    )
+    s, size = job.sampling, job.sampling.repetition_context_size
+    repetition = s.repetition_penalty if s.repetition_penalty != 1.0 else None
+    penalties = (repetition, size, s.presence_penalty, size, s.frequency_penalty, size)
+    bent: list[LogitsProcessor] = make_logits_processors(dict(s.logit_bias), *penalties)
     if (constraint := job.constraint) is not None:
 
         def constrain(tokens: mx.array, logits: mx.array) -> mx.array:
             reply: Any = tokens[job.n_prompt :].tolist()
-            allowed, banned = allowed_next(constraint, reply, eos_ids=eos_ids)
+            allowed, banned = constraint.allowed_next(reply, eos_ids=eos_ids)
             listed = mx.array(sorted(allowed or banned), mx.int32)
             is_listed = mx.any(mx.arange(logits.shape[-1])[:, None] == listed, axis=1)
             return mx.where(is_listed == bool(allowed), logits, -mx.inf)
@@ -3763,34 +3749,17 @@ def _processors(job: Job, eos_ids: frozenset[int]) -> list[LogitsProcessor]:
     return bent
 
 
-def allowed_next(
-    constraint: Constraint, reply: Sequence[int], *, eos_ids: frozenset[int]
-) -> tuple[set[int], frozenset[int]]:
-    """(the only tokens that may come after this reply, none: all; those that may not)."""
-    begun = 0
-    if constraint.openings and constraint.after is not None:
-        if constraint.after not in reply:
-            return set(), constraint.banned | eos_ids
-        begun = reply.index(constraint.after) + 1
-    said = tuple(reply[begun:])
-    fits = [opening for opening in constraint.openings if opening[: len(said)] == said]
-    if any(len(opening) == len(said) for opening in fits):
-        return set(), constraint.banned
-    return {opening[len(said)] for opening in fits}, constraint.banned
-
-
 @dataclass(eq=False, slots=True)
 class Row:
     """A request on the model. Its KV is exactly prompt + `out`, cut at `fed`."""
 
-    job: Job
     ticket: Ticket
+    job: Job  # the ticket's
     line: Line
     cache: KvCache  # empty while a group holds it
     fed: int
     reuse: Reuse
     stops: list[int]  # ascending positions where a prefill slice must end
-    marks: list[float]  # seconds: submitted, admitted, decoding since
     speed: float  # of its last prefill slice, or another row's, in tokens per second
     out: list[int] = field(default_factory=list)
     group: Group | None = None
@@ -3800,38 +3769,29 @@ class Row:
     def to_prefill(self) -> int:
         return self.job.n_prompt - 1 - self.fed
 
-    @property
-    def is_ahead(self) -> bool:
-        """The client has the token that the next step returns."""
-        return self.fed < self.job.n_prompt + len(self.out)
-
     def read_span(self, end: int) -> Span:
         """Copy KV [0, end) while the row runs, wherever it lies now."""
-        if self.group is None:
+        if (group := self.group) is None:
             return copy_span(self.cache, end)
-        return self.group.read_span(self, end=end)
+        index = group.rows.index(self) if len(group.rows) > 1 else None
+        return copy_span(group.batch.prompt_cache, end, row=index)
 
     def tell(self, token: int, *, logprobs: mx.array) -> None:
-        """`logprobs`: `(vocab,)`, of all tokens in the place of this one."""
-        self.ticket.put(Tokens((token,), _logprobs(self.job, token, logprobs=logprobs)))
-
-    def tokens_fed(self) -> TokenArray:
-        out = np.asarray(self.out, dtype=np.int32)
-        return np.concatenate([self.job.prompt.tokens, out])[: self.fed]
-
-    def ended(self, reason: EndReason) -> Finished:
-        submitted, admitted, *decoding = self.marks
-        now = time.monotonic()
-        since = decoding[0] if decoding else now
-        seconds = (admitted - submitted, since - admitted, now - since)
-        cached, layer = self.reuse.depth, self.reuse.layer
-        return Finished(reason=reason, fed=self.fed, cached=cached, layer=layer, seconds=seconds)
+        """Add a token. `logprobs`: `(vocab,)`, of all tokens in the place of this one."""
+        self.out.append(token)
+        asked: tuple[Logprob, ...] = ()
+        if self.job.top_logprobs >= 0:
+            best: Any = mx.argsort(-logprobs)[: self.job.top_logprobs].tolist()
+            values: Any = logprobs[mx.array([token, *best])].tolist()
+            asked = ((values[0], tuple(zip(best, values[1:], strict=True))),)
+        self.ticket.put(Tokens((token,), asked))
 
 
 class Group:
     """Rows that decode together: one on its own buffers, or several in upstream's batch form."""
 
     def __init__(self, loaded: LoadedModel, row: Row) -> None:
+        """Feed what is left of the row's prompt, and tell its first token."""
         processors = _processors(row.job, loaded.eos_ids)
         tokens = row.job.prompt.tokens
         context = tokens[:-1].tolist() if processors else []  # penalties see the cached tokens too
@@ -3843,45 +3803,35 @@ class Group:
 
         self.rows = [row]
         self._before: RecurrentHandles | None = None
-        self._batch = GenerationBatch(
+        self.batch = GenerationBatch(
             opening if rest.size else loaded.model,
             [0],
             mx.array(tokens[-1:]),
             row.cache,
             [context],
             [_sampler(row.job.sampling)],
-            _greedy,
+            _GREEDY,
             [tuple(processors)],
             [StopSequences()],
-            [FOREVER],
+            [1 << 60],  # tokens: never too many for it
         )
-        self._batch.model = loaded.model
+        self.batch.model = loaded.model
         row.fed = len(tokens)
         row.group, row.cache = self, []
-
-    def first(self) -> None:
-        """Tell the first token of a new row of its own before the next step launches the second.
-
-        why(L-46): step() launches a token before it returns the one before, and on the CPU
-        launching takes nearly as long as computing.
-        """
-        (row,), (token,) = self.rows, self._batch._next_tokens.tolist()
-        row.out.append(token)
-        row.tell(token, logprobs=self._batch._next_logprobs[0])
+        # why(L-46): step() launches a token before it returns the one before, and on the CPU
+        # launching takes nearly as long as computing: so the first token is told before that.
+        (token,) = self.batch._next_tokens.tolist()
+        row.tell(token, logprobs=self.batch._next_logprobs[0])
 
     def step(self) -> list[tuple[Row, int]]:
-        """Advance all rows one token, and tell it.
-
-        The token is already being fed when it is returned (L-10), so every row's `fed` counts it.
-        """
-        self._before = recurrent_handles(self._batch.prompt_cache)
-        responses = self._batch.next()
-        for row, response in zip(self.rows, responses, strict=True):
-            if not row.is_ahead:
-                row.out.append(response.token)
+        """Advance all rows one token, and tell it; it is being fed already (L-10): `fed` has it."""
+        self._before = recurrent_handles(self.batch.prompt_cache)
+        steps = list(zip(self.rows, self.batch.next(), strict=True))
+        for row, response in steps:
+            if row.fed == row.job.n_prompt + len(row.out):  # the first token has been told
                 row.tell(response.token, logprobs=response.logprobs)
             row.fed += 1
-        return [(row, x.token) for row, x in zip(self.rows, responses, strict=True)]
+        return [(row, response.token) for row, response in steps]
 
     def padding_with(self, n_tokens: int) -> float:
         """Padded tokens as a share of the real ones, were a row of this length to join."""
@@ -3892,8 +3842,8 @@ class Group:
         """Join another group's rows to this batch; the other group must not be used again."""
         for group in (self, other):
             if len(group.rows) == 1:
-                group._batch.prompt_cache = to_batch(group._batch.prompt_cache)
-        self._batch.extend(other._batch)
+                group.batch.prompt_cache = to_batch(group.batch.prompt_cache)
+        self.batch.extend(other.batch)
         self._before = None
         for row in other.rows:
             row.group = self
@@ -3903,23 +3853,15 @@ class Group:
         """Take a row out, its KV back in `row.cache`; returns its state before the last token."""
         index = self.rows.index(row)
         before = snapshot_from_handles(self._before, row=index) if self._before else None
-        row.cache = self._batch.prompt_cache
+        row.cache = self.batch.prompt_cache
         if len(self.rows) > 1:
-            row.cache = row_from_batch(self._batch.prompt_cache, index)
-            self._batch.filter([i for i in range(len(self.rows)) if i != index])
+            row.cache = row_from_batch(self.batch.prompt_cache, index)
+            self.batch.filter([i for i in range(len(self.rows)) if i != index])
         self.rows.remove(row)
         if len(self.rows) == 1:  # back to buffers of its own, which can be put back without a copy
-            self._batch.prompt_cache = row_from_batch(self._batch.prompt_cache, 0)
+            self.batch.prompt_cache = row_from_batch(self.batch.prompt_cache, 0)
         row.group, self._before = None, None
         return before
-
-    def read_span(self, row: Row, *, end: int) -> Span:
-        index = self.rows.index(row) if len(self.rows) > 1 else None
-        return copy_span(self._batch.prompt_cache, end, row=index)
-
-    @property
-    def nbytes(self) -> int:
-        return cache_bytes(self._batch.prompt_cache)
 
 
 class Scheduler:
@@ -3932,7 +3874,7 @@ class Scheduler:
         free = device_memory_bytes() - loaded.size.nbytes
         budget = config.prompt_cache_max_bytes or max(int(free * KV_MEMORY_SHARE), 1 << 28)
         self.cache = LRUPromptCache(config, self.shape, max_bytes=budget, metrics=metrics)
-        self.waiting: list[tuple[Job, Ticket, float]] = []
+        self.waiting: list[Ticket] = []
         self.prefilling: list[Row] = []
         self.groups: list[Group] = []
         self._owed_seconds = 0.0  # decode time due before the next prefill slice
@@ -3949,64 +3891,47 @@ class Scheduler:
     def turn(self) -> None:
         """End what is over, admit what fits, one decode step per group, one prefill slice."""
         self._end_unwanted()
-        for entry in list(self.waiting):
-            if len(self.rows) >= self.config.batch_max_rows or not self._tried(entry):
+        for ticket in list(self.waiting):
+            if len(self.rows) >= self.config.batch_max_rows or not self._admit(ticket):
                 break
         began = time.monotonic()
         for group in list(self.groups):
             self._guarded(list(group.rows), partial(self._decode, group))
         self._owed_seconds = max(0.0, self._owed_seconds - (time.monotonic() - began))
-        if self.prefilling and self._may_prefill(row := next_to_prefill(self.prefilling)):
-            self._guarded([row], partial(self._prefill, row))
+        if self.prefilling:
+            # The one that needs least time; waiting counts for a row, so that none starves.
+            row = min(self.prefilling, key=lambda row: row.to_prefill / row.speed + row.served / 2)
+            # Decoding gets what it is owed first, but one about to join it need not wait for that:
+            # of several short requests at once the first would decode alone, step by costly step.
+            borrowed = BURST_SECONDS if row.to_prefill < row.speed * SHORT_SECONDS else 0.0
+            if not self.groups or self._owed_seconds <= borrowed:
+                self._guarded([row], partial(self._prefill, row))
 
-    def _may_prefill(self, row: Row) -> bool:
-        """Decoding gets what it is owed first, but a row about to join it need not wait for that:
-        of several short requests at once the first ones would decode alone, step by costly step.
-        """
-        is_short = row.to_prefill < row.speed * SHORT_SECONDS
-        return not self.groups or self._owed_seconds <= (BURST_SECONDS if is_short else 0.0)
-
-    def _admit(self, job: Job, ticket: Ticket, *, submitted: float) -> bool:
+    def _admit(self, ticket: Ticket) -> bool:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
-        reuse = self.cache.find(job.prompt)
-        if self._had_better_wait(reuse):
-            return True
-        has_room = self._make_room(job, reuse)
-        if not has_room and self.rows:
-            return False  # running rows will give bytes back
-        if not has_room:
-            raise Overloaded("the KV memory budget (PROMPT_CACHE_MAX_BYTES) is too small for this")
-        # Making room may have evicted what was found, so look again.
-        self._start(job, ticket, marks=[submitted, time.monotonic()])
-        self.waiting.remove((job, ticket, submitted))
-        return True
-
-    def _tried(self, entry: tuple[Job, Ticket, float]) -> bool:
-        """Admit it; if that fails it is over, and those behind it may start."""
-        job, ticket, submitted = entry
         try:
-            return self._admit(job, ticket, submitted=submitted)
-        except ServerError as error:
-            ticket.put(Failed(error))
+            reuse = self.cache.find(ticket.job.prompt)
+            if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
+                # A running row will soon hold more of this prompt; it is told where to stop.
+                if reuse.line and isinstance(row := reuse.line.lender, Row):
+                    row.stops = sorted({*row.stops, reuse.promised})
+                return True
+            if self._make_room(ticket.job, reuse):
+                self._start(ticket)
+            elif self.rows:
+                return False  # they will give bytes back
+            else:
+                ticket.put(Overloaded("the KV budget (PROMPT_CACHE_MAX_BYTES) is too small"))
         except Exception:
             log.exception("a request could not be started")
             self.cache.mend()
-            ticket.put(Failed(GenerationFailed("the model failed on this request")))
-        self.waiting.remove(entry)
-        return True
-
-    def _had_better_wait(self, reuse: Reuse) -> bool:
-        """Whether a running row will soon hold more of this prompt; it is told where to stop."""
-        if reuse.promised - reuse.depth < WAIT_GAIN_TOKENS or reuse.line is None:
-            return False
-        row = reuse.line.lender
-        if isinstance(row, Row):
-            row.stops = sorted({*row.stops, reuse.promised})
+            ticket.put(GenerationFailed("the model failed on this request"))
+        self.waiting.remove(ticket)
         return True
 
     def _make_room(self, job: Job, reuse: Reuse) -> bool:
         """Evict until the row's buffers fit beside everything else."""
-        running = sum(group.nbytes for group in self.groups)
+        running = sum(cache_bytes(group.batch.prompt_cache) for group in self.groups)
         running += sum(self._row_bytes(row.job.n_prompt) for row in self.prefilling)
         moved = reuse.depth * self.shape.token_bytes if reuse.layer == "line" else 0
         return self.cache.evict_to_fit(running + self._row_bytes(job.n_prompt) - moved)
@@ -4020,8 +3945,10 @@ class Scheduler:
         usable = self.cache.max_bytes - self._row_bytes(0)
         return usable * HEADROOM_SHARE // ((HEADROOM_SHARE + 1) * max(self.shape.token_bytes, 1))
 
-    def _start(self, job: Job, ticket: Ticket, *, marks: list[float]) -> None:
-        reuse = self.cache.find(job.prompt)
+    def _start(self, ticket: Ticket) -> None:
+        ticket.marks.append(time.monotonic())
+        job = ticket.job
+        reuse = self.cache.find(job.prompt)  # again: making room may have evicted what was found
         line, span = self.cache.acquire(reuse, job.prompt)
         cache = new_cache(self.loaded.model)
         offset = KvOffset(0)
@@ -4033,10 +3960,10 @@ class Scheduler:
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
         stops = self._stops(job, offset) if self.shape.has_state else []
-        row = Row(job, ticket, line, cache, offset, reuse, stops, marks, self._speed)
+        row = Row(ticket, job, line, cache, offset, reuse, stops, self._speed)
         line.lender, line.end = row, offset
         self.prefilling.append(row)
-        ticket.put(Progress(offset, job.n_prompt, offset))
+        ticket.put(Progress(offset))
 
     def _stops(self, job: Job, offset: KvOffset) -> list[int]:
         """Where prefill pauses for a checkpoint.
@@ -4067,7 +3994,7 @@ class Scheduler:
             row.speed = self._speed = len(pending) / max(row.served - began, 1e-6)
             owed = self._owed_seconds if self.groups else 0.0
             self._owed_seconds = owed + (row.served - began) * DECODE_SHARE
-            row.ticket.put(Progress(row.fed, row.job.n_prompt, row.reuse.depth))
+            row.ticket.put(Progress(row.fed))
         if row.stops and row.fed == row.stops[0]:
             row.stops.pop(0)
             self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
@@ -4087,16 +4014,15 @@ class Scheduler:
     def _begin_decode(self, row: Row) -> None:
         """Decode in the group whose rows are most alike in length, or in one of its own."""
         self.prefilling.remove(row)
-        row.marks.append(time.monotonic())
+        row.ticket.marks.append(time.monotonic())
         group = Group(self.loaded, row)
         row.line.end = row.fed
-        group.first()
-        host = min(self.groups, key=lambda g: g.padding_with(row.fed), default=group)
-        self.groups.append(group)
-        fits = host.padding_with(row.fed) <= self.config.batch_padding_max
-        if host is not group and fits and self.shape.can_batch:
+        host = min(self.groups, key=lambda g: g.padding_with(row.fed), default=None)
+        limit = self.config.batch_padding_max
+        if host and self.shape.can_batch and host.padding_with(row.fed) <= limit:
             host.absorb(group)
-            self.groups.remove(group)
+        else:
+            self.groups.append(group)
 
     def _decode(self, group: Group) -> None:
         for row, token in group.step():
@@ -4106,12 +4032,12 @@ class Scheduler:
                 self._finish(row, "length")
 
     def _end_unwanted(self) -> None:
-        for entry in [entry for entry in self.waiting if entry[1].wish]:
-            self.waiting.remove(entry)
-            entry[1].put(Finished(reason="cancelled"))
+        for ticket in [ticket for ticket in self.waiting if ticket.wish]:
+            self.waiting.remove(ticket)
+            ticket.put(Finished(reason="cancelled"))
         now = time.monotonic()
         for row in self.rows:
-            is_late = 0 < row.job.deadline_seconds < now - row.marks[1]
+            is_late = 0 < self.config.generation_watchdog_seconds < now - row.ticket.marks[1]
             if reason := row.ticket.wish or ("deadline" if is_late else None):
                 self._guarded([row], partial(self._finish, row, reason))
 
@@ -4125,8 +4051,12 @@ class Scheduler:
                 self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
         else:
             self.prefilling.remove(row)
+            row.ticket.marks.append(time.monotonic())
         self._put_back(row)
-        row.ticket.put(row.ended(reason))
+        submitted, admitted, decoding = row.ticket.marks
+        seconds = (admitted - submitted, decoding - admitted, time.monotonic() - decoding)
+        cached, layer = row.reuse.depth, row.reuse.layer
+        row.ticket.put(Finished(reason=reason, cached=cached, layer=layer, seconds=seconds))
 
     def _put_back(self, row: Row) -> None:
         if row.fed == 0:
@@ -4134,7 +4064,8 @@ class Scheduler:
             return
         evaluate(row.cache)
         self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
-        tokens, known = row.tokens_fed(), row.job.prompt
+        known = row.job.prompt
+        tokens = np.concatenate([known.tokens, np.asarray(row.out, dtype=np.int32)])[: row.fed]
         size = self.config.prompt_cache_block_size
         hashes = known.hashes[: row.fed // size]
         parent = hashes[-1] if hashes else b""
@@ -4144,23 +4075,23 @@ class Scheduler:
         self.cache.put_back(row.line, Prompt(known.root, tokens, hashes), span=span)
 
     def _guarded(self, touched: list[Row], action: Callable[[], None]) -> None:
-        """Run one action; if it raises, the rows it touched fail, and the engine goes on."""
+        """Run one action; if it raises, the rows it touched fail, and the engine goes on.
+
+        why(L-17): what an exception interrupted may be half written; nothing of it is kept.
+        """
         try:
             action()
         except Exception:
             log.exception("the model failed on %d request(s)", len(touched))
-            for row in touched:
-                self._fail(row)
-
-    def _fail(self, row: Row) -> None:
-        """why(L-17): what an exception interrupted may be half written; nothing of it is kept."""
-        if row in self.prefilling:
-            self.prefilling.remove(row)
-        if row.group in self.groups:
-            self.groups.remove(row.group)
-        self.cache.drop(row.line)
-        row.cache, row.group = [], None
-        row.ticket.put(Failed(GenerationFailed("the model failed on this request")))
+            groups = [row.group for row in touched if row.group]
+            for row in {*touched, *(row for group in groups for row in group.rows)}:
+                if row in self.prefilling:
+                    self.prefilling.remove(row)
+                if row.group in self.groups:
+                    self.groups.remove(row.group)
+                self.cache.drop(row.line)
+                row.cache, row.group = [], None
+                row.ticket.put(GenerationFailed("the model failed on this request"))
 
 
 def _remaining_prefill(tokens: TokenArray, offset: KvOffset) -> TokenArray:
@@ -4177,21 +4108,6 @@ def _with_headroom(n_prompt: int) -> int:
     return n_prompt + n_prompt // HEADROOM_SHARE + GROWTH_TOKENS
 
 
-def next_to_prefill(rows: Sequence[Row]) -> Row:
-    """The row that needs least time; waiting for a slice counts for it, so that none starves."""
-    now = time.monotonic()
-    return min(rows, key=lambda row: row.to_prefill / row.speed - (now - row.served) / 2)
-
-
-def _logprobs(job: Job, token: int, *, logprobs: mx.array) -> tuple[Logprob, ...]:
-    """What the client asked to know about one generated token."""
-    if job.top_logprobs < 0:
-        return ()
-    best: Any = mx.argsort(-logprobs)[: job.top_logprobs].tolist()
-    values: Any = logprobs[mx.array([token, *best])].tolist()
-    return ((values[0], tuple(zip(best, values[1:], strict=True))),)
-
-
 class Engine:
     """The model thread and its inbox. Every method may be called from any thread."""
 
@@ -4202,22 +4118,17 @@ class Engine:
         self._config = config
         self._metrics = metrics
         self._load = load
-        self._inbox: queue.SimpleQueue[
-            tuple[Job, Ticket, float] | Callable[[Scheduler], object]
-        ] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Ticket | Callable[[Scheduler], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loaded: LoadedModel | None = None
         self.trouble: str | None = None  # why there is no model (any more), in one sentence
-        self._settled = threading.Event()
+        self.settled = threading.Event()  # the model is loaded, or refused
         self._stopping = False
         self._report: dict[str, Any] = {}
+        self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
 
     def start(self) -> None:
         self._thread.start()
-
-    def wait_until_settled(self, timeout: float | None = None) -> bool:
-        """Wait for the model to be loaded or refused; whether that is so now."""
-        return self._settled.wait(timeout)
 
     def stop(self) -> None:
         """End the thread after the current turn; running requests fail."""
@@ -4244,8 +4155,8 @@ class Engine:
         assert self.model is not None and job.n_prompt and job.max_tokens > 0
         if self._inbox.qsize() + self._report["queued"] >= self._config.max_queued_requests:
             raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
-        ticket = Ticket(self._wake)
-        self._inbox.put((job, ticket, time.monotonic()))
+        ticket = Ticket(job, self._wake)
+        self._inbox.put(ticket)
         if self.trouble is not None:  # the thread ended in between and may never look again
             raise NotReady(self.trouble)
         return ticket
@@ -4258,11 +4169,6 @@ class Engine:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
         return {"state": self.state, "error": self.trouble, **self._report}
 
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest row, prompt and reply, that the KV budget can hold at all."""
-        return int(self._report["capacity_tokens"])
-
     def _wake(self) -> None:
         self._inbox.put(lambda _scheduler: None)
 
@@ -4272,9 +4178,10 @@ class Engine:
         try:
             loaded = self._load()
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
+            self.capacity_tokens = scheduler.capacity_tokens
             self._publish(scheduler)
             self._loaded = loaded
-            self._settled.set()
+            self.settled.set()
             with wired_limit(loaded.model):
                 self._serve(scheduler)
         except ModelError as error:
@@ -4284,8 +4191,9 @@ class Engine:
             trouble = "the model thread died; the log says why"
         finally:
             self.trouble = trouble
-            self._settled.set()
-            self._fail_everyone(scheduler, NotReady(trouble))
+            self.settled.set()
+            if scheduler is not None:  # before, nobody could submit
+                self._fail_everyone(scheduler, NotReady(trouble))
             mx.clear_streams()  # why(L-20): streams left behind can abort the process at exit
 
     def _serve(self, scheduler: Scheduler) -> None:
@@ -4301,17 +4209,16 @@ class Engine:
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Take what is in the inbox; wait for it only when there is nothing to compute."""
-        try:
+        with suppress(queue.Empty):
             item = self._inbox.get(timeout=0 if scheduler.busy else IDLE_SECONDS)
             while True:
-                if callable(item):
-                    item(scheduler)
-                else:
+                if isinstance(item, Ticket):
                     scheduler.waiting.append(item)
+                else:
+                    item(scheduler)
                 item = self._inbox.get_nowait()
-        except queue.Empty:
-            if not scheduler.busy:
-                release_buffers()
+        if not scheduler.busy:
+            release_buffers()
 
     def _publish(self, scheduler: Scheduler) -> None:
         self._report = {
@@ -4326,17 +4233,13 @@ class Engine:
             "kv_bytes_per_token": scheduler.shape.token_bytes,
         }
 
-    def _fail_everyone(self, scheduler: Scheduler | None, error: ServerError) -> None:
+    def _fail_everyone(self, scheduler: Scheduler, error: ServerError) -> None:
         """Nobody may be left waiting for a thread that is gone."""
-        entries = list(scheduler.waiting) if scheduler else []
-        tickets = [ticket for _, ticket, _ in entries]
-        tickets += [row.ticket for row in scheduler.rows] if scheduler else []
         while not self._inbox.empty():
-            item = self._inbox.get_nowait()
-            if not callable(item):
-                tickets.append(item[1])
-        for ticket in tickets:
-            ticket.put(Failed(error))
+            if isinstance(item := self._inbox.get_nowait(), Ticket):
+                scheduler.waiting.append(item)
+        for ticket in [*scheduler.waiting, *(row.ticket for row in scheduler.rows)]:
+            ticket.put(error)
 
 
 # endregion
@@ -4357,7 +4260,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  150
+# Budget  122
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4379,37 +4282,6 @@ class Piece(NamedTuple):
     text: str
 
 
-@dataclass(eq=False)
-class _Strand:
-    """The text of one kind; holds white space back until text follows it."""
-
-    _after_tag: bool  # a tag came since the last text
-    _started: bool = False  # some text has left
-    _held: str = ""
-
-    def feed(self, text: str) -> str:
-        text = self._held + text
-        if self._after_tag and not self._started:
-            text = text.lstrip("\n")
-        end = len(text.rstrip())
-        self._held = text[end:]
-        if end:
-            self._started, self._after_tag = True, False
-        return text[:end]
-
-    def take_held(self) -> str:
-        """Give the white space to what follows it."""
-        held, self._held = self._held, ""
-        return held
-
-    def note_tag(self) -> None:
-        self._held, self._after_tag = "", True
-
-    def finish(self) -> str:
-        """Trailing white space is text, unless it only followed a tag."""
-        return "" if self._after_tag else self.take_held()
-
-
 class _ReasoningStreamSplitter:
     """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind.
 
@@ -4422,8 +4294,9 @@ class _ReasoningStreamSplitter:
         known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
         self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        kinds: dict[TextKind, bool] = {"reasoning": in_reasoning, "content": False}
-        self._strands = {kind: _Strand(after_tag) for kind, after_tag in kinds.items()}
+        self._started: set[TextKind] = set()  # kinds of which some text has left
+        self._after_tag = in_reasoning  # a tag came since the last text
+        self._held = ""  # white space, until it is known what follows
         self._tail = ""  # may become a tag
         self.in_call = False
 
@@ -4447,39 +4320,42 @@ class _ReasoningStreamSplitter:
 
     def restore(self, text: str) -> list[Piece]:
         """Take text as it is, in the kind the reply is in: nothing in it is a tag."""
-        tail, self._tail = self._tail, ""
-        return self._text(tail + text)
+        text, self._tail = self._held + self._tail + text, ""
+        if self._after_tag and self._kind not in self._started:
+            text = text.lstrip("\n")
+        end = len(text.rstrip())
+        self._held = text[end:]
+        if not end:
+            return []
+        self._started.add(self._kind)
+        self._after_tag = False
+        return [Piece(self._kind, text[:end])]
 
     def finish(self) -> list[Piece]:
         """What was held back: half a tag at the end of a reply is text."""
         pieces = self.restore("")
-        pieces += [Piece(kind, strand.finish()) for kind, strand in self._strands.items()]
-        return [piece for piece in pieces if piece.text]
+        if self._held and not self._after_tag:  # white space that follows only a tag goes with it
+            pieces.append(Piece(self._kind, self._held))
+        return pieces
 
     def _scan(self, text: str) -> list[Piece]:
         text, self._tail = self._tail + text, ""
         pieces: list[Piece] = []
         while match := self._pattern.search(text, partial=True):
-            pieces += self._text(text[: match.start()])
+            pieces += self.restore(text[: match.start()])
             if match.partial:
                 self._tail = text[match.start() :]
                 return pieces
             text = text[match.end() :]
             if match[0] == self._tags.tool_start:
                 self.in_call = True
-                held = self._strands[self._kind].take_held()
+                held, self._held = self._held, ""
                 return [*pieces, Piece("tool", held + match[0] + text)]
             self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
-        return [*pieces, *self._text(text)]
-
-    def _text(self, text: str) -> list[Piece]:
-        text = self._strands[self._kind].feed(text)
-        return [Piece(self._kind, text)] if text else []
+        return [*pieces, *self.restore(text)]
 
     def _turn_to(self, kind: TextKind) -> None:
-        self._kind = kind
-        for strand in self._strands.values():
-            strand.note_tag()
+        self._kind, self._held, self._after_tag = kind, "", True
 
 
 def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -> str:
@@ -4507,7 +4383,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  430
+# Budget  422
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4601,12 +4477,13 @@ def tool_openings(
     if tool_format.dialect == "foreign":
         return [tool_format.start]
     opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
-    openings = {}
+    openings = []
     for offered, parameters in _parameters_by_name(tools).items():
-        slots = {"gap": tool_format.gap, "name": offered, "json": _json(offered)}
-        required = "<arg_key>" if parameters.get("required") else ""
-        openings[offered] = opening.format(**slots, required=required)
-    return [text for offered, text in openings.items() if name in (None, offered)]
+        if name in (None, offered):
+            slots = {"gap": tool_format.gap, "name": offered, "json": _json(offered)}
+            required = "<arg_key>" if parameters.get("required") else ""
+            openings.append(opening.format(**slots, required=required))
+    return openings
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -4834,12 +4711,7 @@ class ToolCallStream:
             return []
 
 
-class Delta(NamedTuple):
-    """What is new in a reply: text, or a part of a call."""
-
-    kind: Literal["reasoning", "content", "tool"]
-    text: str = ""
-    call: ToolCallDelta | None = None
+Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
 
 
 class Reply(NamedTuple):
@@ -4881,25 +4753,25 @@ class ReplyStream:
         """The join of all deltas: what a client that reads the stream has."""
         texts = {"content": "", "reasoning": ""}
         functions: dict[str, dict[str, Any]] = {}  # by the id of their call
-        for kind, text, call in self._deltas:
-            if call is None:
-                texts[kind] += text
+        for delta in self._deltas:
+            if isinstance(delta, Piece):
+                texts[delta.kind] += delta.text
             else:
-                function = functions.setdefault(call.id, {"name": call.name, "arguments": ""})
-                function["arguments"] += call.arguments
+                function = functions.setdefault(delta.id, {"name": delta.name, "arguments": ""})
+                function["arguments"] += delta.arguments
         calls = [{"id": i, "type": "function", "function": f} for i, f in functions.items()]
         return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
 
     def _route(self, pieces: list[Piece]) -> None:
         while pieces:
             call = pieces.pop() if pieces[-1].kind == "tool" else None  # always the last piece
-            self._deltas += [Delta(piece.kind, piece.text) for piece in pieces]
+            self._deltas += pieces
             pieces = self._hear(call.text) if call else []
 
     def _hear(self, text: str, *, ended: bool = False) -> list[Piece]:
         assert self._calls, "the splitter knows a tag that opens calls, and nobody reads them"
         deltas, back, rest, is_call = self._calls.feed(text, ended=ended)
-        self._deltas += [Delta("tool", call=delta) for delta in deltas]
+        self._deltas += deltas
         pieces = self._splitter.restore(back)
         return pieces if rest is None else pieces + self._splitter.resume(rest, called=is_call)
 
@@ -4931,7 +4803,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  526
+# Budget  524
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -5007,7 +4879,6 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
         constraint=_constraint(loaded, request, in_reasoning=thinks, tool_format=tool_format),
-        deadline_seconds=state.config.generation_watchdog_seconds,
     )
     return Prepared(loaded, draft, tool_format, job)
 
@@ -5189,8 +5060,9 @@ class Answer:
         spoke = time.monotonic()
         for deltas in self._listen():
             for delta in deltas or ():
-                said = _streamed(delta) if chats else delta.text
-                yield self._shape.chunk(said, logprobs=self._take_logprobs())
+                said = _streamed(delta)
+                body = said if chats else said["content"]  # a completion has nothing else
+                yield self._shape.chunk(body, logprobs=self._take_logprobs())
             if deltas:
                 spoke = time.monotonic()
             elif time.monotonic() - spoke < self._state.config.keepalive_seconds:
@@ -5198,8 +5070,8 @@ class Answer:
             else:
                 spoke = time.monotonic()
                 yield self._shape.bare_chunk()  # why(L-18): an SSE comment does not count as life
-        said, rest = ({} if chats else ""), self._take_logprobs()
-        yield self._shape.chunk(said, self._finish_reason(), logprobs=rest)
+        body, rest = ({} if chats else ""), self._take_logprobs()
+        yield self._shape.chunk(body, self._finish_reason(), logprobs=rest)
         if self._request.include_usage:
             yield self._shape.bare_chunk(self._usage())
 
@@ -5212,7 +5084,7 @@ class Answer:
                         yield None
                     case Tokens() as event:
                         yield self._hear(event)
-                    case Failed(error):
+                    case ServerError() as error:
                         raise error
                     case Finished() as end:
                         self._end = end
@@ -5230,7 +5102,7 @@ class Answer:
                 self._logprobs.append(self._logprob(token, event.logprobs[place]))
             deltas += self._listener.hear(token)
         if self._listener.is_over:
-            self._ticket.stop()
+            self._ticket.close("stop")
         return deltas
 
     def _logprob(self, token: int, logprob: Logprob) -> TokenLogprob:
@@ -5330,14 +5202,13 @@ def _whole_message(reply: Reply) -> dict[str, Any]:
 
 def _streamed(delta: Delta) -> dict[str, Any]:
     """A delta as chat clients read it."""
-    call = delta.call
-    if call is None:
+    if isinstance(delta, Piece):
         return {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}
-    function = {"arguments": call.arguments}
-    if call.name is None:
-        return {"tool_calls": [{"index": call.index, "function": function}]}
-    opened = {"index": call.index, "id": call.id, "type": "function"}
-    return {"tool_calls": [{**opened, "function": {"name": call.name, **function}}]}
+    function = {"arguments": delta.arguments}
+    if delta.name is None:
+        return {"tool_calls": [{"index": delta.index, "function": function}]}
+    opened = {"index": delta.index, "id": delta.id, "type": "function"}
+    return {"tool_calls": [{**opened, "function": {"name": delta.name, **function}}]}
 
 
 def health_body(state: ServerState) -> dict[str, Any]:
@@ -5712,7 +5583,7 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
     for server in servers:
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     state.engine.start()
-    while not stop.is_set() and not state.engine.wait_until_settled(0.1):
+    while not stop.is_set() and not state.engine.settled.wait(0.1):
         pass
     is_loaded = state.engine.state == "ready"
     if is_loaded:

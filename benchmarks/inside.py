@@ -84,7 +84,7 @@ class InProcess:
         config = self._server.Config(model_path=str(folder), log_root=log_root)
         self._state = self._server.build_state(config)
         self._state.engine.start()
-        self._state.engine.wait_until_settled()
+        self._state.engine.settled.wait()
         self.tokenizer = self._state.engine.model.tokenizer
         self.weights = self._state.engine.model.size.nbytes
 

@@ -285,7 +285,7 @@ class Served(Client):
             target=s._serve, args=(self.state, servers), kwargs={"stop": self._stop}, daemon=True
         )
         self._main.start()
-        assert engine.wait_until_settled(60), "the model was never loaded"
+        assert engine.settled.wait(60), "the model was never loaded"
         assert engine.trouble is None, engine.trouble
 
     def _mark(self) -> int:

@@ -53,20 +53,18 @@ class Bench:
         self.oracle, _ = load(str(path))
         self.seen: dict[s.Ticket, list[np.ndarray]] = {}
         self.asked: dict[s.Ticket, list[int]] = {}
-        step = s.Group.step
+        tell = s.Row.tell
 
-        def recorded(group):
-            out = step(group)
-            for row, _, logprobs in out:
-                self.seen.setdefault(row.ticket, []).append(np.array(logprobs))
-            return out
+        def recorded(row, token, *, logprobs):
+            self.seen.setdefault(row.ticket, []).append(np.array(logprobs))
+            tell(row, token, logprobs=logprobs)
 
-        monkeypatch.setattr(s.Group, "step", recorded)
+        monkeypatch.setattr(s.Row, "tell", recorded)
         config = s.Config(**settings)
         self.metrics = s.CacheMetrics()
         self.engine = s.Engine(config, self.metrics, load=self._load)
         self.engine.start()
-        assert self.engine.wait_until_settled(60) and self.engine.trouble is None
+        assert self.engine.settled.wait(60) and self.engine.trouble is None
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])
@@ -94,7 +92,7 @@ class Bench:
             assert event is not None, "nothing happened for too long"
             if isinstance(event, s.Tokens):
                 ids += event.ids
-            assert not isinstance(event, s.Failed), str(getattr(event, "error", ""))
+            assert not isinstance(event, s.ServerError), str(event)
             if isinstance(event, s.Finished):
                 return ids, event
 
@@ -373,3 +371,25 @@ def test_a_failure_in_the_model_costs_the_rows_it_touched_and_nothing_after_them
         ids, _, ticket = b.ask(past)
         assert b.worst(ticket, ids) == 0.0
     assert b.engine.state == "ready"
+
+
+def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group(
+    bench, monkeypatch
+):
+    b, rng = bench("qwen3"), np.random.default_rng(3)
+    tickets = [b.submit(words(rng, 200), n=4000) for _ in range(3)]
+    while b.engine.status()["decoding"] < 3 or b.engine.status()["groups"] > 1:
+        time.sleep(0.01)
+
+    def broken(group, row):
+        raise RuntimeError("planted")
+
+    real = s.Group.leave
+    monkeypatch.setattr(s.Group, "leave", broken)
+    tickets[0].close()
+    for ticket in tickets:
+        while not isinstance(event := ticket.next_event(20), s.ServerError):
+            assert isinstance(event, s.Progress | s.Tokens)
+    monkeypatch.setattr(s.Group, "leave", real)
+    ids, _, ticket = b.ask(words(rng, 200))
+    assert b.worst(ticket, ids) == 0.0

@@ -14,9 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from start_llm import (
     Delta,
+    Piece,
     Reply,
     ReplyStream,
     Tags,
+    ToolCallDelta,
     ToolCallStream,
     ToolFormat,
     _extract_openai_tool_calls,
@@ -81,18 +83,22 @@ def join(deltas: list[Delta]) -> Reply:
     texts = {"content": "", "reasoning": ""}
     calls: list[dict[str, Any]] = []
     for delta in deltas:
-        if (call := delta.call) is None:
+        if isinstance(delta, Piece):
             assert delta.text
             texts[delta.kind] += delta.text
-        elif call.name is not None:
-            assert call.index == len(calls)
-            function = {"name": call.name, "arguments": call.arguments}
-            calls.append({"id": call.id, "type": "function", "function": function})
+        elif delta.name is not None:
+            assert delta.index == len(calls)
+            function = {"name": delta.name, "arguments": delta.arguments}
+            calls.append({"id": delta.id, "type": "function", "function": function})
         else:
-            assert call.arguments and call.index == len(calls) - 1
-            assert call.id == calls[-1]["id"]
-            calls[-1]["function"]["arguments"] += call.arguments
+            assert delta.arguments and delta.index == len(calls) - 1
+            assert delta.id == calls[-1]["id"]
+            calls[-1]["function"]["arguments"] += delta.arguments
     return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
+
+
+def calls_in(deltas: list[Delta]) -> list[ToolCallDelta]:
+    return [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
 
 
 def calls_of(reply: Reply) -> list[tuple[str, Any]]:
@@ -273,7 +279,7 @@ def test_a_model_caught_in_blanks_is_not_waited_for(opened: str, settled: str) -
     replies = stream()
     replies.feed(opened)
     came = [delta for _ in range(300) for delta in replies.feed("\n ")]
-    text = "".join(delta.text + (delta.call.arguments if delta.call else "") for delta in came)
+    text = "".join(d.text if isinstance(d, Piece) else d.arguments for d in came)
     assert text.startswith(settled)
 
 
@@ -304,9 +310,9 @@ def test_name_and_arguments_leave_while_the_call_is_generated(
 ) -> None:
     text = write("write", arguments)
     replies = stream()
-    came = [(at, delta.call) for at, char in enumerate(text) for delta in replies.feed(char)]
-    ((named, _),) = [(at, call) for at, call in came if call and call.name]
-    pieces = [(at, call.arguments) for at, call in came if call and call.arguments]
+    came = [(at, delta) for at, char in enumerate(text) for delta in calls_in(replies.feed(char))]
+    ((named, _),) = [(at, call) for at, call in came if call.name]
+    pieces = [(at, call.arguments) for at, call in came if call.arguments]
     assert named <= text.index("write") + len('write", "arguments": {')
     assert pieces[0][0] < len(text) - len("</tool_call>")
     if "text" in arguments:  # a string leaves at the pace it comes
@@ -317,7 +323,7 @@ def test_name_and_arguments_leave_while_the_call_is_generated(
 def test_nothing_leaves_before_the_name_is_known() -> None:
     replies = stream()
     assert replies.feed("\n<tool_call>\n<function=rea") == []
-    assert [d.call and d.call.name for d in replies.feed("d>")] == ["read", None]
+    assert [call.name for call in calls_in(replies.feed("d>"))] == ["read", None]
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -325,7 +331,7 @@ def test_only_the_whole_arguments_are_json(write: Writer) -> None:
     # Some clients take the first arguments that parse for the whole of them.
     replies, states = stream(), [""]
     for char in write("write", {"n": 1, "tree": {"a": {}}, "text": "}", "items": [[]]}):
-        states += [states[-1] + d.call.arguments for d in replies.feed(char) if d.call]
+        states += [states[-1] + call.arguments for call in calls_in(replies.feed(char))]
 
     def is_json(text: str) -> bool:
         try:
