@@ -400,7 +400,7 @@ class ClientGone(Exception):
 # Knows   CONFIG
 # Owns    _CACHE_METRICS_LOCK
 # Thread  any
-# Budget  110
+# Budget  108
 # ==============================================================================
 
 log: Final = logging.getLogger("start-llm")
@@ -1001,7 +1001,7 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Knows   WIRE
 # Owns    _healing_lock
 # Thread  any
-# Budget  95
+# Budget  89
 # ==============================================================================
 
 
@@ -1097,7 +1097,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  306
+# Budget  282
 # ==============================================================================
 
 RuleClass = Literal["telemetry", "pinned", "transient", "off"]
@@ -1378,7 +1378,7 @@ def reminder(text: str) -> str:
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  739
+# Budget  666
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -2047,7 +2047,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  385
+# Budget  342
 # ==============================================================================
 
 _Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
@@ -2178,17 +2178,14 @@ class Ledger:
             draft = self._as_sent(request, template, draft=plain)
         if why:
             self._metrics.bump("ledger_seam_fallback")
-        excess = len(draft.rendered.ids) - room
-        if 0 < excess <= self._most_thinking(turns):
-            messages, told = _tell(turns, 0, known=_Told())
-            bare = _without_past_thinking(messages)
-            draft = replace(plain, rendered=template.prompt(request, bare), told=told)
+        if (excess := len(draft.rendered.ids) - room) > 0:
+            healed = _heal_messages([turn.message for turn in turns], self._healing)
+            thoughts = (message.get("reasoning_content", "") for message in healed)
+            if excess <= sum(len(thought.encode()) for thought in thoughts):  # bytes >= tokens
+                messages, told = _tell(turns, 0, known=_Told())
+                bare = _without_past_thinking(messages)
+                draft = replace(plain, rendered=template.prompt(request, bare), told=told)
         return replace(draft, fallback=why)
-
-    def _most_thinking(self, turns: Iterable[Turn]) -> int:
-        """Bytes of thinking that a prompt may hold, sent or put back; tokens at the most."""
-        healed = _heal_messages([turn.message for turn in turns], self._healing)
-        return sum(len(message.get("reasoning_content", "").encode()) for message in healed)
 
     def snapshot(self) -> dict[str, int]:
         """Counts and bytes, for /v1/status."""
@@ -2387,7 +2384,7 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  60
+# Budget  58
 # ==============================================================================
 
 
@@ -4803,7 +4800,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  524
+# Budget  465
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -5146,8 +5143,8 @@ class Answer:
         state, job, draft = self._state, self._prepared.job, self._prepared.draft
         session, store = self._request.session, state.SESSION_TURN_STORE
         # without an id, all up to the first words that are not the system's name a conversation
-        said = (i for i, turn in enumerate(draft.turns, 1) if turn.role not in SYSTEM_ROLES)
-        first_words = next((draft.keys[i] for i in said), b"")
+        named = zip(draft.turns, draft.keys[1:], strict=False)
+        first_words = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
         session_id = session_id_of(session, job.prompt.tokens, first_words=first_words)
         digests = [turn.digest for turn in draft.turns]
         turn = SessionTurn(
