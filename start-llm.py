@@ -4800,7 +4800,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  465
+# Budget  471
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4995,6 +4995,10 @@ class Listener:
         literal = bool(self._tag_ids) and token not in self._tag_ids
         return self.stream.feed(self._stops.feed(text), literal=literal)
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._splitter.is_thinking
+
     def generated(self, prepared: Prepared, session: str) -> Generated | None:
         """The tokens of a reply that a later request can go on from.
 
@@ -5003,7 +5007,7 @@ class Listener:
         """
         ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
         reply = self.stream.reply()
-        is_cut = self._splitter.is_thinking or reply.tool_calls or not reply.content
+        is_cut = self.is_thinking or reply.tool_calls or not reply.content
         if self.is_over or (ended is None and is_cut):
             return None
         hashes, now = prepared.job.prompt.hashes, time.monotonic()
@@ -5131,12 +5135,14 @@ class Answer:
     def _remember(self, end: Finished) -> None:
         """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
         prepared, session = self._prepared, self._request.session.session_id or ""
-        generated = self._listener.generated(prepared, session)
-        if prepared.draft.keys and generated and end.reason in ("stop", "length"):
-            reply = _whole_message(self._listener.stream.reply())
-            reply["content"] = reply["content"] or ""
-            template = prepared.loaded.template
+        if not prepared.draft.keys or end.reason not in ("stop", "length"):
+            return
+        reply, template = _whole_message(self._listener.stream.reply()), prepared.loaded.template
+        reply["content"] = reply["content"] or ""
+        if generated := self._listener.generated(prepared, session):
             self._state.LEDGER.record(prepared.draft, template, reply=reply, generated=generated)
+        elif not self._listener.is_thinking:  # cut or stopped later: its thinking is whole
+            self._state.HEALING_STORE.remember(template.canonical([reply])[0].message)
 
     def _note_turn(self, end: Finished) -> None:
         """Before the last words: the client's next request may be here right after them."""
