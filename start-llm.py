@@ -1535,10 +1535,8 @@ def _canned(script: str) -> list[Message]:
             message |= {"role": "assistant", "reasoning_content": _THOUGHT}
         if role in {"call", "calls"}:
             asked = [words] if role == "call" else [_FIRST, words]
-            functions = enumerate({"name": "f", "arguments": {"q": text}} for text in asked)
-            calls = [
-                {"id": f"call0000{i}", "type": "function", "function": f} for i, f in functions
-            ]
+            named = enumerate({"name": "f", "arguments": {"q": text}} for text in asked)
+            calls = [{"id": f"call0000{i}", "type": "function", "function": f} for i, f in named]
             message |= {"content": "", "tool_calls": calls}
         messages.append(message)
     return messages
@@ -1679,19 +1677,13 @@ def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
             message = {**given, "role": "user"}
         is_repeat = message["role"] == before
         if is_repeat and (is_late or (before != "tool" and not quirks.has_repeats)):
-            folded[-1] = _joined(folded[-1], message)
-        else:
-            folded.append(message)
+            both = (folded.pop(), message)
+            text = "\n\n".join(filter(None, (one["content"] for one in both)))
+            message = {**both[0], **message, "content": text}
+            if "tool_calls" in message:
+                message["tool_calls"] = [call for m in both for call in m.get("tool_calls", ())]
+        folded.append(message)
     return folded
-
-
-def _joined(first: Message, second: Message) -> Message:
-    """Two messages of one role as one."""
-    both = {**first, **second}
-    both["content"] = "\n\n".join(filter(None, (first["content"], second["content"])))
-    if "tool_calls" in both:
-        both["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    return both
 
 
 def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Iterator[str]:
@@ -1700,7 +1692,12 @@ def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Itera
     for message in messages:
         if message["role"] != "tool":  # a template may sort the results of one reply
             start = end
-        for kind, words in _spoken(message):
+        told = [(f"{message['role']} messages", message["content"])]
+        for function in (call["function"] for call in message.get("tool_calls", ())):
+            values = [value for value in function["arguments"].values() if isinstance(value, str)]
+            told += [("tool calls", function["name"])]
+            told += [("tool-call arguments", value) for value in values]
+        for kind, words in told:  # past thinking is the template's own affair
             if kind in known:
                 continue
             said = words.strip()
@@ -1711,16 +1708,6 @@ def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Itera
                 end = max(end, at + len(said))
             else:
                 yield kind
-
-
-def _spoken(message: Message) -> Iterator[tuple[str, str]]:
-    """(kind, words) that must be told. Past thinking is the template's own affair."""
-    yield f"{message['role']} messages", message["content"]
-    for call in message.get("tool_calls", ()):
-        yield "tool calls", call["function"]["name"]
-        for value in call["function"]["arguments"].values():
-            if isinstance(value, str):
-                yield "tool-call arguments", value
 
 
 class Unspliceable(Exception):
@@ -1763,9 +1750,9 @@ class _Junction:
 
     def shape(self) -> str:
         """What the proof of a seam may depend on."""
-        messages = (self.marked(), *self.new)
+        said = (self.marked(), *self.new)
         kinds = (
-            [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in messages
+            [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in said
         )
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
         return json.dumps([len(self.head("x")), *kinds, n_tools, self.switches], default=str)
@@ -1933,10 +1920,8 @@ class Template:
         return _canonicalize_messages(messages, self._canon)
 
     def world(self, request: ChatRequest) -> bytes:
-        """What a recorded past depends on beside its messages: template, tools, switches.
-
-        Not a switch that only changes the generation prompt: effort changes in mid-session.
-        """
+        """What a recorded past depends on beside its messages: template, tools, switches."""
+        # Not a switch that only changes the generation prompt: effort changes in mid-session.
         switches = json.dumps(self._switches(request), sort_keys=True)
         canned = self._quirks.without_reply(switches)
         facts = json.dumps([self.source, request.tools, canned], default=str)
@@ -1945,10 +1930,9 @@ class Template:
     def suffix(
         self, request: ChatRequest, past: Sequence[Message], *, new: Sequence[Message], is_cut: bool
     ) -> Rendered:
-        """What follows the recorded tokens of `past`, whose last reply ended or is cut.
+        """What follows the recorded tokens of `past`, positions too. Raises Unspliceable.
 
-        All positions count from there; it begins with the template's own end token, which takes
-        the place of the one that ended the reply. Raises Unspliceable.
+        It begins with the template's own end token, in the place of the one that ended the reply.
         """
         tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
         at = _Junction(past, [self._shape(message) for message in new], tools, switches)
@@ -1968,10 +1952,7 @@ class Template:
         return {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
 
     def prompt(self, request: ChatRequest, messages: Iterable[Message] | None = None) -> Rendered:
-        """A whole prompt: the request's messages, or others in their place, rendered and encoded.
-
-        Raises BadRequest when there is no chat template, or with its own sentence if it refuses.
-        """
+        """A whole prompt, of other messages if given. Raises BadRequest: the template refuses."""
         if request.kind == "completion":
             return self.raw(request.prompt or "")
         if not self.source:
@@ -2017,16 +1998,12 @@ class Template:
             shaped["tool_calls"] = list(map(parse, calls))
         hidden: Message = self._hide(shaped)
         if message["role"] == "assistant" and "reasoning_content" not in message:
-            hidden["content"] = self._with_thinking(hidden["content"])
+            # it may have come back with its thinking: those two tags are the real ones again
+            start, end = map(self._hide, self._tags)
+            thought, closed, answer = hidden["content"].lstrip().partition(end or _BREAK)
+            if start and closed and thought.startswith(start):
+                hidden["content"] = thought.removeprefix(start).join(self._tags) + answer
         return hidden
-
-    def _with_thinking(self, content: str) -> str:
-        """Where a reply came back with its thinking, those two tags are the real ones again."""
-        start, end = map(self._hide, self._tags)
-        thought, closed, answer = content.lstrip().partition(end or _BREAK)
-        if not start or not closed or not thought.startswith(start):
-            return content
-        return thought.removeprefix(start).join(self._tags) + answer
 
 
 # endregion
