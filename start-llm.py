@@ -1621,10 +1621,8 @@ class _Turns:
         return self._opening("user call tool >" if last_role == "tool" else "user >", **switches)
 
     def _opening(self, script: str, /, **switches: Any) -> str:
-        """What opens the message after the ">" (none: the reply); "" where no added token does.
-
-        last words before [closer][opening] words      closer: what ends a conversation there
-        """
+        """What opens the message after the ">" (none: the reply); "" where no added token does."""
+        # last words before [closer][opening] words      closer: what ends a conversation there
         past, _, last = script.partition(">")
         n_past = len(past.split())
         closed = self._chat.attempt(past, **switches, add_generation_prompt=False)
@@ -2452,12 +2450,9 @@ class StateSnapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Attention KV of `length` consecutive tokens, all attention leaves, nothing else alive in it.
+    """Attention KV of `length` consecutive tokens, all attention leaves, and nothing else."""
 
-    keys[i], values[i]: `(1, n_kv_heads, capacity, head_dim)`, capacity >= length, evaluated.
-    """
-
-    keys: tuple[mx.array, ...]
+    keys: tuple[mx.array, ...]  # evaluated `(1, n_kv_heads, capacity >= length, head_dim)`
     values: tuple[mx.array, ...]
     length: int
 
@@ -2514,8 +2509,7 @@ def _state(cache: KvCache) -> list[Any]:
 
 def new_cache(model: Any) -> KvCache:
     """An empty cache for one row. why(L-09): with a maximum size its layers forget in silence."""
-    cache: KvCache = make_prompt_cache(model)
-    return cache
+    return list(make_prompt_cache(model))
 
 
 def evaluate(cache: KvCache) -> None:
@@ -2554,11 +2548,8 @@ def _token_bytes(leaf: Any) -> int:
 
 
 def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
-    """Physical depth in model tokens, from the first leaf that has one.
-
-    Hybrid caches mix ArraysCache (no `.offset`) with KVCache, so layer 0 may not answer (L-02).
-    Models of recurrent layers alone have no depth but the position recorded with their snapshot.
-    """
+    """Physical depth in model tokens; of recurrent layers alone, what their snapshot recorded."""
+    # Hybrid caches mix ArraysCache (no `.offset`) with KVCache: layer 0 may not answer (L-02).
     offsets = (getattr(leaf, "offset", None) for leaf in _leaves(cache))
     return KvOffset(next((n for n in offsets if isinstance(n, int)), recorded))
 
@@ -2585,11 +2576,9 @@ def _arrays_in(state: Any) -> list[mx.array]:
 
 
 def _fresh_handles(state: Any) -> Any:
-    """The same values behind new array objects: a slice write changes the object it goes through.
-
-    why(L-03): two caches restored from one snapshot overwrote each other; a new handle makes the
-    first write copy, and the list ArraysCache keeps is new for the same reason (L-04).
-    """
+    """The same values behind new array objects, in new lists for ArraysCache (L-04)."""
+    # why(L-03): two caches restored from one snapshot overwrote each other; a slice write changes
+    # the object it goes through, and a new handle makes the first write copy.
     return tree_map(lambda x: x[...] if isinstance(x, mx.array) else x, state)
 
 
@@ -2600,11 +2589,9 @@ def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
 
 
 def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
-    """Grow attention buffers that cannot hold `tokens`, to `roomy` tokens at once.
-
-    Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
-    One array at a time, so that at most one of them exists twice. Empty leaves stay empty.
-    """
+    """Grow attention buffers, but empty ones, that cannot hold `tokens`, to `roomy` at once."""
+    # Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
+    # One array at a time, so that at most one of them exists twice.
     for leaf in _attention(cache):
         if leaf.keys is not None and leaf.keys.shape[2] < tokens:
             leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
@@ -2653,11 +2640,9 @@ def row_from_batch(cache: KvCache, row: int) -> KvCache:
 
 
 def recurrent_handles(cache: KvCache) -> RecurrentHandles | None:
-    """Handles on the recurrent states as they are now; None for models with other state leaves.
-
-    Recurrent states are replaced at each step and never written to, so keeping the handles of one
-    step is free and gives the position before the end token (L-10). A window is written in place.
-    """
+    """Handles on the recurrent states as they are now; None for models with other state leaves."""
+    # These states are replaced at each step, never written to as a window is: keeping the handles
+    # of one step is free and gives the position before the end token (L-10).
     leaves = list(_leaves(cache))
     if any(hasattr(leaf, "max_size") for leaf in leaves):
         return None
@@ -2717,17 +2702,13 @@ class Prompt:
 
 @dataclass(eq=False, slots=True)
 class Line:
-    """One conversation tip. While lent, `span` is None and `end` is how far its row has got.
+    """One conversation tip. While lent, `span` is None and `end` is how far its row has got."""
 
-    prompt  the whole path from position 0; of `end` tokens at rest
-    span    KV of [start, end); [0, start) is the parent's
-    """
-
-    prompt: Prompt
+    prompt: Prompt  # the whole path from position 0; of `end` tokens at rest
     parent: Line | None = None
     start: int = 0
     end: int = 0
-    span: Span | None = None
+    span: Span | None = None  # KV of [start, end); [0, start) is the parent's
     checkpoints: dict[int, StateSnapshot] = field(default_factory=dict)
     children: list[Line] = field(default_factory=list)
     lender: Lender | None = None
@@ -2777,11 +2758,7 @@ class LRUPromptCache:
     lines: list[Line] = field(default_factory=list)
 
     def find(self, prompt: Prompt) -> Reuse:
-        """The deepest exact prefix held for this prompt, leaving at least its last token to feed.
-
-        Mutates nothing but the counter `hybrid_trim_miss`. Of equal depths the line that needs no
-        copy wins: one that ends there, then the most recently used.
-        """
+        """The deepest exact prefix held, its last token left to feed; mutates only a counter."""
         lines = self.lines if self._config.prompt_cache_max_entries_global else []
         lines = [line for line in lines if line.prompt.root == prompt.root]
         most = len(prompt.tokens) - 1
@@ -2815,10 +2792,9 @@ class LRUPromptCache:
         return Reuse(line, depth, promised, state, layer)
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
-        """Buffers holding [0, depth) for a new row, and the line that row will grow.
+        """Buffers of [0, depth), the row's own (moved or copied), and the line that it will grow.
 
-        The buffers are the row's own: moved out of the cache where nobody else needs them there,
-        copied otherwise. The caller sets `line.lender` and ends with `put_back` or `drop`.
+        The caller sets `line.lender` and ends with `put_back` or `drop`.
         """
         line, depth = reuse.line, reuse.depth
         while line is not None and depth <= line.start:
@@ -2851,8 +2827,8 @@ class LRUPromptCache:
     def _take(self, line: Line) -> Span:
         """Move KV [0, end) of a resting line out of the cache; the line becomes lent.
 
-        A branch takes its parent's buffers along when little of the parent follows the branch
-        point: the parent's own tail becomes a branch, and the two change places in the tree.
+        When little of the parent follows the branch point, a branch takes its buffers and place
+        in the tree: what follows becomes a branch of it.
         """
         own, line.span = line.span, None
         assert own is not None
@@ -2864,11 +2840,6 @@ class LRUPromptCache:
         if parent.end > line.start:
             self._split(parent, line.start)
         base = self._take(parent)
-        self._replace_parent(line, parent)
-        return base.join(own)
-
-    def _replace_parent(self, line: Line, parent: Line) -> None:
-        """`line` now holds the parent's KV too: it takes the parent's place and branches."""
         line.parent, line.start = parent.parent, parent.start
         if parent.parent is not None:
             parent.parent.children.append(line)
@@ -2877,6 +2848,7 @@ class LRUPromptCache:
         for child in line.children:
             child.parent = line
         self._forget(parent)
+        return base.join(own)
 
     def _split(self, line: Line, depth: int) -> None:
         """Cut a resting line at `depth`; what follows becomes a branch of it."""
@@ -2910,7 +2882,11 @@ class LRUPromptCache:
             line.parent, line.start = None, 0
         line.span = span if line.parent is None else span.cut(line.start, line.end)
         line.checkpoints = {p: s for p, s in line.checkpoints.items() if p <= line.end}
-        self._thin(line)
+        budget = self.max_bytes * CHECKPOINT_SHARE
+        # dropped where they are densest; the first (system prompt) and the last two stay
+        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
+            gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
+            del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
         self.evict_to_fit(0)
 
     def drop(self, line: Line) -> None:
@@ -2991,13 +2967,6 @@ class LRUPromptCache:
             self._forget(victim)
         return True
 
-    def _thin(self, line: Line) -> None:
-        """Drop checkpoints where they are densest; the first (system prompt) and last two stay."""
-        budget = self.max_bytes * CHECKPOINT_SHARE
-        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
-            gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
-            del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
-
 
 def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
     """Longest first, promises included; of equals the one that needs no copy, then the newest."""
@@ -3008,9 +2977,7 @@ def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
 
 
 def _value(line: Line, now: float) -> float:
-    """Prefill work saved, which grows faster than length (attention), x chance of reuse, which
-    falls with idle time and rises with use; recency counts on use, not on insertion (L-16).
-    """
+    """Prefill work saved, which outgrows length, x chance of reuse: recent use counts (L-16)."""
     kept = line.held_by_children or line.start
     work = (line.end - kept) * (1.0 + line.end / 32_768)
     return work * (1.0 + math.log1p(line.uses)) / (1.0 + (now - line.last_used) / 300.0)
@@ -4257,13 +4224,10 @@ class Piece(NamedTuple):
 
 
 class _ReasoningStreamSplitter:
-    """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind.
-
-    `in_reasoning`: the prompt ended inside a think block. After a "tool" piece all text comes back
-    in "tool" pieces, until the owner of the calls' grammar (`ReplyStream`) calls `resume`.
-    """
+    """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind."""
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
+        """`in_reasoning`: the prompt ended inside a think block."""
         self._tags = tags
         known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
         self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
@@ -4272,7 +4236,7 @@ class _ReasoningStreamSplitter:
         self._after_tag = in_reasoning  # a tag came since the last text
         self._held = ""  # white space, until it is known what follows
         self._tail = ""  # may become a tag
-        self.in_call = False
+        self.in_call = False  # all text is "tool" pieces, until who reads the calls says `resume`
 
     @property
     def is_thinking(self) -> bool:
@@ -4547,15 +4511,12 @@ class Heard(NamedTuple):
 
     deltas: list[ToolCallDelta]
     text: str  # of what is no call, as generated: it goes back
-    rest: str | None  # what followed the call; None while it is open
+    rest: str | None  # what followed the call, then the next text opens another; None: it is open
     is_call: bool  # it is one, its name was offered
 
 
 class ToolCallStream:
-    """Reads the calls of one reply, each from its opening tag on (white space before it: welcome).
-
-    After a `Heard` with a rest the call is over and the next text opens another.
-    """
+    """Reads the calls of one reply, each from its opening tag on or the white space before it."""
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: NextId) -> None:
         self.n_calls = 0  # complete ones
@@ -4666,23 +4627,19 @@ class ToolCallStream:
             yield
         body = self._unread.partition(start)[2]
         body, _, self._unread = body.partition(end) if end else (body, "", "")
-        for name, arguments in self._parse(body):
-            self._open(name)
-            self._add(arguments)
-
-    def _parse(self, body: str) -> list[tuple[str, str]]:
-        """Names and arguments as JSON; nothing where that is no call to offered tools."""
         parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
-        calls = []
+        calls: list[tuple[str, str]] = []  # names, and arguments as JSON
         try:
             for call in _listed(parse(body, self._tools)):
                 arguments = call.get("arguments", {})
                 if isinstance(arguments, str):
                     arguments = json.loads(arguments, strict=False)
                 calls.append((call["name"], _json(dict(arguments))))
-            return calls if all(name in self._offered for name, _ in calls) else []
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
-            return []
+            return
+        for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
+            self._open(name)
+            self._add(arguments)
 
 
 Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
@@ -4839,7 +4796,10 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
     if state.config.cache_norm_safety_check:
-        _check_key_safety(rendered.text)
+        scrubbed = _scrub_cache_key(rendered.text)  # does it still look like the prompt?
+        if not _assert_cache_key_safety(scrubbed, rendered.text):
+            n_lost, n_all = len(rendered.text) - len(scrubbed), len(rendered.text)
+            log.warning("the diagnostic key drops %d of %d characters", n_lost, n_all)
     tool_format = None
     if request.tools and request.tool_choice.mode != "none":
         marks = loaded.markup
@@ -4873,14 +4833,6 @@ def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     fixed = {rendered.system_end, last_user, rendered.generation_start}
     recent = {b for b in rendered.boundaries if b >= last_user}
     return tuple(sorted(fixed | recent))
-
-
-def _check_key_safety(text: str) -> None:
-    """CACHE_NORM_SAFETY_CHECK: does the diagnostic text still look like the prompt?"""
-    scrubbed = _scrub_cache_key(text)
-    if not _assert_cache_key_safety(scrubbed, text):
-        n_lost = len(text) - len(scrubbed)
-        log.warning("the diagnostic key drops %d of %d characters", n_lost, len(text))
 
 
 def _constraint(
@@ -4939,7 +4891,9 @@ class Listener:
         tags = Tags(think_start=start, think_end=end, tool_start=call)
         calls: ToolCallStream | None = None
         if tool_format is not None:
-            calls = ToolCallStream(tool_format, request.tools, next_id=new_call_id)
+            calls = ToolCallStream(
+                tool_format, request.tools, next_id=lambda: f"call_{uuid.uuid4().hex[:24]}"
+            )
         in_reasoning = prepared.draft.rendered.starts_in_reasoning
         self._splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
         self.stream = ReplyStream(self._splitter, calls)
@@ -4973,11 +4927,8 @@ class Listener:
         return self.stream.feed(self._stops.feed(text), literal=literal)
 
     def generated(self, prepared: Prepared, session: str) -> Generated | None:
-        """The tokens of a reply that a later request can go on from.
-
-        None where the client has less than the model said, and where it was cut in a thought or
-        in a call: what the template would print there is not what is in the KV.
-        """
+        """The tokens to go on from later; None where the client has less than the model said."""
+        # Nor where it was cut in a thought or a call: the template prints what is not in the KV.
         ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
         reply = self.stream.reply()
         is_cut = self._splitter.is_thinking or reply.tool_calls or not reply.content
@@ -4990,10 +4941,6 @@ class Listener:
         """What was held back to the end."""
         rest = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
         return self.stream.feed(rest) + self.stream.finish()
-
-
-def new_call_id() -> str:
-    return "call_" + uuid.uuid4().hex[:24]
 
 
 class Answer:
