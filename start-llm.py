@@ -1378,7 +1378,7 @@ def reminder(text: str) -> str:
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  666
+# Budget  637
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1748,10 +1748,8 @@ class _Junction:
 
     def shape(self) -> str:
         """What the proof of a seam may depend on."""
-        said = (self.marked(), *self.new)
-        kinds = (
-            [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in said
-        )
+        new = (self.marked(), *self.new)
+        kinds = ([m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in new)
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
         return json.dumps([len(self.head("x")), *kinds, n_tools, self.switches], default=str)
 
@@ -1928,10 +1926,8 @@ class Template:
     def suffix(
         self, request: ChatRequest, past: Sequence[Message], *, new: Sequence[Message], is_cut: bool
     ) -> Rendered:
-        """What follows the recorded tokens of `past`, positions too. Raises Unspliceable.
-
-        It begins with the template's own end token, in the place of the one that ended the reply.
-        """
+        """What follows the tokens of `past`; positions count from there. Raises Unspliceable."""
+        # It begins with the template's own end token, in place of the one that ended the reply.
         tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
         at = _Junction(past, [self._shape(message) for message in new], tools, switches)
         closer, printed, text = self._seams.after(at, shape=self._shape)
@@ -2424,7 +2420,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  265
+# Budget  248
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -2675,7 +2671,7 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
 # Doors   LRUPromptCache, Prompt, Line, Reuse, Lender, TokenArray
 # Knows   CONFIG, LOG, KV
 # Thread  model only
-# Budget  360
+# Budget  337
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
@@ -2758,7 +2754,7 @@ class LRUPromptCache:
     lines: list[Line] = field(default_factory=list)
 
     def find(self, prompt: Prompt) -> Reuse:
-        """The deepest exact prefix held, its last token left to feed; mutates only a counter."""
+        """The deepest exact prefix held, short of the last token; mutates nothing but a counter."""
         lines = self.lines if self._config.prompt_cache_max_entries_global else []
         lines = [line for line in lines if line.prompt.root == prompt.root]
         most = len(prompt.tokens) - 1
@@ -2792,10 +2788,8 @@ class LRUPromptCache:
         return Reuse(line, depth, promised, state, layer)
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
-        """Buffers of [0, depth), the row's own (moved or copied), and the line that it will grow.
-
-        The caller sets `line.lender` and ends with `put_back` or `drop`.
-        """
+        """Buffers of [0, depth), the row's own (moved or copied), and the line it will grow."""
+        # The caller sets `line.lender` and ends with `put_back` or `drop`.
         line, depth = reuse.line, reuse.depth
         while line is not None and depth <= line.start:
             line = line.parent
@@ -2825,11 +2819,9 @@ class LRUPromptCache:
         return own if line.parent is None else self._copy(line.parent, line.start).join(own)
 
     def _take(self, line: Line) -> Span:
-        """Move KV [0, end) of a resting line out of the cache; the line becomes lent.
-
-        When little of the parent follows the branch point, a branch takes its buffers and place
-        in the tree: what follows becomes a branch of it.
-        """
+        """Move KV [0, end) of a resting line out of the cache; the line becomes lent."""
+        # Where little of the parent follows the branch point, a branch takes the parent's buffers
+        # and place in the tree; what follows becomes a branch of it.
         own, line.span = line.span, None
         assert own is not None
         parent = line.parent
@@ -4201,7 +4193,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  122
+# Budget  119
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4321,7 +4313,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  422
+# Budget  415
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4516,7 +4508,7 @@ class Heard(NamedTuple):
 
 
 class ToolCallStream:
-    """Reads the calls of one reply, each from its opening tag on or the white space before it."""
+    """Reads the calls of one reply, each from its opening tag or the white space before it on."""
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: NextId) -> None:
         self.n_calls = 0  # complete ones
@@ -4734,7 +4726,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  465
+# Budget  455
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
