@@ -1378,7 +1378,7 @@ def reminder(text: str) -> str:
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  666
+# Budget  637
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1535,10 +1535,8 @@ def _canned(script: str) -> list[Message]:
             message |= {"role": "assistant", "reasoning_content": _THOUGHT}
         if role in {"call", "calls"}:
             asked = [words] if role == "call" else [_FIRST, words]
-            functions = enumerate({"name": "f", "arguments": {"q": text}} for text in asked)
-            calls = [
-                {"id": f"call0000{i}", "type": "function", "function": f} for i, f in functions
-            ]
+            named = enumerate({"name": "f", "arguments": {"q": text}} for text in asked)
+            calls = [{"id": f"call0000{i}", "type": "function", "function": f} for i, f in named]
             message |= {"content": "", "tool_calls": calls}
         messages.append(message)
     return messages
@@ -1623,10 +1621,8 @@ class _Turns:
         return self._opening("user call tool >" if last_role == "tool" else "user >", **switches)
 
     def _opening(self, script: str, /, **switches: Any) -> str:
-        """What opens the message after the ">" (none: the reply); "" where no added token does.
-
-        last words before [closer][opening] words      closer: what ends a conversation there
-        """
+        """What opens the message after the ">" (none: the reply); "" where no added token does."""
+        # last words before [closer][opening] words      closer: what ends a conversation there
         past, _, last = script.partition(">")
         n_past = len(past.split())
         closed = self._chat.attempt(past, **switches, add_generation_prompt=False)
@@ -1679,19 +1675,13 @@ def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
             message = {**given, "role": "user"}
         is_repeat = message["role"] == before
         if is_repeat and (is_late or (before != "tool" and not quirks.has_repeats)):
-            folded[-1] = _joined(folded[-1], message)
-        else:
-            folded.append(message)
+            both = (folded.pop(), message)
+            text = "\n\n".join(filter(None, (one["content"] for one in both)))
+            message = {**both[0], **message, "content": text}
+            if "tool_calls" in message:
+                message["tool_calls"] = [call for m in both for call in m.get("tool_calls", ())]
+        folded.append(message)
     return folded
-
-
-def _joined(first: Message, second: Message) -> Message:
-    """Two messages of one role as one."""
-    both = {**first, **second}
-    both["content"] = "\n\n".join(filter(None, (first["content"], second["content"])))
-    if "tool_calls" in both:
-        both["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    return both
 
 
 def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Iterator[str]:
@@ -1700,7 +1690,12 @@ def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Itera
     for message in messages:
         if message["role"] != "tool":  # a template may sort the results of one reply
             start = end
-        for kind, words in _spoken(message):
+        told = [(f"{message['role']} messages", message["content"])]
+        for function in (call["function"] for call in message.get("tool_calls", ())):
+            values = [value for value in function["arguments"].values() if isinstance(value, str)]
+            told += [("tool calls", function["name"])]
+            told += [("tool-call arguments", value) for value in values]
+        for kind, words in told:  # past thinking is the template's own affair
             if kind in known:
                 continue
             said = words.strip()
@@ -1711,16 +1706,6 @@ def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Itera
                 end = max(end, at + len(said))
             else:
                 yield kind
-
-
-def _spoken(message: Message) -> Iterator[tuple[str, str]]:
-    """(kind, words) that must be told. Past thinking is the template's own affair."""
-    yield f"{message['role']} messages", message["content"]
-    for call in message.get("tool_calls", ()):
-        yield "tool calls", call["function"]["name"]
-        for value in call["function"]["arguments"].values():
-            if isinstance(value, str):
-                yield "tool-call arguments", value
 
 
 class Unspliceable(Exception):
@@ -1763,10 +1748,8 @@ class _Junction:
 
     def shape(self) -> str:
         """What the proof of a seam may depend on."""
-        messages = (self.marked(), *self.new)
-        kinds = (
-            [m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in messages
-        )
+        new = (self.marked(), *self.new)
+        kinds = ([m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in new)
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
         return json.dumps([len(self.head("x")), *kinds, n_tools, self.switches], default=str)
 
@@ -1933,10 +1916,8 @@ class Template:
         return _canonicalize_messages(messages, self._canon)
 
     def world(self, request: ChatRequest) -> bytes:
-        """What a recorded past depends on beside its messages: template, tools, switches.
-
-        Not a switch that only changes the generation prompt: effort changes in mid-session.
-        """
+        """What a recorded past depends on beside its messages: template, tools, switches."""
+        # Not a switch that only changes the generation prompt: effort changes in mid-session.
         switches = json.dumps(self._switches(request), sort_keys=True)
         canned = self._quirks.without_reply(switches)
         facts = json.dumps([self.source, request.tools, canned], default=str)
@@ -1945,11 +1926,8 @@ class Template:
     def suffix(
         self, request: ChatRequest, past: Sequence[Message], *, new: Sequence[Message], is_cut: bool
     ) -> Rendered:
-        """What follows the recorded tokens of `past`, whose last reply ended or is cut.
-
-        All positions count from there; it begins with the template's own end token, which takes
-        the place of the one that ended the reply. Raises Unspliceable.
-        """
+        """What follows the tokens of `past`; positions count from there. Raises Unspliceable."""
+        # It begins with the template's own end token, in place of the one that ended the reply.
         tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
         at = _Junction(past, [self._shape(message) for message in new], tools, switches)
         closer, printed, text = self._seams.after(at, shape=self._shape)
@@ -1968,10 +1946,7 @@ class Template:
         return {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
 
     def prompt(self, request: ChatRequest, messages: Iterable[Message] | None = None) -> Rendered:
-        """A whole prompt: the request's messages, or others in their place, rendered and encoded.
-
-        Raises BadRequest when there is no chat template, or with its own sentence if it refuses.
-        """
+        """A whole prompt, of other messages if given. Raises BadRequest: the template refuses."""
         if request.kind == "completion":
             return self.raw(request.prompt or "")
         if not self.source:
@@ -2017,16 +1992,12 @@ class Template:
             shaped["tool_calls"] = list(map(parse, calls))
         hidden: Message = self._hide(shaped)
         if message["role"] == "assistant" and "reasoning_content" not in message:
-            hidden["content"] = self._with_thinking(hidden["content"])
+            # it may have come back with its thinking: those two tags are the real ones again
+            start, end = map(self._hide, self._tags)
+            thought, closed, answer = hidden["content"].lstrip().partition(end or _BREAK)
+            if start and closed and thought.startswith(start):
+                hidden["content"] = thought.removeprefix(start).join(self._tags) + answer
         return hidden
-
-    def _with_thinking(self, content: str) -> str:
-        """Where a reply came back with its thinking, those two tags are the real ones again."""
-        start, end = map(self._hide, self._tags)
-        thought, closed, answer = content.lstrip().partition(end or _BREAK)
-        if not start or not closed or not thought.startswith(start):
-            return content
-        return thought.removeprefix(start).join(self._tags) + answer
 
 
 # endregion
@@ -2449,7 +2420,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  265
+# Budget  248
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -2475,12 +2446,9 @@ class StateSnapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Attention KV of `length` consecutive tokens, all attention leaves, nothing else alive in it.
+    """Attention KV of `length` consecutive tokens, all attention leaves, and nothing else."""
 
-    keys[i], values[i]: `(1, n_kv_heads, capacity, head_dim)`, capacity >= length, evaluated.
-    """
-
-    keys: tuple[mx.array, ...]
+    keys: tuple[mx.array, ...]  # evaluated `(1, n_kv_heads, capacity >= length, head_dim)`
     values: tuple[mx.array, ...]
     length: int
 
@@ -2537,8 +2505,7 @@ def _state(cache: KvCache) -> list[Any]:
 
 def new_cache(model: Any) -> KvCache:
     """An empty cache for one row. why(L-09): with a maximum size its layers forget in silence."""
-    cache: KvCache = make_prompt_cache(model)
-    return cache
+    return list(make_prompt_cache(model))
 
 
 def evaluate(cache: KvCache) -> None:
@@ -2577,11 +2544,8 @@ def _token_bytes(leaf: Any) -> int:
 
 
 def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
-    """Physical depth in model tokens, from the first leaf that has one.
-
-    Hybrid caches mix ArraysCache (no `.offset`) with KVCache, so layer 0 may not answer (L-02).
-    Models of recurrent layers alone have no depth but the position recorded with their snapshot.
-    """
+    """Physical depth in model tokens; of recurrent layers alone, what their snapshot recorded."""
+    # Hybrid caches mix ArraysCache (no `.offset`) with KVCache: layer 0 may not answer (L-02).
     offsets = (getattr(leaf, "offset", None) for leaf in _leaves(cache))
     return KvOffset(next((n for n in offsets if isinstance(n, int)), recorded))
 
@@ -2608,11 +2572,9 @@ def _arrays_in(state: Any) -> list[mx.array]:
 
 
 def _fresh_handles(state: Any) -> Any:
-    """The same values behind new array objects: a slice write changes the object it goes through.
-
-    why(L-03): two caches restored from one snapshot overwrote each other; a new handle makes the
-    first write copy, and the list ArraysCache keeps is new for the same reason (L-04).
-    """
+    """The same values behind new array objects, in new lists for ArraysCache (L-04)."""
+    # why(L-03): two caches restored from one snapshot overwrote each other; a slice write changes
+    # the object it goes through, and a new handle makes the first write copy.
     return tree_map(lambda x: x[...] if isinstance(x, mx.array) else x, state)
 
 
@@ -2623,11 +2585,9 @@ def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
 
 
 def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
-    """Grow attention buffers that cannot hold `tokens`, to `roomy` tokens at once.
-
-    Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
-    One array at a time, so that at most one of them exists twice. Empty leaves stay empty.
-    """
+    """Grow attention buffers, but empty ones, that cannot hold `tokens`, to `roomy` at once."""
+    # Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
+    # One array at a time, so that at most one of them exists twice.
     for leaf in _attention(cache):
         if leaf.keys is not None and leaf.keys.shape[2] < tokens:
             leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
@@ -2676,11 +2636,9 @@ def row_from_batch(cache: KvCache, row: int) -> KvCache:
 
 
 def recurrent_handles(cache: KvCache) -> RecurrentHandles | None:
-    """Handles on the recurrent states as they are now; None for models with other state leaves.
-
-    Recurrent states are replaced at each step and never written to, so keeping the handles of one
-    step is free and gives the position before the end token (L-10). A window is written in place.
-    """
+    """Handles on the recurrent states as they are now; None for models with other state leaves."""
+    # These states are replaced at each step, never written to as a window is: keeping the handles
+    # of one step is free and gives the position before the end token (L-10).
     leaves = list(_leaves(cache))
     if any(hasattr(leaf, "max_size") for leaf in leaves):
         return None
@@ -2713,7 +2671,7 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
 # Doors   LRUPromptCache, Prompt, Line, Reuse, Lender, TokenArray
 # Knows   CONFIG, LOG, KV
 # Thread  model only
-# Budget  360
+# Budget  337
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
@@ -2740,17 +2698,13 @@ class Prompt:
 
 @dataclass(eq=False, slots=True)
 class Line:
-    """One conversation tip. While lent, `span` is None and `end` is how far its row has got.
+    """One conversation tip. While lent, `span` is None and `end` is how far its row has got."""
 
-    prompt  the whole path from position 0; of `end` tokens at rest
-    span    KV of [start, end); [0, start) is the parent's
-    """
-
-    prompt: Prompt
+    prompt: Prompt  # the whole path from position 0; of `end` tokens at rest
     parent: Line | None = None
     start: int = 0
     end: int = 0
-    span: Span | None = None
+    span: Span | None = None  # KV of [start, end); [0, start) is the parent's
     checkpoints: dict[int, StateSnapshot] = field(default_factory=dict)
     children: list[Line] = field(default_factory=list)
     lender: Lender | None = None
@@ -2800,11 +2754,7 @@ class LRUPromptCache:
     lines: list[Line] = field(default_factory=list)
 
     def find(self, prompt: Prompt) -> Reuse:
-        """The deepest exact prefix held for this prompt, leaving at least its last token to feed.
-
-        Mutates nothing but the counter `hybrid_trim_miss`. Of equal depths the line that needs no
-        copy wins: one that ends there, then the most recently used.
-        """
+        """The deepest exact prefix held, short of the last token; mutates nothing but a counter."""
         lines = self.lines if self._config.prompt_cache_max_entries_global else []
         lines = [line for line in lines if line.prompt.root == prompt.root]
         most = len(prompt.tokens) - 1
@@ -2838,11 +2788,8 @@ class LRUPromptCache:
         return Reuse(line, depth, promised, state, layer)
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
-        """Buffers holding [0, depth) for a new row, and the line that row will grow.
-
-        The buffers are the row's own: moved out of the cache where nobody else needs them there,
-        copied otherwise. The caller sets `line.lender` and ends with `put_back` or `drop`.
-        """
+        """Buffers of [0, depth), the row's own (moved or copied), and the line it will grow."""
+        # The caller sets `line.lender` and ends with `put_back` or `drop`.
         line, depth = reuse.line, reuse.depth
         while line is not None and depth <= line.start:
             line = line.parent
@@ -2872,11 +2819,9 @@ class LRUPromptCache:
         return own if line.parent is None else self._copy(line.parent, line.start).join(own)
 
     def _take(self, line: Line) -> Span:
-        """Move KV [0, end) of a resting line out of the cache; the line becomes lent.
-
-        A branch takes its parent's buffers along when little of the parent follows the branch
-        point: the parent's own tail becomes a branch, and the two change places in the tree.
-        """
+        """Move KV [0, end) of a resting line out of the cache; the line becomes lent."""
+        # Where little of the parent follows the branch point, a branch takes the parent's buffers
+        # and place in the tree; what follows becomes a branch of it.
         own, line.span = line.span, None
         assert own is not None
         parent = line.parent
@@ -2887,11 +2832,6 @@ class LRUPromptCache:
         if parent.end > line.start:
             self._split(parent, line.start)
         base = self._take(parent)
-        self._replace_parent(line, parent)
-        return base.join(own)
-
-    def _replace_parent(self, line: Line, parent: Line) -> None:
-        """`line` now holds the parent's KV too: it takes the parent's place and branches."""
         line.parent, line.start = parent.parent, parent.start
         if parent.parent is not None:
             parent.parent.children.append(line)
@@ -2900,6 +2840,7 @@ class LRUPromptCache:
         for child in line.children:
             child.parent = line
         self._forget(parent)
+        return base.join(own)
 
     def _split(self, line: Line, depth: int) -> None:
         """Cut a resting line at `depth`; what follows becomes a branch of it."""
@@ -2933,7 +2874,11 @@ class LRUPromptCache:
             line.parent, line.start = None, 0
         line.span = span if line.parent is None else span.cut(line.start, line.end)
         line.checkpoints = {p: s for p, s in line.checkpoints.items() if p <= line.end}
-        self._thin(line)
+        budget = self.max_bytes * CHECKPOINT_SHARE
+        # dropped where they are densest; the first (system prompt) and the last two stay
+        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
+            gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
+            del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
         self.evict_to_fit(0)
 
     def drop(self, line: Line) -> None:
@@ -3014,13 +2959,6 @@ class LRUPromptCache:
             self._forget(victim)
         return True
 
-    def _thin(self, line: Line) -> None:
-        """Drop checkpoints where they are densest; the first (system prompt) and last two stay."""
-        budget = self.max_bytes * CHECKPOINT_SHARE
-        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
-            gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
-            del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
-
 
 def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
     """Longest first, promises included; of equals the one that needs no copy, then the newest."""
@@ -3031,9 +2969,7 @@ def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
 
 
 def _value(line: Line, now: float) -> float:
-    """Prefill work saved, which grows faster than length (attention), x chance of reuse, which
-    falls with idle time and rises with use; recency counts on use, not on insertion (L-16).
-    """
+    """Prefill work saved, which outgrows length, x chance of reuse: recent use counts (L-16)."""
     kept = line.held_by_children or line.start
     work = (line.end - kept) * (1.0 + line.end / 32_768)
     return work * (1.0 + math.log1p(line.uses)) / (1.0 + (now - line.last_used) / 300.0)
@@ -4257,7 +4193,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  122
+# Budget  119
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4280,13 +4216,10 @@ class Piece(NamedTuple):
 
 
 class _ReasoningStreamSplitter:
-    """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind.
-
-    `in_reasoning`: the prompt ended inside a think block. After a "tool" piece all text comes back
-    in "tool" pieces, until the owner of the calls' grammar (`ReplyStream`) calls `resume`.
-    """
+    """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind."""
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
+        """`in_reasoning`: the prompt ended inside a think block."""
         self._tags = tags
         known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
         self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
@@ -4295,7 +4228,7 @@ class _ReasoningStreamSplitter:
         self._after_tag = in_reasoning  # a tag came since the last text
         self._held = ""  # white space, until it is known what follows
         self._tail = ""  # may become a tag
-        self.in_call = False
+        self.in_call = False  # all text is "tool" pieces, until who reads the calls says `resume`
 
     @property
     def is_thinking(self) -> bool:
@@ -4380,7 +4313,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  422
+# Budget  415
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4570,15 +4503,12 @@ class Heard(NamedTuple):
 
     deltas: list[ToolCallDelta]
     text: str  # of what is no call, as generated: it goes back
-    rest: str | None  # what followed the call; None while it is open
+    rest: str | None  # what followed the call, then the next text opens another; None: it is open
     is_call: bool  # it is one, its name was offered
 
 
 class ToolCallStream:
-    """Reads the calls of one reply, each from its opening tag on (white space before it: welcome).
-
-    After a `Heard` with a rest the call is over and the next text opens another.
-    """
+    """Reads the calls of one reply, each from its opening tag or the white space before it on."""
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: NextId) -> None:
         self.n_calls = 0  # complete ones
@@ -4689,23 +4619,19 @@ class ToolCallStream:
             yield
         body = self._unread.partition(start)[2]
         body, _, self._unread = body.partition(end) if end else (body, "", "")
-        for name, arguments in self._parse(body):
-            self._open(name)
-            self._add(arguments)
-
-    def _parse(self, body: str) -> list[tuple[str, str]]:
-        """Names and arguments as JSON; nothing where that is no call to offered tools."""
         parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
-        calls = []
+        calls: list[tuple[str, str]] = []  # names, and arguments as JSON
         try:
             for call in _listed(parse(body, self._tools)):
                 arguments = call.get("arguments", {})
                 if isinstance(arguments, str):
                     arguments = json.loads(arguments, strict=False)
                 calls.append((call["name"], _json(dict(arguments))))
-            return calls if all(name in self._offered for name, _ in calls) else []
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
-            return []
+            return
+        for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
+            self._open(name)
+            self._add(arguments)
 
 
 Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
@@ -4800,7 +4726,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  471
+# Budget  461
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4862,7 +4788,10 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
     if state.config.cache_norm_safety_check:
-        _check_key_safety(rendered.text)
+        scrubbed = _scrub_cache_key(rendered.text)  # does it still look like the prompt?
+        if not _assert_cache_key_safety(scrubbed, rendered.text):
+            n_lost, n_all = len(rendered.text) - len(scrubbed), len(rendered.text)
+            log.warning("the diagnostic key drops %d of %d characters", n_lost, n_all)
     tool_format = None
     if request.tools and request.tool_choice.mode != "none":
         marks = loaded.markup
@@ -4896,14 +4825,6 @@ def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     fixed = {rendered.system_end, last_user, rendered.generation_start}
     recent = {b for b in rendered.boundaries if b >= last_user}
     return tuple(sorted(fixed | recent))
-
-
-def _check_key_safety(text: str) -> None:
-    """CACHE_NORM_SAFETY_CHECK: does the diagnostic text still look like the prompt?"""
-    scrubbed = _scrub_cache_key(text)
-    if not _assert_cache_key_safety(scrubbed, text):
-        n_lost = len(text) - len(scrubbed)
-        log.warning("the diagnostic key drops %d of %d characters", n_lost, len(text))
 
 
 def _constraint(
@@ -4962,7 +4883,9 @@ class Listener:
         tags = Tags(think_start=start, think_end=end, tool_start=call)
         calls: ToolCallStream | None = None
         if tool_format is not None:
-            calls = ToolCallStream(tool_format, request.tools, next_id=new_call_id)
+            calls = ToolCallStream(
+                tool_format, request.tools, next_id=lambda: f"call_{uuid.uuid4().hex[:24]}"
+            )
         in_reasoning = prepared.draft.rendered.starts_in_reasoning
         self._splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
         self.stream = ReplyStream(self._splitter, calls)
@@ -5000,11 +4923,8 @@ class Listener:
         return self._splitter.is_thinking
 
     def generated(self, prepared: Prepared, session: str) -> Generated | None:
-        """The tokens of a reply that a later request can go on from.
-
-        None where the client has less than the model said, and where it was cut in a thought or
-        in a call: what the template would print there is not what is in the KV.
-        """
+        """The tokens to go on from later; None where the client has less than the model said."""
+        # Nor where it was cut in a thought or a call: the template prints what is not in the KV.
         ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
         reply = self.stream.reply()
         is_cut = self.is_thinking or reply.tool_calls or not reply.content
@@ -5017,10 +4937,6 @@ class Listener:
         """What was held back to the end."""
         rest = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
         return self.stream.feed(rest) + self.stream.finish()
-
-
-def new_call_id() -> str:
-    return "call_" + uuid.uuid4().hex[:24]
 
 
 class Answer:
