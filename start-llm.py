@@ -130,7 +130,6 @@ from tokenizers.decoders import DecodeStream
 
 # region 01 CONFIG =============================================================
 # Every setting, read once, frozen.
-#
 # The field name in capitals is the variable's name, and the default written here is the only one.
 # An empty variable counts as unset (`.env` files are full of them).
 #
@@ -159,14 +158,10 @@ _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Interval = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_TopP = Annotated[float, Field(gt=0, le=1)]
-_Temperature = Annotated[float, Field(ge=0, le=2)]
 _Penalty = Annotated[float, Field(gt=0, le=10)]
-_KvBits = Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)]
 _KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
 _Lower = BeforeValidator(str.lower)
 _Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
-_Scheme = Annotated[Literal["uniform", "turboquant"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
 _RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
 
@@ -205,9 +200,9 @@ class Config(BaseModel):
     batch_max_rows: _Positive = 32  # requests decoded together
     batch_padding_max: _Share = 0.25  # padding a batch may add, as a share of its real KV
     generation_watchdog_seconds: _Seconds = 600.0  # deadline of one request; 0 = none
-    kv_bits: _KvBits = None  # 4, 8 or OFF
+    kv_bits: Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)] = None  # 4, 8 or OFF
     kv_group_size: _KvGroup = 64  # values per quantisation group
-    kv_quant_scheme: _Scheme = "uniform"
+    kv_quant_scheme: Annotated[Literal["uniform", "turboquant"], _Lower] = "uniform"
     quantized_kv_start: _Count = 5000  # token position where quantisation begins
 
     # -- prompt cache
@@ -240,8 +235,8 @@ class Config(BaseModel):
     normalize_write_tool_content_for_prompt: bool = False  # a digest instead of written content
 
     # -- sampling, where the request says nothing
-    default_temperature: _Temperature = 0.1  # 0 = greedy
-    default_top_p: _TopP = 0.9  # 1 = off
+    default_temperature: Annotated[float, Field(ge=0, le=2)] = 0.1  # 0 = greedy
+    default_top_p: Annotated[float, Field(gt=0, le=1)] = 0.9  # 1 = off
     default_top_k: _Count = 40  # 0 = off
     default_min_p: _Share = 0.05  # 0 = off
     default_repetition_penalty: _Penalty = 1.0  # 1 = off; more harms tool calls
@@ -424,21 +419,14 @@ def start_logging(config: Config) -> None:
 
 
 def request_line(**values: object) -> str:
-    """`req=7f3a prompt=1200 cached=1184 ...`: always these keys in this order, "-" if unknown.
-
-    Other keys (counters) follow in the order given. What a client chose (a session id) cannot
-    break the line or reach the terminal: only printable ASCII without "=" is kept.
-    """
+    """`req=7f3a prompt=1200 ...`: always these keys first, in this order, "-" if unknown."""
     known = {key: values.pop(key, None) for key in _REQUEST_KEYS.split()}
-    return " ".join(f"{key}={_line_value(value)}" for key, value in (known | values).items())
-
-
-def _line_value(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return re.sub(r"[^!-<>-~]+", "_", str(value)[:80]) or "-"
+    pairs = []
+    for key, value in (known | values).items():
+        text = f"{value:.3f}" if isinstance(value, float) else str("" if value is None else value)
+        # A session id, which a client chose, cannot break the line or reach the terminal.
+        pairs.append(f"{key}={re.sub(r'[^!-<>-~]+', '_', text[:80]) or '-'}")
+    return " ".join(pairs)
 
 
 class CacheMetrics:
@@ -477,7 +465,10 @@ class SessionLog:
             return
         now = datetime.now().astimezone()
         stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
-        path = self._root / f"{now:%Y-%m-%d}" / f"cache-session-{_safe_file_part(session_id)}.log"
+        safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
+        if not safe or safe != session_id:  # harmless in a file name; the digest tells them apart
+            safe += f"-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
+        path = self._root / f"{now:%Y-%m-%d}" / f"cache-session-{safe}.log"
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -488,14 +479,6 @@ class SessionLog:
             if not self._complained.is_set():
                 self._complained.set()
                 log.warning("session log %s cannot be written: %s", path, error)
-
-
-def _safe_file_part(session_id: str) -> str:
-    """`session_id` if it is harmless in a file name, else what is, and a digest of the whole."""
-    safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
-    if session_id and safe == session_id:
-        return safe
-    return f"{safe}-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
 
 
 # endregion
@@ -525,10 +508,7 @@ type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, endin
 
 
 def parse_json_body(raw: bytes) -> object:
-    """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD.
-
-    Raises BadRequest: not JSON, not UTF-8, NaN or Infinity, nested deeper than 200 levels.
-    """
+    """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -771,16 +751,15 @@ def _message(index: int, wire: _WireMessage) -> Message:
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
     if "reasoning" in message:
         message.setdefault("reasoning_content", message.pop("reasoning"))
+    param = f"messages[{index}].content"
     if isinstance(content := message.get("content"), list):
         thoughts = "".join(part["thinking"] for part in content if part["type"] == "thinking")
         message["content"] = [part for part in content if part["type"] == "text"]
         if thoughts and message["role"] != "assistant":
-            param = f"messages[{index}].content"
             raise BadRequest(f"{param}: only a reply has thinking parts", param=param)
         if thoughts:
             message.setdefault("reasoning_content", thoughts)
     if message["role"] in ("system", "developer", "user") and "content" not in message:
-        param = f"messages[{index}].content"
         raise BadRequest(f"{param}: a {message['role']} message needs it", param=param)
     return {"content": "", **message}
 
@@ -793,25 +772,9 @@ class ToolChoice:
     name: str | None = None
 
 
-def _tool_choice(asked: _ChatBody) -> ToolChoice:
-    offered = {tool["function"]["name"] for tool in asked.tools}
-    match asked.tool_choice:
-        case {"function": {"name": str() as name}} if name in offered:
-            return ToolChoice("named", name)
-        case "auto" | "none" | "required" as mode if offered:
-            return ToolChoice(mode)
-        case "auto" | "none":
-            return ToolChoice("none")
-    raise BadRequest("tool_choice: what it wants is not among the tools", param="tool_choice")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request as every later room sees it, whichever endpoint it came through.
-
-    A chat has `messages`: dicts of OpenAI's shape whose `content` is a str or a list of text parts.
-    A completion has `prompt`: text, or ids that nobody has compared with the vocabulary yet.
-    """
+    """A request as every later room sees it, whichever endpoint it came through."""
 
     kind: Literal["chat", "completion"]
     request_id: str
@@ -822,8 +785,8 @@ class ChatRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    messages: OriginalMessages = OriginalMessages(())
-    prompt: str | tuple[int, ...] | None = None
+    messages: OriginalMessages = OriginalMessages(())  # of a chat; content: a str or text parts
+    prompt: str | tuple[int, ...] | None = None  # of a completion; ids may exceed the vocabulary
     tools: tuple[Body, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
@@ -841,6 +804,17 @@ class ChatRequest:
         asked = _checked(_ChatBody, given)
         if asked.top_logprobs and not asked.logprobs:
             raise BadRequest("top_logprobs: it needs logprobs to be true", param="top_logprobs")
+        offered = {tool["function"]["name"] for tool in asked.tools}
+        match asked.tool_choice:
+            case {"function": {"name": str() as name}} if name in offered:
+                choice = ToolChoice("named", name)
+            case "auto" | "none" | "required" as mode if offered:
+                choice = ToolChoice(mode)
+            case "auto" | "none":
+                choice = ToolChoice("none")
+            case _:
+                wrong = "tool_choice: what it wants is not among the tools"
+                raise BadRequest(wrong, param="tool_choice")
         thinks, switches = _thinking(given, config.default_thinking)
         messages = (_message(index, wire) for index, wire in enumerate(asked.messages))
         # Only what describes the function: templates print a tool whole, with any cache_control.
@@ -851,7 +825,7 @@ class ChatRequest:
             session=_session(given, headers),
             messages=OriginalMessages(tuple(messages)),
             tools=tuple({"type": "function", "function": function} for function in functions),
-            tool_choice=_tool_choice(asked),
+            tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
             logprobs=asked.logprobs,
             top_logprobs=asked.top_logprobs,
@@ -2376,7 +2350,6 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 
 # region 09 KEY ================================================================
 # What a prefix is called: chained block hashes; and a stilled text, for people to compare.
-#
 # The hashes cover exact model tokens under a root for whatever else changes KV (model revision,
 # tenant). The scrubbed text never names anything: reusing KV by it would answer an old prompt. Each
 # rule removes one field inside one line, or reminder blocks that hold no other opening tag.
@@ -2396,11 +2369,8 @@ def _block_hashes(
     start: int = 0,
     parent: bytes = b"",
 ) -> list[bytes]:
-    """Names of the full blocks of `tokens` from block `start` on, 32 bytes each.
-
-    Name i is sha256(name i-1, or root for i = 0; block i as little-endian int32), so it stands for
-    tokens[: (i + 1) * block_size]. `start` counts blocks; `parent` names block start - 1.
-    """
+    """Names of the full blocks from block `start` on; `parent` names the one before."""
+    # Name i is sha256(name i - 1, or root; block i), so it stands for all tokens to block i's end.
     assert (start > 0) == bool(parent), "a chain goes on from the block before it"
     name, names = parent or root, []
     n_bytes = 4 * block_size
@@ -3057,7 +3027,6 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 
 # region 12 SESSIONS ===========================================================
 # What each conversation's last turns looked like: how long, how much was cached, by which layer.
-#
 # This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
 # can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
 #
@@ -3186,11 +3155,8 @@ def _message_diff(before: Sequence[object], now: Sequence[object]) -> int:
 def _update_session_turn_store(
     store: SessionTurnStore, session_id: str, *, digests: Sequence[object]
 ) -> int:
-    """How many messages are as the session's record has them; recorded if they extend it.
-
-    A sub-agent, a title request or an edit under the same id is no extension: the record of the
-    main conversation stays.
-    """
+    """How many messages are as the session's record has them; recorded if they extend it."""
+    # A sub-agent, a title request or an edit under the same id does not: the main record stays.
     before = store.linear(session_id)
     stable = _message_diff(before, digests)
     if stable == len(before) < len(digests):
@@ -3202,7 +3168,6 @@ def _update_session_turn_store(
 
 # region 13 MODEL ==============================================================
 # Find the model or fetch it, load it, and state the facts that other rooms need of it.
-#
 # resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
 # known before a long download (type, size against memory and disk) is asked before it.
 # Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode(). mlx-lm's
@@ -5255,7 +5220,6 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 
 # region 18 HTTP ===============================================================
 # stdlib ThreadingHTTPServer, server-sent events, one error boundary.
-#
 # A thread per connection parses, renders and waits. What goes wrong before the headers becomes a
 # status and an OpenAI error body; after them, an error event. A client that left is noticed within
 # a tick: between events the socket is asked whether its other end is still there.
@@ -5499,7 +5463,6 @@ class Handler(BaseHTTPRequestHandler):
 
 # region 19 MAIN ===============================================================
 # Build the state, listen, load, serve, stop.
-#
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
 # the model thread: arrays may not change threads before they are computed.
 #
