@@ -3327,28 +3327,24 @@ def _demo_folder() -> Path:
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
     folder = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm" / f"demo-{digest[:12]}"
-    try:
-        if not folder.is_dir():
-            _make_demo(script, folder)
+    if folder.is_dir():
+        return _complete(folder)
+    log.info("making the demo model in %s (once)", folder)
+    try:  # in a folder of its own, then renamed: a half-made model is never found
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
+            made = Path(making) / _DEMO
+            command = [sys.executable, str(script), str(made)]
+            run = subprocess.run(command, check=False, capture_output=True, text=True)
+            if run.returncode:
+                log.debug("%s", run.stderr)
+                last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+                raise ModelError(f"{script} failed with status {run.returncode}: {last}")
+            made.rename(folder)
     except OSError as error:
         if not folder.is_dir():  # else another start of the server was quicker
             raise ModelError(f"The demo model cannot be made in {folder}: {error}.") from error
     return _complete(folder)
-
-
-def _make_demo(script: Path, folder: Path) -> None:
-    """Run the script into a folder of its own, then rename: a half-made model is never found."""
-    log.info("making the demo model in %s (once)", folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
-        made = Path(making) / _DEMO
-        command = [sys.executable, str(script), str(made)]
-        run = subprocess.run(command, check=False, capture_output=True, text=True)
-        if run.returncode:
-            log.debug("%s", run.stderr)
-            last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ModelError(f"{script} failed with status {run.returncode}: {last}")
-        made.rename(folder)
 
 
 def _snapshot(repo: str, **how: Any) -> Any:
@@ -3370,7 +3366,18 @@ def _download(repo: str, config: Config, *, memory_bytes: int) -> Path:
         raise
     except Exception as error:  # the hub's own classes, httpx, xet, the disk: all end here
         log.debug("download of %s", repo, exc_info=True)
-        raise ModelError(_why_no_download(repo, error)) from error
+        errors, hub = huggingface_hub.errors, huggingface_hub.constants.ENDPOINT
+        reason = " ".join(str(error.__cause__ or error).split())[:160]
+        why = (
+            f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); "
+            f"start again to resume, or set MODEL_PATH to a folder or to {_DEMO}."
+        )
+        if isinstance(error, errors.GatedRepoError):
+            why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
+        elif isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            neither = f"neither a folder on this machine nor a repository on {hub}"
+            why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
+        raise ModelError(why) from error
 
 
 def _check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
@@ -3394,20 +3401,6 @@ def _fitting(room_bytes: int) -> str:
     """The largest of the models we suggest that works in so much memory."""
     room = room_bytes - _WORKING_BYTES
     return next((name for name, nbytes in _SMALLER.items() if nbytes <= room), _DEMO)
-
-
-def _why_no_download(repo: str, error: Exception) -> str:
-    errors, hub = huggingface_hub.errors, huggingface_hub.constants.ENDPOINT
-    if isinstance(error, errors.GatedRepoError):
-        return f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
-    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        neither = f"neither a folder on this machine nor a repository on {hub}"
-        return f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
-    reason = " ".join(str(error.__cause__ or error).split())[:160]
-    return (
-        f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); start "
-        f"again to resume, or set MODEL_PATH to a folder or to {_DEMO}."
-    )
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
@@ -3445,6 +3438,11 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
     hint = f"{name} {facts['model_type']}".lower()
     family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
     context_length = _context_length(facts, tokenizer.model_max_length)
+    # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("model*.safetensors*")):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -3452,7 +3450,7 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
         model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
         path=path,
         family=family if config.model_family == "auto" else config.model_family,
-        revision=_revision(path),
+        revision=digest.hexdigest()[:16],
         limit=min(context_length, config.max_kv_size),
         eos_ids=frozenset(tokenizer.eos_token_ids),
         markup=markup,
@@ -3494,15 +3492,6 @@ def _markup(tokenizer: Any) -> Markup:
         tool_parser=parser,
         hidden_ids=frozenset(hidden | tokenizer.eos_token_ids),
     )
-
-
-def _revision(path: Path) -> str:
-    """Which weights these are. Not a hash of their bytes: 17 GB take a minute to read."""
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("model*.safetensors*")):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def device_memory_bytes() -> int:
@@ -5361,14 +5350,23 @@ class Handler(BaseHTTPRequestHandler):
         body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
         request = parse(body, state.config, request_id=request_id, headers=dict(self.headers))
         with closing(Answer(state, request)) as answer:
+            bodies = answer.chunks() if request.stream else answer.whole()
             if request.stream:
-                self._send_events(answer.chunks())
-                return
-            for body in answer.whole():
-                if body is None:
+                chunked = self.request_version != "HTTP/1.0"
+                self.close_connection = self.close_connection or not chunked
+                head = {"Content-Type": "text/event-stream; charset=utf-8"}
+                head |= {"Transfer-Encoding": "chunked"} if chunked else {}
+                self._begin(HTTPStatus.OK, head | {"Cache-Control": "no-cache"})
+            for body in bodies:
+                if body is None:  # nothing new
                     self._check_client()
+                elif request.stream:
+                    self._send_event(body)
                 else:
                     self._send_json(200, body)
+            if request.stream:
+                self._write_part(b"data: [DONE]\n\n")
+                self._write_part(b"")
 
     @override
     def handle_expect_100(self) -> bool:
@@ -5424,20 +5422,6 @@ class Handler(BaseHTTPRequestHandler):
                 self._send_json(error.status, error.body(), **error.headers)
         except OSError:
             self.close_connection = True
-
-    def _send_events(self, chunks: Bodies) -> None:
-        """Send each body as an event at once; None means nothing new, look after the client."""
-        chunked = self.request_version != "HTTP/1.0"
-        self.close_connection = self.close_connection or not chunked
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        self._begin(HTTPStatus.OK, headers | ({"Transfer-Encoding": "chunked"} if chunked else {}))
-        for body in chunks:
-            if body is None:
-                self._check_client()
-            else:
-                self._send_event(body)
-        self._write_part(b"data: [DONE]\n\n")
-        self._write_part(b"")
 
     def _send_event(self, body: object) -> None:
         self._write_part(b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n")
@@ -5529,15 +5513,6 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     return servers
 
 
-def _raise_file_limit() -> None:
-    """A connection is a file, and macOS starts programs with 256 of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
-    if soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Event) -> int:
     """Load, then serve until told to stop (0) or until the model thread dies (1)."""
     for server in servers:
@@ -5568,6 +5543,12 @@ def main() -> int:
     argparse.ArgumentParser(description=_USAGE).parse_args()
     written = dotenv_values(Path(__file__).resolve().parent / ".env")
     settings = {**written, **os.environ}
+    # A connection is a file, and macOS starts programs with 256 of them.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: stop.set())
@@ -5576,7 +5557,6 @@ def main() -> int:
         start_logging(config)
         for name in Config.set_without_effect(settings):
             log.warning("%s is set, but nothing acts on it yet", name)
-        _raise_file_limit()
         state = build_state(config)
         servers = _listen(config, state)
     except ConfigError as error:
