@@ -3045,12 +3045,10 @@ _Digests = OrderedDict[str, Sequence[object]]  # one for each message of a sessi
 def session_id_of(
     context: SessionContext, tokens: npt.NDArray[np.int32], *, first_words: bytes = b""
 ) -> str:
-    """The client's id; else a digest of how the conversation begins, the same for all like it.
-
-    `first_words`: its canonical messages up to the user's first; b"": 128 tokens stand for them.
-    """
+    """The client's id; else a digest of how the conversation begins, the same for all like it."""
     if context.session_id:
         return context.session_id
+    # first_words: the canonical messages up to the user's first; without them, 128 tokens.
     head = first_words or np.asarray(tokens[:128], dtype="<i4").tobytes()
     return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
 
@@ -3081,8 +3079,7 @@ class SessionIndex:
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds or math.inf
         self._sessions_lock = threading.Lock()
-        # Guarded by _sessions_lock
-        self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()
+        self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()  # guarded by it
 
     def note(self, session_id: str, turn: SessionTurn) -> None:
         """Remember a completed turn; forget what is idle or too much."""
@@ -3112,17 +3109,14 @@ class SessionIndex:
 
 
 class SessionTurnStore:
-    """What each session's conversation was, as one digest per message; the least used goes first.
-
-    `linear`: the longest conversation that only grew, canonical. `last`: the last one, as sent.
-    """
+    """What each session's conversation was, a digest per message; the least used goes first."""
 
     MOST: Final = 1_000  # sessions
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()
-        self._linear: _Digests = OrderedDict()  # guarded by it
-        self._last: _Digests = OrderedDict()  # guarded by it
+        self._linear: _Digests = OrderedDict()  # guarded by it: canonical, longest that only grew
+        self._last: _Digests = OrderedDict()  # guarded by it: the last one, as sent
 
     def linear(self, session_id: str) -> Sequence[object]:
         with self._turns_lock:
@@ -3170,9 +3164,8 @@ def _update_session_turn_store(
 # Find the model or fetch it, load it, and state the facts that other rooms need of it.
 # resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
 # known before a long download (type, size against memory and disk) is asked before it.
-# Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode(). mlx-lm's
-# own were dropped: the BPE one loses a leading space and prints "!" for padding ids, the general
-# one decodes the whole line again for each token.
+# Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
+# a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
 #
 # Doors   LoadedModel, Markup, ModelSize, Detokenizer, ModelError
 # Doors   resolve_model, load_model, banner, device_memory_bytes
@@ -5481,23 +5474,18 @@ def build_state(config: Config) -> ServerState:
     )
 
 
-def _is_taken(address: tuple[str, int]) -> bool:
-    """Whether somebody answers there; on macOS a bind beside another's may succeed all the same."""
-    with suppress(OSError), socket.create_connection(address, timeout=0.5):
-        return True
-    return False
-
-
 def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
-    slots = threading.BoundedSemaphore(config.max_connections)
+    slots, port = threading.BoundedSemaphore(config.max_connections), config.mlx_port
     servers: list[LLMServer] = []
     # `localhost` may mean either loopback, so a loopback host means both.
     is_loopback = config.mlx_host in ("127.0.0.1", "localhost", "::1")
     for host in ("127.0.0.1", "::1") if is_loopback else (config.mlx_host,):
-        address = (host, config.mlx_port)
+        address, is_taken = (host, port), False
+        with suppress(OSError), socket.create_connection(address, timeout=0.5):
+            is_taken = True  # on macOS a bind beside another's may succeed all the same
         try:
-            if _is_taken(address):
+            if is_taken:
                 raise OSError(errno.EADDRINUSE, "in use")
             servers.append(LLMServer(address, state, slots=slots))
         except OSError as error:
@@ -5505,10 +5493,9 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
                 continue
             for server in servers:
                 server.server_close()
-            why = f"cannot listen on {host}:{config.mlx_port}: {error.strerror or error}"
+            why = f"cannot listen on {host}:{port}: {error.strerror or error}"
             if error.errno == errno.EADDRINUSE:
-                taken = f"port {config.mlx_port} on {host} is taken by another program"
-                why = f"{taken}; stop it or set MLX_PORT"
+                why = f"port {port} on {host} is taken by another program; stop it or set MLX_PORT"
             raise ConfigError(why) from error
     return servers
 
