@@ -136,7 +136,7 @@ from tokenizers.decoders import DecodeStream
 # Doors   Config, ConfigError
 # Knows   -
 # Thread  any; pure
-# Budget  160
+# Budget  154
 # ==============================================================================
 
 
@@ -291,7 +291,7 @@ class Config(BaseModel):
 # Doors   UnsupportedMedia, NotReady, Overloaded, GenerationFailed, ClientGone
 # Knows   -
 # Thread  any; pure
-# Budget  105
+# Budget  102
 # ==============================================================================
 
 
@@ -395,7 +395,7 @@ class ClientGone(Exception):
 # Knows   CONFIG
 # Owns    _CACHE_METRICS_LOCK
 # Thread  any
-# Budget  108
+# Budget  96
 # ==============================================================================
 
 log: Final = logging.getLogger("start-llm")
@@ -494,7 +494,7 @@ class SessionLog:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  500
+# Budget  481
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -2357,7 +2357,7 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  58
+# Budget  54
 # ==============================================================================
 
 
@@ -3035,7 +3035,7 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  150
+# Budget  134
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
@@ -3171,7 +3171,7 @@ def _update_session_turn_store(
 # Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  370
+# Budget  351
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3428,6 +3428,8 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
     markup = _markup(tokenizer)
     tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
     weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
+    nbytes = sum(array.nbytes for _, array in weights)
+    vocab_size = int(facts.get("vocab_size") or len(tokenizer))
     hint = f"{name} {facts['model_type']}".lower()
     family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
     context_length = _context_length(facts, tokenizer.model_max_length)
@@ -3447,11 +3449,7 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
         limit=min(context_length, config.max_kv_size),
         eos_ids=frozenset(tokenizer.eos_token_ids),
         markup=markup,
-        size=ModelSize(
-            nbytes=sum(array.nbytes for _, array in weights),
-            vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
-            context_length=context_length,
-        ),
+        size=ModelSize(nbytes=nbytes, vocab_size=vocab_size, context_length=context_length),
     )
 
 
@@ -5209,7 +5207,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
-# Budget  245
+# Budget  237
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5446,7 +5444,7 @@ class Handler(BaseHTTPRequestHandler):
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  130
+# Budget  115
 # ==============================================================================
 
 _FILES_WANTED = 4096
