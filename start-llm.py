@@ -130,14 +130,13 @@ from tokenizers.decoders import DecodeStream
 
 # region 01 CONFIG =============================================================
 # Every setting, read once, frozen.
-#
 # The field name in capitals is the variable's name, and the default written here is the only one.
 # An empty variable counts as unset (`.env` files are full of them).
 #
 # Doors   Config, ConfigError
 # Knows   -
 # Thread  any; pure
-# Budget  160
+# Budget  154
 # ==============================================================================
 
 
@@ -159,14 +158,10 @@ _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Interval = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_TopP = Annotated[float, Field(gt=0, le=1)]
-_Temperature = Annotated[float, Field(ge=0, le=2)]
 _Penalty = Annotated[float, Field(gt=0, le=10)]
-_KvBits = Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)]
 _KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
 _Lower = BeforeValidator(str.lower)
 _Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
-_Scheme = Annotated[Literal["uniform", "turboquant"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
 _RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
 
@@ -205,9 +200,9 @@ class Config(BaseModel):
     batch_max_rows: _Positive = 32  # requests decoded together
     batch_padding_max: _Share = 0.25  # padding a batch may add, as a share of its real KV
     generation_watchdog_seconds: _Seconds = 600.0  # deadline of one request; 0 = none
-    kv_bits: _KvBits = None  # 4, 8 or OFF
+    kv_bits: Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)] = None  # 4, 8 or OFF
     kv_group_size: _KvGroup = 64  # values per quantisation group
-    kv_quant_scheme: _Scheme = "uniform"
+    kv_quant_scheme: Annotated[Literal["uniform", "turboquant"], _Lower] = "uniform"
     quantized_kv_start: _Count = 5000  # token position where quantisation begins
 
     # -- prompt cache
@@ -240,8 +235,8 @@ class Config(BaseModel):
     normalize_write_tool_content_for_prompt: bool = False  # a digest instead of written content
 
     # -- sampling, where the request says nothing
-    default_temperature: _Temperature = 0.1  # 0 = greedy
-    default_top_p: _TopP = 0.9  # 1 = off
+    default_temperature: Annotated[float, Field(ge=0, le=2)] = 0.1  # 0 = greedy
+    default_top_p: Annotated[float, Field(gt=0, le=1)] = 0.9  # 1 = off
     default_top_k: _Count = 40  # 0 = off
     default_min_p: _Share = 0.05  # 0 = off
     default_repetition_penalty: _Penalty = 1.0  # 1 = off; more harms tool calls
@@ -296,7 +291,7 @@ class Config(BaseModel):
 # Doors   UnsupportedMedia, NotReady, Overloaded, GenerationFailed, ClientGone
 # Knows   -
 # Thread  any; pure
-# Budget  105
+# Budget  102
 # ==============================================================================
 
 
@@ -400,7 +395,7 @@ class ClientGone(Exception):
 # Knows   CONFIG
 # Owns    _CACHE_METRICS_LOCK
 # Thread  any
-# Budget  108
+# Budget  96
 # ==============================================================================
 
 log: Final = logging.getLogger("start-llm")
@@ -424,21 +419,14 @@ def start_logging(config: Config) -> None:
 
 
 def request_line(**values: object) -> str:
-    """`req=7f3a prompt=1200 cached=1184 ...`: always these keys in this order, "-" if unknown.
-
-    Other keys (counters) follow in the order given. What a client chose (a session id) cannot
-    break the line or reach the terminal: only printable ASCII without "=" is kept.
-    """
+    """`req=7f3a prompt=1200 ...`: always these keys first, in this order, "-" if unknown."""
     known = {key: values.pop(key, None) for key in _REQUEST_KEYS.split()}
-    return " ".join(f"{key}={_line_value(value)}" for key, value in (known | values).items())
-
-
-def _line_value(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return re.sub(r"[^!-<>-~]+", "_", str(value)[:80]) or "-"
+    pairs = []
+    for key, value in (known | values).items():
+        text = f"{value:.3f}" if isinstance(value, float) else str("" if value is None else value)
+        # A session id, which a client chose, cannot break the line or reach the terminal.
+        pairs.append(f"{key}={re.sub(r'[^!-<>-~]+', '_', text[:80]) or '-'}")
+    return " ".join(pairs)
 
 
 class CacheMetrics:
@@ -477,7 +465,10 @@ class SessionLog:
             return
         now = datetime.now().astimezone()
         stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
-        path = self._root / f"{now:%Y-%m-%d}" / f"cache-session-{_safe_file_part(session_id)}.log"
+        safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
+        if not safe or safe != session_id:  # harmless in a file name; the digest tells them apart
+            safe += f"-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
+        path = self._root / f"{now:%Y-%m-%d}" / f"cache-session-{safe}.log"
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -488,14 +479,6 @@ class SessionLog:
             if not self._complained.is_set():
                 self._complained.set()
                 log.warning("session log %s cannot be written: %s", path, error)
-
-
-def _safe_file_part(session_id: str) -> str:
-    """`session_id` if it is harmless in a file name, else what is, and a digest of the whole."""
-    safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
-    if session_id and safe == session_id:
-        return safe
-    return f"{safe}-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
 
 
 # endregion
@@ -511,7 +494,7 @@ def _safe_file_part(session_id: str) -> str:
 # Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  500
+# Budget  481
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -525,10 +508,7 @@ type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, endin
 
 
 def parse_json_body(raw: bytes) -> object:
-    """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD.
-
-    Raises BadRequest: not JSON, not UTF-8, NaN or Infinity, nested deeper than 200 levels.
-    """
+    """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -771,16 +751,15 @@ def _message(index: int, wire: _WireMessage) -> Message:
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
     if "reasoning" in message:
         message.setdefault("reasoning_content", message.pop("reasoning"))
+    param = f"messages[{index}].content"
     if isinstance(content := message.get("content"), list):
         thoughts = "".join(part["thinking"] for part in content if part["type"] == "thinking")
         message["content"] = [part for part in content if part["type"] == "text"]
         if thoughts and message["role"] != "assistant":
-            param = f"messages[{index}].content"
             raise BadRequest(f"{param}: only a reply has thinking parts", param=param)
         if thoughts:
             message.setdefault("reasoning_content", thoughts)
     if message["role"] in ("system", "developer", "user") and "content" not in message:
-        param = f"messages[{index}].content"
         raise BadRequest(f"{param}: a {message['role']} message needs it", param=param)
     return {"content": "", **message}
 
@@ -793,25 +772,9 @@ class ToolChoice:
     name: str | None = None
 
 
-def _tool_choice(asked: _ChatBody) -> ToolChoice:
-    offered = {tool["function"]["name"] for tool in asked.tools}
-    match asked.tool_choice:
-        case {"function": {"name": str() as name}} if name in offered:
-            return ToolChoice("named", name)
-        case "auto" | "none" | "required" as mode if offered:
-            return ToolChoice(mode)
-        case "auto" | "none":
-            return ToolChoice("none")
-    raise BadRequest("tool_choice: what it wants is not among the tools", param="tool_choice")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request as every later room sees it, whichever endpoint it came through.
-
-    A chat has `messages`: dicts of OpenAI's shape whose `content` is a str or a list of text parts.
-    A completion has `prompt`: text, or ids that nobody has compared with the vocabulary yet.
-    """
+    """A request as every later room sees it, whichever endpoint it came through."""
 
     kind: Literal["chat", "completion"]
     request_id: str
@@ -822,8 +785,8 @@ class ChatRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    messages: OriginalMessages = OriginalMessages(())
-    prompt: str | tuple[int, ...] | None = None
+    messages: OriginalMessages = OriginalMessages(())  # of a chat; content: a str or text parts
+    prompt: str | tuple[int, ...] | None = None  # of a completion; ids may exceed the vocabulary
     tools: tuple[Body, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
@@ -841,6 +804,17 @@ class ChatRequest:
         asked = _checked(_ChatBody, given)
         if asked.top_logprobs and not asked.logprobs:
             raise BadRequest("top_logprobs: it needs logprobs to be true", param="top_logprobs")
+        offered = {tool["function"]["name"] for tool in asked.tools}
+        match asked.tool_choice:
+            case {"function": {"name": str() as name}} if name in offered:
+                choice = ToolChoice("named", name)
+            case "auto" | "none" | "required" as mode if offered:
+                choice = ToolChoice(mode)
+            case "auto" | "none":
+                choice = ToolChoice("none")
+            case _:
+                wrong = "tool_choice: what it wants is not among the tools"
+                raise BadRequest(wrong, param="tool_choice")
         thinks, switches = _thinking(given, config.default_thinking)
         messages = (_message(index, wire) for index, wire in enumerate(asked.messages))
         # Only what describes the function: templates print a tool whole, with any cache_control.
@@ -851,7 +825,7 @@ class ChatRequest:
             session=_session(given, headers),
             messages=OriginalMessages(tuple(messages)),
             tools=tuple({"type": "function", "function": function} for function in functions),
-            tool_choice=_tool_choice(asked),
+            tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
             logprobs=asked.logprobs,
             top_logprobs=asked.top_logprobs,
@@ -2347,7 +2321,6 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 
 # region 09 KEY ================================================================
 # What a prefix is called: chained block hashes; and a stilled text, for people to compare.
-#
 # The hashes cover exact model tokens under a root for whatever else changes KV (model revision,
 # tenant). The scrubbed text never names anything: reusing KV by it would answer an old prompt. Each
 # rule removes one field inside one line, or reminder blocks that hold no other opening tag.
@@ -2355,7 +2328,7 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  58
+# Budget  54
 # ==============================================================================
 
 
@@ -2367,11 +2340,8 @@ def _block_hashes(
     start: int = 0,
     parent: bytes = b"",
 ) -> list[bytes]:
-    """Names of the full blocks of `tokens` from block `start` on, 32 bytes each.
-
-    Name i is sha256(name i-1, or root for i = 0; block i as little-endian int32), so it stands for
-    tokens[: (i + 1) * block_size]. `start` counts blocks; `parent` names block start - 1.
-    """
+    """Names of the full blocks from block `start` on; `parent` names the one before."""
+    # Name i is sha256(name i - 1, or root; block i), so it stands for all tokens to block i's end.
     assert (start > 0) == bool(parent), "a chain goes on from the block before it"
     name, names = parent or root, []
     n_bytes = 4 * block_size
@@ -2993,7 +2963,6 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 
 # region 12 SESSIONS ===========================================================
 # What each conversation's last turns looked like: how long, how much was cached, by which layer.
-#
 # This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
 # can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
 #
@@ -3002,7 +2971,7 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  150
+# Budget  134
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
@@ -3012,12 +2981,10 @@ _Digests = OrderedDict[str, Sequence[object]]  # one for each message of a sessi
 def session_id_of(
     context: SessionContext, tokens: npt.NDArray[np.int32], *, first_words: bytes = b""
 ) -> str:
-    """The client's id; else a digest of how the conversation begins, the same for all like it.
-
-    `first_words`: its canonical messages up to the user's first; b"": 128 tokens stand for them.
-    """
+    """The client's id; else a digest of how the conversation begins, the same for all like it."""
     if context.session_id:
         return context.session_id
+    # first_words: the canonical messages up to the user's first; without them, 128 tokens.
     head = first_words or np.asarray(tokens[:128], dtype="<i4").tobytes()
     return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
 
@@ -3048,8 +3015,7 @@ class SessionIndex:
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds or math.inf
         self._sessions_lock = threading.Lock()
-        # Guarded by _sessions_lock
-        self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()
+        self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()  # guarded by it
 
     def note(self, session_id: str, turn: SessionTurn) -> None:
         """Remember a completed turn; forget what is idle or too much."""
@@ -3079,17 +3045,14 @@ class SessionIndex:
 
 
 class SessionTurnStore:
-    """What each session's conversation was, as one digest per message; the least used goes first.
-
-    `linear`: the longest conversation that only grew, canonical. `last`: the last one, as sent.
-    """
+    """What each session's conversation was, a digest per message; the least used goes first."""
 
     MOST: Final = 1_000  # sessions
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()
-        self._linear: _Digests = OrderedDict()  # guarded by it
-        self._last: _Digests = OrderedDict()  # guarded by it
+        self._linear: _Digests = OrderedDict()  # guarded by it: canonical, longest that only grew
+        self._last: _Digests = OrderedDict()  # guarded by it: the last one, as sent
 
     def linear(self, session_id: str) -> Sequence[object]:
         with self._turns_lock:
@@ -3122,11 +3085,8 @@ def _message_diff(before: Sequence[object], now: Sequence[object]) -> int:
 def _update_session_turn_store(
     store: SessionTurnStore, session_id: str, *, digests: Sequence[object]
 ) -> int:
-    """How many messages are as the session's record has them; recorded if they extend it.
-
-    A sub-agent, a title request or an edit under the same id is no extension: the record of the
-    main conversation stays.
-    """
+    """How many messages are as the session's record has them; recorded if they extend it."""
+    # A sub-agent, a title request or an edit under the same id does not: the main record stays.
     before = store.linear(session_id)
     stable = _message_diff(before, digests)
     if stable == len(before) < len(digests):
@@ -3138,18 +3098,16 @@ def _update_session_turn_store(
 
 # region 13 MODEL ==============================================================
 # Find the model or fetch it, load it, and state the facts that other rooms need of it.
-#
 # resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
 # known before a long download (type, size against memory and disk) is asked before it.
-# Text comes from the tokenizers library's DecodeStream, which equals tokenizer.decode(). mlx-lm's
-# own were dropped: the BPE one loses a leading space and prints "!" for padding ids, the general
-# one decodes the whole line again for each token.
+# Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
+# a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
 #
 # Doors   LoadedModel, Markup, ModelSize, Detokenizer, ModelError
 # Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  370
+# Budget  351
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3298,28 +3256,24 @@ def _demo_folder() -> Path:
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
     folder = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm" / f"demo-{digest[:12]}"
-    try:
-        if not folder.is_dir():
-            _make_demo(script, folder)
+    if folder.is_dir():
+        return _complete(folder)
+    log.info("making the demo model in %s (once)", folder)
+    try:  # in a folder of its own, then renamed: a half-made model is never found
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
+            made = Path(making) / _DEMO
+            command = [sys.executable, str(script), str(made)]
+            run = subprocess.run(command, check=False, capture_output=True, text=True)
+            if run.returncode:
+                log.debug("%s", run.stderr)
+                last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+                raise ModelError(f"{script} failed with status {run.returncode}: {last}")
+            made.rename(folder)
     except OSError as error:
         if not folder.is_dir():  # else another start of the server was quicker
             raise ModelError(f"The demo model cannot be made in {folder}: {error}.") from error
     return _complete(folder)
-
-
-def _make_demo(script: Path, folder: Path) -> None:
-    """Run the script into a folder of its own, then rename: a half-made model is never found."""
-    log.info("making the demo model in %s (once)", folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
-        made = Path(making) / _DEMO
-        command = [sys.executable, str(script), str(made)]
-        run = subprocess.run(command, check=False, capture_output=True, text=True)
-        if run.returncode:
-            log.debug("%s", run.stderr)
-            last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ModelError(f"{script} failed with status {run.returncode}: {last}")
-        made.rename(folder)
 
 
 def _snapshot(repo: str, **how: Any) -> Any:
@@ -3341,7 +3295,18 @@ def _download(repo: str, config: Config, *, memory_bytes: int) -> Path:
         raise
     except Exception as error:  # the hub's own classes, httpx, xet, the disk: all end here
         log.debug("download of %s", repo, exc_info=True)
-        raise ModelError(_why_no_download(repo, error)) from error
+        errors, hub = huggingface_hub.errors, huggingface_hub.constants.ENDPOINT
+        reason = " ".join(str(error.__cause__ or error).split())[:160]
+        why = (
+            f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); "
+            f"start again to resume, or set MODEL_PATH to a folder or to {_DEMO}."
+        )
+        if isinstance(error, errors.GatedRepoError):
+            why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
+        elif isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            neither = f"neither a folder on this machine nor a repository on {hub}"
+            why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
+        raise ModelError(why) from error
 
 
 def _check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
@@ -3365,20 +3330,6 @@ def _fitting(room_bytes: int) -> str:
     """The largest of the models we suggest that works in so much memory."""
     room = room_bytes - _WORKING_BYTES
     return next((name for name, nbytes in _SMALLER.items() if nbytes <= room), _DEMO)
-
-
-def _why_no_download(repo: str, error: Exception) -> str:
-    errors, hub = huggingface_hub.errors, huggingface_hub.constants.ENDPOINT
-    if isinstance(error, errors.GatedRepoError):
-        return f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
-    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        neither = f"neither a folder on this machine nor a repository on {hub}"
-        return f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
-    reason = " ".join(str(error.__cause__ or error).split())[:160]
-    return (
-        f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); start "
-        f"again to resume, or set MODEL_PATH to a folder or to {_DEMO}."
-    )
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
@@ -3413,9 +3364,16 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
     markup = _markup(tokenizer)
     tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
     weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
+    nbytes = sum(array.nbytes for _, array in weights)
+    vocab_size = int(facts.get("vocab_size") or len(tokenizer))
     hint = f"{name} {facts['model_type']}".lower()
     family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
     context_length = _context_length(facts, tokenizer.model_max_length)
+    # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("model*.safetensors*")):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -3423,15 +3381,11 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
         model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
         path=path,
         family=family if config.model_family == "auto" else config.model_family,
-        revision=_revision(path),
+        revision=digest.hexdigest()[:16],
         limit=min(context_length, config.max_kv_size),
         eos_ids=frozenset(tokenizer.eos_token_ids),
         markup=markup,
-        size=ModelSize(
-            nbytes=sum(array.nbytes for _, array in weights),
-            vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
-            context_length=context_length,
-        ),
+        size=ModelSize(nbytes=nbytes, vocab_size=vocab_size, context_length=context_length),
     )
 
 
@@ -3465,15 +3419,6 @@ def _markup(tokenizer: Any) -> Markup:
         tool_parser=parser,
         hidden_ids=frozenset(hidden | tokenizer.eos_token_ids),
     )
-
-
-def _revision(path: Path) -> str:
-    """Which weights these are. Not a hash of their bytes: 17 GB take a minute to read."""
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("model*.safetensors*")):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def device_memory_bytes() -> int:
@@ -5177,7 +5122,6 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 
 # region 18 HTTP ===============================================================
 # stdlib ThreadingHTTPServer, server-sent events, one error boundary.
-#
 # A thread per connection parses, renders and waits. What goes wrong before the headers becomes a
 # status and an OpenAI error body; after them, an error event. A client that left is noticed within
 # a tick: between events the socket is asked whether its other end is still there.
@@ -5185,7 +5129,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, ANSWER
 # Thread  connection
-# Budget  245
+# Budget  237
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5319,14 +5263,23 @@ class Handler(BaseHTTPRequestHandler):
         body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
         request = parse(body, state.config, request_id=request_id, headers=dict(self.headers))
         with closing(Answer(state, request)) as answer:
+            bodies = answer.chunks() if request.stream else answer.whole()
             if request.stream:
-                self._send_events(answer.chunks())
-                return
-            for body in answer.whole():
-                if body is None:
+                chunked = self.request_version != "HTTP/1.0"
+                self.close_connection = self.close_connection or not chunked
+                head = {"Content-Type": "text/event-stream; charset=utf-8"}
+                head |= {"Transfer-Encoding": "chunked"} if chunked else {}
+                self._begin(HTTPStatus.OK, head | {"Cache-Control": "no-cache"})
+            for body in bodies:
+                if body is None:  # nothing new
                     self._check_client()
+                elif request.stream:
+                    self._send_event(body)
                 else:
                     self._send_json(200, body)
+            if request.stream:
+                self._write_part(b"data: [DONE]\n\n")
+                self._write_part(b"")
 
     @override
     def handle_expect_100(self) -> bool:
@@ -5383,20 +5336,6 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
-    def _send_events(self, chunks: Bodies) -> None:
-        """Send each body as an event at once; None means nothing new, look after the client."""
-        chunked = self.request_version != "HTTP/1.0"
-        self.close_connection = self.close_connection or not chunked
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        self._begin(HTTPStatus.OK, headers | ({"Transfer-Encoding": "chunked"} if chunked else {}))
-        for body in chunks:
-            if body is None:
-                self._check_client()
-            else:
-                self._send_event(body)
-        self._write_part(b"data: [DONE]\n\n")
-        self._write_part(b"")
-
     def _send_event(self, body: object) -> None:
         self._write_part(b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n")
 
@@ -5421,14 +5360,13 @@ class Handler(BaseHTTPRequestHandler):
 
 # region 19 MAIN ===============================================================
 # Build the state, listen, load, serve, stop.
-#
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
 # the model thread: arrays may not change threads before they are computed.
 #
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
 # Thread  main
-# Budget  130
+# Budget  115
 # ==============================================================================
 
 _FILES_WANTED = 4096
@@ -5456,23 +5394,18 @@ def build_state(config: Config) -> ServerState:
     )
 
 
-def _is_taken(address: tuple[str, int]) -> bool:
-    """Whether somebody answers there; on macOS a bind beside another's may succeed all the same."""
-    with suppress(OSError), socket.create_connection(address, timeout=0.5):
-        return True
-    return False
-
-
 def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
-    slots = threading.BoundedSemaphore(config.max_connections)
+    slots, port = threading.BoundedSemaphore(config.max_connections), config.mlx_port
     servers: list[LLMServer] = []
     # `localhost` may mean either loopback, so a loopback host means both.
     is_loopback = config.mlx_host in ("127.0.0.1", "localhost", "::1")
     for host in ("127.0.0.1", "::1") if is_loopback else (config.mlx_host,):
-        address = (host, config.mlx_port)
+        address, is_taken = (host, port), False
+        with suppress(OSError), socket.create_connection(address, timeout=0.5):
+            is_taken = True  # on macOS a bind beside another's may succeed all the same
         try:
-            if _is_taken(address):
+            if is_taken:
                 raise OSError(errno.EADDRINUSE, "in use")
             servers.append(LLMServer(address, state, slots=slots))
         except OSError as error:
@@ -5480,21 +5413,11 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
                 continue
             for server in servers:
                 server.server_close()
-            why = f"cannot listen on {host}:{config.mlx_port}: {error.strerror or error}"
+            why = f"cannot listen on {host}:{port}: {error.strerror or error}"
             if error.errno == errno.EADDRINUSE:
-                taken = f"port {config.mlx_port} on {host} is taken by another program"
-                why = f"{taken}; stop it or set MLX_PORT"
+                why = f"port {port} on {host} is taken by another program; stop it or set MLX_PORT"
             raise ConfigError(why) from error
     return servers
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file, and macOS starts programs with 256 of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
-    if soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Event) -> int:
@@ -5527,6 +5450,12 @@ def main() -> int:
     argparse.ArgumentParser(description=_USAGE).parse_args()
     written = dotenv_values(Path(__file__).resolve().parent / ".env")
     settings = {**written, **os.environ}
+    # A connection is a file, and macOS starts programs with 256 of them.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: stop.set())
@@ -5535,7 +5464,6 @@ def main() -> int:
         start_logging(config)
         for name in Config.set_without_effect(settings):
             log.warning("%s is set, but nothing acts on it yet", name)
-        _raise_file_limit()
         state = build_state(config)
         servers = _listen(config, state)
     except ConfigError as error:
