@@ -1992,7 +1992,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  342
+# Budget  345
 # ==============================================================================
 
 _Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
@@ -2011,7 +2011,10 @@ class _Told:
 
     def knows(self, note: str, wanted: frozenset[str]) -> bool:
         """Whether it was told, and since then only what the client still sends."""
-        return note in self.notes and wanted.issuperset(self.notes[self.notes.index(note) :])
+        if note not in self.notes:
+            return False
+        last = self.notes[::-1].index(note)  # how much was told since
+        return wanted.issuperset(self.notes[len(self.notes) - last :])
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -4777,7 +4780,7 @@ def _constraint(
 ) -> Constraint | None:
     """tool_choice as a rule for the logits. Raises BadRequest where the model has no tool calls."""
     choice, encode = request.tool_choice, loaded.template.encode
-    if choice.mode == "auto":
+    if choice.mode == "auto" or request.kind == "completion":
         return None
     if choice.mode == "none":
         # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
