@@ -78,7 +78,7 @@ def stub_model(**markup):
 
 def asked(mode, name=None):
     tool = {"type": "function", "function": {"name": "read", "parameters": {}}}
-    return SimpleNamespace(tool_choice=s.ToolChoice(mode, name), tools=(tool,))
+    return SimpleNamespace(kind="chat", tool_choice=s.ToolChoice(mode, name), tools=(tool,))
 
 
 FORMAT = s.ToolFormat(start="<tool_call>", end="</tool_call>", dialect="qwen", gap="\n")
