@@ -46,6 +46,7 @@ WHAT NEVER HAPPENS
 THREADS AND LOCKS
     model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
     connection      one each: parse, render, wait for events, write
+    encode          one, of low priority: tokenises long texts for the connections
     accept          one per listening address;  main waits for a signal
     locks are leaves, private to the object that owns what they guard; none is held while waiting
 """
