@@ -1072,7 +1072,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  282
+# Budget  285
 # ==============================================================================
 
 RuleClass = Literal["telemetry", "pinned", "transient", "off"]
@@ -1159,6 +1159,7 @@ class Turn:
     fields: tuple[Volatile, ...] = ()  # in its content, ascending
     head: tuple[Volatile, ...] = ()
     tail: tuple[Volatile, ...] = ()
+    n_dropped: int = 0  # telemetry fields
 
     @property
     def role(self) -> str:
@@ -1207,12 +1208,14 @@ class Canon:
         rules = [rule for rule in self.rules if role in rule.roles]
         if not rules:
             return _turn({**message, "content": self.joint.join(parts)})
-        for rule in rules:
-            if rule.kind == "telemetry":
-                parts = [rule.pattern.sub("", part) for part in parts]
+        n_dropped = 0
+        for rule in (rule for rule in rules if rule.kind == "telemetry"):
+            cuts = [rule.pattern.subn("", part) for part in parts]
+            parts, n_dropped = [part for part, _ in cuts], n_dropped + sum(n for _, n in cuts)
         text = reduce(self._joined, filter(None, parts), "")
         fields = tuple(_fields(text, rules))
-        return _turn({**message, "content": text}, replaced(text, fields), fields=fields)
+        turn = _turn({**message, "content": text}, replaced(text, fields), fields=fields)
+        return replace(turn, n_dropped=n_dropped)
 
     def _joined(self, text: str, part: str) -> str:
         """Text parts as the template joins them; a block stands on lines of its own."""
@@ -1993,7 +1996,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  345
+# Budget  350
 # ==============================================================================
 
 _Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
@@ -2115,6 +2118,8 @@ class Ledger:
         Raises BadRequest when the template refuses the messages.
         """
         turns = template.canonical(request.messages)
+        if n_dropped := sum(turn.n_dropped for turn in turns):
+            self._metrics.bump("telemetry_dropped", n_dropped)
         plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
         why = ""
         for past in self._candidates(plain, session=request.session.session_id or "", now=now):
@@ -2122,6 +2127,7 @@ class Ledger:
                 draft = self._replay(request, template, past=past, draft=plain)
                 break
             except Unspliceable as miss:
+                self._metrics.bump("exact_key_rejected_by_model_lcp")  # a replay that was refused
                 why = why or str(miss)
         else:
             draft = self._as_sent(request, template, draft=plain)
@@ -2225,7 +2231,9 @@ class Ledger:
         self, request: ChatRequest, template: Template, *, past: Transcript, draft: Draft
     ) -> Draft:
         """The past with what is new behind it. Raises Unspliceable."""
-        known = reduce(_Told.then, [node.draft.told for node in past.line()][::-1])
+        line = [node.draft.told for node in past.line()][::-1]
+        pins = {place: value for told in line for place, value in told.pins.items()}
+        known = _Told(pins, tuple(note for told in line for note in told.notes))
         new, told = _tell(draft.turns, past.depth, known=known)
         has_thoughts = any(thought for node in past.line() for thought in node.thoughts.values())
         is_new_turn = any(message["role"] == "user" for message in new)

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 SOURCE = Path(os.environ.get("START_LLM") or Path(__file__).parents[1] / "start-llm.py")
 
 
@@ -19,3 +21,15 @@ def load_start_llm() -> ModuleType:
 
 
 load_start_llm()  # from here on, tests write `import start_llm`
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """Rows of measured numbers, shown at the end."""
+    rows: list[str] = []
+    yield rows
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        writer = request.config.pluginmanager.getplugin("terminalreporter")
+        writer.write_line("")
+        for row in rows:
+            writer.write_line(row)

@@ -412,18 +412,6 @@ def conversation(conversations, request):
     return conversations[request.param]
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    """Rows of measured numbers, shown at the end."""
-    rows: list[str] = []
-    yield rows
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        writer = request.config.pluginmanager.getplugin("terminalreporter")
-        writer.write_line("")
-        for row in rows:
-            writer.write_line(row)
-
-
 # -- what holds for all of them --------------------------------------------------------------------
 
 

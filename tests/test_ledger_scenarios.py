@@ -1007,18 +1007,6 @@ def oracle(kind, tmp_path_factory):
     return Oracle(tiny_model(kind, tmp_path_factory.getbasetemp()))
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    """Rows of measured ratios, shown at the end."""
-    rows: list[str] = []
-    yield rows
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        writer = request.config.pluginmanager.getplugin("terminalreporter")
-        writer.write_line("")
-        for row in rows:
-            writer.write_line(row)
-
-
 # -- what holds in all of them ---------------------------------------------------------------------
 
 

@@ -50,18 +50,6 @@ def served(warm):
     return warm
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    """Rows of measured ratios, shown at the end."""
-    rows: list[str] = []
-    yield rows
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        writer = request.config.pluginmanager.getplugin("terminalreporter")
-        writer.write_line("")
-        for row in rows:
-            writer.write_line(row)
-
-
 # -- scenarios: each returns the exchanges that a cold server shall repeat -------------------------
 
 
