@@ -967,3 +967,24 @@ def test_eight_clients_share_a_ledger() -> None:
     shown = server.book.snapshot()
     assert shown["transcripts"] == 64 and shown["bytes"] == counted(server.book)
     assert server.n_fallbacks() == 0
+
+
+def test_what_is_dropped_and_what_is_refused_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both counters would read 0 for ever if nothing moved them."""
+    server = Server()
+    billing = "x-anthropic-billing-header: cc_version=2.1.121.dd4; cch=0d3a3;\n"
+    talk = [{"role": "system", "content": billing + "Be brief."}, {"role": "user", "content": "hi"}]
+    server.draft(talk)
+    counts = server.book._metrics.snapshot()
+    assert counts["telemetry_dropped"] == 1
+    assert counts["exact_key_rejected_by_model_lcp"] == 0
+
+    server.say(server.draft(talk), {"role": "assistant", "content": "yes"})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise start_llm.Unspliceable("lost text")
+
+    monkeypatch.setattr(start_llm.Template, "suffix", refuse)
+    server.draft([*talk, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "u"}])
+    assert server.book._metrics.snapshot()["exact_key_rejected_by_model_lcp"] == 1
+    assert server.n_fallbacks() == 1
