@@ -3475,7 +3475,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  673
+# Budget  677
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3688,8 +3688,12 @@ class Group:
         rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
 
         def opening(inputs: mx.array, cache: KvCache) -> Any:
-            """All that is left of the prompt in one call with its last token."""
-            return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
+            """What is left of the prompt with its last token; on a GPU a call reads all weights."""
+            if mx.default_device() != mx.cpu:
+                return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
+            # why(L-47): what the last layer makes of rows that nobody samples is never computed.
+            loaded.model(rest, cache=cache)
+            return loaded.model(inputs, cache=cache)
 
         self.rows = [row]
         self._before: RecurrentHandles | None = None
