@@ -1351,7 +1351,7 @@ def reminder(text: str) -> str:
 # broken up by a noncharacter before rendering and whole again before encoding, as plain text.
 # Dropped: transformers' sanitize_control_tokens (skips keys, encodes the whole past every turn).
 #
-# Doors   Template, Rendered, Unspliceable
+# Doors   Template, Rendered, Unspliceable, give_way
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Owns    _memo_lock (leaf)
@@ -1407,7 +1407,7 @@ class _Encoder:
         self._memo: dict[str, np.ndarray] = {}
         self._memo_chars = 0
         # why(L-35): a stream that runs meanwhile has to share the cores with this.
-        self._clerk = ThreadPoolExecutor(1, "encode", initializer=_give_way)
+        self._clerk = ThreadPoolExecutor(1, "encode", initializer=give_way)
         # some tokens eat the spaces around them: then all is left to the tokenizer
         text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
         wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -1443,8 +1443,8 @@ class _Encoder:
         return ids
 
 
-def _give_way() -> None:
-    """Let every other thread go first: on Linux each has a priority of its own."""
+def give_way() -> None:
+    """Let all other threads go first: on Linux each has a priority of its own."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
@@ -3475,7 +3475,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  677
+# Budget  678
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3488,6 +3488,7 @@ SHORT_SECONDS: Final = 0.5  # a prefill is short if it takes less
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
 OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
+CALL_TOKENS: Final = 16  # a call of the model that feeds fewer is not worth making on the CPU
 STOP_GAP_TOKENS: Final = 4  # checkpoints nearer than this are one
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
@@ -3689,7 +3690,7 @@ class Group:
 
         def opening(inputs: mx.array, cache: KvCache) -> Any:
             """What is left of the prompt with its last token; on a GPU a call reads all weights."""
-            if mx.default_device() != mx.cpu:
+            if mx.default_device() != mx.cpu or rest.size < CALL_TOKENS:
                 return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
             # why(L-47): what the last layer makes of rows that nobody samples is never computed.
             loaded.model(rest, cache=cache)
@@ -4687,7 +4688,7 @@ def _extract_openai_tool_calls(
 # Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  461
+# Budget  462
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4907,6 +4908,7 @@ class Answer:
         self._state = state
         self._request = request
         self._began = time.monotonic()
+        give_way()  # why(L-35): rendering a long prompt must not slow down those who stream
         self._prepared = prepare(state, request)
         self._listener = Listener(self._prepared, request)
         name, now = self._prepared.loaded.model_id, int(time.time())
