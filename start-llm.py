@@ -6,21 +6,23 @@ THE REQUEST PATH  (rooms in the order a request meets them; a room may only name
               02 ERRORS    what can go wrong, and the HTTP status of each
               03 LOG       console, session logs, counters
     words     04 WIRE      request JSON -> ChatRequest; the shapes we answer with
-              05 HEAL      thinking that a client stripped, put back
-              06 CANON     the second copy, volatile fields stilled: is this the same past?
-              07 RENDER    messages -> the model's chat template -> tokens, nothing lost
-              08 LEDGER    recorded pasts: replay their tokens, render only what is new
-              09 KEY       chained block hashes: what a prefix is called
-    memory    10 KV        the only room that knows what a KV layer looks like
-              11 CACHE     lines, checkpoints, branches: the deepest exact prefix
-              12 SESSIONS  what each conversation did last
-    model     13 MODEL     weights, tokenizer, where they come from
-              14 ENGINE    the model thread: schedule, prefill, decode, give back
-    voice     15 SPLIT     characters -> reasoning | content | tool call
-              16 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
-    street    17 ANSWER    the whole path on one page
-              18 HTTP      stdlib ThreadingHTTPServer, SSE, one error boundary
-              19 MAIN      build the state, listen, load, serve, stop
+              05 MESSAGES  Anthropic Messages <-> the same ChatRequest and answers
+              06 HEAL      thinking that a client stripped, put back
+              07 CANON     the second copy, volatile fields stilled: is this the same past?
+              08 RENDER    messages -> the model's chat template -> tokens, nothing lost
+              09 LEDGER    recorded pasts: replay their tokens, render only what is new
+              10 KEY       chained block hashes: what a prefix is called
+    memory    11 KV        the only room that knows what a KV layer looks like
+              12 CACHE     lines, checkpoints, branches: the deepest exact prefix
+              13 SESSIONS  what each conversation did last
+    model     14 MODEL     weights, tokenizer, where they come from
+              15 ENGINE    the model thread: schedule, prefill, decode, give back
+    voice     16 SPLIT     characters -> reasoning | content | tool call
+              17 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
+    street    18 ANSWER    the whole path on one page
+              19 HTTP      stdlib ThreadingHTTPServer, SSE, one error boundary
+              20 PROXY     LiteLLM on :4000, a process beside this one
+              21 MAIN      build the state, listen, load, serve, stop
 
 WORDS WE USE
     original    messages as the model must see them
@@ -326,6 +328,7 @@ class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
     def __init__(self, n_prompt: int, limit: int, *, max_tokens: int = 0) -> None:
+        self.n_prompt, self.limit = n_prompt, limit
         reply = f" and max_tokens asks for {max_tokens} more" if max_tokens else ""
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your messages "
@@ -492,7 +495,7 @@ class SessionLog:
 #
 # Doors   Body, Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
 # Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
-# Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, model_entry
+# Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, Ending, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
 # Budget  481
@@ -580,6 +583,7 @@ class _Tool(TypedDict):
     type: NotRequired[Literal["function"] | None]
     id: NotRequired[str | None]
     function: _Function
+    defer_loading: NotRequired[bool | None]
 
 
 class _WireMessage(TypedDict):
@@ -668,7 +672,7 @@ def _path(fault: ErrorDetails, here: Any) -> list[str | int]:
 _THINKING_NAMES: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
 _THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
     **dict.fromkeys(("off", "none", "disabled", "false"), "off"),
-    **dict.fromkeys(("on", "enabled", "adaptive", "auto", "true"), "on"),
+    **dict.fromkeys(("on", "enabled", "adaptive", "between_tools", "auto", "true"), "on"),
     **dict.fromkeys(("minimal", "low"), "low"),
     "medium": "medium",
     **dict.fromkeys(("high", "xhigh", "max"), "high"),
@@ -777,7 +781,7 @@ class ToolChoice:
 class ChatRequest:
     """A request as every later room sees it, whichever endpoint it came through."""
 
-    kind: Literal["chat", "completion"]
+    kind: Literal["chat", "completion", "messages"]
     request_id: str
     model: str | None  # as asked for; None: whatever is loaded
     session: SessionContext
@@ -789,6 +793,7 @@ class ChatRequest:
     messages: OriginalMessages = OriginalMessages(())  # of a chat; content: a str or text parts
     prompt: str | tuple[int, ...] | None = None  # of a completion; ids may exceed the vocabulary
     tools: tuple[Body, ...] = ()
+    deferred: tuple[Body, ...] = ()  # tools that can be called, but are not in the prompt's head
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     logprobs: bool = False
@@ -813,19 +818,23 @@ class ChatRequest:
                 choice = ToolChoice(mode)
             case "auto" | "none":
                 choice = ToolChoice("none")
-            case _:
-                wrong = "tool_choice: what it wants is not among the tools"
+            case wanted:
+                wrong = f"tool_choice: {wanted!r:.80} is not among the tools"
                 raise BadRequest(wrong, param="tool_choice")
         thinks, switches = _thinking(given, config.default_thinking)
         messages = (_message(index, wire) for index, wire in enumerate(asked.messages))
         # Only what describes the function: templates print a tool whole, with any cache_control.
-        functions = (_without_nulls(tool["function"]) for tool in asked.tools)
+        tools: tuple[list[Body], list[Body]] = ([], [])
+        for tool in asked.tools:
+            described = {"type": "function", "function": _without_nulls(tool["function"])}
+            tools[bool(tool.get("defer_loading"))].append(described)
         return cls(
             kind="chat",
             request_id=request_id,
             session=_session(given, headers),
             messages=OriginalMessages(tuple(messages)),
-            tools=tuple({"type": "function", "function": function} for function in functions),
+            tools=tuple(tools[False]),
+            deferred=tuple(tools[True]),
             tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
             logprobs=asked.logprobs,
@@ -920,6 +929,15 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, start: int = 0) -> B
     }
 
 
+class Ending(NamedTuple):
+    """How a reply ended; `stop`: the stop string that did it."""
+
+    finish: FinishReason
+    usage: Usage
+    stop: str | None = None
+    logprobs: Body | None = None  # those that have not left yet
+
+
 class AnswerShape(NamedTuple):
     """The bodies of one answer, streamed or whole; chats carry dicts, completions carry text."""
 
@@ -927,22 +945,32 @@ class AnswerShape(NamedTuple):
     request_id: str
     model: str  # the one that really answers
     created: int  # Unix seconds
+    include_usage: bool = False  # at the end of a stream
 
-    def chunk(
-        self, delta: Body | str, finish: FinishReason | None = None, *, logprobs: Body | None = None
-    ) -> Body:
+    def begin(self, usage: Usage) -> list[Body]:
+        del usage
+        first = {"role": "assistant", "content": ""}
+        return [self._body("delta", (first, None, None))] if self.kind == "chat" else []
+
+    def ping(self) -> Body:
+        """A stream event without a choice. why(L-18): an SSE comment does not count as life."""
+        return self._body("delta")
+
+    def say(self, delta: Body, logprobs: Body | None = None) -> list[Body]:
         """One stream event with what is new."""
-        return self._body("delta", (delta, finish, logprobs))
+        words = delta if self.kind == "chat" else delta["content"]  # a completion has nothing else
+        return [self._body("delta", (words, None, logprobs))]
 
-    def bare_chunk(self, usage: Usage | None = None) -> Body:
-        """A stream event without a choice: a keep-alive or, at the end, the usage."""
-        return self._body("delta", usage=usage)
+    def end(self, ending: Ending) -> list[Body]:
+        words: Body | str = {} if self.kind == "chat" else ""
+        last = self._body("delta", (words, ending.finish, ending.logprobs))
+        return [last, *[self._body("delta", usage=ending.usage)] * self.include_usage]
 
-    def final(
-        self, whole: Body | str, finish: FinishReason, *, usage: Usage, logprobs: Body | None = None
-    ) -> Body:
+    def whole(self, message: Body, ending: Ending) -> Body:
         """The whole message or text at once."""
-        return self._body("message", (whole, finish, logprobs), usage=usage)
+        words = message if self.kind == "chat" else message["content"] or ""
+        said = (words, ending.finish, ending.logprobs)
+        return self._body("message", said, usage=ending.usage)
 
     def _body(self, part: str, *said: _Said, usage: Usage | None = None) -> Body:
         prefix, name, key = "cmpl", "text_completion", "text"
@@ -966,14 +994,316 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 
 # endregion
 
-# region 05 HEAL ===============================================================
+# region 05 MESSAGES ===========================================================
+# Anthropic Messages <-> the same ChatRequest, and the same answer as Anthropic's events.
+#
+# A body is checked as Anthropic's and said again as a chat: by whichever API a conversation comes,
+# its prompt and its cache are the same. What clients attach for Anthropic's own machines
+# (cache_control, context_management, betas) is accepted; everything is cached anyway.
+# A tool with `defer_loading` is no part of the prompt's head: its definition stands where a
+# `tool_reference` names it, so that loading one leaves all that was said before as it was (L-48).
+#
+# Doors   from_anthropic, AnthropicEvents, anthropic_error, thought_id
+# Knows   CONFIG, ERRORS, WIRE
+# Thread  any; pure
+# Budget  0
+# ==============================================================================
+
+
+class _Block(TypedDict):
+    """A part of a message; which of the fields its type needs is asked where it is read."""
+
+    type: _Name
+    text: NotRequired[str]
+    thinking: NotRequired[str]
+    signature: NotRequired[str]
+    id: NotRequired[str]
+    name: NotRequired[_Name]
+    input: NotRequired[Body]
+    tool_use_id: NotRequired[str]
+    tool_name: NotRequired[str]
+    source: NotRequired[Body]
+    content: NotRequired[str | list[_Block]]
+    is_error: NotRequired[bool | None]
+
+
+class _MessagesMessage(TypedDict):
+    role: Literal["user", "assistant", "system"]
+    content: str | _Each[_Block]
+
+
+class _MessagesTool(TypedDict):
+    name: _Name
+    type: NotRequired[str | None]
+    description: NotRequired[str | None]
+    input_schema: NotRequired[Body]
+    defer_loading: NotRequired[bool | None]
+
+
+class _MessagesChoice(TypedDict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: NotRequired[str]
+    disable_parallel_tool_use: NotRequired[bool | None]
+
+
+class _MessagesBody(BaseModel):
+    """What a chat says otherwise; the rest is checked as a chat's."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    messages: Annotated[_Each[_MessagesMessage], Field(min_length=1)]
+    system: str | _Each[_Block] = []
+    tools: _Each[_MessagesTool] = []
+    tool_choice: _MessagesChoice = {"type": "auto"}
+    stop_sequences: list[_Name] = []
+    output_config: Body = {}
+    mcp_servers: Annotated[list[Body], Field(max_length=0)] = []
+
+
+# Anthropic runs these itself; a model that is not made to call one does without.
+_SERVER_TOOLS: Final = re.compile("(web_search|web_fetch|code_execution|tool_search|mcp|advisor)_")
+
+
+def from_anthropic(
+    body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
+) -> ChatRequest:
+    """POST /v1/messages. Raises BadRequest whose `param` is the path of the field."""
+    given = _given(body)
+    asked = _checked(_MessagesBody, given)
+    tools = dict(_chat_tools(asked.tools))
+    messages = [{"role": "system", "content": _parts(asked.system, tools, param="system")}]
+    for index, message in enumerate(asked.messages):
+        messages += _chat_messages(message, tools, param=f"messages[{index}].content")
+    choice = {"any": "required", "tool": {"function": {"name": asked.tool_choice.get("name", "")}}}
+    chat: Body = {
+        "thinking": {"type": "disabled"},  # unless the request says otherwise
+        **{name: value for name, value in given.items() if name not in _MessagesBody.model_fields},
+        "messages": messages[not asked.system :],
+        "tools": list(tools.values()),
+        "tool_choice": choice.get(asked.tool_choice["type"], asked.tool_choice["type"]),
+        "parallel_tool_calls": not asked.tool_choice.get("disable_parallel_tool_use"),
+        "stop": asked.stop_sequences,
+        "reasoning_effort": asked.output_config.get("effort"),
+    }
+    if wanted := asked.output_config.get("format", given.get("output_format")):
+        chat["response_format"] = {**wanted, "json_schema": {"schema": wanted.get("schema")}}
+    request = ChatRequest.from_chat(chat, config, request_id=request_id, headers=headers)
+    return replace(request, kind="messages")
+
+
+def _chat_tools(tools: list[_MessagesTool]) -> Iterator[tuple[str, Body]]:
+    for index, tool in enumerate(tools):
+        if (kind := tool.get("type") or "custom") == "custom":
+            function = {
+                "name": tool["name"],
+                "description": tool.get("description"),
+                "parameters": tool.get("input_schema"),
+            }
+            deferred = bool(tool.get("defer_loading"))
+            yield tool["name"], {"function": _without_nulls(function), "defer_loading": deferred}
+        elif not _SERVER_TOOLS.match(kind):
+            sentence = f"{kind!r} has no schema of its own here; offer it as a custom tool"
+            raise BadRequest(f"tools[{index}].type: {sentence}", param=f"tools[{index}].type")
+
+
+def _chat_messages(
+    message: _MessagesMessage, tools: Mapping[str, Body], *, param: str
+) -> Iterator[Message]:
+    """The same as chat messages: each tool result is a message of its own."""
+    role, said = message["role"], message["content"]
+    blocks: list[_Block] = [{"type": "text", "text": said}] if isinstance(said, str) else said
+    if role == "assistant":
+        yield _chat_reply(blocks, param=param)
+        return
+    parts: list[Body] = []
+    for index, block in enumerate(blocks):
+        here = f"{param}[{index}]"
+        if block["type"] != "tool_result":
+            parts.append({"type": "text", "text": _text(block, tools, param=here)})
+            continue
+        if parts:
+            yield {"role": role, "content": parts}
+        results = _parts(block.get("content", ""), tools, param=f"{here}.content")
+        if block.get("is_error") and not any("error" in r["text"].lower() for r in results):
+            results.insert(0, {"type": "text", "text": "Error:"})  # no chat has a field for it
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": results}
+        parts = []
+    if parts or not blocks:
+        yield {"role": role, "content": parts or ""}
+
+
+def _chat_reply(blocks: list[_Block], *, param: str) -> Message:
+    """Texts were one stream and are one again; what `thought_id` names may have been left out."""
+    reply: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+    for index, block in enumerate(blocks):
+        match block:
+            case {"type": "text", "text": text}:
+                reply["content"] += text
+            case {"type": "thinking"}:
+                reply["reasoning_content"] += block.get("thinking", "")
+                reply["thought_id"] = block.get("signature", "")
+            case {"type": "redacted_thinking"}:
+                pass  # another machine's, which nobody can read
+            case {"type": "tool_use", "name": name, "input": arguments}:
+                call = {"id": block.get("id"), "function": {"name": name, "arguments": arguments}}
+                reply["tool_calls"].append(call)
+            case _:
+                raise _unreadable(block, f"{param}[{index}]")
+    return {name: value for name, value in reply.items() if value or name == "content"}
+
+
+def _parts(
+    said: str | list[_Block], tools: Mapping[str, Body], *, param: str
+) -> list[dict[str, str]]:
+    """The text parts that the model reads."""
+    blocks: list[_Block] = [{"type": "text", "text": said}] if isinstance(said, str) else said
+    texts = (_text(b, tools, param=f"{param}[{index}]") for index, b in enumerate(blocks))
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _text(block: _Block, tools: Mapping[str, Body], *, param: str) -> str:
+    match block:
+        case {"type": "text", "text": text}:
+            return text
+        case {"type": "tool_reference", "tool_name": name}:
+            function = tools[name]["function"] if name in tools else {"name": name}
+            return f"<tool>\n{json.dumps(function, ensure_ascii=False)}\n</tool>"
+        case {"type": "document", "source": {"type": "text", "data": str() as text}}:
+            return text
+        case {"type": "image", "source": {"data": str() as pixels}}:
+            digest = hashlib.sha256(pixels.encode()).hexdigest()[:12]
+            return f"[an image, sha256 {digest}, that this model cannot see: it only reads text]"
+    raise _unreadable(block, param)
+
+
+def _unreadable(block: _Block, param: str) -> BadRequest:
+    sentence = f"a block of type {block['type'][:40]!r} with these fields is not supported here"
+    return BadRequest(f"{param}: {sentence}", param=param)
+
+
+def thought_id(thought: str) -> str:
+    """What stands as a thinking block's signature, and finds the thinking if it is left out."""
+    return f"start-llm-{hashlib.sha256(thought.encode()).hexdigest()[:32]}"
+
+
+class AnthropicEvents:
+    """One answer as Anthropic says it; `whole` gives the message that the events build."""
+
+    _STOPS: ClassVar = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+    def __init__(self, request_id: str, model: str) -> None:
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
+        self._model = model
+        self._blocks: list[Body] = []
+        self._open: object = None  # "reasoning", "content" or the number of a call
+        self._arguments = ""  # of that call, JSON
+
+    def begin(self, usage: Usage) -> list[Body]:
+        return [{"type": "message_start", "message": self._message(None, None, usage=usage)}]
+
+    def ping(self) -> Body:
+        return {"type": "ping"}
+
+    def say(self, delta: Body, logprobs: Body | None = None) -> list[Body]:
+        """The events of a chat's delta; what is of another kind opens another block."""
+        del logprobs
+        match delta:
+            case {"reasoning_content": text}:
+                return self._text("thinking", text)
+            case {"tool_calls": [{"index": index, "function": function, **call}]}:
+                events: list[Body] = []
+                if "name" in function:
+                    block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+                    events = self._begin_block(index, {**block, "input": {}})
+                if arguments := function["arguments"]:
+                    self._arguments += arguments
+                    events.append(self._delta("input_json_delta", "partial_json", arguments))
+                return events
+        return self._text("text", delta["content"])
+
+    def _text(self, kind: str, text: str) -> list[Body]:
+        events: list[Body] = []
+        if self._open != kind:
+            signed = {"signature": ""} if kind == "thinking" else {}
+            events = self._begin_block(kind, {"type": kind, kind: "", **signed})
+        self._blocks[-1][kind] += text
+        return [*events, self._delta(f"{kind}_delta", kind, text)]
+
+    def _begin_block(self, key: object, block: Body) -> list[Body]:
+        events = self._end_block()
+        self._open, self._arguments = key, ""
+        self._blocks.append(block)
+        start = {"type": "content_block_start", "index": len(self._blocks) - 1}
+        return [*events, {**start, "content_block": dict(block)}]
+
+    def _delta(self, kind: str, name: str, value: str) -> Body:
+        index, delta = len(self._blocks) - 1, {"type": kind, name: value}
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _end_block(self) -> list[Body]:
+        if self._open is None:
+            return []
+        block, events = self._blocks[-1], []
+        if block["type"] == "thinking":
+            block["signature"] = thought_id(block["thinking"])
+            events = [self._delta("signature_delta", "signature", block["signature"])]
+        elif block["type"] == "tool_use":
+            block["input"] = json.loads(self._arguments or "{}")
+        self._open = None
+        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def end(self, ending: Ending) -> list[Body]:
+        message = self._message(*self._reason(ending), usage=ending.usage)
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        closing = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
+        return [*self._end_block(), closing, {"type": "message_stop"}]
+
+    def whole(self, message: Body, ending: Ending) -> Body:
+        """`message`, a chat's, has been said already, in the order in which it was generated."""
+        del message
+        self._end_block()
+        return self._message(*self._reason(ending), usage=ending.usage) | {"content": self._blocks}
+
+    def _reason(self, ending: Ending) -> tuple[str, str | None]:
+        return ("stop_sequence", ending.stop) if ending.stop else (self._STOPS[ending.finish], None)
+
+    def _message(self, reason: str | None, stop: str | None, *, usage: Usage) -> Body:
+        # All that is prefilled is cached, but for the token that the first step of decoding feeds.
+        new = usage.prompt - usage.cached
+        tokens = {"input_tokens": min(new, 1), "cache_creation_input_tokens": max(new - 1, 0)}
+        tokens |= {"cache_read_input_tokens": usage.cached, "output_tokens": usage.completion}
+        stops = {"stop_reason": reason, "stop_sequence": stop, "usage": tokens}
+        return {**self._head, "model": self._model, "content": [], **stops}
+
+
+_ERROR_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ServerError) -> Body:
+    """The error in Anthropic's shape; the words of a prompt too long are those agents look for."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    message = str(error)
+    if isinstance(error, ContextTooLong):
+        message = f"prompt is too long: {error.n_prompt} tokens > {error.limit} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+# endregion
+
+# region 06 HEAL ===============================================================
 # Put back the thinking that a client stripped from a reply of ours.
 #
 # For replies that the ledger does not cover (a fallback, a past it forgot), found by what a client
-# does keep: content and calls. Thinking that it sends of its own accord is never replaced.
+# does keep: a signature, or content and calls. Thinking that it sends is never replaced.
 #
 # Doors   HealingStore, _heal_messages, reply_digest, canonical_json
-# Knows   WIRE
+# Knows   WIRE, MESSAGES
 # Owns    _healing_lock
 # Thread  any
 # Budget  89
@@ -1014,31 +1344,33 @@ def reply_digest(message: Message) -> bytes:
 
 
 class HealingStore:
-    """Thinking by reply_digest(); the replies used least recently are forgotten."""
+    """Thinking by thought_id() and reply_digest(); names used least recently are forgotten."""
 
-    CAP: Final = 2000  # replies
+    CAP: Final = 2000  # names
 
     def __init__(self) -> None:
         self._healing_lock = threading.Lock()
-        self._thoughts: OrderedDict[bytes, str] = OrderedDict()  # guarded by it
+        self._thoughts: OrderedDict[object, str] = OrderedDict()  # guarded by it
 
     def remember(self, reply: Message) -> None:
         """Keep the thinking of a whole reply, if it has any."""
         if thought := reply.get("reasoning_content"):
-            digest = reply_digest(reply)
+            names = (thought_id(thought), reply_digest(reply))
             with self._healing_lock:
-                self._thoughts[digest] = thought
-                self._thoughts.move_to_end(digest)
-                if len(self._thoughts) > self.CAP:
+                for name in names:
+                    self._thoughts[name] = thought
+                    self._thoughts.move_to_end(name)
+                while len(self._thoughts) > self.CAP:
                     self._thoughts.popitem(last=False)
 
     def thought_of(self, reply: Message) -> str:
         """The thinking that led to this reply; "" where none is known."""
-        digest = reply_digest(reply)
+        names = (reply.get("thought_id"), reply_digest(reply))
         with self._healing_lock:
-            if digest in self._thoughts:
-                self._thoughts.move_to_end(digest)
-            return self._thoughts.get(digest, "")
+            for name in filter(self._thoughts.__contains__, names):
+                self._thoughts.move_to_end(name)
+                return self._thoughts[name]
+        return ""
 
     def __len__(self) -> int:
         return len(self._thoughts)
@@ -1056,7 +1388,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 
 # endregion
 
-# region 06 CANON ==============================================================
+# region 07 CANON ==============================================================
 # The second copy of a conversation, its volatile fields stilled: it says whether this past is the
 # same past, and never what the model reads (L-37).
 #
@@ -1342,7 +1674,7 @@ def reminder(text: str) -> str:
 
 # endregion
 
-# region 07 RENDER =============================================================
+# region 08 RENDER =============================================================
 # Messages -> the model's own chat template -> tokens, with nothing lost on the way.
 #
 # A template is not read but asked: canned conversations are rendered at construction, and what
@@ -1980,7 +2312,7 @@ class Template:
 
 # endregion
 
-# region 08 LEDGER =============================================================
+# region 09 LEDGER =============================================================
 # What was fed and generated once is replayed token by token; only what is new is rendered.
 #
 #     messages   s   u   a   t   a   t     a chain hash over their canonical forms, from a root
@@ -2331,7 +2663,7 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 
 # endregion
 
-# region 09 KEY ================================================================
+# region 10 KEY ================================================================
 # What a prefix is called: chained block hashes; and a stilled text, for people to compare.
 # The hashes cover exact model tokens under a root for whatever else changes KV (model revision,
 # tenant). The scrubbed text never names anything: reusing KV by it would answer an old prompt. Each
@@ -2386,7 +2718,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 
 # endregion
 
-# region 10 KV =================================================================
+# region 11 KV =================================================================
 # The only room that knows what a KV layer looks like.
 #
 # A model's cache is a list of layers; a layer may hold several (CacheList), so everything here
@@ -2635,7 +2967,7 @@ def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapsh
 
 # endregion
 
-# region 11 CACHE ==============================================================
+# region 12 CACHE ==============================================================
 # Lines, checkpoints, branches: the deepest exact prefix, and who owns its bytes.
 #
 #     line A  [0 ............................ end)      root: owns all its KV
@@ -2973,7 +3305,7 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 
 # endregion
 
-# region 12 SESSIONS ===========================================================
+# region 13 SESSIONS ===========================================================
 # What each conversation's last turns looked like: how long, how much was cached, by which layer.
 # This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
 # can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
@@ -3108,7 +3440,7 @@ def _update_session_turn_store(
 
 # endregion
 
-# region 13 MODEL ==============================================================
+# region 14 MODEL ==============================================================
 # Find the model or fetch it, load it, and state the facts that other rooms need of it.
 # resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
 # known before a long download (type, size against memory and disk) is asked before it.
@@ -3460,7 +3792,7 @@ def _in_gb(nbytes: float) -> str:
 
 # endregion
 
-# region 14 ENGINE =============================================================
+# region 15 ENGINE =============================================================
 # The model thread: admit, prefill in slices, decode in groups, give every row's KV back.
 #
 #     inbox -> waiting -> prefill (one slice at a time) -> decode (one step per group) -> put back
@@ -4139,7 +4471,7 @@ class Engine:
 
 # endregion
 
-# region 15 SPLIT ==============================================================
+# region 16 SPLIT ==============================================================
 # Characters -> reasoning | content | tool call, as they are generated.
 #
 #     <think>\nwhy\n</think>\n\nI'll look.\n\n<tool_call>...</tool_call>\nDone.
@@ -4259,7 +4591,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 
 # endregion
 
-# region 16 TOOLS ==============================================================
+# region 17 TOOLS ==============================================================
 # Tool-call text -> OpenAI tool_calls, as it is generated; and the whole reply put together.
 #
 #     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
@@ -4675,7 +5007,7 @@ def _extract_openai_tool_calls(
 
 # endregion
 
-# region 17 ANSWER =============================================================
+# region 18 ANSWER =============================================================
 # The whole path on one page: request -> prompt -> job -> events -> the client's words.
 #
 #     prepare: render, check, constrain, submit      (may still be a 400)
@@ -4685,7 +5017,8 @@ def _extract_openai_tool_calls(
 # A streamed and a whole answer read the same deltas, so they say the same. Iterators yield None
 # when nothing is new for a while: HTTP then looks whether the client is still there.
 #
-# Doors   ServerState, Answer, Bodies, health_body, status_body, models_body, model_body
+# Doors   ServerState, Answer, Bodies, token_count
+# Doors   health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
 # Budget  462
@@ -4735,14 +5068,8 @@ class Prepared:
 
 def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     """Render and check a request. Raises every error that can still be a status code."""
-    loaded = state.engine.model
-    if state.config.strict_model_names and request.model is not None:
-        model_body(state, request.model)
-    limit = min(loaded.limit, state.engine.capacity_tokens)
-    if request.kind == "completion" or not state.config.cache_canonicalize_tool_context:
-        draft = Draft(rendered=loaded.template.prompt(request))
-    else:
-        draft = state.LEDGER.draft(request, loaded.template, room=limit - 1, now=time.monotonic())
+    loaded, limit = state.engine.model, _limit(state)
+    draft = _draft(state, request)
     rendered = draft.rendered
     room = limit - len(rendered.ids)
     if room < 1:
@@ -4755,7 +5082,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
             n_lost, n_all = len(rendered.text) - len(scrubbed), len(rendered.text)
             log.warning("the diagnostic key drops %d of %d characters", n_lost, n_all)
     tool_format = None
-    if request.tools and request.tool_choice.mode != "none":
+    if (request.tools or request.deferred) and request.tool_choice.mode != "none":
         marks = loaded.markup
         tags = {"start": marks.tool_call_start, "end": marks.tool_call_end}
         tool_format = ToolFormat.detect(loaded.template.source, **tags, parse=marks.tool_parser)
@@ -4769,6 +5096,26 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         constraint=_constraint(loaded, request, in_reasoning=thinks, tool_format=tool_format),
     )
     return Prepared(loaded, draft, tool_format, job)
+
+
+def _limit(state: ServerState) -> int:
+    """Tokens of the longest prompt and reply."""
+    return min(state.engine.model.limit, state.engine.capacity_tokens)
+
+
+def _draft(state: ServerState, request: ChatRequest) -> Draft:
+    """Its prompt, replayed as far as it is known. Raises NotReady, BadRequest, NotFound."""
+    template = state.engine.model.template
+    if state.config.strict_model_names and request.model is not None:
+        model_body(state, request.model)
+    if request.kind == "completion" or not state.config.cache_canonicalize_tool_context:
+        return Draft(rendered=template.prompt(request))
+    return state.LEDGER.draft(request, template, room=_limit(state) - 1, now=time.monotonic())
+
+
+def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
+    """POST /v1/messages/count_tokens: what the prompt of this very request would have."""
+    return {"input_tokens": len(_draft(state, request).rendered.ids)}
 
 
 def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
@@ -4805,7 +5152,8 @@ def _constraint(
     think_end = loaded.markup.think_end_ids
     thinking = in_reasoning and len(think_end) == 1
     gap, after = ("\n\n", think_end[0]) if thinking else ("", None)
-    openings = tool_openings(tool_format, request.tools, name=choice.name)
+    offered = request.tools + request.deferred
+    openings = tool_openings(tool_format, offered, name=choice.name)
     return Constraint(tuple(tuple(encode(gap + opening)) for opening in openings), after=after)
 
 
@@ -4815,7 +5163,7 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._pattern = regex.compile("|".join(map(regex.escape, stops)) or "(?!)")
         self._held = ""
-        self.hit = False
+        self.hit = ""  # the one that came
 
     def feed(self, text: str) -> str:
         """What can leave now; nothing any more after a hit."""
@@ -4826,7 +5174,7 @@ class StopStrings:
         if match is None:
             self._held = ""
             return text
-        self.hit = not match.partial
+        self.hit = "" if match.partial else match[0]
         self._held = text[match.start() :] if match.partial else ""
         return text[: match.start()]
 
@@ -4839,15 +5187,15 @@ class Listener:
 
     def __init__(self, prepared: Prepared, request: ChatRequest) -> None:
         markup = prepared.loaded.markup
-        tool_format, chats = prepared.tool_format, request.kind == "chat"
+        tool_format, chats = prepared.tool_format, request.kind != "completion"
         start, end = (markup.think_start, markup.think_end) if chats else (None, None)
         call = tool_format.start if tool_format else None
         tags = Tags(think_start=start, think_end=end, tool_start=call)
         calls: ToolCallStream | None = None
         if tool_format is not None:
-            calls = ToolCallStream(
-                tool_format, request.tools, next_id=lambda: f"call_{uuid.uuid4().hex[:24]}"
-            )
+            offered = request.tools + request.deferred
+            next_id = lambda: f"call_{uuid.uuid4().hex[:24]}"  # noqa: E731
+            calls = ToolCallStream(tool_format, offered, next_id=next_id)
         in_reasoning = prepared.draft.rendered.starts_in_reasoning
         self._splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
         self.stream = ReplyStream(self._splitter, calls)
@@ -4864,7 +5212,12 @@ class Listener:
     @property
     def is_over(self) -> bool:
         """The reply is complete although the model would go on."""
-        return self._stops.hit or (self._one_call and self.stream.n_calls > 0)
+        return bool(self.stop) or (self._one_call and self.stream.n_calls > 0)
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the reply."""
+        return self._stops.hit
 
     def hear(self, token: int) -> list[Delta]:
         """What this token adds; nothing once the reply is over."""
@@ -4911,13 +5264,20 @@ class Answer:
         give_way()  # why(L-35): rendering a long prompt must not slow down those who stream
         self._prepared = prepare(state, request)
         self._listener = Listener(self._prepared, request)
-        name, now = self._prepared.loaded.model_id, int(time.time())
-        self._shape = AnswerShape(request.kind, request.request_id, name, now)
+        self._shape = self._shaped(self._prepared.loaded.model_id)
         self._ticket = state.engine.submit(self._prepared.job)
         self._first_token_at: float | None = None
         self._logprobs: list[TokenLogprob] = []
         self._offset = 0  # characters whose log-probabilities have left
+        self._cached: int | None = None  # known as soon as the model starts on it
         self._end: Finished | None = None
+
+    def _shaped(self, model: str) -> AnswerShape | AnthropicEvents:
+        request = self._request
+        if request.kind == "messages":
+            return AnthropicEvents(request.request_id, model)
+        facts = (request.request_id, model, int(time.time()), request.include_usage)
+        return AnswerShape(request.kind, *facts)
 
     def close(self) -> None:
         """Give the request up if it still runs."""
@@ -4925,42 +5285,39 @@ class Answer:
 
     def whole(self) -> Bodies:
         """None while waiting, then the one body."""
-        for _ in self._listen():
+        for deltas in self._listen():
+            for delta in deltas or ():
+                self._shape.say(_streamed(delta))
             yield None  # at every token, or a client that left would get a whole reply
-        reply = self._listener.stream.reply()
-        said = _whole_message(reply) if self._request.kind == "chat" else reply.content or ""
-        usage, logprobs = self._usage(), self._take_logprobs()
-        yield self._shape.final(said, self._finish_reason(), usage=usage, logprobs=logprobs)
+        yield self._shape.whole(_whole_message(self._listener.stream.reply()), self._ending())
 
     def chunks(self) -> Bodies:
         """The bodies of a stream, keep-alives included; None while there is nothing to say."""
-        chats = self._request.kind == "chat"
-        if chats:
-            yield self._shape.chunk({"role": "assistant", "content": ""})
-        spoke = time.monotonic()
+        shape, begun, spoke = self._shape, False, time.monotonic()
         for deltas in self._listen():
+            bodies: list[Body] = []
+            if not begun and self._cached is not None:
+                bodies, begun = shape.begin(self._usage()), True
             for delta in deltas or ():
-                said = _streamed(delta)
-                body = said if chats else said["content"]  # a completion has nothing else
-                yield self._shape.chunk(body, logprobs=self._take_logprobs())
-            if deltas:
+                bodies += shape.say(_streamed(delta), self._take_logprobs())
+            if not bodies and time.monotonic() - spoke >= self._state.config.keepalive_seconds:
+                bodies = [shape.ping()]
+            if bodies:
                 spoke = time.monotonic()
-            elif time.monotonic() - spoke < self._state.config.keepalive_seconds:
-                yield None
+                yield from bodies
             else:
-                spoke = time.monotonic()
-                yield self._shape.bare_chunk()  # why(L-18): an SSE comment does not count as life
-        body, rest = ({} if chats else ""), self._take_logprobs()
-        yield self._shape.chunk(body, self._finish_reason(), logprobs=rest)
-        if self._request.include_usage:
-            yield self._shape.bare_chunk(self._usage())
+                yield None
+        yield from shape.end(self._ending())
 
     def _listen(self) -> Iterator[list[Delta] | None]:
         """Deltas as they come; returns when the turn is noted. Raises what ended it instead."""
         with kept_awake(self._state.config):
             while self._end is None:
                 match self._ticket.next_event(TICK_SECONDS):
-                    case None | Progress():
+                    case Progress(done):
+                        self._cached = done if self._cached is None else self._cached
+                        yield None
+                    case None:
                         yield None
                     case Tokens() as event:
                         yield self._hear(event)
@@ -4996,20 +5353,22 @@ class Answer:
         if not self._request.logprobs:
             return None
         entries, self._logprobs = self._logprobs, []
-        if self._request.kind == "chat":
+        if self._request.kind != "completion":
             return chat_logprobs(entries)
         start, self._offset = self._offset, self._offset + sum(len(e.token) for e in entries)
         return completion_logprobs(entries, start=start)
 
-    def _finish_reason(self) -> FinishReason:
+    def _ending(self) -> Ending:
+        finish: FinishReason = "length"
         if self._listener.stream.n_calls:
-            return "tool_calls"
-        return "stop" if self._end and self._end.reason == "stop" else "length"
+            finish = "tool_calls"
+        elif self._end and self._end.reason == "stop":
+            finish = "stop"
+        return Ending(finish, self._usage(), self._listener.stop or None, self._take_logprobs())
 
     def _usage(self) -> Usage:
-        cached = self._end.cached if self._end else 0
-        n_prompt = self._prepared.job.n_prompt
-        return Usage(n_prompt, cached, len(self._listener.ids), self._listener.n_reasoning)
+        n_prompt, n_out = self._prepared.job.n_prompt, len(self._listener.ids)
+        return Usage(n_prompt, self._cached or 0, n_out, self._listener.n_reasoning)
 
     def _remember(self, end: Finished) -> None:
         """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
@@ -5018,9 +5377,12 @@ class Answer:
             return
         reply, template = _whole_message(self._listener.stream.reply()), prepared.loaded.template
         reply["content"] = reply["content"] or ""
-        if generated := self._listener.generated(prepared, session):
+        generated = self._listener.generated(prepared, session)
+        if generated:
             self._state.LEDGER.record(prepared.draft, template, reply=reply, generated=generated)
-        elif not self._listener.is_thinking:  # cut or stopped later: its thinking is whole
+        # cut or stopped behind its thinking; or a client has its id and may bring only that
+        is_named = self._request.kind == "messages"
+        if (is_named or not generated) and not self._listener.is_thinking:
             self._state.HEALING_STORE.remember(template.canonical([reply])[0].message)
 
     def _note_turn(self, end: Finished) -> None:
@@ -5138,14 +5500,14 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 
 # endregion
 
-# region 18 HTTP ===============================================================
+# region 19 HTTP ===============================================================
 # stdlib ThreadingHTTPServer, server-sent events, one error boundary.
 # A thread per connection parses, renders and waits. What goes wrong before the headers becomes a
-# status and an OpenAI error body; after them, an error event. A client that left is noticed within
-# a tick: between events the socket is asked whether its other end is still there.
+# status and an error body of the API that was called; after them, an error event. A client that
+# left is noticed within a tick: the socket is asked whether its other end is still there.
 #
 # Doors   LLMServer, Handler
-# Knows   ERRORS, LOG, WIRE, ANSWER
+# Knows   ERRORS, LOG, WIRE, MESSAGES, ANSWER
 # Thread  connection
 # Budget  237
 # ==============================================================================
@@ -5262,6 +5624,10 @@ class Handler(BaseHTTPRequestHandler):
             raise MethodNotAllowed(f"{path} takes {allowed}, not {self.command}", allowed=allowed)
         route(self)
 
+    def _count_tokens(self) -> None:
+        request = self._read_request(from_anthropic)
+        self._send_json(200, token_count(self.server.state, request))
+
     def _get_health(self) -> None:
         body = health_body(self.server.state)
         self._send_json(200 if body["status"] == "ok" else 503, body)
@@ -5274,13 +5640,13 @@ class Handler(BaseHTTPRequestHandler):
         "/v1/models/*": ("GET", lambda h: h._send_json(200, model_body(h.server.state, h._id))),
         "/v1/chat/completions": ("POST", lambda h: h._generate(ChatRequest.from_chat)),
         "/v1/completions": ("POST", lambda h: h._generate(ChatRequest.from_completion)),
+        "/v1/messages": ("POST", lambda h: h._generate(from_anthropic)),
+        "/v1/messages/count_tokens": ("POST", _count_tokens),
     }
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
-        state = self.server.state
-        body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
-        request = parse(body, state.config, request_id=request_id, headers=dict(self.headers))
-        with closing(Answer(state, request)) as answer:
+        request = self._read_request(parse)
+        with closing(Answer(self.server.state, request)) as answer:
             bodies = answer.chunks() if request.stream else answer.whole()
             if request.stream:
                 chunked = self.request_version != "HTTP/1.0"
@@ -5296,8 +5662,14 @@ class Handler(BaseHTTPRequestHandler):
                 else:
                     self._send_json(200, body)
             if request.stream:
-                self._write_part(b"data: [DONE]\n\n")
+                if request.kind != "messages":
+                    self._write_part(b"data: [DONE]\n\n")
                 self._write_part(b"")
+
+    def _read_request(self, parse: Callable[..., ChatRequest]) -> ChatRequest:
+        body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
+        config, headers = self.server.state.config, dict(self.headers)
+        return parse(body, config, request_id=request_id, headers=headers)
 
     @override
     def handle_expect_100(self) -> bool:
@@ -5345,17 +5717,21 @@ class Handler(BaseHTTPRequestHandler):
         """The error as a response, or, once the headers are out, as the stream's last event."""
         if self._has_unread_body or self._headers_sent:  # no request could follow on this
             self.close_connection = True
+        is_anthropic = self.path.startswith("/v1/messages")
+        body = anthropic_error(error) if is_anthropic else error.body()
         try:
             if self._headers_sent:
-                self._send_event(error.body())
+                self._send_event(body)
                 self._write_part(b"")
             else:
-                self._send_json(error.status, error.body(), **error.headers)
+                self._send_json(error.status, body, **error.headers)
         except OSError:
             self.close_connection = True
 
-    def _send_event(self, body: object) -> None:
-        self._write_part(b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n")
+    def _send_event(self, body: Body) -> None:
+        """Anthropic's events have a name, which is their type."""
+        name = f"event: {body['type']}\n" if "type" in body else ""
+        self._write_part(f"{name}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode())
 
     def _write_part(self, payload: bytes) -> None:
         """One chunk, of which the empty one ends the body; HTTP/1.0 knows no chunks."""
@@ -5376,7 +5752,7 @@ class Handler(BaseHTTPRequestHandler):
 
 # endregion
 
-# region 19 MAIN ===============================================================
+# region 21 MAIN ===============================================================
 # Build the state, listen, load, serve, stop.
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
 # the model thread: arrays may not change threads before they are computed.

@@ -16,6 +16,7 @@ from start_llm import (
     BadRequest,
     ChatRequest,
     Config,
+    Ending,
     Sampling,
     SessionContext,
     TokenLogprob,
@@ -717,7 +718,7 @@ def test_a_chat_answer_is_what_the_sdk_expects():
     message = {"role": "assistant", "content": "hi", "reasoning_content": "hm"}
     whole = through_json(
         ChatCompletion,
-        shape.final(message, "stop", usage=USAGE, logprobs=chat_logprobs(ENTRIES)),
+        shape.whole(message, Ending("stop", USAGE, logprobs=chat_logprobs(ENTRIES))),
     )
     assert (whole.id, whole.model, whole.object) == ("chatcmpl-r1", "org/model", "chat.completion")
     assert whole.choices[0].message.content == "hi"
@@ -731,29 +732,32 @@ def test_a_chat_answer_is_what_the_sdk_expects():
 
 
 def test_chat_chunks_are_what_the_sdk_expects():
-    shape = AnswerShape("chat", "r1", "m", 1700000000)
-    chunk = through_json(ChatCompletionChunk, shape.chunk({"content": "a"}))
+    shape = AnswerShape("chat", "r1", "m", 1700000000, include_usage=True)
+    chunk = through_json(ChatCompletionChunk, shape.say({"content": "a"})[0])
     assert (chunk.id, chunk.object) == ("chatcmpl-r1", "chat.completion.chunk")
     assert (chunk.choices[0].delta.content, chunk.choices[0].finish_reason) == ("a", None)
-    last = through_json(ChatCompletionChunk, shape.chunk({}, "tool_calls"))
+    last, usage = (
+        through_json(ChatCompletionChunk, body) for body in shape.end(Ending("tool_calls", USAGE))
+    )
     assert last.choices[0].finish_reason == "tool_calls"
-    ping = through_json(ChatCompletionChunk, shape.bare_chunk())
+    ping = through_json(ChatCompletionChunk, shape.ping())
     assert (ping.choices, ping.usage) == ([], None)
-    assert through_json(ChatCompletionChunk, shape.bare_chunk(USAGE)).usage.completion_tokens == 5
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
 
 
 def test_completion_answers_are_what_the_sdk_expects():
     shape = AnswerShape("completion", "r1", "m", 1700000000)
-    logprobs = completion_logprobs(ENTRIES, start=7)
-    whole = through_json(Completion, shape.final("hé", "length", usage=USAGE, logprobs=logprobs))
+    ending = Ending("length", USAGE, logprobs=completion_logprobs(ENTRIES, start=7))
+    whole = through_json(Completion, shape.whole({"content": "hé"}, ending))
     assert (whole.id, whole.object, whole.choices[0].text) == ("cmpl-r1", "text_completion", "hé")
     assert whole.choices[0].logprobs.text_offset == [7, 9]
     assert whole.choices[0].logprobs.top_logprobs == [{"he": -0.5, "x": -2}, {}]
     assert whole.choices[0].logprobs.token_logprobs == [-0.5, -9999.0]
-    assert shape.chunk("a")["choices"] == [
+    assert shape.say({"content": "a"})[0]["choices"] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     ]
-    assert shape.bare_chunk()["choices"] == []
+    assert shape.ping()["choices"] == []
+    assert len(shape.end(ending)) == 1
 
 
 def test_a_model_entry_is_what_the_sdk_expects():
