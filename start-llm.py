@@ -1010,26 +1010,9 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # ==============================================================================
 
 
-class _Block(TypedDict):
-    """A part of a message; which of the fields its type needs is asked where it is read."""
-
-    type: _Name
-    text: NotRequired[str]
-    thinking: NotRequired[str]
-    signature: NotRequired[str]
-    id: NotRequired[str]
-    name: NotRequired[_Name]
-    input: NotRequired[Body]
-    tool_use_id: NotRequired[str]
-    tool_name: NotRequired[str]
-    source: NotRequired[Body]
-    content: NotRequired[str | list[_Block]]
-    is_error: NotRequired[bool | None]
-
-
 class _MessagesMessage(TypedDict):
     role: Literal["user", "assistant", "system"]
-    content: str | _Each[_Block]
+    content: str | _Each[Body]
 
 
 class _MessagesTool(TypedDict):
@@ -1051,7 +1034,7 @@ class _MessagesBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     messages: Annotated[_Each[_MessagesMessage], Field(min_length=1)]
-    system: str | _Each[_Block] = []
+    system: str | _Each[Body] = []
     tools: _Each[_MessagesTool] = []
     tool_choice: _MessagesChoice = {"type": "auto"}
     stop_sequences: list[_Name] = []
@@ -1109,15 +1092,14 @@ def _chat_messages(
     message: _MessagesMessage, tools: Mapping[str, Body], *, param: str
 ) -> Iterator[Message]:
     """The same as chat messages: each tool result is a message of its own."""
-    role, said = message["role"], message["content"]
-    blocks: list[_Block] = [{"type": "text", "text": said}] if isinstance(said, str) else said
+    role, blocks = message["role"], _blocks(message["content"])
     if role == "assistant":
         yield _chat_reply(blocks, param=param)
         return
     parts: list[Body] = []
     for index, block in enumerate(blocks):
         here = f"{param}[{index}]"
-        if block["type"] != "tool_result":
+        if block.get("type") != "tool_result":
             parts.append({"type": "text", "text": _text(block, tools, param=here)})
             continue
         if parts:
@@ -1131,16 +1113,16 @@ def _chat_messages(
         yield {"role": role, "content": parts or ""}
 
 
-def _chat_reply(blocks: list[_Block], *, param: str) -> Message:
+def _chat_reply(blocks: list[Body], *, param: str) -> Message:
     """Texts were one stream and are one again; what `thought_id` names may have been left out."""
     reply: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     for index, block in enumerate(blocks):
         match block:
-            case {"type": "text", "text": text}:
+            case {"type": "text", "text": str() as text}:
                 reply["content"] += text
-            case {"type": "thinking"}:
-                reply["reasoning_content"] += block.get("thinking", "")
-                reply["thought_id"] = block.get("signature", "")
+            case {"type": "thinking", "thinking": str() as thought}:
+                reply["reasoning_content"] += thought
+                reply["thought_id"] = str(block.get("signature", ""))
             case {"type": "redacted_thinking"}:
                 pass  # another machine's, which nobody can read
             case {"type": "tool_use", "name": name, "input": arguments}:
@@ -1151,20 +1133,21 @@ def _chat_reply(blocks: list[_Block], *, param: str) -> Message:
     return {name: value for name, value in reply.items() if value or name == "content"}
 
 
-def _parts(
-    said: str | list[_Block], tools: Mapping[str, Body], *, param: str
-) -> list[dict[str, str]]:
+def _blocks(said: Any) -> list[Any]:
+    return said if isinstance(said, list) else [{"type": "text", "text": said}]
+
+
+def _parts(said: Any, tools: Mapping[str, Body], *, param: str) -> list[Body]:
     """The text parts that the model reads."""
-    blocks: list[_Block] = [{"type": "text", "text": said}] if isinstance(said, str) else said
-    texts = (_text(b, tools, param=f"{param}[{index}]") for index, b in enumerate(blocks))
+    texts = (_text(b, tools, param=f"{param}[{i}]") for i, b in enumerate(_blocks(said)))
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _text(block: _Block, tools: Mapping[str, Body], *, param: str) -> str:
+def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
     match block:
-        case {"type": "text", "text": text}:
+        case {"type": "text", "text": str() as text}:
             return text
-        case {"type": "tool_reference", "tool_name": name}:
+        case {"type": "tool_reference", "tool_name": str() as name}:
             function = tools[name]["function"] if name in tools else {"name": name}
             return f"<tool>\n{json.dumps(function, ensure_ascii=False)}\n</tool>"
         case {"type": "document", "source": {"type": "text", "data": str() as text}}:
@@ -1175,9 +1158,8 @@ def _text(block: _Block, tools: Mapping[str, Body], *, param: str) -> str:
     raise _unreadable(block, param)
 
 
-def _unreadable(block: _Block, param: str) -> BadRequest:
-    sentence = f"a block of type {block['type'][:40]!r} with these fields is not supported here"
-    return BadRequest(f"{param}: {sentence}", param=param)
+def _unreadable(block: object, param: str) -> BadRequest:
+    return BadRequest(f"{param}: {json.dumps(block):.80} cannot be read here", param=param)
 
 
 def thought_id(thought: str) -> str:

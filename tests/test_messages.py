@@ -220,6 +220,12 @@ def test_fields_with_other_names_and_those_that_only_anthropic_knows():
         ({"messages": [user({"type": "text"})]}, "messages[0].content[0]"),
         ({"messages": [user(text("a"), {"type": "hologram"})]}, "messages[0].content[1]"),
         ({"messages": [reply({"type": "tool_use", "id": "t"})]}, "messages[0].content[0]"),
+        (
+            {"messages": [user({"type": "tool_result", "tool_use_id": "t", "content": ["x"]})]},
+            "messages[0].content[0].content[0]",
+        ),
+        ({"messages": [user({"type": "text", "text": 3})]}, "messages[0].content[0]"),
+        ({"messages": [user("x")]}, "messages[0].content[0]"),
         ({"system": 3}, "system"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 9}, "temperature"),
