@@ -290,8 +290,8 @@ class Config(BaseModel):
 # What can go wrong while answering, and the HTTP status of each.
 # Each class is one row of the table status, type, code; `headers` go out with its body.
 #
-# Doors   ServerError, BadRequest, ContextTooLong, NotFound, MethodNotAllowed, BodyTooLarge
-# Doors   UnsupportedMedia, NotReady, Overloaded, GenerationFailed, ClientGone
+# Doors   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Overloaded
+# Doors   GenerationFailed, ClientGone
 # Knows   -
 # Thread  any; pure
 # Budget  102
@@ -301,7 +301,7 @@ class Config(BaseModel):
 class ServerError(Exception):
     """Becomes an OpenAI error object; `param`: the field at fault, as in "messages[3].content"."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
     type: ClassVar[str] = "server_error"
     code: str | None = None
     headers: Mapping[str, str] = {}
@@ -327,42 +327,23 @@ class ContextTooLong(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, n_prompt: int, limit: int, *, max_tokens: int = 0) -> None:
+    def __init__(self, n_prompt: int, limit: int) -> None:
         self.n_prompt, self.limit = n_prompt, limit
-        reply = f" and max_tokens asks for {max_tokens} more" if max_tokens else ""
-        super().__init__(
+        sentence = (
             f"This model's maximum context length is {limit} tokens. However, your messages "
-            f"resulted in {n_prompt} tokens{reply}. Please reduce the length of the messages.",
-            param="messages",
+            f"resulted in {n_prompt} tokens. Please reduce the length of the messages."
         )
+        super().__init__(sentence, param="messages")
 
 
-class NotFound(ServerError):
-    """No such path or, with the code "model_not_found", no such model."""
+class NotServed(ServerError):
+    """What is not here, or not taken so: path or model 404, method 405, size 413, encoding 415."""
 
-    status, type = 404, "invalid_request_error"
+    type = "invalid_request_error"
 
-
-class MethodNotAllowed(ServerError):
-    """The path exists and takes the method `allowed`."""
-
-    status, type = 405, "invalid_request_error"
-
-    def __init__(self, message: str, *, allowed: str) -> None:
-        super().__init__(message)
-        self.headers = {"Allow": allowed}
-
-
-class BodyTooLarge(ServerError):
-    """The body is longer than MAX_BODY_BYTES."""
-
-    status, type, code = 413, "invalid_request_error", "request_too_large"
-
-
-class UnsupportedMedia(ServerError):
-    """The body is compressed."""
-
-    status, type = 415, "invalid_request_error"
+    def __init__(self, status: int, message: str, *, code: str = "", **headers: str) -> None:
+        super().__init__(message, code=code)
+        self.status, self.headers = status, headers
 
 
 class NotReady(ServerError):
@@ -495,7 +476,7 @@ class SessionLog:
 #
 # Doors   Body, Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
 # Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
-# Doors   TokenLogprob, chat_logprobs, completion_logprobs, AnswerShape, Ending, model_entry
+# Doors   TokenLogprob, chat_logprobs, AnswerShape, Ending, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
 # Budget  481
@@ -528,7 +509,6 @@ def parse_json_body(raw: bytes) -> object:
 _Name = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Length = Annotated[int, Field(ge=1)]
-_TopN = Annotated[int, Field(ge=0, le=20)]
 _Offset = Annotated[float, Field(ge=-2, le=2)]
 type _Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
 
@@ -624,13 +604,13 @@ class _ChatBody(_AnyBody):
     tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: _TopN = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: Body = {}
 
 
 class _CompletionBody(_AnyBody):
     prompt: _Name | Annotated[_Each[_TokenId], Field(min_length=1)]
-    logprobs: _TopN | None = None
+    logprobs: None = None  # of chats only
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> Body:
@@ -861,8 +841,6 @@ class ChatRequest:
             request_id=request_id,
             session=_session(given, headers),
             prompt=asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt),
-            logprobs=asked.logprobs is not None,
-            top_logprobs=asked.logprobs or 0,
             **_shared_fields(asked, given, config=config),
         )
 
@@ -916,17 +894,6 @@ class TokenLogprob(NamedTuple):
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> Body:
     """The `logprobs` of a chat choice."""
     return {"content": [{**e.body(), "top_logprobs": [t.body() for t in e.top]} for e in entries]}
-
-
-def completion_logprobs(entries: Sequence[TokenLogprob], *, start: int = 0) -> Body:
-    """The older `logprobs` of a completion choice, whose first token is at character `start`."""
-    ends = accumulate((len(e.token) for e in entries), initial=start)
-    return {
-        "tokens": [e.token for e in entries],
-        "token_logprobs": [e.body()["logprob"] for e in entries],
-        "top_logprobs": [{t.token: t.body()["logprob"] for t in e.top} for e in entries],
-        "text_offset": list(ends)[:-1],
-    }
 
 
 class Ending(NamedTuple):
@@ -5086,7 +5053,7 @@ def _limit(state: ServerState) -> int:
 
 
 def _draft(state: ServerState, request: ChatRequest) -> Draft:
-    """Its prompt, replayed as far as it is known. Raises NotReady, BadRequest, NotFound."""
+    """Its prompt, replayed as far as it is known. Raises NotReady, BadRequest, NotServed."""
     template = state.engine.model.template
     if state.config.strict_model_names and request.model is not None:
         model_body(state, request.model)
@@ -5250,7 +5217,6 @@ class Answer:
         self._ticket = state.engine.submit(self._prepared.job)
         self._first_token_at: float | None = None
         self._logprobs: list[TokenLogprob] = []
-        self._offset = 0  # characters whose log-probabilities have left
         self._cached: int | None = None  # known as soon as the model starts on it
         self._end: Finished | None = None
 
@@ -5335,10 +5301,7 @@ class Answer:
         if not self._request.logprobs:
             return None
         entries, self._logprobs = self._logprobs, []
-        if self._request.kind != "completion":
-            return chat_logprobs(entries)
-        start, self._offset = self._offset, self._offset + sum(len(e.token) for e in entries)
-        return completion_logprobs(entries, start=start)
+        return chat_logprobs(entries)
 
     def _ending(self) -> Ending:
         finish: FinishReason = "length"
@@ -5472,11 +5435,11 @@ def models_body(state: ServerState) -> dict[str, Any]:
 
 
 def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
-    """Raises NotFound for any model but the one that is loaded."""
+    """Raises NotServed for any model but the one that is loaded."""
     entry: dict[str, Any] = models_body(state)["data"][0]
     if model_id != entry["id"]:
         sentence = f"the model {model_id[:200]!r} is not loaded, {entry['id']!r} is"
-        raise NotFound(sentence, param="model", code="model_not_found")
+        raise NotServed(404, sentence, code="model_not_found")
     return entry
 
 
@@ -5530,7 +5493,7 @@ class LLMServer(ThreadingHTTPServer):
 def _declared_length(headers: Any, limit: int) -> int | None:
     """Bytes of a body, None for a chunked one. Raises what refuses it unread."""
     if headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise UnsupportedMedia("compressed bodies are not accepted; send plain JSON")
+        raise NotServed(415, "compressed bodies are not accepted; send plain JSON")
     if "chunked" in headers.get("Transfer-Encoding", "").lower():
         return None
     text = headers.get("Content-Length", "0").strip()
@@ -5541,7 +5504,8 @@ def _declared_length(headers: Any, limit: int) -> int | None:
 
 def _allowed(n_bytes: int, limit: int) -> int:
     if n_bytes > limit:
-        raise BodyTooLarge(f"the body is larger than MAX_BODY_BYTES ({limit} bytes)")
+        said = f"the body is larger than MAX_BODY_BYTES ({limit} bytes)"
+        raise NotServed(413, said, code="request_too_large")
     return n_bytes
 
 
@@ -5600,10 +5564,11 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/v1/models/"):
             path, self._id = "/v1/models/*", path.removeprefix("/v1/models/")
         if path not in self._ROUTES:
-            raise NotFound(f"there is nothing at {path[:200]}")
+            raise NotServed(404, f"there is nothing at {path[:200]}")
         allowed, route = self._ROUTES[path]
         if allowed != ("GET" if self.command == "HEAD" else self.command):
-            raise MethodNotAllowed(f"{path} takes {allowed}, not {self.command}", allowed=allowed)
+            said = f"{path} takes {allowed}, not {self.command}"
+            raise NotServed(405, said, Allow=allowed)
         route(self)
 
     def _count_tokens(self) -> None:

@@ -23,7 +23,6 @@ from start_llm import (
     ToolChoice,
     Usage,
     chat_logprobs,
-    completion_logprobs,
     model_entry,
     parse_json_body,
 )
@@ -689,11 +688,9 @@ def test_a_bad_token_is_named(prompt):
     assert refused(completion, prompt=prompt) == "prompt[1]"
 
 
-def test_completion_logprobs_are_a_count():
-    requests = [completion(prompt="x", logprobs=n) for n in (None, 0, 5)]
-    assert [(r.logprobs, r.top_logprobs) for r in requests] == [(False, 0), (True, 0), (True, 5)]
-    assert refused(completion, prompt="x", logprobs=21) == "logprobs"
-    assert refused(completion, prompt="x", logprobs=True) == "logprobs"
+def test_completions_have_no_logprobs():
+    assert refused(completion, prompt="x", logprobs=0) == "logprobs"
+    assert not completion(prompt="x", logprobs=None).logprobs
 
 
 # -- answers ---------------------------------------------------------------------
@@ -747,12 +744,9 @@ def test_chat_chunks_are_what_the_sdk_expects():
 
 def test_completion_answers_are_what_the_sdk_expects():
     shape = AnswerShape("completion", "r1", "m", 1700000000)
-    ending = Ending("length", USAGE, logprobs=completion_logprobs(ENTRIES, start=7))
+    ending = Ending("length", USAGE)
     whole = through_json(Completion, shape.whole({"content": "hé"}, ending))
     assert (whole.id, whole.object, whole.choices[0].text) == ("cmpl-r1", "text_completion", "hé")
-    assert whole.choices[0].logprobs.text_offset == [7, 9]
-    assert whole.choices[0].logprobs.top_logprobs == [{"he": -0.5, "x": -2}, {}]
-    assert whole.choices[0].logprobs.token_logprobs == [-0.5, -9999.0]
     assert shape.say({"content": "a"})[0]["choices"] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     ]
