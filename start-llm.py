@@ -914,8 +914,7 @@ class AnswerShape(NamedTuple):
     created: int  # Unix seconds
     include_usage: bool = False  # at the end of a stream
 
-    def begin(self, usage: Usage) -> list[Body]:
-        del usage
+    def begin(self, _usage: Usage) -> list[Body]:
         first = {"role": "assistant", "content": ""}
         return [self._body("delta", (first, None, None))] if self.kind == "chat" else []
 
@@ -1152,9 +1151,8 @@ class AnthropicEvents:
     def ping(self) -> Body:
         return {"type": "ping"}
 
-    def say(self, delta: Body, logprobs: Body | None = None) -> list[Body]:
+    def say(self, delta: Body, _logprobs: Body | None = None) -> list[Body]:
         """The events of a chat's delta; what is of another kind opens another block."""
-        del logprobs
         match delta:
             case {"reasoning_content": text}:
                 return self._text("thinking", text)
@@ -1206,9 +1204,8 @@ class AnthropicEvents:
         closing = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         return [*self._end_block(), closing, {"type": "message_stop"}]
 
-    def whole(self, message: Body, ending: Ending) -> Body:
-        """`message`, a chat's, has been said already, in the order in which it was generated."""
-        del message
+    def whole(self, _message: Body, ending: Ending) -> Body:
+        """The chat's message has been said already, in the order in which it was generated."""
         self._end_block()
         return self._message(*self._reason(ending), usage=ending.usage) | {"content": self._blocks}
 
@@ -5473,13 +5470,11 @@ class LLMServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
-    @override
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve in a thread of its own; beyond MAX_CONNECTIONS, wait for one to close."""
         self._slots.acquire()
         super().process_request(request, client_address)
 
-    @override
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
         self._slots.release()
@@ -5531,15 +5526,14 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "start-llm", ""
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.1"  # the refusal of garbage has a status line, too
+    disable_nagle_algorithm = True
     server: LLMServer
     _headers_sent = False
     _has_unread_body = True
 
-    @override
     def setup(self) -> None:
         super().setup()
         self.connection.settimeout(self.server.state.config.idle_connection_seconds)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _answer(self) -> None:
         """The error boundary: nothing a request does leaves this function as an exception."""
@@ -5618,7 +5612,6 @@ class Handler(BaseHTTPRequestHandler):
         config, headers = self.server.state.config, dict(self.headers)
         return parse(body, config, request_id=request_id, headers=headers)
 
-    @override
     def handle_expect_100(self) -> bool:
         """Do not invite a body that would be refused."""
         try:
@@ -5685,7 +5678,6 @@ class Handler(BaseHTTPRequestHandler):
         chunk = b"%x\r\n%s\r\n" % (len(payload), payload)
         self.wfile.write(payload if self.request_version == "HTTP/1.0" else chunk)
 
-    @override
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The stdlib's own refusals (bad request line, headers too long), in our error shape."""
         self.close_connection = True
