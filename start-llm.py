@@ -380,7 +380,7 @@ class ClientGone(Exception):
 # Knows   CONFIG
 # Owns    _CACHE_METRICS_LOCK
 # Thread  any
-# Budget  96
+# Budget  89
 # ==============================================================================
 
 log: Final = logging.getLogger("start-llm")
@@ -405,9 +405,8 @@ def start_logging(config: Config) -> None:
 
 def request_line(**values: object) -> str:
     """`req=7f3a prompt=1200 ...`: always these keys first, in this order, "-" if unknown."""
-    known = {key: values.pop(key, None) for key in _REQUEST_KEYS.split()}
     pairs = []
-    for key, value in (known | values).items():
+    for key, value in (dict.fromkeys(_REQUEST_KEYS.split()) | values).items():
         text = f"{value:.3f}" if isinstance(value, float) else str("" if value is None else value)
         # A session id, which a client chose, cannot break the line or reach the terminal.
         pairs.append(f"{key}={re.sub(r'[^!-<>-~]+', '_', text[:80]) or '-'}")
@@ -415,16 +414,12 @@ def request_line(**values: object) -> str:
 
 
 class CacheMetrics:
-    """Counters of what should be rare. Those in NAMES are shown even at zero."""
-
-    NAMES: Final = (
-        *("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp"),
-        "ledger_seam_fallback",
-    )
+    """Counters of what should be rare; these are shown even at zero."""
 
     def __init__(self) -> None:
         self._CACHE_METRICS_LOCK = threading.Lock()
-        self._counts = Counter(dict.fromkeys(self.NAMES, 0))
+        names = "vlm_retreat hybrid_trim_miss exact_key_rejected_by_model_lcp ledger_seam_fallback"
+        self._counts = Counter(dict.fromkeys(names.split(), 0))
 
     def bump(self, name: str, by: int = 1) -> None:
         with self._CACHE_METRICS_LOCK:
@@ -440,26 +435,24 @@ class SessionLog:
     """LOG_ROOT/<date>/cache-session-<id>.log: what a session sent and what the cache made of it."""
 
     def __init__(self, config: Config) -> None:
-        self._root = Path(config.log_root)
-        self._enabled = config.enable_request_logging
+        self._config = config
         self._complained = threading.Event()
 
     def write(self, session_id: str, record: dict[str, Any]) -> None:
         """Append `record` and the time as one line. Never raises: the first failure is logged."""
-        if not self._enabled:
+        if not self._config.enable_request_logging:
             return
         now = datetime.now().astimezone()
         stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
         safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
         if not safe or safe != session_id:  # harmless in a file name; the digest tells them apart
             safe += f"-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
-        path = self._root / f"{now:%Y-%m-%d}" / f"cache-session-{safe}.log"
+        path = Path(self._config.log_root, f"{now:%Y-%m-%d}", f"cache-session-{safe}.log")
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            with open(descriptor, "wb", buffering=0) as file:  # one write: threads' lines never mix
-                file.write(line.encode("utf-8", "replace"))
+            with open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
+                file.write(line.encode("utf-8", "replace"))  # one write: threads' lines never mix
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._complained.is_set():
                 self._complained.set()
@@ -2618,24 +2611,19 @@ def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  54
+# Budget  49
 # ==============================================================================
 
 
 def _block_hashes(
-    tokens: Sequence[int] | np.ndarray,
-    block_size: int,
-    *,
-    root: bytes,
-    start: int = 0,
-    parent: bytes = b"",
+    tokens: npt.ArrayLike, block_size: int, *, root: bytes, start: int = 0, parent: bytes = b""
 ) -> list[bytes]:
     """Names of the full blocks from block `start` on; `parent` names the one before."""
     # Name i is sha256(name i - 1, or root; block i), so it stands for all tokens to block i's end.
     assert (start > 0) == bool(parent), "a chain goes on from the block before it"
     name, names = parent or root, []
     n_bytes = 4 * block_size
-    packed = memoryview(np.asarray(tokens[start * block_size :], dtype="<i4").tobytes())
+    packed = memoryview(np.asarray(tokens, dtype="<i4")[start * block_size :].tobytes())
     for at in range(0, len(packed) - n_bytes + 1, n_bytes):
         name = hashlib.sha256(name + packed[at : at + n_bytes]).digest()
         names.append(name)
@@ -3261,22 +3249,19 @@ def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | No
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  134
+# Budget  116
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
-_Digests = OrderedDict[str, Sequence[object]]  # one for each message of a session
 
 
 def session_id_of(
     context: SessionContext, tokens: npt.NDArray[np.int32], *, first_words: bytes = b""
 ) -> str:
     """The client's id; else a digest of how the conversation begins, the same for all like it."""
-    if context.session_id:
-        return context.session_id
     # first_words: the canonical messages up to the user's first; without them, 128 tokens.
     head = first_words or np.asarray(tokens[:128], dtype="<i4").tobytes()
-    return "sha1:" + hashlib.sha1(head, usedforsecurity=False).hexdigest()
+    return context.session_id or f"sha1:{hashlib.sha1(head, usedforsecurity=False).hexdigest()}"
 
 
 class SessionTurn(NamedTuple):
@@ -3319,10 +3304,9 @@ class SessionIndex:
         """{"count": sessions known, "newest": the most recently used ones, newest first}."""
         with self._sessions_lock:
             self._forget(now)
-            recent = islice(reversed(self._turns.items()), newest)
             shown = [
                 {"session_id": session_id, "turns": [turn.body(now) for turn in turns]}
-                for session_id, turns in recent
+                for session_id, turns in islice(reversed(self._turns.items()), newest)
             ]
             return {"count": len(self._turns), "newest": shown}
 
@@ -3335,41 +3319,31 @@ class SessionIndex:
 
 
 class SessionTurnStore:
-    """What each session's conversation was, a digest per message; the least used goes first."""
+    """The messages of each session's last request, and of its longest past, as digests."""
 
-    MOST: Final = 1_000  # sessions
+    MOST: Final = 2_000  # records, two for a session; the least recently used go first
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()
-        self._linear: _Digests = OrderedDict()  # guarded by it: canonical, longest that only grew
-        self._last: _Digests = OrderedDict()  # guarded by it: the last one, as sent
+        self._records: OrderedDict[tuple[str, bool], Sequence[object]] = OrderedDict()  # guarded
 
-    def linear(self, session_id: str) -> Sequence[object]:
+    def exchange_last(
+        self, session_id: str, digests: Sequence[object], *, only_grows: bool = False
+    ) -> int:
+        """How many messages are as in the record; `only_grows`: the one that these must extend."""
         with self._turns_lock:
-            return self._linear.get(session_id, ())
-
-    def keep_linear(self, session_id: str, digests: Sequence[object]) -> None:
-        self._keep(self._linear, session_id, digests=digests)
-
-    def exchange_last(self, session_id: str, digests: Sequence[object]) -> int:
-        """How many messages are as in the session's last request; this is the last one now."""
-        with self._turns_lock:
-            before = self._last.get(session_id, ())
-        self._keep(self._last, session_id, digests=digests)
-        return _message_diff(before, digests)
-
-    def _keep(self, kept: _Digests, session_id: str, *, digests: Sequence[object]) -> None:
-        with self._turns_lock:
-            kept[session_id] = digests
-            kept.move_to_end(session_id)
-            while len(kept) > self.MOST:
-                kept.popitem(last=False)
+            before = self._records.pop((session_id, only_grows), ())
+            stable = _message_diff(before, digests)
+            stays = only_grows and not stable == len(before) < len(digests)
+            self._records[session_id, only_grows] = before if stays else digests
+            if len(self._records) > self.MOST:
+                self._records.popitem(last=False)
+        return stable
 
 
 def _message_diff(before: Sequence[object], now: Sequence[object]) -> int:
     """How many leading messages agree."""
-    pairs = zip(before, now, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return sum(takewhile(bool, map(lambda old, new: old == new, before, now)))
 
 
 def _update_session_turn_store(
@@ -3377,11 +3351,7 @@ def _update_session_turn_store(
 ) -> int:
     """How many messages are as the session's record has them; recorded if they extend it."""
     # A sub-agent, a title request or an edit under the same id does not: the main record stays.
-    before = store.linear(session_id)
-    stable = _message_diff(before, digests)
-    if stable == len(before) < len(digests):
-        store.keep_linear(session_id, digests)
-    return stable
+    return store.exchange_last(session_id, digests, only_grows=True)
 
 
 # endregion

@@ -75,7 +75,7 @@ def test_a_request_line_shows_what_it_was_given():
 
 def test_counters_start_at_zero_and_lose_nothing_between_threads():
     metrics = CacheMetrics()
-    assert metrics.snapshot() == dict.fromkeys(CacheMetrics.NAMES, 0)
+    assert set(metrics.snapshot().values()) == {0}
 
     def work():
         for _ in range(2000):
