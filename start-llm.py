@@ -2259,7 +2259,7 @@ class Template:
 #     tokens     |fed, generated|suffix|
 #
 # A transcript is recorded after each whole reply, under the chain that ends in it: the tokens
-# since its past's, what it told of volatile fields, and the replies' thinking, which a client may
+# since its past's, what was told of volatile fields, and the replies' thinking, which a client may
 # leave out but not change. Prompt boundaries need none: rendered again they are the same tokens.
 # Not by session id (sub-agents share one), not by a table of templates (RENDER asks the template).
 #
@@ -2267,29 +2267,18 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  350
+# Budget  287
 # ==============================================================================
 
-_Place = tuple[int, str, int]  # message, rule, how many of that rule came before it in the message
+_Place = tuple[int, str]  # message, rule
 _ASKING: Final = frozenset({"user", "tool"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
+class _Told(NamedTuple):
     """What the model was told of volatile fields on the way to some message."""
 
-    pins: Mapping[_Place, str] = field(default_factory=dict)
+    pins: Mapping[_Place, set[str]] = {}
     notes: tuple[str, ...] = ()  # in the order of telling
-
-    def then(self, later: _Told) -> _Told:
-        return _Told({**self.pins, **later.pins}, self.notes + later.notes)
-
-    def knows(self, note: str, wanted: frozenset[str]) -> bool:
-        """Whether it was told, and since then only what the client still sends."""
-        if note not in self.notes:
-            return False
-        last = self.notes[::-1].index(note)  # how much was told since
-        return wanted.issuperset(self.notes[len(self.notes) - last :])
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -2298,21 +2287,22 @@ class Transcript:
 
     draft: Draft  # its prompt, without messages and tokens
     reply: Generated  # without its tokens
-    ids: npt.NDArray[np.int32]  # all tokens that are not its past's, the end token included
-    depth: int  # messages, the reply included
-    thoughts: Mapping[int, str]  # by message: the thinking of the replies that are its own
+    ids: npt.NDArray[np.int32]  # behind its past's; no end token, the template has its own there
+    thoughts: tuple[str, ...]  # of each message, the reply included; of replayed ones as generated
     used: float  # seconds on the caller's clock
     holders: int = 0  # its place under a key, and the transcripts that go on from it
 
-    def __len__(self) -> int:
-        return self.draft.kept + len(self.ids)
-
     @property
     def nbytes(self) -> int:
-        told = self.draft.told
-        texts = (*self.thoughts.values(), *told.pins.values(), *told.notes)
-        n_pointers = len(self.draft.rendered.boundaries) + len(self.reply.hashes)
-        return self.ids.nbytes + sum(map(len, texts)) + 8 * n_pointers + 1_000
+        """Texts are counted as much as the tokens that tell them."""
+        told, positions = self.draft.told, self.draft.rendered.boundaries
+        n_pointers = sum(map(len, (positions, self.reply.hashes, self.thoughts, told.notes)))
+        return 2 * self.ids.nbytes + 8 * n_pointers + 300 * len(told.pins) + 1_000
+
+    def fits(self, turns: Sequence[Turn]) -> bool:
+        """Whether all thinking that the client sent is what was generated there."""
+        pairs = zip(turns, self.thoughts, strict=False)
+        return all(turn.thought in ("", thought) for turn, thought in pairs)
 
     def line(self) -> Iterator[Transcript]:
         """This one, its past, and so on."""
@@ -2320,19 +2310,6 @@ class Transcript:
         while node is not None:
             yield node
             node = node.draft.past
-
-    def tokens(self, length: int) -> npt.NDArray[np.int32]:
-        """The first `length` tokens of prompt and reply."""
-        parts = []
-        for node in self.line():
-            parts.append(node.ids[: max(0, length - node.draft.kept)])
-            length = min(length, node.draft.kept)
-        return np.concatenate(parts[::-1])
-
-    def thought(self, turns: Sequence[Turn]) -> bool:
-        """Whether all thinking that the client sent is what was generated there."""
-        own = (item for node in self.line() for item in node.thoughts.items())
-        return all(turns[at].thought in ("", thought) for at, thought in own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2353,7 +2330,7 @@ class Draft:
     rendered: Rendered = field(default_factory=Rendered)
     turns: tuple[Turn, ...] = ()
     keys: tuple[bytes, ...] = ()  # the world, then one for each turn and all before it
-    told: _Told = field(default_factory=_Told)  # by this prompt, beyond its past
+    told: _Told = field(default_factory=_Told)  # by this prompt and its past
     past: Transcript | None = None
     kept: int = 0  # tokens of the past
     fallback: str = ""  # why a longer past was not replayed
@@ -2389,11 +2366,11 @@ class Ledger:
         Raises BadRequest when the template refuses the messages.
         """
         turns = template.canonical(request.messages)
-        if n_dropped := sum(turn.n_dropped for turn in turns):
-            self._metrics.bump("telemetry_dropped", n_dropped)
+        self._metrics.bump("telemetry_dropped", sum(turn.n_dropped for turn in turns))
         plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
         why = ""
-        for past in self._candidates(plain, session=request.session.session_id or "", now=now):
+        found = self._candidates(plain, session=request.session.session_id or "", now=now)
+        for past in islice(found, self.TRIES):
             try:
                 draft = self._replay(request, template, past=past, draft=plain)
                 break
@@ -2402,15 +2379,13 @@ class Ledger:
                 why = why or str(miss)
         else:
             draft = self._as_sent(request, template, draft=plain)
-        if why:
-            self._metrics.bump("ledger_seam_fallback")
-        if (excess := len(draft.rendered.ids) - room) > 0:
-            healed = _heal_messages([turn.message for turn in turns], self._healing)
-            thoughts = (message.get("reasoning_content", "") for message in healed)
-            if excess <= sum(len(thought.encode()) for thought in thoughts):  # bytes >= tokens
-                messages, told = _tell(turns, 0, known=_Told())
-                bare = _without_past_thinking(messages)
-                draft = replace(plain, rendered=template.prompt(request, bare), told=told)
+        self._metrics.bump("ledger_seam_fallback", bool(why))
+        if len(draft.rendered.ids) > room:  # then only the current tool loop keeps its thinking
+            messages, told = _tell(turns, 0, known=_Told())
+            users = [at for at, turn in enumerate(turns) if turn.role == "user"]
+            for message in messages[: users[-1] if users else 0]:
+                message.pop("reasoning_content", None)
+            draft = replace(plain, rendered=template.prompt(request, messages), told=told)
         return replace(draft, fallback=why)
 
     def snapshot(self) -> dict[str, int]:
@@ -2422,10 +2397,7 @@ class Ledger:
     def clear(self) -> None:
         """Forget everything, as the cache does when it is cleared."""
         with self._ledger_lock:
-            for past in itertools.chain.from_iterable(self._pasts.values()):
-                self._hold(past, by=-1)
-            self._pasts.clear()
-            self._heads.clear()
+            self._pasts, self._heads, self._nbytes = OrderedDict(), OrderedDict(), 0
 
     def record(
         self, draft: Draft, template: Template, *, reply: Message, generated: Generated
@@ -2434,26 +2406,30 @@ class Ledger:
         turn = template.canonical([reply])[0]
         self._healing.remember(turn.message)
         keys = (*draft.keys, *_chain(draft.keys[-1], [turn])[1:])
-        start = draft.past.depth if draft.past else 0
-        own = enumerate([*draft.turns, turn][start:], start)
         ids = np.concatenate([draft.rendered.ids[draft.kept :], np.array(generated.ids, np.int32)])
         positions = replace(draft.rendered, ids=ids[:0], text="")
+        thoughts = draft.past.thoughts if draft.past else ()
+        own = [*draft.turns, turn][len(thoughts) :]
         past = Transcript(
             draft=replace(draft, rendered=positions, turns=(), keys=()),
             reply=replace(generated, ids=()),
-            ids=ids,
-            depth=len(keys) - 1,
-            thoughts={at: one.thought for at, one in own if one.role == "assistant"},
+            ids=ids if generated.ended is None else ids[:-1],
+            thoughts=(*thoughts, *(one.thought for one in own)),
             used=generated.at,
         )
         with self._ledger_lock:
             others = self._pasts.setdefault(keys[-1], [])
             others.append(past)
             self._hold(past)
-            while len(others) > self.ALTERNATIVES:
+            if len(others) > self.ALTERNATIVES:
                 self._hold(others.pop(0), by=-1)
-            self._touch(keys, past, now=past.used)
+            self._touch(keys)
             self._forget(past.used)
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self._pasts:
+                self._pasts.move_to_end(key)
 
     def _forget(self, now: float) -> None:
         idle, most = self._config.ledger_ttl_seconds, self._config.ledger_max_bytes
@@ -2474,50 +2450,36 @@ class Ledger:
                 return
             self._nbytes += by * node.nbytes
 
-    def _candidates(self, draft: Draft, *, session: str, now: float) -> list[Transcript]:
+    def _candidates(self, draft: Draft, *, session: str, now: float) -> Iterator[Transcript]:
         """Pasts that end in a reply and leave a newest message to render, the longest first."""
-        keys, turns = draft.keys, draft.turns
-        found: list[Transcript] = []
-        newest = max((i for i, turn in enumerate(turns) if turn.role in _ASKING), default=0)
+        newest = max((i for i, turn in enumerate(draft.turns) if turn.role in _ASKING), default=0)
         with self._ledger_lock:
             self._forget(now)
-            for depth in range(newest, 0, -1):
-                # one does not fit where the client sent other thinking than was generated
-                fits = [past for past in self._pasts.get(keys[depth], ()) if past.thought(turns)]
-                if fits:
-                    best = max(fits, key=lambda past: (past.reply.session == session, past.used))
-                    self._touch(keys, best, now=now)
-                    found.append(best)
-                if len(found) == self.TRIES:
-                    break
-        return found
-
-    def _touch(self, keys: Sequence[bytes], past: Transcript, *, now: float) -> None:
-        for node in past.line():
-            node.used = now
-            if keys[node.depth] in self._pasts:
-                self._pasts.move_to_end(keys[node.depth])
+            self._touch(draft.keys)
+            known = [list(self._pasts.get(key, ())) for key in draft.keys[newest:0:-1]]
+        for pasts in known:
+            if fits := [past for past in pasts if past.fits(draft.turns)]:
+                best = max(fits, key=lambda past: (past.reply.session == session, past.used))
+                best.used = now
+                yield best
 
     def _replay(
         self, request: ChatRequest, template: Template, *, past: Transcript, draft: Draft
     ) -> Draft:
         """The past with what is new behind it. Raises Unspliceable."""
-        line = [node.draft.told for node in past.line()][::-1]
-        pins = {place: value for told in line for place, value in told.pins.items()}
-        known = _Told(pins, tuple(note for told in line for note in told.notes))
-        new, told = _tell(draft.turns, past.depth, known=known)
-        has_thoughts = any(thought for node in past.line() for thought in node.thoughts.values())
+        depth, is_cut = len(past.thoughts), past.reply.ended is None
+        new, told = _tell(draft.turns, depth, known=past.draft.told)
         is_new_turn = any(message["role"] == "user" for message in new)
-        if has_thoughts and is_new_turn and not self._config.preserve_thinking:
+        if any(past.thoughts) and is_new_turn and not self._config.preserve_thinking:
             raise Unspliceable("thinking is not preserved")
-        old = [turn.message for turn in draft.turns[: past.depth]]
-        new, is_cut = _heal_messages(new, self._healing), past.reply.ended is None
+        old = [turn.message for turn in draft.turns[:depth]]
+        new = _heal_messages(new, self._healing)
         suffix = template.suffix(request, old, new=new, is_cut=is_cut)
-        kept = len(past) - (not is_cut)  # the suffix begins with an end token
-        before, user = past.draft.rendered, suffix.last_user_start
+        ids = [node.ids for node in past.line()][::-1]
+        kept, before, user = sum(map(len, ids)), past.draft.rendered, suffix.last_user_start
         rendered = replace(
             suffix,
-            ids=np.concatenate([past.tokens(kept), suffix.ids]),
+            ids=np.concatenate([*ids, suffix.ids]),
             boundaries=(*before.boundaries, *(kept + b for b in suffix.boundaries)),
             system_end=before.system_end,
             last_user_start=before.last_user_start if user is None else kept + user,
@@ -2529,75 +2491,50 @@ class Ledger:
         """All messages rendered; the head as it was first rendered for anybody."""
         turns = draft.turns
         n_head = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
-        head, known = [turn.message for turn in turns[:n_head]], _Told(_pins(turns[:n_head]))
-        if known.pins and any(turn.role in _ASKING for turn in turns):  # somewhere to restate
+        head, told = _tell(turns[:n_head], 0, known=_Told())
+        if told.pins and any(turn.role in _ASKING for turn in turns):  # somewhere to restate
             # why(L-38): the first rendering stays, or a new id would move all that follows it.
             with self._ledger_lock:
-                head, known = self._heads.setdefault(draft.keys[n_head], (head, known))
+                head, told = self._heads.setdefault(draft.keys[n_head], (head, told))
                 self._heads.move_to_end(draft.keys[n_head])
                 if len(self._heads) > self.MAX_HEADS:
                     self._heads.popitem(last=False)
-        rest, told = _tell(turns, n_head, known=known)
+        rest, told = _tell(turns, n_head, known=told)
         messages = _heal_messages([*head, *rest], self._healing)
-        return replace(draft, rendered=template.prompt(request, messages), told=known.then(told))
-
-
-def _places(turns: Iterable[Turn], start: int = 0) -> Iterator[tuple[_Place, Volatile]]:
-    for at, turn in enumerate(turns, start):
-        seen: Counter[str] = Counter()
-        for one in turn.fields:
-            if one.kind == "pinned":
-                yield (at, one.rule, seen[one.rule]), one
-                seen[one.rule] += 1
-
-
-def _pins(turns: Iterable[Turn], start: int = 0) -> dict[_Place, str]:
-    return {place: one.value for place, one in _places(turns, start)}
+        return replace(draft, rendered=template.prompt(request, messages), told=told)
 
 
 def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Message], _Told]:
-    """The messages from `start` on as the model shall see them, and what they tell it.
+    """Copies of the messages from `start` on as the model shall see them; all it is told by then.
 
     Pinned or transient values that the past tells otherwise are restated in the newest message.
     """
-    wanted = frozenset(note.value for turn in turns for note in turn.notes)
-    past = list(_places(turns[:start]))
-    stale = [(place, one) for place, one in past if known.pins.get(place) != one.value]
-    lines = [one.text.strip() or f"[{one.rule} is now {one.value}]" for _, one in stale]
-    notes = [note.value for turn in turns[:start] for note in turn.notes]
-    missed = tuple(dict.fromkeys(note for note in notes if note not in known.notes))
-    told = _Told({place: one.value for place, one in stale})
+    pins: dict[_Place, set[str]] = {}
+    stale = []
+    for at, one in ((at, one) for at, turn in enumerate(turns) for one in turn.fields):
+        if one.kind == "pinned":
+            pins.setdefault((at, one.rule), set()).add(one.value)
+            if at < start and one.value not in known.pins.get((at, one.rule), ()):
+                stale.append(one.text.strip() or f"[{one.rule} is now {one.value}]")
+    lines = "\n".join(dict.fromkeys(stale))
+    missed = [n for turn in turns[:start] for n in turn.notes if n.value not in known.notes]
+    wanted = {note.value for turn in turns for note in turn.notes}
+    # what was told, and since then only what the client still sends, is not repeated
+    heard = set(takewhile(wanted.__contains__, reversed(known.notes)))
     newest = max((i for i, turn in enumerate(turns) if turn.role in _ASKING), default=-1)
-    messages = []
+    messages, notes = [], list(known.notes)
     for at, turn in enumerate(turns[start:], start):
-        message = turn.message
-        if any(turn.notes):
-            message, news = _worded(turn, known.then(told), wanted=wanted)
-            told = told.then(_Told(notes=news))
-        if at == newest and (lines or missed):
-            extra = filter(None, [message["content"], "\n".join(dict.fromkeys(lines)), *missed])
-            message = {**message, "content": "\n\n".join(extra)}
-            told = told.then(_Told(notes=missed))
-        messages.append(message)
-    return messages, told.then(_Told(_pins(turns[start:], start)))
-
-
-def _worded(turn: Turn, known: _Told, *, wanted: frozenset[str]) -> tuple[Message, tuple[str, ...]]:
-    """A new message with its notes, and those that it tells; what is known is not repeated."""
-    new = dict.fromkeys(n.value for n in turn.notes if not known.knows(n.value, wanted))
-    sent: str = turn.message["content"]
-    old = [one for one in turn.fields if one.kind == "transient" and one.value not in new]
-    content = replaced(sent, old, stand_in=lambda _: "")
-    head, tail = ([n.value for n in notes if n.value in new] for notes in (turn.head, turn.tail))
-    return {**turn.message, "content": "\n\n".join([*head, content, *tail])}, tuple(new)
-
-
-def _without_past_thinking(messages: Sequence[Message]) -> list[Message]:
-    """What a template that strips thinking would see; the current tool loop keeps its own."""
-    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
-    old = users[-1] if users else 0
-    bare = ({k: v for k, v in m.items() if k != "reasoning_content"} for m in messages[:old])
-    return [*bare, *messages[old:]]
+        tail = (*turn.tail, *missed) if at == newest else turn.tail
+        carried = [note for note in turn.fields if note.kind == "transient"]
+        news = dict.fromkeys(n.value for n in (*turn.head, *carried, *tail) if n.value not in heard)
+        old = [note for note in carried if note.value not in news]
+        content = replaced(turn.message["content"], old, stand_in=lambda _: "")
+        above, below = ([n.value for n in some if n.value in news] for some in (turn.head, tail))
+        said = [*above, content, *below, lines if at == newest else ""]
+        messages.append({**turn.message, "content": "\n\n".join(filter(None, said))})
+        heard.update(news)
+        notes += news
+    return messages, _Told({**known.pins, **pins}, tuple(notes))
 
 
 # endregion
