@@ -2599,17 +2599,15 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # accident: writing to one array object through two caches overwrote a stored past (L-03).
 # Copies are contiguous and evaluated: a lazy view pins its whole parent buffer (L-06).
 #
-# Doors   KvCache, KvShape, Span, StateSnapshot, RecurrentHandles, GROWTH_TOKENS
-# Doors   new_cache, measure_kv, _kv_cache_offset, reserve, lend_span, take_span, copy_span
-# Doors   snapshot_state, restore_state, recurrent_handles, snapshot_from_handles
-# Doors   to_batch, row_from_batch, evaluate, release_buffers, cache_bytes
+# Doors   KvCache, KvShape, Span, StateSnapshot, GROWTH_TOKENS, measure_kv, _kv_cache_offset
+# Doors   evaluate, reserve, lend_span, take_span, copy_span, to_batch, row_from_batch
+# Doors   snapshot_state, restore_state, recurrent_handles
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  248
+# Budget  209
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
-RecurrentHandles = list[list[mx.array | None]]  # per recurrent leaf, its states
 GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
 
 
@@ -2625,41 +2623,39 @@ class KvShape(NamedTuple):
 class StateSnapshot(NamedTuple):
     """State leaves at one position: per leaf the upstream `state`, arrays of its own."""
 
-    leaves: tuple[Any, ...]
+    leaves: Sequence[Any]
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Attention KV of `length` consecutive tokens, all attention leaves, and nothing else."""
 
-    keys: tuple[mx.array, ...]  # evaluated `(1, n_kv_heads, capacity >= length, head_dim)`
-    values: tuple[mx.array, ...]
+    # of each leaf keys, then values: evaluated `(1, n_kv_heads, capacity >= length, head_dim)`
+    arrays: tuple[mx.array, ...]
     length: int
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.keys + self.values)
+        return sum(array.nbytes for array in self.arrays)
 
     def cut(self, start: int, end: int) -> Span:
         """A copy of tokens [start, end); this span stays as it is."""
-        return _copied_span([a[..., start:end, :] for a in self.keys + self.values], end - start)
+        return _copied_span([array[..., start:end, :] for array in self.arrays], end - start)
 
     def join(self, tail: Span) -> Span:
         """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
-        buffers, length = [*self.keys, *self.values], self.length + tail.length
-        for i, more in enumerate(tail.keys + tail.values):
+        buffers, length = list(self.arrays), self.length + tail.length
+        for i, more in enumerate(tail.arrays):
             buffers[i] = buffer = _grown(buffers[i], self.length, length=length)
             buffer[..., self.length : length, :] = more[..., : tail.length, :]
             mx.eval(buffer)  # one array at a time: at most one of them exists twice
-        return Span(tuple(buffers[: len(self.keys)]), tuple(buffers[len(self.keys) :]), length)
+        return Span(tuple(buffers), length)
 
 
 def _copied_span(views: Sequence[mx.array], length: int) -> Span:
-    """Views of all keys, then of all values."""
-    copies = tuple(mx.contiguous(view) for view in views)
+    copies = tuple(map(mx.contiguous, views))
     mx.eval(copies)
-    return Span(copies[: len(copies) // 2], copies[len(copies) // 2 :], length)
+    return Span(copies, length)
 
 
 def _grown(buffer: mx.array, used: int, *, length: int) -> mx.array:
@@ -2679,18 +2675,13 @@ def _leaves(cache: Sequence[Any]) -> Iterator[Any]:
         yield from _leaves(layer.caches) if isinstance(layer, CacheList) else (layer,)
 
 
-def _attention(cache: KvCache) -> list[KVCache]:
+def _attention(cache: KvCache) -> list[Any]:
     # why(L-05): subclasses and look-alikes (rotating, chunked) say they trim and then cannot.
-    return [leaf for leaf in _leaves(cache) if type(leaf) is KVCache]
+    return [leaf for leaf in _leaves(cache) if type(leaf) in (KVCache, BatchKVCache)]
 
 
 def _state(cache: KvCache) -> list[Any]:
-    return [leaf for leaf in _leaves(cache) if type(leaf) is not KVCache]
-
-
-def new_cache(model: Any) -> KvCache:
-    """An empty cache for one row. why(L-09): with a maximum size its layers forget in silence."""
-    return list(make_prompt_cache(model))
+    return [leaf for leaf in _leaves(cache) if type(leaf) not in (KVCache, BatchKVCache)]
 
 
 def evaluate(cache: KvCache) -> None:
@@ -2698,19 +2689,9 @@ def evaluate(cache: KvCache) -> None:
     mx.eval([layer.state for layer in cache])
 
 
-def release_buffers() -> None:
-    """Hand MLX's pool of freed buffers back to the system."""
-    mx.clear_cache()
-
-
-def cache_bytes(cache: KvCache) -> int:
-    """Bytes of all buffers, spare capacity and padding included."""
-    return sum(layer.nbytes for layer in cache)
-
-
 def measure_kv(model: Any) -> KvShape:
     """Run two tokens through the model and read what its cache weighs."""
-    cache = new_cache(model)
+    cache = make_prompt_cache(model)
     model(mx.zeros((1, 2), mx.int32), cache=cache)
     evaluate(cache)
     state = _state(cache)
@@ -2735,38 +2716,26 @@ def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
     return KvOffset(next((n for n in offsets if isinstance(n, int)), recorded))
 
 
-def snapshot_state(cache: KvCache) -> StateSnapshot:
-    """Copy the state leaves of a one-row cache, if it has any: evaluated, independent of it."""
-    return _snapshot_of(leaf.state for leaf in _state(cache))
+def snapshot_state(cache: KvCache, *, row: int = 0) -> StateSnapshot:
+    """Copy a row's state leaves, if there are any: evaluated, independent of the cache."""
+    states = [leaf.state for leaf in _state(cache)]
+    leaves = _each_array(states, lambda array: mx.contiguous(array[row : row + 1]))
+    mx.eval(leaves)
+    parts: Any = tree_flatten(leaves)  # [(path, part), ...]
+    return StateSnapshot(leaves, sum(getattr(part, "nbytes", 0) for _, part in parts))
 
 
-def _snapshot_of(states: Iterable[Any]) -> StateSnapshot:
-    leaves = tuple(map(_copied_state, states))
-    arrays = _arrays_in(leaves)
-    mx.eval(arrays)
-    return StateSnapshot(leaves, sum(a.nbytes for a in arrays))
-
-
-def _copied_state(state: Any) -> Any:
-    return tree_map(lambda x: mx.contiguous(x) if isinstance(x, mx.array) else x, state)
-
-
-def _arrays_in(state: Any) -> list[mx.array]:
-    parts: Any = tree_flatten(state)  # [(path, part), ...]
-    return [part for _, part in parts if isinstance(part, mx.array)]
-
-
-def _fresh_handles(state: Any) -> Any:
-    """The same values behind new array objects, in new lists for ArraysCache (L-04)."""
-    # why(L-03): two caches restored from one snapshot overwrote each other; a slice write changes
-    # the object it goes through, and a new handle makes the first write copy.
-    return tree_map(lambda x: x[...] if isinstance(x, mx.array) else x, state)
+def _each_array(state: Any, change: Callable[[mx.array], mx.array]) -> Any:
+    """The same lists and tuples, new ones (L-04), with every array changed."""
+    return tree_map(lambda part: change(part) if isinstance(part, mx.array) else part, state)
 
 
 def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
     """Put a snapshot into the state leaves of `cache`; the snapshot stays usable."""
+    # why(L-03): two caches restored from one snapshot overwrote each other; a slice write changes
+    # the object it goes through, and a new handle makes the first write copy.
     for leaf, state in zip(_state(cache), snapshot.leaves, strict=True):
-        leaf.state = _fresh_handles(state)
+        leaf.state = _each_array(state, lambda array: array[...])
 
 
 def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
@@ -2781,29 +2750,27 @@ def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
 
 def lend_span(cache: KvCache, span: Span) -> None:
     """Move a span's buffers into the empty attention leaves; the span must not be used again."""
-    for leaf, keys, values in zip(_attention(cache), span.keys, span.values, strict=True):
-        leaf.state = (keys, values, span.length)
+    pairs = itertools.batched(span.arrays, 2)
+    for leaf, pair in zip(_attention(cache), pairs, strict=True):
+        leaf.state = (*pair, span.length)
 
 
 def take_span(cache: KvCache, length: int) -> Span:
     """Move the attention buffers, `length` tokens deep, out of a one-row cache, now spent."""
     leaves = _attention(cache)
     assert all(leaf.offset == length for leaf in leaves), "attention layers disagree on depth"
-    span = Span(tuple(x.keys for x in leaves), tuple(x.values for x in leaves), length)
-    mx.eval(span.keys, span.values)
-    return span
+    arrays = tuple(array for leaf in leaves for array in (leaf.keys, leaf.values))
+    mx.eval(arrays)
+    return Span(arrays, length)
 
 
-def copy_span(cache: KvCache, end: int, *, row: int | None = None) -> Span:
-    """Copy tokens [0, end) out of a cache in use: a one-row cache, or one row of a batch."""
-    starts = [(leaf, 0) for leaf in _attention(cache)]  # of a row's tokens
-    if row is not None:
-        batch = (leaf for leaf in _leaves(cache) if type(leaf) is BatchKVCache)
-        starts = [(leaf, leaf.left_padding.tolist()[row]) for leaf in batch]
-    at = slice(row or 0, (row or 0) + 1)
-    keys = [leaf.keys[at, :, start : start + end] for leaf, start in starts]
-    values = [leaf.values[at, :, start : start + end] for leaf, start in starts]
-    return _copied_span(keys + values, end)
+def copy_span(cache: KvCache, end: int, *, row: int) -> Span:
+    """Copy tokens [0, end) of one row out of a cache in use, be it a batch or the row's own."""
+    views = []
+    for leaf in _attention(cache):
+        start = leaf.left_padding.tolist()[row] if type(leaf) is BatchKVCache else 0
+        views += [a[row : row + 1, :, start : start + end] for a in (leaf.keys, leaf.values)]
+    return _copied_span(views, end)
 
 
 def to_batch(cache: KvCache) -> KvCache:
@@ -2815,25 +2782,19 @@ def row_from_batch(cache: KvCache, row: int) -> KvCache:
     """One row of a batch as a cache of its own: contiguous, evaluated, sharing nothing."""
     single: KvCache = [layer.extract(row) for layer in cache]
     for leaf in _state(single):
-        leaf.state = _copied_state(leaf.state)
+        leaf.state = _each_array(leaf.state, mx.contiguous)
     evaluate(single)
     return single
 
 
-def recurrent_handles(cache: KvCache) -> RecurrentHandles | None:
-    """Handles on the recurrent states as they are now; None for models with other state leaves."""
+def recurrent_handles(cache: KvCache) -> KvCache | None:
+    """The recurrent leaves as they are now, for a snapshot; None where other state leaves are."""
     # These states are replaced at each step, never written to as a window is: keeping the handles
     # of one step is free and gives the position before the end token (L-10).
-    leaves = list(_leaves(cache))
-    if any(hasattr(leaf, "max_size") for leaf in leaves):
+    leaves = _state(cache)
+    if not all(isinstance(leaf, ArraysCache) for leaf in leaves):
         return None
-    return [list(leaf.cache) for leaf in leaves if isinstance(leaf, ArraysCache)] or None
-
-
-def snapshot_from_handles(handles: RecurrentHandles, *, row: int) -> StateSnapshot:
-    """What `snapshot_state` would have returned when the handles were taken, for one row."""
-    rows = [[None if a is None else a[row : row + 1] for a in slots] for slots in handles]
-    return _snapshot_of((slots, None, None) for slots in rows)
+    return [ArraysCache.from_state((list(leaf.cache), None, None)) for leaf in leaves] or None
 
 
 # endregion
@@ -3038,7 +2999,7 @@ class LRUPromptCache:
             child.parent = rest
         line.children = [child for child in line.children if child.start <= depth]
         line.children.append(self._enter(rest))
-        line.span = Span(line.span.keys, line.span.values, depth - line.start)
+        line.span = line.span._replace(length=depth - line.start)
         self._shorten(line, depth)
 
     def _shorten(self, line: Line, depth: int) -> None:
@@ -3848,9 +3809,8 @@ class Row:
     def read_span(self, end: int) -> Span:
         """Copy KV [0, end) while the row runs, wherever it lies now."""
         if (group := self.group) is None:
-            return copy_span(self.cache, end)
-        index = group.rows.index(self) if len(group.rows) > 1 else None
-        return copy_span(group.batch.prompt_cache, end, row=index)
+            return copy_span(self.cache, end, row=0)
+        return copy_span(group.batch.prompt_cache, end, row=group.rows.index(self))
 
     def tell(self, token: int, *, logprobs: mx.array) -> None:
         """Add a token. `logprobs`: `(vocab,)`, of all tokens in the place of this one."""
@@ -3882,7 +3842,7 @@ class Group:
             return loaded.model(inputs, cache=cache)
 
         self.rows = [row]
-        self._before: RecurrentHandles | None = None
+        self._before: KvCache | None = None
         self.batch = GenerationBatch(
             opening if rest.size else loaded.model,
             [0],
@@ -3932,7 +3892,7 @@ class Group:
     def leave(self, row: Row) -> StateSnapshot | None:
         """Take a row out, its KV back in `row.cache`; returns its state before the last token."""
         index = self.rows.index(row)
-        before = snapshot_from_handles(self._before, row=index) if self._before else None
+        before = snapshot_state(self._before, row=index) if self._before else None
         row.cache = self.batch.prompt_cache
         if len(self.rows) > 1:
             row.cache = row_from_batch(self.batch.prompt_cache, index)
@@ -4011,7 +3971,8 @@ class Scheduler:
 
     def _make_room(self, job: Job, reuse: Reuse) -> bool:
         """Evict until the row's buffers fit beside everything else."""
-        running = sum(cache_bytes(group.batch.prompt_cache) for group in self.groups)
+        decoding = (layer for group in self.groups for layer in group.batch.prompt_cache)
+        running = sum(layer.nbytes for layer in decoding)
         running += sum(self._row_bytes(row.job.n_prompt) for row in self.prefilling)
         moved = reuse.depth * self.shape.token_bytes if reuse.layer == "line" else 0
         return self.cache.evict_to_fit(running + self._row_bytes(job.n_prompt) - moved)
@@ -4030,7 +3991,7 @@ class Scheduler:
         job = ticket.job
         reuse = self.cache.find(job.prompt)  # again: making room may have evicted what was found
         line, span = self.cache.acquire(reuse, job.prompt)
-        cache = new_cache(self.loaded.model)
+        cache = make_prompt_cache(self.loaded.model)  # why(L-09): of no maximum size
         offset = KvOffset(0)
         if span is not None:
             lend_span(cache, span)
@@ -4066,7 +4027,7 @@ class Scheduler:
             pending = pending[: self._slice_length(row)]
             self.loaded.model(mx.array(pending)[None], cache=row.cache)
             evaluate(row.cache)
-            release_buffers()
+            mx.clear_cache()
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
             row.fed += len(pending)
             row.line.end = row.fed
@@ -4298,7 +4259,7 @@ class Engine:
                     item(scheduler)
                 item = self._inbox.get_nowait()
         if not scheduler.busy:
-            release_buffers()
+            mx.clear_cache()
 
     def _publish(self, scheduler: Scheduler) -> None:
         self._report = {

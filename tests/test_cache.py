@@ -39,12 +39,12 @@ def span_of(tokens, capacity=None):
     keys = mx.array(padded, mx.float32).reshape(1, 1, -1, 1)
     values = -keys
     mx.eval(keys, values)
-    return s.Span((keys,), (values,), len(tokens))
+    return s.Span((keys, values), len(tokens))
 
 
 def tokens_in(span):
-    keys = span.keys[0].reshape(-1)[: span.length].tolist()
-    assert [-v for v in span.values[0].reshape(-1)[: span.length].tolist()] == keys
+    keys, values = (array.reshape(-1)[: span.length].tolist() for array in span.arrays)
+    assert [-v for v in values] == keys
     return [int(k) for k in keys]
 
 

@@ -292,8 +292,7 @@ def doubled_token(monkeypatch):
 
 
 def shared_state(monkeypatch):
-    monkeypatch.setattr(s, "_fresh_handles", lambda state: state)
-    monkeypatch.setattr(s, "_copied_state", lambda state: state)
+    monkeypatch.setattr(s, "_each_array", lambda state, change: state)
     monkeypatch.setattr(
         s.Span, "cut", lambda span, start, end: span if start == 0 else real_cut(span, start, end)
     )

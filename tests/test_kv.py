@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
+from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -45,7 +46,8 @@ def window_leaf(n_tokens, window=8):
 
 
 def contents(leaf):
-    return [np.array(a).tolist() for a in s._arrays_in(leaf.state)]
+    parts = (part for _, part in tree_flatten(leaf.state))
+    return [np.array(part).tolist() for part in parts if isinstance(part, mx.array)]
 
 
 @pytest.mark.parametrize("make", [lambda: recurrent_leaf(1.0), lambda: window_leaf(20)])
@@ -75,11 +77,11 @@ def test_a_cut_is_a_copy_and_a_join_continues_it():
     span = s.take_span(cache, 600)
     head, tail = span.cut(0, 300), span.cut(300, 600)
     joined = head.join(tail)
-    for array in joined.keys:
-        assert tokens_of(array, 600) == list(range(600))
-    joined.keys[0][..., 0:5, :] = 77
-    assert tokens_of(span.keys[0], 600) == list(range(600))
-    assert tokens_of(tail.keys[0], 300) == list(range(300, 600))
+    for keys, values in zip(joined.arrays[::2], joined.arrays[1::2], strict=True):
+        assert tokens_of(keys, 600) == tokens_of(-values, 600) == list(range(600))
+    joined.arrays[0][..., 0:5, :] = 77
+    assert tokens_of(span.arrays[0], 600) == list(range(600))
+    assert tokens_of(tail.arrays[0], 300) == list(range(300, 600))
 
 
 def test_taking_and_lending_moves_the_buffers():
@@ -122,12 +124,13 @@ def test_a_row_of_a_batch_is_its_own():
         for layer, other in zip(batch, s.to_batch(row), strict=True):
             layer.extend(other)
     for index, n in enumerate((5, 9, 7)):
-        assert tokens_of(s.copy_span(batch, n - 1, row=index).keys[0], n - 1) == list(range(n - 1))
+        keys, values = s.copy_span(batch, n - 1, row=index).arrays
+        assert tokens_of(keys, n - 1) == tokens_of(-values, n - 1) == list(range(n - 1))
         single = s.row_from_batch(batch, index)
         assert tokens_of(single[0].keys, n) == list(range(n)) and single[0].offset == n
         assert contents(single[1]) == contents(recurrent_leaf(float(n)))
         before = s.recurrent_handles(batch)
-        (state,) = s.snapshot_from_handles(before, row=index).leaves
+        (state,) = s.snapshot_state(before, row=index).leaves
         assert [np.array(a).tolist() for a in state[0]] == contents(recurrent_leaf(float(n)))
 
 
