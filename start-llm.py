@@ -103,7 +103,6 @@ from typing import (
     NamedTuple,
     NewType,
     NotRequired,
-    Protocol,
     Self,
     TypedDict,
     override,
@@ -2814,10 +2813,10 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # Tried and dropped: shared segments between branch points. The common case, one conversation
 # growing, then copied its whole prefix at each turn.
 #
-# Doors   LRUPromptCache, Prompt, Line, Reuse, Lender, TokenArray
+# Doors   LRUPromptCache, Prompt, Line, Reuse, TokenArray
 # Knows   CONFIG, LOG, KV
 # Thread  model only
-# Budget  337
+# Budget  289
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
@@ -2825,12 +2824,6 @@ Layer = Literal["exact", "line", "checkpoint", "branch", "miss"]
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
 CHECKPOINT_SHARE: Final = 0.25  # of the byte budget, for one line's checkpoints
-
-
-class Lender(Protocol):
-    """The running row that holds a lent line's KV."""
-
-    def read_span(self, end: int) -> Span: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)  # eq would ask arrays for a truth value
@@ -2846,14 +2839,13 @@ class Prompt:
 class Line:
     """One conversation tip. While lent, `span` is None and `end` is how far its row has got."""
 
-    prompt: Prompt  # the whole path from position 0; of `end` tokens at rest
+    prompt: Prompt  # the whole path from position 0, at least to `end`
     parent: Line | None = None
     start: int = 0
     end: int = 0
     span: Span | None = None  # KV of [start, end); [0, start) is the parent's
     checkpoints: dict[int, StateSnapshot] = field(default_factory=dict)
-    children: list[Line] = field(default_factory=list)
-    lender: Lender | None = None
+    lender: Callable[[int], Span] | None = None  # copies [0, n) from the row that holds the KV
     last_used: float = 0.0
     uses: int = 0
 
@@ -2865,10 +2857,10 @@ class Line:
     def nbytes(self) -> int:
         return self.state_bytes + (self.span.nbytes if self.span else 0)
 
-    @property
-    def held_by_children(self) -> int:
-        """Depth below which branches need this line's KV."""
-        return max((child.start for child in self.children), default=0)
+    def checkpoints_to(self, limit: int) -> dict[int, StateSnapshot]:
+        """All on the path from position 0 to `limit`, those of its parents included."""
+        earlier = self.parent.checkpoints_to(min(limit, self.start)) if self.parent else {}
+        return earlier | {p: s for p, s in self.checkpoints.items() if p <= limit}
 
 
 class Reuse(NamedTuple):
@@ -2901,11 +2893,14 @@ class LRUPromptCache:
 
     def find(self, prompt: Prompt) -> Reuse:
         """The deepest exact prefix held, short of the last token; mutates nothing but a counter."""
-        lines = self.lines if self._config.prompt_cache_max_entries_global else []
-        lines = [line for line in lines if line.prompt.root == prompt.root]
+        limit = self._config.prompt_cache_max_entries_global
+        lines = [line for line in self.lines if limit and line.prompt.root == prompt.root]
+        lines.sort(key=lambda line: line.last_used, reverse=True)
         most = len(prompt.tokens) - 1
         shared = [min(self._shared(line.prompt, prompt), most) for line in lines]
-        best = max(map(self._reusable, lines, shared), key=_rank, default=Reuse(None, 0))
+        # Longest first, promises included; of equals one that needs no copy, then the newest.
+        found = [Reuse(None, 0), *map(self._reusable, lines, shared)]
+        best = max(found, key=lambda x: (max(x.depth, x.promised), x.depth, x.layer == "line"))
         matched = max((min(n, x.end) for x, n in zip(lines, shared, strict=True)), default=0)
         if matched >= self._config.prompt_cache_block_size and not max(best.depth, best.promised):
             self.metrics.bump("hybrid_trim_miss")
@@ -2928,8 +2923,11 @@ class LRUPromptCache:
         promised = shared if line.lender is not None and shared > line.end else 0
         layer: Layer = "branch"
         if self._shape.has_state:
-            layer, (depth, state) = "checkpoint", _deepest_checkpoint(line, depth)
-        if depth in (0, line.end):
+            usable = line.checkpoints_to(depth)
+            depth = max(usable, default=0)
+            layer, state = "checkpoint", usable.get(depth)
+        is_whole = depth == line.end and line.lender is None
+        if is_whole or depth == 0:
             layer = "line" if depth else "miss"
         return Reuse(line, depth, promised, state, layer)
 
@@ -2943,48 +2941,37 @@ class LRUPromptCache:
             return self._enter(Line(prompt)), None
         line.uses += 1
         line.last_used = self.clock()
-        if line.lender is not None or line.end - depth > depth:
-            branch = Line(prompt, parent=line, start=depth, end=depth)
+        if (span := self._move(line, depth)) is None:
             span = self._copy(line, depth)
-            line.children.append(self._enter(branch))
-            return branch, span
-        if depth < line.end:
-            self._split(line, depth)
-        span = self._take(line)
+            line = self._enter(Line(prompt, parent=line, start=depth, end=depth))
         line.prompt = prompt
         return line, span
 
     def _copy(self, line: Line, depth: int) -> Span:
         """KV [0, depth) of a line, read without disturbing it."""
         if line.lender is not None:
-            return line.lender.read_span(depth)
-        if line.parent is not None and depth <= line.start:
-            return self._copy(line.parent, depth)
+            return line.lender(depth)
         assert line.span is not None
         own = line.span.cut(0, depth - line.start)
         return own if line.parent is None else self._copy(line.parent, line.start).join(own)
 
-    def _take(self, line: Line) -> Span:
-        """Move KV [0, end) of a resting line out of the cache; the line becomes lent."""
-        # Where little of the parent follows the branch point, a branch takes the parent's buffers
-        # and place in the tree; what follows becomes a branch of it.
+    def _move(self, line: Line, depth: int) -> Span | None:
+        """KV [0, depth) taken out of a resting line, now lent; None where more of it follows."""
+        if line.lender is not None or line.end - depth > depth:
+            return None
+        if depth < line.end:
+            self._split(line, depth)
         own, line.span = line.span, None
         assert own is not None
-        parent = line.parent
-        if parent is None:
+        if (parent := line.parent) is None:
             return own
-        if parent.lender is not None or parent.end - line.start > line.start:
+        if (base := self._move(parent, line.start)) is None:
             return self._copy(parent, line.start).join(own)
-        if parent.end > line.start:
-            self._split(parent, line.start)
-        base = self._take(parent)
+        # The parent's buffers are the line's now, and so is its place in the tree.
         line.parent, line.start = parent.parent, parent.start
-        if parent.parent is not None:
-            parent.parent.children.append(line)
         line.checkpoints = parent.checkpoints | line.checkpoints
-        line.children += [child for child in parent.children if child is not line]
-        for child in line.children:
-            child.parent = line
+        for branch in self._branches(parent):
+            branch.parent = line
         self._forget(parent)
         return base.join(own)
 
@@ -2994,18 +2981,14 @@ class LRUPromptCache:
         rest = replace(line, parent=line, start=depth)
         rest.span = line.span.cut(depth - line.start, line.end - line.start)
         rest.checkpoints = {p: s for p, s in line.checkpoints.items() if p > depth}
-        rest.children = [child for child in line.children if child.start > depth]
-        for child in rest.children:
-            child.parent = rest
-        line.children = [child for child in line.children if child.start <= depth]
-        line.children.append(self._enter(rest))
-        line.span = line.span._replace(length=depth - line.start)
-        self._shorten(line, depth)
+        for branch in self._branches(line):
+            if branch.start > depth:
+                branch.parent = rest
+        self._enter(rest)
+        self._shorten(line, depth, span=line.span._replace(length=depth - line.start))
 
-    def _shorten(self, line: Line, depth: int) -> None:
-        line.end = depth
-        blocks = line.prompt.hashes[: depth // self._config.prompt_cache_block_size]
-        line.prompt = Prompt(line.prompt.root, line.prompt.tokens[:depth], blocks)
+    def _shorten(self, line: Line, depth: int, *, span: Span) -> None:
+        line.end, line.span = depth, span
         line.checkpoints = {p: s for p, s in line.checkpoints.items() if p <= depth}
 
     def put_back(self, line: Line, prompt: Prompt, *, span: Span) -> None:
@@ -3013,28 +2996,24 @@ class LRUPromptCache:
         line.lender, line.prompt = None, prompt
         line.end = len(prompt.tokens)
         line.last_used = self.clock()
-        least = max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART)
-        if line.parent is not None and line.start < least:
-            line.parent.children.remove(line)
-            line.checkpoints = dict(_path_checkpoints(line))
+        if line.start < max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART):
+            line.checkpoints = line.checkpoints_to(line.end)
             line.parent, line.start = None, 0
         line.span = span if line.parent is None else span.cut(line.start, line.end)
-        line.checkpoints = {p: s for p, s in line.checkpoints.items() if p <= line.end}
         budget = self.max_bytes * CHECKPOINT_SHARE
         # dropped where they are densest; the first (system prompt) and the last two stay
         while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
-            gaps = {at[i]: at[i + 1] - at[i - 1] for i in range(1, len(at) - 2)}
-            del line.checkpoints[min(gaps, key=lambda position: gaps[position])]
+            densest = min(range(1, len(at) - 2), key=lambda i: at[i + 1] - at[i - 1])
+            del line.checkpoints[at[densest]]
         self.evict_to_fit(0)
 
     def drop(self, line: Line) -> None:
         """Forget a line and the branches that need its KV, wrong after a failure (L-17)."""
-        for child in list(line.children):
-            if child.lender is None:
-                self.drop(child)
+        for branch in self._branches(line):
+            if branch.lender is None:
+                self.drop(branch)
             else:  # it took its copy before the failure
-                child.parent, child.start = None, 0
-        line.children = []
+                branch.parent, branch.start = None, 0
         self._forget(line)
 
     def mend(self) -> None:
@@ -3047,16 +3026,16 @@ class LRUPromptCache:
             line.checkpoints[position] = snapshot
 
     def _enter(self, line: Line) -> Line:
-        line.last_used = max(line.last_used, self.clock())
+        line.last_used = self.clock()
         self.lines.append(line)
         return line
 
     def _forget(self, line: Line) -> None:
-        if line in self.lines:
-            self.lines.remove(line)
-        if line.parent is not None and line in line.parent.children:
-            line.parent.children.remove(line)
-        line.span, line.checkpoints = None, {}
+        self.lines = [other for other in self.lines if other is not line]
+        line.span, line.checkpoints = None, {}  # whoever names it still must not keep its bytes
+
+    def _branches(self, line: Line) -> list[Line]:
+        return [branch for branch in self.lines if branch.parent is line]
 
     @property
     def nbytes(self) -> int:
@@ -3073,66 +3052,38 @@ class LRUPromptCache:
                 return False
         return True
 
-    def sweep(self) -> int:
-        """Evict lines unused for longer than the TTL; returns how many."""
-        ttl = self._config.prompt_cache_ttl_seconds or math.inf
-        old = [x for x in self._resting() if not x.children and self.clock() - x.last_used > ttl]
-        for line in old:
-            self._forget(line)
-        return len(old)
-
-    def clear(self) -> None:
-        """Drop everything at rest that no running row builds on."""
-        while self._evict_one():
-            pass
+    def sweep(self) -> None:
+        """Evict lines unused for longer than the TTL."""
+        oldest = self.clock() - (self._config.prompt_cache_ttl_seconds or math.inf)
+        for line in self._resting():
+            if line.last_used < oldest and not self._branches(line):
+                self._forget(line)
 
     def _resting(self) -> list[Line]:
         return [line for line in self.lines if line.lender is None]
 
     def _evict_one(self, *, per_byte: bool = False) -> bool:
-        # A branch cancelled before it fed anything is empty, but an entry, and the first to go.
-        victims = [x for x in self._resting() if x.end > x.held_by_children]
-        victims = [x for x in victims if x.nbytes or not x.children]
-        if not victims:
-            return False
+        needed = dict.fromkeys(self.lines, 0)  # depth below which branches need a line's KV
+        for line in self.lines:
+            if line.parent is not None:
+                needed[line.parent] = max(needed[line.parent], line.start)
         now = self.clock()
-        victim = min(victims, key=lambda x: _value(x, now) / (max(x.nbytes, 1) if per_byte else 1))
-        if victim.children and victim.span is not None:
-            depth = victim.held_by_children
-            victim.span = victim.span.cut(0, depth - victim.start)
-            self._shorten(victim, depth)
+        # A branch cancelled before it fed anything is empty, but an entry, and the first to go.
+        values = {x: _value(x, needed[x], now=now) for x in self._resting() if x.end > needed[x]}
+        if not values:
+            return False
+        victim = min(values, key=lambda x: values[x] / (max(x.nbytes, 1) if per_byte else 1))
+        if (depth := needed[victim]) and victim.span is not None:
+            self._shorten(victim, depth, span=victim.span.cut(0, depth - victim.start))
         else:
             self._forget(victim)
         return True
 
 
-def _rank(reuse: Reuse) -> tuple[int, int, bool, float]:
-    """Longest first, promises included; of equals the one that needs no copy, then the newest."""
-    line, depth = reuse.line, reuse.depth
-    assert line is not None
-    is_whole = line.lender is None and line.end == depth
-    return (max(depth, reuse.promised), depth, is_whole, line.last_used)
-
-
-def _value(line: Line, now: float) -> float:
+def _value(line: Line, needed: int, *, now: float) -> float:
     """Prefill work saved, which outgrows length, x chance of reuse: recent use counts (L-16)."""
-    kept = line.held_by_children or line.start
-    work = (line.end - kept) * (1.0 + line.end / 32_768)
+    work = (line.end - (needed or line.start)) * (1.0 + line.end / 32_768)
     return work * (1.0 + math.log1p(line.uses)) / (1.0 + (now - line.last_used) / 300.0)
-
-
-def _path_checkpoints(line: Line) -> Iterator[tuple[int, StateSnapshot]]:
-    """Checkpoints on the way from the line's tip to the root, the line's own first."""
-    limit = line.end
-    step: Line | None = line
-    while step is not None:
-        yield from ((p, s) for p, s in step.checkpoints.items() if p <= limit)
-        limit, step = step.start, step.parent
-
-
-def _deepest_checkpoint(line: Line, limit: int) -> tuple[int, StateSnapshot | None]:
-    usable = [(p, s) for p, s in _path_checkpoints(line) if p <= limit]
-    return max(usable, key=lambda pair: pair[0], default=(0, None))
 
 
 # endregion
@@ -3953,7 +3904,7 @@ class Scheduler:
             reuse = self.cache.find(ticket.job.prompt)
             if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
                 # A running row will soon hold more of this prompt; it is told where to stop.
-                if reuse.line and isinstance(row := reuse.line.lender, Row):
+                for row in [row for row in self.rows if row.line is reuse.line]:
                     row.stops = sorted({*row.stops, reuse.promised})
                 return True
             if self._make_room(ticket.job, reuse):
@@ -4002,7 +3953,7 @@ class Scheduler:
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
         stops = self._stops(job, offset) if self.shape.has_state else []
         row = Row(ticket, job, line, cache, offset, reuse, stops, self._speed)
-        line.lender, line.end = row, offset
+        line.lender, line.end = row.read_span, offset
         self.prefilling.append(row)
         ticket.put(Progress(offset))
 
@@ -4204,7 +4155,7 @@ class Engine:
 
     def clear_cache(self) -> None:
         """Forget every KV that no running request builds on."""
-        self._inbox.put(lambda scheduler: scheduler.cache.clear())
+        self._inbox.put(lambda scheduler: scheduler.cache.evict_to_fit(sys.maxsize))
 
     def status(self) -> dict[str, Any]:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""

@@ -78,7 +78,7 @@ def begin(cache, tokens):
     if reuse.state is not None:
         assert list(reuse.state.leaves[0]) == tokens[: reuse.depth], "a state of another past"
     row = Running(line, list(tokens), list(held))
-    line.lender, line.end = row, len(held)
+    line.lender, line.end = row.read_span, len(held)
     return row, reuse
 
 
@@ -105,13 +105,11 @@ def check(cache, running):
         path = line.prompt.tokens.tolist()
         assert line.end <= len(path)
         if line.lender is None:
-            assert line.span is not None and line.end == len(path)
+            assert line.span is not None
             assert tokens_in(line.span) == path[line.start : line.end]
-        for child in line.children:
-            assert child.parent is line and line.start <= child.start <= line.end
-            assert child.prompt.tokens.tolist()[: child.start] == path[: child.start]
-        if line.parent is not None:
-            assert line in line.parent.children and line.parent in cache.lines
+        if (parent := line.parent) is not None:
+            assert parent in cache.lines and parent.start < line.start <= parent.end
+            assert parent.prompt.tokens.tolist()[: line.start] == path[: line.start]
         else:
             assert line.start == 0
         for position, snapshot in line.checkpoints.items():
@@ -283,9 +281,10 @@ def test_idle_lines_go_after_their_ttl_and_not_before():
     clock = Clock()
     cache = make_cache(clock=clock, prompt_cache_ttl_seconds=100)
     converse(cache, list(range(1, 400)), [1])
-    assert cache.sweep() == 0
+    cache.sweep()
+    assert cache.lines
     clock.now += 200
-    assert cache.sweep() == 1
+    cache.sweep()
     assert not cache.lines and cache.nbytes == 0
 
 

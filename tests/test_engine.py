@@ -299,11 +299,13 @@ def shared_state(monkeypatch):
 
 
 def stale_checkpoint(monkeypatch):
-    def stale(line, limit):
-        usable = sorted((p, c) for p, c in s._path_checkpoints(line) if p <= limit for c in [c])
-        return (usable[-1][0], usable[0][1]) if usable else (0, None)
+    real = s.Line.checkpoints_to
 
-    monkeypatch.setattr(s, "_deepest_checkpoint", stale)
+    def stale(line, limit):
+        usable = real(line, limit)
+        return dict.fromkeys(usable, usable[min(usable)]) if usable else {}
+
+    monkeypatch.setattr(s.Line, "checkpoints_to", stale)
 
 
 def another_rows_state(monkeypatch):
