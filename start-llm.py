@@ -2816,7 +2816,7 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # Doors   LRUPromptCache, Prompt, Line, Reuse, TokenArray
 # Knows   CONFIG, LOG, KV
 # Thread  model only
-# Budget  289
+# Budget  287
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
@@ -2826,8 +2826,7 @@ SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
 CHECKPOINT_SHARE: Final = 0.25  # of the byte budget, for one line's checkpoints
 
 
-@dataclass(frozen=True, eq=False, slots=True)  # eq would ask arrays for a truth value
-class Prompt:
+class Prompt(NamedTuple):
     """Model tokens and their names: what a lookup needs."""
 
     root: bytes  # stands for all that changes KV besides the tokens
@@ -3047,10 +3046,9 @@ class LRUPromptCache:
         limit = self._config.prompt_cache_max_entries_global
         while len(self._resting()) > limit and self._evict_one():
             pass
-        while self.nbytes + extra_bytes > self.max_bytes:
-            if not self._evict_one(per_byte=True):
-                return False
-        return True
+        while self.nbytes + extra_bytes > self.max_bytes and self._evict_one(per_byte=True):
+            pass
+        return self.nbytes + extra_bytes <= self.max_bytes
 
     def sweep(self) -> None:
         """Evict lines unused for longer than the TTL."""
@@ -3572,7 +3570,7 @@ def _in_gb(nbytes: float) -> str:
 # Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Event, Logprob
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  678
+# Budget  633
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3665,41 +3663,33 @@ Event = Progress | Tokens | Finished | ServerError  # the last: nothing of the r
 
 
 class Ticket:
-    """A job on its way: events come out, two wishes go in. Any thread."""
+    """A job on its way: events come out, a wish goes in. Any thread."""
 
-    def __init__(self, job: Job, wake: Callable[[], None]) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
         self.marks = [time.monotonic()]  # the engine's: when submitted, admitted, decoding
         self.wish: EndReason | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.put = self._events.put
-        self._wake = wake
-        self._ended = False
 
     def next_event(self, timeout: float) -> Event | None:
         """The next event, or None when nothing happened for `timeout` seconds."""
         with suppress(queue.Empty):
-            event = self._events.get(timeout=timeout)
-            self._ended = isinstance(event, Finished | ServerError)
-            return event
+            return self._events.get(timeout=timeout)
         return None
 
     def close(self, wish: EndReason = "cancelled") -> None:
         """End the row if it still runs ("stop": the reply is complete); its KV is kept."""
-        if not self._ended:
-            self.wish = wish
-            self._wake()
+        self.wish = wish
 
 
 _GREEDY: Final = partial(mx.argmax, axis=-1)
 
 
 def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
-    """Log-probabilities `(1, vocab)` -> a token `(1,)`, from a random key the row owns.
-
-    So a seed gives the same text alone and in a batch. Greedy rows share one function object,
-    which upstream then calls once for the whole batch.
-    """
+    """Log-probabilities `(1, vocab)` -> a token `(1,)`, from a random key the row owns."""
+    # So a seed gives the same text alone and in a batch. Greedy rows share one function object,
+    # which upstream then calls once for the whole batch.
     if sampling.temperature == 0:
         return _GREEDY
     seed = sampling.seed if sampling.seed is not None else time.time_ns()
@@ -3794,18 +3784,10 @@ class Group:
 
         self.rows = [row]
         self._before: KvCache | None = None
-        self.batch = GenerationBatch(
-            opening if rest.size else loaded.model,
-            [0],
-            mx.array(tokens[-1:]),
-            row.cache,
-            [context],
-            [_sampler(row.job.sampling)],
-            _GREEDY,
-            [tuple(processors)],
-            [StopSequences()],
-            [1 << 60],  # tokens: never too many for it
-        )
+        last = mx.array(tokens[-1:])
+        rules = [context], [_sampler(row.job.sampling)], _GREEDY, [processors]
+        endless = [StopSequences()], [1 << 60]  # tokens: it finishes no row itself
+        self.batch = GenerationBatch(opening, [0], last, row.cache, *rules, *endless)
         self.batch.model = loaded.model
         row.fed = len(tokens)
         row.group, row.cache = self, []
@@ -3814,15 +3796,13 @@ class Group:
         (token,) = self.batch._next_tokens.tolist()
         row.tell(token, logprobs=self.batch._next_logprobs[0])
 
-    def step(self) -> list[tuple[Row, int]]:
+    def step(self) -> None:
         """Advance all rows one token, and tell it; it is being fed already (L-10): `fed` has it."""
         self._before = recurrent_handles(self.batch.prompt_cache)
-        steps = list(zip(self.rows, self.batch.next(), strict=True))
-        for row, response in steps:
+        for row, response in zip(self.rows, self.batch.next(), strict=True):
             if row.fed == row.job.n_prompt + len(row.out):  # the first token has been told
                 row.tell(response.token, logprobs=response.logprobs)
             row.fed += 1
-        return [(row, response.token) for row, response in steps]
 
     def padding_with(self, n_tokens: int) -> float:
         """Padded tokens as a share of the real ones, were a row of this length to join."""
@@ -3870,6 +3850,9 @@ class Scheduler:
         self.groups: list[Group] = []
         self._owed_seconds = 0.0  # decode time due before the next prefill slice
         self._speed = SPEED_GUESS
+        # The longest row, prompt and reply, that the budget can hold at all.
+        spaced_bytes = (HEADROOM_SHARE + 1) * max(self.shape.token_bytes, 1)
+        self.capacity_tokens = (budget - self._row_bytes(0)) * HEADROOM_SHARE // spaced_bytes
 
     @property
     def busy(self) -> bool:
@@ -3931,24 +3914,17 @@ class Scheduler:
     def _row_bytes(self, n_prompt: int) -> int:
         return _with_headroom(n_prompt) * self.shape.token_bytes + self.shape.state_bytes
 
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest row, prompt and reply, that the budget can hold at all."""
-        usable = self.cache.max_bytes - self._row_bytes(0)
-        return usable * HEADROOM_SHARE // ((HEADROOM_SHARE + 1) * max(self.shape.token_bytes, 1))
-
     def _start(self, ticket: Ticket) -> None:
         ticket.marks.append(time.monotonic())
         job = ticket.job
         reuse = self.cache.find(job.prompt)  # again: making room may have evicted what was found
         line, span = self.cache.acquire(reuse, job.prompt)
         cache = make_prompt_cache(self.loaded.model)  # why(L-09): of no maximum size
-        offset = KvOffset(0)
         if span is not None:
             lend_span(cache, span)
-            if reuse.state is not None:
-                restore_state(cache, reuse.state)
-            offset = _kv_cache_offset(cache, recorded=reuse.depth)
+        if reuse.state is not None:
+            restore_state(cache, reuse.state)
+        offset = _kv_cache_offset(cache, recorded=reuse.depth)
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
         stops = self._stops(job, offset) if self.shape.has_state else []
@@ -3958,11 +3934,9 @@ class Scheduler:
         ticket.put(Progress(offset))
 
     def _stops(self, job: Job, offset: KvOffset) -> list[int]:
-        """Where prefill pauses for a checkpoint.
-
-        Not beside another one, which would cost a call of the model to save a few tokens; so where
-        the generation prompt begins is enough, and its end is fed with the first decode step.
-        """
+        """Where prefill pauses for a checkpoint."""
+        # Not beside another, which would cost a call of the model to save a few tokens; so where
+        # the generation prompt begins is enough, and its end is fed with the first decode step.
         end, stops = job.n_prompt - 1, [int(offset)]
         lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
         for position in sorted({*job.boundaries, *lattice}):
@@ -4017,8 +3991,9 @@ class Scheduler:
             self.groups.append(group)
 
     def _decode(self, group: Group) -> None:
-        for row, token in group.step():
-            if token in self.loaded.eos_ids:
+        group.step()
+        for row in list(group.rows):
+            if row.out[-1] in self.loaded.eos_ids:
                 self._finish(row, "stop")
             elif len(row.out) >= row.job.max_tokens:
                 self._finish(row, "length")
@@ -4035,20 +4010,16 @@ class Scheduler:
 
     def _finish(self, row: Row, reason: EndReason) -> None:
         """Put the row's KV back, then tell the connection: its next request must find it."""
-        if (group := row.group) is not None:
-            before = group.leave(row)
-            if not group.rows:
-                self.groups.remove(group)
-            if before is not None:
-                self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
-        else:
+        if row.group is None:
             self.prefilling.remove(row)
             row.ticket.marks.append(time.monotonic())
+        elif before := row.group.leave(row):
+            self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
+        self.groups = [group for group in self.groups if group.rows]
         self._put_back(row)
         submitted, admitted, decoding = row.ticket.marks
         seconds = (admitted - submitted, decoding - admitted, time.monotonic() - decoding)
-        cached, layer = row.reuse.depth, row.reuse.layer
-        row.ticket.put(Finished(reason=reason, cached=cached, layer=layer, seconds=seconds))
+        row.ticket.put(Finished(reason, row.reuse.depth, row.reuse.layer, seconds))
 
     def _put_back(self, row: Row) -> None:
         if row.fed == 0:
@@ -4067,20 +4038,16 @@ class Scheduler:
         self.cache.put_back(row.line, Prompt(known.root, tokens, hashes), span=span)
 
     def _guarded(self, touched: list[Row], action: Callable[[], None]) -> None:
-        """Run one action; if it raises, the rows it touched fail, and the engine goes on.
-
-        why(L-17): what an exception interrupted may be half written; nothing of it is kept.
-        """
+        """Run one action; if it raises, the rows it touched fail, and the engine goes on."""
+        # why(L-17): what an exception interrupted may be half written; nothing of it is kept.
         try:
             action()
         except Exception:
             log.exception("the model failed on %d request(s)", len(touched))
-            groups = [row.group for row in touched if row.group]
-            for row in {*touched, *(row for group in groups for row in group.rows)}:
-                if row in self.prefilling:
-                    self.prefilling.remove(row)
-                if row.group in self.groups:
-                    self.groups.remove(row.group)
+            failed = {*touched, *(mate for row in touched if row.group for mate in row.group.rows)}
+            self.prefilling = [row for row in self.prefilling if row not in failed]
+            self.groups = [x for x in self.groups if x.rows and failed.isdisjoint(x.rows)]
+            for row in failed:
                 self.cache.drop(row.line)
                 row.cache, row.group = [], None
                 row.ticket.put(GenerationFailed("the model failed on this request"))
@@ -4108,10 +4075,9 @@ class Engine:
     ) -> None:
         """`load` runs on the model thread, which alone may touch what it returns through MLX."""
         self._config = config
-        self._metrics = metrics
-        self._load = load
-        self._inbox: queue.SimpleQueue[Ticket | Callable[[Scheduler], object]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]] = queue.SimpleQueue()
+        args = (load, metrics)
+        self._thread = threading.Thread(target=self._run, args=args, name="model", daemon=True)
         self._loaded: LoadedModel | None = None
         self.trouble: str | None = None  # why there is no model (any more), in one sentence
         self.settled = threading.Event()  # the model is loaded, or refused
@@ -4125,7 +4091,7 @@ class Engine:
     def stop(self) -> None:
         """End the thread after the current turn; running requests fail."""
         self._stopping = True
-        self._wake()
+        self._inbox.put(lambda _scheduler: None)  # it may be waiting for something to do
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
@@ -4147,8 +4113,8 @@ class Engine:
         assert self.model is not None and job.n_prompt and job.max_tokens > 0
         if self._inbox.qsize() + self._report["queued"] >= self._config.max_queued_requests:
             raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
-        ticket = Ticket(job, self._wake)
-        self._inbox.put(ticket)
+        ticket = Ticket(job)
+        self._inbox.put(lambda scheduler: scheduler.waiting.append(ticket))
         if self.trouble is not None:  # the thread ended in between and may never look again
             raise NotReady(self.trouble)
         return ticket
@@ -4161,15 +4127,12 @@ class Engine:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
         return {"state": self.state, "error": self.trouble, **self._report}
 
-    def _wake(self) -> None:
-        self._inbox.put(lambda _scheduler: None)
-
-    def _run(self) -> None:
+    def _run(self, load: Callable[[], LoadedModel], metrics: CacheMetrics) -> None:
         scheduler: Scheduler | None = None
         trouble = "the model thread has stopped"
         try:
-            loaded = self._load()
-            scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
+            loaded = load()
+            scheduler = Scheduler(loaded, self._config, metrics=metrics)
             self.capacity_tokens = scheduler.capacity_tokens
             self._publish(scheduler)
             self._loaded = loaded
@@ -4184,33 +4147,31 @@ class Engine:
         finally:
             self.trouble = trouble
             self.settled.set()
-            if scheduler is not None:  # before, nobody could submit
-                self._fail_everyone(scheduler, NotReady(trouble))
+            if scheduler is not None:  # nobody may be left waiting; before, nobody could submit
+                self._receive(scheduler, wait_seconds=0)
+                for ticket in [*scheduler.waiting, *(row.ticket for row in scheduler.rows)]:
+                    ticket.put(NotReady(trouble))
             mx.clear_streams()  # why(L-20): streams left behind can abort the process at exit
 
     def _serve(self, scheduler: Scheduler) -> None:
         looked = time.monotonic()
         while not self._stopping:
-            self._receive(scheduler)
+            self._receive(scheduler, wait_seconds=0 if scheduler.busy else IDLE_SECONDS)
             if scheduler.busy:
                 scheduler.turn()
+            else:
+                mx.clear_cache()
             if not scheduler.busy or time.monotonic() - looked > LOOK_SECONDS:
                 looked = time.monotonic()
                 scheduler.cache.sweep()
                 self._publish(scheduler)
 
-    def _receive(self, scheduler: Scheduler) -> None:
-        """Take what is in the inbox; wait for it only when there is nothing to compute."""
+    def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
+        """Do what is in the inbox."""
         with suppress(queue.Empty):
-            item = self._inbox.get(timeout=0 if scheduler.busy else IDLE_SECONDS)
+            self._inbox.get(timeout=wait_seconds)(scheduler)
             while True:
-                if isinstance(item, Ticket):
-                    scheduler.waiting.append(item)
-                else:
-                    item(scheduler)
-                item = self._inbox.get_nowait()
-        if not scheduler.busy:
-            mx.clear_cache()
+                self._inbox.get_nowait()(scheduler)
 
     def _publish(self, scheduler: Scheduler) -> None:
         self._report = {
@@ -4224,14 +4185,6 @@ class Engine:
             "capacity_tokens": scheduler.capacity_tokens,
             "kv_bytes_per_token": scheduler.shape.token_bytes,
         }
-
-    def _fail_everyone(self, scheduler: Scheduler, error: ServerError) -> None:
-        """Nobody may be left waiting for a thread that is gone."""
-        while not self._inbox.empty():
-            if isinstance(item := self._inbox.get_nowait(), Ticket):
-                scheduler.waiting.append(item)
-        for ticket in [*scheduler.waiting, *(row.ticket for row in scheduler.rows)]:
-            ticket.put(error)
 
 
 # endregion
