@@ -5,6 +5,7 @@ buffer or a lost tail shows as a wrong number.
 """
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -310,3 +311,56 @@ def test_a_failed_row_takes_its_branches_at_rest_with_it():
     assert not cache.lines
     _, reuse = begin(cache, [*prefix, 6])
     assert reuse.depth == 0
+
+
+@pytest.fixture
+def copies_left(monkeypatch):
+    """A list with how many copies of KV are made until one fails; none does from 0 on down."""
+    left, real = [0], s.Span.cut
+
+    def cut(span, start, end):
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError
+        return real(span, start, end)
+
+    monkeypatch.setattr(s.Span, "cut", cut)
+    return left
+
+
+def continuation(rng, pasts):
+    """Some tokens behind a part of a past, or behind none."""
+    base = rng.choice(pasts) if pasts and rng.random() < 0.85 else []
+    past = base[: rng.choice([len(base), rng.randrange(len(base) + 1)])]
+    return past + [rng.randrange(1, 9) for _ in range(rng.randrange(1, 400))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_failures_and_evictions_at_any_moment_leave_whole_lines(seed, copies_left):
+    rng = random.Random(seed)
+    settings = {"max_bytes": rng.choice([3000, 12_000, 1 << 30]), "prompt_cache_ttl_seconds": 200}
+    settings["prompt_cache_max_entries_global"] = rng.choice([3, 8, 1000])
+    cache = make_cache(has_state=seed % 2 == 0, **settings)
+    pasts, running = [], []
+    for _ in range(120):
+        match rng.choice(["begin", "begin", "fail", "end", "end", "drop", "sweep", "evict"]):
+            case "begin":
+                running.append(begin(cache, continuation(rng, pasts))[0])
+                advance(cache, running[-1], rng.choice([0, 64, 10_000]), checkpoint=True)
+            case "fail":
+                copies_left[0] = 1
+                with suppress(MemoryError):
+                    cache.drop(begin(cache, continuation(rng, pasts))[0].line)
+                copies_left[0] = 0
+                cache.mend()
+            case "end" if running:
+                row = running.pop(rng.randrange(len(running)))
+                advance(cache, row, rng.choice([0, 40, 10_000]), checkpoint=True)
+                pasts.append(end(cache, row, [rng.randrange(1, 9)] * rng.randrange(30)))
+            case "drop" if running:
+                cache.drop(running.pop(rng.randrange(len(running))).line)
+            case "sweep":
+                cache.sweep()
+            case "evict":
+                cache.evict_to_fit(rng.choice([500, 20_000]))
+        check(cache, running)
