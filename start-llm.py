@@ -468,7 +468,7 @@ class SessionLog:
 #
 # Doors   Body, Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
 # Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
-# Doors   TokenLogprob, chat_logprobs, AnswerShape, Ending, model_entry
+# Doors   AnswerShape, Ending, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
 # Budget  481
@@ -867,25 +867,6 @@ class Usage(NamedTuple):
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
-
-
-class TokenLogprob(NamedTuple):
-    """One generated token: its text, its bytes, its natural-log probability, its alternatives."""
-
-    token: str
-    raw: bytes
-    logprob: float
-    top: tuple[TokenLogprob, ...] = ()
-
-    def body(self) -> Body:
-        """OpenAI writes -9999.0 for a token that cannot come; JSON has no -Infinity."""
-        logprob = max(self.logprob, -9999.0)
-        return {"token": self.token, "logprob": logprob, "bytes": list(self.raw)}
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> Body:
-    """The `logprobs` of a chat choice."""
-    return {"content": [{**e.body(), "top_logprobs": [t.body() for t in e.top]} for e in entries]}
 
 
 class Ending(NamedTuple):
@@ -3091,8 +3072,7 @@ def _value(line: Line, needed: int, *, now: float) -> float:
 # This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
 # can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
 #
-# Doors   SessionIndex, SessionTurn, session_id_of
-# Doors   SessionTurnStore, _message_diff, _update_session_turn_store
+# Doors   SessionIndex, session_id_of, SessionTurnStore, _message_diff, _update_session_turn_store
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock, _turns_lock
 # Thread  any
@@ -3111,25 +3091,6 @@ def session_id_of(
     return context.session_id or f"sha1:{hashlib.sha1(head, usedforsecurity=False).hexdigest()}"
 
 
-class SessionTurn(NamedTuple):
-    """One completed request of a session."""
-
-    n_prompt: int  # tokens, of which
-    n_cached: int  # were not prefilled
-    n_completion: int
-    layer: str  # of the cache that served it: "line", "checkpoint", ...; "" for none
-    at: float  # seconds, when the turn ended
-    parent: str | None = None  # the session that started this one
-    stable: int = 0  # messages, of which so many are as the session's longest past has them
-    n_messages: int = 0
-
-    def body(self, now: float) -> dict[str, Any]:
-        """As /v1/status shows it: an age instead of a clock reading."""
-        shown = self._asdict()
-        age = now - shown.pop("at")
-        return {**shown, "age_seconds": round(age, 1)}
-
-
 class SessionIndex:
     """The last turns of each session, least recently used session first."""
 
@@ -3137,30 +3098,33 @@ class SessionIndex:
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds or math.inf
         self._sessions_lock = threading.Lock()
-        self._turns: OrderedDict[str, deque[SessionTurn]] = OrderedDict()  # guarded by it
+        self._turns: OrderedDict[str, deque[tuple[float, Mapping[str, object]]]] = OrderedDict()
 
-    def note(self, session_id: str, turn: SessionTurn) -> None:
-        """Remember a completed turn; forget what is idle or too much."""
+    def note(self, session_id: str, facts: Mapping[str, object], *, at: float) -> None:
+        """Remember a turn that ended at this time; forget what is idle or too much."""
         with self._sessions_lock:
             turns = self._turns.setdefault(session_id, deque(maxlen=self._max_turns))
-            turns.append(turn)
+            turns.append((at, facts))
             self._turns.move_to_end(session_id)
-            self._forget(turn.at)
+            self._forget(at)
 
     def snapshot(self, now: float, *, newest: int = 20) -> dict[str, Any]:
         """{"count": sessions known, "newest": the most recently used ones, newest first}."""
         with self._sessions_lock:
             self._forget(now)
             shown = [
-                {"session_id": session_id, "turns": [turn.body(now) for turn in turns]}
+                {
+                    "session_id": session_id,
+                    "turns": [{**facts, "age_seconds": round(now - at, 1)} for at, facts in turns],
+                }
                 for session_id, turns in islice(reversed(self._turns.items()), newest)
             ]
             return {"count": len(self._turns), "newest": shown}
 
     def _forget(self, now: float) -> None:
         while self._turns:
-            oldest = next(iter(self._turns.values()))[-1]
-            if len(self._turns) <= _MAX_SESSIONS and now - oldest.at <= self._max_idle_seconds:
+            at, _ = next(iter(self._turns.values()))[-1]
+            if len(self._turns) <= _MAX_SESSIONS and now - at <= self._max_idle_seconds:
                 break
             self._turns.popitem(last=False)
 
@@ -4985,7 +4949,7 @@ class Answer:
         self._shape = self._shaped(self._prepared.loaded.model_id)
         self._ticket = state.engine.submit(self._prepared.job)
         self._first_token_at: float | None = None
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[Body] = []  # those that have not left yet
         self._cached: int | None = None  # known as soon as the model starts on it
         self._end: Finished | None = None
 
@@ -5053,24 +5017,23 @@ class Answer:
         deltas: list[Delta] = []
         for place, token in enumerate(event.ids):
             if event.logprobs and not self._listener.is_over:
-                self._logprobs.append(self._logprob(token, event.logprobs[place]))
+                value, best = event.logprobs[place]
+                top = [self._logprob(*pair) for pair in best]
+                self._logprobs.append({**self._logprob(token, value), "top_logprobs": top})
             deltas += self._listener.hear(token)
         if self._listener.is_over:
             self._ticket.close("stop")
         return deltas
 
-    def _logprob(self, token: int, logprob: Logprob) -> TokenLogprob:
-        value, top = logprob
+    def _logprob(self, token: int, logprob: float) -> Body:
+        """OpenAI writes -9999.0 for a token that cannot come; JSON has no -Infinity."""
         text = self._prepared.loaded.token_text(token)
-        alternatives = tuple(self._logprob(other, (p, ())) for other, p in top)
-        return TokenLogprob(text, text.encode(), value, alternatives)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
-    def _take_logprobs(self) -> dict[str, Any] | None:
+    def _take_logprobs(self) -> Body | None:
         """The log-probabilities since the last chunk, None where nobody asked."""
-        if not self._request.logprobs:
-            return None
         entries, self._logprobs = self._logprobs, []
-        return chat_logprobs(entries)
+        return {"content": entries} if self._request.logprobs else None
 
     def _ending(self) -> Ending:
         finish: FinishReason = "length"
@@ -5108,31 +5071,22 @@ class Answer:
         first_words = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
         session_id = session_id_of(session, job.prompt.tokens, first_words=first_words)
         digests = [turn.digest for turn in draft.turns]
-        turn = SessionTurn(
-            n_prompt=job.n_prompt,
-            n_cached=end.cached,
-            n_completion=len(self._listener.ids),
-            layer=end.layer,
-            at=time.monotonic(),
-            parent=session.parent,
-            stable=_update_session_turn_store(store, session_id, digests=digests),
-            n_messages=len(draft.turns),
-        )
-        state.SESSION_INDEX.note(session_id, turn)
-        facts = self._facts(end)
-        log.info(request_line(**facts, **state.metrics.snapshot()))
+        stable = _update_session_turn_store(store, session_id, digests=digests)
+        facts, counters = self._facts(end), state.metrics.snapshot()
+        log.info(request_line(**facts, **counters))
+        facts |= {"parent": session.parent, "stable_prefix_msg_count": stable}
+        state.SESSION_INDEX.note(session_id, facts, at=time.monotonic())
         messages = self._request.messages
         start = store.exchange_last(session_id, [hash(marshal.dumps(m, 2)) for m in messages])
         record = {
             **facts,
-            "stable_prefix_msg_count": turn.stable,
             "head": draft.keys[0].hex()[:12] if draft.keys else None,  # template, tools, switches
             "n_messages": len(messages),
             "messages": messages[start:],  # what earlier lines of this log do not have
         }
         if state.config.log_prompt_tokens:
             record["tokens"] = job.prompt.tokens.tolist()
-        state.session_log.write(session_id, record | state.metrics.snapshot())
+        state.session_log.write(session_id, record | counters)
 
     def _facts(self, end: Finished) -> dict[str, object]:
         """What the log says of the request."""
