@@ -49,6 +49,7 @@ THREADS AND LOCKS
     model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
     connection      one each: parse, render, wait for events, write
     encode          one, of low priority: tokenises long texts for the connections
+    proxy pump      keeps LiteLLM running
     accept          one per listening address;  main waits for a signal
     locks are leaves, private to the object that owns what they guard; none is held while waiting
 """
@@ -191,10 +192,11 @@ class Config(BaseModel):
     keep_awake: bool = False  # macOS: no sleep while a request runs
 
     # -- proxy
-    enable_proxy: bool = True  # start LiteLLM before the server
-    proxy_model_id: str = ""  # name shown through LiteLLM; empty: openai/{MODEL_PATH}
-    proxy_port: _Port = 4000  # TCP port
-    proxy_startup_wait_seconds: _Seconds = 2.0  # for LiteLLM to come up
+    enable_proxy: bool = True  # LiteLLM beside the server, where it is installed
+    proxy_model_id: str = ""  # name shown through LiteLLM; empty: the model's own
+    proxy_port: _Port = 4000  # TCP port, on 127.0.0.1 alone
+    proxy_api_key: str = Field(default="", repr=False)  # that its clients need; empty: none
+    proxy_startup_wait_seconds: _Seconds = 2.0  # between two log lines while it starts; 0 = none
 
     # -- engine
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply; an admission limit
@@ -256,7 +258,6 @@ class Config(BaseModel):
 
     not_yet_acting: ClassVar[frozenset[str]] = frozenset(
         {
-            *("ENABLE_PROXY", "PROXY_MODEL_ID", "PROXY_PORT", "PROXY_STARTUP_WAIT_SECONDS"),
             *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
             *("CACHE_VLM_IMAGE_IDENTITY", "CACHE_SESSION_PARTITIONING", "VLM_CACHE_DEBUG"),
         }
@@ -5417,15 +5418,167 @@ class Handler(BaseHTTPRequestHandler):
 
 # endregion
 
+=======
+# region 20 PROXY ==============================================================
+# LiteLLM beside the server: configured, started, watched, stopped.
+# A program of its own, never imported, in an environment of its own: keys and databases of its
+# user do not reach it. Its files are LOG_ROOT/litellm-PORT.json, .log, .pid. One whose server was
+# killed is known by pid file, command line and parent, and replaced; others on the port are named.
+#
+# Doors   Proxy, proxy_settings, proxy_beside
+# Knows   CONFIG, LOG
+# Thread  proxy pump
+# Budget  150
+# ==============================================================================
+
+_DAY: Final = 86_400  # seconds without a byte: a long prefill is no failure
+_PROXY_ENVIRONMENT: Final = {
+    "NO_PROXY": "*",
+    "LITELLM_MODE": "PRODUCTION",  # or it reads the .env of the folder it is started in
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
+}
+
+
+def proxy_settings(config: Config, *, model_id: str, context_length: int) -> dict[str, Any]:
+    """LiteLLM's configuration: every name is the one model, each route reaches us as it came."""
+    host = f"[{config.mlx_host}]" if ":" in config.mlx_host else config.mlx_host
+    base = f"http://{host}:{config.mlx_port}"
+    # Without the endpoints it turns /v1/messages into /v1/responses; without supports_... it drops
+    # the thinking of a model it does not know. Only anthropic/ asks us to count tokens.
+    about: dict[str, Any] = {"supported_endpoints": ["/v1/chat/completions", "/v1/messages"]}
+    about |= {"supports_adaptive_thinking": True, "supports_legacy_thinking": True}
+    about |= {"cache_control_ttl": True, "max_input_tokens": context_length}
+    both = {"api_key": "none", "allowed_openai_params": ["user"]}
+    own = {"model": f"openai/{model_id}", "api_base": f"{base}/v1", **both}
+    claude = {"model": f"anthropic/{model_id}", "api_base": base, **both}
+    routes = {config.proxy_model_id or model_id: own, "claude-*": claude}
+    routes |= {} if config.strict_model_names else {"*": own}
+    rows = [{"model_name": name, "litellm_params": to} for name, to in routes.items()]
+    lock = "master_key" if config.proxy_api_key else "dangerously_permit_weak_or_unset_master_key"
+    sessions = {"forward_client_headers_to_llm_api": True}
+    ping = {"sse_keepalive_ping_interval_seconds": config.keepalive_seconds}
+    return {
+        "model_list": [row | {"model_info": about} for row in rows],
+        "general_settings": {**sessions, lock: config.proxy_api_key or True},
+        "litellm_settings": {**ping, "request_timeout": _DAY, "drop_params": True},
+        "router_settings": {"timeout": _DAY, "num_retries": 0, "disable_cooldowns": True},
+    }
+
+
+def _is_open(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.5):
+        return True
+    return False
+
+
+def _holder(port: int) -> str:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # of another user
+            if any(c.laddr and c.laddr.port == port for c in process.net_connections("tcp")):
+                return f"{process.name()} (pid {process.pid})"
+    return "a program of another user"
+
+
+def _end_group(pid: int) -> None:
+    """End the process that leads a group, then whatever is left of the group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+        with suppress(psutil.Error):
+            psutil.Process(pid).wait(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A command that listens on `port` and has the path `files`.json among its arguments."""
+
+    command: Sequence[str]
+    files: Path  # without the ending: .json, .log and .pid
+    settings: str  # goes into the first
+    port: int
+    told_every: float  # seconds between two lines about its start; 0 = none
+
+    def keep_running(self, stop: threading.Event, *, delay: float = 1.0) -> None:
+        """Start it again, ever later, till told to stop. Returns when nothing of it is left."""
+        with suppress(OSError, ValueError, psutil.Error):
+            pid, parent = map(int, Path(f"{self.files}.pid").read_text().split())
+            stale = psutil.Process(pid)
+            if f"{self.files}.json" in stale.cmdline() and stale.ppid() != parent:
+                log.warning("ending LiteLLM (pid %d), left over from a server that is gone", pid)
+                _end_group(pid)
+        while not stop.is_set():
+            if _is_open(self.port):
+                text = "no proxy: port %d is taken by %s; stop it or set PROXY_PORT and start again"
+                log.error(text, self.port, _holder(self.port))
+                return
+            try:
+                status: object = self._run(stop)
+            except OSError as error:
+                status = error
+            if not stop.is_set():
+                log.error("LiteLLM ended (%s): %s.log; again in %.0f s", status, self.files, delay)
+                stop.wait(delay)
+                delay = min(2 * delay, 60.0)
+
+    def _run(self, stop: threading.Event) -> int | None:
+        """One life of the command, told while it starts: its exit status. Raises OSError."""
+        self.files.parent.mkdir(parents=True, exist_ok=True)
+        settings, log_file, pid_file = (Path(f"{self.files}.{s}") for s in ("json", "log", "pid"))
+        for path in (settings, log_file):
+            path.touch(mode=0o600)
+        settings.write_text(self.settings)
+        # A session of its own: Ctrl-C is for the server, which then ends its proxy.
+        alone: dict[str, Any] = {"env": _PROXY_ENVIRONMENT, "start_new_session": True}
+        with log_file.open("ab") as out:
+            process = subprocess.Popen(self.command, stdout=out, stderr=out, **alone)
+        try:
+            pid_file.write_text(f"{process.pid} {os.getpid()}")
+            began, due, is_up = time.monotonic(), self.told_every or math.inf, False
+            while process.poll() is None and not stop.wait(0.2):
+                seconds = time.monotonic() - began
+                if not is_up and ((is_up := _is_open(self.port)) or seconds >= due):
+                    due += self.told_every
+                    word = f"is up at http://127.0.0.1:{self.port}" if is_up else "is starting"
+                    log.info("LiteLLM %s (%.0f s)", word, seconds)
+            return process.poll()
+        finally:
+            _end_group(process.pid)
+            pid_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Iterator[None]:
+    """Inside, LiteLLM comes up and serves beside us; outside, nothing of it is left."""
+    program, stop = Path(sys.executable).with_name("litellm"), threading.Event()
+    files = Path(config.log_root).resolve() / f"litellm-{config.proxy_port}"
+    command = [sys.executable, str(program), "--config", f"{files}.json"]
+    command += ["--host", "127.0.0.1", "--port", str(config.proxy_port)]
+    text = json.dumps(proxy_settings(config, model_id=model_id, context_length=context_length))
+    proxy = Proxy(command, files, text, config.proxy_port, config.proxy_startup_wait_seconds)
+    pump = threading.Thread(target=proxy.keep_running, args=(stop,), name="proxy pump")
+    if not (config.enable_proxy and program.exists()):
+        log.info("no proxy: ENABLE_PROXY is off, or LiteLLM is not installed")
+        stop.set()
+    pump.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        pump.join()
+
+
+# endregion
+
 # region 21 MAIN ===============================================================
 # Build the state, listen, load, serve, stop.
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
 # the model thread: arrays may not change threads before they are computed.
 #
 # Doors   build_state, main
-# Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP
+# Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP, PROXY
 # Thread  main
-# Budget  115
+# Budget  118
 # ==============================================================================
 
 _FILES_WANTED = 4096
@@ -5491,8 +5644,11 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
         gc.collect()
         gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
         sys.stderr.write(banner(state.engine.model, state.config) + "\n")
-    while not stop.is_set() and state.engine.state == "ready":
-        stop.wait(0.5)
+        model_id, limit = state.engine.model.model_id, state.engine.model.limit
+        n_most = min(limit, state.engine.capacity_tokens)
+        with proxy_beside(state.config, model_id=model_id, context_length=n_most):
+            while not stop.is_set() and state.engine.state == "ready":
+                stop.wait(0.5)
     trouble = state.engine.trouble if not stop.is_set() else None
     for server in servers:
         server.shutdown()

@@ -271,7 +271,7 @@ class Served(Client):
     def __init__(self, folder: Path, **settings: Any) -> None:
         port = free_port()
         super().__init__(port)
-        settings = {"enable_request_logging": False, **settings}
+        settings = {"enable_request_logging": False, "enable_proxy": False, **settings}
         config = s.Config(model_path=str(folder), mlx_port=port, **settings)
         self.scribe = Scribe(folder)
         self.recorder: Recorder | None = None

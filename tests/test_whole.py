@@ -42,6 +42,7 @@ class Program:
         settings = {
             "MODEL_PATH": str(model),
             "MLX_PORT": str(self.port),
+            "ENABLE_PROXY": "false",
             "MALLOC_ARENA_MAX": "1",  # glibc's arena per thread would look like growth
             "LOG_ROOT": str(folder / "logs"),
             "MAX_BODY_BYTES": str(BODY_LIMIT),
