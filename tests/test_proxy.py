@@ -1,0 +1,466 @@
+"""PROXY: one configuration, one process that is kept and ended, and nobody else's touched.
+
+The last part runs the real LiteLLM, once, between the openai SDK and a server on a tiny model, and
+before a stub that plays the server where the Anthropic route is looked at.
+"""
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import start_llm as s
+from serving import Client, Served, Talk, free_port, user, wait_until
+from start_llm import Config, Proxy, proxy_beside, proxy_settings
+from tiny_models import DENSE, tiny_model
+
+KEY = "hidden words 1"
+LITELLM = Path(sys.executable).with_name("litellm")
+
+# What stands in for LiteLLM. Arguments: port, settings. It starts a child of its own.
+LISTENS = """
+import http.server, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), None).serve_forever()
+"""
+DIES = "import time; time.sleep(0.1); raise SystemExit(3)"
+
+
+def settings_of(**fields: Any) -> dict[str, Any]:
+    return proxy_settings(Config(**fields), model_id="maker/Model-4bit", context_length=4096)
+
+
+def routes_of(settings: dict[str, Any]) -> dict[str, str]:
+    return {row["model_name"]: row["litellm_params"]["model"] for row in settings["model_list"]}
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+def test_every_name_leads_to_the_one_model_and_strict_names_only_to_their_own():
+    own, claude = "openai/maker/Model-4bit", "anthropic/maker/Model-4bit"
+    plain = {"maker/Model-4bit": own, "claude-*": claude}
+    assert routes_of(settings_of()) == plain | {"*": own}
+    assert routes_of(settings_of(strict_model_names=True)) == plain
+    assert routes_of(settings_of(proxy_model_id="mine"))["mine"] == own
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:81"), ("::1", "http://[::1]:81")]
+)
+def test_each_route_goes_to_the_server_with_no_key_of_anybody(host, url):
+    rows = [row["litellm_params"] for row in settings_of(mlx_host=host, mlx_port=81)["model_list"]]
+    assert {row["api_base"].removesuffix("/v1") for row in rows} == {url}
+    assert {row["api_key"] for row in rows} == {"none"}
+
+
+def test_a_key_is_asked_of_all_or_its_lack_is_said_to_be_meant():
+    key, free = settings_of(proxy_api_key=KEY), settings_of()
+    allowed = "dangerously_permit_weak_or_unset_master_key"
+    assert key["general_settings"].get("master_key") == KEY
+    assert allowed not in key["general_settings"]
+    assert free["general_settings"].get(allowed) is True
+    assert "master_key" not in free["general_settings"]
+    assert KEY not in repr(Config(proxy_api_key=KEY))
+
+
+def test_nothing_is_tried_twice_and_a_day_of_silence_is_borne():
+    settings = settings_of()
+    router = settings["router_settings"]
+    assert (router["num_retries"], router["disable_cooldowns"]) == (0, True)
+    assert min(router["timeout"], settings["litellm_settings"]["request_timeout"]) >= 86_400
+
+
+# -- a process kept --------------------------------------------------------------------------------
+
+
+class Pump:
+    """A Proxy with a command of the test's, running in its thread."""
+
+    def __init__(self, folder: Path, code: str, *, port: int | None = None, delay: float = 0.05):
+        self.port, self.files = port or free_port(), folder / "logs" / "litellm-0"
+        command = [sys.executable, "-c", code, str(self.port), f"{self.files}.json"]
+        self._proxy = Proxy(command, self.files, '{"key": "hidden"}', self.port, 0.0)
+        self._stop = threading.Event()
+        how = {"args": (self._stop,), "kwargs": {"delay": delay}, "daemon": True}
+        self.thread = threading.Thread(target=self._proxy.keep_running, **how)
+        self.thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the command, 0 while there is none."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return int(Path(f"{self.files}.pid").read_text().split()[0])
+        return 0
+
+    def wait_until_up(self) -> int:
+        wait_until(lambda: s._is_open(self.port) and self.pid)
+        return self.pid
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def pump(tmp_path) -> Iterator[Any]:
+    """A function that starts pumps; all are stopped in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(code: str, **how: Any) -> Pump:
+            started = Pump(tmp_path, code, **how)
+            stack.callback(started.stop)
+            return started
+
+        yield start
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    monkeypatch.setattr(s.log, "propagate", True)
+    caplog.set_level(logging.INFO, s.log.name)
+    return caplog
+
+
+def test_stop_leaves_no_process_no_port_and_no_pid_file(pump):
+    running = pump(LISTENS)
+    family = [psutil.Process(running.wait_until_up())]
+    wait_until(family[0].children)
+    family += family[0].children()
+    assert len(family) == 2
+    running.stop()
+    assert not any(process.is_running() for process in psutil.wait_procs(family, 5)[1])
+    assert not s._is_open(running.port)
+    assert running.pid == 0
+
+
+def test_its_files_are_for_their_owner_alone(pump):
+    running = pump(LISTENS)
+    running.wait_until_up()
+    for ending in ("json", "log"):
+        mode = Path(f"{running.files}.{ending}").stat().st_mode
+        assert stat.S_IMODE(mode) == 0o600
+    assert json.loads(Path(f"{running.files}.json").read_text()) == {"key": "hidden"}
+
+
+def test_one_that_is_killed_is_started_again(pump, said):
+    running = pump(LISTENS)
+    first = running.wait_until_up()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: running.pid not in (0, first) and s._is_open(running.port))
+    assert "LiteLLM ended (-9)" in said.text
+
+
+def test_one_that_never_comes_up_is_tried_ever_less_often(pump, said):
+    running = pump(DIES, delay=0.1)
+    waits = [0.1 * 2**n for n in range(4)]
+    began = time.monotonic()
+    wait_until(lambda: said.text.count("LiteLLM ended (3)") == 4)
+    assert time.monotonic() - began > sum(waits[:3])
+    running.stop()
+
+
+def test_a_command_that_cannot_be_written_for_is_told_in_one_line(tmp_path, said):
+    blocked = tmp_path / "logs"
+    blocked.write_text("a file where the folder should be")
+    running = Pump(tmp_path, LISTENS, delay=30)
+    wait_until(lambda: "LiteLLM ended" in said.text)
+    running.stop()
+    assert "Traceback" not in said.text
+
+
+@pytest.mark.parametrize("with_pid_file", [False, True])
+def test_a_port_of_somebody_else_is_left_alone(pump, said, tmp_path, with_pid_file):
+    port = free_port()
+    foreign = subprocess.Popen([sys.executable, "-m", "http.server", "-b", "127.0.0.1", str(port)])
+    try:
+        wait_until(lambda: s._is_open(port))
+        if with_pid_file:  # the number was given to another program since
+            (tmp_path / "logs").mkdir()
+            (tmp_path / "logs" / "litellm-0.pid").write_text(f"{foreign.pid} 1")
+        running = pump(LISTENS, port=port)
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+        assert foreign.poll() is None
+        assert f"(pid {foreign.pid})" in said.text
+    finally:
+        foreign.kill()
+        foreign.wait()
+
+
+def test_one_whose_server_lives_is_left_alone(pump, said):
+    running = pump(LISTENS)
+    first = running.wait_until_up()
+    second = pump(LISTENS, port=running.port)  # of a second server, with the same folder
+    second.thread.join(20)
+    assert not second.thread.is_alive()
+    assert running.pid == first
+    assert f"(pid {first})" in said.text
+
+
+def test_one_whose_server_was_killed_is_replaced(pump, said, tmp_path):
+    port, files = free_port(), tmp_path / "logs" / "litellm-0"
+    files.parent.mkdir()
+    command = [sys.executable, "-c", LISTENS, str(port), f"{files}.json"]
+    with subprocess.Popen(command, start_new_session=True) as left_over:
+        wait_until(lambda: s._is_open(port))
+        # As if its parent had been another process, which is gone.
+        Path(f"{files}.pid").write_text(f"{left_over.pid} 4194304")
+        running = pump(LISTENS, port=port)
+        wait_until(lambda: running.pid not in (0, left_over.pid) and s._is_open(port))
+        assert not psutil.pid_exists(left_over.pid)
+    assert "left over from a server that is gone" in said.text
+
+
+def test_without_litellm_there_is_one_line_and_no_proxy(monkeypatch, said, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    config = Config(log_root=str(tmp_path / "logs"), proxy_port=free_port())
+    with proxy_beside(config, model_id="m", context_length=1):
+        pass
+    assert said.text.count("no proxy") == 1
+    assert not (tmp_path / "logs").exists()
+
+
+# -- the real LiteLLM ------------------------------------------------------------------------------
+
+EVENTS = [
+    {"type": "message_start", "message": {"id": "m", "type": "message", "role": "assistant"}},
+    {"type": "ping"},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking"}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "signature_delta", "x": "own"}},
+    {"type": "content_block_stop", "index": 0},
+    {"type": "message_stop"},
+]
+QUEUE_FULL = {"error": {"message": "the queue is full", "type": "server_error", "code": "q"}}
+
+
+class Stub(ThreadingHTTPServer):
+    """Plays the server: keeps what it is asked, answers with fixed words."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), StubHandler)
+        self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class StubHandler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.asked.append((self.path, headers, body))
+        if self.path.partition("?")[0].endswith("count_tokens"):
+            self._answer(200, json.dumps({"input_tokens": 4321}))
+        elif "messages" in self.path and body.get("stream"):
+            said = "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in EVENTS)
+            self._answer(200, said, kind="text/event-stream")
+        else:
+            self._answer(503, json.dumps(QUEUE_FULL))
+
+    def _answer(self, status: int, text: str, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Lab:
+    """A server on a tiny model, a stub, and LiteLLM before both."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.served = Served(model, max_kv_size=2048, keepalive_seconds=1.0)
+        self.stub, self.port = Stub(), free_port()
+        self.model_id = self.served.state.engine.model.model_id
+        real = proxy_settings(self.served.state.config, model_id=self.model_id, context_length=2048)
+        config = Config(mlx_port=self.stub.server_port, proxy_model_id="stubbed")
+        stubbed = proxy_settings(config, model_id="stubbed", context_length=2048)
+        wanted = [row for row in real["model_list"] if row["model_name"] != "claude-*"]
+        wanted += [row for row in stubbed["model_list"] if row["model_name"] != "*"]
+        files = folder / "litellm"
+        command = [sys.executable, str(LITELLM), "--config", f"{files}.json"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        proxy = Proxy(command, files, json.dumps({**real, "model_list": wanted}), self.port, 0.0)
+        self._stop = threading.Event()
+        self._pump = threading.Thread(target=proxy.keep_running, args=(self._stop,), daemon=True)
+        self._pump.start()
+        wait_until(lambda: s._is_open(self.port), seconds=120)
+        self.client = Client(self.port)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pump.join(20)
+        self.client.close()
+        self.served.close()
+        self.stub.shutdown()
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def is_idle(self) -> bool:
+        status = self.served.state.engine.status()
+        return not (status["queued"] or status["prefilling"] or status["decoding"])
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory) -> Iterator[Lab]:
+    if not LITELLM.exists():
+        pytest.skip("LiteLLM is not installed")
+    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    with contextlib.closing(Lab(tmp_path_factory.mktemp("litellm"), model)) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_conversation_is_the_same_through_litellm_and_so_is_what_is_cached(lab, stream):
+    told = []
+    for client in (lab.served, lab.client):
+        lab.served.forget()
+        talk = Talk(client, seed=5)
+        steps = [talk.step(stream=stream) for _ in range(4)]
+        words = [[step.answer.get(k) for k in ("reasoning_content", "content")] for step in steps]
+        calls = [step.said["tool_calls"] for step in steps]
+        counts = [(s.usage["prompt_tokens"], s.n_cached, s.n_generated) for s in steps]
+        told.append((words, calls, [step.finish_reason for step in steps], counts))
+    assert told[0] == told[1]
+    words, calls, _, counts = told[1]
+    assert any(reasoning for reasoning, _ in words)
+    assert any(calls)
+    assert all(cached > 300 for _, cached, _ in counts[1:])
+
+
+def test_a_prompt_too_long_is_a_400_in_the_words_that_agents_look_for(lab):
+    for stream in (True, False):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens"):
+            lab.client.ask([user("word " * 3000)], stream=stream)
+
+
+def test_who_leaves_while_tokens_come_is_noticed_by_the_server(lab):
+    with lab.served.holding(lambda _: time.sleep(0.05)):
+        with lab.client.stream([user("Go on.")], max_tokens=1000) as chunks:
+            next(iter(chunks))
+            wait_until(lambda: not lab.is_idle())
+        wait_until(lab.is_idle, seconds=10)
+
+
+def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab):
+    body = {"messages": [user("Slow.")], "stream": True, "max_tokens": 3, "model": "any"}
+    connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=60)
+    go = threading.Event()
+    with contextlib.closing(connection), lab.served.holding(lambda _: go.wait(30)):
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        answer = connection.getresponse()
+        while answer.readline() != b": ping\n":
+            pass
+        go.set()
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
+    names = {model.id for model in lab.client._sdk.models.list()}
+    assert names == {lab.model_id, "stubbed"}
+
+
+CHAT = {
+    "messages": [user("Hello")],
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "seed": 3,
+    "user": "u",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "enable_thinking": False,
+    "reasoning_effort": "low",
+    "tool_choice": "auto",
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "max_completion_tokens": 9,
+    "parallel_tool_calls": False,
+    "prompt_cache_key": "k",
+}
+ANTHROPIC = {
+    "max_tokens": 9,
+    "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+    "messages": [
+        user("Hello"),
+        {"role": "system", "content": "late"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": "own"},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {"b": 1, "a": 2}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
+    ],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": True}],
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": "u"},
+    "top_k": 4,
+    "stop_sequences": ["q"],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+}
+
+
+def test_what_a_chat_asks_for_arrives_with_its_session_and_an_error_comes_back(lab):
+    headers = {"x-session-id": "S1", "x-claude-code-session-id": "C1"}
+    status, said = lab.post("/v1/chat/completions", {**CHAT, "model": "stubbed"}, **headers)
+    assert status == 503
+    assert "the queue is full" in said
+    path, heard, body = lab.stub.asked[-1]
+    assert path == "/v1/chat/completions"
+    assert {name: heard.get(name) for name in headers} == headers
+    assert body == {**CHAT, "model": "stubbed"}
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        {"type": "adaptive", "display": "omitted"},
+        {"type": "enabled", "budget_tokens": 2000},
+        {"type": "disabled"},
+    ],
+)
+@pytest.mark.parametrize("model", ["stubbed", "claude-sonnet-4-5"])
+def test_anthropic_messages_pass_untouched_in_both_directions(lab, model, thinking):
+    asked = {**ANTHROPIC, "thinking": thinking, "stream": True}
+    session = {"x-claude-code-session-id": "C1"}
+    status, said = lab.post("/v1/messages?beta=true", {**asked, "model": model}, **session)
+    assert status == 200
+    heard = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in heard] == [event["type"] for event in EVENTS]
+    assert heard[1:] == EVENTS[1:]
+    path, headers, body = lab.stub.asked[-1]
+    assert path.startswith("/v1/messages")
+    assert headers["x-claude-code-session-id"] == "C1"
+    assert body == {**asked, "model": "stubbed"}
+
+
+def test_claude_code_has_its_tokens_counted_by_the_server(lab):
+    asked = {"model": "claude-x", "messages": [user("Hello")]}
+    status, said = lab.post("/v1/messages/count_tokens", asked)
+    assert (status, json.loads(said)["input_tokens"]) == (200, 4321)
