@@ -95,6 +95,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
+from socketserver import TCPServer
 from typing import (
     Annotated,
     Any,
@@ -893,8 +894,9 @@ class AnswerShape(NamedTuple):
         return [self._body("delta", (first, None, None))] if self.kind == "chat" else []
 
     def ping(self) -> Body:
-        """A stream event without a choice. why(L-18): an SSE comment does not count as life."""
-        return self._body("delta")
+        """A stream event that says nothing. why(L-18): an SSE comment does not count as life."""
+        # why(L-50): LiteLLM swallows an event without a choice, and one with empty content
+        return self.say({"content": "", "reasoning_content": ""})[0]
 
     def say(self, delta: Body, logprobs: Body | None = None) -> list[Body]:
         """One stream event with what is new."""
@@ -5197,6 +5199,9 @@ class LLMServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's asks DNS for a name that nobody needs
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve in a thread of its own; beyond MAX_CONNECTIONS, wait for one to close."""
         self._slots.acquire()
@@ -5418,7 +5423,6 @@ class Handler(BaseHTTPRequestHandler):
 
 # endregion
 
-=======
 # region 20 PROXY ==============================================================
 # LiteLLM beside the server: configured, started, watched, stopped.
 # A program of its own, never imported, in an environment of its own: keys and databases of its
@@ -5444,8 +5448,8 @@ def proxy_settings(config: Config, *, model_id: str, context_length: int) -> dic
     """LiteLLM's configuration: every name is the one model, each route reaches us as it came."""
     host = f"[{config.mlx_host}]" if ":" in config.mlx_host else config.mlx_host
     base = f"http://{host}:{config.mlx_port}"
-    # Without the endpoints it turns /v1/messages into /v1/responses; without supports_... it drops
-    # the thinking of a model it does not know. Only anthropic/ asks us to count tokens.
+    # why(L-49): without the endpoints /v1/messages becomes /v1/responses; without supports_... the
+    # thinking of a model it does not know is dropped. Only anthropic/ asks us to count tokens.
     about: dict[str, Any] = {"supported_endpoints": ["/v1/chat/completions", "/v1/messages"]}
     about |= {"supports_adaptive_thinking": True, "supports_legacy_thinking": True}
     about |= {"cache_control_ttl": True, "max_input_tokens": context_length}
