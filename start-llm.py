@@ -96,6 +96,7 @@ from io import BufferedIOBase
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from socketserver import TCPServer
+from types import MappingProxyType
 from typing import (
     Annotated,
     Any,
@@ -4292,7 +4293,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  415
+# Budget  377
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4309,7 +4310,6 @@ class _Dialect(NamedTuple):
     """One way to write a call between `<tool_call>` and `</tool_call>`."""
 
     sign: str  # in templates that speak it
-    broken: str  # in those of them that break lines
     opening: str  # what begins a call: its {name}, bare or as {json}
     name: str  # a pattern of what comes before the arguments, JSON's `{` included
     key: Any = None  # what opens a value or ends the call; None: the arguments are JSON
@@ -4321,7 +4321,6 @@ class _Dialect(NamedTuple):
 _DIALECTS: Final = {  # the sign of the last is in all of them
     "qwen": _Dialect(
         sign="<function=",
-        broken="<tool_call>\n<function=",
         opening="{gap}<function={name}>{gap}",
         name=r"<function=(?P<qwen>[^\s<>]+)>",
         key=_compile(
@@ -4334,7 +4333,6 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
     ),
     "glm": _Dialect(
         sign="<arg_key>",
-        broken="</arg_key>\n<arg_value>",
         opening="{name}{gap}{required}",  # without it `read` might still become `read_file`
         name=r'(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>)',
         key=_compile(
@@ -4344,7 +4342,6 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
     ),
     "hermes": _Dialect(
         sign="<tool_call>",
-        broken="<tool_call>\n",
         opening='{gap}{{"name": {json}, "arguments":',
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
@@ -4354,15 +4351,14 @@ _NAME: Final = _compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFormat:
+class ToolFormat(NamedTuple):
     """How a model is told to write its calls."""
 
     start: str
-    end: str  # "" where only the reply's end ends a call
+    end: str  # NUL, which never comes, where only the reply's end ends a call
     dialect: str  # "foreign": none of ours
     gap: str = ""  # what the template prints around the name
-    parse: ParseCall | None = None  # foreign formats only; may raise anything
+    parse: Any = None  # foreign formats only: mlx-lm's ParseCall, which may raise anything
 
     @classmethod
     def detect(
@@ -4370,13 +4366,13 @@ class ToolFormat:
     ) -> ToolFormat | None:
         """Read it off a chat template and what mlx-lm found in it; None: no tool calls."""
         if start and start != "<tool_call>":
-            return cls(start=start, end=end or "", dialect="foreign", parse=parse)
+            return cls(start, end or "\0", "foreign", parse=parse)
         text = template.replace("\\n", "\n")  # Jinja strings spell it out
-        for name, dialect in _DIALECTS.items():
-            if "<tool_call>" in text and dialect.sign in text:
-                gap = "\n" if dialect.broken in text else ""
-                return cls(start="<tool_call>", end="</tool_call>", dialect=name, gap=gap)
-        return None
+        if "<tool_call>" not in text:
+            return None
+        dialect = next(name for name, dialect in _DIALECTS.items() if dialect.sign in text)
+        gap = "\n" if regex.search(r"(<tool_call>|</arg_key>)\n", text) else ""
+        return cls("<tool_call>", "</tool_call>", dialect, gap)
 
 
 def tool_openings(
@@ -4386,63 +4382,49 @@ def tool_openings(
     if tool_format.dialect == "foreign":
         return [tool_format.start]
     opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
-    openings = []
-    for offered, parameters in _parameters_by_name(tools).items():
-        if name in (None, offered):
-            slots = {"gap": tool_format.gap, "name": offered, "json": _json(offered)}
-            required = "<arg_key>" if parameters.get("required") else ""
-            openings.append(opening.format(**slots, required=required))
-    return openings
+    return [
+        opening.format(
+            gap=tool_format.gap,
+            name=offered,
+            json=_json(offered),
+            required="<arg_key>" if parameters.get("required") else "",
+        )
+        for offered, parameters in _parameters_by_name(tools).items()
+        if name in (None, offered)
+    ]
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """The schema of each offered tool; one that is no object says nothing."""
-    functions = [_mapping(tool.get("function")) for tool in tools]
-    named = [f for f in functions if isinstance(f.get("name"), str)]
-    return {f["name"]: _mapping(f.get("parameters")) for f in named}
-
-
-def _mapping(thing: object) -> Mapping[str, Any]:
-    return thing if isinstance(thing, Mapping) else {}
+    """The schema of each offered tool."""
+    return {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
 
 
 def _listed(thing: Any) -> list[Any]:
     return thing if isinstance(thing, list) else [thing]
 
 
-def _json(thing: object) -> str:
-    return json.dumps(thing, ensure_ascii=False, allow_nan=False)
-
-
-_JSON_TYPES: Final = {
-    str: {"string"},
-    bool: {"boolean"},
-    int: {"integer", "number"},
-    float: {"number"},
-    list: {"array"},
-    dict: {"object"},
-    type(None): {"null"},
-}
+_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+_PYTHON_TYPES: Final = (str, bool, int, float, list, dict, type(None))
+_TYPE_NAMES: Final = ("string", "boolean", "integer", "number", "array", "object", "null")
+_JSON_TYPES: Final = MappingProxyType(dict(zip(_PYTHON_TYPES, _TYPE_NAMES, strict=True)))
 _PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # Jinja prints them
 
 
 def _schema_types(schema: object) -> set[str]:
     """The JSON types a schema allows; empty when it says nothing, or is no schema."""
-    node = _mapping(schema)
+    node = schema if isinstance(schema, dict) else {}
+    allowed = [node["const"]] if "const" in node else _listed(node.get("enum", []))
+    named = _listed(node["type"]) if "type" in node else [_JSON_TYPES[type(v)] for v in allowed]
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _listed(node.get(key, []))]
-    types = {t for t in _listed(node.get("type", [])) if isinstance(t, str)}
-    if "type" not in node:
-        allowed = [node["const"]] if "const" in node else _listed(node.get("enum", []))
-        types = types.union(*(_JSON_TYPES.get(type(value), set()) for value in allowed))
-    return types.union(*map(_schema_types, parts))
+    types = {name for name in named if isinstance(name, str)}.union(*map(_schema_types, parts))
+    return types | {"integer"} if "number" in types else types
 
 
 def _value_as_json(text: str, types: set[str]) -> str:
     """A complete value as JSON: what it reads as if its types (none: any) allow it, or a string."""
-    literal = _PYTHON_LITERALS.get(text.strip(), text)
     try:
-        value = json.loads(literal, strict=False)
-        fits = "string" not in types or bool(types & _JSON_TYPES[type(value)])
+        value = json.loads(_PYTHON_LITERALS.get(text.strip(), text), strict=False)
+        fits = "string" not in types or _JSON_TYPES[type(value)] in types
         return _json(value if fits and not isinstance(value, str) else text)
     except (ValueError, RecursionError):
         return _json(text)
@@ -4474,18 +4456,6 @@ class ToolCallDelta:
     arguments: str  # a fragment of JSON text
 
 
-Reading = Generator[None, None, None]  # reads one call; pauses where it needs more text
-
-
-class Heard(NamedTuple):
-    """What a text meant to a `ToolCallStream`."""
-
-    deltas: list[ToolCallDelta]
-    text: str  # of what is no call, as generated: it goes back
-    rest: str | None  # what followed the call, then the next text opens another; None: it is open
-    is_call: bool  # it is one, its name was offered
-
-
 class ToolCallStream:
     """Reads the calls of one reply, each from its opening tag or the white space before it on."""
 
@@ -4495,18 +4465,21 @@ class ToolCallStream:
         self._tools = list(tools)
         self._offered = _parameters_by_name(tools)
         self._next_id = next_id
-        self._reading: Reading | None = None  # the call that is open
-        self._n_opened = 0
-        # Of that call:
-        self._id = ""  # once its name is known and was offered
+        self._reading: Iterator[None] | None = None  # of the open call; pauses for more text
+        self._id = ""  # of that call, once its name is known and was offered
         self._unread = ""
         self._ended = False  # no more text will come
-        # Of one feed:
-        self._deltas: list[ToolCallDelta] = []
-        self._json = ""  # what it added to the arguments
+        self._deltas: list[ToolCallDelta] = []  # of one feed
+        self._json = ""  # what this feed added to the arguments
 
-    def feed(self, text: str, *, ended: bool = False) -> Heard:
-        """`ended`: the reply is over; give what there is, as valid JSON, or as text."""
+    def feed(
+        self, text: str, *, ended: bool = False
+    ) -> tuple[list[ToolCallDelta], str, str | None, bool]:
+        """Read on; at the end of the reply (`ended`) give what there is, as valid JSON, or as text.
+
+        Returns what is new, the part that is no call, which goes back, what followed the call
+        (None while it is open), whose next text opens another, and whether it was a call.
+        """
         if self._reading is None:
             self._reading, self._id, self._unread = self._read(), "", ""
         raw = self._unread = self._unread + text
@@ -4515,20 +4488,21 @@ class ToolCallStream:
         if self._id and self._json:
             self._add(self._json)
         if is_over:
-            self._reading, self.n_calls = None, self._n_opened
+            self._reading = None
+            self.n_calls += bool(self._id)
         back = "" if self._id else raw[: len(raw) - len(self._unread)]
-        return Heard(self._deltas, back, self._unread if is_over else None, bool(self._id))
+        return self._deltas, back, self._unread if is_over else None, bool(self._id)
 
     def _open(self, name: str) -> None:
         """The name leaves alone: there are clients that lose arguments that come with it."""
+        self.n_calls += bool(self._id)  # foreign calls may come several at once
         self._id = self._next_id()
-        self._n_opened += 1
         self._add("", name=name)
 
     def _add(self, arguments: str, *, name: str | None = None) -> None:
-        self._deltas.append(ToolCallDelta(self._n_opened - 1, self._id, name, arguments))
+        self._deltas.append(ToolCallDelta(self.n_calls, self._id, name, arguments))
 
-    def _read(self) -> Reading:
+    def _read(self) -> Iterator[None]:
         if self._format.dialect == "foreign":
             yield from self._read_foreign()
         elif (match := (yield from self._take(_NAME))) is None:  # a tag, but no call
@@ -4551,9 +4525,10 @@ class ToolCallStream:
         self._unread = self._unread[match.end() if match else 0 :]
         return match
 
-    def _read_tagged(self, dialect: _Dialect, parameters: Tool) -> Reading:
+    def _read_tagged(self, dialect: _Dialect, parameters: Tool) -> Iterator[None]:
         """Keys and bare values between tags, typed by the tool's schema."""
-        schemas, comma = _mapping(parameters.get("properties")), ""
+        properties, comma = parameters.get("properties"), ""
+        schemas = properties if isinstance(properties, dict) else {}
         while (match := (yield from self._take(dialect.key))) and not match["end"]:
             if match["key"]:
                 key = match["key"].strip()
@@ -4563,24 +4538,22 @@ class ToolCallStream:
                 yield from self._read_value(dialect.value_end, _schema_types(schema))
         self._json += "}"
 
-    def _read_value(self, end: Any, types: set[str]) -> Reading:
+    def _read_value(self, end: Any, types: set[str]) -> Iterator[None]:
         """One of them; strings leave as they grow."""
-        is_string, parts = types == {"string"}, []
+        is_string, is_whole, value = types == {"string"}, False, ""
         self._json += '"' * is_string
-        is_whole = False
         while not (is_whole or self._ended):
             match = end.search(self._unread, partial=True)
             text, is_whole = self._unread[: match.start()], not match.partial
             self._unread = self._unread[match.end() if is_whole else match.start() :]
+            value += text
             if is_string:
                 self._json += _json(text)[1:-1]  # pieces can be escaped one by one
-            else:
-                parts.append(text)
             if not is_whole:
                 yield
-        self._json += '"' if is_string else _value_as_json("".join(parts), types)
+        self._json += '"' if is_string else _value_as_json(value, types)
 
-    def _read_json(self) -> Reading:
+    def _read_json(self) -> Iterator[None]:
         """JSON as generated; members leave when their values begin: closing all makes it valid."""
         opened = "{"  # a key of `_JSON` for each thing that is open, outermost first
         while opened and (match := (yield from self._take(_JSON[opened[-1]]))):
@@ -4591,21 +4564,15 @@ class ToolCallStream:
         self._json += opened[::-1].translate(_CLOSED)
         yield from self._take(_JSON_END)
 
-    def _read_foreign(self) -> Reading:
+    def _read_foreign(self) -> Iterator[None]:
         """A call, or several, for mlx-lm's parser: only at the end it can read them."""
         start, end = self._format.start, self._format.end
-        while not self._ended and not (end and end in self._unread.partition(start)[2]):
+        while not self._ended and end not in self._unread.partition(start)[2]:
             yield
-        body = self._unread.partition(start)[2]
-        body, _, self._unread = body.partition(end) if end else (body, "", "")
-        parse = self._format.parse or (lambda text, _tools: json.loads(text, strict=False))
-        calls: list[tuple[str, str]] = []  # names, and arguments as JSON
+        body, _, self._unread = self._unread.partition(start)[2].partition(end)
         try:
-            for call in _listed(parse(body, self._tools)):
-                arguments = call.get("arguments", {})
-                if isinstance(arguments, str):
-                    arguments = json.loads(arguments, strict=False)
-                calls.append((call["name"], _json(dict(arguments))))
+            found = _listed(self._format.parse(body, self._tools))
+            calls = [(call["name"], _json(dict(call["arguments"]))) for call in found]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return
         for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
@@ -4639,17 +4606,12 @@ class ReplyStream:
 
     def feed(self, text: str, *, literal: bool = False) -> list[Delta]:
         """What is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
-        n_known = len(self._deltas)
-        self._route(self._splitter.feed(text, literal=literal))
-        return self._deltas[n_known:]
+        return self._route(self._splitter.feed(text, literal=literal))
 
     def finish(self) -> list[Delta]:
         """What was held back; the reply is over, wherever it was cut."""
-        n_known = len(self._deltas)
-        if self._splitter.in_call:
-            self._route(self._hear("", ended=True))
-        self._route(self._splitter.finish())
-        return self._deltas[n_known:]
+        open_call = [Piece("tool", "")] if self._splitter.in_call else []
+        return self._route(open_call, ended=True) + self._route(self._splitter.finish())
 
     def reply(self) -> Reply:
         """The join of all deltas: what a client that reads the stream has."""
@@ -4664,18 +4626,19 @@ class ReplyStream:
         calls = [{"id": i, "type": "function", "function": f} for i, f in functions.items()]
         return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
 
-    def _route(self, pieces: list[Piece]) -> None:
-        while pieces:
-            call = pieces.pop() if pieces[-1].kind == "tool" else None  # always the last piece
-            self._deltas += pieces
-            pieces = self._hear(call.text) if call else []
-
-    def _hear(self, text: str, *, ended: bool = False) -> list[Piece]:
-        assert self._calls, "the splitter knows a tag that opens calls, and nobody reads them"
-        deltas, back, rest, is_call = self._calls.feed(text, ended=ended)
-        self._deltas += deltas
-        pieces = self._splitter.restore(back)
-        return pieces if rest is None else pieces + self._splitter.resume(rest, called=is_call)
+    def _route(self, pieces: list[Piece], *, ended: bool = False) -> list[Delta]:
+        """Note them as what a client gets: of a call, which is always the last piece, its parts."""
+        n_known = len(self._deltas)
+        while pieces and pieces[-1].kind == "tool":
+            assert self._calls, "the splitter knows a tag that opens calls, and nobody reads them"
+            *texts, call = pieces
+            deltas, back, rest, is_call = self._calls.feed(call.text, ended=ended)
+            self._deltas += [*texts, *deltas]
+            pieces = self._splitter.restore(back)
+            if rest is not None:
+                pieces += self._splitter.resume(rest, called=is_call)
+        self._deltas += pieces
+        return self._deltas[n_known:]
 
 
 def _extract_openai_tool_calls(
