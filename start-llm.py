@@ -129,6 +129,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.dataclasses import dataclass as validated_dataclass
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from rich.console import Console
+from rich.filesize import decimal as in_bytes
 from rich.logging import RichHandler
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -3173,16 +3174,14 @@ def _update_session_turn_store(
 
 # region 14 MODEL ==============================================================
 # Find the model or fetch it, load it, and state the facts that other rooms need of it.
-# resolve_model() ends with a folder, or with one sentence that says why there is none; what can be
-# known before a long download (type, size against memory and disk) is asked before it.
+# What can be known before a long download (type, size against memory and disk) is asked before it.
 # Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
 # a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
 #
-# Doors   LoadedModel, Markup, ModelSize, Detokenizer, ModelError
-# Doors   resolve_model, load_model, banner, device_memory_bytes
+# Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  351
+# Budget  322
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3195,12 +3194,25 @@ _SMALLER: Final = {
     "mlx-community/Qwen3-0.6B-4bit": 335_000_000,
 }
 _WORKING_BYTES: Final = 512 * 2**20  # beside the weights: activations, a first few thousand tokens
-_HUB_SECONDS: Final = 10.0  # for the first answer of the hub
-_CONTEXT_UNKNOWN: Final = 32_768  # tokens
+# What mlx-lm needs of a repository: the folder, or the list of files of a dry run.
+_snapshot = partial(huggingface_hub.snapshot_download, allow_patterns=DEFAULT_ALLOW_PATTERNS)
 
 
 class ModelError(Exception):
     """Why there is no model, in one sentence; main() prints it and exits 2."""
+
+
+@contextmanager
+def _in_a_sentence(what_fails: str) -> Iterator[None]:
+    """Turn whatever is raised inside into a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # mlx, transformers, the hub, httpx, xet raise what they like
+        log.debug("%s", what_fails, exc_info=True)
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise ModelError(f"{what_fails}: {reason or type(error).__name__}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3294,29 +3306,17 @@ def _complete(folder: Path) -> Path:
     """`folder`, if it has all that mlx-lm needs. Raises ModelError, saying what lacks."""
     index = folder / "model.safetensors.index.json"
     listed = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
-    present = {file.name for file in folder.glob("model*.safetensors") if file.is_file()}
-    missing = sorted(listed - present)
-    if not folder.is_dir():
-        lack = "it is a file, not a folder"
-    elif not (folder / "config.json").is_file():
-        lack = "it has no config.json"
-    elif not present:
-        lack = "it has no model*.safetensors (mlx-lm reads neither GGUF nor PyTorch files)"
-    elif missing:
-        lack = f"{len(missing)} weight files are missing: {', '.join(missing[:3])}"
-    else:
-        return folder
-    raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
+    needed = ("config.json", "model*.safetensors", *sorted(listed))
+    lacks = [name for name in needed if not any(file.is_file() for file in folder.glob(name))]
+    if lacks:
+        lack = f"it has no {', '.join(lacks[:3])} (mlx-lm reads neither GGUF nor PyTorch files)"
+        raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
+    return folder
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}.") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object.")
-    return value
+    with _in_a_sentence(f"{file} cannot be read"):
+        return {**json.loads(file.read_bytes())}
 
 
 def _demo_folder() -> Path:
@@ -3325,80 +3325,63 @@ def _demo_folder() -> Path:
     bundled, script = home / "models" / _DEMO, home / "scripts" / "make_demo_model.py"
     if bundled.is_dir():
         return _complete(bundled)
-    if not script.is_file():
-        raise ModelError(f"There is no demo model: neither {bundled} nor {script} exists.")
-    sources = (script, *sorted(script.with_name("demo_model").glob("*")))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
-    folder = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm" / f"demo-{digest[:12]}"
-    if folder.is_dir():
-        return _complete(folder)
-    log.info("making the demo model in %s (once)", folder)
-    try:  # in a folder of its own, then renamed: a half-made model is never found
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
-            made = Path(making) / _DEMO
-            command = [sys.executable, str(script), str(made)]
+    cache = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm"
+    with _in_a_sentence(f"There is no demo model, neither {bundled} nor one in {cache}"):
+        sources = (script, *sorted(script.with_name("demo_model").glob("*")))
+        digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+        folder = cache / f"demo-{digest[:12]}"
+        if folder.is_dir():
+            return _complete(folder)
+        log.info("making the demo model in %s (once)", folder)
+        cache.mkdir(parents=True, exist_ok=True)
+        # In a folder of its own, then renamed: a half-made model is never found.
+        with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as making:
+            command = [sys.executable, str(script), f"{making}/{_DEMO}"]
             run = subprocess.run(command, check=False, capture_output=True, text=True)
             if run.returncode:
-                log.debug("%s", run.stderr)
-                last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+                last = run.stderr.rstrip().rpartition("\n")[2]
                 raise ModelError(f"{script} failed with status {run.returncode}: {last}")
-            made.rename(folder)
-    except OSError as error:
-        if not folder.is_dir():  # else another start of the server was quicker
-            raise ModelError(f"The demo model cannot be made in {folder}: {error}.") from error
-    return _complete(folder)
-
-
-def _snapshot(repo: str, **how: Any) -> Any:
-    """What mlx-lm needs of a repository: the folder, or the list of files of a dry run."""
-    return huggingface_hub.snapshot_download(repo, allow_patterns=DEFAULT_ALLOW_PATTERNS, **how)
+            with suppress(OSError):  # another start of the server was quicker
+                Path(command[-1]).rename(folder)
+        return _complete(folder)
 
 
 def _download(repo: str, config: Config, *, memory_bytes: int) -> Path:
     """Fetch what is not here yet, the hub showing how far it is. Raises ModelError."""
-    token = config.hf_token or None
-    try:
-        # Asked first because it fails at once; without a network the others retry for 23 s.
-        huggingface_hub.HfApi().model_info(repo, token=token, timeout=_HUB_SECONDS)
-        config_file = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
-        _check_architecture(_read_json(Path(config_file)))
-        _check_room(repo, _snapshot(repo, token=token, dry_run=True), memory_bytes=memory_bytes)
-        return _complete(Path(_snapshot(repo, token=token)))
-    except ModelError:
-        raise
-    except Exception as error:  # the hub's own classes, httpx, xet, the disk: all end here
-        log.debug("download of %s", repo, exc_info=True)
-        errors, hub = huggingface_hub.errors, huggingface_hub.constants.ENDPOINT
-        reason = " ".join(str(error.__cause__ or error).split())[:160]
-        why = (
-            f"{repo} is not complete in the local cache and {hub} does not give it ({reason}); "
-            f"start again to resume, or set MODEL_PATH to a folder or to {_DEMO}."
-        )
-        if isinstance(error, errors.GatedRepoError):
+    token, errors = config.hf_token or None, huggingface_hub.errors
+    hub = huggingface_hub.constants.ENDPOINT
+    advice = f"start again to resume, or set MODEL_PATH to a folder or to {_DEMO}"
+    with _in_a_sentence(f"{repo} is not complete in the local cache and {hub} fails ({advice})"):
+        try:
+            # Asked first because it fails at once; without a network the others retry for 23 s.
+            huggingface_hub.HfApi().model_info(repo, token=token, timeout=10)
+            config_file = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
+            _check_architecture(_read_json(Path(config_file)))
+            _check_room(repo, _snapshot(repo, token=token, dry_run=True), memory_bytes=memory_bytes)
+            return _complete(Path(_snapshot(repo, token=token)))
+        except errors.GatedRepoError as error:
             why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
-        elif isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            raise ModelError(why) from error
+        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
             neither = f"neither a folder on this machine nor a repository on {hub}"
             why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
-        raise ModelError(why) from error
+            raise ModelError(why) from error
 
 
 def _check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
     """Raise ModelError unless memory has room for the weights and the disk for what is to come."""
     weights = sum(f.file_size or 0 for f in files if f.filename.endswith(".safetensors"))
-    if not weights:
-        raise ModelError(f"{repo} has no model*.safetensors; look for an MLX version of it.")
     to_fetch = sum(f.file_size or 0 for f in files if f.will_download)
     needed, cache = weights + _WORKING_BYTES, huggingface_hub.constants.HF_HUB_CACHE
     free = shutil.disk_usage(cache).free
     if needed > memory_bytes or to_fetch > free:
         raise ModelError(
-            f"{repo} needs {_in_gb(needed)} of memory (this device recommends at most "
-            f"{_in_gb(memory_bytes)}) and {_in_gb(to_fetch)} more on disk ({cache} has "
-            f"{_in_gb(free)} free); MODEL_PATH={_fitting(min(memory_bytes, free))} would fit."
+            f"{repo} needs {in_bytes(needed)} of memory (this device recommends at most "
+            f"{in_bytes(memory_bytes)}) and {in_bytes(to_fetch)} more on disk ({cache} has "
+            f"{in_bytes(free)} free); MODEL_PATH={_fitting(min(memory_bytes, free))} would fit."
         )
-    log.info("%s: fetching %s into %s", repo, _in_gb(to_fetch), cache)
+    log.info("%s: fetching %s into %s", repo, in_bytes(to_fetch), cache)
 
 
 def _fitting(room_bytes: int) -> str:
@@ -3411,23 +3394,17 @@ def load_model(path: Path, config: Config) -> LoadedModel:
     """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
     trust = {"trust_remote_code": config.trust_remote_code}
     _check_architecture(_read_json(path / "config.json"))
-    try:
+    with _in_a_sentence(f"The model in {path} cannot be loaded"):
         loaded: Any = mlx_lm.load(str(path), tokenizer_config=trust, return_config=True, **trust)
         return _with_facts(path, config, loaded=loaded)
-    except Exception as error:  # mlx and transformers raise what they like for a broken file
-        log.debug("loading %s", path, exc_info=True)
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"The model in {path} cannot be loaded: {first[:300]}") from error
 
 
 def _check_architecture(facts: dict[str, Any]) -> None:
     """Raise ModelError unless mlx-lm, or the model's own file, can build what config.json names."""
-    try:
+    kind, version = facts.get("model_type"), mlx_lm.__version__
+    with _in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
         # `_get_classes` is private, but the very function that mlx_lm.load() asks.
         _ = facts.get("model_file") or _get_classes(facts)
-    except (KeyError, ValueError, AttributeError) as error:
-        kind, version = facts.get("model_type"), mlx_lm.__version__
-        raise ModelError(f"Models of type {kind!r} are not known to mlx-lm {version}.") from error
 
 
 def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
@@ -3445,10 +3422,9 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
     family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
     context_length = _context_length(facts, tokenizer.model_max_length)
     # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("model*.safetensors*")):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    files = sorted(path.glob("model*.safetensors*"))
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    identity = repr(stamps).encode() + (path / "config.json").read_bytes()
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -3456,7 +3432,7 @@ def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
         model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
         path=path,
         family=family if config.model_family == "auto" else config.model_family,
-        revision=digest.hexdigest()[:16],
+        revision=sha256(identity).hexdigest()[:16],
         limit=min(context_length, config.max_kv_size),
         eos_ids=frozenset(tokenizer.eos_token_ids),
         markup=markup,
@@ -3472,7 +3448,7 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
     is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
     stretched = int(original * rope.get("factor", 1)) if is_yarn else 0
     # transformers writes 1e30 where a tokenizer states no length.
-    hint = tokenizer_length if tokenizer_length < 2**31 else _CONTEXT_UNKNOWN
+    hint = tokenizer_length if tokenizer_length < 2**31 else 32_768
     return max(int(stated), stretched) or hint
 
 
@@ -3509,16 +3485,12 @@ def banner(model: LoadedModel, config: Config) -> str:
     demo = "This is the demo model: it shows that the server works, not what it can do.\n"
     return (
         f"{model.model_id} is served at http://{host}:{config.mlx_port}/v1\n"
-        f"  from {model.path}: {_in_gb(model.size.nbytes)} of weights, {model.limit:,} tokens of "
+        f"  from {model.path}: {in_bytes(model.size.nbytes)} of weights, {model.limit:,} tokens of "
         f"context (the model: {model.size.context_length:,})\n"
         f"{demo if model.model_id == _DEMO else ''}"
         "To serve another, set MODEL_PATH to a Hugging Face repository or a folder, "
         f"e.g. MODEL_PATH={_fitting(device_memory_bytes())}"
     )
-
-
-def _in_gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 # endregion
