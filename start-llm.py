@@ -3181,7 +3181,7 @@ def _update_session_turn_store(
 # Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  322
+# Budget  316
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3304,19 +3304,16 @@ def _chosen(config: Config) -> str:
 
 def _complete(folder: Path) -> Path:
     """`folder`, if it has all that mlx-lm needs. Raises ModelError, saying what lacks."""
-    index = folder / "model.safetensors.index.json"
-    listed = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
-    needed = ("config.json", "model*.safetensors", *sorted(listed))
-    lacks = [name for name in needed if not any(file.is_file() for file in folder.glob(name))]
-    if lacks:
-        lack = f"it has no {', '.join(lacks[:3])} (mlx-lm reads neither GGUF nor PyTorch files)"
-        raise ModelError(f"The model folder {folder} cannot be used: {lack}.")
-    return folder
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    with _in_a_sentence(f"{file} cannot be read"):
-        return {**json.loads(file.read_bytes())}
+    with _in_a_sentence(f"The model folder {folder} cannot be used"):
+        index = folder / "model.safetensors.index.json"
+        facts = json.loads(index.read_bytes()) if index.is_file() else {}
+        listed = set(facts.get("weight_map", {}).values())
+        needed = ("config.json", "model*.safetensors", *sorted(listed))
+        lacks = [name for name in needed if not any(file.is_file() for file in folder.glob(name))]
+        if lacks:
+            some = ", ".join(lacks[:3])
+            raise ValueError(f"it has no {some} (mlx-lm reads neither GGUF nor PyTorch files)")
+        return folder
 
 
 def _demo_folder() -> Path:
@@ -3357,15 +3354,14 @@ def _download(repo: str, config: Config, *, memory_bytes: int) -> Path:
             # Asked first because it fails at once; without a network the others retry for 23 s.
             huggingface_hub.HfApi().model_info(repo, token=token, timeout=10)
             config_file = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
-            _check_architecture(_read_json(Path(config_file)))
+            _check_architecture(Path(config_file))
             _check_room(repo, _snapshot(repo, token=token, dry_run=True), memory_bytes=memory_bytes)
             return _complete(Path(_snapshot(repo, token=token)))
-        except errors.GatedRepoError as error:
-            why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
-            raise ModelError(why) from error
         except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
             neither = f"neither a folder on this machine nor a repository on {hub}"
             why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
+            if isinstance(error, errors.GatedRepoError):
+                why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
             raise ModelError(why) from error
 
 
@@ -3392,64 +3388,62 @@ def _fitting(room_bytes: int) -> str:
 
 def load_model(path: Path, config: Config) -> LoadedModel:
     """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
-    trust = {"trust_remote_code": config.trust_remote_code}
-    _check_architecture(_read_json(path / "config.json"))
+    _check_architecture(path / "config.json")
     with _in_a_sentence(f"The model in {path} cannot be loaded"):
+        trust = {"trust_remote_code": config.trust_remote_code}
         loaded: Any = mlx_lm.load(str(path), tokenizer_config=trust, return_config=True, **trust)
-        return _with_facts(path, config, loaded=loaded)
+        model, tokenizer, facts = loaded
+        facts = {**facts, **(facts.get("text_config") or {})}
+        name = _chosen(config)
+        folder = Path(name).expanduser()
+        markup = _markup(tokenizer)
+        tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
+        hint = f"{name} {facts['model_type']}".lower()
+        family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
+        weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
+        size = ModelSize(
+            nbytes=sum(array.nbytes for _, array in weights),
+            vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
+            context_length=_context_length(facts, tokenizer.model_max_length),
+        )
+        # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
+        files = sorted(path.glob("model*.safetensors*"))
+        stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        identity = repr(stamps).encode() + (path / "config.json").read_bytes()
+        return LoadedModel(
+            model=model,
+            tokenizer=tokenizer,
+            template=Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids),
+            model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
+            path=path,
+            family=family if config.model_family == "auto" else config.model_family,
+            revision=sha256(identity).hexdigest()[:16],
+            limit=min(size.context_length, config.max_kv_size),
+            eos_ids=frozenset(tokenizer.eos_token_ids),
+            markup=markup,
+            size=size,
+        )
 
 
-def _check_architecture(facts: dict[str, Any]) -> None:
-    """Raise ModelError unless mlx-lm, or the model's own file, can build what config.json names."""
+def _check_architecture(config_file: Path) -> None:
+    """Raise ModelError unless mlx-lm, or the model's own file, can build what this names."""
+    with _in_a_sentence(f"{config_file} cannot be read"):
+        facts = {**json.loads(config_file.read_bytes())}
     kind, version = facts.get("model_type"), mlx_lm.__version__
     with _in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
         # `_get_classes` is private, but the very function that mlx_lm.load() asks.
         _ = facts.get("model_file") or _get_classes(facts)
 
 
-def _with_facts(path: Path, config: Config, *, loaded: Any) -> LoadedModel:
-    """`loaded`: model, tokenizer and config.json, as mlx_lm.load() returns them."""
-    model, tokenizer, facts = loaded
-    facts = {**facts, **(facts.get("text_config") or {})}
-    name = _chosen(config)
-    folder = Path(name).expanduser()
-    markup = _markup(tokenizer)
-    tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
-    weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
-    nbytes = sum(array.nbytes for _, array in weights)
-    vocab_size = int(facts.get("vocab_size") or len(tokenizer))
-    hint = f"{name} {facts['model_type']}".lower()
-    family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
-    context_length = _context_length(facts, tokenizer.model_max_length)
-    # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
-    files = sorted(path.glob("model*.safetensors*"))
-    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    identity = repr(stamps).encode() + (path / "config.json").read_bytes()
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        template=Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids),
-        model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
-        path=path,
-        family=family if config.model_family == "auto" else config.model_family,
-        revision=sha256(identity).hexdigest()[:16],
-        limit=min(context_length, config.max_kv_size),
-        eos_ids=frozenset(tokenizer.eos_token_ids),
-        markup=markup,
-        size=ModelSize(nbytes=nbytes, vocab_size=vocab_size, context_length=context_length),
-    )
-
-
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
     """Tokens. Configs state the length before YaRN (Qwen3) or after (DeepSeek): the larger one."""
-    stated = facts.get("max_position_embeddings") or facts.get("n_positions") or 0
+    stated = int(facts.get("max_position_embeddings") or facts.get("n_positions") or 0)
     rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
-    original = rope.get("original_max_position_embeddings") or 0
-    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
-    stretched = int(original * rope.get("factor", 1)) if is_yarn else 0
+    if rope.get("rope_type", rope.get("type")) == "yarn":
+        original = rope.get("original_max_position_embeddings") or 0
+        stated = max(stated, int(original * rope.get("factor", 1)))
     # transformers writes 1e30 where a tokenizer states no length.
-    hint = tokenizer_length if tokenizer_length < 2**31 else 32_768
-    return max(int(stated), stretched) or hint
+    return stated or (tokenizer_length if tokenizer_length < 2**31 else 32_768)
 
 
 def _markup(tokenizer: Any) -> Markup:
@@ -4145,14 +4139,13 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  119
+# Budget  118
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tags:
+class Tags(NamedTuple):
     """The texts that part a reply; None where a model has no such thing."""
 
     think_start: str | None = None
@@ -4173,8 +4166,8 @@ class _ReasoningStreamSplitter:
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
         """`in_reasoning`: the prompt ended inside a think block."""
         self._tags = tags
-        known = filter(None, (tags.think_start, tags.think_end, tags.tool_start))
-        self._pattern = regex.compile("|".join(map(regex.escape, known)) or "(?!)")
+        known = "|".join(map(regex.escape, filter(None, tags)))
+        self._pattern = regex.compile(known or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._started: set[TextKind] = set()  # kinds of which some text has left
         self._after_tag = in_reasoning  # a tag came since the last text
@@ -4265,7 +4258,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  377
+# Budget  366
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4273,6 +4266,7 @@ ParseCall = Callable[[str, Any], Any]  # mlx-lm's: (text between the tags, tools
 NextId = Callable[[], str]
 
 
+@lru_cache
 def _compile(pattern: str) -> Any:
     """A pattern whose `\\s*` is bounded: a model caught in blanks is not read again and again."""
     return regex.compile(pattern.replace(r"\s*", r"[ \t\r\n]{0,400}"))
@@ -4284,8 +4278,8 @@ class _Dialect(NamedTuple):
     sign: str  # in templates that speak it
     opening: str  # what begins a call: its {name}, bare or as {json}
     name: str  # a pattern of what comes before the arguments, JSON's `{` included
-    key: Any = None  # what opens a value or ends the call; None: the arguments are JSON
-    value_end: Any = None
+    key: str = ""  # what opens a value or ends the call; "": the arguments are JSON
+    value_end: str = ""
 
 
 # A value that nobody closed ends with the call, if the next call or the reply's end (NUL: it never
@@ -4295,22 +4289,16 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         sign="<function=",
         opening="{gap}<function={name}>{gap}",
         name=r"<function=(?P<qwen>[^\s<>]+)>",
-        key=_compile(
-            r"\s*(?:<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>|(?P<end></tool_call>))"
-        ),
-        value_end=_compile(
-            r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
-            r"|\n?(?=</function>\s*</tool_call>\s*(?:<tool_call>|\0))"
-        ),
+        key=r"\s*(?:<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=.))|</function>|(?P<end></tool_call>))",
+        value_end=r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
+        r"|\n?(?=</function>\s*</tool_call>\s*(?:<tool_call>|\0))",
     ),
     "glm": _Dialect(
         sign="<arg_key>",
         opening="{name}{gap}{required}",  # without it `read` might still become `read_file`
         name=r'(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>)',
-        key=_compile(
-            r"\s*(?:<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>|(?P<end></tool_call>))"
-        ),
-        value_end=_compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)"),
+        key=r"\s*(?:<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>|(?P<end></tool_call>))",
+        value_end=r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)",
     ),
     "hermes": _Dialect(
         sign="<tool_call>",
@@ -4318,9 +4306,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
 }
-_NAME: Final = _compile(
-    r"(?:\s+)?<tool_call>\s*(?:" + "|".join(d.name for d in _DIALECTS.values()) + ")"
-)
+_NAME: Final = rf"(?:\s+)?<tool_call>\s*(?:{'|'.join(d.name for d in _DIALECTS.values())})"
 
 
 class ToolFormat(NamedTuple):
@@ -4407,14 +4393,14 @@ _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
 _CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
 _KEY: Final = rf'\s*"(?:{_CHARACTER})*"\s*:'
 _JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
-    "{": _compile(rf"{_KEY}{_VALUE}|\s*(?P<close>\}})"),
-    "}": _compile(rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})"),
-    "[": _compile(rf"{_VALUE}|\s*(?P<close>\])"),
-    "]": _compile(rf"\s*,{_VALUE}|\s*(?P<close>\])"),
+    "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
+    "}": rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})",
+    "[": rf"{_VALUE}|\s*(?P<close>\])",
+    "]": rf"\s*,{_VALUE}|\s*(?P<close>\])",
     # "raw": line breaks and `\d`, which JSON forbids but models write.
-    '"': _compile(rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")'),
+    '"': rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")',
 }
-_JSON_END: Final = _compile(r"\s*[}\]]*\s*</tool_call>")  # also where a bracket was forgotten
+_JSON_END: Final = r"\s*[}\]]*\s*</tool_call>"  # also where a bracket was forgotten
 _CLOSED: Final = str.maketrans("{[", "}]")
 
 
@@ -4433,10 +4419,8 @@ class ToolCallStream:
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: NextId) -> None:
         self.n_calls = 0  # complete ones
-        self._format = tool_format
-        self._tools = list(tools)
+        self._format, self._tools, self._next_id = tool_format, list(tools), next_id
         self._offered = _parameters_by_name(tools)
-        self._next_id = next_id
         self._reading: Iterator[None] | None = None  # of the open call; pauses for more text
         self._id = ""  # of that call, once its name is known and was offered
         self._unread = ""
@@ -4458,20 +4442,18 @@ class ToolCallStream:
         self._ended, self._deltas, self._json = ended, [], ""
         is_over = next(self._reading, True)
         if self._id and self._json:
-            self._add(self._json)
+            self._tell(self._json)
         if is_over:
             self._reading = None
             self.n_calls += bool(self._id)
         back = "" if self._id else raw[: len(raw) - len(self._unread)]
         return self._deltas, back, self._unread if is_over else None, bool(self._id)
 
-    def _open(self, name: str) -> None:
-        """The name leaves alone: there are clients that lose arguments that come with it."""
-        self.n_calls += bool(self._id)  # foreign calls may come several at once
-        self._id = self._next_id()
-        self._add("", name=name)
-
-    def _add(self, arguments: str, *, name: str | None = None) -> None:
+    def _tell(self, arguments: str, *, name: str | None = None) -> None:
+        """A name leaves alone: there are clients that lose arguments that come with it."""
+        if name is not None:
+            self.n_calls += bool(self._id)  # foreign calls may come several at once
+            self._id = self._next_id()
         self._deltas.append(ToolCallDelta(self.n_calls, self._id, name, arguments))
 
     def _read(self) -> Iterator[None]:
@@ -4482,15 +4464,15 @@ class ToolCallStream:
         else:
             name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
             if name in self._offered:
-                self._open(name)
+                self._tell("", name=name)
             self._json = "{"
             tagged = dialect.key and self._read_tagged(dialect, self._offered.get(name, {}))
             yield from tagged or self._read_json()
             self._unread = "" if self._ended else self._unread
 
-    def _take(self, pattern: Any) -> Generator[None, None, Any]:
+    def _take(self, pattern: str) -> Generator[None, None, Any]:
         """Take a match off the unread text; None where it does not fit, or was cut off."""
-        while (match := pattern.match(self._unread, partial=True)) and match.partial:
+        while (match := _compile(pattern).match(self._unread, partial=True)) and match.partial:
             if self._ended:
                 return None
             yield
@@ -4510,12 +4492,12 @@ class ToolCallStream:
                 yield from self._read_value(dialect.value_end, _schema_types(schema))
         self._json += "}"
 
-    def _read_value(self, end: Any, types: set[str]) -> Iterator[None]:
+    def _read_value(self, end: str, types: set[str]) -> Iterator[None]:
         """One of them; strings leave as they grow."""
         is_string, is_whole, value = types == {"string"}, False, ""
         self._json += '"' * is_string
         while not (is_whole or self._ended):
-            match = end.search(self._unread, partial=True)
+            match = _compile(end).search(self._unread, partial=True)
             text, is_whole = self._unread[: match.start()], not match.partial
             self._unread = self._unread[match.end() if is_whole else match.start() :]
             value += text
@@ -4548,8 +4530,8 @@ class ToolCallStream:
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return
         for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
-            self._open(name)
-            self._add(arguments)
+            self._tell("", name=name)
+            self._tell(arguments)
 
 
 Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
