@@ -3181,7 +3181,7 @@ def _update_session_turn_store(
 # Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  316
+# Budget  312
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3215,8 +3215,7 @@ def _in_a_sentence(what_fails: str) -> Iterator[None]:
         raise ModelError(f"{what_fails}: {reason or type(error).__name__}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Markup:
+class Markup(NamedTuple):
     """The strings and ids with a meaning of their own in a reply; None where a model has none."""
 
     think_start: str | None
@@ -3311,8 +3310,8 @@ def _complete(folder: Path) -> Path:
         needed = ("config.json", "model*.safetensors", *sorted(listed))
         lacks = [name for name in needed if not any(file.is_file() for file in folder.glob(name))]
         if lacks:
-            some = ", ".join(lacks[:3])
-            raise ValueError(f"it has no {some} (mlx-lm reads neither GGUF nor PyTorch files)")
+            lack = ", ".join(lacks[:3])
+            raise ValueError(f"it has no {lack} (mlx-lm reads neither GGUF nor PyTorch files)")
         return folder
 
 
@@ -3395,17 +3394,14 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         model, tokenizer, facts = loaded
         facts = {**facts, **(facts.get("text_config") or {})}
         name = _chosen(config)
-        folder = Path(name).expanduser()
         markup = _markup(tokenizer)
         tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
         hint = f"{name} {facts['model_type']}".lower()
         family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
         weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
-        size = ModelSize(
-            nbytes=sum(array.nbytes for _, array in weights),
-            vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
-            context_length=_context_length(facts, tokenizer.model_max_length),
-        )
+        nbytes, vocab_size = sum(a.nbytes for _, a in weights), facts.get("vocab_size")
+        context_length = _context_length(facts, tokenizer.model_max_length)
+        size = ModelSize(nbytes, int(vocab_size or len(tokenizer)), context_length)
         # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
         files = sorted(path.glob("model*.safetensors*"))
         stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -3414,7 +3410,7 @@ def load_model(path: Path, config: Config) -> LoadedModel:
             model=model,
             tokenizer=tokenizer,
             template=Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids),
-            model_id=folder.resolve().name if name != _DEMO and folder.is_dir() else name,
+            model_id=path.resolve().name if path == Path(name).expanduser() else name,
             path=path,
             family=family if config.model_family == "auto" else config.model_family,
             revision=sha256(identity).hexdigest()[:16],
@@ -4139,7 +4135,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  118
+# Budget  117
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4171,8 +4167,7 @@ class _ReasoningStreamSplitter:
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._started: set[TextKind] = set()  # kinds of which some text has left
         self._after_tag = in_reasoning  # a tag came since the last text
-        self._held = ""  # white space, until it is known what follows
-        self._tail = ""  # may become a tag
+        self._held = ""  # white space or half a tag, until it is known what follows
         self.in_call = False  # all text is "tool" pieces, until who reads the calls says `resume`
 
     @property
@@ -4195,7 +4190,7 @@ class _ReasoningStreamSplitter:
 
     def restore(self, text: str) -> list[Piece]:
         """Take text as it is, in the kind the reply is in: nothing in it is a tag."""
-        text, self._tail = self._held + self._tail + text, ""
+        text = self._held + text
         if self._after_tag and self._kind not in self._started:
             text = text.lstrip("\n")
         end = len(text.rstrip())
@@ -4214,12 +4209,12 @@ class _ReasoningStreamSplitter:
         return pieces
 
     def _scan(self, text: str) -> list[Piece]:
-        text, self._tail = self._tail + text, ""
+        text, self._held = self._held + text, ""
         pieces: list[Piece] = []
         while match := self._pattern.search(text, partial=True):
             pieces += self.restore(text[: match.start()])
             if match.partial:
-                self._tail = text[match.start() :]
+                self._held += match[0]
                 return pieces
             text = text[match.end() :]
             if match[0] == self._tags.tool_start:
@@ -4258,7 +4253,7 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  366
+# Budget  355
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4339,17 +4334,14 @@ def tool_openings(
     """What opens a call of each tool, or of `name` alone, up to where a model's own token ends."""
     if tool_format.dialect == "foreign":
         return [tool_format.start]
-    opening = tool_format.start + _DIALECTS[tool_format.dialect].opening
-    return [
-        opening.format(
-            gap=tool_format.gap,
-            name=offered,
-            json=_json(offered),
-            required="<arg_key>" if parameters.get("required") else "",
-        )
-        for offered, parameters in _parameters_by_name(tools).items()
-        if name in (None, offered)
-    ]
+    opening = _DIALECTS[tool_format.dialect].opening.replace("{gap}", tool_format.gap)
+    openings = []
+    for offered, parameters in _parameters_by_name(tools).items():
+        if name in (None, offered):
+            required = "<arg_key>" if parameters.get("required") else ""
+            slots = {"name": offered, "json": _json(offered), "required": required}
+            openings.append(tool_format.start + opening.format(**slots))
+    return openings
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -4400,7 +4392,6 @@ _JSON: Final = {  # what may come next, in what: `{` is an object without member
     # "raw": line breaks and `\d`, which JSON forbids but models write.
     '"': rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")',
 }
-_JSON_END: Final = r"\s*[}\]]*\s*</tool_call>"  # also where a bracket was forgotten
 _CLOSED: Final = str.maketrans("{[", "}]")
 
 
@@ -4428,14 +4419,8 @@ class ToolCallStream:
         self._deltas: list[ToolCallDelta] = []  # of one feed
         self._json = ""  # what this feed added to the arguments
 
-    def feed(
-        self, text: str, *, ended: bool = False
-    ) -> tuple[list[ToolCallDelta], str, str | None, bool]:
-        """Read on; at the end of the reply (`ended`) give what there is, as valid JSON, or as text.
-
-        Returns what is new, the part that is no call, which goes back, what followed the call
-        (None while it is open), whose next text opens another, and whether it was a call.
-        """
+    def feed(self, text: str, *, ended: bool = False) -> Heard:
+        """Read on; when the reply has `ended`, give what there is, as valid JSON, or as text."""
         if self._reading is None:
             self._reading, self._id, self._unread = self._read(), "", ""
         raw = self._unread = self._unread + text
@@ -4516,7 +4501,7 @@ class ToolCallStream:
             opened = opened[:-1] + ("" if kind == "close" else inside)
             self._json += _json(text)[1:-1] if kind == "raw" else text
         self._json += opened[::-1].translate(_CLOSED)
-        yield from self._take(_JSON_END)
+        yield from self._take(r"\s*[}\]]*\s*</tool_call>")  # also where a bracket was forgotten
 
     def _read_foreign(self) -> Iterator[None]:
         """A call, or several, for mlx-lm's parser: only at the end it can read them."""
@@ -4535,6 +4520,9 @@ class ToolCallStream:
 
 
 Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
+# What is new in a call, text of what is none (it goes back), what followed it (None: it is open,
+# else the next text opens another), whether it is one.
+Heard = tuple[list[ToolCallDelta], str, str | None, bool]
 
 
 class Reply(NamedTuple):
@@ -4552,11 +4540,7 @@ class ReplyStream:
     _splitter: _ReasoningStreamSplitter
     _calls: ToolCallStream | None = None  # where the splitter knows a tag that opens calls
     _deltas: list[Delta] = field(default_factory=list)
-
-    @property
-    def n_calls(self) -> int:
-        """How many calls are complete."""
-        return self._calls.n_calls if self._calls else 0
+    n_calls: int = 0  # complete ones
 
     def feed(self, text: str, *, literal: bool = False) -> list[Delta]:
         """What is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
@@ -4583,11 +4567,11 @@ class ReplyStream:
     def _route(self, pieces: list[Piece], *, ended: bool = False) -> list[Delta]:
         """Note them as what a client gets: of a call, which is always the last piece, its parts."""
         n_known = len(self._deltas)
-        while pieces and pieces[-1].kind == "tool":
-            assert self._calls, "the splitter knows a tag that opens calls, and nobody reads them"
+        while self._calls and pieces and pieces[-1].kind == "tool":
             *texts, call = pieces
             deltas, back, rest, is_call = self._calls.feed(call.text, ended=ended)
             self._deltas += [*texts, *deltas]
+            self.n_calls = self._calls.n_calls
             pieces = self._splitter.restore(back)
             if rest is not None:
                 pieces += self._splitter.resume(rest, called=is_call)
