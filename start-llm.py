@@ -3381,8 +3381,8 @@ def _check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
 
 def _fitting(room_bytes: int) -> str:
     """The largest of the models we suggest that works in so much memory."""
-    room = room_bytes - _WORKING_BYTES
-    return next((name for name, nbytes in _SMALLER.items() if nbytes <= room), _DEMO)
+    largest = room_bytes - _WORKING_BYTES
+    return next((name for name, nbytes in _SMALLER.items() if nbytes <= largest), _DEMO)
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
@@ -4125,17 +4125,16 @@ class Engine:
 #     <think>\nwhy\n</think>\n\nI'll look.\n\n<tool_call>...</tool_call>\nDone.
 #               why             I'll look.    (to TOOLS)             \nDone.
 #
-# Any chunking gives the same texts: what may still become a tag is held back (`regex` can match
-# partially: "so far this could become one"), and so is white space until it is known what follows.
-#   - White space before a tag belongs to the tag. After one, newlines are dropped until the first
-#     text of that kind, so that a reply of calls alone has no content. All else is as generated.
+# Any chunking gives the same texts: white space, and what `regex` finds may become a tag, are held
+# back. White space before a tag belongs to the tag; after one, newlines are dropped until the first
+# text of that kind, so that a reply of calls alone has no content. All else is as generated.
 #   - A call leaves here with the rest of the reply: only its grammar (TOOLS) knows where it ends.
 #   - A `</think>` nobody opened, a `<think>` inside thinking: dropped. They are never content.
 #
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  117
+# Budget  115
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4162,8 +4161,7 @@ class _ReasoningStreamSplitter:
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
         """`in_reasoning`: the prompt ended inside a think block."""
         self._tags = tags
-        known = "|".join(map(regex.escape, filter(None, tags)))
-        self._pattern = regex.compile(known or "(?!)")
+        self._pattern = regex.compile("|".join(map(regex.escape, filter(None, tags))) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._started: set[TextKind] = set()  # kinds of which some text has left
         self._after_tag = in_reasoning  # a tag came since the last text
@@ -4253,11 +4251,10 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  355
+# Budget  353
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
-ParseCall = Callable[[str, Any], Any]  # mlx-lm's: (text between the tags, tools) -> call or calls
 NextId = Callable[[], str]
 
 
@@ -4311,11 +4308,11 @@ class ToolFormat(NamedTuple):
     end: str  # NUL, which never comes, where only the reply's end ends a call
     dialect: str  # "foreign": none of ours
     gap: str = ""  # what the template prints around the name
-    parse: Any = None  # foreign formats only: mlx-lm's ParseCall, which may raise anything
+    parse: Any = None  # foreign formats only: mlx-lm's (text inside, tools) -> call or calls
 
     @classmethod
     def detect(
-        cls, template: str, *, start: str | None, end: str | None, parse: ParseCall | None
+        cls, template: str, *, start: str | None, end: str | None, parse: Any
     ) -> ToolFormat | None:
         """Read it off a chat template and what mlx-lm found in it; None: no tool calls."""
         if start and start != "<tool_call>":
@@ -4520,8 +4517,7 @@ class ToolCallStream:
 
 
 Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
-# What is new in a call, text of what is none (it goes back), what followed it (None: it is open,
-# else the next text opens another), whether it is one.
+# New parts of a call, text of none (it goes back), what follows it (None: it is open), is it one
 Heard = tuple[list[ToolCallDelta], str, str | None, bool]
 
 
