@@ -3181,7 +3181,7 @@ def _update_session_turn_store(
 # Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  312
+# Budget  310
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3381,8 +3381,7 @@ def _check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
 
 def _fitting(room_bytes: int) -> str:
     """The largest of the models we suggest that works in so much memory."""
-    largest = room_bytes - _WORKING_BYTES
-    return next((name for name, nbytes in _SMALLER.items() if nbytes <= largest), _DEMO)
+    return next((name for name, n in _SMALLER.items() if n + _WORKING_BYTES <= room_bytes), _DEMO)
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
@@ -3427,8 +3426,7 @@ def _check_architecture(config_file: Path) -> None:
         facts = {**json.loads(config_file.read_bytes())}
     kind, version = facts.get("model_type"), mlx_lm.__version__
     with _in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
-        # `_get_classes` is private, but the very function that mlx_lm.load() asks.
-        _ = facts.get("model_file") or _get_classes(facts)
+        _ = facts.get("model_file") or _get_classes(facts)  # private, but what mlx_lm.load() asks
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
@@ -4134,7 +4132,7 @@ class Engine:
 # Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  115
+# Budget  114
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4156,10 +4154,9 @@ class Piece(NamedTuple):
 
 
 class _ReasoningStreamSplitter:
-    """Parts one reply. `feed` it as it is generated, `finish` it once, join pieces by kind."""
+    """Parts one reply; the prompt may have ended `in_reasoning`. `feed` it, `finish` it once."""
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
-        """`in_reasoning`: the prompt ended inside a think block."""
         self._tags = tags
         self._pattern = regex.compile("|".join(map(regex.escape, filter(None, tags))) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
@@ -4242,16 +4239,15 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 #     <tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>
 #     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
 #
-# A call's first characters tell these apart, whatever the model; others are read at their end by
-# mlx-lm's parser. A closing mark counts when what the format puts behind it follows, otherwise it
-# is part of the value (a file may contain `</parameter>`). What is no call to a tool that was
-# offered stays text. Once a name has left, arguments that stop making sense are closed.
+# A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
+# closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
+# What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
 #
 # Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply
 # Doors   _extract_openai_tool_calls, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  353
+# Budget  352
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
