@@ -4129,10 +4129,10 @@ class Engine:
 #   - A call leaves here with the rest of the reply: only its grammar (TOOLS) knows where it ends.
 #   - A `</think>` nobody opened, a `<think>` inside thinking: dropped. They are never content.
 #
-# Doors   _ReasoningStreamSplitter, _strip_thinking_from_content, Tags, Piece
+# Doors   _ReasoningStreamSplitter, Tags, Piece
 # Knows   -
 # Thread  any; pure
-# Budget  114
+# Budget  107
 # ==============================================================================
 
 TextKind = Literal["reasoning", "content"]
@@ -4223,13 +4223,6 @@ class _ReasoningStreamSplitter:
         self._kind, self._held, self._after_tag = kind, "", True
 
 
-def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -> str:
-    """A reply without its thinking, byte for byte as a stream's content; calls as generated."""
-    splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
-    pieces = splitter.feed(text) + splitter.finish()
-    return "".join(piece.text for piece in pieces if piece.kind != "reasoning")
-
-
 # endregion
 
 # region 17 TOOLS ==============================================================
@@ -4243,11 +4236,10 @@ def _strip_thinking_from_content(text: str, tags: Tags, *, in_reasoning: bool) -
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
 #
-# Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply
-# Doors   _extract_openai_tool_calls, tool_openings
+# Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply, tool_openings
 # Knows   SPLIT
 # Thread  any; pure
-# Budget  352
+# Budget  339
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -4569,18 +4561,6 @@ class ReplyStream:
                 pieces += self._splitter.resume(rest, called=is_call)
         self._deltas += pieces
         return self._deltas[n_known:]
-
-
-def _extract_openai_tool_calls(
-    text: str, tags: Tags, *, tool_format: ToolFormat, tools: Sequence[Tool], next_id: NextId
-) -> tuple[str, list[dict[str, Any]]]:
-    """Return the content and the calls of a whole reply, exactly as a stream of it gives them."""
-    calls = ToolCallStream(tool_format, tools, next_id=next_id)
-    stream = ReplyStream(_ReasoningStreamSplitter(tags, in_reasoning=False), calls)
-    stream.feed(text)
-    stream.finish()
-    reply = stream.reply()
-    return reply.content or "", reply.tool_calls
 
 
 # endregion

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from start_llm import Piece, Tags, _ReasoningStreamSplitter, _strip_thinking_from_content
+from start_llm import Piece, Tags, _ReasoningStreamSplitter
 
 settings.register_profile("any-pace", deadline=None)  # the machine may be busy
 settings.load_profile("any-pace")
@@ -82,12 +82,6 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
         early[piece.kind] += piece.text
     late = split([text])
     assert all(late[kind].startswith(early[kind]) for kind in early)
-
-
-@given(REPLIES.filter(lambda text: "<tool_call>" not in text), st.booleans())
-def test_stripping_agrees_with_the_stream_byte_for_byte(text: str, opened: bool) -> None:
-    stripped = _strip_thinking_from_content(text, TAGS, in_reasoning=opened)
-    assert stripped == split(list(text), in_reasoning=opened)["content"]
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,7 @@ from start_llm import (
     ToolCallDelta,
     ToolCallStream,
     ToolFormat,
-    _extract_openai_tool_calls,
     _ReasoningStreamSplitter,
-    _strip_thinking_from_content,
     tool_openings,
 )
 
@@ -237,23 +235,6 @@ def test_a_call_cut_off_gives_what_was_parsed(
         assert value == arguments[key]
     if parsed and isinstance(arguments[key := list(parsed)[-1]], str):
         assert str(arguments[key]).startswith(str(parsed[key] or ""))
-
-
-@given(REPLIES, st.booleans())
-def test_the_two_whole_text_doors_give_what_the_stream_gave(text: str, thinking: bool) -> None:
-    tags = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
-    reply = read(text, in_reasoning=thinking)
-    numbers = count()
-    content, calls = _extract_openai_tool_calls(
-        _strip_thinking_from_content(text, tags, in_reasoning=thinking),
-        tags,
-        tool_format=NATIVE,
-        tools=TOOLS,
-        next_id=lambda: f"call_{next(numbers)}",
-    )
-    assert calls == reply.tool_calls
-    if "<tool_call>" not in (reply.reasoning or ""):  # quoted in a thought: text there, not here
-        assert content == (reply.content or "")
 
 
 @given(st.sampled_from(WRITERS), ARGUMENTS, CUTS, st.booleans())
