@@ -3181,7 +3181,7 @@ def _update_session_turn_store(
 # Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  310
+# Budget  309
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3305,9 +3305,8 @@ def _complete(folder: Path) -> Path:
     """`folder`, if it has all that mlx-lm needs. Raises ModelError, saying what lacks."""
     with _in_a_sentence(f"The model folder {folder} cannot be used"):
         index = folder / "model.safetensors.index.json"
-        facts = json.loads(index.read_bytes()) if index.is_file() else {}
-        listed = set(facts.get("weight_map", {}).values())
-        needed = ("config.json", "model*.safetensors", *sorted(listed))
+        listed = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ()
+        needed = ("config.json", "model*.safetensors", *sorted(set(listed)))
         lacks = [name for name in needed if not any(file.is_file() for file in folder.glob(name))]
         if lacks:
             lack = ", ".join(lacks[:3])
