@@ -125,7 +125,7 @@ from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from rich.console import Console
@@ -475,7 +475,7 @@ class SessionLog:
 # Doors   AnswerShape, Ending, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  481
+# Budget  504
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -589,9 +589,13 @@ class _AnyBody(BaseModel):
     suffix: Literal[""] = ""
     audio: None = None
     modalities: list[Literal["text"]] = []
-    response_format: dict[Literal["type"], Literal["text"]] = {}
     functions: Annotated[list[Body], Field(max_length=0)] = []  # the forerunner of tools
     function_call: Literal["none", "auto"] = "none"
+
+
+def _at(*path: str) -> Any:
+    """A field of an object within the body, which may well be no object."""
+    return Field(validation_alias=AliasPath(*path))
 
 
 class _ChatBody(_AnyBody):
@@ -602,10 +606,17 @@ class _ChatBody(_AnyBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: Body = {}
+    response_format: Body = {}
+    answers: Annotated[
+        Literal["text", "json_object", "json_schema"], _at("response_format", "type")
+    ] = "text"
+    json_schema: Annotated[Body | None, _at("response_format", "json_schema", "schema")] = None
+    thinking_budget: Annotated[_Length | None, _at("thinking", "budget_tokens")] = None
 
 
 class _CompletionBody(_AnyBody):
     prompt: _Name | Annotated[_Each[_TokenId], Field(min_length=1)]
+    response_format: dict[Literal["type"], Literal["text"]] = {}
     logprobs: None = None  # of chats only
 
 
@@ -727,6 +738,14 @@ def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
     return SessionContext(session_id, place, parent)
 
 
+def _schema(asked: _ChatBody) -> Body | None:
+    """What the answer must match; None for text."""
+    if asked.answers == "json_schema" and asked.json_schema is None:
+        param = "response_format.json_schema.schema"
+        raise BadRequest(f"{param}: Field required", param=param)
+    return {"json_object": {"type": "object"}, "json_schema": asked.json_schema}.get(asked.answers)
+
+
 def _message(index: int, wire: _WireMessage) -> Message:
     """One message without nulls and empty lists, thinking under one name, content always there."""
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
@@ -775,6 +794,8 @@ class ChatRequest:
     logprobs: bool = False
     top_logprobs: int = 0  # alternatives per token
     thinking: bool = False
+    thinking_budget: int | None = None  # tokens
+    schema: Body | None = None  # JSON schema of the answer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # never enable_thinking
 
     @classmethod
@@ -816,6 +837,8 @@ class ChatRequest:
             logprobs=asked.logprobs,
             top_logprobs=asked.top_logprobs,
             thinking=thinks,
+            thinking_budget=asked.thinking_budget,
+            schema=_schema(asked),
             template_kwargs=switches,
             **_shared_fields(asked, given, config=config),
         )
@@ -3494,7 +3517,8 @@ def banner(model: LoadedModel, config: Config) -> str:
 # used directly and told never to finish a row: when a row ends is decided here, in one place.
 # Beside decoding, prefill gets a third of the time (DECODE_SHARE), in slices of SLICE_SECONDS.
 #
-# Doors   Engine, Ticket, Job, Constraint, Progress, Tokens, Finished, Event, Logprob
+# Doors   Engine, Ticket, Job, Progress, Tokens, Finished, Event, Logprob
+# Doors   Constraint, avoid, think_at_most, follow
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
 # Budget  633
@@ -3522,30 +3546,42 @@ EndReason = Literal["stop", "length", "cancelled", "deadline"]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
-class Constraint(NamedTuple):
-    """Forced opening: after token `after` (None: at once) the reply begins with one of `openings`.
+class Next(NamedTuple):
+    """What may come in the next `n_places`: these ids only, or any but these."""
 
-    `banned` tokens never come; while waiting for `after`, the end tokens do not come either.
-    """
+    ids: Sequence[int] | npt.NDArray[np.intp]
+    only: bool = True
+    n_places: int = 1
 
-    openings: tuple[tuple[int, ...], ...] = ()
-    after: int | None = None
-    banned: frozenset[int] = frozenset()
 
-    def allowed_next(
-        self, reply: Sequence[int], *, eos_ids: frozenset[int]
-    ) -> tuple[set[int], frozenset[int]]:
-        """(the only tokens that may come after this reply, none: all; those that may not)."""
-        begun = 0
-        if self.openings and self.after is not None:
-            if self.after not in reply:
-                return set(), self.banned | eos_ids
-            begun = reply.index(self.after) + 1
-        said = tuple(reply[begun:])
-        if said in self.openings:
-            return set(), self.banned
-        fits = (opening for opening in self.openings if opening[: len(said)] == said)
-        return {opening[len(said)] for opening in fits}, self.banned
+# Yields what may come, is sent the tokens that came, never ends.
+Course = Generator[Next, list[int]]
+Constraint = Callable[[], Course]  # a course for each row
+
+
+def avoid(ids: Sequence[int]) -> Course:
+    """None of these tokens, ever."""
+    while True:
+        yield Next(ids, only=False, n_places=sys.maxsize)
+
+
+def think_at_most(n_tokens: int, *, start: Sequence[int], end: int) -> Course:
+    """`end` after so many tokens of a thought, opened by the prompt or by what comes first."""
+    said = yield Next([], only=False, n_places=n_tokens + len(start))
+    if said[: len(start)] == start and end not in said:
+        yield Next([end])
+    yield from avoid([])
+
+
+def follow(grammar: Any) -> Course:
+    """A reply that a copy of `grammar`, an LLMatcher of llguidance, accepts as a whole."""
+    matcher = grammar.deep_copy()
+    while True:
+        ids = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8))
+        if matcher.is_error():  # it is too hard: nothing but the end may come
+            log.warning("the grammar gave up: %.200s", matcher.get_error())
+        said = yield Next(ids, n_places=sys.maxsize if matcher.is_stopped() else 1)
+        matcher.consume_tokens(said)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -3557,7 +3593,7 @@ class Job:
     max_tokens: int
     sampling: Sampling
     top_logprobs: int = -1  # -1: no logprobs at all
-    constraint: Constraint | None = None
+    constraints: tuple[Constraint, ...] = ()
 
     @property
     def n_prompt(self) -> int:
@@ -3635,23 +3671,35 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     return sample
 
 
-def _processors(job: Job, eos_ids: frozenset[int]) -> list[LogitsProcessor]:
+def _enforced(constraint: Constraint) -> LogitsProcessor:
+    """Reads what came only when the constraint wants to know: reading waits for the model."""
+
+    def run() -> Generator[mx.array, tuple[mx.array, mx.array]]:
+        tokens, logits = yield mx.array(0)
+        course = constraint()
+        may = next(course)
+        while True:
+            ids, seen = np.asarray(may.ids, np.intp), tokens.size
+            flags = np.full(logits.shape[-1], not may.only)
+            flags[ids[ids < flags.size]] = may.only  # a tokenizer may know more ids than the model
+            mask = mx.array(flags)
+            while tokens.size < seen + may.n_places:
+                tokens, logits = yield mx.where(mask, logits, -mx.inf) if ids.size else logits
+            said: Any = tokens[seen:].tolist()
+            may = course.send(said)
+
+    steps = run()
+    next(steps)
+    return lambda tokens, logits: steps.send((tokens, logits))
+
+
+def _processors(job: Job) -> list[LogitsProcessor]:
     """What bends the logits of this row, in order: penalties, then what is forced or banned."""
     s, size = job.sampling, job.sampling.repetition_context_size
     repetition = s.repetition_penalty if s.repetition_penalty != 1.0 else None
     penalties = (repetition, size, s.presence_penalty, size, s.frequency_penalty, size)
     bent: list[LogitsProcessor] = make_logits_processors(dict(s.logit_bias), *penalties)
-    if (constraint := job.constraint) is not None:
-
-        def constrain(tokens: mx.array, logits: mx.array) -> mx.array:
-            reply: Any = tokens[job.n_prompt :].tolist()
-            allowed, banned = constraint.allowed_next(reply, eos_ids=eos_ids)
-            listed = mx.array(sorted(allowed or banned), mx.int32)
-            is_listed = mx.any(mx.arange(logits.shape[-1])[:, None] == listed, axis=1)
-            return mx.where(is_listed == bool(allowed), logits, -mx.inf)
-
-        bent.append(constrain)
-    return bent
+    return bent + [_enforced(constraint) for constraint in job.constraints]
 
 
 @dataclass(eq=False, slots=True)
@@ -3696,7 +3744,7 @@ class Group:
 
     def __init__(self, loaded: LoadedModel, row: Row) -> None:
         """Feed what is left of the row's prompt, and tell its first token."""
-        processors = _processors(row.job, loaded.eos_ids)
+        processors = _processors(row.job)
         tokens = row.job.prompt.tokens
         context = tokens[:-1].tolist() if processors else []  # penalties see the cached tokens too
         rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
@@ -4578,7 +4626,7 @@ class ReplyStream:
 # Doors   health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  462
+# Budget  516
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4650,7 +4698,9 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
-        constraint=_constraint(loaded, request, in_reasoning=thinks, tool_format=tool_format),
+        constraints=tuple(
+            _constraints(loaded, request, in_reasoning=thinks, tool_format=tool_format)
+        ),
     )
     return Prepared(loaded, draft, tool_format, job)
 
@@ -4693,25 +4743,77 @@ def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     return tuple(sorted(fixed | recent))
 
 
-def _constraint(
+def _constraints(
     loaded: LoadedModel, request: ChatRequest, *, in_reasoning: bool, tool_format: ToolFormat | None
-) -> Constraint | None:
-    """tool_choice as a rule for the logits. Raises BadRequest where the model has no tool calls."""
-    choice, encode = request.tool_choice, loaded.template.encode
-    if choice.mode == "auto" or request.kind == "completion":
-        return None
-    if choice.mode == "none":
+) -> Iterator[Constraint]:
+    """What the request demands of its reply. Raises BadRequest: that cannot be had."""
+    if request.kind == "completion":
+        return
+    marks, encode, mode = loaded.markup, loaded.template.encode, request.tool_choice.mode
+    calls, end = encode(marks.tool_call_start or ""), marks.think_end_ids
+    budget = request.thinking_budget or request.max_tokens
+    # of thinking that the reply itself may begin with
+    start = encode(marks.think_start or "")[:1] if request.thinking and not in_reasoning else []
+    thinks = in_reasoning or start
+    if mode == "none" and len(calls) == 1:
         # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
-        opening = encode(loaded.markup.tool_call_start or "")
-        return Constraint(banned=frozenset(opening)) if len(opening) == 1 else None
-    if tool_format is None:
-        raise BadRequest("tool_choice: this model's template knows no calls", param="tool_choice")
-    think_end = loaded.markup.think_end_ids
-    thinking = in_reasoning and len(think_end) == 1
-    gap, after = ("\n\n", think_end[0]) if thinking else ("", None)
-    offered = request.tools + request.deferred
-    openings = tool_openings(tool_format, offered, name=choice.name)
-    return Constraint(tuple(tuple(encode(gap + opening)) for opening in openings), after=after)
+        yield partial(avoid, calls)
+    if thinks and len(end) == 1 and budget < request.max_tokens:
+        yield partial(think_at_most, budget, start=start, end=end[0])
+    if mode in ("required", "named"):
+        if tool_format is None:
+            wrong = "tool_choice: this model's template knows no calls"
+            raise BadRequest(wrong, param="tool_choice")
+        offered = request.tools + request.deferred
+        openings = tool_openings(tool_format, offered, name=request.tool_choice.name)
+        gaps = ["\n\n"] * bool(thinks) + [""] * (not in_reasoning)
+        texts = (_spelled(encode(gap + opening)) for gap in gaps for opening in openings)
+        answer = f"({' | '.join(texts)}) <[*]>*"
+    elif request.schema is not None:
+        or_calls = f" | {_spelled(calls)} <[*]>*" if tool_format and calls else ""
+        answer = f"BLANKS? (@json{or_calls})"
+    else:
+        return
+    thought = f"<[^{','.join(map(str, [*end[:1], *loaded.eos_ids]))}]>* {_spelled(end)}"
+    before = thought if in_reasoning else f"({_spelled(start)} {thought})?" if start else ""
+    guide = _guide(loaded.tokenizer, marks=marks, eos_ids=loaded.eos_ids)
+    schema = json.dumps(request.schema or {})
+    yield partial(follow, _compiled(guide, f"{before} {answer}", schema=schema))
+
+
+def _spelled(ids: Iterable[int]) -> str:
+    """Tokens as a grammar of llguidance writes them."""
+    return " ".join(f"<[{token}]>" for token in ids)
+
+
+@lru_cache(maxsize=1)
+def _guide(tokenizer: Any, *, marks: Markup, eos_ids: frozenset[int]) -> Any:
+    """The tokenizer as llguidance knows it: tags are markup, never a part of a JSON string."""
+    import llguidance  # only for who asks: it takes 0.2 s, and what follows up to a second
+
+    tags = (marks.think_start, marks.think_end, marks.tool_call_start, marks.tool_call_end)
+    copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    copy.add_special_tokens([tag for tag in tags if tag and copy.token_to_id(tag) is not None])
+    return llguidance.LLTokenizer(copy.to_str(), eos_token=sorted(eos_ids))
+
+
+@lru_cache(maxsize=32)
+def _compiled(guide: Any, start: str, *, schema: str) -> Any:
+    """An LLMatcher of replies like `start`. Raises BadRequest: the compiler's first sentence."""
+    import llguidance
+
+    blanks = r"[ \t\r\n]{1,%d}"  # limited: a model caught in them comes out again
+    # what is certain to come would be spelled by the tokenizer, which takes a quoted tag for one
+    lark = f'%llguidance {{"no_forcing": true}}\nstart: {start}\nBLANKS: /{blanks % 8}/'
+    json_schema = {**json.loads(schema), "x-guidance": {"whitespace_pattern": blanks % 64}}
+    grammars = [{"lark_grammar": lark}, {"name": "json", "json_schema": json_schema}]
+    text = json.dumps({"grammars": grammars})
+    matcher = llguidance.LLMatcher(guide, text, log_level=0)
+    if wrong := matcher.get_error():
+        param = "response_format.json_schema.schema"
+        sentence = wrong.rpartition("error: ")[2].splitlines()[0].partition(". ")[0]
+        raise BadRequest(f"{param}: {sentence:.300}", param=param)
+    return matcher
 
 
 class StopStrings:

@@ -38,7 +38,7 @@ class Script:
         self._processors = s._processors
         patch.setattr(s, "_processors", self._with_script)
 
-    def _with_script(self, job: s.Job, eos_ids: frozenset[int]) -> list[Any]:
+    def _with_script(self, job: s.Job) -> list[Any]:
         prompt = tuple(job.prompt.tokens.tolist())
         said = Said(prompt, self._replies[self._n_replies(prompt)])
         self.said.append(said)
@@ -50,7 +50,7 @@ class Script:
             word = said.reply[min(n, len(said.reply) - 1)]
             return mx.where(mx.arange(logits.shape[-1]) == word, logits, -mx.inf)
 
-        return [*self._processors(job, eos_ids), force]
+        return [*self._processors(job), force]
 
     def _n_replies(self, prompt: tuple[int, ...]) -> int:
         """How many replies the prompt holds; its end is the header of the next one."""

@@ -2,7 +2,6 @@
 
 import os
 import stat
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,51 +66,3 @@ def test_checkpoints_are_asked_for_where_a_later_request_may_part_from_this_one(
         rendered(boundaries=(0, 10, 20, 40, 60, 80), system_end=10, last_user_start=40)
     )
     assert positions == (10, 40, 60, 80, 90)
-
-
-def stub_model(**markup):
-    ids = {"<tool_call>": [7], "</think>": [9]}
-    template = SimpleNamespace(encode=lambda text: ids.get(text, [ord(c) for c in text]))
-    facts = {"tool_call_start": "<tool_call>", "think_end_ids": (9,), **markup}
-    return SimpleNamespace(template=template, markup=SimpleNamespace(**facts))
-
-
-def asked(mode, name=None):
-    tool = {"type": "function", "function": {"name": "read", "parameters": {}}}
-    return SimpleNamespace(kind="chat", tool_choice=s.ToolChoice(mode, name), tools=(tool,))
-
-
-FORMAT = s.ToolFormat(start="<tool_call>", end="</tool_call>", dialect="qwen", gap="\n")
-
-
-def constraint(request, *, in_reasoning=False, tool_format=FORMAT, **markup):
-    return s._constraint(
-        stub_model(**markup), request, in_reasoning=in_reasoning, tool_format=tool_format
-    )
-
-
-def test_tool_choice_becomes_a_rule_for_the_logits():
-    assert constraint(asked("auto")) is None
-    assert constraint(asked("none"), tool_format=None).banned == {7}
-    assert constraint(asked("none"), tool_format=None, tool_call_start=None) is None
-    forced = constraint(asked("named", "read"))
-    assert forced.after is None and len(forced.openings) == 1
-    assert constraint(asked("required"), in_reasoning=True).after == 9
-    with pytest.raises(s.BadRequest) as refused:
-        constraint(asked("required"), tool_format=None)
-    assert refused.value.param == "tool_choice"
-
-
-@given(st.lists(st.integers(0, 4), max_size=6))
-def test_a_constraint_lets_exactly_its_openings_through(reply):
-    rule = s.Constraint(openings=((1, 2), (1, 3, 4)), after=0)
-    allowed, banned = rule.allowed_next(reply, eos_ids=frozenset({5}))
-    if 0 not in reply:
-        assert (allowed, banned) == (set(), {5})
-        return
-    said = reply[reply.index(0) + 1 :]
-    expected = {
-        o[len(said)] for o in rule.openings if len(o) > len(said) and list(o[: len(said)]) == said
-    }
-    complete = any(list(o) == said for o in rule.openings)
-    assert allowed == (set() if complete else expected)

@@ -285,11 +285,7 @@ SPECIAL = {
     "echo": [True],
     "suffix": ["tail"],
     "modalities": [["text", "audio"], ["audio"]],
-    "response_format": [
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": {}},
-        "json",
-    ],
+    "response_format": [{"type": "json_schema", "json_schema": {}}, {"type": "xml"}, "json"],
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
     "audio": [{"voice": "alloy"}],
