@@ -3577,7 +3577,7 @@ def follow(grammar: Any) -> Course:
     """A reply that a copy of `grammar`, an LLMatcher of llguidance, accepts as a whole."""
     matcher = grammar.deep_copy()
     while True:
-        ids = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8))
+        ids = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0)
         if matcher.is_error():  # it is too hard: nothing but the end may come
             log.warning("the grammar gave up: %.200s", matcher.get_error())
         said = yield Next(ids, n_places=sys.maxsize if matcher.is_stopped() else 1)
