@@ -3549,7 +3549,7 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 class Next(NamedTuple):
     """What may come in the next `n_places`: these ids only, or any but these."""
 
-    ids: Sequence[int] | npt.NDArray[np.intp]
+    ids: Sequence[int] | npt.NDArray[np.bool_]  # or, of each id, whether it is one of them
     only: bool = True
     n_places: int = 1
 
@@ -3577,10 +3577,10 @@ def follow(grammar: Any) -> Course:
     """A reply that a copy of `grammar`, an LLMatcher of llguidance, accepts as a whole."""
     matcher = grammar.deep_copy()
     while True:
-        ids = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0)
+        flags = np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
         if matcher.is_error():  # it is too hard: nothing but the end may come
             log.warning("the grammar gave up: %.200s", matcher.get_error())
-        said = yield Next(ids, n_places=sys.maxsize if matcher.is_stopped() else 1)
+        said = yield Next(flags, n_places=sys.maxsize if matcher.is_stopped() else 1)
         matcher.consume_tokens(said)
 
 
@@ -3679,12 +3679,14 @@ def _enforced(constraint: Constraint) -> LogitsProcessor:
         course = constraint()
         may = next(course)
         while True:
-            ids, seen = np.asarray(may.ids, np.intp), tokens.size
-            flags = np.full(logits.shape[-1], not may.only)
-            flags[ids[ids < flags.size]] = may.only  # a tokenizer may know more ids than the model
-            mask = mx.array(flags)
+            listed, seen = np.zeros(logits.shape[-1], np.bool_), tokens.size
+            if isinstance(may.ids, np.ndarray):  # a tokenizer may know more ids than the model
+                listed[: may.ids.size] = may.ids[: listed.size]
+            else:
+                listed[list(may.ids)] = True
+            mask = mx.array(listed == may.only)
             while tokens.size < seen + may.n_places:
-                tokens, logits = yield mx.where(mask, logits, -mx.inf) if ids.size else logits
+                tokens, logits = yield mx.where(mask, logits, -mx.inf) if len(may.ids) else logits
             said: Any = tokens[seen:].tolist()
             may = course.send(said)
 
