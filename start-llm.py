@@ -1034,7 +1034,7 @@ def from_anthropic(
         "stop": asked.stop_sequences,
         "reasoning_effort": asked.output_config.get("effort"),
     }
-    if wanted := asked.output_config.get("format", given.get("output_format")):
+    if isinstance(wanted := asked.output_config.get("format"), dict):
         chat["response_format"] = {**wanted, "json_schema": {"schema": wanted.get("schema")}}
     request = ChatRequest.from_chat(chat, config, request_id=request_id, headers=headers)
     return replace(request, kind="messages")
@@ -1291,33 +1291,34 @@ def reply_digest(message: Message) -> bytes:
 
 
 class HealingStore:
-    """Thinking by thought_id() and reply_digest(); names used least recently are forgotten."""
+    """Thinking by reply_digest(); the replies used least recently are forgotten."""
 
-    CAP: Final = 2000  # names
+    CAP: Final = 2000  # replies
 
     def __init__(self) -> None:
         self._healing_lock = threading.Lock()
-        self._thoughts: OrderedDict[object, str] = OrderedDict()  # guarded by it
+        self._thoughts: OrderedDict[bytes, str] = OrderedDict()  # guarded by it
 
     def remember(self, reply: Message) -> None:
         """Keep the thinking of a whole reply, if it has any."""
         if thought := reply.get("reasoning_content"):
-            names = (thought_id(thought), reply_digest(reply))
+            digest = reply_digest(reply)
             with self._healing_lock:
-                for name in names:
-                    self._thoughts[name] = thought
-                    self._thoughts.move_to_end(name)
-                while len(self._thoughts) > self.CAP:
+                self._thoughts[digest] = thought
+                self._thoughts.move_to_end(digest)
+                if len(self._thoughts) > self.CAP:
                     self._thoughts.popitem(last=False)
 
     def thought_of(self, reply: Message) -> str:
         """The thinking that led to this reply; "" where none is known."""
-        names = (reply.get("thought_id"), reply_digest(reply))
+        digest, named = reply_digest(reply), reply.get("thought_id")
         with self._healing_lock:
-            for name in filter(self._thoughts.__contains__, names):
-                self._thoughts.move_to_end(name)
-                return self._thoughts[name]
-        return ""
+            if named and digest not in self._thoughts:  # its words were changed: seldom
+                known = (d for d, thought in self._thoughts.items() if thought_id(thought) == named)
+                digest = next(known, b"")
+            if digest in self._thoughts:
+                self._thoughts.move_to_end(digest)
+            return self._thoughts.get(digest, "")
 
     def __len__(self) -> int:
         return len(self._thoughts)
