@@ -1348,29 +1348,27 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # tool results, where the same words are somebody's data. `value` is what varies. Messages of only
 # such blocks, and late system messages, become notes at the tail of the message before them.
 #
-# Doors   Canon, Rule, RuleClass, Turn, Volatile, SYSTEM_ROLES
+# Doors   Canon, Rule, Turn, Volatile, Memo, SYSTEM_ROLES
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  285
+# Budget  281
 # ==============================================================================
 
-RuleClass = Literal["telemetry", "pinned", "transient", "off"]
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 _USER: Final = frozenset({"user"})
 _BOTH: Final = SYSTEM_ROLES | _USER
 _SYSTEMS: Final = frozenset({"late_system", "operator_note"})  # rules of notes by the system
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """One volatile field. Its setting is RULE_<NAME>, its class there the default."""
 
     name: str
     roles: frozenset[str]
     pattern: re.Pattern[str]
     in_fences: bool  # the client itself wraps this field in a code fence
-    kind: RuleClass = "off"  # as configured
+    kind: str = "off"  # as configured
 
 
 _STAMP: Final = (
@@ -1421,14 +1419,14 @@ class Volatile(NamedTuple):
     """A volatile field of one message: `pinned` or `transient`, and where its text is."""
 
     rule: str
-    kind: RuleClass
+    kind: str
     value: str  # what is compared; of a block all its text, what is pinned in it stilled
-    start: int = 0  # in the content as sent, with the line breaks around a transient block
+    start: int = 0  # in the content as sent
     end: int = 0
     text: str = ""  # of a pinned block, as it is restated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One message in both pipelines. `head` and `tail`: notes of messages that fold into it."""
 
@@ -1452,50 +1450,59 @@ class Turn:
         return itertools.chain(self.head, own, self.tail)
 
 
+class Memo[Value]:
+    """What was made under a name, kept; when full it begins anew. What a race loses is remade."""
+
+    ENTRY_CHARS: Final = 100  # what an entry costs beside its name
+
+    def __init__(self, most: int) -> None:
+        self.most = most  # characters of all names
+        self.made: dict[str | bytes, Value] = {}
+        self.n_chars = 0
+
+    def of(self, name: str | bytes, make: Callable[[], Value]) -> Value:
+        """What is kept under this name; made now if there is nothing."""
+        made = self.made.get(name)
+        if made is None:
+            made = self.made[name] = make()
+            self.n_chars += len(name) + self.ENTRY_CHARS
+            if self.n_chars > self.most:
+                self.made, self.n_chars = {}, 0
+        return made
+
+
 class Canon:
     """The rules as configured, and how this model's template joins text parts and tags thinking."""
 
-    MEMO_CHARS: Final = 16_000_000
-
     def __init__(self, config: Config, *, joint: str, tags: tuple[str, str]) -> None:
-        kinds = {rule.name: getattr(config, f"rule_{rule.name}") for rule in _RULES}
-        if not config.cache_canonicalize_tool_context:
-            kinds = dict.fromkeys(kinds, "off")
-        rules = (replace(rule, kind=kinds[rule.name]) for rule in _RULES)
+        known = _RULES if config.cache_canonicalize_tool_context else ()
+        rules = (rule._replace(kind=getattr(config, f"rule_{rule.name}")) for rule in known)
         self.rules = tuple(rule for rule in rules if rule.kind != "off")
         self.joint = joint
         self._tags = tags
-        self._memo: dict[object, Turn] = {}  # clients resend it all; worth as much from any thread
-        self._memo_chars = 0
-        self.folds_late_system = kinds["late_system"] != "off"
+        self.memo: Memo[Turn] = Memo(16_000_000)  # clients resend it all
+        self.folds_late_system = any(rule.name == "late_system" for rule in self.rules)
 
     def still(self, message: Message) -> Turn:
         """Both copies of one message; where it stands is not known here."""
         name = marshal.dumps(message, 2)  # version 2: equal values are equal bytes
-        turn = self._memo.get(name)
-        if turn is None:
-            if self._memo_chars > self.MEMO_CHARS:
-                self._memo, self._memo_chars = {}, 0
-            self._memo_chars += len(name)
-            turn = self._memo[name] = self._stilled(message)
-        return turn
+        return self.memo.of(name, partial(self._stilled, message))
 
     def _stilled(self, message: Message) -> Turn:
         role, content = message["role"], message["content"]
         parts = [content] if isinstance(content, str) else [part["text"] for part in content]
         if role == "assistant":
             return self._reply(message, self.joint.join(parts))
-        rules = [rule for rule in self.rules if role in rule.roles]
-        if not rules:
+        known = [rule for rule in self.rules if role in rule.roles]
+        if not known:
             return _turn({**message, "content": self.joint.join(parts)})
-        n_dropped = 0
-        for rule in (rule for rule in rules if rule.kind == "telemetry"):
+        n_dropped, rules = 0, [rule for rule in known if rule.kind != "telemetry"]
+        for rule in (rule for rule in known if rule.kind == "telemetry"):
             cuts = [rule.pattern.subn("", part) for part in parts]
             parts, n_dropped = [part for part, _ in cuts], n_dropped + sum(n for _, n in cuts)
         text = reduce(self._joined, filter(None, parts), "")
         fields = tuple(_fields(text, rules))
-        turn = _turn({**message, "content": text}, replaced(text, fields), fields=fields)
-        return replace(turn, n_dropped=n_dropped)
+        return _turn({**message, "content": text}, fields, n_dropped=n_dropped)
 
     def _joined(self, text: str, part: str) -> str:
         """Text parts as the template joins them; a block stands on lines of its own."""
@@ -1513,52 +1520,41 @@ class Canon:
             content = content.lstrip("\n")
         own = {k: v for k, v in message.items() if k != "reasoning_content"} | {"content": content}
         told = own | {"reasoning_content": thought} if thought.strip() else own
-        digest = reply_digest(own)
-        return Turn(message=told, canonical=own, digest=digest, thought=thought.strip())
+        return Turn(message=told, canonical=own, digest=reply_digest(own), thought=thought.strip())
 
 
-def _turn(message: Message, text: str | None = None, *, fields: tuple[Volatile, ...] = ()) -> Turn:
-    """`text`: the canonical content, where it is another."""
-    words = message["content"] if text is None else text
+def _turn(message: Message, fields: tuple[Volatile, ...] = (), *, n_dropped: int = 0) -> Turn:
+    sent = message["content"]
+    words = replaced(sent, fields)
     canonical = {"role": message["role"], "name": message.get("name", ""), "content": words}
-    ours = words.count("__STABLE_") - message["content"].count("__STABLE_")  # not the client's own
-    digest = hashlib.sha256("\0".join([*canonical.values(), str(ours)]).encode()).digest()
-    return Turn(message=message, canonical=canonical, digest=digest, fields=fields)
+    ours = words.count("__STABLE_") - sent.count("__STABLE_")  # not the client's own
+    name = sha256("\0".join([*canonical.values(), str(ours)]).encode()).digest()
+    return Turn(message, canonical, name, fields=fields, n_dropped=n_dropped)
 
 
 def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
     """Ascending; of two that overlap, the first; behind a pinned block the fields inside it."""
     fences = [fence.span() for fence in _FENCE.finditer(text)] if "\n" in text else []
-    found: list[Volatile] = []
-    for rule in rules:
-        matches = rule.pattern.finditer(text) if rule.kind != "telemetry" else ()
-        found += (
-            _volatile(rule, match, rules=rules)
-            for match in matches
-            if rule.in_fences or not any(a <= match.start() < b for a, b in fences)
-        )
+    found = (
+        _volatile(rule, match, rules=rules)
+        for rule in rules
+        for match in rule.pattern.finditer(text)
+        if rule.in_fences or not any(a <= match.start() < b for a, b in fences)
+    )
     end = 0
     for one in sorted(found, key=lambda one: one.start):
-        if not text[one.start : end].strip("\n"):  # neighbours share the line breaks between them
-            yield one._replace(start=max(one.start, end))
-            end = one.end
-            if one.text:
-                inner = _fields(one.text, [rule for rule in rules if rule.name != one.rule])
-                at = one.start
-                yield from (i._replace(start=i.start + at, end=i.end + at) for i in inner)
+        if one.start >= end:
+            yield one
+            end = end if one.text else one.end
 
 
 def _volatile(rule: Rule, match: re.Match[str], *, rules: Sequence[Rule]) -> Volatile:
-    (start, end), text = match.span(), match.string
-    if rule.kind == "transient":  # a block goes with the line breaks around it
-        start = len(text[:start].rstrip("\n"))
-        end = len(text) - len(text[end:].lstrip("\n"))
-        return Volatile(rule.name, "transient", match[0].strip(), start, end)
-    if "value" in rule.pattern.groupindex:
-        return Volatile(rule.name, "pinned", match["value"].strip(), *match.span("value"))
-    others = [other for other in rules if other.name != rule.name]
-    value = replaced(match[0], _fields(match[0], others))
-    return Volatile(rule.name, "pinned", value, start, end, match[0])
+    if rule.kind == "transient":
+        return Volatile(rule.name, rule.kind, match[0].strip(), *match.span())
+    if "value" in match.re.groupindex:
+        return Volatile(rule.name, rule.kind, match["value"].strip(), *match.span("value"))
+    inner = _fields(match[0], [other for other in rules if other.name != rule.name])
+    return Volatile(rule.name, rule.kind, replaced(match[0], inner), *match.span(), match[0])
 
 
 def _stilled(one: Volatile) -> str:
@@ -1575,10 +1571,11 @@ def replaced(
     for one in fields:
         if one.start < end:  # inside the one before
             continue
-        said += text[end : one.start]
-        words, end = stand_in(one), one.end
-        has_gap = one.kind == "transient" and not words and said and end < len(text)
-        said += "\n\n" if has_gap else words
+        said, end, words = said + text[end : one.start], one.end, stand_in(one)
+        if one.kind == "transient" and not words:  # it goes with the line breaks around it
+            said, rest = said.rstrip("\n"), text[end:].lstrip("\n")
+            words, end = "\n\n" if said and rest else "", len(text) - len(rest)
+        said += words
     return said + text[end:]
 
 
@@ -1590,10 +1587,9 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
     """
     turns: list[Turn] = []
     for message in messages:
-        turn = canon.still(message)
-        notes = _notes(turn, canon, is_head=all(before.role in SYSTEM_ROLES for before in turns))
-        before = turns[-1].role if turns else ""
-        if not notes or before in SYSTEM_ROLES | {""}:
+        turn, before = canon.still(message), turns[-1].role if turns else "system"
+        notes = () if before in SYSTEM_ROLES else _notes(turn, canon)
+        if not notes:
             turns.append(turn)
         elif before == "assistant":
             texts = "\n\n".join(note.value for note in notes)
@@ -1606,9 +1602,9 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
     return tuple(turns)
 
 
-def _notes(turn: Turn, canon: Canon, *, is_head: bool) -> tuple[Volatile, ...]:
-    """The texts of a message that is nothing but notes; none if it is more than that."""
-    if turn.role in SYSTEM_ROLES and canon.folds_late_system and not is_head:
+def _notes(turn: Turn, canon: Canon) -> tuple[Volatile, ...]:
+    """The texts of a late message that is nothing but notes; none if it is more than that."""
+    if turn.role in SYSTEM_ROLES and canon.folds_late_system:
         return (Volatile("late_system", "transient", reminder(turn.message["content"])),)
     is_bare = turn.role == "user" and not turn.canonical["content"].strip()
     return tuple(turn.notes) if is_bare else ()

@@ -694,10 +694,10 @@ def test_recorded_conversations_only_grow(folder: str) -> None:
         seen.append(now)
 
 
-def test_the_memo_stays_small_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_llm.Canon, "MEMO_CHARS", 5_000)
+def test_the_memo_stays_small_and_right() -> None:
     by = canon()
+    by.memo.most = 5_000
     for n in range(400):
         message = said("user", f"[Fri 2026-11-20 14:16 UTC] {n % 300} " * 3)
         assert by.still(message) == canon().still(message)
-        assert sum(len(str(turn.message)) for turn in by._memo.values()) < 12_000
+        assert sum(len(str(turn.message)) for turn in by.memo.made.values()) < 12_000
