@@ -1630,9 +1630,8 @@ def reminder(text: str) -> str:
 # Doors   Template, Rendered, Unspliceable, give_way
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
-# Owns    _memo_lock (leaf)
 # Thread  any
-# Budget  637
+# Budget  571
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1658,30 +1657,20 @@ def _hide(value: Any, markup: re.Pattern[str]) -> Any:
     return value
 
 
-def _show(text: str) -> str:
-    """The text as the client wrote it."""
-    return _BROKEN.sub(r"\1", text) if _BREAK in text else text
-
-
 class _Encoder:
     """Remembers the pieces between added tokens: to encode history again is to look it up."""
 
-    MEMO_CHARS: Final = 32_000_000  # about 64 MB with the ids; when full it begins anew
-    ENTRY_CHARS: Final = 100  # what an entry costs beside its characters
     LONG_CHARS: Final = 2_000  # what takes a millisecond to encode, and is left to the clerk
 
     def __init__(self, tokenizer: Any) -> None:
         self.whole: Tokenizer = tokenizer.backend_tokenizer
         self._plain = Tokenizer(self.whole.model)  # shares the vocabulary, knows no added tokens
-        for step in ("normalizer", "pre_tokenizer"):
-            if (own := getattr(self.whole, step)) is not None:
-                setattr(self._plain, step, own)
+        self._plain.normalizer = self.whole.normalizer
+        self._plain.pre_tokenizer = self.whole.pre_tokenizer
         self.added = self.whole.get_added_tokens_decoder()
         self._id_of = {t.content: np.array([i], np.int32) for i, t in self.added.items()}
         self.find_added = _any_of(self._id_of)
-        self._memo_lock = threading.Lock()  # for changes of these two; all else is set here
-        self._memo: dict[str, np.ndarray] = {}
-        self._memo_chars = 0
+        self.memo: Memo[np.ndarray] = Memo(32_000_000)  # about 64 MB with the ids
         # why(L-35): a stream that runs meanwhile has to share the cores with this.
         self._clerk = ThreadPoolExecutor(1, "encode", initializer=give_way)
         # some tokens eat the spaces around them: then all is left to the tokenizer
@@ -1700,23 +1689,17 @@ class _Encoder:
         """int32 ids of a rendered text; broken markup becomes text, all other is markup."""
         if self._goes_by_piece:
             pieces = self.find_added.split(text)  # words, token, words, ..., token, words
-            ids = [self._id_of[p] if i % 2 else self._words(p) for i, p in enumerate(pieces)]
+            ids = [
+                self._id_of[piece] if i % 2 else self.memo.of(piece, partial(self._words, piece))
+                for i, piece in enumerate(pieces)
+            ]
         else:
             ids = [_ids(self.whole, part) for part in _BROKEN.split(text) if part]
         return np.concatenate([np.empty(0, np.int32), *ids])
 
     def _words(self, piece: str) -> np.ndarray:
-        ids = self._memo.get(piece)
-        if ids is None:
-            encode = partial(_ids, self._plain, _show(piece))
-            is_long = len(piece) > self.LONG_CHARS
-            ids = self._clerk.submit(encode).result() if is_long else encode()
-            with self._memo_lock:
-                self._memo_chars += 0 if piece in self._memo else len(piece) + self.ENTRY_CHARS
-                self._memo[piece] = ids
-                if self._memo_chars > self.MEMO_CHARS:
-                    self._memo, self._memo_chars = {}, 0
-        return ids
+        encode = partial(_ids, self._plain, _BROKEN.sub(r"\1", piece))
+        return self._clerk.submit(encode).result() if len(piece) > self.LONG_CHARS else encode()
 
 
 def give_way() -> None:
@@ -1736,20 +1719,27 @@ _NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of t
 _THOUGHT: Final = "zqthought"
 _FIRST: Final = "zqfirst"
 _WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
-_TOOL: Final[Body] = {
-    "type": "function",
-    "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
-}
+_ACT: Final = {"name": "f", "description": "f", "parameters": {"type": "object"}}
+_TOOL: Final[Body] = {"type": "function", "function": _ACT}
 _Switches = dict[str, Any]
 
 
 class _ChatTemplate:
-    """The template as a function; knows nothing of our requests."""
+    """The template as a function, and what became of canned conversations."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._apply = tokenizer.apply_chat_template
         named = tokenizer.chat_template or ""
         self.source = named if isinstance(named, str) else "\n".join(named.values())
+        self.thinking = _probe_thinking(self)  # switches for off, switches for on
+        self.preserve = _probe_preserve_thinking_support(self)
+        self.has_system = self._says("system user")
+        self.has_late_system = self._says("system system user call tool system reply system user")
+        self.has_repeats = self._says("user user reply reply")
+        # between two text parts; a newline where the template misprints them
+        joint = re.search(rf"{_FIRST}(\s*){_WORDS.format(0)}", self.attempt("parts"))
+        self.joint = joint[1] if joint else "\n"
+        self.without_reply = lru_cache(256)(self._without_reply)
 
     def render(self, messages: list[Message], *, tools: list[Any], switches: _Switches) -> str:
         """Raises BadRequest with the template's own sentence when it refuses."""
@@ -1767,32 +1757,37 @@ class _ChatTemplate:
         except BadRequest:
             return ""
 
-    def says(self, script: str) -> bool:
+    def _says(self, script: str) -> bool:
         """Whether the contents of a canned conversation come out, one after the other."""
         in_order = ".*".join(message["content"] for message in _canned(script))
         return re.search(in_order, self.attempt(script), re.DOTALL) is not None
+
+    def _without_reply(self, switches: str) -> str:
+        """What switches, a JSON object, make of canned conversations; no generation prompt."""
+        told = {**json.loads(switches), "add_generation_prompt": False}
+        head = "system " if self.has_system else ""
+        plain = self.attempt(head + "user reply user", **told)
+        return plain + "\0" + self.attempt(head + "user call tool reply user", [_TOOL], **told)
 
 
 def _canned(script: str) -> list[Message]:
     """A conversation told by its roles, as in "user call tool reply"; "calls" are two of them."""
     messages: list[Message] = []
     for n, role in enumerate(script.split()):
-        words = _WORDS.format(n)
-        message: Message = {"role": role, "content": words}
-        if role == "parts":
-            parts = [{"type": "text", "text": text} for text in (_FIRST, words)]
-            message = {"role": "user", "content": parts}
-        elif role == "tool":
-            n_tools = sum(before["role"] == "tool" for before in messages)
-            message |= {"tool_call_id": f"call0000{n_tools}", "name": "f"}
-        elif role in {"reply", "call", "calls"}:
-            message |= {"role": "assistant", "reasoning_content": _THOUGHT}
-        if role in {"call", "calls"}:
-            asked = [words] if role == "call" else [_FIRST, words]
-            named = enumerate({"name": "f", "arguments": {"q": text}} for text in asked)
-            calls = [{"id": f"call0000{i}", "type": "function", "function": f} for i, f in named]
-            message |= {"content": "", "tool_calls": calls}
-        messages.append(message)
+        words, n_tools = _WORDS.format(n), script.split()[:n].count("tool")
+        texts = (_FIRST, words) if role in {"calls", "parts"} else (words,)
+        named = enumerate({"name": "f", "arguments": {"q": text}} for text in texts)
+        calls = [{"id": f"call0000{i}", "type": "function", "function": f} for i, f in named]
+        reply = {"role": "assistant", "reasoning_content": _THOUGHT}
+        asking = {**reply, "content": "", "tool_calls": calls}
+        own: dict[str, Message] = {
+            "parts": {"role": "user", "content": [{"type": "text", "text": t} for t in texts]},
+            "tool": {"tool_call_id": f"call0000{n_tools}", "name": "f"},
+            "reply": reply,
+            "call": asking,
+            "calls": asking,
+        }
+        messages.append({"role": role, "content": words, **own.get(role, {})})
     return messages
 
 
@@ -1824,48 +1819,21 @@ def _probe_thinking(chat: _ChatTemplate) -> tuple[_Switches, _Switches]:
     return {}, {}
 
 
-class _Quirks:
-    """What became of the canned conversations; all set at construction."""
-
-    def __init__(self, chat: _ChatTemplate, *, preserve_thinking: bool) -> None:
-        self.thinking = _probe_thinking(chat)  # switches for off, switches for on
-        self.preserve = _probe_preserve_thinking_support(chat) if preserve_thinking else {}
-        self.without_reply = lru_cache(256)(partial(self._without_reply, chat))
-        self.has_system = chat.says("system user")
-        self.has_late_system = chat.says("system system user call tool system reply system user")
-        self.has_repeats = chat.says("user user reply reply")
-        # between two text parts; a newline where the template misprints them
-        joint = re.search(rf"{_FIRST}(\s*){_WORDS.format(0)}", chat.attempt("parts"))
-        self.joint = joint[1] if joint else "\n"
-
-    def _without_reply(self, chat: _ChatTemplate, switches: str) -> str:
-        """What switches, a JSON object, make of canned conversations; no generation prompt."""
-        told = {**json.loads(switches), "add_generation_prompt": False}
-        head = "system " if self.has_system else ""
-        plain = chat.attempt(head + "user reply user", **told)
-        return plain + "\0" + chat.attempt(head + "user call tool reply user", [_TOOL], **told)
-
-
 class _Turns:
     """How messages begin: openings are the text from an added token on to a message's content."""
 
-    SCRIPTS: Final = (
-        *("user reply > user", "user call > tool", "user calls tool > tool", "user > reply"),
-        "user reply > system",
-    )
-
-    def __init__(self, chat: _ChatTemplate, encoder: _Encoder, *, quirks: _Quirks) -> None:
+    def __init__(self, chat: _ChatTemplate, encoder: _Encoder) -> None:
         self._chat = chat
         self._find_added = encoder.find_added
-        openings = list(map(self._opening, self.SCRIPTS))
-        for switches in quirks.thinking:
-            openings += [self.prompt("user", switches), self.prompt("tool", switches)]
+        user, tool = self._opening("user reply > user"), self._opening("user call > tool")
+        others = ("user calls tool > tool", "user > reply", "user reply > system")
+        openings = [user, tool, *map(self._opening, others)]
+        openings += [self.prompt(role, on) for on in chat.thinking for role in ("user", "tool")]
         rows = [encoder.encode(text) for text in openings if text]
         self.ids = np.array(sorted({int(row[0]) for row in rows}), np.int32)
         inner = ((row, at) for row in rows for at in np.flatnonzero(np.isin(row, self.ids))[1:])
         # (first id, distance, id of another of them): one opening, not two
         self.echoes = {(int(row[0]), int(at), int(row[at])) for row, at in inner}
-        user, tool = openings[:2]
         dress = tool.removeprefix(user) if tool.startswith(user) else ""  # results as user messages
         not_tool = f"(?!{re.escape(dress)})" if dress else ""
         self.find_user = re.compile(re.escape(user) + not_tool if user else "(?!)")
@@ -1885,7 +1853,7 @@ class _Turns:
         between = between.partition(_WORDS.format(n_past))[0]
         same = takewhile(lambda pair: pair[0] == pair[1], zip(closer, between, strict=False))
         own = between[len(list(same)) :].lstrip()
-        tokens = [token.start() for token in self._find_added.finditer(between)]
+        tokens = (token.start() for token in self._find_added.finditer(between))
         starts = [at for at in tokens if at <= len(between) - len(own)]
         return between[starts[-1] :] if own and starts else ""
 
@@ -1915,50 +1883,44 @@ def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, A
     return _call_like(call, arguments)
 
 
-def _folded(messages: Iterable[Message], quirks: _Quirks) -> list[Message]:
+def _folded(messages: Iterable[Message], chat: _ChatTemplate) -> list[Message]:
     """The conversation, its messages joined where the template cannot take them apart."""
     folded: list[Message] = []
     for given in messages:
         message, before = given, folded[-1]["role"] if folded else ""
         is_system = given["role"] == "system"
-        is_late = is_system and bool(folded) and not quirks.has_late_system
+        is_late = is_system and bool(folded) and not chat.has_late_system
         if is_late and before != "system":  # in the role before, never in the model's own mouth
             role = "user" if before == "assistant" else before
             message = {"role": role, "content": reminder(given["content"])}
-        elif is_system and not quirks.has_system:
+        elif is_system and not chat.has_system:
             message = {**given, "role": "user"}
-        is_repeat = message["role"] == before
-        if is_repeat and (is_late or (before != "tool" and not quirks.has_repeats)):
-            both = (folded.pop(), message)
-            text = "\n\n".join(filter(None, (one["content"] for one in both)))
-            message = {**both[0], **message, "content": text}
-            if "tool_calls" in message:
-                message["tool_calls"] = [call for m in both for call in m.get("tool_calls", ())]
+        if message["role"] == before and (is_late or (before != "tool" and not chat.has_repeats)):
+            last = folded.pop()
+            texts = filter(None, (last["content"], message["content"]))
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            message = {**last, **message, "content": "\n\n".join(texts)}
+            message |= {"tool_calls": calls} if calls else {}
         folded.append(message)
     return folded
 
 
-def _losses(messages: Iterable[Message], text: str, *, known: set[str]) -> Iterator[str]:
-    """Kinds of text, beside the known ones, that are not in the prompt or not in their order."""
+def _losses(messages: Iterable[Message], text: str) -> Iterator[str]:
+    """Kinds of text that are not in the prompt, or not in their order."""
     start = end = 0
     for message in messages:
-        if message["role"] != "tool":  # a template may sort the results of one reply
-            start = end
+        start = start if message["role"] == "tool" else end  # a reply's results may come sorted
         told = [(f"{message['role']} messages", message["content"])]
         for function in (call["function"] for call in message.get("tool_calls", ())):
             values = [value for value in function["arguments"].values() if isinstance(value, str)]
             told += [("tool calls", function["name"])]
             told += [("tool-call arguments", value) for value in values]
         for kind, words in told:  # past thinking is the template's own affair
-            if kind in known:
-                continue
             said = words.strip()
-            if (at := text.find(said, start)) < 0:
-                said = json.dumps(said, ensure_ascii=False)[1:-1]
-                at = text.find(said, start)
-            if at >= 0:
-                end = max(end, at + len(said))
-            else:
+            forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
+            ends = (at + len(form) for form in forms if (at := text.find(form, start)) >= 0)
+            end = max(end, stop := next(ends, -1))
+            if stop < 0:
                 yield kind
 
 
@@ -1966,17 +1928,7 @@ class Unspliceable(Exception):
     """Why it is not certain what follows a recorded past, in a word or two."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Seam:
-    """How a shape of conversation goes on after a reply: proven once, then believed."""
-
-    is_minimal: bool  # a stub in the place of the past says all
-    closer: str  # between the reply's words and its end token
-    end: str  # the end token's text; "" where another added token follows at once
-
-
-@dataclass(frozen=True, slots=True)
-class _Junction:
+class _Junction(NamedTuple):
     """A past that ends in a reply, the new messages, and what else a template is given."""
 
     old: Sequence[Message]
@@ -1994,7 +1946,7 @@ class _Junction:
 
     def canned(self) -> _Junction:
         """New messages of the same shape with words of our own."""
-        return replace(self, new=[_canned_like(message, n=n) for n, message in enumerate(self.new)])
+        return self._replace(new=[_canned_like(message, n=n) for n, message in enumerate(self.new)])
 
     def head(self, words: str) -> list[Message]:
         has_system = self.old[0]["role"] in SYSTEM_ROLES and len(self.old) > 1
@@ -2031,60 +1983,46 @@ class _Seams:
     """
 
     PASTS: Final = ("user", "user call tool call tool", "user reply user call tool call tool")
-    MEMO: Final = 512  # shapes
 
-    def __init__(self, chat: _ChatTemplate, quirks: _Quirks, *, ends: Iterable[str]) -> None:
+    def __init__(self, chat: _ChatTemplate, *, ends: Iterable[str]) -> None:
         self._chat = chat
-        self._quirks = quirks
         self._ends = _any_of(ends)
-        self._proven: dict[str, _Seam | str] = {}  # a str: why not; worth as much from any thread
+        self._proven: Memo[tuple[str, ...]] = Memo(1_000_000)  # closer, end; () for no stub
 
     def after(self, at: _Junction, *, shape: Callable[[Message], Message]) -> tuple[str, str, str]:
         """(closer, end token, text from there on); `shape`: for old ones. Raises Unspliceable."""
-        seam = self._seam(at)
-        rest = self._behind_stub(at) if seam.is_minimal else ""
-        if not seam.is_minimal or not rest.startswith(seam.closer + seam.end):
+        seam = self._proven.of(at.shape(), partial(self._prove, at.canned()))
+        rest = self._behind_stub(at) if seam else ""
+        if not seam or not rest.startswith("".join(seam)):
             # why(L-44): on some templates the closer depends on the place in the tool loop.
             past = list(map(shape, at.old[:-1]))
             seam, rest = self._parted(at, self._rest(past, at.canned())), self._rest(past, at)
-            if not rest.startswith(seam.closer + seam.end):
+            if not rest.startswith("".join(seam)):
                 raise Unspliceable("closer")
-        return seam.closer, seam.end, rest[len(seam.closer) :]
+        closer, end = seam
+        return closer, end, rest[len(closer) :]
 
-    def _seam(self, at: _Junction) -> _Seam:
-        shape = at.shape()
-        proven = self._proven.get(shape)
-        if proven is None:
-            try:
-                proven = self._prove(at.canned())
-            except Unspliceable as refusal:
-                proven = str(refusal)
-            if len(self._proven) >= self.MEMO:
-                self._proven = {}
-            self._proven[shape] = proven
-        if isinstance(proven, str):
-            raise Unspliceable(proven)
-        return proven
-
-    def _prove(self, at: _Junction) -> _Seam:
-        short, same = self._behind_stub(at), True
+    def _prove(self, at: _Junction) -> tuple[str, ...]:
+        """Closer and end token, if a stub says as much as pasts of three kinds."""
+        short = self._behind_stub(at)
         for past in self.PASTS:
             with suppress(Unspliceable):
-                same = same and self._rest([*at.head("y"), *_canned(past)], at) == short
-        return replace(self._parted(at, short), is_minimal=same)
+                if self._rest([*at.head("y"), *_canned(past)], at) != short:
+                    return ()
+        return self._parted(at, short)
 
-    def _parted(self, at: _Junction, rest: str) -> _Seam:
+    def _parted(self, at: _Junction, rest: str) -> tuple[str, str]:
         """Where the reply ends, read off words of our own that follow it."""
         between = rest.partition(_WORDS.format(0))[0]
         if found := self._ends.search(between):
-            return _Seam(False, between[: found.start()], found[0])
+            return between[: found.start()], found[0]
         if at.old[-1].get("tool_calls"):
             raise Unspliceable("no end token")
-        return _Seam(False, "", "")
+        return "", ""  # another added token follows at once
 
     def _rest(self, past: list[Message], at: _Junction) -> str:
         """The text after the nonce."""
-        messages = _folded([*past, at.marked(), *at.new], self._quirks)
+        messages = _folded([*past, at.marked(), *at.new], self._chat)
         try:
             text = self._chat.render(messages, tools=at.tools, switches=at.switches)
         except BadRequest as refusal:
@@ -2095,7 +2033,7 @@ class _Seams:
 
     def _behind_stub(self, at: _Junction) -> str:
         stub = [*at.head("x"), {"role": "user", "content": "x"}]
-        return self._rest(stub, replace(at, tools=at.tools[:1]))
+        return self._rest(stub, at._replace(tools=at.tools[:1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2128,22 +2066,20 @@ class Template:
         ends: Iterable[int] = (),
     ) -> None:
         """`tokenizer`: a fast one, or mlx-lm's of one. No past is replayed without `ends`, ids."""
+        self._config = config
         self._chat = _ChatTemplate(tokenizer)
         self.source = self._chat.source  # of all templates where there are several; "" for none
         self._encoder = _Encoder(tokenizer)
-        self._quirks = _Quirks(self._chat, preserve_thinking=config.preserve_thinking)
-        self._turns = _Turns(self._chat, self._encoder, quirks=self._quirks)
+        self._turns = _Turns(self._chat, self._encoder)
         self._tags = (think_start, think_end)
-        self._canon = Canon(config, joint=self._quirks.joint, tags=self._tags)
+        self._canon = Canon(config, joint=self._chat.joint, tags=self._tags)
         added = self._encoder.added
-        end_texts = [added[token].content for token in ends if token in added]
-        self._seams = _Seams(self._chat, self._quirks, ends=end_texts)
+        self._seams = _Seams(self._chat, ends=[added[end].content for end in ends if end in added])
         self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
-        self._hides_writes = config.normalize_write_tool_content_for_prompt
         self._lost: set[str] = set()  # kinds already named in the log; only grows
-        if self._hides_writes:
+        if config.normalize_write_tool_content_for_prompt:
             log.warning("NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT: the model cannot see its writes")
-        if self.source and not self._quirks.has_system:
+        if self.source and not self._chat.has_system:
             log.warning("this chat template has no system role: user messages carry that text")
 
     def encode(self, text: str) -> list[int]:
@@ -2172,8 +2108,7 @@ class Template:
     def world(self, request: ChatRequest) -> bytes:
         """What a recorded past depends on beside its messages: template, tools, switches."""
         # Not a switch that only changes the generation prompt: effort changes in mid-session.
-        switches = json.dumps(self._switches(request), sort_keys=True)
-        canned = self._quirks.without_reply(switches)
+        canned = self._chat.without_reply(json.dumps(self._switches(request), sort_keys=True))
         facts = json.dumps([self.source, request.tools, canned], default=str)
         return sha256(facts.encode()).digest()
 
@@ -2182,10 +2117,10 @@ class Template:
     ) -> Rendered:
         """What follows the tokens of `past`; positions count from there. Raises Unspliceable."""
         # It begins with the template's own end token, in place of the one that ended the reply.
-        tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
+        tools, switches = self._hide(request.tools), self._switches(request)
         at = _Junction(past, [self._shape(message) for message in new], tools, switches)
         closer, printed, text = self._seams.after(at, shape=self._shape)
-        if any(_losses(at.new, text, known=set())):
+        if any(_losses(at.new, text)):
             raise Unspliceable("lost text")
         if is_cut and past[-1].get("tool_calls"):
             raise Unspliceable("cut call")
@@ -2197,7 +2132,8 @@ class Template:
 
     def _switches(self, request: ChatRequest) -> _Switches:
         wanted = self._hide(dict(request.template_kwargs))
-        return {**self._quirks.preserve, **wanted, **self._quirks.thinking[request.thinking]}
+        preserve = self._chat.preserve if self._config.preserve_thinking else {}
+        return {**preserve, **wanted, **self._chat.thinking[request.thinking]}
 
     def prompt(self, request: ChatRequest, messages: Iterable[Message] | None = None) -> Rendered:
         """A whole prompt, of other messages if given. Raises BadRequest: the template refuses."""
@@ -2207,15 +2143,13 @@ class Template:
             sentence = "this model has no chat template, only /v1/completions"
             raise BadRequest(sentence, param="messages")
         said = request.messages if messages is None else messages
-        folded = _folded(map(self._shape, said), self._quirks)
-        tools, switches = [self._hide(tool) for tool in request.tools], self._switches(request)
+        folded = _folded(map(self._shape, said), self._chat)
+        tools, switches = self._hide(request.tools), self._switches(request)
         text = self._chat.render(folded, tools=tools, switches=switches)
-        lost = set(_losses(folded, text, known=self._lost)) - self._lost
-        if not all(tool["function"]["name"] in text for tool in tools):
-            lost |= {"tools"} - self._lost
-        self._lost |= lost
-        for kind in sorted(lost):
+        lost = {"tools" for tool in tools if tool["function"]["name"] not in text}
+        for kind in sorted(lost.union(_losses(folded, text)) - self._lost):
             log.warning("the model's chat template loses or moves %s", kind)
+            self._lost.add(kind)
         return self._measured(text, ending=self._turns.prompt(folded[-1]["role"], switches))
 
     def _measured(self, text: str, *, ending: str) -> Rendered:
@@ -2225,7 +2159,7 @@ class Template:
         tokens = encode(text)
         users = [found.start() for found in self._turns.find_user.finditer(text)]
         return Rendered(
-            text=_show(text),
+            text=_BROKEN.sub(r"\1", text),
             ids=tokens,
             boundaries=tuple(_compute_msg_token_boundaries(tokens, self._turns)),
             system_end=len(encode(text[: users[0]])) if users else 0,
@@ -2238,12 +2172,12 @@ class Template:
         """A copy in words this template understands, with what looks like markup broken up."""
         shaped = {**message, "content": message.get("content") or ""}
         if not isinstance(shaped["content"], str):
-            shaped["content"] = self._quirks.joint.join(part["text"] for part in shaped["content"])
+            shaped["content"] = self._chat.joint.join(part["text"] for part in shaped["content"])
         if message["role"] == "developer":
             shaped["role"] = "system"
         if calls := shaped.pop("tool_calls", None):  # some templates take [] for a call
-            parse = partial(_parse_arguments, hides_writes=self._hides_writes)
-            shaped["tool_calls"] = list(map(parse, calls))
+            hides = self._config.normalize_write_tool_content_for_prompt
+            shaped["tool_calls"] = [_parse_arguments(call, hides_writes=hides) for call in calls]
         hidden: Message = self._hide(shaped)
         if message["role"] == "assistant" and "reasoning_content" not in message:
             # it may have come back with its thinking: those two tags are the real ones again

@@ -238,21 +238,21 @@ def unicode_form(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
     return normalizer.normalize_str(text) if normalizer else text
 
 
-def test_memo_stays_small_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_llm._Encoder, "MEMO_CHARS", 4000)
+def test_memo_stays_small_and_right() -> None:
     template, tokenizer = make_template(tiny_tokenizer()), tiny_tokenizer()
+    memo = template._encoder.memo
+    memo.most, memo.made, memo.n_chars = 4000, {}, 0
     for n in range(60):
         messages = [said("user", f"turn {n % 7} " * (n % 9)), said("user", "x" * 30 * n)]
         rendered = template.prompt(chat(messages))
         assert rendered.tokens == tokenizer.encode(rendered.text, add_special_tokens=False)
-        encoder = template._encoder
-        cost = sum(len(piece) + encoder.ENTRY_CHARS for piece in encoder._memo)
-        assert cost == encoder._memo_chars <= 4000
+        cost = sum(len(piece) + memo.ENTRY_CHARS for piece in memo.made)
+        assert cost == memo.n_chars <= 4000
 
 
-def test_many_threads_get_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_llm._Encoder, "MEMO_CHARS", 3000)
+def test_many_threads_get_the_same_tokens() -> None:
     template = make_template(tiny_tokenizer())
+    template._encoder.memo.most = 3000
     requests = [chat([said("user", f"{n} " * 50), said("user", "again " * n)]) for n in range(40)]
     wanted = [make_template(tiny_tokenizer()).prompt(request) for request in requests]
     with ThreadPoolExecutor(8) as pool:
