@@ -88,7 +88,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -1352,7 +1352,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  281
+# Budget  279
 # ==============================================================================
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -1500,15 +1500,13 @@ class Canon:
         for rule in (rule for rule in known if rule.kind == "telemetry"):
             cuts = [rule.pattern.subn("", part) for part in parts]
             parts, n_dropped = [part for part, _ in cuts], n_dropped + sum(n for _, n in cuts)
-        text = reduce(self._joined, filter(None, parts), "")
+        text = ""
+        for part in filter(None, parts):  # as the template joins them; a block has its own lines
+            is_block = text.endswith(_CLOSERS) or part.startswith(_OPENERS)
+            joint = self.joint if "\n" in self.joint or not is_block else "\n"
+            text += joint * bool(text) + part
         fields = tuple(_fields(text, rules))
         return _turn({**message, "content": text}, fields, n_dropped=n_dropped)
-
-    def _joined(self, text: str, part: str) -> str:
-        """Text parts as the template joins them; a block stands on lines of its own."""
-        is_block = text.endswith(_CLOSERS) or part.startswith(_OPENERS)
-        joint = self.joint if "\n" in self.joint or not is_block else "\n"
-        return text + joint * bool(text) + part
 
     def _reply(self, message: Message, content: str) -> Turn:
         """Thinking under one name, wherever the client has put it."""
@@ -1631,7 +1629,7 @@ def reminder(text: str) -> str:
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  571
+# Budget  566
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1858,13 +1856,12 @@ class _Turns:
         return between[starts[-1] :] if own and starts else ""
 
 
-def _compute_msg_token_boundaries(tokens: np.ndarray, turns: _Turns) -> list[int]:
+def _compute_msg_token_boundaries(tokens: np.ndarray, turns: _Turns) -> tuple[int, ...]:
     """Positions in `tokens` (int32 ids) where a message or the generation prompt begins."""
     begins = np.isin(tokens, turns.ids)
     for first, distance, again in turns.echoes:
         begins[distance:] &= (tokens[distance:] != again) | (tokens[:-distance] != first)
-    positions: list[int] = np.flatnonzero(begins).tolist()
-    return positions
+    return tuple(np.flatnonzero(begins).tolist())
 
 
 def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, Any]:
@@ -1929,14 +1926,78 @@ class Unspliceable(Exception):
 
 
 class _Junction(NamedTuple):
-    """A past that ends in a reply, the new messages, and what else a template is given."""
+    """A past that ends in a reply meets new messages: what does the template print behind it?
 
+        [past, or a stub of it][reply: a nonce][new messages as they are]
+                                         nonce |closer|end ... suffix ... generation prompt
+
+    Found by rendering words of our own. A stub is enough where the suffix is the same as behind
+    canned pasts of three kinds (L-44); elsewhere the past is rendered, but still not tokenised.
+    """
+
+    chat: _ChatTemplate
+    ends: re.Pattern[str]  # texts of end tokens
     old: Sequence[Message]
     new: Sequence[Message]  # shaped
     tools: list[Any]
     switches: _Switches
 
-    def marked(self) -> Message:
+    def suffix(
+        self, past: Iterator[Message], proven: Memo[tuple[str, ...]]
+    ) -> tuple[str, str, str]:
+        """(closer, end token, text from there on). Raises Unspliceable.
+
+        `past`: the old messages but the reply, shaped; not read where a stub is enough.
+        """
+        seam = proven.of(self._shape(), self._canned()._proven)
+        rest = self._behind_stub() if seam else ""
+        if not seam or not rest.startswith("".join(seam)):
+            # why(L-44): on some templates the closer depends on the place in the tool loop.
+            whole = list(past)
+            seam, rest = self._parted(self._canned()._behind(whole)), self._behind(whole)
+            if not rest.startswith("".join(seam)):
+                raise Unspliceable("closer")
+        closer, end = seam
+        return closer, end, rest[len(closer) :]
+
+    def _proven(self) -> tuple[str, ...]:
+        """Closer and end token, if a stub says as much as pasts of three kinds; else ()."""
+        short = self._behind_stub()
+        for past in ("user", "user call tool call tool", "user reply user call tool call tool"):
+            with suppress(Unspliceable):
+                if self._behind([*self._head("y"), *_canned(past)]) != short:
+                    return ()
+        return self._parted(short)
+
+    def _parted(self, rest: str) -> tuple[str, ...]:
+        """Closer and end token, read off words of our own that follow the reply."""
+        between = rest.partition(_WORDS.format(0))[0]
+        if found := self.ends.search(between):
+            return between[: found.start()], found[0]
+        if self.old[-1].get("tool_calls"):
+            raise Unspliceable("no end token")
+        return "", ""  # another added token follows at once
+
+    def _behind_stub(self) -> str:
+        stub = [*self._head("x"), {"role": "user", "content": "x"}]
+        return self._replace(tools=self.tools[:1])._behind(stub)
+
+    def _behind(self, past: list[Message]) -> str:
+        """The text after the nonce."""
+        messages = _folded([*past, self._marked(), *self.new], self.chat)
+        try:
+            text = self.chat.render(messages, tools=self.tools, switches=self.switches)
+        except BadRequest as refusal:
+            raise Unspliceable("refused") from refusal
+        if text.count(_NONCE) != 1:
+            raise Unspliceable("nonce")
+        return text.partition(_NONCE)[2]
+
+    def _head(self, words: str) -> list[Message]:
+        has_system = self.old[0]["role"] in SYSTEM_ROLES and len(self.old) > 1
+        return [{"role": "system", "content": words}] if has_system else []
+
+    def _marked(self) -> Message:
         """A reply of the same shape whose last words are the nonce; without any thinking."""
         if not (calls := self.old[-1].get("tool_calls")):
             return {"role": "assistant", "content": _NONCE}
@@ -1944,96 +2005,26 @@ class _Junction(NamedTuple):
         last = _call_like(calls[-1], {"q": _NONCE})
         return {"role": "assistant", "content": "", "tool_calls": [*first, last]}
 
-    def canned(self) -> _Junction:
+    def _canned(self) -> _Junction:
         """New messages of the same shape with words of our own."""
-        return self._replace(new=[_canned_like(message, n=n) for n, message in enumerate(self.new)])
+        new = []
+        for n, message in enumerate(self.new):
+            words = _WORDS.format(n)
+            new.append({**message, "content": words if message["content"] or n == 0 else ""})
+            if calls := message.get("tool_calls"):
+                new[-1]["tool_calls"] = [_call_like(call, {"q": words}) for call in calls]
+        return self._replace(new=new)
 
-    def head(self, words: str) -> list[Message]:
-        has_system = self.old[0]["role"] in SYSTEM_ROLES and len(self.old) > 1
-        return [{"role": "system", "content": words}] if has_system else []
-
-    def shape(self) -> str:
+    def _shape(self) -> str:
         """What the proof of a seam may depend on."""
-        new = (self.marked(), *self.new)
+        new = (self._marked(), *self.new)
         kinds = ([m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in new)
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
-        return json.dumps([len(self.head("x")), *kinds, n_tools, self.switches], default=str)
-
-
-def _canned_like(message: Message, *, n: int) -> Message:
-    words = _WORDS.format(n)
-    canned: Message = {**message, "content": words if message["content"] or n == 0 else ""}
-    if calls := message.get("tool_calls"):
-        canned["tool_calls"] = [_call_like(call, {"q": words}) for call in calls]
-    return canned
+        return json.dumps([len(self._head("x")), *kinds, n_tools, self.switches], default=str)
 
 
 def _call_like(call: Body, arguments: Body) -> Body:
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-class _Seams:
-    """What a template prints after a recorded reply, found by rendering words of our own.
-
-        [past, or a stub of it][reply: a nonce][new messages as they are]
-                                         nonce |closer|end ... suffix ... generation prompt
-
-    A stub is enough where the suffix is the same as behind canned pasts of three kinds (L-44);
-    elsewhere the past is rendered, but still not tokenised. Nothing is known of any template.
-    """
-
-    PASTS: Final = ("user", "user call tool call tool", "user reply user call tool call tool")
-
-    def __init__(self, chat: _ChatTemplate, *, ends: Iterable[str]) -> None:
-        self._chat = chat
-        self._ends = _any_of(ends)
-        self._proven: Memo[tuple[str, ...]] = Memo(1_000_000)  # closer, end; () for no stub
-
-    def after(self, at: _Junction, *, shape: Callable[[Message], Message]) -> tuple[str, str, str]:
-        """(closer, end token, text from there on); `shape`: for old ones. Raises Unspliceable."""
-        seam = self._proven.of(at.shape(), partial(self._prove, at.canned()))
-        rest = self._behind_stub(at) if seam else ""
-        if not seam or not rest.startswith("".join(seam)):
-            # why(L-44): on some templates the closer depends on the place in the tool loop.
-            past = list(map(shape, at.old[:-1]))
-            seam, rest = self._parted(at, self._rest(past, at.canned())), self._rest(past, at)
-            if not rest.startswith("".join(seam)):
-                raise Unspliceable("closer")
-        closer, end = seam
-        return closer, end, rest[len(closer) :]
-
-    def _prove(self, at: _Junction) -> tuple[str, ...]:
-        """Closer and end token, if a stub says as much as pasts of three kinds."""
-        short = self._behind_stub(at)
-        for past in self.PASTS:
-            with suppress(Unspliceable):
-                if self._rest([*at.head("y"), *_canned(past)], at) != short:
-                    return ()
-        return self._parted(at, short)
-
-    def _parted(self, at: _Junction, rest: str) -> tuple[str, str]:
-        """Where the reply ends, read off words of our own that follow it."""
-        between = rest.partition(_WORDS.format(0))[0]
-        if found := self._ends.search(between):
-            return between[: found.start()], found[0]
-        if at.old[-1].get("tool_calls"):
-            raise Unspliceable("no end token")
-        return "", ""  # another added token follows at once
-
-    def _rest(self, past: list[Message], at: _Junction) -> str:
-        """The text after the nonce."""
-        messages = _folded([*past, at.marked(), *at.new], self._chat)
-        try:
-            text = self._chat.render(messages, tools=at.tools, switches=at.switches)
-        except BadRequest as refusal:
-            raise Unspliceable("refused") from refusal
-        if text.count(_NONCE) != 1:
-            raise Unspliceable("nonce")
-        return text.partition(_NONCE)[2]
-
-    def _behind_stub(self, at: _Junction) -> str:
-        stub = [*at.head("x"), {"role": "user", "content": "x"}]
-        return self._rest(stub, at._replace(tools=at.tools[:1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2074,7 +2065,8 @@ class Template:
         self._tags = (think_start, think_end)
         self._canon = Canon(config, joint=self._chat.joint, tags=self._tags)
         added = self._encoder.added
-        self._seams = _Seams(self._chat, ends=[added[end].content for end in ends if end in added])
+        self._ends = _any_of(added[token].content for token in ends if token in added)
+        self._proven: Memo[tuple[str, ...]] = Memo(1_000_000)  # closer and end token by shape
         self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
         self._lost: set[str] = set()  # kinds already named in the log; only grows
         if config.normalize_write_tool_content_for_prompt:
@@ -2098,7 +2090,7 @@ class Template:
         if strange := [token for token in tokens if not 0 <= token < n_vocab]:
             raise BadRequest(f"prompt: {strange[0]} is not a token of this model", param="prompt")
         ids = np.array(tokens, np.int32)
-        boundaries = tuple(_compute_msg_token_boundaries(ids, self._turns))
+        boundaries = _compute_msg_token_boundaries(ids, self._turns)
         return Rendered(text=text, ids=ids, boundaries=boundaries, generation_start=len(ids))
 
     def canonical(self, messages: Iterable[Message]) -> tuple[Turn, ...]:
@@ -2118,16 +2110,17 @@ class Template:
         """What follows the tokens of `past`; positions count from there. Raises Unspliceable."""
         # It begins with the template's own end token, in place of the one that ended the reply.
         tools, switches = self._hide(request.tools), self._switches(request)
-        at = _Junction(past, [self._shape(message) for message in new], tools, switches)
-        closer, printed, text = self._seams.after(at, shape=self._shape)
-        if any(_losses(at.new, text)):
+        fresh = list(map(self._shape, new))
+        at = _Junction(self._chat, self._ends, past, fresh, tools, switches)
+        closer, printed, text = at.suffix(map(self._shape, past[:-1]), self._proven)
+        if any(_losses(fresh, text)):
             raise Unspliceable("lost text")
         if is_cut and past[-1].get("tool_calls"):
             raise Unspliceable("cut call")
         first = self._encoder.find_added.match(text)
         if not is_cut and (first is None or (printed and first[0] != printed)):
             raise Unspliceable("end token")
-        ending = self._turns.prompt(at.new[-1]["role"], switches)
+        ending = self._turns.prompt(fresh[-1]["role"], switches)
         return self._measured(closer * is_cut + text, ending=ending)
 
     def _switches(self, request: ChatRequest) -> _Switches:
@@ -2161,7 +2154,7 @@ class Template:
         return Rendered(
             text=_BROKEN.sub(r"\1", text),
             ids=tokens,
-            boundaries=tuple(_compute_msg_token_boundaries(tokens, self._turns)),
+            boundaries=_compute_msg_token_boundaries(tokens, self._turns),
             system_end=len(encode(text[: users[0]])) if users else 0,
             last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else None,
             generation_start=len(tokens) - len(encode(ending)),

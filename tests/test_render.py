@@ -638,4 +638,4 @@ def test_boundaries_are_positions_of_turn_tokens() -> None:
     template = template_of("chatml/tiny")
     [turn] = template.encode("<|im_start|>")
     ids = np.array([1, turn, 2, turn], np.int32)
-    assert start_llm._compute_msg_token_boundaries(ids, template._turns) == [1, 3]
+    assert start_llm._compute_msg_token_boundaries(ids, template._turns) == (1, 3)
