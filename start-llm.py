@@ -1352,7 +1352,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  279
+# Budget  276
 # ==============================================================================
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -1371,9 +1371,7 @@ class Rule(NamedTuple):
     kind: str = "off"  # as configured
 
 
-_STAMP: Final = (
-    r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?(?: [\w:+/-]+)?"
-)
+_STAMP: Final = r"[FMSTW][a-z]{2} \d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?(?: [\w:+/-]+)?"
 _ROUTED: Final = r"\[Inter-session message\] sourceSession=[^\n]*\n[^\n]*\n"
 _INBOUND: Final = (
     r"^(?:## Group Chat Context\n)?## Inbound Context[^\n]*\n(?:(?!#|```)[^\n]*\n)*"
@@ -1481,7 +1479,6 @@ class Canon:
         self.joint = joint
         self._tags = tags
         self.memo: Memo[Turn] = Memo(16_000_000)  # clients resend it all
-        self.folds_late_system = any(rule.name == "late_system" for rule in self.rules)
 
     def still(self, message: Message) -> Turn:
         """Both copies of one message; where it stands is not known here."""
@@ -1602,7 +1599,7 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
 
 def _notes(turn: Turn, canon: Canon) -> tuple[Volatile, ...]:
     """The texts of a late message that is nothing but notes; none if it is more than that."""
-    if turn.role in SYSTEM_ROLES and canon.folds_late_system:
+    if turn.role in SYSTEM_ROLES and any(rule.name == "late_system" for rule in canon.rules):
         return (Volatile("late_system", "transient", reminder(turn.message["content"])),)
     is_bare = turn.role == "user" and not turn.canonical["content"].strip()
     return tuple(turn.notes) if is_bare else ()
@@ -1629,7 +1626,7 @@ def reminder(text: str) -> str:
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  566
+# Budget  559
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1832,9 +1829,9 @@ class _Turns:
         inner = ((row, at) for row in rows for at in np.flatnonzero(np.isin(row, self.ids))[1:])
         # (first id, distance, id of another of them): one opening, not two
         self.echoes = {(int(row[0]), int(at), int(row[at])) for row, at in inner}
-        dress = tool.removeprefix(user) if tool.startswith(user) else ""  # results as user messages
-        not_tool = f"(?!{re.escape(dress)})" if dress else ""
-        self.find_user = re.compile(re.escape(user) + not_tool if user else "(?!)")
+        dress = tool[len(user) :] if tool.startswith(user) else ""  # results as user messages
+        is_user = f"{re.escape(user)}(?!{re.escape(dress or _BREAK)})"
+        self.find_user = re.compile(is_user if user else "(?!)")
 
     def prompt(self, last_role: str, switches: _Switches) -> str:
         """What opens the reply to a message of this role."""
@@ -1938,55 +1935,51 @@ class _Junction(NamedTuple):
     chat: _ChatTemplate
     ends: re.Pattern[str]  # texts of end tokens
     old: Sequence[Message]
-    new: Sequence[Message]  # shaped
+    new: list[Message]  # shaped
     tools: list[Any]
     switches: _Switches
 
-    def suffix(
-        self, past: Iterator[Message], proven: Memo[tuple[str, ...]]
-    ) -> tuple[str, str, str]:
-        """(closer, end token, text from there on). Raises Unspliceable.
+    def suffix(self, past: Iterator[Message], proven: Memo[tuple[str, ...]]) -> tuple[str, str]:
+        """(closer, text from the end token on). Raises Unspliceable.
 
         `past`: the old messages but the reply, shaped; not read where a stub is enough.
         """
-        seam = proven.of(self._shape(), self._canned()._proven)
-        rest = self._behind_stub() if seam else ""
-        if not seam or not rest.startswith("".join(seam)):
+        canned = list(map(_canned_like, self.new, itertools.count()))
+        seam = proven.of(self._shape(), partial(self._prove, canned))
+        text = self._behind(None, self.new) if seam else ""
+        if not seam or not text.startswith("".join(seam)):
             # why(L-44): on some templates the closer depends on the place in the tool loop.
             whole = list(past)
-            seam, rest = self._parted(self._canned()._behind(whole)), self._behind(whole)
-            if not rest.startswith("".join(seam)):
+            seam, text = self._parted(self._behind(whole, canned)), self._behind(whole, self.new)
+            if not text.startswith("".join(seam)):
                 raise Unspliceable("closer")
-        closer, end = seam
-        return closer, end, rest[len(closer) :]
+        return seam[0], text.removeprefix(seam[0])
 
-    def _proven(self) -> tuple[str, ...]:
+    def _prove(self, canned: list[Message]) -> tuple[str, ...]:
         """Closer and end token, if a stub says as much as pasts of three kinds; else ()."""
-        short = self._behind_stub()
+        short = self._behind(None, canned)
         for past in ("user", "user call tool call tool", "user reply user call tool call tool"):
             with suppress(Unspliceable):
-                if self._behind([*self._head("y"), *_canned(past)]) != short:
+                if self._behind([*self._head("y"), *_canned(past)], canned) != short:
                     return ()
         return self._parted(short)
 
-    def _parted(self, rest: str) -> tuple[str, ...]:
+    def _parted(self, text: str) -> tuple[str, ...]:
         """Closer and end token, read off words of our own that follow the reply."""
-        between = rest.partition(_WORDS.format(0))[0]
+        between = text.partition(_WORDS.format(0))[0]
         if found := self.ends.search(between):
             return between[: found.start()], found[0]
         if self.old[-1].get("tool_calls"):
             raise Unspliceable("no end token")
         return "", ""  # another added token follows at once
 
-    def _behind_stub(self) -> str:
+    def _behind(self, past: list[Message] | None, new: list[Message]) -> str:
+        """The text after the nonce; with a stub for want of a past."""
         stub = [*self._head("x"), {"role": "user", "content": "x"}]
-        return self._replace(tools=self.tools[:1])._behind(stub)
-
-    def _behind(self, past: list[Message]) -> str:
-        """The text after the nonce."""
-        messages = _folded([*past, self._marked(), *self.new], self.chat)
+        before, tools = (stub, self.tools[:1]) if past is None else (past, self.tools)
+        messages = _folded([*before, self._marked(), *new], self.chat)
         try:
-            text = self.chat.render(messages, tools=self.tools, switches=self.switches)
+            text = self.chat.render(messages, tools=tools, switches=self.switches)
         except BadRequest as refusal:
             raise Unspliceable("refused") from refusal
         if text.count(_NONCE) != 1:
@@ -2005,22 +1998,21 @@ class _Junction(NamedTuple):
         last = _call_like(calls[-1], {"q": _NONCE})
         return {"role": "assistant", "content": "", "tool_calls": [*first, last]}
 
-    def _canned(self) -> _Junction:
-        """New messages of the same shape with words of our own."""
-        new = []
-        for n, message in enumerate(self.new):
-            words = _WORDS.format(n)
-            new.append({**message, "content": words if message["content"] or n == 0 else ""})
-            if calls := message.get("tool_calls"):
-                new[-1]["tool_calls"] = [_call_like(call, {"q": words}) for call in calls]
-        return self._replace(new=new)
-
     def _shape(self) -> str:
         """What the proof of a seam may depend on."""
         new = (self._marked(), *self.new)
         kinds = ([m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in new)
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
         return json.dumps([len(self._head("x")), *kinds, n_tools, self.switches], default=str)
+
+
+def _canned_like(message: Message, n: int) -> Message:
+    """A message of the same shape with words of our own."""
+    words = _WORDS.format(n)
+    canned: Message = {**message, "content": words if message["content"] or n == 0 else ""}
+    if calls := message.get("tool_calls"):
+        canned["tool_calls"] = [_call_like(call, {"q": words}) for call in calls]
+    return canned
 
 
 def _call_like(call: Body, arguments: Body) -> Body:
@@ -2081,13 +2073,12 @@ class Template:
 
     def raw(self, prompt: str | Sequence[int]) -> Rendered:
         """A completion's prompt. Raises BadRequest: it is empty, or an id is not the model's."""
-        text = prompt if isinstance(prompt, str) else ""
-        whole = self._encoder.whole
+        whole, text = self._encoder.whole, prompt if isinstance(prompt, str) else ""
         tokens = whole.encode_batch_fast([text])[0].ids if text else list(map(int, prompt))
-        n_vocab = whole.get_vocab_size()
+        known = range(whole.get_vocab_size())
         if not tokens:
             raise BadRequest("the prompt is empty", param="prompt")
-        if strange := [token for token in tokens if not 0 <= token < n_vocab]:
+        if strange := [token for token in tokens if token not in known]:
             raise BadRequest(f"prompt: {strange[0]} is not a token of this model", param="prompt")
         ids = np.array(tokens, np.int32)
         boundaries = _compute_msg_token_boundaries(ids, self._turns)
@@ -2112,13 +2103,12 @@ class Template:
         tools, switches = self._hide(request.tools), self._switches(request)
         fresh = list(map(self._shape, new))
         at = _Junction(self._chat, self._ends, past, fresh, tools, switches)
-        closer, printed, text = at.suffix(map(self._shape, past[:-1]), self._proven)
+        closer, text = at.suffix(map(self._shape, past[:-1]), self._proven)
         if any(_losses(fresh, text)):
             raise Unspliceable("lost text")
         if is_cut and past[-1].get("tool_calls"):
             raise Unspliceable("cut call")
-        first = self._encoder.find_added.match(text)
-        if not is_cut and (first is None or (printed and first[0] != printed)):
+        if not is_cut and not self._encoder.find_added.match(text):
             raise Unspliceable("end token")
         ending = self._turns.prompt(fresh[-1]["role"], switches)
         return self._measured(closer * is_cut + text, ending=ending)
