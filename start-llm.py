@@ -1352,7 +1352,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  276
+# Budget  273
 # ==============================================================================
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -1428,6 +1428,7 @@ class Volatile(NamedTuple):
 class Turn:
     """One message in both pipelines. `head` and `tail`: notes of messages that fold into it."""
 
+    role: str
     message: Message  # what the client said, telemetry dropped; `content` is text
     canonical: Message
     digest: bytes  # of the canonical message
@@ -1436,10 +1437,6 @@ class Turn:
     head: tuple[Volatile, ...] = ()
     tail: tuple[Volatile, ...] = ()
     n_dropped: int = 0  # telemetry fields
-
-    @property
-    def role(self) -> str:
-        return str(self.message["role"])
 
     @property
     def notes(self) -> Iterator[Volatile]:
@@ -1515,16 +1512,16 @@ class Canon:
             content = content.lstrip("\n")
         own = {k: v for k, v in message.items() if k != "reasoning_content"} | {"content": content}
         told = own | {"reasoning_content": thought} if thought.strip() else own
-        return Turn(message=told, canonical=own, digest=reply_digest(own), thought=thought.strip())
+        return Turn("assistant", told, own, reply_digest(own), thought.strip())
 
 
 def _turn(message: Message, fields: tuple[Volatile, ...] = (), *, n_dropped: int = 0) -> Turn:
-    sent = message["content"]
+    role, sent = message["role"], message["content"]
     words = replaced(sent, fields)
-    canonical = {"role": message["role"], "name": message.get("name", ""), "content": words}
+    canonical = {"role": role, "name": message.get("name", ""), "content": words}
     ours = words.count("__STABLE_") - sent.count("__STABLE_")  # not the client's own
     name = sha256("\0".join([*canonical.values(), str(ours)]).encode()).digest()
-    return Turn(message, canonical, name, fields=fields, n_dropped=n_dropped)
+    return Turn(role, message, canonical, name, fields=fields, n_dropped=n_dropped)
 
 
 def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
@@ -1626,7 +1623,7 @@ def reminder(text: str) -> str:
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  559
+# Budget  556
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -2068,8 +2065,7 @@ class Template:
 
     def encode(self, text: str) -> list[int]:
         """The tokenizer's ids; markup is markup, and no special tokens are added."""
-        ids: list[int] = self._encoder.encode(text.replace(_BREAK, _BREAK * 2)).tolist()
-        return ids
+        return list(map(int, self._encoder.encode(text.replace(_BREAK, _BREAK * 2))))
 
     def raw(self, prompt: str | Sequence[int]) -> Rendered:
         """A completion's prompt. Raises BadRequest: it is empty, or an id is not the model's."""
@@ -2125,8 +2121,7 @@ class Template:
         if not self.source:
             sentence = "this model has no chat template, only /v1/completions"
             raise BadRequest(sentence, param="messages")
-        said = request.messages if messages is None else messages
-        folded = _folded(map(self._shape, said), self._chat)
+        folded = _folded(map(self._shape, messages or request.messages), self._chat)
         tools, switches = self._hide(request.tools), self._switches(request)
         text = self._chat.render(folded, tools=tools, switches=switches)
         lost = {"tools" for tool in tools if tool["function"]["name"] not in text}
@@ -2153,16 +2148,15 @@ class Template:
 
     def _shape(self, message: Message) -> Message:
         """A copy in words this template understands, with what looks like markup broken up."""
-        shaped = {**message, "content": message.get("content") or ""}
-        if not isinstance(shaped["content"], str):
-            shaped["content"] = self._chat.joint.join(part["text"] for part in shaped["content"])
-        if message["role"] == "developer":
-            shaped["role"] = "system"
+        role, content = message["role"], message["content"]
+        if not isinstance(content, str):
+            content = self._chat.joint.join(part["text"] for part in content)
+        shaped = {**message, "role": "system" if role == "developer" else role, "content": content}
         if calls := shaped.pop("tool_calls", None):  # some templates take [] for a call
             hides = self._config.normalize_write_tool_content_for_prompt
             shaped["tool_calls"] = [_parse_arguments(call, hides_writes=hides) for call in calls]
         hidden: Message = self._hide(shaped)
-        if message["role"] == "assistant" and "reasoning_content" not in message:
+        if role == "assistant" and "reasoning_content" not in message:
             # it may have come back with its thinking: those two tags are the real ones again
             start, end = map(self._hide, self._tags)
             thought, closed, answer = hidden["content"].lstrip().partition(end or _BREAK)
