@@ -1352,7 +1352,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  273
+# Budget  266
 # ==============================================================================
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -1549,25 +1549,18 @@ def _volatile(rule: Rule, match: re.Match[str], *, rules: Sequence[Rule]) -> Vol
     return Volatile(rule.name, rule.kind, replaced(match[0], inner), *match.span(), match[0])
 
 
-def _stilled(one: Volatile) -> str:
-    """A sentinel for a pinned value, nothing for a block, which may be absent."""
-    name = "MSG_ID" if one.rule == "message_id" else one.rule.upper()
-    return "" if one.kind == "transient" or one.text else f"__STABLE_{name}__"
-
-
-def replaced(
-    text: str, fields: Iterable[Volatile], *, stand_in: Callable[[Volatile], str] = _stilled
-) -> str:
-    """The text with something else in the place of its fields; without `stand_in`, canonical."""
+def replaced(text: str, fields: Iterable[Volatile]) -> str:
+    """The text without its volatile values: a sentinel for a pinned one, nothing for a block."""
     said, end = "", 0
     for one in fields:
         if one.start < end:  # inside the one before
             continue
-        said, end, words = said + text[end : one.start], one.end, stand_in(one)
-        if one.kind == "transient" and not words:  # it goes with the line breaks around it
+        said, end = said + text[end : one.start], one.end
+        if one.kind == "transient":  # it goes with the line breaks around it
             said, rest = said.rstrip("\n"), text[end:].lstrip("\n")
-            words, end = "\n\n" if said and rest else "", len(text) - len(rest)
-        said += words
+            said, end = said + "\n\n" * bool(said and rest), len(text) - len(rest)
+        elif not one.text:
+            said += f"__STABLE_{'MSG_ID' if one.rule == 'message_id' else one.rule.upper()}__"
     return said + text[end:]
 
 
@@ -2444,7 +2437,7 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
         carried = [note for note in turn.fields if note.kind == "transient"]
         news = dict.fromkeys(n.value for n in (*turn.head, *carried, *tail) if n.value not in heard)
         old = [note for note in carried if note.value not in news]
-        content = replaced(turn.message["content"], old, stand_in=lambda _: "")
+        content = replaced(turn.message["content"], old)
         above, below = ([n.value for n in some if n.value in news] for some in (turn.head, tail))
         said = [*above, content, *below, lines if at == newest else ""]
         messages.append({**turn.message, "content": "\n\n".join(filter(None, said))})
