@@ -47,8 +47,7 @@ WHAT NEVER HAPPENS
 
 THREADS AND LOCKS
     model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
-    connection      one each: parse, render, wait for events, write
-    encode          one, of low priority: tokenises long texts for the connections
+    connection      one each, of low priority: parse, render, wait for events, write
     proxy pump      keeps LiteLLM running
     accept          one per listening address;  main waits for a signal
     locks are leaves, private to the object that owns what they guard; none is held while waiting
@@ -84,7 +83,6 @@ import uuid
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
@@ -1612,11 +1610,11 @@ def reminder(text: str) -> str:
 # broken up by a noncharacter before rendering and whole again before encoding, as plain text.
 # Dropped: transformers' sanitize_control_tokens (skips keys, encodes the whole past every turn).
 #
-# Doors   Template, Rendered, Unspliceable, give_way
+# Doors   Template, Rendered, Unspliceable
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  556
+# Budget  542
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1645,8 +1643,6 @@ def _hide(value: Any, markup: re.Pattern[str]) -> Any:
 class _Encoder:
     """Remembers the pieces between added tokens: to encode history again is to look it up."""
 
-    LONG_CHARS: Final = 2_000  # what takes a millisecond to encode, and is left to the clerk
-
     def __init__(self, tokenizer: Any) -> None:
         self.whole: Tokenizer = tokenizer.backend_tokenizer
         self._plain = Tokenizer(self.whole.model)  # shares the vocabulary, knows no added tokens
@@ -1656,8 +1652,6 @@ class _Encoder:
         self._id_of = {t.content: np.array([i], np.int32) for i, t in self.added.items()}
         self.find_added = _any_of(self._id_of)
         self.memo: Memo[np.ndarray] = Memo(32_000_000)  # about 64 MB with the ids
-        # why(L-35): a stream that runs meanwhile has to share the cores with this.
-        self._clerk = ThreadPoolExecutor(1, "encode", initializer=give_way)
         # some tokens eat the spaces around them: then all is left to the tokenizer
         text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
         wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -1674,23 +1668,13 @@ class _Encoder:
         """int32 ids of a rendered text; broken markup becomes text, all other is markup."""
         if self._goes_by_piece:
             pieces = self.find_added.split(text)  # words, token, words, ..., token, words
-            ids = [
-                self._id_of[piece] if i % 2 else self.memo.of(piece, partial(self._words, piece))
-                for i, piece in enumerate(pieces)
-            ]
+            ids = [self._id_of[p] if i % 2 else self._words(p) for i, p in enumerate(pieces)]
         else:
             ids = [_ids(self.whole, part) for part in _BROKEN.split(text) if part]
         return np.concatenate([np.empty(0, np.int32), *ids])
 
     def _words(self, piece: str) -> np.ndarray:
-        encode = partial(_ids, self._plain, _BROKEN.sub(r"\1", piece))
-        return self._clerk.submit(encode).result() if len(piece) > self.LONG_CHARS else encode()
-
-
-def give_way() -> None:
-    """Let all other threads go first: on Linux each has a priority of its own."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        return self.memo.of(piece, lambda: _ids(self._plain, _BROKEN.sub(r"\1", piece)))
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -4823,7 +4807,9 @@ class Answer:
         self._state = state
         self._request = request
         self._began = time.monotonic()
-        give_way()  # why(L-35): rendering a long prompt must not slow down those who stream
+        # why(L-35): rendering must not slow down those who stream; Linux has priorities per thread
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         self._prepared = prepare(state, request)
         self._listener = Listener(self._prepared, request)
         self._shape = self._shaped(self._prepared.loaded.model_id)
