@@ -1350,7 +1350,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 # Doors   replaced, reminder, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  266
+# Budget  263
 # ==============================================================================
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -1417,7 +1417,7 @@ class Volatile(NamedTuple):
     rule: str
     kind: str
     value: str  # what is compared; of a block all its text, what is pinned in it stilled
-    start: int = 0  # in the content as sent
+    start: int = 0  # in the content as sent, without the line breaks that go with a block
     end: int = 0
     text: str = ""  # of a pinned block, as it is restated
 
@@ -1486,8 +1486,6 @@ class Canon:
         if role == "assistant":
             return self._reply(message, self.joint.join(parts))
         known = [rule for rule in self.rules if role in rule.roles]
-        if not known:
-            return _turn({**message, "content": self.joint.join(parts)})
         n_dropped, rules = 0, [rule for rule in known if rule.kind != "telemetry"]
         for rule in (rule for rule in known if rule.kind == "telemetry"):
             cuts = [rule.pattern.subn("", part) for part in parts]
@@ -1524,7 +1522,7 @@ def _turn(message: Message, fields: tuple[Volatile, ...] = (), *, n_dropped: int
 
 def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
     """Ascending; of two that overlap, the first; behind a pinned block the fields inside it."""
-    fences = [fence.span() for fence in _FENCE.finditer(text)] if "\n" in text else []
+    fences = [fence.span() for fence in _FENCE.finditer(text)] if rules else []
     found = (
         _volatile(rule, match, rules=rules)
         for rule in rules
@@ -1575,8 +1573,7 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
         if not notes:
             turns.append(turn)
         elif before == "assistant":
-            texts = "\n\n".join(note.value for note in notes)
-            turns.append(_turn({"role": "user", "content": texts}))
+            turns.append(_turn({"role": "user", "content": "\n\n".join(n.value for n in notes)}))
         elif notes[0].rule in _SYSTEMS and not any(t.role == "assistant" for t in turns):
             first = next(i for i, t in enumerate(turns) if t.role not in SYSTEM_ROLES)
             turns[first] = replace(turns[first], head=(*turns[first].head, *notes))
@@ -1614,7 +1611,7 @@ def reminder(text: str) -> str:
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  542
+# Budget  530
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1750,13 +1747,12 @@ def _canned(script: str) -> list[Message]:
         reply = {"role": "assistant", "reasoning_content": _THOUGHT}
         asking = {**reply, "content": "", "tool_calls": calls}
         own: dict[str, Message] = {
-            "parts": {"role": "user", "content": [{"type": "text", "text": t} for t in texts]},
+            "part": {"role": "user", "content": [{"type": "text", "text": t} for t in texts]},
             "tool": {"tool_call_id": f"call0000{n_tools}", "name": "f"},
             "reply": reply,
             "call": asking,
-            "calls": asking,
         }
-        messages.append({"role": role, "content": words, **own.get(role, {})})
+        messages.append({"role": role, "content": words, **own.get(role.removesuffix("s"), {})})
     return messages
 
 
@@ -1776,13 +1772,9 @@ def _probe_preserve_thinking_support(chat: _ChatTemplate) -> _Switches:
 
 def _probe_thinking(chat: _ChatTemplate) -> tuple[_Switches, _Switches]:
     """Switches for thinking off, and for thinking on."""
-    pairs: tuple[tuple[_Switches, _Switches], ...] = (
-        ({"enable_thinking": False}, {"enable_thinking": True}),
-        ({"thinking": False}, {"thinking": True}),
-        ({"reasoning_effort": "low"}, {}),  # cannot stop thinking
-        ({"reasoning_effort": "none"}, {}),
-    )
-    for off, on in pairs:
+    efforts: list[_Switches] = [{"reasoning_effort": word} for word in ("low", "none")]
+    for off in ({"enable_thinking": False}, {"thinking": False}, *efforts):
+        on = {name: True for name in off if name != "reasoning_effort"}  # that never stops it
         if chat.attempt("user", **off) not in {"", chat.attempt("user", **on)}:
             return off, on
     return {}, {}
@@ -1914,10 +1906,7 @@ class _Junction(NamedTuple):
     switches: _Switches
 
     def suffix(self, past: Iterator[Message], proven: Memo[tuple[str, ...]]) -> tuple[str, str]:
-        """(closer, text from the end token on). Raises Unspliceable.
-
-        `past`: the old messages but the reply, shaped; not read where a stub is enough.
-        """
+        """(closer, text from the end token on); may read `past`, shaped. Raises Unspliceable."""
         canned = list(map(_canned_like, self.new, itertools.count()))
         seam = proven.of(self._shape(), partial(self._prove, canned))
         text = self._behind(None, self.new) if seam else ""
@@ -2004,10 +1993,6 @@ class Rendered:
     last_user_start: int | None = None  # None where no message is the user's
     generation_start: int = 0  # len(tokens) where the template prints no generation prompt
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
-
-    @property
-    def tokens(self) -> ModelTokens:
-        return ModelTokens(self.ids.tolist())
 
 
 class Template:

@@ -261,7 +261,7 @@ class Whole:
     def verdict(self, draft: start_llm.Draft) -> str:
         if draft.past is None:
             return "fallback"
-        return "ok" if draft.rendered.tokens == self.truth.tokens else "WRONG"
+        return "ok" if draft.rendered.ids.tolist() == self.truth.ids.tolist() else "WRONG"
 
 
 def wholes(model: str) -> Iterator[Whole]:
@@ -286,7 +286,7 @@ def test_splicing_says_what_the_template_says(model: str, table: list[str]) -> N
     verdicts: dict[str, list[str]] = {"ok": [], "fallback": [], "WRONG": []}
     turned_round = []
     for whole in wholes(model):
-        ids = whole.truth.tokens[: whole.end + 1]
+        ids = whole.truth.ids.tolist()[: whole.end + 1]
         verdict = whole.verdict(whole.drafted(ids, ids[-1]))
         verdicts[verdict].append(whole.shape.name)
         turned_round += [whole.shape.name] * is_turned_round(model, whole.shape)
@@ -301,14 +301,14 @@ def test_a_model_may_stop_at_another_token(model: str) -> None:
     for whole in wholes(model):
         if is_turned_round(model, whole.shape):
             continue
-        ids = whole.truth.tokens[: whole.end]
-        for other in {*whole.speaker.ends} - {whole.truth.tokens[whole.end]}:
+        ids = whole.truth.ids.tolist()[: whole.end]
+        for other in {*whole.speaker.ends} - {whole.truth.ids.tolist()[whole.end]}:
             assert whole.verdict(whole.drafted([*ids, other], other)) == "ok", whole.shape.name
 
 
 def test_a_reply_cut_in_its_text_is_replayed_and_one_cut_in_a_call_is_not(model: str) -> None:
     for whole in wholes(model):
-        ids, text = whole.truth.tokens, whole.speaker.text
+        ids, text = whole.truth.ids.tolist(), whole.speaker.text
         cut = next(at for at in range(whole.end + 1) if LAST in text(ids[:at]))
         verdict = whole.verdict(whole.drafted(ids[:cut], None))
         is_call = "tool_calls" in whole.shape.old[-1]
@@ -322,9 +322,9 @@ def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
         old, template = whole.shape.old[:-1], shared(model).template
         before = ledger().draft(chat(old, **whole.shape.fields), template, room=PLENTY, now=0.0)
         n_same = before.rendered.generation_start
-        if before.rendered.tokens[:n_same] != whole.truth.tokens[:n_same]:
+        if before.rendered.ids.tolist()[:n_same] != whole.truth.ids.tolist()[:n_same]:
             continue
-        ids = whole.truth.tokens[: whole.end + 1]
+        ids = whole.truth.ids.tolist()[: whole.end + 1]
         rendered = whole.drafted(ids, ids[-1]).rendered
         if not is_turned_round(model, whole.shape):
             assert replace(rendered, text="") == replace(whole.truth, text=""), whole.shape.name
@@ -338,9 +338,9 @@ def test_our_own_words_in_a_message_are_never_misread(model: str, words: str) ->
     for old, new in ((said("assistant", LAST), said("user", words)), (asks(LAST), result(words))):
         shape = Shape(words, [SYSTEM, USER, old], [new])
         whole = Whole.of(shared(model), shape)
-        ids = whole.truth.tokens[: whole.end + 1]
+        ids = whole.truth.ids.tolist()[: whole.end + 1]
         draft = whole.drafted(ids, ids[-1])
-        assert draft.rendered.tokens == whole.truth.tokens
+        assert draft.rendered.ids.tolist() == whole.truth.ids.tolist()
 
 
 # -- a conversation, step by step ---------------------------------------------------------
@@ -367,10 +367,10 @@ class Server:
         ids = [*speaker.template.encode(words or f"~{json.dumps(reply)}~"), end]
         record = generated(ids, end, session=session, at=self.now)
         self.book.record(draft, speaker.template, reply=message, generated=record)
-        return [*draft.rendered.tokens, *ids]
+        return [*draft.rendered.ids.tolist(), *ids]
 
     def text(self, draft: start_llm.Draft) -> str:
-        return self.speaker.text(draft.rendered.tokens)
+        return self.speaker.text(draft.rendered.ids.tolist())
 
     def n_fallbacks(self) -> int:
         return self.book._metrics.snapshot()["ledger_seam_fallback"]
@@ -378,7 +378,7 @@ class Server:
 
 def starts_with(draft: start_llm.Draft, past: Sequence[int]) -> bool:
     """An end token that the template prints otherwise may be missing."""
-    tokens = draft.rendered.tokens[: len(past) - 1]
+    tokens = draft.rendered.ids.tolist()[: len(past) - 1]
     return draft.kept >= len(past) - 1 and tokens == list(past[: len(past) - 1])
 
 
@@ -409,7 +409,10 @@ def test_a_retry_is_rendered_behind_the_past_before(model: str) -> None:
     server.say(first, said("assistant", "done"))
     again = server.draft(messages)
     assert again.past is first.past and starts_with(again, past)
-    assert again.rendered == first.rendered and again.rendered.tokens == first.rendered.tokens
+    assert (
+        again.rendered == first.rendered
+        and again.rendered.ids.tolist() == first.rendered.ids.tolist()
+    )
     edited = server.draft([SYSTEM, USER, FINE, said("user", "other")])
     assert edited.past is first.past
     interrupted = server.draft([*messages, said("assistant", "do"), said("user", "go on")])
@@ -450,13 +453,13 @@ def test_what_cannot_be_verified_is_rendered_as_sent(template: str, words: str, 
     draft = server.draft([SYSTEM, USER, FINE, said("user", words)])
     assert draft.past is None and draft.fallback == why and server.n_fallbacks() == 1
     truth = server.speaker.template.prompt(chat([SYSTEM, USER, FINE, said("user", words)]))
-    assert draft.rendered.tokens == truth.tokens
+    assert draft.rendered.ids.tolist() == truth.ids.tolist()
 
 
 def test_what_is_rendered_first_is_what_is_rendered_again() -> None:
     server = Server()
     drafts = [server.draft([SYSTEM, USER]) for _ in range(2)]
-    assert drafts[0].rendered.tokens == drafts[1].rendered.tokens
+    assert drafts[0].rendered.ids.tolist() == drafts[1].rendered.ids.tolist()
     assert drafts[0].past is None and not drafts[0].fallback
 
 
@@ -558,7 +561,7 @@ def test_thinking_is_not_preserved_when_so_configured(name: str) -> None:
     turn = server.draft([*messages, FINE, NEXT], tools=[tool()])
     assert turn.past is None and turn.fallback
     truth = server.speaker.template.prompt(chat([*messages, FINE, NEXT], tools=[tool()]))
-    assert turn.rendered.tokens == truth.tokens
+    assert turn.rendered.ids.tolist() == truth.ids.tolist()
     assert "why" not in server.text(turn) and "because" not in server.text(turn)
 
 
@@ -584,7 +587,7 @@ def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
     for words in ("id-2", "of this turn", "look", "late words", "a job", "fine"):
         assert words in server.text(bare), words
     tight = server.draft(messages, room=len(bare.rendered.ids))
-    assert tight.rendered.tokens == bare.rendered.tokens
+    assert tight.rendered.ids.tolist() == bare.rendered.ids.tolist()
     past = server.say(bare, said("assistant", "done"))
     again = server.draft([*messages, said("assistant", "done"), NEXT])
     assert starts_with(again, past)
@@ -600,7 +603,7 @@ def test_replayed_thinking_counts_as_much_as_thinking_that_was_sent(thought: str
         n_full = len(server.draft(messages).rendered.ids)
         without = server.speaker.template.prompt(chat([SYSTEM, USER, FINE, NEXT]))
         bare = server.draft(messages, room=n_full - 100)
-        assert bare.rendered.tokens == without.tokens
+        assert bare.rendered.ids.tolist() == without.ids.tolist()
 
 
 # -- pinned fields and notes -------------------------------------------------------------
@@ -638,8 +641,8 @@ def test_a_head_is_shared_by_all_who_begin_alike(model: str) -> None:
     server = Server(model)
     first = server.draft([head_with("id-1"), USER])
     other = server.draft([head_with("id-2"), said("user", "Something else.")])
-    shared_ids = first.rendered.tokens[: first.rendered.system_end]
-    assert other.rendered.tokens[: other.rendered.system_end] == shared_ids
+    shared_ids = first.rendered.ids.tolist()[: first.rendered.system_end]
+    assert other.rendered.ids.tolist()[: other.rendered.system_end] == shared_ids
     assert restated(server.text(other)) == ["id-2"]
     assert server.book.snapshot()["heads"] == 1
 

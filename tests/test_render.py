@@ -223,8 +223,8 @@ def test_random_conversations_lose_nothing_and_are_remembered_right(
     request = chat(messages)
     before = copy.deepcopy(request)
     rendered = template.prompt(request)
-    assert rendered.tokens == tokenizer.encode(rendered.text, add_special_tokens=False)
-    assert tokenizer.decode(rendered.tokens) == unicode_form(tokenizer, rendered.text)
+    assert rendered.ids.tolist() == tokenizer.encode(rendered.text, add_special_tokens=False)
+    assert tokenizer.decode(rendered.ids.tolist()) == unicode_form(tokenizer, rendered.text)
     assert template.prompt(request) == rendered
     assert request == before
     end = 0
@@ -245,7 +245,7 @@ def test_memo_stays_small_and_right() -> None:
     for n in range(60):
         messages = [said("user", f"turn {n % 7} " * (n % 9)), said("user", "x" * 30 * n)]
         rendered = template.prompt(chat(messages))
-        assert rendered.tokens == tokenizer.encode(rendered.text, add_special_tokens=False)
+        assert rendered.ids.tolist() == tokenizer.encode(rendered.text, add_special_tokens=False)
         cost = sum(len(piece) + memo.ENTRY_CHARS for piece in memo.made)
         assert cost == memo.n_chars <= 4000
 
@@ -268,8 +268,8 @@ def test_tokens_that_eat_spaces_are_left_to_the_tokenizer() -> None:
     text = "a<|eat|>   b<|im_end|>c"
     assert template.encode(text) == tokenizer.encode(text, add_special_tokens=False)
     rendered = template.prompt(chat([said("user", text)]))
-    assert tokenizer.convert_tokens_to_ids("<|eat|>") not in rendered.tokens
-    assert tokenizer.decode(rendered.tokens) == rendered.text
+    assert tokenizer.convert_tokens_to_ids("<|eat|>") not in rendered.ids.tolist()
+    assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
 
 
 # -- markup as text ---------------------------------------------------------------
@@ -284,9 +284,9 @@ def test_markup_in_client_text_is_text(model: str) -> None:
     plain = chat(conversation(lambda w: f"{w}{w}"), tools=[tool("Looks.")])
     rendered, simple = template.prompt(told), template.prompt(plain)
     special = set(added.values())
-    found, wanted = ([t for t in r.tokens if t in special] for r in (rendered, simple))
+    found, wanted = ([t for t in r.ids.tolist() if t in special] for r in (rendered, simple))
     assert found == wanted
-    assert tokenizer.decode(rendered.tokens) == rendered.text
+    assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
     assert len(rendered.boundaries) == len(simple.boundaries)
     for word in WORDS:
         spoken = f"{word}{markup}{word}"
@@ -301,7 +301,7 @@ def test_markup_in_names_is_text(model: str) -> None:
     plain = said("assistant", "", tool_calls=[call({f"a{n}": "x" for n in range(len(tokens))})])
     special = set(tokens.values())
     found, wanted = (
-        [t for t in template.prompt(chat([said("user", "u"), m])).tokens if t in special]
+        [t for t in template.prompt(chat([said("user", "u"), m])).ids.tolist() if t in special]
         for m in (step, plain)
     )
     assert found == wanted
@@ -332,7 +332,7 @@ def test_thinking_stays_in_the_content_where_a_template_knows_no_other_place() -
     rendered = template.prompt(chat([said("user", "how?"), echo, said("user", "go")]))
     assert "<think>why <think></think>so </think>" in rendered.text
     opened, closed = (template.encode(tag)[0] for tag in ("<think>", "</think>"))
-    assert [t for t in rendered.tokens if t in (opened, closed)] == [opened, closed]
+    assert [t for t in rendered.ids.tolist() if t in (opened, closed)] == [opened, closed]
 
 
 # -- positions --------------------------------------------------------------------
@@ -343,8 +343,8 @@ def test_boundaries_part_the_messages(model: str) -> None:
     template, tokenizer = template_of(model), tokenizer_of(model)
     messages = conversation()
     rendered = template.prompt(chat(messages, tools=[tool()]))
-    cuts = [0, *rendered.boundaries, len(rendered.tokens)]
-    spans = [tokenizer.decode(rendered.tokens[a:b]) for a, b in pairwise(cuts)]
+    cuts = [0, *rendered.boundaries, len(rendered.ids.tolist())]
+    spans = [tokenizer.decode(rendered.ids.tolist()[a:b]) for a, b in pairwise(cuts)]
     found = [[word for word in WORDS if word in span] for span in spans]
     wanted = [
         ["rules1"],
@@ -359,23 +359,23 @@ def test_boundaries_part_the_messages(model: str) -> None:
     # messages and prompt; GLM and chatml have a head in two turns, gemma no prompt after a result
     extra = {"glm-4.7-flash": 1, "chatml": 1, "gemma-4": -1}.get(model.split("/")[0], 0)
     assert len(rendered.boundaries) == len(messages) + 1 + extra
-    starts = {rendered.tokens[at] for at in rendered.boundaries}
+    starts = {rendered.ids.tolist()[at] for at in rendered.boundaries}
     assert starts <= set(tokenizer.get_added_vocab().values())
 
 
 def test_places_of_a_prompt(model: str) -> None:
     template, tokenizer = template_of(model), tokenizer_of(model)
     rendered = template.prompt(chat(conversation(), tools=[tool("hello1 hello2 look")]))
-    head = tokenizer.decode(rendered.tokens[: rendered.system_end])
+    head = tokenizer.decode(rendered.ids.tolist()[: rendered.system_end])
     assert "rules1" in head and "Looks" not in head and "hello1 hello2 look" in head
-    rest = tokenizer.decode(rendered.tokens[rendered.system_end :])
+    rest = tokenizer.decode(rendered.ids.tolist()[rendered.system_end :])
     assert rest.count("hello1") == 1 and "rules1" not in rest
-    last = tokenizer.decode(rendered.tokens[rendered.last_user_start :])
+    last = tokenizer.decode(rendered.ids.tolist()[rendered.last_user_start :])
     assert "hello2" in last and "reply1" not in last
     assert rendered.last_user_start in rendered.boundaries
-    prompt = tokenizer.decode(rendered.tokens[rendered.generation_start :])
+    prompt = tokenizer.decode(rendered.ids.tolist()[rendered.generation_start :])
     assert "result2" not in prompt and len(prompt) < 60
-    assert rendered.generation_start in (*rendered.boundaries, len(rendered.tokens))
+    assert rendered.generation_start in (*rendered.boundaries, len(rendered.ids.tolist()))
 
 
 def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
@@ -383,7 +383,10 @@ def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
     messages = conversation()[:2]
     short = template.prompt(chat(messages))
     longer = template.prompt(chat([*messages, said("assistant", "x"), said("user", "y")]))
-    assert longer.tokens[: short.generation_start] == short.tokens[: short.generation_start]
+    assert (
+        longer.ids.tolist()[: short.generation_start]
+        == short.ids.tolist()[: short.generation_start]
+    )
     assert short.generation_start in longer.boundaries
 
 
@@ -519,7 +522,7 @@ def test_no_chat_template_is_a_bad_request() -> None:
     template = make_template(tiny_tokenizer(None))
     with pytest.raises(start_llm.BadRequest, match="no chat template"):
         template.prompt(chat([said("user", "x")]))
-    assert template.raw("some text").tokens == tiny_tokenizer().encode("some text")
+    assert template.raw("some text").ids.tolist() == tiny_tokenizer().encode("some text")
 
 
 @pytest.mark.parametrize("name", ["self", "switches", "conversations", "sanitize_control_tokens"])
@@ -579,7 +582,7 @@ def test_client_switches_reach_the_template() -> None:
     request = chat([said("user", "x")], chat_template_kwargs={"style": "<|im_end|>!"})
     rendered = template.prompt(request)
     assert rendered.text.endswith("<think>\n<|im_end|>!")
-    assert rendered.tokens.count(template.encode("<|im_end|>")[0]) == 1
+    assert rendered.ids.tolist().count(template.encode("<|im_end|>")[0]) == 1
 
 
 def test_written_contents_are_hidden_only_when_asked(caplog: pytest.LogCaptureFixture) -> None:
@@ -611,16 +614,16 @@ def test_raw_encodes_as_the_tokenizer_does_by_default() -> None:
     )
     template = make_template(tokenizer)
     rendered = template.raw("some <|im_end|> text")
-    assert rendered.tokens == tokenizer.encode("some <|im_end|> text")
-    assert rendered.tokens[0] == bos
-    assert rendered.generation_start == len(rendered.tokens) and rendered.boundaries == (0,)
+    assert rendered.ids.tolist() == tokenizer.encode("some <|im_end|> text")
+    assert rendered.ids.tolist()[0] == bos
+    assert rendered.generation_start == len(rendered.ids.tolist()) and rendered.boundaries == (0,)
     assert template.encode("some")[0] != bos
-    assert template.prompt(chat([said("user", "x")])).tokens.count(bos) == 2  # never doubled
+    assert template.prompt(chat([said("user", "x")])).ids.tolist().count(bos) == 2  # never doubled
 
 
 def test_raw_takes_ids_of_the_vocabulary_only() -> None:
     template = template_of("chatml/tiny")
-    assert template.raw((5, 6, 7)).tokens == [5, 6, 7]
+    assert template.raw((5, 6, 7)).ids.tolist() == [5, 6, 7]
     for prompt in ((5, 10**6), (-1,), "", ()):
         with pytest.raises(start_llm.BadRequest) as caught:
             template.raw(prompt)
@@ -631,7 +634,7 @@ def test_completion_requests_are_counted_too() -> None:
     body = {"prompt": [5, 6, 7]}
     config = start_llm.Config()
     request = start_llm.ChatRequest.from_completion(body, config, request_id="r", headers={})
-    assert len(template_of("chatml/tiny").prompt(request).tokens) == 3
+    assert len(template_of("chatml/tiny").prompt(request).ids.tolist()) == 3
 
 
 def test_boundaries_are_positions_of_turn_tokens() -> None:
