@@ -295,7 +295,7 @@ class Config(BaseModel):
 # Doors   GenerationFailed, ClientGone
 # Knows   -
 # Thread  any; pure
-# Budget  102
+# Budget  84
 # ==============================================================================
 
 
@@ -468,12 +468,13 @@ class SessionLog:
 # pass; one that would change the answer and that we cannot honour is refused. Null means absent.
 # Messages stay plain dicts, normalised only where clients spell one thing in several ways.
 #
-# Doors   Body, Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
+# Doors   Body, Each, Name, given_fields, checked, without_nulls
+# Doors   Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
 # Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
 # Doors   AnswerShape, Ending, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  504
+# Budget  496
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -500,11 +501,11 @@ def parse_json_body(raw: bytes) -> object:
         raise BadRequest(f"the body is not valid JSON: {fault}") from None
 
 
-_Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Length = Annotated[int, Field(ge=1)]
 _Offset = Annotated[float, Field(ge=-2, le=2)]
-type _Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
+type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
 
 
 def _bias_pairs(value: object) -> object:
@@ -547,7 +548,7 @@ class _ThinkingPart(TypedDict):
 
 
 class _Function(TypedDict):  # offered, called or chosen
-    name: _Name
+    name: Name
     description: NotRequired[str | None]
     parameters: NotRequired[Body | None]
     arguments: NotRequired[str | Body | None]
@@ -562,11 +563,11 @@ class _Tool(TypedDict):
 
 class _WireMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[str | _Each[_TextPart | _ThinkingPart] | None]
+    content: NotRequired[str | Each[_TextPart | _ThinkingPart] | None]
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
-    tool_calls: NotRequired[_Each[_Tool] | None]
+    tool_calls: NotRequired[Each[_Tool] | None]
     tool_call_id: NotRequired[str | None]
 
 
@@ -579,7 +580,7 @@ class _AnyBody(BaseModel):
     stream_options: dict[str, bool | None] = {}
     max_tokens: _Length | None = None
     max_completion_tokens: _Length | None = None
-    stop: _Name | Annotated[list[_Name], Field(max_length=16)] = []
+    stop: Name | Annotated[list[Name], Field(max_length=16)] = []
     # What we cannot do, with the values that do not ask for it.
     n: Literal[1] = 1
     best_of: Literal[1] = 1
@@ -597,8 +598,8 @@ def _at(*path: str) -> Any:
 
 
 class _ChatBody(_AnyBody):
-    messages: Annotated[_Each[_WireMessage], Field(min_length=1)]
-    tools: _Each[_Tool] = []
+    messages: Annotated[Each[_WireMessage], Field(min_length=1)]
+    tools: Each[_Tool] = []
     tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
@@ -613,24 +614,24 @@ class _ChatBody(_AnyBody):
 
 
 class _CompletionBody(_AnyBody):
-    prompt: _Name | Annotated[_Each[_TokenId], Field(min_length=1)]
+    prompt: Name | Annotated[Each[_TokenId], Field(min_length=1)]
     response_format: dict[Literal["type"], Literal["text"]] = {}
     logprobs: None = None  # of chats only
 
 
-def _without_nulls(fields: Mapping[str, Any]) -> Body:
+def without_nulls(fields: Mapping[str, Any]) -> Body:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _given(body: object) -> Body:
+def given_fields(body: object) -> Body:
     """What the body really says: nulls are absent, and a literal `extra_body` is laid under it."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     nested = body.get("extra_body")
-    return _without_nulls(nested if isinstance(nested, dict) else {}) | _without_nulls(body)
+    return without_nulls(nested if isinstance(nested, dict) else {}) | without_nulls(body)
 
 
-def _checked[T](build: Callable[..., T], given: Body) -> T:
+def checked[T](build: Callable[..., T], given: Body) -> T:
     """`build` of what was given. Raises BadRequest for the first fault, at its deepest place."""
     try:
         return build(**given)
@@ -699,7 +700,7 @@ def _thinking_levels(value: object, param: str) -> Iterator[str]:
 
 def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
     """(thinks, template switches). The first spelling that says anything wins."""
-    switches = _without_nulls(given.get("chat_template_kwargs", {}))
+    switches = without_nulls(given.get("chat_template_kwargs", {}))
     for name in switches.keys() & set(_NO_SWITCHES):
         param = f"chat_template_kwargs.{name}"
         raise BadRequest(f"{param}: this is not a request's to set", param=param)
@@ -801,8 +802,8 @@ class ChatRequest:
         cls, body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
     ) -> Self:
         """POST /v1/chat/completions. Raises BadRequest whose `param` is the path of the field."""
-        given = _given(body)
-        asked = _checked(_ChatBody, given)
+        given = given_fields(body)
+        asked = checked(_ChatBody, given)
         if asked.top_logprobs and not asked.logprobs:
             raise BadRequest("top_logprobs: it needs logprobs to be true", param="top_logprobs")
         offered = {tool["function"]["name"] for tool in asked.tools}
@@ -819,17 +820,17 @@ class ChatRequest:
         thinks, switches = _thinking(given, config.default_thinking)
         messages = (_message(index, wire) for index, wire in enumerate(asked.messages))
         # Only what describes the function: templates print a tool whole, with any cache_control.
-        tools: tuple[list[Body], list[Body]] = ([], [])
-        for tool in asked.tools:
-            described = {"type": "function", "function": _without_nulls(tool["function"])}
-            tools[bool(tool.get("defer_loading"))].append(described)
+        tools = [
+            {"type": "function", "function": without_nulls(t["function"])} for t in asked.tools
+        ]
+        late = [bool(tool.get("defer_loading")) for tool in asked.tools]
         return cls(
             kind="chat",
             request_id=request_id,
             session=_session(given, headers),
             messages=OriginalMessages(tuple(messages)),
-            tools=tuple(tools[False]),
-            deferred=tuple(tools[True]),
+            tools=tuple(tool for tool, is_late in zip(tools, late, strict=True) if not is_late),
+            deferred=tuple(itertools.compress(tools, late)),
             tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
             logprobs=asked.logprobs,
@@ -846,13 +847,13 @@ class ChatRequest:
         cls, body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
     ) -> Self:
         """POST /v1/completions: one prompt, as text, as token ids or as a list of one of these."""
-        given = _given(body)
+        given = given_fields(body)
         match given.get("prompt"):
             case [str() | list() as only]:
                 given["prompt"] = only
             case [str() | list(), *_]:
                 raise BadRequest("prompt: only one per request", param="prompt")
-        asked = _checked(_CompletionBody, given)
+        asked = checked(_CompletionBody, given)
         return cls(
             kind="completion",
             request_id=request_id,
@@ -868,7 +869,7 @@ def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
     sampling = {name: given.get(name, getattr(config, f"default_{name}", None)) for name in names}
     return {
         "model": asked.model,
-        "sampling": _checked(Sampling, _without_nulls(sampling)),
+        "sampling": checked(Sampling, without_nulls(sampling)),
         "max_tokens": asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
         "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
         "stream": asked.stream,
@@ -971,17 +972,17 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Doors   from_anthropic, AnthropicEvents, anthropic_error, thought_id
 # Knows   CONFIG, ERRORS, WIRE
 # Thread  any; pure
-# Budget  0
+# Budget  281
 # ==============================================================================
 
 
 class _MessagesMessage(TypedDict):
     role: Literal["user", "assistant", "system"]
-    content: str | _Each[Body]
+    content: str | Each[Body]
 
 
 class _MessagesTool(TypedDict):
-    name: _Name
+    name: Name
     type: NotRequired[str | None]
     description: NotRequired[str | None]
     input_schema: NotRequired[Body]
@@ -998,11 +999,11 @@ class _MessagesBody(BaseModel):
     """What a chat says otherwise; the rest is checked as a chat's."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    messages: Annotated[_Each[_MessagesMessage], Field(min_length=1)]
-    system: str | _Each[Body] = []
-    tools: _Each[_MessagesTool] = []
+    messages: Annotated[Each[_MessagesMessage], Field(min_length=1)]
+    system: str | Each[Body] = []
+    tools: Each[_MessagesTool] = []
     tool_choice: _MessagesChoice = {"type": "auto"}
-    stop_sequences: list[_Name] = []
+    stop_sequences: list[Name] = []
     output_config: Body = {}
     mcp_servers: Annotated[list[Body], Field(max_length=0)] = []
 
@@ -1015,8 +1016,8 @@ def from_anthropic(
     body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
 ) -> ChatRequest:
     """POST /v1/messages. Raises BadRequest whose `param` is the path of the field."""
-    given = _given(body)
-    asked = _checked(_MessagesBody, given)
+    given = given_fields(body)
+    asked = checked(_MessagesBody, given)
     tools = dict(_chat_tools(asked.tools))
     messages = [{"role": "system", "content": _parts(asked.system, tools, param="system")}]
     for index, message in enumerate(asked.messages):
@@ -1047,7 +1048,7 @@ def _chat_tools(tools: list[_MessagesTool]) -> Iterator[tuple[str, Body]]:
                 "parameters": tool.get("input_schema"),
             }
             deferred = bool(tool.get("defer_loading"))
-            yield tool["name"], {"function": _without_nulls(function), "defer_loading": deferred}
+            yield tool["name"], {"function": without_nulls(function), "defer_loading": deferred}
         elif not _SERVER_TOOLS.match(kind):
             sentence = f"{kind!r} has no schema of its own here; offer it as a custom tool"
             raise BadRequest(f"tools[{index}].type: {sentence}", param=f"tools[{index}].type")
@@ -1162,7 +1163,7 @@ class AnthropicEvents:
                     events = self._begin_block(index, {**block, "input": {}})
                 if arguments := function["arguments"]:
                     self._arguments += arguments
-                    events.append(self._delta("input_json_delta", "partial_json", arguments))
+                    events.append(self._delta("input_json_delta", partial_json=arguments))
                 return events
         return self._text("text", delta["content"])
 
@@ -1172,7 +1173,7 @@ class AnthropicEvents:
             signed = {"signature": ""} if kind == "thinking" else {}
             events = self._begin_block(kind, {"type": kind, kind: "", **signed})
         self._blocks[-1][kind] += text
-        return [*events, self._delta(f"{kind}_delta", kind, text)]
+        return [*events, self._delta(f"{kind}_delta", **{kind: text})]
 
     def _begin_block(self, key: object, block: Body) -> list[Body]:
         events = self._end_block()
@@ -1181,8 +1182,8 @@ class AnthropicEvents:
         start = {"type": "content_block_start", "index": len(self._blocks) - 1}
         return [*events, {**start, "content_block": dict(block)}]
 
-    def _delta(self, kind: str, name: str, value: str) -> Body:
-        index, delta = len(self._blocks) - 1, {"type": kind, name: value}
+    def _delta(self, kind: str, **said: str) -> Body:
+        index, delta = len(self._blocks) - 1, {"type": kind, **said}
         return {"type": "content_block_delta", "index": index, "delta": delta}
 
     def _end_block(self) -> list[Body]:
@@ -1191,7 +1192,7 @@ class AnthropicEvents:
         block, events = self._blocks[-1], []
         if block["type"] == "thinking":
             block["signature"] = thought_id(block["thinking"])
-            events = [self._delta("signature_delta", "signature", block["signature"])]
+            events = [self._delta("signature_delta", signature=block["signature"])]
         elif block["type"] == "tool_use":
             block["input"] = json.loads(self._arguments or "{}")
         self._open = None
@@ -1251,7 +1252,7 @@ def anthropic_error(error: ServerError) -> Body:
 # Knows   WIRE, MESSAGES
 # Owns    _healing_lock
 # Thread  any
-# Budget  89
+# Budget  92
 # ==============================================================================
 
 
@@ -2974,7 +2975,7 @@ def _value(line: Line, needed: int, *, now: float) -> float:
 # Knows   CONFIG, WIRE
 # Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  116
+# Budget  99
 # ==============================================================================
 
 _MAX_SESSIONS: Final = 10_000
@@ -3391,7 +3392,7 @@ def banner(model: LoadedModel, config: Config) -> str:
 # Doors   Constraint, avoid, think_at_most, follow
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  633
+# Budget  660
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -4498,7 +4499,7 @@ class ReplyStream:
 # Doors   health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  516
+# Budget  534
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4792,8 +4793,8 @@ class Answer:
         self._state = state
         self._request = request
         self._began = time.monotonic()
-        # why(L-35): rendering must not slow down those who stream; Linux has priorities per thread
-        with suppress(OSError, AttributeError):
+        if sys.platform == "linux":  # elsewhere threads have no priority of their own
+            # why(L-35): rendering must not slow down those who stream
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         self._prepared = prepare(state, request)
         self._listener = Listener(self._prepared, request)
@@ -5028,7 +5029,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, MESSAGES, ANSWER
 # Thread  connection
-# Budget  237
+# Budget  251
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5258,6 +5259,7 @@ class Handler(BaseHTTPRequestHandler):
         chunk = b"%x\r\n%s\r\n" % (len(payload), payload)
         self.wfile.write(payload if self.request_version == "HTTP/1.0" else chunk)
 
+    @override
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The stdlib's own refusals (bad request line, headers too long), in our error shape."""
         self.close_connection = True

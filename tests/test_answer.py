@@ -20,7 +20,10 @@ def test_stop_strings_cut_at_the_first_one_however_the_text_is_chunked(pieces, s
     out = "".join(machine.feed(piece) for piece in pieces)
     out += machine.finish()
     assert out == (text[: min(found)] if found else text)
-    assert machine.hit == bool(found)
+    assert bool(machine.hit) == bool(found)
+    if found:
+        assert machine.hit in stops
+        assert text.startswith(machine.hit, min(found))
 
 
 def test_stop_strings_hold_back_no_more_than_they_must():
