@@ -140,7 +140,7 @@ from tokenizers.decoders import DecodeStream
 # Doors   Config, ConfigError
 # Knows   -
 # Thread  any; pure
-# Budget  154
+# Budget  153
 # ==============================================================================
 
 
@@ -162,7 +162,6 @@ _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Interval = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_Penalty = Annotated[float, Field(gt=0, le=10)]
 _KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
 _Lower = BeforeValidator(str.lower)
 _Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
@@ -244,7 +243,7 @@ class Config(BaseModel):
     default_top_p: Annotated[float, Field(gt=0, le=1)] = 0.9  # 1 = off
     default_top_k: _Count = 40  # 0 = off
     default_min_p: _Share = 0.05  # 0 = off
-    default_repetition_penalty: _Penalty = 1.0  # 1 = off; more harms tool calls
+    default_repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0  # more harms calls
     default_repetition_context_size: _Count = 256  # tokens the penalty looks back on
     default_max_tokens: _Positive = 2048  # tokens of one reply
     default_thinking: bool = True  # the model thinks before it answers
@@ -469,19 +468,17 @@ class SessionLog:
 # Messages stay plain dicts, normalised only where clients spell one thing in several ways.
 #
 # Doors   Body, Each, Name, given_fields, checked, without_nulls
-# Doors   Message, OriginalMessages, CanonicalMessages, ModelTokens, KvOffset
+# Doors   Message, OriginalMessages, KvOffset
 # Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
 # Doors   AnswerShape, Ending, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  496
+# Budget  494
 # ==============================================================================
 
 Body = dict[str, Any]
 Message = dict[str, Any]
 OriginalMessages = NewType("OriginalMessages", tuple[Message, ...])
-CanonicalMessages = NewType("CanonicalMessages", tuple[Message, ...])
-ModelTokens = NewType("ModelTokens", list[int])
 KvOffset = NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
 type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, ending, logprobs
@@ -592,9 +589,7 @@ class _AnyBody(BaseModel):
     function_call: Literal["none", "auto"] = "none"
 
 
-def _at(*path: str) -> Any:
-    """A field of an object within the body, which may well be no object."""
-    return Field(validation_alias=AliasPath(*path))
+_BUDGET: Final = Field(validation_alias=AliasPath("thinking", "budget_tokens"))
 
 
 class _ChatBody(_AnyBody):
@@ -606,11 +601,7 @@ class _ChatBody(_AnyBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: Body = {}
     response_format: Body = {}
-    answers: Annotated[
-        Literal["text", "json_object", "json_schema"], _at("response_format", "type")
-    ] = "text"
-    json_schema: Annotated[Body | None, _at("response_format", "json_schema", "schema")] = None
-    thinking_budget: Annotated[_Length | None, _at("thinking", "budget_tokens")] = None
+    thinking_budget: Annotated[_Length | None, _BUDGET] = None
 
 
 class _CompletionBody(_AnyBody):
@@ -620,6 +611,7 @@ class _CompletionBody(_AnyBody):
 
 
 def without_nulls(fields: Mapping[str, Any]) -> Body:
+    """Null means absent."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -737,12 +729,17 @@ def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
     return SessionContext(session_id, place, parent)
 
 
-def _schema(asked: _ChatBody) -> Body | None:
-    """What the answer must match; None for text."""
-    if asked.answers == "json_schema" and asked.json_schema is None:
-        param = "response_format.json_schema.schema"
-        raise BadRequest(f"{param}: Field required", param=param)
-    return {"json_object": {"type": "object"}, "json_schema": asked.json_schema}.get(asked.answers)
+def _schema(form: Body) -> Body | None:
+    """The JSON schema that a `response_format` binds the answer to; None for text."""
+    match {"type": "text", **form}:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return schema
+    param = "response_format" + ".json_schema.schema" * (form["type"] == "json_schema")
+    raise BadRequest(f"{param}: should be a JSON schema", param=param)
 
 
 def _message(index: int, wire: _WireMessage) -> Message:
@@ -818,11 +815,10 @@ class ChatRequest:
                 wrong = f"tool_choice: {wanted!r:.80} is not among the tools"
                 raise BadRequest(wrong, param="tool_choice")
         thinks, switches = _thinking(given, config.default_thinking)
-        messages = (_message(index, wire) for index, wire in enumerate(asked.messages))
+        messages = itertools.starmap(_message, enumerate(asked.messages))
         # Only what describes the function: templates print a tool whole, with any cache_control.
-        tools = [
-            {"type": "function", "function": without_nulls(t["function"])} for t in asked.tools
-        ]
+        functions = (without_nulls(tool["function"]) for tool in asked.tools)
+        tools = [{"type": "function", "function": function} for function in functions]
         late = [bool(tool.get("defer_loading")) for tool in asked.tools]
         return cls(
             kind="chat",
@@ -837,7 +833,7 @@ class ChatRequest:
             top_logprobs=asked.top_logprobs,
             thinking=thinks,
             thinking_budget=asked.thinking_budget,
-            schema=_schema(asked),
+            schema=_schema(asked.response_format),
             template_kwargs=switches,
             **_shared_fields(asked, given, config=config),
         )
@@ -972,7 +968,7 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Doors   from_anthropic, AnthropicEvents, anthropic_error, thought_id
 # Knows   CONFIG, ERRORS, WIRE
 # Thread  any; pure
-# Budget  281
+# Budget  272
 # ==============================================================================
 
 
@@ -1221,19 +1217,10 @@ class AnthropicEvents:
         return {**self._head, "model": self._model, "content": [], **stops}
 
 
-_ERROR_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    500: "api_error",
-    503: "overloaded_error",
-}
-
-
 def anthropic_error(error: ServerError) -> Body:
     """The error in Anthropic's shape; the words of a prompt too long are those agents look for."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    kinds = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+    kind = kinds.get(error.status, error.type.replace("server_error", "api_error"))
     message = str(error)
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.n_prompt} tokens > {error.limit} maximum"
@@ -2146,7 +2133,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  287
+# Budget  282
 # ==============================================================================
 
 _Place = tuple[int, str]  # message, rule
@@ -2272,11 +2259,6 @@ class Ledger:
         with self._ledger_lock:
             n_pasts = sum(map(len, self._pasts.values()))
             return {"transcripts": n_pasts, "heads": len(self._heads), "bytes": self._nbytes}
-
-    def clear(self) -> None:
-        """Forget everything, as the cache does when it is cleared."""
-        with self._ledger_lock:
-            self._pasts, self._heads, self._nbytes = OrderedDict(), OrderedDict(), 0
 
     def record(
         self, draft: Draft, template: Template, *, reply: Message, generated: Generated
@@ -2427,22 +2409,20 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
 # Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  49
+# Budget  47
 # ==============================================================================
 
 
 def _block_hashes(
-    tokens: npt.ArrayLike, block_size: int, *, root: bytes, start: int = 0, parent: bytes = b""
+    tokens: npt.ArrayLike, block_size: int, *, root: bytes, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Names of the full blocks from block `start` on; `parent` names the one before."""
+    """Names of all full blocks; `known`: those of the first ones."""
     # Name i is sha256(name i - 1, or root; block i), so it stands for all tokens to block i's end.
-    assert (start > 0) == bool(parent), "a chain goes on from the block before it"
-    name, names = parent or root, []
-    n_bytes = 4 * block_size
-    packed = memoryview(np.asarray(tokens, dtype="<i4")[start * block_size :].tobytes())
+    names, n_bytes = list(known), 4 * block_size
+    packed = memoryview(np.asarray(tokens, dtype="<i4")[len(known) * block_size :].tobytes())
     for at in range(0, len(packed) - n_bytes + 1, n_bytes):
-        name = hashlib.sha256(name + packed[at : at + n_bytes]).digest()
-        names.append(name)
+        before = names[-1] if names else root
+        names.append(hashlib.sha256(before + packed[at : at + n_bytes]).digest())
     return names
 
 
@@ -2700,7 +2680,7 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # ==============================================================================
 
 TokenArray = npt.NDArray[np.int32]
-Layer = Literal["exact", "line", "checkpoint", "branch", "miss"]
+Layer = Literal["line", "checkpoint", "branch", "miss"]
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
 CHECKPOINT_SHARE: Final = 0.25  # of the byte budget, for one line's checkpoints
@@ -3075,7 +3055,7 @@ def _update_session_turn_store(
 # Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  309
+# Budget  305
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3144,10 +3124,6 @@ class LoadedModel:
     eos_ids: frozenset[int]
     markup: Markup
     size: ModelSize
-
-    def token_text(self, token: int) -> str:
-        """One token by itself; a part of a character shows as U+FFFD."""
-        return str(self.tokenizer.decode([token]))
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one reply, on any thread."""
@@ -3388,11 +3364,11 @@ def banner(model: LoadedModel, config: Config) -> str:
 # used directly and told never to finish a row: when a row ends is decided here, in one place.
 # Beside decoding, prefill gets a third of the time (DECODE_SHARE), in slices of SLICE_SECONDS.
 #
-# Doors   Engine, Ticket, Job, Progress, Tokens, Finished, Event, Logprob
+# Doors   Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob
 # Doors   Constraint, avoid, think_at_most, follow
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  660
+# Budget  655
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3477,11 +3453,11 @@ class Progress(NamedTuple):
     done: int
 
 
-class Tokens(NamedTuple):
-    """Generated ids; one entry of `logprobs` per id, if they were asked for."""
+class Token(NamedTuple):
+    """A generated one; with its log-probabilities if they were asked for."""
 
-    ids: tuple[int, ...]
-    logprobs: tuple[Logprob, ...] = ()
+    id: int
+    logprob: Logprob | None = None
 
 
 class Finished(NamedTuple):
@@ -3493,7 +3469,7 @@ class Finished(NamedTuple):
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # in queue, prefill, decode
 
 
-Event = Progress | Tokens | Finished | ServerError  # the last: nothing of the request is kept
+Event = Progress | Token | Finished | ServerError  # the last: nothing of the request is kept
 
 
 class Ticket:
@@ -3604,12 +3580,12 @@ class Row:
     def tell(self, token: int, *, logprobs: mx.array) -> None:
         """Add a token. `logprobs`: `(vocab,)`, of all tokens in the place of this one."""
         self.out.append(token)
-        asked: tuple[Logprob, ...] = ()
+        asked: Logprob | None = None
         if self.job.top_logprobs >= 0:
             best: Any = mx.argsort(-logprobs)[: self.job.top_logprobs].tolist()
             values: Any = logprobs[mx.array([token, *best])].tolist()
-            asked = ((values[0], tuple(zip(best, values[1:], strict=True))),)
-        self.ticket.put(Tokens((token,), asked))
+            asked = (values[0], tuple(zip(best, values[1:], strict=True)))
+        self.ticket.put(Token(token, asked))
 
 
 class Group:
@@ -3879,8 +3855,7 @@ class Scheduler:
         tokens = np.concatenate([known.tokens, np.asarray(row.out, dtype=np.int32)])[: row.fed]
         size = self.config.prompt_cache_block_size
         hashes = known.hashes[: row.fed // size]
-        parent = hashes[-1] if hashes else b""
-        hashes += _block_hashes(tokens, size, root=known.root, start=len(hashes), parent=parent)
+        hashes = _block_hashes(tokens, size, root=known.root, known=hashes)
         span = take_span(row.cache, row.fed)
         row.cache = []
         self.cache.put_back(row.line, Prompt(known.root, tokens, hashes), span=span)
@@ -3966,10 +3941,6 @@ class Engine:
         if self.trouble is not None:  # the thread ended in between and may never look again
             raise NotReady(self.trouble)
         return ticket
-
-    def clear_cache(self) -> None:
-        """Forget every KV that no running request builds on."""
-        self._inbox.put(lambda scheduler: scheduler.cache.evict_to_fit(sys.maxsize))
 
     def status(self) -> dict[str, Any]:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
@@ -4499,7 +4470,7 @@ class ReplyStream:
 # Doors   health_body, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  534
+# Budget  519
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4546,8 +4517,9 @@ class Prepared:
 
 def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     """Render and check a request. Raises every error that can still be a status code."""
-    loaded, limit = state.engine.model, _limit(state)
-    draft = _draft(state, request)
+    loaded = state.engine.model
+    limit = min(loaded.limit, state.engine.capacity_tokens)
+    draft = _draft(state, request, limit=limit)
     rendered = draft.rendered
     room = limit - len(rendered.ids)
     if room < 1:
@@ -4557,8 +4529,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     if state.config.cache_norm_safety_check:
         scrubbed = _scrub_cache_key(rendered.text)  # does it still look like the prompt?
         if not _assert_cache_key_safety(scrubbed, rendered.text):
-            n_lost, n_all = len(rendered.text) - len(scrubbed), len(rendered.text)
-            log.warning("the diagnostic key drops %d of %d characters", n_lost, n_all)
+            log.warning("the diagnostic key drops more than a tenth of the prompt")
     tool_format = None
     if (request.tools or request.deferred) and request.tool_choice.mode != "none":
         marks = loaded.markup
@@ -4578,24 +4549,20 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     return Prepared(loaded, draft, tool_format, job)
 
 
-def _limit(state: ServerState) -> int:
-    """Tokens of the longest prompt and reply."""
-    return min(state.engine.model.limit, state.engine.capacity_tokens)
-
-
-def _draft(state: ServerState, request: ChatRequest) -> Draft:
+def _draft(state: ServerState, request: ChatRequest, *, limit: int) -> Draft:
     """Its prompt, replayed as far as it is known. Raises NotReady, BadRequest, NotServed."""
     template = state.engine.model.template
     if state.config.strict_model_names and request.model is not None:
         model_body(state, request.model)
     if request.kind == "completion" or not state.config.cache_canonicalize_tool_context:
         return Draft(rendered=template.prompt(request))
-    return state.LEDGER.draft(request, template, room=_limit(state) - 1, now=time.monotonic())
+    return state.LEDGER.draft(request, template, room=limit - 1, now=time.monotonic())
 
 
 def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     """POST /v1/messages/count_tokens: what the prompt of this very request would have."""
-    return {"input_tokens": len(_draft(state, request).rendered.ids)}
+    draft = _draft(state, request, limit=state.engine.model.limit)
+    return {"input_tokens": len(draft.rendered.ids)}
 
 
 def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
@@ -4603,9 +4570,8 @@ def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
     facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
     root = hashlib.sha256(repr(facts).encode()).digest()
     size, ids = config.prompt_cache_block_size, draft.rendered.ids
-    known = list(draft.past.reply.hashes[: draft.kept // size]) if draft.past else []
-    rest = _block_hashes(ids, size, root=root, start=len(known), parent=known[-1] if known else b"")
-    return Prompt(root, ids, known + rest)
+    known = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()
+    return Prompt(root, ids, _block_hashes(ids, size, root=root, known=known))
 
 
 def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
@@ -4649,7 +4615,8 @@ def _constraints(
         return
     thought = f"<[^{','.join(map(str, [*end[:1], *loaded.eos_ids]))}]>* {_spelled(end)}"
     before = thought if in_reasoning else f"({_spelled(start)} {thought})?" if start else ""
-    guide = _guide(loaded.tokenizer, marks=marks, eos_ids=loaded.eos_ids)
+    tags = (marks.think_start, marks.think_end, marks.tool_call_start, marks.tool_call_end)
+    guide = _guide(loaded.tokenizer, tags=tags, eos_ids=loaded.eos_ids)
     schema = json.dumps(request.schema or {})
     yield partial(follow, _compiled(guide, f"{before} {answer}", schema=schema))
 
@@ -4660,11 +4627,10 @@ def _spelled(ids: Iterable[int]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _guide(tokenizer: Any, *, marks: Markup, eos_ids: frozenset[int]) -> Any:
+def _guide(tokenizer: Any, *, tags: tuple[str | None, ...], eos_ids: frozenset[int]) -> Any:
     """The tokenizer as llguidance knows it: tags are markup, never a part of a JSON string."""
     import llguidance  # only for who asks: it takes 0.2 s, and what follows up to a second
 
-    tags = (marks.think_start, marks.think_end, marks.tool_call_start, marks.tool_call_end)
     copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     copy.add_special_tokens([tag for tag in tags if tag and copy.token_to_id(tag) is not None])
     return llguidance.LLTokenizer(copy.to_str(), eos_token=sorted(eos_ids))
@@ -4729,10 +4695,10 @@ class Listener:
             next_id = lambda: f"call_{uuid.uuid4().hex[:24]}"  # noqa: E731
             calls = ToolCallStream(tool_format, offered, next_id=next_id)
         in_reasoning = prepared.draft.rendered.starts_in_reasoning
-        self._splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
-        self.stream = ReplyStream(self._splitter, calls)
+        self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
+        self.stream = ReplyStream(self.splitter, calls)
         self._detokenizer = prepared.loaded.detokenizer()
-        self._stops = StopStrings(request.stop)
+        self.stops = StopStrings(request.stop)
         ids = [prepared.loaded.template.encode(tag) for tag in (start, end, call) if tag]
         # of the tags, if each is a token of its own
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
@@ -4744,37 +4710,28 @@ class Listener:
     @property
     def is_over(self) -> bool:
         """The reply is complete although the model would go on."""
-        return bool(self.stop) or (self._one_call and self.stream.n_calls > 0)
-
-    @property
-    def stop(self) -> str:
-        """The stop string that ended the reply."""
-        return self._stops.hit
+        return bool(self.stops.hit) or (self._one_call and self.stream.n_calls > 0)
 
     def hear(self, token: int) -> list[Delta]:
         """What this token adds; nothing once the reply is over."""
         if self.is_over:
             return []
         self.ids.append(token)
-        if self._splitter.is_thinking:
+        if self.splitter.is_thinking:
             self.n_reasoning += 1
         text = "" if token in self._eos_ids else self._detokenizer.feed(token)
         if not text:
             return []
         # A tag the model means is a token of its own; the same characters in others are a quote.
         literal = bool(self._tag_ids) and token not in self._tag_ids
-        return self.stream.feed(self._stops.feed(text), literal=literal)
-
-    @property
-    def is_thinking(self) -> bool:
-        return self._splitter.is_thinking
+        return self.stream.feed(self.stops.feed(text), literal=literal)
 
     def generated(self, prepared: Prepared, session: str) -> Generated | None:
         """The tokens to go on from later; None where the client has less than the model said."""
         # Nor where it was cut in a thought or a call: the template prints what is not in the KV.
         ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
         reply = self.stream.reply()
-        is_cut = self.is_thinking or reply.tool_calls or not reply.content
+        is_cut = self.splitter.is_thinking or reply.tool_calls or not reply.content
         if self.is_over or (ended is None and is_cut):
             return None
         hashes, now = prepared.job.prompt.hashes, time.monotonic()
@@ -4782,7 +4739,7 @@ class Listener:
 
     def finish(self) -> list[Delta]:
         """What was held back to the end."""
-        rest = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
+        rest = self.stops.feed(self._detokenizer.finish()) + self.stops.finish()
         return self.stream.feed(rest) + self.stream.finish()
 
 
@@ -4852,7 +4809,7 @@ class Answer:
                         yield None
                     case None:
                         yield None
-                    case Tokens() as event:
+                    case Token() as event:
                         yield self._hear(event)
                     case ServerError() as error:
                         raise error
@@ -4863,23 +4820,20 @@ class Answer:
             self._note_turn(self._end)
             yield deltas
 
-    def _hear(self, event: Tokens) -> list[Delta]:
-        if self._first_token_at is None:
-            self._first_token_at = time.monotonic()
-        deltas: list[Delta] = []
-        for place, token in enumerate(event.ids):
-            if event.logprobs and not self._listener.is_over:
-                value, best = event.logprobs[place]
-                top = [self._logprob(*pair) for pair in best]
-                self._logprobs.append({**self._logprob(token, value), "top_logprobs": top})
-            deltas += self._listener.hear(token)
+    def _hear(self, event: Token) -> list[Delta]:
+        self._first_token_at = self._first_token_at or time.monotonic()
+        if event.logprob and not self._listener.is_over:
+            value, best = event.logprob
+            top = [self._logprob(*pair) for pair in best]
+            self._logprobs.append({**self._logprob(event.id, value), "top_logprobs": top})
+        deltas = self._listener.hear(event.id)
         if self._listener.is_over:
             self._ticket.close("stop")
         return deltas
 
     def _logprob(self, token: int, logprob: float) -> Body:
         """OpenAI writes -9999.0 for a token that cannot come; JSON has no -Infinity."""
-        text = self._prepared.loaded.token_text(token)
+        text = str(self._prepared.loaded.tokenizer.decode([token]))
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
     def _take_logprobs(self) -> Body | None:
@@ -4893,7 +4847,9 @@ class Answer:
             finish = "tool_calls"
         elif self._end and self._end.reason == "stop":
             finish = "stop"
-        return Ending(finish, self._usage(), self._listener.stop or None, self._take_logprobs())
+        return Ending(
+            finish, self._usage(), self._listener.stops.hit or None, self._take_logprobs()
+        )
 
     def _usage(self) -> Usage:
         n_prompt, n_out = self._prepared.job.n_prompt, len(self._listener.ids)
@@ -4911,7 +4867,7 @@ class Answer:
             self._state.LEDGER.record(prepared.draft, template, reply=reply, generated=generated)
         # cut or stopped behind its thinking; or a client has its id and may bring only that
         is_named = self._request.kind == "messages"
-        if (is_named or not generated) and not self._listener.is_thinking:
+        if (is_named or not generated) and not self._listener.splitter.is_thinking:
             self._state.HEALING_STORE.remember(template.canonical([reply])[0].message)
 
     def _note_turn(self, end: Finished) -> None:
@@ -4978,8 +4934,7 @@ def _streamed(delta: Delta) -> dict[str, Any]:
 def health_body(state: ServerState) -> dict[str, Any]:
     """`status` is "ok" only while the model thread lives and the model is loaded."""
     said = {"ready": "ok", "loading": "loading", "dead": "error"}[state.engine.state]
-    body = {"status": said}
-    return body if state.engine.trouble is None else {**body, "error": state.engine.trouble}
+    return without_nulls({"status": said, "error": state.engine.trouble})
 
 
 def status_body(state: ServerState) -> dict[str, Any]:
@@ -5005,7 +4960,8 @@ def status_body(state: ServerState) -> dict[str, Any]:
 def models_body(state: ServerState) -> dict[str, Any]:
     """GET /v1/models: the one model that is loaded. Raises NotReady."""
     loaded = state.engine.model
-    entry = model_entry(loaded.model_id, state.started, context_length=loaded.limit)
+    n_most = min(loaded.limit, state.engine.capacity_tokens)
+    entry = model_entry(loaded.model_id, state.started, context_length=n_most)
     return {"object": "list", "data": [entry]}
 
 
@@ -5238,8 +5194,7 @@ class Handler(BaseHTTPRequestHandler):
         """The error as a response, or, once the headers are out, as the stream's last event."""
         if self._has_unread_body or self._headers_sent:  # no request could follow on this
             self.close_connection = True
-        is_anthropic = self.path.startswith("/v1/messages")
-        body = anthropic_error(error) if is_anthropic else error.body()
+        body = anthropic_error(error) if self.path.startswith("/v1/messages") else error.body()
         try:
             if self._headers_sent:
                 self._send_event(body)
@@ -5279,10 +5234,10 @@ class Handler(BaseHTTPRequestHandler):
 # user do not reach it. Its files are LOG_ROOT/litellm-PORT.json, .log, .pid. One whose server was
 # killed is known by pid file, command line and parent, and replaced; others on the port are named.
 #
-# Doors   Proxy, proxy_settings, proxy_beside
+# Doors   Proxy, proxy_settings, proxy_beside, is_open
 # Knows   CONFIG, LOG
 # Thread  proxy pump
-# Budget  150
+# Budget  151
 # ==============================================================================
 
 _DAY: Final = 86_400  # seconds without a byte: a long prefill is no failure
@@ -5320,8 +5275,9 @@ def proxy_settings(config: Config, *, model_id: str, context_length: int) -> dic
     }
 
 
-def _is_open(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.5):
+def is_open(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether somebody listens there."""
+    with suppress(OSError), socket.create_connection((host, port), timeout=0.5):
         return True
     return False
 
@@ -5362,7 +5318,7 @@ class Proxy:
                 log.warning("ending LiteLLM (pid %d), left over from a server that is gone", pid)
                 _end_group(pid)
         while not stop.is_set():
-            if _is_open(self.port):
+            if is_open(self.port):
                 text = "no proxy: port %d is taken by %s; stop it or set PROXY_PORT and start again"
                 log.error(text, self.port, _holder(self.port))
                 return
@@ -5391,7 +5347,7 @@ class Proxy:
             began, due, is_up = time.monotonic(), self.told_every or math.inf, False
             while process.poll() is None and not stop.wait(0.2):
                 seconds = time.monotonic() - began
-                if not is_up and ((is_up := _is_open(self.port)) or seconds >= due):
+                if not is_up and ((is_up := is_open(self.port)) or seconds >= due):
                     due += self.told_every
                     word = f"is up at http://127.0.0.1:{self.port}" if is_up else "is starting"
                     log.info("LiteLLM %s (%.0f s)", word, seconds)
@@ -5432,7 +5388,7 @@ def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Itera
 # Doors   build_state, main
 # Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP, PROXY
 # Thread  main
-# Budget  118
+# Budget  115
 # ==============================================================================
 
 _FILES_WANTED = 4096
@@ -5467,13 +5423,10 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     # `localhost` may mean either loopback, so a loopback host means both.
     is_loopback = config.mlx_host in ("127.0.0.1", "localhost", "::1")
     for host in ("127.0.0.1", "::1") if is_loopback else (config.mlx_host,):
-        address, is_taken = (host, port), False
-        with suppress(OSError), socket.create_connection(address, timeout=0.5):
-            is_taken = True  # on macOS a bind beside another's may succeed all the same
         try:
-            if is_taken:
+            if is_open(port, host):  # on macOS a bind beside another's may succeed all the same
                 raise OSError(errno.EADDRINUSE, "in use")
-            servers.append(LLMServer(address, state, slots=slots))
+            servers.append(LLMServer((host, port), state, slots=slots))
         except OSError as error:
             if servers and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 continue
@@ -5498,9 +5451,9 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
         gc.collect()
         gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
         sys.stderr.write(banner(state.engine.model, state.config) + "\n")
-        model_id, limit = state.engine.model.model_id, state.engine.model.limit
-        n_most = min(limit, state.engine.capacity_tokens)
-        with proxy_beside(state.config, model_id=model_id, context_length=n_most):
+        (model,) = models_body(state)["data"]
+        n_most = model["context_length"]
+        with proxy_beside(state.config, model_id=model["id"], context_length=n_most):
             while not stop.is_set() and state.engine.state == "ready":
                 stop.wait(0.5)
     trouble = state.engine.trouble if not stop.is_set() else None

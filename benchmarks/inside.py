@@ -115,7 +115,7 @@ class InProcess:
         return status
 
     def forget(self) -> None:
-        self._state.engine.clear_cache()
+        self._state.engine._inbox.put(lambda scheduler: scheduler.cache.evict_to_fit(sys.maxsize))
 
     def stop(self) -> None:
         self._state.engine.stop()

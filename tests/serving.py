@@ -39,6 +39,19 @@ def _go_on(_rows: list[Fed]) -> None:
     """Nothing holds the model."""
 
 
+def clear_cache(engine: s.Engine) -> None:
+    """Forget every KV that no running request builds on."""
+    engine._inbox.put(lambda scheduler: scheduler.cache.evict_to_fit(1 << 60))
+
+
+def forget_pasts(state: s.ServerState) -> None:
+    ledger = state.LEDGER
+    with ledger._ledger_lock:
+        ledger._pasts.clear()
+        ledger._heads.clear()
+        ledger._nbytes = 0
+
+
 class Recorder:
     """A model that notes what every row of every call is given, and where."""
 
@@ -304,7 +317,7 @@ class Served(Client):
 
     def forget(self) -> None:
         """An empty cache and an empty record."""
-        self.state.engine.clear_cache()
+        clear_cache(self.state.engine)
         wait_until(lambda: self.state.engine.status()["lines"] == 0)
         self.recorder.fed.clear()
         self.exchanges.clear()

@@ -31,7 +31,7 @@ from fewest import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 from scripted import Posted, Said, Script, Wiretap, call, reply, spelled
-from serving import Message, Served, free_port, wait_until
+from serving import Message, Served, forget_pasts, free_port, wait_until
 from tiny_models import DENSE, HYBRID, tiny_model
 
 CLIENTS = Path(os.environ.get("CLIENTS_HOME") or Path.home() / "clients").resolve()
@@ -331,7 +331,7 @@ def words_of(message: Message) -> str:
 def held(client: Client, name: str, kind: str, served: Served) -> Conversation:
     """Have the whole conversation, with a server that knows nothing of those before."""
     served.forget()
-    served.state.LEDGER.clear()
+    forget_pasts(served.state)
     read_records(served)
     before = served.state.metrics.snapshot()["ledger_seam_fallback"]
     script_of, n_replies = turns(client.SHELL), 0

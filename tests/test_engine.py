@@ -90,8 +90,8 @@ class Bench:
         while True:
             event = ticket.next_event(timeout)
             assert event is not None, "nothing happened for too long"
-            if isinstance(event, s.Tokens):
-                ids += event.ids
+            if isinstance(event, s.Token):
+                ids.append(event.id)
             assert not isinstance(event, s.ServerError), str(event)
             if isinstance(event, s.Finished):
                 return ids, event
@@ -390,7 +390,7 @@ def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group
     tickets[0].close()
     for ticket in tickets:
         while not isinstance(event := ticket.next_event(20), s.ServerError):
-            assert isinstance(event, s.Progress | s.Tokens)
+            assert isinstance(event, s.Progress | s.Token)
     monkeypatch.setattr(s.Group, "leave", real)
     ids, _, ticket = b.ask(words(rng, 200))
     assert b.worst(ticket, ids) == 0.0

@@ -32,7 +32,18 @@ from hypothesis import strategies as st
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
-from serving import Exchange, Message, Scribe, Served, Talk, joined, user, wait_until
+from serving import (
+    Exchange,
+    Message,
+    Scribe,
+    Served,
+    Talk,
+    clear_cache,
+    forget_pasts,
+    joined,
+    user,
+    wait_until,
+)
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
 from transformers import PreTrainedTokenizerFast
 
@@ -168,7 +179,7 @@ class Case:
 
     def evict(self) -> None:
         """All KV is lost; what was said is not."""
-        self.served.state.engine.clear_cache()
+        clear_cache(self.served.state.engine)
         wait_until(lambda: self.served.state.engine.status()["lines"] == 0)
         self.epochs.append([])
 
@@ -929,7 +940,7 @@ def serving(kind: str, root: Path, witness: Witness, **settings) -> Iterator[Cal
 
     def begin() -> Case:
         served.forget()
-        served.state.LEDGER.clear()
+        forget_pasts(served.state)
         return Case(kind, served, witness=witness, reports=reports)
 
     try:

@@ -108,7 +108,7 @@ class Pump:
         return 0
 
     def wait_until_up(self) -> int:
-        wait_until(lambda: s._is_open(self.port) and self.pid)
+        wait_until(lambda: s.is_open(self.port) and self.pid)
         return self.pid
 
     def stop(self) -> None:
@@ -145,7 +145,7 @@ def test_stop_leaves_no_process_no_port_and_no_pid_file(pump):
     assert len(family) == 2
     running.stop()
     assert not any(process.is_running() for process in psutil.wait_procs(family, 5)[1])
-    assert not s._is_open(running.port)
+    assert not s.is_open(running.port)
     assert running.pid == 0
 
 
@@ -162,7 +162,7 @@ def test_one_that_is_killed_is_started_again(pump, said):
     running = pump(LISTENS)
     first = running.wait_until_up()
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: running.pid not in (0, first) and s._is_open(running.port))
+    wait_until(lambda: running.pid not in (0, first) and s.is_open(running.port))
     assert "LiteLLM ended (-9)" in said.text
 
 
@@ -189,7 +189,7 @@ def test_a_port_of_somebody_else_is_left_alone(pump, said, tmp_path, with_pid_fi
     port = free_port()
     foreign = subprocess.Popen([sys.executable, "-m", "http.server", "-b", "127.0.0.1", str(port)])
     try:
-        wait_until(lambda: s._is_open(port))
+        wait_until(lambda: s.is_open(port))
         if with_pid_file:  # the number was given to another program since
             (tmp_path / "logs").mkdir()
             (tmp_path / "logs" / "litellm-0.pid").write_text(f"{foreign.pid} 1")
@@ -218,11 +218,11 @@ def test_one_whose_server_was_killed_is_replaced(pump, said, tmp_path):
     files.parent.mkdir()
     command = [sys.executable, "-c", LISTENS, str(port), f"{files}.json"]
     with subprocess.Popen(command, start_new_session=True) as left_over:
-        wait_until(lambda: s._is_open(port))
+        wait_until(lambda: s.is_open(port))
         # As if its parent had been another process, which is gone.
         Path(f"{files}.pid").write_text(f"{left_over.pid} 4194304")
         running = pump(LISTENS, port=port)
-        wait_until(lambda: running.pid not in (0, left_over.pid) and s._is_open(port))
+        wait_until(lambda: running.pid not in (0, left_over.pid) and s.is_open(port))
         assert not psutil.pid_exists(left_over.pid)
     assert "left over from a server that is gone" in said.text
 
@@ -304,7 +304,7 @@ class Lab:
         self._stop = threading.Event()
         self._pump = threading.Thread(target=proxy.keep_running, args=(self._stop,), daemon=True)
         self._pump.start()
-        wait_until(lambda: s._is_open(self.port), seconds=120)
+        wait_until(lambda: s.is_open(self.port), seconds=120)
         self.client = Client(self.port)
 
     def close(self) -> None:
