@@ -1,11 +1,12 @@
 """Words put into the model's mouth, while all that it is fed stays real.
 
 A script takes the place of the sampler: behind the model's own logits all mass is put on the next
-token that the script has. Which reply it is, is read from the prompt alone: the n-th after n
-replies. What the model would have said is noted first.
+token that the script has. Which reply it is, is read from the prompt alone: its opening words, the
+first that any scene has, choose the scene, and the n-th reply comes after n replies. What the
+model would have said is noted first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,20 +28,27 @@ class Said:
 
 
 class Script:
-    """While it stands, prompts that hold n replies are answered with the n-th of `replies`."""
+    """While it stands, prompts that hold n replies are answered with the n-th of their scene.
+
+    `scenes`: opening words of a conversation -> its replies; "" opens all.
+    """
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, scribe: Scribe, replies: Iterable[Sequence[int]]
+        self,
+        patch: pytest.MonkeyPatch,
+        scribe: Scribe,
+        scenes: Mapping[str, Sequence[Sequence[int]]],
     ) -> None:
         self.said: list[Said] = []  # in the order of first words
-        self._replies = [tuple(reply) for reply in replies]
+        self._scribe, self._scenes = scribe, scenes
         self._header = tuple(scribe.ids("<|im_start|>assistant\n"))
         self._processors = s._processors
         patch.setattr(s, "_processors", self._with_script)
 
     def _with_script(self, job: s.Job) -> list[Any]:
         prompt = tuple(job.prompt.tokens.tolist())
-        said = Said(prompt, self._replies[self._n_replies(prompt)])
+        opening = self.opening(prompt)
+        said = Said(prompt, tuple(self._scenes[opening][self._n_replies(prompt)]))
         self.said.append(said)
 
         def force(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -52,6 +60,11 @@ class Script:
 
         return [*self._processors(job), force]
 
+    def opening(self, prompt: Sequence[int]) -> str:
+        """Which scene it is. Raises ValueError where no script foresaw this conversation."""
+        text = self._scribe.text(prompt)
+        return min((words for words in self._scenes if words in text), key=text.index)
+
     def _n_replies(self, prompt: tuple[int, ...]) -> int:
         """How many replies the prompt holds; its end is the header of the next one."""
         first, n = self._header[0], len(self._header)
@@ -61,40 +74,59 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A chat request as it came over the wire."""
+    """A request as it came over the wire."""
 
     body: dict[str, Any]
     began: int  # how long the model's record was
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A whole answer, as it ended."""
+
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+    usage: s.Usage
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.array(self.prompt + self.reply)
+
+
 class Wiretap:
-    """Notes what clients send to a server, and the usage that they are told."""
+    """Notes what clients send to the servers of this process, and the usage they are told."""
 
     def __init__(self, patch: pytest.MonkeyPatch, served: Served) -> None:
         self.posted: list[Posted] = []
-        self.usages: list[s.Usage] = []
+        self.told: list[Told] = []
         self._recorder = served.recorder
-        self._parse, self._body = s.parse_json_body, s.Usage.body
+        self._parse, self._ending = s.parse_json_body, s.Answer._ending
         patch.setattr(s, "parse_json_body", self._note_request)
-        note = self._note_usage
+        note = self._note_answer
 
-        def told(usage: s.Usage) -> dict[str, Any]:  # a function, to be bound to the usage
-            return note(usage)
+        def ending(answer: s.Answer) -> s.Ending:  # a function, to be bound to the answer
+            return note(answer)
 
-        patch.setattr(s.Usage, "body", told)
+        patch.setattr(s.Answer, "_ending", ending)
 
     def _note_request(self, raw: bytes) -> object:
         body = self._parse(raw)
         self.posted.append(Posted(body, len(self._recorder.fed)))
         return body
 
-    def _note_usage(self, usage: s.Usage) -> dict[str, Any]:
-        self.usages.append(usage)
-        return self._body(usage)
+    def _note_answer(self, answer: s.Answer) -> s.Ending:
+        ending = self._ending(answer)
+        prompt = tuple(answer._prepared.job.prompt.tokens.tolist())
+        self.told.append(Told(prompt, tuple(answer._listener.ids), ending.usage))
+        return ending
+
+    @property
+    def usages(self) -> list[s.Usage]:
+        return [one.usage for one in self.told]
 
     @property
     def fed(self) -> list[list[Fed]]:
-        """What the model was given for each request; they came one after the other."""
+        """What the model was given for each request, if they came one after the other."""
         began = [one.began for one in self.posted]
         pairs = zip(began, [*began[1:], None], strict=True)
         return [self._recorder.fed[slice(*pair)] for pair in pairs]

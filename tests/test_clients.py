@@ -1,24 +1,24 @@
 """Real coding agents at work on the real server: what they sent before costs nothing.
 
-PI, and OpenClaw through its gateway, run their own loops (files are read, commands run, several at
-once) against servers in this process whose model says what a script wants. Nothing else is played:
-prompts are rendered, fed and cached as ever. What was fed is read from the model's own calls.
+Claude Code, PI, and OpenClaw through its gateway, run their own loops (files are read, commands
+run, several at once) against servers in this process whose model says what a script wants. Nothing
+else is played: prompts are rendered, fed and cached as ever. What was fed is read from the model's
+own calls.
 
-The clients are found in CLIENTS_HOME (default: ~/clients); ../shared/clients/install.sh puts them
+The clients are found in CLIENTS_HOME (default: ~/clients); scripts/clients/install.sh puts them
 there. Each starts once and talks to a dense and to a hybrid model.
 """
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,44 +27,56 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from clients.drive import FILES, ClaudeCode, Client, OldClaudeCode, OldOpenClaw, OpenClaw, Pi
 from fewest import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
-from scripted import Posted, Said, Script, Wiretap, call, reply, spelled
-from serving import Message, Served, forget_pasts, free_port, wait_until
+from scripted import Posted, Said, Script, Told, Wiretap, call, reply, spelled
+from serving import Message, Served, wait_until
 from tiny_models import DENSE, HYBRID, tiny_model
 
-CLIENTS = Path(os.environ.get("CLIENTS_HOME") or Path.home() / "clients").resolve()
 KINDS = (DENSE, HYBRID)
 MODEL = "tiny"  # what clients call it
 SMALL = {"heads": 1, "kv_heads": 1}  # a prompt has 20,000 tokens
 LEAST_SHARE = 0.99  # cached, of what was sent or generated before
+LEAST_NEW_SHARE = 0.97  # of a new session's first request, where the client worked before
 MOST_RATIO = 1.10  # prefilled / fewest
 MOST_WARM_RATIO = 1.02  # from the second request on
 MOST_RESTATED = 1.20  # the same where each turn has to say the new value of an id
 MOST_FALLBACKS = 0.01  # of all requests
+SLOW_SECONDS = 75  # of a prefill that breaks nothing
 
 pytestmark = pytest.mark.timeout(290)  # the first test of a client waits for all of its work
+
+RESTATES = {"openclaw-2026.2.17"}  # a new message_id with every question
+CLIENT_NAMES: dict[str, type[Client]] = {
+    "claude-code-2.1.328": ClaudeCode,
+    "claude-code-2.1.150": OldClaudeCode,
+    "pi": Pi,
+    "openclaw-2026.9.6": OpenClaw,
+    "openclaw-2026.2.17": OldOpenClaw,
+}
+CLAUDES = [name for name, cls in CLIENT_NAMES.items() if issubclass(cls, ClaudeCode)]
+IN_BACKGROUND = {"claude-code-2.1.328"}  # its sub-agents; it can also load tools when it wants them
+ROUTES = ("direct",)  # how clients reach a server
 
 
 # -- the script ------------------------------------------------------------------------------------
 
-FILES = {
-    "notes.txt": "Project notes.\nThe code word is falcon.\nDeadline: none.\n",
-    "src/app.py": 'def main():\n    print("hello from app")\n\n\nmain()\n',
-    "AGENTS.md": "# Lab project\n\nAlways answer briefly. Prefer ls over find.\n",
-}
 SUMMARY = 'lab output line 1\nline "two" with unicode: é ü 漢字'
 GOODBYE = "Hello, that was all."
 
 
-def turns(shell: str) -> list[tuple[str, list[str]]]:
-    """What the user says, and the replies to it; `shell`: the tool that runs a command."""
+def turns(client: type[Client]) -> list[tuple[str, list[str]]]:
+    """What the user says, and the replies to it, in the tools that this client has."""
 
     def run(command: str) -> str:
-        return call(shell, command=command)
+        return call(client.SHELL, command=command)
 
     read, write = call("read", path="notes.txt"), call("write", path="out.txt", content=SUMMARY)
+    if issubclass(client, ClaudeCode):
+        read = call("Read", file_path="notes.txt")
+        write = call("Write", file_path="out.txt", content=SUMMARY)
     work = [
         reply("The notes come first.\nThen the rest.", "I will read the notes first.", read),
         reply("Now the folder.", "", run("ls -la")),
@@ -83,179 +95,6 @@ def turns(shell: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-# -- the clients -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def started(command: list[str], room: Path, env: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """A process in a group of its own; nothing of the group is left afterwards."""
-    with (room / "client.log").open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=room / "work",
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        for number, seconds in ((signal.SIGTERM, 8), (signal.SIGKILL, 8)):
-            try:
-                os.killpg(process.pid, number)
-                process.wait(seconds)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-
-class Client:
-    """An installed client with a room of its own: HOME, and a folder under git to work in."""
-
-    PARTS: tuple[str, ...] = ()  # what has to be installed
-    SHELL = "exec"
-
-    def __init__(self, room: Path, urls: dict[str, str]) -> None:
-        """`urls`: where each model is served."""
-        self.room, self._urls, self._work = room, urls, room / "work"
-        for name, text in FILES.items():
-            (self._work / name).parent.mkdir(parents=True, exist_ok=True)
-            (self._work / name).write_text(text, "utf-8")
-        subprocess.run(["git", "init", "-q", "-b", "main", self._work], check=True, timeout=20)
-        quiet = "DISABLE_TELEMETRY DO_NOT_TRACK PI_OFFLINE PI_SKIP_VERSION_CHECK"
-        quiet += " OPENCLAW_NO_UPDATE_CHECK OPENCLAW_DISABLE_BONJOUR OPENCLAW_SKIP_CHANNELS"
-        self._env = {
-            "PATH": f"{CLIENTS}/node24/bin:{os.environ['PATH']}",
-            "HOME": str(room),
-            "NO_PROXY": "127.0.0.1,localhost",
-            "PI_TELEMETRY": "0",
-            **dict.fromkeys(quiet.split(), "1"),
-        }
-
-    @classmethod
-    def missing(cls) -> list[str]:
-        return [part for part in ("node24", *cls.PARTS) if not (CLIENTS / part).exists()]
-
-    @classmethod
-    def how_to_install(cls) -> str:
-        parts = " ".join(cls.missing())
-        return f"to install: CLIENTS_HOME={CLIENTS} ../shared/clients/install.sh {parts}"
-
-    def _run(self, *command: str, seconds: float = 60) -> None:
-        """Wait for a command to succeed."""
-        with started(["node", *command], self.room, self._env) as process:
-            assert process.wait(seconds) == 0, self.log()
-
-    def log(self) -> str:
-        return (self.room / "client.log").read_text("utf-8", "replace")[-2000:]
-
-    def start(self) -> None:
-        """Run what has to run between two words of the user."""
-
-    def say(self, kind: str, words: str) -> None:
-        """Have the user say this to the model of that kind, in one conversation for each."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Leave nothing running."""
-
-
-class Pi(Client):
-    PARTS = ("pi",)
-    SHELL = "bash"
-
-    def __init__(self, room: Path, urls: dict[str, str]) -> None:
-        super().__init__(room, urls)
-        model = {"id": MODEL, "name": "Lab", "reasoning": True, "input": ["text"]}
-        model |= {"contextWindow": 131072, "maxTokens": 16384, "cost": NO_COST}
-        kept = {"api": "openai-completions", "apiKey": "none", "models": [model]}
-        providers = {kind: {"baseUrl": url, **kept} for kind, url in urls.items()}
-        place = room / ".pi" / "agent" / "models.json"
-        place.parent.mkdir(parents=True)
-        place.write_text(json.dumps({"providers": providers}), "utf-8")
-        self._begun: set[str] = set()
-
-    def say(self, kind: str, words: str) -> None:
-        go_on = ["-c"] if kind in self._begun else []  # the newest session of this folder
-        self._begun.add(kind)
-        chosen = ["--provider", kind, "--model", MODEL, "--thinking", "medium"]
-        self._run(str(CLIENTS / "pi/node_modules/.bin/pi"), *chosen, "-p", *go_on, words)
-
-
-NO_COST = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
-TOKEN = "lab-token"
-
-
-class OpenClaw(Client):
-    """The gateway, with an agent for each model; the user writes from its web page."""
-
-    PARTS = ("openclaw",)
-    HEALTH = "/health"
-
-    def __init__(self, room: Path, urls: dict[str, str]) -> None:
-        super().__init__(room, urls)
-        self._port = free_port()
-        state = room / ".openclaw"
-        state.mkdir()
-        (state / "openclaw.json").write_text(json.dumps(self._settings()), "utf-8")
-        self._env["OPENCLAW_STATE_DIR"] = str(state)
-        self._program = str(CLIENTS / self.PARTS[0] / "node_modules/openclaw/openclaw.mjs")
-        self._running = ExitStack()
-
-    def start(self) -> None:
-        command = ["node", self._program, "gateway", "run", "--port", str(self._port)]
-        gateway = started([*command, "--token", TOKEN], self.room, self._env)
-        process = self._running.enter_context(gateway)
-        wait_until(lambda: self._is_up(process), seconds=90)
-
-    def _settings(self) -> dict[str, Any]:
-        model = {"id": MODEL, "name": "Lab", "reasoning": True, "input": ["text"]}
-        model |= {"contextWindow": 131072, "maxTokens": 8192, "cost": NO_COST}
-        kept = {"api": "openai-completions", "apiKey": "none", "models": [model]}
-        providers = {kind: {"baseUrl": url, **kept} for kind, url in self._urls.items()}
-        agents = [{"id": kind, "model": f"{kind}/{MODEL}"} for kind in self._urls]
-        auth = {"mode": "token", "token": TOKEN}
-        defaults = {"workspace": str(self._work), "skipBootstrap": True}
-        defaults["model"] = {"primary": agents[0]["model"]}
-        for agent in agents:
-            agent["workspace"] = str(self._work)
-        return {
-            "agents": {"defaults": defaults, "list": agents},
-            "models": {"mode": "merge", "providers": providers},
-            "gateway": {"mode": "local", "port": self._port, "bind": "loopback", "auth": auth},
-        }
-
-    def _is_up(self, process: subprocess.Popen) -> bool:
-        assert process.poll() is None, self.log()
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{self.HEALTH}", timeout=5):
-                return True
-        except OSError:
-            time.sleep(0.1)
-            return False
-
-    def say(self, kind: str, words: str) -> None:
-        """Post the words; that the agent answers is seen on the server."""
-        sent = {"sessionKey": f"agent:{kind}:main", "message": words}
-        sent["idempotencyKey"] = str(uuid.uuid4())
-        where = ["--token", TOKEN, "--url", f"ws://127.0.0.1:{self._port}", "--timeout", "50000"]
-        told = ["chat.send", *where, "--json", "--params", json.dumps(sent)]
-        self._run(self._program, "gateway", "call", *told)
-
-    def close(self) -> None:
-        self._running.close()
-
-
-class OldOpenClaw(OpenClaw):
-    PARTS = ("openclaw-2026.2.17",)
-    HEALTH = "/"
-
-
-RESTATES = {"openclaw-2026.2.17"}  # a new message_id with every question
-CLIENT_NAMES = {"pi": Pi, "openclaw-2026.9.6": OpenClaw, "openclaw-2026.2.17": OldOpenClaw}
-
-
 # -- conversations ---------------------------------------------------------------------------------
 
 
@@ -267,11 +106,15 @@ class Conversation:
     kind: str
     served: Served
     posted: list[Posted]
-    usages: list[Any]
+    told: list[Told]
     said: list[Said]
     fed: list[list[Fed]]
     records: list[dict[str, Any]]  # of the session logs
     n_fallbacks: int  # that the server counted
+
+    @property
+    def usages(self) -> list[Any]:
+        return [one.usage for one in self.told]
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
@@ -289,7 +132,12 @@ class Conversation:
 
     @property
     def as_meant(self) -> list[Request]:
-        """Rendered with no server code, with every volatile field as it was at first."""
+        """Rendered with no server code, with every volatile field as it was at first.
+
+        What Anthropic's API was sent has no rendering but the server's own.
+        """
+        if self.client in CLAUDES:
+            return self.requests
         pairs = zip(self.bodies, meant(self.bodies), strict=True)
         prompts = [self.served.scribe.prompt(messages, body) for body, messages in pairs]
         return [Request(p, one.reply) for p, one in zip(prompts, self.said, strict=True)]
@@ -325,29 +173,36 @@ def meant(bodies: list[dict[str, Any]]) -> list[list[Message]]:
 
 def words_of(message: Message) -> str:
     content = message["content"] or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
+
+
+def forget(served: Served) -> None:
+    """A server that knows nothing."""
+    served.forget()
+    served.state.LEDGER.clear()
+    read_records(served)
 
 
 def held(client: Client, name: str, kind: str, served: Served) -> Conversation:
     """Have the whole conversation, with a server that knows nothing of those before."""
-    served.forget()
-    forget_pasts(served.state)
-    read_records(served)
+    forget(served)
     before = served.state.metrics.snapshot()["ledger_seam_fallback"]
-    script_of, n_replies = turns(client.SHELL), 0
+    script_of, n_replies = turns(type(client)), 0
     replies = [spelled(served.scribe, text) for _, texts in script_of for text in texts]
     with pytest.MonkeyPatch.context() as patch:
-        script, tap = Script(patch, served.scribe, replies), Wiretap(patch, served)
+        script, tap = Script(patch, served.scribe, {"": replies}), Wiretap(patch, served)
         for words, texts in script_of:
             n_replies += len(texts)
             client.say(kind, words)
-            wait_until(lambda n=n_replies: len(tap.usages) >= n, seconds=100)
+            wait_until(lambda n=n_replies: len(tap.told) >= n, seconds=100)
     return Conversation(
         client=name,
         kind=kind,
         served=served,
         posted=tap.posted,
-        usages=tap.usages,
+        told=tap.told,
         said=script.said,
         fed=tap.fed,
         records=read_records(served),
@@ -383,28 +238,51 @@ def servers(tmp_path_factory):
         yield {DENSE: dense, HYBRID: hybrid}
 
 
+def urls_of(servers: dict[str, Served]) -> dict[str, str]:
+    return {
+        kind: f"http://127.0.0.1:{served.state.config.mlx_port}" for kind, served in servers.items()
+    }
+
+
+@pytest.fixture(scope="module", params=ROUTES)
+def urls(request, servers):
+    """Where clients find each server, without /v1."""
+    return urls_of(servers)
+
+
 @pytest.fixture(scope="module", params=CLIENT_NAMES)
 def name(request):
     """A client that is installed."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("the clients are installed for Linux")
-    if (cls := CLIENT_NAMES[request.param]).missing():
-        pytest.skip(cls.how_to_install())
+    skip_if_missing(request.param)
     return request.param
 
 
-@pytest.fixture(scope="module")
-def conversations(name, servers, tmp_path_factory):
-    urls = {
-        kind: f"http://127.0.0.1:{served.state.config.mlx_port}/v1"
-        for kind, served in servers.items()
-    }
-    client = CLIENT_NAMES[name](tmp_path_factory.mktemp(name), urls)
+def skip_if_missing(name: str) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the clients are installed for Linux")
+    if CLIENT_NAMES[name].missing():
+        pytest.skip(CLIENT_NAMES[name].how_to_install())
+
+
+@contextmanager
+def running(name: str, urls: dict[str, str], room: Path) -> Iterator[Client]:
+    client = CLIENT_NAMES[name](room, urls, model=MODEL)
     try:
         client.start()
-        return {kind: held(client, name, kind, served) for kind, served in servers.items()}
+        yield client
     finally:
         client.close()
+
+
+@pytest.fixture(scope="module")
+def client(name, urls, tmp_path_factory):
+    with running(name, urls, tmp_path_factory.mktemp(name)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def conversations(client, name, servers):
+    return {kind: held(client, name, kind, served) for kind, served in servers.items()}
 
 
 @pytest.fixture(params=KINDS)
@@ -415,20 +293,40 @@ def conversation(conversations, request):
 # -- what holds for all of them --------------------------------------------------------------------
 
 
+def results_of(body: dict[str, Any]) -> list[str]:
+    """What tools gave."""
+    found = [words_of(one) for one in body["messages"] if one["role"] == "tool"]
+    for message in body["messages"]:
+        parts = message["content"] if isinstance(message["content"], list) else []
+        found += [words_of(part) for part in parts if part["type"] == "tool_result"]
+    return found
+
+
+def answers_of(body: dict[str, Any]) -> list[tuple[str, int]]:
+    """(thought, number of calls) of each reply that the client sends back."""
+    found = []
+    for message in (one for one in body["messages"] if one["role"] == "assistant"):
+        blocks = message["content"] if isinstance(message["content"], list) else []
+        thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+        calls = [block for block in blocks if block["type"] == "tool_use"]
+        calls += message.get("tool_calls") or []
+        found.append((message.get("reasoning_content") or "".join(thoughts), len(calls)))
+    return found
+
+
 def test_the_client_did_its_work(conversation):
     """Tools ran, several at once; thinking came back; nothing was asked that no script foresaw."""
-    shell = CLIENT_NAMES[conversation.client].SHELL
-    replies = [text for _, texts in turns(shell) for text in texts]
+    replies = [text for _, texts in turns(CLIENT_NAMES[conversation.client]) for text in texts]
     *earlier, last = conversation.bodies
     assert len(earlier) + 1 == len(replies)
-    results = [words_of(one) for one in last["messages"] if one["role"] == "tool"]
+    results = results_of(last)
     assert "falcon" in results[0]
     assert [text.strip() for text in results].count(FILES["src/app.py"].strip()) == 1
     assert SUMMARY in results
-    answers = [one for one in last["messages"] if one["role"] == "assistant"]
-    assert [len(one.get("tool_calls") or ()) for one in answers] == [1, 1, 2, 1, 0, 2, 0]
-    thoughts = [one["reasoning_content"] for one in answers]
-    assert all(text.startswith(t) for text, t in zip(replies, thoughts, strict=False))
+    answers = answers_of(last)
+    assert [n_calls for _, n_calls in answers] == [1, 1, 2, 1, 0, 2, 0]
+    pairs = zip(replies, answers, strict=False)
+    assert all(thought and text.startswith(thought) for text, (thought, _) in pairs)
 
 
 def test_what_was_sent_or_generated_before_is_cached(conversation, table):
@@ -467,6 +365,7 @@ def test_no_request_falls_back(conversation, table):
     assert conversation.n_fallbacks <= MOST_FALLBACKS * n
 
 
+@pytest.mark.parametrize("name", sorted({*CLIENT_NAMES} - {*CLAUDES}), indirect=True)  # time
 def test_the_last_reply_has_the_logits_of_a_cold_model(conversation):
     """On the tokens that the log reports; the plain model with a fresh cache, no server code."""
     said, tokens = conversation.said[-1], conversation.records[-1]["tokens"]
@@ -489,7 +388,7 @@ def replayed(served: Served, bodies: list[dict[str, Any]], script: list[list[int
     """Post them to a server that knows nothing; without a script the model says what it likes."""
     with pytest.MonkeyPatch.context() as patch:
         if script:
-            Script(patch, served.scribe, script)
+            Script(patch, served.scribe, {"": script})
         tap = Wiretap(patch, served)
         for body in bodies:
             post(served, {**body, "max_completion_tokens": 60})
@@ -523,3 +422,59 @@ def test_without_the_script_no_prefill_changes(conversation, tmp_path_factory):
         scripted = replayed(served, bodies, said)
     assert said != [list(one.reply) for one in conversation.said]
     assert scripted == free
+
+
+# -- other sessions, other agents --------------------------------------------------------------------
+
+COUNT = "Count the files of this folder."
+DELEGATE = "Ask a sub-agent how many files there are."
+LOAD = "Load the tool that lists scheduled jobs, and use it."
+
+
+def scenes_of(name: str, *, served: Served) -> dict[str, list[list[int]]]:
+    """A new session with a sub-agent, and tools that are loaded when they are wanted."""
+    agent = call("Agent", description="Count files", prompt=COUNT)
+    main = [reply("Another one can do that.", "", agent), reply("So it is.", "It is at work.")]
+    if name in IN_BACKGROUND:
+        main += [
+            reply("It has come back.", "There are six."),
+            reply("Where is it?", "", call("ToolSearch", query="select:CronList")),
+            reply("Here.", "", call("CronList")),
+            reply("None.", "No job is scheduled."),
+        ]
+    ls = call("Bash", command="ls | wc -l")
+    sub = [reply("I count.", "", ls), reply("Six.", "There are six entries.")]
+    texts = {DELEGATE: main, COUNT: sub}
+    return {
+        words: [spelled(served.scribe, text) for text in scene] for words, scene in texts.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A second session in a folder: what was told, in the order it ended, by conversation."""
+
+    main: list[Told]
+    sub: list[Told]
+
+    def __post_init__(self) -> None:
+        assert all(talk for talk in (self.main, self.sub)), "somebody did not speak"
+
+
+@pytest.fixture(params=KINDS)
+def visit(request, name, client, conversations, servers):
+    """What the server knows is the whole conversation that went before."""
+    kind, served = request.param, servers[request.param]
+    forget(served)
+    held(client, name, kind, served)
+    scenes = scenes_of(name, served=served)
+    with pytest.MonkeyPatch.context() as patch:
+        script, tap = Script(patch, served.scribe, scenes), Wiretap(patch, served)
+        client.say(kind, DELEGATE, new=True)
+        if name in IN_BACKGROUND:
+            client.say(kind, LOAD)
+        talks = {words: [t for t in tap.told if script.opening(t.prompt) == words] for words in scenes}
+    assert {words: len(talk) for words, talk in talks.items()} == {
+        words: len(scene) for words, scene in scenes.items()
+    }
+    return Visit(talks[DELEGATE], talks[COUNT])

@@ -1,0 +1,1 @@
+"""Real coding agents from npm: install.sh installs them, drive.py puts them to work."""
