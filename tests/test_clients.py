@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -424,7 +425,7 @@ def test_without_the_script_no_prefill_changes(conversation, tmp_path_factory):
     assert scripted == free
 
 
-# -- other sessions, other agents --------------------------------------------------------------------
+# -- other sessions, other agents ------------------------------------------------------------------
 
 COUNT = "Count the files of this folder."
 DELEGATE = "Ask a sub-agent how many files there are."
@@ -450,31 +451,130 @@ def scenes_of(name: str, *, served: Served) -> dict[str, list[list[int]]]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A second session in a folder: what was told, in the order it ended, by conversation."""
-
-    main: list[Told]
-    sub: list[Told]
-
-    def __post_init__(self) -> None:
-        assert all(talk for talk in (self.main, self.sub)), "somebody did not speak"
+Talks = dict[str, list[Told]]  # opening words -> what was told, in the order it ended
 
 
-@pytest.fixture(params=KINDS)
-def visit(request, name, client, conversations, servers):
-    """What the server knows is the whole conversation that went before."""
-    kind, served = request.param, servers[request.param]
-    forget(served)
-    held(client, name, kind, served)
+def visited(client: Client, name: str, kind: str, served: Served) -> Talks:
+    """A second session where the client worked before, with a server that knows of that."""
     scenes = scenes_of(name, served=served)
     with pytest.MonkeyPatch.context() as patch:
         script, tap = Script(patch, served.scribe, scenes), Wiretap(patch, served)
         client.say(kind, DELEGATE, new=True)
         if name in IN_BACKGROUND:
             client.say(kind, LOAD)
-        talks = {words: [t for t in tap.told if script.opening(t.prompt) == words] for words in scenes}
-    assert {words: len(talk) for words, talk in talks.items()} == {
-        words: len(scene) for words, scene in scenes.items()
+    talks: Talks = {words: [] for words in scenes}
+    for one in tap.told:
+        talks[script.opening(one.prompt)].append(one)
+    for words, scene in scenes.items():
+        assert [list(one.reply) for one in talks[words]] == scene
+    return talks
+
+
+@pytest.fixture(scope="module")
+def visits(client, name, conversations, servers):
+    return {kind: visited(client, name, kind, served) for kind, served in servers.items()}
+
+
+@pytest.fixture(params=KINDS)
+def visit(visits, request):
+    return visits[request.param]
+
+
+@pytest.mark.parametrize("name", CLAUDES, indirect=True)
+def test_a_new_session_begins_where_they_all_do(visit, name, table):
+    first = visit[DELEGATE][0]
+    share = first.usage.cached / len(first.prompt)
+    table.append(f"{name:19} new session: {share:.4f} of {len(first.prompt)} tokens are cached")
+    assert share >= LEAST_NEW_SHARE
+
+
+@pytest.mark.parametrize("name", CLAUDES, indirect=True)
+def test_a_sub_agent_and_loaded_tools_cost_the_main_thread_nothing(visit, name, table):
+    for words, talk in visit.items():
+        pairs = pairwise(talk)
+        shares = [after.usage.cached / len(before.tokens) for before, after in pairs]
+        table.append(f"{name:19} {words[:16]}... {len(talk)} requests  cached {min(shares):.4f}")
+        assert min(shares) >= LEAST_SHARE, shares
+
+
+# -- patience --------------------------------------------------------------------------------------
+
+PATIENT = ["claude-code-2.1.328", "pi"]
+HELLO = "Just say hello."
+
+
+def connections() -> int:
+    """Threads that serve one."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PATIENT, indirect=True)
+def test_a_client_killed_in_mid_prefill_finds_its_work_again(client, name, kind, servers, table):
+    served, held, gone = servers[kind], [], threading.Event()
+    forget(served)
+
+    def hold(rows: list[Fed]) -> None:
+        if rows[0].at > 0 and not gone.is_set():
+            held.append(rows[0])
+            gone.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        Script(patch, served.scribe, {"": [spelled(served.scribe, reply("Short.", GOODBYE))]})
+        tap, n_connections = Wiretap(patch, served), connections()
+        with served.holding(hold):
+            with client.saying(kind, HELLO, new=True) as process:
+                wait_until(lambda: held, seconds=60)
+                process.kill()
+            wait_until(lambda: connections() <= n_connections)
+            gone.set()
+            wait_until(lambda: held[0] in served.recorder.fed)
+        reached = held[0].at + len(held[0].tokens)
+        assert not tap.told, "it was done before"
+        client.say(kind, HELLO, new=True)
+    (told,) = tap.told
+    cells = (name, kind, reached, len(told.prompt), told.usage.cached)
+    table.append("{:19} {:8} killed after {} of {} tokens, then {} are cached".format(*cells))
+    assert reached < len(told.prompt)
+    assert told.usage.cached >= LEAST_SHARE * reached
+
+
+@pytest.mark.slow
+def test_a_slow_prefill_breaks_nothing(servers, urls, tmp_path_factory, table):
+    """All that are installed wait at the same time, for servers whose model stands still."""
+    names = [n for n in (*PATIENT, "openclaw-2026.9.6") if not CLIENT_NAMES[n].missing()]
+    if not names or not sys.platform.startswith("linux"):
+        skip_if_missing(PATIENT[0])
+    scribe, goes_on = servers[DENSE].scribe, threading.Event()
+    scenes = {
+        f"I am {name}. {HELLO}": [spelled(scribe, reply("Short.", f"Hello, {name}."))]
+        for name in names
     }
-    return Visit(talks[DELEGATE], talks[COUNT])
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        clients = [
+            stack.enter_context(running(name, urls, tmp_path_factory.mktemp(name)))
+            for name in names
+        ]
+        for served in servers.values():
+            forget(served)
+            stack.enter_context(served.holding(lambda _rows: goes_on.wait(2 * SLOW_SECONDS)))
+        script, tap = Script(patch, scribe, scenes), Wiretap(patch, servers[DENSE])
+        pool = stack.enter_context(ThreadPoolExecutor(len(names)))
+        where = [KINDS[at % 2] for at in range(len(names))]
+        works = [
+            pool.submit(client.say, kind, words, seconds=2 * SLOW_SECONDS)
+            for client, kind, words in zip(clients, where, scenes, strict=True)
+        ]
+        wait_until(lambda: len(tap.posted) == len(names), seconds=60)
+        time.sleep(SLOW_SECONDS)
+        goes_on.set()
+        wait_until(lambda: len(tap.told) == len(names), seconds=60)
+        for work in works:
+            work.result()
+    assert {script.opening(told.prompt) for told in tap.told} == set(scenes)
+    assert len(tap.posted) == len(names), "somebody asked again"
+    for name, client in zip(names, clients, strict=True):
+        if client.WAITS:
+            assert f"Hello, {name}." in client.log()
+    table.append(f"{', '.join(names)}: {SLOW_SECONDS} s without a token")

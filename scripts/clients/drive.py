@@ -72,10 +72,12 @@ class Client:
 
     PARTS: ClassVar[tuple[str, ...]] = ()  # what has to be installed
     SHELL: ClassVar = "exec"  # its tool that runs a command
-    WAITS: ClassVar = True  # `say` returns when the turn is over
+    WAITS: ClassVar = True  # `say` returns when the turn is over; if not, `finish` does
 
-    def __init__(self, room: Path, urls: Mapping[str, str], *, model: str) -> None:
-        self.room, self._urls, self._model = room, dict(urls), model
+    def __init__(
+        self, room: Path, urls: Mapping[str, str], *, model: str, key: str = "none"
+    ) -> None:
+        self.room, self._urls, self._model, self._key = room, dict(urls), model, key
         self._begun: dict[str, str] = {}  # server -> the session that `say` goes on with
         for name in urls:
             self._fill(self.folder(name))
@@ -130,6 +132,9 @@ class Client:
             if failed:
                 raise ClientError(self.log())
 
+    def finish(self, server: str, *, seconds: float) -> None:
+        """Wait for the turn to be over."""
+
     @contextmanager
     def saying(
         self, server: str, words: str, *, new: bool = False
@@ -174,7 +179,7 @@ class ClaudeCode(Client):
         places = ["MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL"]
         return {
             "ANTHROPIC_BASE_URL": self._urls[server],
-            "ANTHROPIC_API_KEY": "sk-ant-none",
+            "ANTHROPIC_API_KEY": self._key,
             "IS_SANDBOX": "1",  # or root may not skip the permissions
             **{f"ANTHROPIC_{place}": self._model for place in places},
         }
@@ -193,8 +198,8 @@ class Pi(Client):
 
     def start(self) -> None:
         model = {"id": self._model, "name": "Lab", "reasoning": True, "input": ["text"]}
-        kept = {"api": "openai-completions", "apiKey": "none"}
-        kept |= {"models": [model | LIMITS | {"cost": COST}]}
+        models = [model | LIMITS | {"cost": COST}]
+        kept = {"api": "openai-completions", "apiKey": self._key, "models": models}
         providers = {name: {"baseUrl": f"{url}/v1", **kept} for name, url in self._urls.items()}
         _write(self.room / ".pi/agent/models.json", {"providers": providers})
 
@@ -214,7 +219,7 @@ class OpenCode(Client):
         model = {"name": "Lab", "tool_call": True, "reasoning": True, "limit": limit}
         kept = {"npm": "@ai-sdk/openai-compatible", "models": {self._model: model}}
         providers = {
-            name: {**kept, "options": {"baseURL": f"{url}/v1", "apiKey": "none"}}
+            name: {**kept, "options": {"baseURL": f"{url}/v1", "apiKey": self._key}}
             for name, url in self._urls.items()
         }
         _write(self.room / ".config/opencode/opencode.json", {"provider": providers})
@@ -236,8 +241,10 @@ class OpenClaw(Client):
     HEALTH = "/health"
     WAITS = False  # that the agent answers is seen on the server
 
-    def __init__(self, room: Path, urls: Mapping[str, str], *, model: str) -> None:
-        super().__init__(room, urls, model=model)
+    def __init__(
+        self, room: Path, urls: Mapping[str, str], *, model: str, key: str = "none"
+    ) -> None:
+        super().__init__(room, urls, model=model, key=key)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = int(probe.getsockname()[1])
@@ -263,8 +270,8 @@ class OpenClaw(Client):
 
     def _settings(self) -> Settings:
         model = {"id": self._model, "name": "Lab", "reasoning": True, "input": ["text"]}
-        kept = {"api": "openai-completions", "apiKey": "none"}
-        kept |= {"models": [model | LIMITS | {"cost": COST}]}
+        models = [model | LIMITS | {"cost": COST}]
+        kept = {"api": "openai-completions", "apiKey": self._key, "models": models}
         providers = {name: {"baseUrl": f"{url}/v1", **kept} for name, url in self._urls.items()}
         agents = [
             {"id": name, "model": f"{name}/{self._model}", "workspace": str(self.folder(name))}
@@ -289,11 +296,22 @@ class OpenClaw(Client):
             return False
 
     def _command(self, server: str, words: str) -> list[str]:
-        self._is_begun(server)
+        self._begun[server] = str(uuid.uuid4())  # the run
         sent = {"sessionKey": f"agent:{server}:main", "message": words}
-        sent["idempotencyKey"] = str(uuid.uuid4())
-        where = ["--token", TOKEN, "--url", f"ws://127.0.0.1:{self._port}", "--timeout", "50000"]
-        return [*self._program, "call", "chat.send", *where, "--json", "--params", json.dumps(sent)]
+        sent["idempotencyKey"] = self._begun[server]
+        return self._call("chat.send", sent, seconds=50)
+
+    def finish(self, server: str, *, seconds: float) -> None:
+        wanted = {"runId": self._begun[server], "timeoutMs": int(seconds * 1000)}
+        command, log = self._call("agent.wait", wanted, seconds=seconds), self.room / "client.log"
+        with started(command, self.room, env=self._env, log=log) as process:
+            if process.wait(seconds + 30):
+                raise ClientError(self.log())
+
+    def _call(self, method: str, params: Settings, *, seconds: float) -> list[str]:
+        where = ["--token", TOKEN, "--url", f"ws://127.0.0.1:{self._port}", "--json"]
+        how = ["--timeout", str(int(seconds * 1000)), "--params", json.dumps(params)]
+        return [*self._program, "call", method, *where, *how]
 
 
 class OldOpenClaw(OpenClaw):

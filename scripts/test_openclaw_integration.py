@@ -1,0 +1,15 @@
+"""The check of client_check.py with OpenClaw: a multi-turn tool session on a running server.
+
+    python scripts/test_openclaw_integration.py [--url http://127.0.0.1:8080] [--json]
+
+It needs OpenClaw from npm: CLIENTS_HOME=~/clients scripts/clients/install.sh node24 openclaw
+"""
+
+from __future__ import annotations
+
+import sys
+
+from client_check import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["openclaw", *sys.argv[1:]]))
