@@ -3,6 +3,7 @@
     python benchmarks/inside.py serve          the server, writing what each request cost to stdout
     python benchmarks/inside.py memory MODEL   peaks and bytes at rest, as JSON
     python benchmarks/inside.py checkpoints MODEL N_TOKENS TIMES
+    python benchmarks/inside.py messages MODEL N_CHARS TIMES
 
 A program of its own has a clean peak, and its time is not mixed with the client's.
 """
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -97,6 +98,26 @@ class InProcess:
         usage: Body = answers[-1]["usage"]
         return {**usage, "message": answers[-1]["choices"][0]["message"]}
 
+    def ask_messages(self, raw: bytes) -> Body:
+        """Seconds from the bytes of POST /v1/messages to where its KV is found, and the usage."""
+        server, state, found = self._server, self._state, [0.0]
+        find = server.LRUPromptCache.find
+
+        def timed_find(cache: Any, prompt: Any) -> Any:
+            began = time.perf_counter()
+            reuse = find(cache, prompt)
+            found.append(time.perf_counter() - began)
+            return reuse
+
+        with mock.patch.object(server.LRUPromptCache, "find", timed_find):
+            began = time.perf_counter()
+            body = server.parse_json_body(raw)
+            request = server.from_anthropic(body, state.config, request_id="bench", headers={})
+            with closing(server.Answer(state, request)) as answer:
+                seconds = time.perf_counter() - began  # submitted
+                message: Body = list(answer.whole())[-1]
+        return {"seconds": seconds + max(found), "message": message}
+
     def ask_together(self, bodies: list[Body]) -> list[Body]:
         replies: list[Body] = []
         threads = [
@@ -174,6 +195,38 @@ def branches(one: InProcess, words: Words, token_bytes: int, *, n_prefix: int) -
     return {"peak": peak, "at_rest": at_rest, "kv": unique * token_bytes, "prefix": cached}
 
 
+# Messages ---------------------------------------------------------------------------------------
+
+
+def messages(folder: Path, n_chars: int, times: int) -> list[Body]:
+    """Turns of a conversation as Claude Code has them: most of a body is its twelve tools."""
+    with in_process(folder) as one:
+        words = Words(one.tokenizer, 19)
+        n_tokens = round(n_chars / len(words.text(1000)) * 1000)
+        tools = [described_tool(words, at, n_tokens // 16) for at in range(12)]
+        system = [{"type": "text", "text": words.text(n_tokens // 4)}]
+        talk: list[Body] = [{"role": "user", "content": words.text(20)}]
+        body = {"model": "any", "max_tokens": 8, "thinking": {"type": "adaptive"}}
+        out = []
+        for _ in range(times + 1):
+            sent = {**body, "system": system, "tools": tools, "messages": talk}
+            raw = json.dumps(sent).encode()
+            asked = one.ask_messages(raw)
+            usage = asked["message"]["usage"]
+            cached = usage["cache_read_input_tokens"]
+            out.append({"ms": 1e3 * asked["seconds"], "chars": len(raw), "cached": cached})
+            reply = {"role": "assistant", "content": asked["message"]["content"]}
+            talk += [reply, {"role": "user", "content": words.text(20)}]
+        return out
+
+
+def described_tool(words: Words, at: int, n_tokens: int) -> Body:
+    keys = ("path", "command", "content", "pattern")
+    properties = {key: {"type": "string", "description": words.text(12)} for key in keys}
+    schema = {"type": "object", "properties": properties, "required": ["path"]}
+    return {"name": f"Tool{at}", "description": words.text(n_tokens), "input_schema": schema}
+
+
 # Checkpoints ------------------------------------------------------------------------------------
 
 
@@ -225,7 +278,11 @@ def main() -> None:
     name, *rest = sys.argv[1:]
     if name == "serve":
         serve()
-    programs: dict[str, Callable[..., Any]] = {"memory": memory, "checkpoints": checkpoints}
+    programs: dict[str, Callable[..., Any]] = {
+        "memory": memory,
+        "checkpoints": checkpoints,
+        "messages": messages,
+    }
     folder, *numbers = rest
     print(json.dumps(programs[name](Path(folder), *map(int, numbers))))
 
