@@ -17,7 +17,7 @@ import time
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,12 +28,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import start_llm as s
 from clients.drive import FILES, ClaudeCode, Client, OldClaudeCode, OldOpenClaw, OpenClaw, Pi
 from fewest import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 from scripted import Posted, Said, Script, Told, Wiretap, call, reply, spelled
-from serving import Message, Served, wait_until
+from serving import Message, Served, free_port, wait_until
 from tiny_models import DENSE, HYBRID, tiny_model
 
 KINDS = (DENSE, HYBRID)
@@ -59,7 +60,15 @@ CLIENT_NAMES: dict[str, type[Client]] = {
 }
 CLAUDES = [name for name, cls in CLIENT_NAMES.items() if issubclass(cls, ClaudeCode)]
 IN_BACKGROUND = {"claude-code-2.1.328"}  # its sub-agents; it can also load tools when it wants them
-ROUTES = ("direct",)  # how clients reach a server
+CASES = [(name, "direct") for name in CLIENT_NAMES]  # and how it reaches a server
+if hasattr(s, "proxy_beside"):
+    CASES += [(name, "proxy") for name in ("claude-code-2.1.328", "pi", "openclaw-2026.9.6")]
+
+
+def cases(names: Iterable[str]) -> pytest.MarkDecorator:
+    """For some clients only."""
+    chosen = [case for case in CASES if case[0] in names]
+    return pytest.mark.parametrize("case", chosen, indirect=True, ids="-".join)
 
 
 # -- the script ------------------------------------------------------------------------------------
@@ -240,22 +249,57 @@ def servers(tmp_path_factory):
 
 
 def urls_of(servers: dict[str, Served]) -> dict[str, str]:
+    """Where clients find each server, without /v1."""
     return {
         kind: f"http://127.0.0.1:{served.state.config.mlx_port}" for kind, served in servers.items()
     }
 
 
-@pytest.fixture(scope="module", params=ROUTES)
-def urls(request, servers):
-    """Where clients find each server, without /v1."""
-    return urls_of(servers)
+@contextmanager
+def proxied(served: Served) -> Iterator[str]:
+    """The same through a LiteLLM of its own."""
+    config = served.state.config.model_copy(update={"proxy_port": free_port()})
+    loaded = served.state.engine.model
+    with s.proxy_beside(config, model_id=loaded.model_id, context_length=loaded.limit):
+        yield f"http://127.0.0.1:{config.proxy_port}"
 
 
-@pytest.fixture(scope="module", params=CLIENT_NAMES)
-def name(request):
-    """A client that is installed."""
-    skip_if_missing(request.param)
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5):
+            return True
+    except OSError:
+        time.sleep(0.2)
+        return False
+
+
+@pytest.fixture(scope="module")
+def proxies(servers):
+    """Started for the first who asks, and ready."""
+    if not Path(sys.executable).with_name("litellm").exists():
+        pytest.skip("LiteLLM is not installed")
+    with ExitStack() as stack:
+        urls = {kind: stack.enter_context(proxied(served)) for kind, served in servers.items()}
+        for url in urls.values():
+            wait_until(lambda url=url: answers(url), seconds=90)
+        yield urls
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request):
+    """A client that is installed, and its route."""
+    skip_if_missing(request.param[0])
     return request.param
+
+
+@pytest.fixture(scope="module")
+def name(case):
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def urls(case, servers, request):
+    return urls_of(servers) if case[1] == "direct" else request.getfixturevalue("proxies")
 
 
 def skip_if_missing(name: str) -> None:
@@ -366,7 +410,7 @@ def test_no_request_falls_back(conversation, table):
     assert conversation.n_fallbacks <= MOST_FALLBACKS * n
 
 
-@pytest.mark.parametrize("name", sorted({*CLIENT_NAMES} - {*CLAUDES}), indirect=True)  # time
+@cases({*CLIENT_NAMES} - {*CLAUDES})  # the plain model takes too long for their prompts
 def test_the_last_reply_has_the_logits_of_a_cold_model(conversation):
     """On the tokens that the log reports; the plain model with a fresh cache, no server code."""
     said, tokens = conversation.said[-1], conversation.records[-1]["tokens"]
@@ -410,7 +454,7 @@ def post(served: Served, body: dict[str, Any]) -> None:
         answer.read()
 
 
-@pytest.mark.parametrize("name", ["pi"], indirect=True)
+@cases(["pi"])
 def test_without_the_script_no_prefill_changes(conversation, tmp_path_factory):
     """What a client sent, answered freely, and answered by a script of those very answers."""
     root, bodies = tmp_path_factory.getbasetemp(), conversation.bodies
@@ -480,7 +524,7 @@ def visit(visits, request):
     return visits[request.param]
 
 
-@pytest.mark.parametrize("name", CLAUDES, indirect=True)
+@cases(CLAUDES)
 def test_a_new_session_begins_where_they_all_do(visit, name, table):
     first = visit[DELEGATE][0]
     share = first.usage.cached / len(first.prompt)
@@ -488,7 +532,7 @@ def test_a_new_session_begins_where_they_all_do(visit, name, table):
     assert share >= LEAST_NEW_SHARE
 
 
-@pytest.mark.parametrize("name", CLAUDES, indirect=True)
+@cases(CLAUDES)
 def test_a_sub_agent_and_loaded_tools_cost_the_main_thread_nothing(visit, name, table):
     for words, talk in visit.items():
         pairs = pairwise(talk)
@@ -509,7 +553,7 @@ def connections() -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PATIENT, indirect=True)
+@cases(PATIENT)
 def test_a_client_killed_in_mid_prefill_finds_its_work_again(client, name, kind, servers, table):
     served, held, gone = servers[kind], [], threading.Event()
     forget(served)
@@ -540,7 +584,7 @@ def test_a_client_killed_in_mid_prefill_finds_its_work_again(client, name, kind,
 
 
 @pytest.mark.slow
-def test_a_slow_prefill_breaks_nothing(servers, urls, tmp_path_factory, table):
+def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
     """All that are installed wait at the same time, for servers whose model stands still."""
     names = [n for n in (*PATIENT, "openclaw-2026.9.6") if not CLIENT_NAMES[n].missing()]
     if not names or not sys.platform.startswith("linux"):
@@ -553,7 +597,7 @@ def test_a_slow_prefill_breaks_nothing(servers, urls, tmp_path_factory, table):
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         clients = [
-            stack.enter_context(running(name, urls, tmp_path_factory.mktemp(name)))
+            stack.enter_context(running(name, urls_of(servers), tmp_path_factory.mktemp(name)))
             for name in names
         ]
         for served in servers.values():
