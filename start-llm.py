@@ -473,7 +473,7 @@ class SessionLog:
 # Doors   AnswerShape, Ending, model_entry
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  494
+# Budget  493
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -589,9 +589,6 @@ class _AnyBody(BaseModel):
     function_call: Literal["none", "auto"] = "none"
 
 
-_BUDGET: Final = Field(validation_alias=AliasPath("thinking", "budget_tokens"))
-
-
 class _ChatBody(_AnyBody):
     messages: Annotated[Each[_WireMessage], Field(min_length=1)]
     tools: Each[_Tool] = []
@@ -601,7 +598,9 @@ class _ChatBody(_AnyBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: Body = {}
     response_format: Body = {}
-    thinking_budget: Annotated[_Length | None, _BUDGET] = None
+    thinking_budget: _Length | None = Field(
+        default=None, validation_alias=AliasPath("thinking", "budget_tokens")
+    )
 
 
 class _CompletionBody(_AnyBody):
@@ -968,7 +967,7 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Doors   from_anthropic, AnthropicEvents, anthropic_error, thought_id
 # Knows   CONFIG, ERRORS, WIRE
 # Thread  any; pure
-# Budget  272
+# Budget  268
 # ==============================================================================
 
 
@@ -1038,13 +1037,9 @@ def from_anthropic(
 def _chat_tools(tools: list[_MessagesTool]) -> Iterator[tuple[str, Body]]:
     for index, tool in enumerate(tools):
         if (kind := tool.get("type") or "custom") == "custom":
-            function = {
-                "name": tool["name"],
-                "description": tool.get("description"),
-                "parameters": tool.get("input_schema"),
-            }
-            deferred = bool(tool.get("defer_loading"))
-            yield tool["name"], {"function": without_nulls(function), "defer_loading": deferred}
+            known = {"name": tool["name"], "description": tool.get("description")}
+            function = without_nulls({**known, "parameters": tool.get("input_schema")})
+            yield tool["name"], {"function": function, "defer_loading": tool.get("defer_loading")}
         elif not _SERVER_TOOLS.match(kind):
             sentence = f"{kind!r} has no schema of its own here; offer it as a custom tool"
             raise BadRequest(f"tools[{index}].type: {sentence}", param=f"tools[{index}].type")
@@ -1599,12 +1594,13 @@ def reminder(text: str) -> str:
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  530
+# Budget  535
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
 _WRITERS: Final = frozenset({"write", "write_file", "create_file"})
+_NOTE_END: Final = re.compile("</system-reminder>")
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -2086,10 +2082,14 @@ class Template:
         ending = ending if text.endswith(ending) else ""
         tokens = encode(text)
         users = [found.start() for found in self._turns.find_user.finditer(text)]
+        # why(L-51): among these a new session in the same folder parts from the one before it.
+        notes = _NOTE_END.finditer(text, *(users[:2] or [len(text)]))
+        starts = {len(encode(text[: note.end()])) for note in islice(notes, 4)}
+        starts.update(_compute_msg_token_boundaries(tokens, self._turns))
         return Rendered(
             text=_BROKEN.sub(r"\1", text),
             ids=tokens,
-            boundaries=_compute_msg_token_boundaries(tokens, self._turns),
+            boundaries=tuple(sorted(starts)),
             system_end=len(encode(text[: users[0]])) if users else 0,
             last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else None,
             generation_start=len(tokens) - len(encode(ending)),
@@ -4536,15 +4536,14 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         tags = {"start": marks.tool_call_start, "end": marks.tool_call_end}
         tool_format = ToolFormat.detect(loaded.template.source, **tags, parse=marks.tool_parser)
     thinks = rendered.starts_in_reasoning
+    wanted = _constraints(loaded, request, in_reasoning=thinks, tool_format=tool_format)
     job = Job(
         prompt=_prompt(loaded, draft, config=state.config),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
-        constraints=tuple(
-            _constraints(loaded, request, in_reasoning=thinks, tool_format=tool_format)
-        ),
+        constraints=tuple(wanted),
     )
     return Prepared(loaded, draft, tool_format, job)
 
@@ -4765,7 +4764,8 @@ class Answer:
     def _shaped(self, model: str) -> AnswerShape | AnthropicEvents:
         request = self._request
         if request.kind == "messages":
-            return AnthropicEvents(request.request_id, model)
+            # why(L-52): on resume Claude Code drops the thinking of a model it did not ask for.
+            return AnthropicEvents(request.request_id, request.model or model)
         facts = (request.request_id, model, int(time.time()), request.include_usage)
         return AnswerShape(request.kind, *facts)
 

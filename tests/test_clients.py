@@ -34,7 +34,7 @@ from fewest import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 from scripted import Posted, Said, Script, Told, Wiretap, call, reply, spelled
-from serving import Message, Served, free_port, wait_until
+from serving import Message, Served, forget_pasts, free_port, wait_until
 from tiny_models import DENSE, HYBRID, tiny_model
 
 KINDS = (DENSE, HYBRID)
@@ -191,7 +191,7 @@ def words_of(message: Message) -> str:
 def forget(served: Served) -> None:
     """A server that knows nothing."""
     served.forget()
-    served.state.LEDGER.clear()
+    forget_pasts(served.state)
     read_records(served)
 
 
