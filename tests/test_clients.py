@@ -166,7 +166,9 @@ def meant(bodies: list[dict[str, Any]]) -> list[list[Message]]:
     told: dict[str, int] = {}  # carriers, and the messages behind which they were first
     found = []
     for body in bodies:
-        messages = [dict(message) for message in body["messages"]]
+        messages = [
+            {"content": None, **message} for message in body["messages"]
+        ]  # LiteLLM drops it
         if (last := words_of(messages[-1])).startswith(CARRIER):
             messages.pop()
             told.setdefault(last, len(messages) - 1)
@@ -182,7 +184,7 @@ def meant(bodies: list[dict[str, Any]]) -> list[list[Message]]:
 
 
 def words_of(message: Message) -> str:
-    content = message["content"] or ""
+    content = message.get("content") or ""
     return (
         content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     )
@@ -258,7 +260,9 @@ def urls_of(servers: dict[str, Served]) -> dict[str, str]:
 @contextmanager
 def proxied(served: Served) -> Iterator[str]:
     """The same through a LiteLLM of its own."""
-    config = served.state.config.model_copy(update={"proxy_port": free_port()})
+    config = served.state.config
+    own = {"enable_proxy": True, "proxy_port": free_port(), "log_root": f"{config.log_root}-proxy"}
+    config = config.model_copy(update=own)
     loaded = served.state.engine.model
     with s.proxy_beside(config, model_id=loaded.model_id, context_length=loaded.limit):
         yield f"http://127.0.0.1:{config.proxy_port}"
@@ -342,7 +346,7 @@ def results_of(body: dict[str, Any]) -> list[str]:
     """What tools gave."""
     found = [words_of(one) for one in body["messages"] if one["role"] == "tool"]
     for message in body["messages"]:
-        parts = message["content"] if isinstance(message["content"], list) else []
+        parts = message["content"] if isinstance(message.get("content"), list) else []
         found += [words_of(part) for part in parts if part["type"] == "tool_result"]
     return found
 
@@ -351,7 +355,7 @@ def answers_of(body: dict[str, Any]) -> list[tuple[str, int]]:
     """(thought, number of calls) of each reply that the client sends back."""
     found = []
     for message in (one for one in body["messages"] if one["role"] == "assistant"):
-        blocks = message["content"] if isinstance(message["content"], list) else []
+        blocks = message["content"] if isinstance(message.get("content"), list) else []
         thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
         calls = [block for block in blocks if block["type"] == "tool_use"]
         calls += message.get("tool_calls") or []
