@@ -496,6 +496,36 @@ def test_max_tokens_and_stop_sequences_have_their_reasons(sdk):
     assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 2)
 
 
+def test_output_config_binds_the_answer(sdk):
+    """As a client asks for a title: no tools, no thinking, a schema."""
+    schema = {
+        "type": "object",
+        "properties": {"title": {"type": "string", "maxLength": 30}, "done": {"type": "boolean"}},
+        "required": ["title", "done"],
+        "additionalProperties": False,
+    }
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    fields = {"tools": [], "thinking": {"type": "disabled"}, "output_config": wanted}
+    for stream in (True, False):
+        message = ask(sdk, [user(text("Name this talk."))], stream=stream, **fields)
+        title = json.loads(message.content[0].text)
+        assert set(title) == {"title", "done"}
+        assert isinstance(title["done"], bool)
+    schema["properties"]["title"] = {"type": "nonsense"}
+    with pytest.raises(anthropic.BadRequestError):
+        ask(sdk, [user(text("Name this talk."))], stream=True, **fields)
+
+
+@pytest.mark.parametrize("budget", [1, 3])
+def test_a_thinking_budget_is_kept(served, sdk, budget):
+    fields = {"tools": [], "thinking": {"type": "enabled", "budget_tokens": budget}}
+    message = ask(sdk, [user(text("Tell me."))], stream=True, **fields)
+    assert message.content[0].type == "thinking"
+    n_thought = len(served.scribe.ids(message.content[0].thinking))
+    assert n_thought <= budget
+    assert message.content[-1].type == "text"
+
+
 def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk, monkeypatch):
     with pytest.raises(anthropic.BadRequestError) as refusal:
         ask(sdk, [user({"type": "hologram"})], stream=True)

@@ -20,12 +20,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import psutil
 import pytest
 import start_llm as s
-from serving import Client, Served, Talk, free_port, user, wait_until
+from serving import Client, Served, Talk, free_port, functions_of, user, wait_until
 from start_llm import Config, Proxy, proxy_beside, proxy_settings
+from test_messages import SYSTEM, as_chat, ask, react, text, total
+from test_messages import user as blocks
 from tiny_models import DENSE, tiny_model
 
 KEY = "hidden words 1"
@@ -295,7 +298,12 @@ class Lab:
         real = proxy_settings(self.served.state.config, model_id=self.model_id, context_length=2048)
         config = Config(mlx_port=self.stub.server_port, proxy_model_id="stubbed")
         stubbed = proxy_settings(config, model_id="stubbed", context_length=2048)
-        wanted = [row for row in real["model_list"] if row["model_name"] != "claude-*"]
+        # what LiteLLM knows of a model comes from all of its rows; the stub has the name "claude-*"
+        renamed = {"claude-*": "own-claude-*"}
+        wanted = [
+            {**row, "model_name": renamed.get(row["model_name"], row["model_name"])}
+            for row in real["model_list"]
+        ]
         wanted += [row for row in stubbed["model_list"] if row["model_name"] != "*"]
         files = folder / "litellm"
         command = [sys.executable, str(LITELLM), "--config", f"{files}.json"]
@@ -351,6 +359,42 @@ def test_a_conversation_is_the_same_through_litellm_and_so_is_what_is_cached(lab
     assert any(reasoning for reasoning, _ in words)
     assert any(calls)
     assert all(cached > 300 for _, cached, _ in counts[1:])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_both_sdks_say_and_find_the_same_on_both_ports(lab, stream):
+    """A tool conversation by four ways in turn: one reply, one count of tokens, one cache."""
+    served, model = lab.served, lab.model_id
+    served.forget()
+    ports = (served.state.config.mlx_port, lab.port)
+    chats = [Client(port) for port in ports]
+    bases = [f"http://127.0.0.1:{port}" for port in ports]
+    messages_apis = [anthropic.Anthropic(base_url=b, api_key="none", max_retries=0) for b in bases]
+    talk, history = Talk(chats[0], 5), [blocks(text("What is in the readme?"))]
+    talk.messages = [{"role": "system", "content": SYSTEM}, user("What is in the readme?")]
+    for n in range(3):
+        ours = [ask(sdk, history, stream=stream, model=model) for sdk in messages_apis]
+        theirs = [chat.ask(talk.messages, stream=stream) for chat in chats]
+        said = [as_chat(message) for message in ours]
+        for exchange in theirs:
+            calls = [(f["name"], json.loads(f["arguments"])) for f in functions_of(exchange.answer)]
+            thought, words = (
+                exchange.answer.get(k) or "" for k in ("reasoning_content", "content")
+            )
+            said.append((thought, words, calls))
+        assert all(one == said[0] for one in said), said
+        sizes = [*(total(m.usage) for m in ours), *(e.usage["prompt_tokens"] for e in theirs)]
+        assert len(set(sizes)) == 1, sizes
+        cached = [ours[1].usage.cache_read_input_tokens, *(e.n_cached for e in theirs)]
+        assert cached == [sizes[0] - 1] * 3, "who came later prefilled something"
+        history += react(ours[n % 2], n)
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": f"result {n} of {i}"}
+            for i, call in enumerate(theirs[n % 2].answer.get("tool_calls") or ())
+        ]
+        talk.messages += [theirs[n % 2].answer, *(results or [user(f"and number {n}?")])]
+    for one in (*chats, *messages_apis):
+        one.close()
 
 
 def test_a_prompt_too_long_is_a_400_in_the_words_that_agents_look_for(lab):
