@@ -5434,7 +5434,7 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
                 server.server_close()
             why = f"cannot listen on {host}:{port}: {error.strerror or error}"
             if error.errno == errno.EADDRINUSE:
-                why = f"port {port} on {host} is taken by another program; stop it or set MLX_PORT"
+                why = f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
             raise ConfigError(why) from error
     return servers
 

@@ -527,7 +527,7 @@ def test_thinking_outlives_the_past_it_was_part_of() -> None:
     """What is rendered again for want of a past is healed, where the template prints it."""
     server = Server()
     server.say(server.draft([SYSTEM, USER]), THOUGHT)
-    server.book.clear()
+    server.book._pasts.clear()
     draft = server.draft([SYSTEM, USER, FINE, NEXT])
     assert draft.past is None and "because of it" in server.text(draft)
 
@@ -850,16 +850,6 @@ def test_zero_seconds_are_for_ever() -> None:
     messages = fill(server, 1)
     server.now += 10**9
     assert server.draft(messages).past
-
-
-def test_clear_forgets_heads_too() -> None:
-    server = Server()
-    messages = fill(server, 1)
-    server.draft([head_with("id-1"), USER])
-    server.book.clear()
-    assert server.book.snapshot() == {"transcripts": 0, "heads": 0, "bytes": 0}
-    assert not server.draft(messages).past
-    assert restated(server.text(server.draft([head_with("id-2"), USER]))) == []
 
 
 # -- all of it at once --------------------------------------------------------------------
