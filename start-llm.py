@@ -1594,13 +1594,12 @@ def reminder(text: str) -> str:
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  535
+# Budget  534
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
 _WRITERS: Final = frozenset({"write", "write_file", "create_file"})
-_NOTE_END: Final = re.compile("</system-reminder>")
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -1975,6 +1974,7 @@ class Rendered:
     boundaries: tuple[int, ...] = ()  # where messages and the generation prompt begin, ascending
     system_end: int = 0  # where the first user message begins, after system prompt and tools
     last_user_start: int | None = None  # None where no message is the user's
+    note_ends: tuple[int, ...] = ()  # of the first reminders from the first user message on
     generation_start: int = 0  # len(tokens) where the template prints no generation prompt
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
 
@@ -2083,13 +2083,12 @@ class Template:
         tokens = encode(text)
         users = [found.start() for found in self._turns.find_user.finditer(text)]
         # why(L-51): among these a new session in the same folder parts from the one before it.
-        notes = _NOTE_END.finditer(text, *(users[:2] or [len(text)]))
-        starts = {len(encode(text[: note.end()])) for note in islice(notes, 4)}
-        starts.update(_compute_msg_token_boundaries(tokens, self._turns))
+        notes = re.compile("</system-reminder>").finditer(text, *(users[:2] or [len(text)]))
         return Rendered(
             text=_BROKEN.sub(r"\1", text),
             ids=tokens,
-            boundaries=tuple(sorted(starts)),
+            boundaries=_compute_msg_token_boundaries(tokens, self._turns),
+            note_ends=tuple(len(encode(text[: note.end()])) for note in islice(notes, 4)),
             system_end=len(encode(text[: users[0]])) if users else 0,
             last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else None,
             generation_start=len(tokens) - len(encode(ending)),
@@ -2133,7 +2132,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  282
+# Budget  283
 # ==============================================================================
 
 _Place = tuple[int, str]  # message, rule
@@ -2343,6 +2342,7 @@ class Ledger:
             ids=np.concatenate([*ids, suffix.ids]),
             boundaries=(*before.boundaries, *(kept + b for b in suffix.boundaries)),
             system_end=before.system_end,
+            note_ends=before.note_ends,
             last_user_start=before.last_user_start if user is None else kept + user,
             generation_start=kept + suffix.generation_start,
         )
@@ -4576,7 +4576,7 @@ def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
 def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     """Ends of the head and of the messages, the last user's, and what a tool loop adds to it."""
     last_user = rendered.last_user_start or 0
-    fixed = {rendered.system_end, last_user, rendered.generation_start}
+    fixed = {rendered.system_end, *rendered.note_ends, last_user, rendered.generation_start}
     recent = {b for b in rendered.boundaries if b >= last_user}
     return tuple(sorted(fixed | recent))
 
