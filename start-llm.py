@@ -184,7 +184,7 @@ class Config(BaseModel):
     # -- server
     mlx_host: str = "127.0.0.1"  # address to listen on; loopback means both 127.0.0.1 and ::1
     mlx_port: _Port = 8080  # TCP port
-    max_connections: _Positive = 256  # open sockets
+    max_connections: Annotated[int, Field(ge=1, le=900)] = 256  # open sockets
     max_queued_requests: _Positive = 256  # requests waiting for the model
     max_body_bytes: _Positive = 67_108_864  # bytes of one request body (64 MiB)
     keepalive_seconds: _Interval = 10.0  # between events of a stream that waits
@@ -598,7 +598,7 @@ class _ChatBody(_AnyBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: Body = {}
     response_format: Body = {}
-    thinking_budget: _Length | None = Field(
+    thinking_budget: Annotated[int, Field(ge=0)] | None = Field(
         default=None, validation_alias=AliasPath("thinking", "budget_tokens")
     )
 
@@ -967,7 +967,7 @@ def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
 # Doors   from_anthropic, AnthropicEvents, anthropic_error, thought_id
 # Knows   CONFIG, ERRORS, WIRE
 # Thread  any; pure
-# Budget  268
+# Budget  273
 # ==============================================================================
 
 
@@ -1028,18 +1028,22 @@ def from_anthropic(
         "stop": asked.stop_sequences,
         "reasoning_effort": asked.output_config.get("effort"),
     }
-    if isinstance(wanted := asked.output_config.get("format"), dict):
+    wanted = asked.output_config.get("format", given.get("output_format"))
+    if isinstance(wanted, dict):
         chat["response_format"] = {**wanted, "json_schema": {"schema": wanted.get("schema")}}
     request = ChatRequest.from_chat(chat, config, request_id=request_id, headers=headers)
     return replace(request, kind="messages")
 
 
 def _chat_tools(tools: list[_MessagesTool]) -> Iterator[tuple[str, Body]]:
+    # Anthropic's own search never runs here: what it would find has to be there already.
+    is_searched = any((tool.get("type") or "").startswith("tool_search_") for tool in tools)
     for index, tool in enumerate(tools):
         if (kind := tool.get("type") or "custom") == "custom":
             known = {"name": tool["name"], "description": tool.get("description")}
             function = without_nulls({**known, "parameters": tool.get("input_schema")})
-            yield tool["name"], {"function": function, "defer_loading": tool.get("defer_loading")}
+            is_late = bool(tool.get("defer_loading")) and not is_searched
+            yield tool["name"], {"function": function, "defer_loading": is_late}
         elif not _SERVER_TOOLS.match(kind):
             sentence = f"{kind!r} has no schema of its own here; offer it as a custom tool"
             raise BadRequest(f"tools[{index}].type: {sentence}", param=f"tools[{index}].type")
@@ -1061,7 +1065,7 @@ def _chat_messages(
             continue
         if parts:
             yield {"role": role, "content": parts}
-        results = _parts(block.get("content", ""), tools, param=f"{here}.content")
+        results = _parts(without_nulls(block).get("content", ""), tools, param=f"{here}.content")
         if block.get("is_error") and not any("error" in r["text"].lower() for r in results):
             results.insert(0, {"type": "text", "text": "Error:"})  # no chat has a field for it
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": results}
@@ -1109,8 +1113,8 @@ def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
             return f"<tool>\n{json.dumps(function, ensure_ascii=False)}\n</tool>"
         case {"type": "document", "source": {"type": "text", "data": str() as text}}:
             return text
-        case {"type": "image", "source": {"data": str() as pixels}}:
-            digest = hashlib.sha256(pixels.encode()).hexdigest()[:12]
+        case {"type": "image", "source": dict() as source}:
+            digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:12]
             return f"[an image, sha256 {digest}, that this model cannot see: it only reads text]"
     raise _unreadable(block, param)
 
@@ -1185,7 +1189,8 @@ class AnthropicEvents:
             block["signature"] = thought_id(block["thinking"])
             events = [self._delta("signature_delta", signature=block["signature"])]
         elif block["type"] == "tool_use":
-            block["input"] = json.loads(self._arguments or "{}")
+            with suppress(BadRequest):  # what no reader of JSON takes
+                block["input"] = parse_json_body((self._arguments or "{}").encode())
         self._open = None
         return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
@@ -1294,7 +1299,7 @@ class HealingStore:
         """The thinking that led to this reply; "" where none is known."""
         digest, named = reply_digest(reply), reply.get("thought_id")
         with self._healing_lock:
-            if named and digest not in self._thoughts:  # its words were changed: seldom
+            if digest not in self._thoughts and str(named).startswith("start-llm-"):  # changed
                 known = (d for d, thought in self._thoughts.items() if thought_id(thought) == named)
                 digest = next(known, b"")
             if digest in self._thoughts:
@@ -3055,7 +3060,7 @@ def _update_session_turn_store(
 # Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  305
+# Budget  301
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3124,10 +3129,6 @@ class LoadedModel:
     eos_ids: frozenset[int]
     markup: Markup
     size: ModelSize
-
-    def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one reply, on any thread."""
-        return Detokenizer(self.tokenizer.backend_tokenizer, self.markup.hidden_ids)
 
 
 class Detokenizer:
@@ -4467,10 +4468,10 @@ class ReplyStream:
 # when nothing is new for a while: HTTP then looks whether the client is still there.
 #
 # Doors   ServerState, Answer, Bodies, token_count
-# Doors   health_body, status_body, models_body, model_body
+# Doors   health, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  519
+# Budget  516
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4668,12 +4669,10 @@ class StopStrings:
             return ""
         text = self._held + text
         match = self._pattern.search(text, partial=True)
-        if match is None:
-            self._held = ""
-            return text
-        self.hit = "" if match.partial else match[0]
-        self._held = text[match.start() :] if match.partial else ""
-        return text[: match.start()]
+        start = match.start() if match else len(text)
+        self.hit = match[0] if match and not match.partial else ""
+        self._held = "" if self.hit else text[start:]
+        return text[:start]
 
     def finish(self) -> str:
         return self._held
@@ -4696,7 +4695,8 @@ class Listener:
         in_reasoning = prepared.draft.rendered.starts_in_reasoning
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
         self.stream = ReplyStream(self.splitter, calls)
-        self._detokenizer = prepared.loaded.detokenizer()
+        backend = prepared.loaded.tokenizer.backend_tokenizer
+        self._detokenizer = Detokenizer(backend, markup.hidden_ids)
         self.stops = StopStrings(request.stop)
         ids = [prepared.loaded.template.encode(tag) for tag in (start, end, call) if tag]
         # of the tags, if each is a token of its own
@@ -4722,7 +4722,7 @@ class Listener:
         if not text:
             return []
         # A tag the model means is a token of its own; the same characters in others are a quote.
-        literal = bool(self._tag_ids) and token not in self._tag_ids
+        literal = bool(self._tag_ids) and token not in self._tag_ids and not self.stops.finish()
         return self.stream.feed(self.stops.feed(text), literal=literal)
 
     def generated(self, prepared: Prepared, session: str) -> Generated | None:
@@ -4842,14 +4842,11 @@ class Answer:
         return {"content": entries} if self._request.logprobs else None
 
     def _ending(self) -> Ending:
-        finish: FinishReason = "length"
-        if self._listener.stream.n_calls:
-            finish = "tool_calls"
-        elif self._end and self._end.reason == "stop":
-            finish = "stop"
-        return Ending(
-            finish, self._usage(), self._listener.stops.hit or None, self._take_logprobs()
-        )
+        stop = self._listener.stops.hit or None
+        finish: FinishReason = "length"  # a call that was cut is none to run
+        if self._listener.is_over or (self._end and self._end.reason == "stop"):
+            finish = "tool_calls" if self._listener.stream.n_calls and not stop else "stop"
+        return Ending(finish, self._usage(), stop, self._take_logprobs())
 
     def _usage(self) -> Usage:
         n_prompt, n_out = self._prepared.job.n_prompt, len(self._listener.ids)
@@ -4931,10 +4928,11 @@ def _streamed(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [{**opened, "function": {"name": delta.name, **function}}]}
 
 
-def health_body(state: ServerState) -> dict[str, Any]:
-    """`status` is "ok" only while the model thread lives and the model is loaded."""
+def health(state: ServerState) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body; "ok" only while the model thread lives and the model is loaded."""
     said = {"ready": "ok", "loading": "loading", "dead": "error"}[state.engine.state]
-    return without_nulls({"status": said, "error": state.engine.trouble})
+    body = {"status": said, "error": state.engine.trouble}
+    return 200 if said == "ok" else 503, without_nulls(body)
 
 
 def status_body(state: ServerState) -> dict[str, Any]:
@@ -4985,7 +4983,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 # Doors   LLMServer, Handler
 # Knows   ERRORS, LOG, WIRE, MESSAGES, ANSWER
 # Thread  connection
-# Budget  251
+# Budget  247
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
@@ -5106,13 +5104,9 @@ class Handler(BaseHTTPRequestHandler):
         request = self._read_request(from_anthropic)
         self._send_json(200, token_count(self.server.state, request))
 
-    def _get_health(self) -> None:
-        body = health_body(self.server.state)
-        self._send_json(200 if body["status"] == "ok" else 503, body)
-
     _ROUTES: ClassVar[Mapping[str, tuple[str, Callable[[Handler], None]]]] = {
-        "/": ("GET", _get_health),
-        "/health": ("GET", _get_health),
+        "/": ("GET", lambda h: h._send_json(*health(h.server.state))),
+        "/health": ("GET", lambda h: h._send_json(*health(h.server.state))),
         "/v1/status": ("GET", lambda h: h._send_json(200, status_body(h.server.state))),
         "/v1/models": ("GET", lambda h: h._send_json(200, models_body(h.server.state))),
         "/v1/models/*": ("GET", lambda h: h._send_json(200, model_body(h.server.state, h._id))),
@@ -5175,7 +5169,7 @@ class Handler(BaseHTTPRequestHandler):
             raise ClientGone
 
     def _send_json(self, status: int, body: object, **headers: str) -> None:
-        payload = json.dumps(body, ensure_ascii=False).encode()
+        payload = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         length = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
         self._begin(status, length | headers)
         if self.command != "HEAD":
@@ -5237,7 +5231,7 @@ class Handler(BaseHTTPRequestHandler):
 # Doors   Proxy, proxy_settings, proxy_beside, is_open
 # Knows   CONFIG, LOG
 # Thread  proxy pump
-# Budget  151
+# Budget  157
 # ==============================================================================
 
 _DAY: Final = 86_400  # seconds without a byte: a long prefill is no failure
@@ -5264,12 +5258,14 @@ def proxy_settings(config: Config, *, model_id: str, context_length: int) -> dic
     routes = {config.proxy_model_id or model_id: own, "claude-*": claude}
     routes |= {} if config.strict_model_names else {"*": own}
     rows = [{"model_name": name, "litellm_params": to} for name, to in routes.items()]
-    lock = "master_key" if config.proxy_api_key else "dangerously_permit_weak_or_unset_master_key"
+    # The lack of a key, or one that LiteLLM thinks weak, is meant.
+    lock: dict[str, Any] = {"dangerously_permit_weak_or_unset_master_key": True}
+    lock |= {"master_key": config.proxy_api_key} if config.proxy_api_key else {}
     sessions = {"forward_client_headers_to_llm_api": True}
     ping = {"sse_keepalive_ping_interval_seconds": config.keepalive_seconds}
     return {
         "model_list": [row | {"model_info": about} for row in rows],
-        "general_settings": {**sessions, lock: config.proxy_api_key or True},
+        "general_settings": {**sessions, **lock},
         "litellm_settings": {**ping, "request_timeout": _DAY, "drop_params": True},
         "router_settings": {"timeout": _DAY, "num_retries": 0, "disable_cooldowns": True},
     }
@@ -5314,7 +5310,10 @@ class Proxy:
         with suppress(OSError, ValueError, psutil.Error):
             pid, parent = map(int, Path(f"{self.files}.pid").read_text().split())
             stale = psutil.Process(pid)
-            if f"{self.files}.json" in stale.cmdline() and stale.ppid() != parent:
+            if f"{self.files}.json" in stale.cmdline():
+                if stale.ppid() == parent:
+                    log.error("no proxy: LiteLLM (pid %d) of another start-llm is there", pid)
+                    return
                 log.warning("ending LiteLLM (pid %d), left over from a server that is gone", pid)
                 _end_group(pid)
         while not stop.is_set():
@@ -5335,6 +5334,7 @@ class Proxy:
         """One life of the command, told while it starts: its exit status. Raises OSError."""
         self.files.parent.mkdir(parents=True, exist_ok=True)
         settings, log_file, pid_file = (Path(f"{self.files}.{s}") for s in ("json", "log", "pid"))
+        settings.unlink(missing_ok=True)  # it may have been readable for all
         for path in (settings, log_file):
             path.touch(mode=0o600)
         settings.write_text(self.settings)

@@ -131,6 +131,8 @@ def test_another_image_is_another_text_and_says_that_it_cannot_be_seen():
         wrapped = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
         return said(user(wrapped if where else block))[0][1]
 
+    source = {"type": "url", "url": "https://example.org/cat.png"}
+    assert "cannot see" in said(user({"type": "image", "source": source}))[0][1][0]
     assert told("AAAA") == told("AAAA") == told("AAAA", inside=True) != told("AAAB")
     assert "cannot see" in told("AAAA")[0]
 
@@ -244,6 +246,23 @@ def test_a_fault_is_named_by_its_place(fields, param):
 def test_a_prompt_too_long_says_so_in_the_words_agents_look_for():
     error = anthropic_error(s.ContextTooLong(2000, 1000))["error"]
     assert error["message"] == "prompt is too long: 2000 tokens > 1000 maximum"
+
+
+def test_with_anthropics_own_search_deferred_tools_are_there_at_once():
+    later = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    request = asked(tools=[search, later])
+    assert [tool["function"]["name"] for tool in request.tools] == ["later"]
+    assert not request.deferred
+
+
+def test_odd_numbers_and_characters_in_a_call_end_no_answer():
+    for arguments in ('{"a": "\\ud83d"}', '{"a": ' + "9" * 5000 + "}", "[" * 2000 + "]" * 2000):
+        shape = AnthropicEvents("r1", "m")
+        opened = {"index": 0, "id": "c", "function": {"name": "f", "arguments": arguments}}
+        shape.say({"tool_calls": [opened]})
+        body = shape.whole({}, Ending("tool_calls", USAGE))
+        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
 
 
 # -- what the events build -------------------------------------------------------------------------
@@ -505,6 +524,13 @@ def test_output_config_binds_the_answer(sdk):
         "additionalProperties": False,
     }
     wanted = {"format": {"type": "json_schema", "schema": schema}}
+    older = from_anthropic(
+        {"messages": [user(text("x"))], "output_format": wanted["format"]},
+        CONFIG,
+        request_id="r",
+        headers={},
+    )
+    assert older.schema == schema
     fields = {"tools": [], "thinking": {"type": "disabled"}, "output_config": wanted}
     for stream in (True, False):
         message = ask(sdk, [user(text("Name this talk."))], stream=stream, **fields)
@@ -543,6 +569,18 @@ def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk, 
         ask(sdk, [user(text("fail"))], stream=True)
     assert broken.value.body["error"]["type"] == "api_error"
     assert "planted" not in str(broken.value)
+
+
+def test_a_call_that_was_cut_is_not_reported_as_one_to_run(served, sdk):
+    """Half a file must not be written."""
+    messages = [user(text("What is in the readme?"))]
+    whole = ask(sdk, messages, stream=False, tool_choice={"type": "any"})
+    assert whole.stop_reason == "tool_use"
+    n_out = whole.usage.output_tokens
+    for stream in (True, False):
+        choice = {"type": "any"}
+        cut = ask(sdk, messages, stream=stream, tool_choice=choice, max_tokens=n_out - 4)
+        assert cut.stop_reason == "max_tokens"
 
 
 def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):

@@ -554,13 +554,17 @@ def test_the_context_length(facts: dict[str, Any], tokenizer_length: int, expect
 # -- text ------------------------------------------------------------------------------------
 
 
+def detokenizer_of(loaded: Any) -> Any:
+    return Detokenizer(loaded.tokenizer.backend_tokenizer, loaded.markup.hidden_ids)
+
+
 def spoken(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
     return [detokenizer.feed(token) for token in ids] + [detokenizer.finish()]
 
 
 def test_text_of_a_reply_is_what_decoding_it_at_once_gives(loaded: LoadedModel) -> None:
     ids = loaded.tokenizer.encode(" " + TEXT, add_special_tokens=False)
-    pieces = spoken(loaded.detokenizer(), ids)
+    pieces = spoken(detokenizer_of(loaded), ids)
     assert "".join(pieces) == " " + TEXT  # with its leading space
     assert not any("\ufffd" in piece for piece in pieces)
     assert sum(piece != "" for piece in pieces) > len(TEXT) // 4  # it streams
@@ -573,19 +577,19 @@ def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(loaded: Loaded
         ids = [rng.randrange(len(loaded.tokenizer)) for _ in range(rng.randrange(40))]
         shown = [token for token in ids if token not in hidden]
         want = loaded.tokenizer.decode(shown, skip_special_tokens=False)
-        assert "".join(spoken(loaded.detokenizer(), ids)) == want
+        assert "".join(spoken(detokenizer_of(loaded), ids)) == want
 
 
 def test_hidden_ids_make_no_text_and_markup_does(loaded: LoadedModel) -> None:
     encode = loaded.tokenizer.convert_tokens_to_ids
     ids = [encode(name) for name in ("<|im_start|>", "<think>", "<|im_end|>", "<tool_call>")]
-    assert "".join(spoken(loaded.detokenizer(), ids)) == "<think><tool_call>"
-    assert loaded.detokenizer().feed(len(loaded.tokenizer) + 5) == ""  # a padding row of the head
+    assert "".join(spoken(detokenizer_of(loaded), ids)) == "<think><tool_call>"
+    assert detokenizer_of(loaded).feed(len(loaded.tokenizer) + 5) == ""  # a padding row of the head
 
 
 def test_a_character_cut_off_at_the_end_is_told_once(loaded: LoadedModel) -> None:
     ids = loaded.tokenizer.encode("a\U0001f9ff", add_special_tokens=False)[:-1]
-    detokenizer = loaded.detokenizer()
+    detokenizer = detokenizer_of(loaded)
     assert "".join(detokenizer.feed(token) for token in ids) == "a"
     assert set(detokenizer.finish()) == {"\ufffd"}
     assert detokenizer.finish() == ""
@@ -596,7 +600,7 @@ def test_detokenizers_on_many_threads_do_not_meet(loaded: LoadedModel) -> None:
     texts: list[str] = []
 
     def work() -> None:
-        texts.append("".join(spoken(loaded.detokenizer(), ids)))
+        texts.append("".join(spoken(detokenizer_of(loaded), ids)))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
