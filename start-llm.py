@@ -470,10 +470,10 @@ class SessionLog:
 # Doors   Body, Each, Name, given_fields, checked, without_nulls
 # Doors   Message, OriginalMessages, KvOffset
 # Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
-# Doors   AnswerShape, Ending, model_entry
+# Doors   AnswerShape, Ending
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  493
+# Budget  487
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -945,12 +945,6 @@ class AnswerShape(NamedTuple):
         head = {"id": f"{prefix}-{self.request_id}", "object": name, "created": self.created}
         usages = {} if usage is None else {"usage": usage.body()}
         return {**head, "model": self.model, "choices": choices, **usages}
-
-
-def model_entry(model_id: str, created: int, *, context_length: int) -> Body:
-    """One model of GET /v1/models; both names of its context length (tokens) are in use."""
-    entry = {"id": model_id, "object": "model", "created": created, "owned_by": "start-llm"}
-    return {**entry, "context_length": context_length, "max_model_len": context_length}
 
 
 # endregion
@@ -2137,7 +2131,7 @@ class Template:
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  283
+# Budget  286
 # ==============================================================================
 
 _Place = tuple[int, str]  # message, rule
@@ -2167,7 +2161,9 @@ class Transcript:
         """Texts are counted as much as the tokens that tell them."""
         told, positions = self.draft.told, self.draft.rendered.boundaries
         n_pointers = sum(map(len, (positions, self.reply.hashes, self.thoughts, told.notes)))
-        return 2 * self.ids.nbytes + 8 * n_pointers + 300 * len(told.pins) + 1_000
+        is_shared = self.draft.past and self.draft.past.draft.told.pins is told.pins
+        n_pins = 0 if is_shared else len(told.pins)
+        return 2 * self.ids.nbytes + 8 * n_pointers + 300 * n_pins + 1_000
 
     def fits(self, turns: Sequence[Turn]) -> bool:
         """Whether all thinking that the client sent is what was generated there."""
@@ -2400,7 +2396,8 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
         messages.append({**turn.message, "content": "\n\n".join(filter(None, said))})
         heard.update(news)
         notes += news
-    return messages, _Told({**known.pins, **pins}, tuple(notes))
+    fresh = {place: values for place, values in pins.items() if known.pins.get(place) != values}
+    return messages, _Told({**known.pins, **fresh} if fresh else known.pins, tuple(notes))
 
 
 # endregion
@@ -3057,10 +3054,11 @@ def _update_session_turn_store(
 # Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
 # a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
 #
-# Doors   LoadedModel, ModelError, resolve_model, load_model, banner, device_memory_bytes
+# Doors   LoadedModel, Detokenizer, ModelError
+# Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  301
+# Budget  302
 # ==============================================================================
 
 _DEMO: Final = "demo"
@@ -3713,7 +3711,7 @@ class Scheduler:
             if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
                 # A running row will soon hold more of this prompt; it is told where to stop.
                 for row in [row for row in self.rows if row.line is reuse.line]:
-                    row.stops = sorted({*row.stops, reuse.promised})
+                    row.stops = sorted({*row.stops, min(reuse.promised, row.job.n_prompt - 1)})
                 return True
             if self._make_room(ticket.job, reuse):
                 self._start(ticket)
@@ -4388,7 +4386,7 @@ class ToolCallStream:
         body, _, self._unread = self._unread.partition(start)[2].partition(end)
         try:
             found = _listed(self._format.parse(body, self._tools))
-            calls = [(call["name"], _json(dict(call["arguments"]))) for call in found]
+            calls = [(call["name"], _json(dict(call.get("arguments") or {}))) for call in found]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return
         for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
@@ -4471,7 +4469,7 @@ class ReplyStream:
 # Doors   health, status_body, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  516
+# Budget  517
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4750,8 +4748,8 @@ class Answer:
         self._request = request
         self._began = time.monotonic()
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
-            # why(L-35): rendering must not slow down those who stream
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            with suppress(OSError):  # why(L-35): rendering must not slow down those who stream
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         self._prepared = prepare(state, request)
         self._listener = Listener(self._prepared, request)
         self._shape = self._shaped(self._prepared.loaded.model_id)
@@ -4930,9 +4928,9 @@ def _streamed(delta: Delta) -> dict[str, Any]:
 
 def health(state: ServerState) -> tuple[int, dict[str, Any]]:
     """HTTP status and body; "ok" only while the model thread lives and the model is loaded."""
-    said = {"ready": "ok", "loading": "loading", "dead": "error"}[state.engine.state]
-    body = {"status": said, "error": state.engine.trouble}
-    return 200 if said == "ok" else 503, without_nulls(body)
+    said = {"ready": (200, "ok"), "loading": (503, "loading"), "dead": (503, "error")}
+    status, word = said[state.engine.state]
+    return status, without_nulls({"status": word, "error": state.engine.trouble})
 
 
 def status_body(state: ServerState) -> dict[str, Any]:
@@ -4959,7 +4957,8 @@ def models_body(state: ServerState) -> dict[str, Any]:
     """GET /v1/models: the one model that is loaded. Raises NotReady."""
     loaded = state.engine.model
     n_most = min(loaded.limit, state.engine.capacity_tokens)
-    entry = model_entry(loaded.model_id, state.started, context_length=n_most)
+    entry = {"id": loaded.model_id, "object": "model", "created": state.started}
+    entry |= {"owned_by": "start-llm", "context_length": n_most, "max_model_len": n_most}
     return {"object": "list", "data": [entry]}
 
 

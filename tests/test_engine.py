@@ -334,6 +334,17 @@ def test_a_planted_fault_is_noticed(bench, monkeypatch, fault, kind, scenario):
         assert max(b.worst(t, ids) for t, ids, _ in results) <= TOLERANCE.get(kind, 0.0)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_a_prompt_that_goes_on_from_one_still_in_prefill_harms_neither(bench, kind):
+    """As completions do while somebody types; the first cannot stop behind its own end."""
+    b, rng = bench(kind, prefill_step_size=64), np.random.default_rng(5)
+    first = words(rng, 3000)
+    tickets = [b.submit(first, n=4), b.submit(first + words(rng, 100), n=4)]
+    for ticket in tickets:
+        ids, _ = b.finish(ticket)
+        assert b.worst(ticket, ids) == 0.0
+
+
 def test_a_failure_while_starting_costs_that_request_and_nothing_after_it(bench, monkeypatch):
     b, rng = bench("qwen3"), np.random.default_rng(3)
     past, real = words(rng, 400), s.lend_span

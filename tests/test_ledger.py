@@ -524,6 +524,22 @@ def test_thinking_that_the_client_changed_refuses_the_past(model: str) -> None:
     assert invented.past is None
 
 
+def test_a_tool_loop_tells_no_pinned_value_again_and_holds_none() -> None:
+    """Bytes of a past are those of what it adds, however much was told before."""
+    server, sizes = Server(), []
+    stamps = [f"[Wed 2026-02-18 20:{m:02} UTC] question {m}" for m in range(40)]
+    messages = [SYSTEM]
+    for stamp in stamps:
+        messages += [said("user", stamp), FINE]
+    messages.append(NEXT)
+    for n in range(6):
+        before = server.book.snapshot()["bytes"]
+        server.say(server.draft(messages), asks(f"call {n}"))
+        sizes.append(server.book.snapshot()["bytes"] - before)
+        messages += [asks(f"call {n}"), result(f"result {n}")]
+    assert max(sizes[1:]) < 0.3 * sizes[0]
+
+
 def test_thinking_outlives_the_past_it_was_part_of() -> None:
     """What is rendered again for want of a past is healed, where the template prints it."""
     server = Server()

@@ -571,6 +571,15 @@ def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk, 
     assert "planted" not in str(broken.value)
 
 
+def test_a_stop_sequence_that_begins_like_a_tag_hides_no_tag(sdk):
+    messages = [user(text("What is in the readme?"))]
+    plain = ask(sdk, messages, stream=False)
+    odd = ["</think>\n\nEND", "<tool_call>\nEND"]
+    again = ask(sdk, messages, stream=False, stop_sequences=odd)
+    assert [b.type for b in again.content] == [b.type for b in plain.content]
+    assert as_chat(again) == as_chat(plain)
+
+
 def test_a_call_that_was_cut_is_not_reported_as_one_to_run(served, sdk):
     """Half a file must not be written."""
     messages = [user(text("What is in the readme?"))]

@@ -8,7 +8,7 @@ from inspect import signature
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types import Completion, Model
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 from start_llm import (
@@ -21,7 +21,6 @@ from start_llm import (
     SessionContext,
     ToolChoice,
     Usage,
-    model_entry,
     parse_json_body,
 )
 from transformers import PreTrainedTokenizerBase
@@ -746,8 +745,3 @@ def test_completion_answers_are_what_the_sdk_expects():
     ]
     assert shape.ping()["choices"][0]["text"] == ""
     assert len(shape.end(ending)) == 1
-
-
-def test_a_model_entry_is_what_the_sdk_expects():
-    entry = through_json(Model, model_entry("org/m", 1700000000, context_length=4096))
-    assert (entry.id, entry.object, entry.context_length) == ("org/m", "model", 4096)
