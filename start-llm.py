@@ -3367,7 +3367,7 @@ def banner(model: LoadedModel, config: Config) -> str:
 # Doors   Constraint, avoid, think_at_most, follow
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  655
+# Budget  656
 # ==============================================================================
 
 SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
@@ -3603,6 +3603,7 @@ class Group:
                 return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
             # why(L-47): what the last layer makes of rows that nobody samples is never computed.
             loaded.model(rest, cache=cache)
+            evaluate(cache)  # or the next write would copy the buffers that this call still reads
             return loaded.model(inputs, cache=cache)
 
         self.rows = [row]
@@ -4749,7 +4750,7 @@ class Answer:
         self._began = time.monotonic()
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
             with suppress(OSError):  # why(L-35): rendering must not slow down those who stream
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         self._prepared = prepare(state, request)
         self._listener = Listener(self._prepared, request)
         self._shape = self._shaped(self._prepared.loaded.model_id)
