@@ -278,7 +278,7 @@ def test_nothing_is_bent_where_nothing_is_asked(dense):
     assert len(asked(tool_choice="none")) == len(constraints(dense)) == 1
 
 
-@pytest.mark.parametrize("wrong", [0, -1, "5", 1.5, True])
+@pytest.mark.parametrize("wrong", [-1, "5", 1.5, True])
 def test_a_budget_that_is_no_number_of_tokens_is_refused(dense, wrong):
     with pytest.raises(s.BadRequest) as refused:
         request(dense, thinking={"type": "enabled", "budget_tokens": wrong})
