@@ -111,7 +111,8 @@ class Wiretap:
 
     def _note_request(self, raw: bytes) -> object:
         body = self._parse(raw)
-        self.posted.append(Posted(body, len(self._recorder.fed)))
+        if isinstance(body, dict) and "messages" in body:  # and no call's arguments
+            self.posted.append(Posted(body, len(self._recorder.fed)))
         return body
 
     def _note_answer(self, answer: s.Answer) -> s.Ending:
