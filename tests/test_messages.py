@@ -552,7 +552,7 @@ def test_a_thinking_budget_is_kept(served, sdk, budget):
     assert message.content[-1].type == "text"
 
 
-def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk, monkeypatch):
+def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk):
     with pytest.raises(anthropic.BadRequestError) as refusal:
         ask(sdk, [user({"type": "hologram"})], stream=True)
     assert refusal.value.body["error"]["type"] == "invalid_request_error"
