@@ -1243,20 +1243,15 @@ def _as_js(value: Any) -> Any:
         return {key: _as_js(item) for key, item in value.items()}
     if isinstance(value, list):
         return list(map(_as_js, value))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    return int(value) if abs(value) < 2**53 and value == int(value) else float(value)
+    is_whole = type(value) in (int, float) and float(value).is_integer()
+    return int(float(value)) if is_whole else value
 
 
 def canonical_json(arguments: object) -> str:
     """Tool arguments, text or parsed, without what clients change: white space, order, numbers."""
-    if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments or "{}")
-        except ValueError:
-            return str(arguments)
     try:
-        return json.dumps(_as_js(arguments or {}), sort_keys=True)
+        parsed = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+        return json.dumps(_as_js(parsed or {}), sort_keys=True)
     except (ValueError, OverflowError):
         return str(arguments)
 
