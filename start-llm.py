@@ -2955,7 +2955,7 @@ def _value(line: Line, needed: int, *, now: float) -> float:
 # Budget  99
 # ==============================================================================
 
-_MAX_SESSIONS: Final = 10_000
+_Past = Sequence[object]  # a digest of each message
 
 
 def session_id_of(
@@ -2969,6 +2969,8 @@ def session_id_of(
 
 class SessionIndex:
     """The last turns of each session, least recently used session first."""
+
+    MOST: Final = 10_000  # sessions
 
     def __init__(self, config: Config) -> None:
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
@@ -2988,19 +2990,15 @@ class SessionIndex:
         """{"count": sessions known, "newest": the most recently used ones, newest first}."""
         with self._sessions_lock:
             self._forget(now)
-            shown = [
-                {
-                    "session_id": session_id,
-                    "turns": [{**facts, "age_seconds": round(now - at, 1)} for at, facts in turns],
-                }
-                for session_id, turns in islice(reversed(self._turns.items()), newest)
-            ]
+            shown = []
+            for session_id, turns in islice(reversed(self._turns.items()), newest):
+                aged = [{**facts, "age_seconds": round(now - at, 1)} for at, facts in turns]
+                shown.append({"session_id": session_id, "turns": aged})
             return {"count": len(self._turns), "newest": shown}
 
     def _forget(self, now: float) -> None:
-        while self._turns:
-            at, _ = next(iter(self._turns.values()))[-1]
-            if len(self._turns) <= _MAX_SESSIONS and now - at <= self._max_idle_seconds:
+        while oldest := next(iter(self._turns.values()), None):
+            if len(self._turns) <= self.MOST and now - oldest[-1][0] <= self._max_idle_seconds:
                 break
             self._turns.popitem(last=False)
 
@@ -3012,11 +3010,9 @@ class SessionTurnStore:
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()
-        self._records: OrderedDict[tuple[str, bool], Sequence[object]] = OrderedDict()  # guarded
+        self._records: OrderedDict[tuple[str, bool], _Past] = OrderedDict()  # guarded
 
-    def exchange_last(
-        self, session_id: str, digests: Sequence[object], *, only_grows: bool = False
-    ) -> int:
+    def exchange_last(self, session_id: str, digests: _Past, *, only_grows: bool = False) -> int:
         """How many messages are as in the record; `only_grows`: the one that these must extend."""
         with self._turns_lock:
             before = self._records.pop((session_id, only_grows), ())
@@ -3028,14 +3024,12 @@ class SessionTurnStore:
         return stable
 
 
-def _message_diff(before: Sequence[object], now: Sequence[object]) -> int:
+def _message_diff(before: _Past, now: _Past) -> int:
     """How many leading messages agree."""
     return sum(takewhile(bool, map(lambda old, new: old == new, before, now)))
 
 
-def _update_session_turn_store(
-    store: SessionTurnStore, session_id: str, *, digests: Sequence[object]
-) -> int:
+def _update_session_turn_store(store: SessionTurnStore, session_id: str, *, digests: _Past) -> int:
     """How many messages are as the session's record has them; recorded if they extend it."""
     # A sub-agent, a title request or an edit under the same id does not: the main record stays.
     return store.exchange_last(session_id, digests, only_grows=True)

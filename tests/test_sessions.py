@@ -49,7 +49,7 @@ def test_an_idle_limit_of_zero_keeps_sessions_for_ever() -> None:
 def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(start_llm, "_MAX_SESSIONS", 100)
+    monkeypatch.setattr(SessionIndex, "MOST", 100)
     index = SessionIndex(Config())
     index.note("kept", {"prompt": 10}, at=0.0)
     for n in range(300):
