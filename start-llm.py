@@ -2496,32 +2496,26 @@ class Span(NamedTuple):
 
     def cut(self, start: int, end: int) -> Span:
         """A copy of tokens [start, end); this span stays as it is."""
-        return _copied_span([array[..., start:end, :] for array in self.arrays], end - start)
+        copies = tuple(mx.contiguous(array[..., start:end, :]) for array in self.arrays)
+        mx.eval(copies)
+        return Span(copies, end - start)
 
     def join(self, tail: Span) -> Span:
         """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
         buffers, length = list(self.arrays), self.length + tail.length
         for i, more in enumerate(tail.arrays):
-            buffers[i] = buffer = _grown(buffers[i], self.length, length=length)
+            buffers[i] = buffer = _grown(buffers[i], length)
             buffer[..., self.length : length, :] = more[..., : tail.length, :]
             mx.eval(buffer)  # one array at a time: at most one of them exists twice
         return Span(tuple(buffers), length)
 
 
-def _copied_span(views: Sequence[mx.array], length: int) -> Span:
-    copies = tuple(map(mx.contiguous, views))
-    mx.eval(copies)
-    return Span(copies, length)
-
-
-def _grown(buffer: mx.array, used: int, *, length: int) -> mx.array:
-    """A buffer for `length` tokens with the same first `used` ones; capacity on the growth grid."""
-    _, heads, capacity, dim = buffer.shape
-    if capacity >= length:
+def _grown(buffer: mx.array, length: int) -> mx.array:
+    """A buffer for `length` tokens that begins as this one; a larger one is on the growth grid."""
+    if buffer.shape[2] >= length:
         return buffer
-    capacity = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS
-    larger = mx.zeros((1, heads, capacity, dim), buffer.dtype)
-    larger[..., :used, :] = buffer[..., :used, :]
+    lacks = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS - buffer.shape[2]
+    larger = mx.pad(buffer, [(0, 0), (0, 0), (0, lacks), (0, 0)])
     mx.eval(larger)
     return larger
 
@@ -2600,8 +2594,8 @@ def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
     # One array at a time, so that at most one of them exists twice.
     for leaf in _attention(cache):
         if leaf.keys is not None and leaf.keys.shape[2] < tokens:
-            leaf.keys = _grown(leaf.keys, leaf.offset, length=roomy)
-            leaf.values = _grown(leaf.values, leaf.offset, length=roomy)
+            leaf.keys = _grown(leaf.keys, roomy)
+            leaf.values = _grown(leaf.values, roomy)
 
 
 def lend_span(cache: KvCache, span: Span) -> None:
@@ -2625,8 +2619,8 @@ def copy_span(cache: KvCache, end: int, *, row: int) -> Span:
     views = []
     for leaf in _attention(cache):
         start = leaf.left_padding.tolist()[row] if type(leaf) is BatchKVCache else 0
-        views += [a[row : row + 1, :, start : start + end] for a in (leaf.keys, leaf.values)]
-    return _copied_span(views, end)
+        views += [array[row : row + 1, :, start:] for array in (leaf.keys, leaf.values)]
+    return Span(tuple(views), end).cut(0, end)
 
 
 def to_batch(cache: KvCache) -> KvCache:
