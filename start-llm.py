@@ -2546,17 +2546,13 @@ def measure_kv(model: Any) -> KvShape:
     evaluate(cache)
     state = _state(cache)
     windows = [leaf for leaf in state if hasattr(leaf, "max_size")]
-    others = sum(leaf.nbytes for leaf in state if leaf not in windows)
+    window_bytes = sum(leaf.nbytes // leaf.keys.shape[2] * leaf.max_size for leaf in windows)
     return KvShape(
-        token_bytes=sum(map(_token_bytes, _attention(cache))),
-        state_bytes=others + sum(_token_bytes(leaf) * leaf.max_size for leaf in windows),
+        token_bytes=sum(leaf.nbytes // leaf.keys.shape[2] for leaf in _attention(cache)),
+        state_bytes=window_bytes + sum(leaf.nbytes for leaf in state if leaf not in windows),
         has_state=bool(state),
         can_batch=all(hasattr(layer, "merge") for layer in cache),
     )
-
-
-def _token_bytes(leaf: Any) -> int:
-    return sum(a.nbytes // a.shape[2] for a in (leaf.keys, leaf.values))
 
 
 def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
@@ -5244,11 +5240,10 @@ def proxy_settings(config: Config, *, model_id: str, context_length: int) -> dic
     # The lack of a key, or one that LiteLLM thinks weak, is meant.
     lock: dict[str, Any] = {"dangerously_permit_weak_or_unset_master_key": True}
     lock |= {"master_key": config.proxy_api_key} if config.proxy_api_key else {}
-    sessions = {"forward_client_headers_to_llm_api": True}
     ping = {"sse_keepalive_ping_interval_seconds": config.keepalive_seconds}
     return {
         "model_list": [row | {"model_info": about} for row in rows],
-        "general_settings": {**sessions, **lock},
+        "general_settings": {"forward_client_headers_to_llm_api": True, **lock},
         "litellm_settings": {**ping, "request_timeout": _DAY, "drop_params": True},
         "router_settings": {"timeout": _DAY, "num_retries": 0, "disable_cooldowns": True},
     }
