@@ -2627,8 +2627,7 @@ def to_batch(cache: KvCache) -> KvCache:
 def row_from_batch(cache: KvCache, row: int) -> KvCache:
     """One row of a batch as a cache of its own: contiguous, evaluated, sharing nothing."""
     single: KvCache = [layer.extract(row) for layer in cache]
-    for leaf in _state(single):
-        leaf.state = _each_array(leaf.state, mx.contiguous)
+    restore_state(single, snapshot_state(single))  # why(L-06): theirs are views of the batch
     evaluate(single)
     return single
 
