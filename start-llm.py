@@ -1045,27 +1045,24 @@ def _chat_tools(tools: list[_MessagesTool]) -> Iterator[tuple[str, Body]]:
 
 def _chat_messages(
     message: _MessagesMessage, tools: Mapping[str, Body], *, param: str
-) -> Iterator[Message]:
+) -> list[Message]:
     """The same as chat messages: each tool result is a message of its own."""
     role, blocks = message["role"], _blocks(message["content"])
     if role == "assistant":
-        yield _chat_reply(blocks, param=param)
-        return
-    parts: list[Body] = []
+        return [_chat_reply(blocks, param=param)]
+    said: list[Message] = []
     for index, block in enumerate(blocks):
         here = f"{param}[{index}]"
-        if block.get("type") != "tool_result":
-            parts.append({"type": "text", "text": _text(block, tools, param=here)})
+        if block.get("type") == "tool_result":
+            parts = _parts(without_nulls(block).get("content", ""), tools, param=f"{here}.content")
+            if block.get("is_error") and not any("error" in p["text"].lower() for p in parts):
+                parts.insert(0, {"type": "text", "text": "Error:"})  # no chat has a field for it
+            said += [{"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts}]
             continue
-        if parts:
-            yield {"role": role, "content": parts}
-        results = _parts(without_nulls(block).get("content", ""), tools, param=f"{here}.content")
-        if block.get("is_error") and not any("error" in r["text"].lower() for r in results):
-            results.insert(0, {"type": "text", "text": "Error:"})  # no chat has a field for it
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": results}
-        parts = []
-    if parts or not blocks:
-        yield {"role": role, "content": parts or ""}
+        if not said or said[-1]["role"] == "tool":
+            said += [{"role": role, "content": []}]
+        said[-1]["content"].append({"type": "text", "text": _text(block, tools, param=here)})
+    return said or [{"role": role, "content": ""}]
 
 
 def _chat_reply(blocks: list[Body], *, param: str) -> Message:
@@ -1129,86 +1126,79 @@ class AnthropicEvents:
 
     def __init__(self, request_id: str, model: str) -> None:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
-        self._model = model
-        self._blocks: list[Body] = []
-        self._open: object = None  # "reasoning", "content" or the number of a call
-        self._arguments = ""  # of that call, JSON
+        self._head["model"] = model
+        self._blocks: list[Body] = []  # those that have ended
+        self._open: Body = {}  # the one that has not, as it began
+        self._said = ""  # in that one: text, or a call's arguments in JSON
 
     def begin(self, usage: Usage) -> list[Body]:
-        return [{"type": "message_start", "message": self._message(None, None, usage=usage)}]
+        return [{"type": "message_start", "message": self._message(usage)}]
 
     def ping(self) -> Body:
         return {"type": "ping"}
 
     def say(self, delta: Body, _logprobs: Body | None = None) -> list[Body]:
         """The events of a chat's delta; what is of another kind opens another block."""
+        block: Body
         match delta:
-            case {"reasoning_content": text}:
-                return self._text("thinking", text)
-            case {"tool_calls": [{"index": index, "function": function, **call}]}:
-                events: list[Body] = []
-                if "name" in function:
-                    block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-                    events = self._begin_block(index, {**block, "input": {}})
-                if arguments := function["arguments"]:
-                    self._arguments += arguments
-                    events.append(self._delta("input_json_delta", partial_json=arguments))
-                return events
-        return self._text("text", delta["content"])
-
-    def _text(self, kind: str, text: str) -> list[Body]:
+            case {"tool_calls": [{"function": function, **call}]}:
+                said, named = function["arguments"], {"name": function.get("name")}
+                block = {"type": "tool_use", "id": call.get("id"), **named, "input": {}}
+                told = {"type": "input_json_delta", "partial_json": said}
+            case {"reasoning_content": said}:
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                told = {"type": "thinking_delta", "thinking": said}
+            case {"content": said}:
+                block = {"type": "text", "text": ""}
+                told = {"type": "text_delta", "text": said}
         events: list[Body] = []
-        if self._open != kind:
-            signed = {"signature": ""} if kind == "thinking" else {}
-            events = self._begin_block(kind, {"type": kind, kind: "", **signed})
-        self._blocks[-1][kind] += text
-        return [*events, self._delta(f"{kind}_delta", **{kind: text})]
+        if block["type"] != self._open.get("type") or block.get("name"):
+            events, self._open = self._end_block(), block
+            events.append(self._event("start", content_block=block))
+        self._said += said
+        return [*events, self._event("delta", delta=told)] if said else events
 
-    def _begin_block(self, key: object, block: Body) -> list[Body]:
-        events = self._end_block()
-        self._open, self._arguments = key, ""
-        self._blocks.append(block)
-        start = {"type": "content_block_start", "index": len(self._blocks) - 1}
-        return [*events, {**start, "content_block": dict(block)}]
-
-    def _delta(self, kind: str, **said: str) -> Body:
-        index, delta = len(self._blocks) - 1, {"type": kind, **said}
-        return {"type": "content_block_delta", "index": index, "delta": delta}
+    def _event(self, kind: str, **more: Body) -> Body:
+        return {"type": f"content_block_{kind}", "index": len(self._blocks), **more}
 
     def _end_block(self) -> list[Body]:
-        if self._open is None:
-            return []
-        block, events = self._blocks[-1], []
-        if block["type"] == "thinking":
-            block["signature"] = thought_id(block["thinking"])
-            events = [self._delta("signature_delta", signature=block["signature"])]
-        elif block["type"] == "tool_use":
-            with suppress(BadRequest):  # what no reader of JSON takes
-                block["input"] = parse_json_body((self._arguments or "{}").encode())
-        self._open = None
-        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        events, end = [], dict(self._open)
+        match end:
+            case {"type": "text"}:
+                end["text"] = self._said
+            case {"type": "thinking"}:
+                signed = {"signature": thought_id(self._said)}
+                events = [self._event("delta", delta={"type": "signature_delta", **signed})]
+                end |= {"thinking": self._said, **signed}
+            case {"type": "tool_use"}:
+                with suppress(BadRequest):  # what no reader of JSON takes
+                    end["input"] = parse_json_body((self._said or "{}").encode())
+            case _:
+                return []
+        events.append(self._event("stop"))
+        self._blocks.append(end)
+        self._open, self._said = {}, ""
+        return events
 
     def end(self, ending: Ending) -> list[Body]:
-        message = self._message(*self._reason(ending), usage=ending.usage)
+        events, message = self._end_block(), self.whole({}, ending)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         closing = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
-        return [*self._end_block(), closing, {"type": "message_stop"}]
+        return [*events, closing, {"type": "message_stop"}]
 
     def whole(self, _message: Body, ending: Ending) -> Body:
         """The chat's message has been said already, in the order in which it was generated."""
         self._end_block()
-        return self._message(*self._reason(ending), usage=ending.usage) | {"content": self._blocks}
+        reason = "stop_sequence" if ending.stop else self._STOPS[ending.finish]
+        return self._message(ending.usage, stop_reason=reason, stop_sequence=ending.stop)
 
-    def _reason(self, ending: Ending) -> tuple[str, str | None]:
-        return ("stop_sequence", ending.stop) if ending.stop else (self._STOPS[ending.finish], None)
-
-    def _message(self, reason: str | None, stop: str | None, *, usage: Usage) -> Body:
+    def _message(self, usage: Usage, **stops: str | None) -> Body:
         # All that is prefilled is cached, but for the token that the first step of decoding feeds.
         new = usage.prompt - usage.cached
         tokens = {"input_tokens": min(new, 1), "cache_creation_input_tokens": max(new - 1, 0)}
         tokens |= {"cache_read_input_tokens": usage.cached, "output_tokens": usage.completion}
-        stops = {"stop_reason": reason, "stop_sequence": stop, "usage": tokens}
-        return {**self._head, "model": self._model, "content": [], **stops}
+        nulls = {"stop_reason": None, "stop_sequence": None}
+        return {**self._head, "content": [*self._blocks], **nulls, **stops, "usage": tokens}
 
 
 def anthropic_error(error: ServerError) -> Body:
