@@ -481,7 +481,7 @@ Message = dict[str, Any]
 OriginalMessages = NewType("OriginalMessages", tuple[Message, ...])
 KvOffset = NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
-type _Said = tuple[Body | str, FinishReason | None, Body | None]  # words, ending, logprobs
+type _Said = tuple[Body, FinishReason | None, Body | None]  # words, ending, logprobs
 
 
 def parse_json_body(raw: bytes) -> object:
@@ -507,11 +507,9 @@ type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cos
 
 def _bias_pairs(value: object) -> object:
     """{"15043": -100} -> ((15043, -100),)."""
-    if isinstance(value, dict) and all(map(str.isdecimal, value)):
-        return tuple((int(key), bias) for key, bias in value.items())
-    if value != ():
+    if not (isinstance(value, dict) and all(map(str.isdecimal, value))):
         raise PydanticCustomError("bias", "should be an object whose keys are token ids")
-    return value
+    return tuple((int(key), bias) for key, bias in value.items())
 
 
 _Bias = tuple[_TokenId, Annotated[float, Field(ge=-100, le=100)]]
@@ -666,7 +664,6 @@ _SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a
     *("x-claude-code-session-id", "x-session-id", "thread-id", "session-id"),
     *("prompt_cache_key", "user"),
 )
-_PARENT_PLACES: Final = ("x-parent-session-id", "x-codex-parent-thread-id")
 _CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metadata.user_id
 
 
@@ -722,7 +719,7 @@ def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
     said = {name: str(v)[:256] for name, v in places.items() if v and type(v) in (str, int)}
     place = next(filter(said.get, _SESSION_PLACES), "")
     session_id = said.get(place)
-    parent = next((said[name] for name in _PARENT_PLACES if name in said), None)
+    parent = said.get("x-parent-session-id") or said.get("x-codex-parent-thread-id")
     if agent := said.get("x-claude-code-agent-id"):  # shares its parent's session id
         session_id, parent = f"{session_id}/{agent}", session_id
     return SessionContext(session_id, place, parent)
@@ -773,7 +770,7 @@ class ChatRequest:
 
     kind: Literal["chat", "completion", "messages"]
     request_id: str
-    model: str | None  # as asked for; None: whatever is loaded
+    model: str | None = None  # as asked for; None: whatever is loaded
     session: SessionContext
     sampling: Sampling
     max_tokens: int  # of the reply, >= 1
@@ -806,10 +803,8 @@ class ChatRequest:
         match asked.tool_choice:
             case {"function": {"name": str() as name}} if name in offered:
                 choice = ToolChoice("named", name)
-            case "auto" | "none" | "required" as mode if offered:
-                choice = ToolChoice(mode)
-            case "auto" | "none":
-                choice = ToolChoice("none")
+            case "auto" | "none" | "required" as mode if offered or mode != "required":
+                choice = ToolChoice(mode if offered else "none")
             case wanted:
                 wrong = f"tool_choice: {wanted!r:.80} is not among the tools"
                 raise BadRequest(wrong, param="tool_choice")
@@ -827,11 +822,7 @@ class ChatRequest:
             tools=tuple(tool for tool, is_late in zip(tools, late, strict=True) if not is_late),
             deferred=tuple(itertools.compress(tools, late)),
             tool_choice=choice,
-            parallel_tool_calls=asked.parallel_tool_calls,
-            logprobs=asked.logprobs,
-            top_logprobs=asked.top_logprobs,
             thinking=thinks,
-            thinking_budget=asked.thinking_budget,
             schema=_schema(asked.response_format),
             template_kwargs=switches,
             **_shared_fields(asked, given, config=config),
@@ -860,14 +851,14 @@ class ChatRequest:
 
 def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
     """The fields of a ChatRequest that both endpoints read the same way."""
+    same = {"model", "stream", "parallel_tool_calls", "logprobs", "top_logprobs", "thinking_budget"}
     names = Sampling.__dataclass_fields__
     sampling = {name: given.get(name, getattr(config, f"default_{name}", None)) for name in names}
     return {
-        "model": asked.model,
+        **asked.model_dump(include=same, exclude_none=True),
         "sampling": checked(Sampling, without_nulls(sampling)),
         "max_tokens": asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
         "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-        "stream": asked.stream,
         "include_usage": bool(asked.stream_options.get("include_usage")),
     }
 
@@ -909,8 +900,7 @@ class AnswerShape(NamedTuple):
     include_usage: bool = False  # at the end of a stream
 
     def begin(self, _usage: Usage) -> list[Body]:
-        first = {"role": "assistant", "content": ""}
-        return [self._body("delta", (first, None, None))] if self.kind == "chat" else []
+        return self.say({"role": "assistant", "content": ""}) if self.kind == "chat" else []
 
     def ping(self) -> Body:
         """A stream event that says nothing. why(L-18): an SSE comment does not count as life."""
@@ -919,30 +909,26 @@ class AnswerShape(NamedTuple):
 
     def say(self, delta: Body, logprobs: Body | None = None) -> list[Body]:
         """One stream event with what is new."""
-        words = delta if self.kind == "chat" else delta["content"]  # a completion has nothing else
-        return [self._body("delta", (words, None, logprobs))]
+        return [self._body("delta", (delta, None, logprobs))]
 
     def end(self, ending: Ending) -> list[Body]:
-        words: Body | str = {} if self.kind == "chat" else ""
-        last = self._body("delta", (words, ending.finish, ending.logprobs))
+        last = self._body("delta", ({}, ending.finish, ending.logprobs))
         return [last, *[self._body("delta", usage=ending.usage)] * self.include_usage]
 
     def whole(self, message: Body, ending: Ending) -> Body:
         """The whole message or text at once."""
-        words = message if self.kind == "chat" else message["content"] or ""
-        said = (words, ending.finish, ending.logprobs)
+        said = (message, ending.finish, ending.logprobs)
         return self._body("message", said, usage=ending.usage)
 
     def _body(self, part: str, *said: _Said, usage: Usage | None = None) -> Body:
-        prefix, name, key = "cmpl", "text_completion", "text"
+        prefix, name = "cmpl", "text_completion"
         if self.kind == "chat":
-            suffix = ".chunk" if part == "delta" else ""
-            prefix, name, key = "chatcmpl", f"chat.completion{suffix}", part
-        choices = [
-            {"index": 0, key: words, "finish_reason": finish, "logprobs": logprobs}
-            for words, finish, logprobs in said
-        ]
+            prefix, name = "chatcmpl", "chat.completion" + ".chunk" * (part == "delta")
         head = {"id": f"{prefix}-{self.request_id}", "object": name, "created": self.created}
+        choices = []
+        for words, finish, logprobs in said:
+            told = {part: words} if self.kind == "chat" else {"text": words.get("content") or ""}
+            choices.append({"index": 0, **told, "finish_reason": finish, "logprobs": logprobs})
         usages = {} if usage is None else {"usage": usage.body()}
         return {**head, "model": self.model, "choices": choices, **usages}
 
