@@ -1035,7 +1035,7 @@ def _chat_messages(
     """The same as chat messages: each tool result is a message of its own."""
     role, blocks = message["role"], _blocks(message["content"])
     if role == "assistant":
-        return [_chat_reply(blocks, param=param)]
+        return [_chat_reply(blocks, tools, param=param)]
     said: list[Message] = []
     for index, block in enumerate(blocks):
         here = f"{param}[{index}]"
@@ -1051,13 +1051,11 @@ def _chat_messages(
     return said or [{"role": role, "content": ""}]
 
 
-def _chat_reply(blocks: list[Body], *, param: str) -> Message:
+def _chat_reply(blocks: list[Body], tools: Mapping[str, Body], *, param: str) -> Message:
     """Texts were one stream and are one again; what `thought_id` names may have been left out."""
     reply: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     for index, block in enumerate(blocks):
         match block:
-            case {"type": "text", "text": str() as text}:
-                reply["content"] += text
             case {"type": "thinking", "thinking": str() as thought}:
                 reply["reasoning_content"] += thought
                 reply["thought_id"] = str(block.get("signature", ""))
@@ -1067,7 +1065,7 @@ def _chat_reply(blocks: list[Body], *, param: str) -> Message:
                 call = {"id": block.get("id"), "function": {"name": name, "arguments": arguments}}
                 reply["tool_calls"].append(call)
             case _:
-                raise _unreadable(block, f"{param}[{index}]")
+                reply["content"] += _text(block, tools, param=f"{param}[{index}]")
     return {name: value for name, value in reply.items() if value or name == "content"}
 
 
@@ -1093,11 +1091,7 @@ def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
         case {"type": "image", "source": dict() as source}:
             digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:12]
             return f"[an image, sha256 {digest}, that this model cannot see: it only reads text]"
-    raise _unreadable(block, param)
-
-
-def _unreadable(block: object, param: str) -> BadRequest:
-    return BadRequest(f"{param}: {json.dumps(block):.80} cannot be read here", param=param)
+    raise BadRequest(f"{param}: {json.dumps(block):.80} cannot be read here", param=param)
 
 
 def thought_id(thought: str) -> str:
