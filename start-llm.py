@@ -481,7 +481,6 @@ Message = dict[str, Any]
 OriginalMessages = NewType("OriginalMessages", tuple[Message, ...])
 KvOffset = NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
-type _Said = tuple[Body, FinishReason | None, Body | None]  # words, ending, logprobs
 
 
 def parse_json_body(raw: bytes) -> object:
@@ -909,28 +908,26 @@ class AnswerShape(NamedTuple):
 
     def say(self, delta: Body, logprobs: Body | None = None) -> list[Body]:
         """One stream event with what is new."""
-        return [self._body("delta", (delta, None, logprobs))]
+        return [self._body("delta", delta, logprobs=logprobs)]
 
     def end(self, ending: Ending) -> list[Body]:
-        last = self._body("delta", ({}, ending.finish, ending.logprobs))
-        return [last, *[self._body("delta", usage=ending.usage)] * self.include_usage]
+        last = self._body("delta", {}, finish_reason=ending.finish, logprobs=ending.logprobs)
+        usage = {**last, "choices": [], "usage": ending.usage.body()}
+        return [last, usage] if self.include_usage else [last]
 
     def whole(self, message: Body, ending: Ending) -> Body:
         """The whole message or text at once."""
-        said = (message, ending.finish, ending.logprobs)
-        return self._body("message", said, usage=ending.usage)
+        body = self._body("message", message, finish_reason=ending.finish, logprobs=ending.logprobs)
+        return {**body, "usage": ending.usage.body()}
 
-    def _body(self, part: str, *said: _Said, usage: Usage | None = None) -> Body:
-        prefix, name = "cmpl", "text_completion"
+    def _body(self, part: str, words: Body, **more: object) -> Body:
+        prefix, name, said = "cmpl", "text_completion", {"text": words.get("content") or ""}
         if self.kind == "chat":
-            prefix, name = "chatcmpl", "chat.completion" + ".chunk" * (part == "delta")
+            name = "chat.completion" + ".chunk" * (part == "delta")
+            prefix, said = "chatcmpl", {part: words}
         head = {"id": f"{prefix}-{self.request_id}", "object": name, "created": self.created}
-        choices = []
-        for words, finish, logprobs in said:
-            told = {part: words} if self.kind == "chat" else {"text": words.get("content") or ""}
-            choices.append({"index": 0, **told, "finish_reason": finish, "logprobs": logprobs})
-        usages = {} if usage is None else {"usage": usage.body()}
-        return {**head, "model": self.model, "choices": choices, **usages}
+        choice = {"index": 0, **said, "finish_reason": None, **more}
+        return {**head, "model": self.model, "choices": [choice]}
 
 
 # endregion
