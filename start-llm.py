@@ -467,10 +467,9 @@ class SessionLog:
 # pass; one that would change the answer and that we cannot honour is refused. Null means absent.
 # Messages stay plain dicts, normalised only where clients spell one thing in several ways.
 #
-# Doors   Body, Each, Name, given_fields, checked, without_nulls
-# Doors   Message, OriginalMessages, KvOffset
-# Doors   parse_json_body, ChatRequest, Sampling, ToolChoice, SessionContext, FinishReason, Usage
-# Doors   AnswerShape, Ending
+# Doors   Body, Message, OriginalMessages, KvOffset, FinishReason, Usage, Ending, AnswerShape
+# Doors   parse_json_body, given_fields, checked, without_nulls, Each, Name
+# Doors   ChatRequest, Sampling, ToolChoice, SessionContext
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
 # Budget  487
