@@ -768,7 +768,7 @@ class ChatRequest:
 
     kind: Literal["chat", "completion", "messages"]
     request_id: str
-    model: str | None = None  # as asked for; None: whatever is loaded
+    model: str | None  # as asked for; None: whatever is loaded
     session: SessionContext
     sampling: Sampling
     max_tokens: int  # of the reply, >= 1
@@ -812,6 +812,7 @@ class ChatRequest:
         functions = (without_nulls(tool["function"]) for tool in asked.tools)
         tools = [{"type": "function", "function": function} for function in functions]
         late = [bool(tool.get("defer_loading")) for tool in asked.tools]
+        same = {"parallel_tool_calls", "logprobs", "top_logprobs", "thinking_budget"}
         return cls(
             kind="chat",
             request_id=request_id,
@@ -823,6 +824,7 @@ class ChatRequest:
             thinking=thinks,
             schema=_schema(asked.response_format),
             template_kwargs=switches,
+            **asked.model_dump(include=same),
             **_shared_fields(asked, given, config=config),
         )
 
@@ -849,14 +851,14 @@ class ChatRequest:
 
 def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
     """The fields of a ChatRequest that both endpoints read the same way."""
-    same = {"model", "stream", "parallel_tool_calls", "logprobs", "top_logprobs", "thinking_budget"}
     names = Sampling.__dataclass_fields__
     sampling = {name: given.get(name, getattr(config, f"default_{name}", None)) for name in names}
     return {
-        **asked.model_dump(include=same, exclude_none=True),
+        "model": asked.model,
         "sampling": checked(Sampling, without_nulls(sampling)),
         "max_tokens": asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
         "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+        "stream": asked.stream,
         "include_usage": bool(asked.stream_options.get("include_usage")),
     }
 

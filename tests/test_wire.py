@@ -681,6 +681,11 @@ def test_a_bad_token_is_named(prompt):
     assert refused(completion, prompt=prompt) == "prompt[1]"
 
 
+def test_what_only_chats_know_changes_no_completion():
+    chats = {"parallel_tool_calls": 1, "top_logprobs": "x", "thinking_budget": -1, "thinking": True}
+    assert completion(prompt="x", **chats) == completion(prompt="x")
+
+
 def test_completions_have_no_logprobs():
     assert refused(completion, prompt="x", logprobs=0) == "logprobs"
     assert not completion(prompt="x", logprobs=None).logprobs
