@@ -20,9 +20,10 @@ THE REQUEST PATH  (rooms in the order a request meets them; a room may only name
     voice     16 SPLIT     characters -> reasoning | content | tool call
               17 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
     street    18 ANSWER    the whole path on one page
-              19 HTTP      stdlib ThreadingHTTPServer, SSE, one error boundary
-              20 PROXY     LiteLLM on :4000, a process beside this one
-              21 MAIN      build the state, listen, load, serve, stop
+              19 WATCH     what the server says of itself, and why no more was reused
+              20 HTTP      stdlib http.server, SSE, one error boundary
+              21 PROXY     LiteLLM on :4000, a process beside this one
+              22 MAIN      build the state, listen, load, serve, stop
 
 WORDS WE USE
     original    messages as the model must see them
@@ -48,7 +49,7 @@ WHAT NEVER HAPPENS
 THREADS AND LOCKS
     model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
     connection      one each, of low priority: parse, render, wait for events, write
-    proxy pump      keeps LiteLLM running
+    proxy pump      says what LiteLLM's keeper says
     accept          one per listening address;  main waits for a signal
     locks are leaves, private to the object that owns what they guard; none is held while waiting
 """
@@ -56,9 +57,11 @@ THREADS AND LOCKS
 from __future__ import annotations
 
 import argparse
+import atexit
+import ctypes
 import errno
 import gc
-import hashlib
+import hmac
 import inspect
 import itertools
 import json
@@ -76,24 +79,24 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from datetime import datetime
+from datetime import date, datetime
 from functools import lru_cache, partial
-from hashlib import sha256
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
+from hashlib import sha1, sha256
+from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase, BufferedReader
+from ipaddress import ip_address
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
-from socketserver import TCPServer
+from socketserver import ThreadingTCPServer
 from types import MappingProxyType
 from typing import (
     Annotated,
@@ -108,52 +111,47 @@ from typing import (
     TypedDict,
     override,
 )
+from urllib.parse import parse_qsl, unquote
 
 import huggingface_hub
-import jinja2
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import numpy.typing as npt
+import prometheus_client as prometheus
 import psutil  # type: ignore[import-untyped]
 import regex  # type: ignore[import-untyped]
 from dotenv import dotenv_values
+from jinja2.utils import LRUCache
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
-from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass as validated_dataclass
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+from pydantic import AliasPath, BaseModel, Field, ValidationError, ValidationInfo
+from pydantic.functional_validators import BeforeValidator, PlainValidator, field_validator
+from pydantic_core import PydanticCustomError, from_json
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
 from rich.logging import RichHandler
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
 
 # region 01 CONFIG =============================================================
 # Every setting, read once, frozen.
 # The field name in capitals is the variable's name, and the default written here is the only one.
 # An empty variable counts as unset (`.env` files are full of them).
 #
-# Doors   Config, ConfigError
+# Doors   Config, ConfigError, entries, is_loopback
 # Knows   -
 # Thread  any; pure
-# Budget  153
+# Budget  161
 # ==============================================================================
 
 
 class ConfigError(ValueError):
     """Settings that cannot be used, one line each: variable, value, what is allowed."""
-
-
-def _number_word(value: object) -> object:
-    """Text of a Literal of numbers: "OFF" is None, digits are an int, the rest is left as it is."""
-    word = str(value).lower()
-    if word == "off":
-        return None
-    return int(word) if word.isdecimal() else value
 
 
 _Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -162,17 +160,26 @@ _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Interval = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_KvGroup = Annotated[Literal[32, 64, 128], BeforeValidator(_number_word)]
 _Lower = BeforeValidator(str.lower)
 _Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
 _RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
 
 
-class Config(BaseModel):
-    """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
+def entries(text: str) -> list[str]:
+    """The parts of a comma-separated setting, none of them empty."""
+    return [part for part in map(str.strip, text.split(",")) if part]
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach an address: 127.0.0.0/8, ::1, localhost."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host.lower() == "localhost"
+
+
+class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
 
     # -- model
     model_path: str = ""  # Hugging Face repo or folder; empty: GLM-4.7-Flash on a Mac, else "demo"
@@ -180,8 +187,8 @@ class Config(BaseModel):
     hf_token: str = Field(default="", repr=False)  # for gated repos; never logged
     trust_remote_code: bool = False  # run Python that comes with a model or tokenizer
     strict_model_names: bool = False  # another `model` in a request: 404 instead of being served
-
     # -- server
+    api_key: str = Field(default="", repr=False)  # keys, one of which each request needs
     mlx_host: str = "127.0.0.1"  # address to listen on; loopback means both 127.0.0.1 and ::1
     mlx_port: _Port = 8080  # TCP port
     max_connections: Annotated[int, Field(ge=1, le=900)] = 256  # open sockets
@@ -190,25 +197,30 @@ class Config(BaseModel):
     keepalive_seconds: _Interval = 10.0  # between events of a stream that waits
     idle_connection_seconds: _Interval = 60.0  # a kept connection without a request is closed
     keep_awake: bool = False  # macOS: no sleep while a request runs
-
+    shutdown_grace_seconds: _Seconds = 10.0  # for running replies, once told to stop
+    exit_on_engine_death: bool = True  # so that a supervisor starts it anew
+    allowed_hosts: str = ""  # names this machine is called by; loopback's own need no entry
+    cache_isolation: Annotated[Literal["none", "key"], _Lower] = "none"  # key: a cache for each
+    cors_origins: str = ""  # web pages that may ask, as in "https://chat.lan"; "*": every one
     # -- proxy
     enable_proxy: bool = True  # LiteLLM beside the server, where it is installed
     proxy_model_id: str = ""  # name shown through LiteLLM; empty: the model's own
-    proxy_port: _Port = 4000  # TCP port, on 127.0.0.1 alone
+    proxy_port: _Port = 4000  # TCP port
     proxy_api_key: str = Field(default="", repr=False)  # that its clients need; empty: none
+    proxy_host: str = "127.0.0.1"  # address LiteLLM listens on
     proxy_startup_wait_seconds: _Seconds = 2.0  # between two log lines while it starts; 0 = none
-
     # -- engine
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply; an admission limit
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests decoded together
     batch_padding_max: _Share = 0.25  # padding a batch may add, as a share of its real KV
-    generation_watchdog_seconds: _Seconds = 600.0  # deadline of one request; 0 = none
-    kv_bits: Annotated[Literal[4, 8] | None, BeforeValidator(_number_word)] = None  # 4, 8 or OFF
-    kv_group_size: _KvGroup = 64  # values per quantisation group
+    generation_watchdog_seconds: _Seconds = 600.0  # from when the model starts on it; 0 = none
+    queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0 = as long as it takes
+    memory_limit_bytes: _Count = 0  # model, KV and buffers; 0 = 0.9 of what the device recommends
+    kv_bits: Annotated[Literal["4", "8", "off"], _Lower] = "off"
+    kv_group_size: Literal["32", "64", "128"] = "64"  # values per quantisation group
     kv_quant_scheme: Annotated[Literal["uniform", "turboquant"], _Lower] = "uniform"
     quantized_kv_start: _Count = 5000  # token position where quantisation begins
-
     # -- prompt cache
     prompt_cache_max_bytes: _Count = 0  # bytes; 0 = a share of what the device recommends
     prompt_cache_max_entries_global: _Count = 24  # 0 = nothing is reused
@@ -237,31 +249,37 @@ class Config(BaseModel):
     cache_session_partitioning: bool = True  # kept for old .env files; the lookup is global
     cache_norm_safety_check: bool = False  # complain when the canonical text shrank by 10 %
     normalize_write_tool_content_for_prompt: bool = False  # a digest instead of written content
-
     # -- sampling, where the request says nothing
     default_temperature: Annotated[float, Field(ge=0, le=2)] = 0.1  # 0 = greedy
     default_top_p: Annotated[float, Field(gt=0, le=1)] = 0.9  # 1 = off
     default_top_k: _Count = 40  # 0 = off
     default_min_p: _Share = 0.05  # 0 = off
-    default_repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0  # more harms calls
+    default_repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0  # more harms calls
     default_repetition_context_size: _Count = 256  # tokens the penalty looks back on
     default_max_tokens: _Positive = 2048  # tokens of one reply
     default_thinking: bool = True  # the model thinks before it answers
     preserve_thinking: bool = True  # past thinking stays in the prompt, where the template can
-
     # -- logs
     log_level: _LogLevel = "INFO"
-    enable_request_logging: bool = True  # session logs, with prompt contents
+    enable_request_logging: bool = False  # session logs hold what clients sent
     log_prompt_tokens: bool = False  # session logs carry the exact ids that each prompt fed
     log_root: str = "logs"  # folder
+    log_keep_days: _Count = 14  # that session logs are kept; 0 = for ever
     vlm_cache_debug: bool = False  # log token ids of image prompts
 
-    not_yet_acting: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
-            *("CACHE_VLM_IMAGE_IDENTITY", "CACHE_SESSION_PARTITIONING", "VLM_CACHE_DEBUG"),
-        }
-    )
+    not_yet_acting: ClassVar = {
+        *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
+        *("CACHE_VLM_IMAGE_IDENTITY", "CACHE_SESSION_PARTITIONING", "VLM_CACHE_DEBUG"),
+    }
+
+    @field_validator("mlx_host", "cache_isolation", "proxy_host")
+    @classmethod
+    def _needs_a_key(cls, value: str, above: ValidationInfo) -> str:
+        """`above`: the fields up to this one, so that LiteLLM's key counts for LiteLLM alone."""
+        keys = [above.data.get(name, "") for name in ("api_key", "proxy_api_key")]
+        if not (value == "none" or is_loopback(value) or any(map(entries, keys))):
+            raise PydanticCustomError("key", "should be used only where API_KEY is set")
+        return value
 
     @classmethod
     def from_env(cls, env: Mapping[str, str | None]) -> Self:
@@ -270,12 +288,8 @@ class Config(BaseModel):
         try:
             return cls.model_validate({name: text for name, text in texts.items() if text})
         except ValidationError as error:
-            problems = (
-                f"{name.upper()}={texts[name]!r}: {problem['msg'].removeprefix('Input ')}"
-                for problem in error.errors()
-                for name in [str(problem["loc"][0])]
-            )
-            raise ConfigError("\n".join(problems)) from None
+            faults = [(str(f["loc"][0]), f["msg"].removeprefix("Input ")) for f in error.errors()]
+        raise ConfigError("\n".join(f"{n.upper()}={texts[n]!r}: {want}" for n, want in faults))
 
     @classmethod
     def set_without_effect(cls, env: Mapping[str, str | None]) -> list[str]:
@@ -287,14 +301,13 @@ class Config(BaseModel):
 # endregion
 
 # region 02 ERRORS =============================================================
-# What can go wrong while answering, and the HTTP status of each.
-# Each class is one row of the table status, type, code; `headers` go out with its body.
+# What can go wrong while answering: a table of status, type, code and headers by class.
 #
 # Doors   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Overloaded
 # Doors   GenerationFailed, ClientGone
 # Knows   -
 # Thread  any; pure
-# Budget  84
+# Budget  78
 # ==============================================================================
 
 
@@ -304,12 +317,8 @@ class ServerError(Exception):
     status: int = 500
     type: ClassVar[str] = "server_error"
     code: str | None = None
+    param: str | None = None
     headers: Mapping[str, str] = {}
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code or self.code
 
     def body(self) -> dict[str, Any]:
         error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
@@ -317,9 +326,13 @@ class ServerError(Exception):
 
 
 class BadRequest(ServerError):
-    """The request cannot be honoured as it is; sending it again will not help."""
+    """The request cannot be honoured as it is; `at`: its param, which the text names first."""
 
     status, type = 400, "invalid_request_error"
+
+    def __init__(self, why: str, *, at: str = "", param: str | None = None) -> None:
+        super().__init__(f"{at}: {why}" if at else why)
+        self.param = at or param
 
 
 class ContextTooLong(BadRequest):
@@ -329,34 +342,29 @@ class ContextTooLong(BadRequest):
 
     def __init__(self, n_prompt: int, limit: int) -> None:
         self.n_prompt, self.limit = n_prompt, limit
-        sentence = (
-            f"This model's maximum context length is {limit} tokens. However, your messages "
-            f"resulted in {n_prompt} tokens. Please reduce the length of the messages."
-        )
+        sentence = f"This model's maximum context length is {limit} tokens. However, your messages "
+        sentence += f"resulted in {n_prompt} tokens. Please reduce the length of the messages."
         super().__init__(sentence, param="messages")
 
 
-class NotServed(ServerError):
-    """What is not here, or not taken so: path or model 404, method 405, size 413, encoding 415."""
-
-    type = "invalid_request_error"
+class NotServed(BadRequest):
+    """Key 401, host or web page 403, path or model 404, method 405, size 413, encoding 415."""
 
     def __init__(self, status: int, message: str, *, code: str = "", **headers: str) -> None:
-        super().__init__(message, code=code)
-        self.status, self.headers = status, headers
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code or None, headers
 
 
 class NotReady(ServerError):
     """The model is loading, or its thread is dead."""
 
-    status, code = 503, "model_not_ready"
+    status, code, headers = 503, "model_not_ready", MappingProxyType({"Retry-After": "5"})
 
 
 class Overloaded(ServerError):
     """The queue is full. Not a 429, which clients take for a quota and hammer on."""
 
-    status, code = 503, "queue_full"
-    headers: Mapping[str, str] = {"Retry-After": "2"}
+    status, code, headers = 503, "queue_full", MappingProxyType({"Retry-After": "2"})
 
 
 class GenerationFailed(ServerError):
@@ -373,19 +381,28 @@ class ClientGone(Exception):
 
 # region 03 LOG ================================================================
 # Console, session logs, counters.
-# What a client wrote never reaches the console, only the session log: one JSON object per line,
-# readable by its owner alone, and only while ENABLE_REQUEST_LOGGING is on.
+# What a client wrote reaches only the session log, readable by its owner alone, and that only while
+# ENABLE_REQUEST_LOGGING is on: one JSON object per line, a folder for each day.
 #
-# Doors   log, start_logging, request_line, CacheMetrics, SessionLog
+# Doors   log, start_logging, request_line, show_progress, Facts, Traffic, CacheMetrics, SessionLog
 # Knows   CONFIG
 # Owns    _CACHE_METRICS_LOCK
 # Thread  any
-# Budget  89
+# Budget  148
 # ==============================================================================
 
+Facts = dict[str, Any]  # of a request, as the log, the page and Prometheus say them
 log: Final = logging.getLogger("start-llm")
+_CONSOLE: Final = Console(stderr=True)
 # prefill and decode in seconds; prompt, cached and out in tokens
-_REQUEST_KEYS: Final = "req prompt cached layer prefill decode out ttft_ms finish"
+_REQUEST_KEYS: Final = "id prompt cached match prefill decode out ttft_ms finish"
+_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_HISTOGRAMS: Final = (
+    ("ttft_seconds", "From the request to its first token", _SECONDS),
+    ("prefill_seconds", "Of reading the prompt", _SECONDS),
+    ("decode_seconds", "Of generating the reply", _SECONDS),
+    ("cached_share", "Of the prompt's tokens", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)),
+)
 
 
 def start_logging(config: Config) -> None:
@@ -394,9 +411,8 @@ def start_logging(config: Config) -> None:
     log.propagate = False  # a library that configures the root logger would print all twice
     if log.handlers:
         return
-    if sys.stderr.isatty():
-        console = Console(stderr=True)
-        log.addHandler(RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S"))
+    if _CONSOLE.is_terminal:
+        log.addHandler(RichHandler(console=_CONSOLE, show_path=False, log_time_format="%H:%M:%S"))
     else:  # whole plain lines for a file, where rich would fold them at 80
         plain = logging.StreamHandler(sys.stderr)
         plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
@@ -404,7 +420,7 @@ def start_logging(config: Config) -> None:
 
 
 def request_line(**values: object) -> str:
-    """`req=7f3a prompt=1200 ...`: always these keys first, in this order, "-" if unknown."""
+    """`id=7f3a prompt=1200 ...`: always these keys first, in this order, "-" if unknown."""
     pairs = []
     for key, value in (dict.fromkeys(_REQUEST_KEYS.split()) | values).items():
         text = f"{value:.3f}" if isinstance(value, float) else str("" if value is None else value)
@@ -413,17 +429,61 @@ def request_line(**values: object) -> str:
     return " ".join(pairs)
 
 
+def show_progress(name: str, *, done: int, of: int) -> None:
+    """On a terminal, in the last line, until something else is said there."""
+    if _CONSOLE.is_terminal:
+        bar = "#" * (40 * done // of)
+        text = f"{name} [{bar:40}] {done:,} of {of:,} tokens" if done < of else ""
+        _CONSOLE.print(text.ljust(_CONSOLE.width - 1), end="\r", markup=False, highlight=False)
+
+
+class Traffic:
+    """Requests under way and the last ones, as facts; written and copied in single steps."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, Callable[[], Facts]] = {}  # by request id
+        self.recent: deque[Facts] = deque(maxlen=200)
+        self.divergences: deque[Facts] = deque(maxlen=20)
+
+
 class CacheMetrics:
-    """Counters of what should be rare; these are shown even at zero."""
+    """Counters of what should be rare, shown even at zero, and what the requests took."""
 
     def __init__(self) -> None:
         self._CACHE_METRICS_LOCK = threading.Lock()
-        names = "vlm_retreat hybrid_trim_miss exact_key_rejected_by_model_lcp ledger_seam_fallback"
+        self._registry = registry = prometheus.CollectorRegistry()
+        name, what = "start_llm_requests", "Requests by what they reused and how they ended"
+        self._ended = prometheus.Counter(name, what, ("match", "finish"), registry=registry)
+        self._histograms = {
+            key: prometheus.Histogram(f"start_llm_{key}", what, buckets=limits, registry=registry)
+            for key, what, limits in _HISTOGRAMS
+        }
+        names = "vlm_retreat hybrid_trim_miss exact_key_rejected_by_model_lcp ledger_seam_fallback "
+        names += "telemetry_dropped evicted_for_room evicted_idle"
         self._counts = Counter(dict.fromkeys(names.split(), 0))
 
     def bump(self, name: str, by: int = 1) -> None:
         with self._CACHE_METRICS_LOCK:
             self._counts[name] += by
+
+    def observe(self, facts: Facts) -> None:
+        """Count a request that has ended."""
+        self._ended.labels(facts["match"], facts["finish"]).inc()
+        if facts["finish"] in ("cancelled", "failed"):  # it has no times
+            return
+        share = facts["cached"] / facts["prompt"]
+        values = (facts["ttft_ms"] / 1000, facts["prefill"], facts["decode"], share)
+        for histogram, value in zip(self._histograms.values(), values, strict=True):
+            histogram.observe(value)
+
+    def exposition(self, gauges: Mapping[str, float]) -> bytes:
+        """All of it in Prometheus' words, and values of this moment besides."""
+        now = prometheus.CollectorRegistry()
+        for name, count in self.snapshot().items():
+            prometheus.Counter(f"start_llm_{name}", "Since the start", registry=now).inc(count)
+        for name, value in gauges.items():
+            prometheus.Gauge(f"start_llm_{name}", "Now", registry=now).set(value)
+        return prometheus.generate_latest(self._registry) + prometheus.generate_latest(now)
 
     def snapshot(self) -> dict[str, int]:
         """A copy of all counters at one moment."""
@@ -440,8 +500,6 @@ class SessionLog:
 
     def write(self, session_id: str, record: dict[str, Any]) -> None:
         """Append `record` and the time as one line. Never raises: the first failure is logged."""
-        if not self._config.enable_request_logging:
-            return
         now = datetime.now().astimezone()
         stamped = {"time": now.isoformat(timespec="milliseconds"), **record}
         safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
@@ -450,13 +508,22 @@ class SessionLog:
         path = Path(self._config.log_root, f"{now:%Y-%m-%d}", f"cache-session-{safe}.log")
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True, mode=0o700)
+                self._prune(now.date())
             with open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
                 file.write(line.encode("utf-8", "replace"))  # one write: threads' lines never mix
         except (OSError, TypeError, ValueError, RecursionError) as error:
             if not self._complained.is_set():
                 self._complained.set()
                 log.warning("session log %s cannot be written: %s", path, error)
+
+    def _prune(self, today: date) -> None:
+        """Delete the folders of days that are too long ago."""
+        for folder in Path(self._config.log_root).glob("????-??-??"):
+            with suppress(ValueError):
+                if 0 < self._config.log_keep_days < (today - date.fromisoformat(folder.name)).days:
+                    shutil.rmtree(folder)
 
 
 # endregion
@@ -472,7 +539,7 @@ class SessionLog:
 # Doors   ChatRequest, Sampling, ToolChoice, SessionContext
 # Knows   CONFIG, ERRORS
 # Thread  any; pure
-# Budget  487
+# Budget  424
 # ==============================================================================
 
 Body = dict[str, Any]
@@ -484,49 +551,47 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 def parse_json_body(raw: bytes) -> object:
     """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD."""
-    try:
+    with suppress(ValueError):
         return from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        fault = error
     try:  # a lone surrogate is a fault above but not here, and UTF-16 can write it
         text = json.dumps(json.loads(raw.decode()), ensure_ascii=False)
         mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return from_json(mended, allow_inf_nan=False)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as fault:
         raise BadRequest(f"the body is not valid JSON: {fault}") from None
 
 
 Name = Annotated[str, Field(min_length=1)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_Length = Annotated[int, Field(ge=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+_TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
 _Offset = Annotated[float, Field(ge=-2, le=2)]
 type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
+# A step to a fault, and not the name that pydantic gives the branch of a union.
+_is_step: Final = re.compile(r"\d+|(?!(str|int|bool)$)[a-z][a-z_]*").fullmatch
 
 
 def _bias_pairs(value: object) -> object:
     """{"15043": -100} -> ((15043, -100),)."""
-    if not (isinstance(value, dict) and all(map(str.isdecimal, value))):
-        raise PydanticCustomError("bias", "should be an object whose keys are token ids")
-    return tuple((int(key), bias) for key, bias in value.items())
+    if isinstance(value, dict) and all(
+        key.isdecimal() and len(key) < 10 and type(bias) in (int, float) and -100 <= bias <= 100
+        for key, bias in value.items()
+    ):
+        return tuple((int(key), bias) for key, bias in value.items())
+    raise PydanticCustomError("bias", "should give token ids numbers from -100 to 100")
 
 
-_Bias = tuple[_TokenId, Annotated[float, Field(ge=-100, le=100)]]
-_Biases = Annotated[tuple[_Bias, ...], Field(fail_fast=True), BeforeValidator(_bias_pairs)]
-
-
-@validated_dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(strict=True))
-class Sampling:
+class Sampling(BaseModel, frozen=True, strict=True):
     """How the next token is chosen. The bare defaults are greedy with everything else off."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0  # 0 = greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1 = off
     top_k: Annotated[int, Field(ge=-1)] = 0  # 0 or -1 = off
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # 0 = off
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0  # 1 = off
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0  # 1 = off
     repetition_context_size: Annotated[int, Field(ge=0)] = 256  # tokens
     presence_penalty: _Offset = 0.0
     frequency_penalty: _Offset = 0.0
-    logit_bias: _Biases = ()  # (token id, added to its logit)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_bias_pairs)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # None: another every time
 
 
@@ -564,28 +629,15 @@ class _WireMessage(TypedDict):
     tool_call_id: NotRequired[str | None]
 
 
-class _AnyBody(BaseModel):
-    """The fields both endpoints read. Sampling checks its own; the dicts within are open too."""
+class _ChatBody(BaseModel, strict=True, extra="allow"):
+    """The fields of a chat. Sampling checks its own; unknown ones pass, here and in the dicts."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     model: str | None = None
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
-    max_tokens: _Length | None = None
-    max_completion_tokens: _Length | None = None
-    stop: Name | Annotated[list[Name], Field(max_length=16)] = []
-    # What we cannot do, with the values that do not ask for it.
-    n: Literal[1] = 1
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
-    suffix: Literal[""] = ""
-    audio: None = None
-    modalities: list[Literal["text"]] = []
-    functions: Annotated[list[Body], Field(max_length=0)] = []  # the forerunner of tools
-    function_call: Literal["none", "auto"] = "none"
-
-
-class _ChatBody(_AnyBody):
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = []
     messages: Annotated[Each[_WireMessage], Field(min_length=1)]
     tools: Each[_Tool] = []
     tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
@@ -597,10 +649,19 @@ class _ChatBody(_AnyBody):
     thinking_budget: Annotated[int, Field(ge=0)] | None = Field(
         default=None, validation_alias=AliasPath("thinking", "budget_tokens")
     )
+    # What we cannot do, with the values that do not ask for it.
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+    audio: None = None
+    modalities: list[Literal["text"]] = []
+    functions: Annotated[list[Body], Field(max_length=0)] = []  # the forerunner of tools
+    function_call: Literal["none", "auto"] = "none"
 
 
-class _CompletionBody(_AnyBody):
-    prompt: Name | Annotated[Each[_TokenId], Field(min_length=1)]
+class _CompletionBody(BaseModel, strict=True):
+    prompt: Name | Annotated[_TokenIds, Field(min_length=1, fail_fast=True, strict=False)]
     response_format: dict[Literal["type"], Literal["text"]] = {}
     logprobs: None = None  # of chats only
 
@@ -623,26 +684,17 @@ def checked[T](build: Callable[..., T], given: Body) -> T:
     try:
         return build(**given)
     except ValidationError as error:
-        faults = [(_path(fault, given), fault["msg"]) for fault in error.errors()]
+        faults = [([s for s in f["loc"] if _is_step(str(s))], f["msg"]) for f in error.errors()]
     first = faults[0][0]
     deepest = max((path for path, _ in faults if path[: len(first)] == first), key=len)
     wants = [want.removeprefix("Input ") for path, want in faults if path == deepest]
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in deepest)[1:]
-    raise BadRequest(f"{param}: {' or '.join(wants)}", param=param)  # several: a union's branches
-
-
-def _path(fault: ErrorDetails, here: Any) -> list[str | int]:
-    """The steps from the body `here` to the fault; pydantic puts the tags of unions among them."""
-    path: list[str | int] = []
-    for step in fault["loc"]:
-        with suppress(KeyError, TypeError):
-            if here is not fault["input"]:
-                here = here[step]
-                path.append(step)
-    return [*path, fault["loc"][-1]] if fault["type"] == "missing" else path
+    raise BadRequest(" or ".join(wants), at=param)  # several: a union's branches
 
 
 _THINKING_NAMES: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
+_OBJECTS: Final = ("metadata", "chat_template_kwargs", "thinking", "reasoning")
+_THINKING_PARTS: Final = ("", ".enabled", ".effort", ".level", ".type")
 _THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
     **dict.fromkeys(("off", "none", "disabled", "false"), "off"),
     **dict.fromkeys(("on", "enabled", "adaptive", "between_tools", "auto", "true"), "on"),
@@ -651,111 +703,108 @@ _THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
     **dict.fromkeys(("high", "xhigh", "max"), "high"),
 }
 # No switches of a template but arguments of applying one: not a request's to set.
-_NO_SWITCHES: Final = (
-    *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize"),
-    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-    *("tokenizer_kwargs", "padding", "truncation", "max_length", "sanitize_control_tokens"),
-)
-_SESSION_NAMES: Final = ("session_id", "conversation_id", "thread_id", "chat_id")
+_NO_SWITCHES: Final = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a cache, of a user
-    *(*_SESSION_NAMES, *(f"metadata.{name}" for name in _SESSION_NAMES), "metadata.user_id"),
+    *("session_id", "conversation_id", "thread_id", "chat_id", "metadata.session_id"),
+    *("metadata.conversation_id", "metadata.thread_id", "metadata.chat_id", "metadata.user_id"),
     *("x-claude-code-session-id", "x-session-id", "thread-id", "session-id"),
     *("prompt_cache_key", "user"),
 )
-_CLAUDE_SESSION: Final = re.compile(r'"session_id"\s*:\s*"([^"]+)"')  # in metadata.user_id
 
 
-def _flat(given: Body) -> Body:
-    """The fields of the body, then those of its metadata as metadata.x."""
-    metadata = given.get("metadata")
-    inner = metadata.items() if isinstance(metadata, dict) else ()
-    return given | {f"metadata.{name}": value for name, value in inner}
+def _by_path(fields: Body, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Each field by its path, as in "metadata.user_id"."""
+    for name, value in fields.items():
+        yield above + name, value
+        if name in _OBJECTS and isinstance(value, dict):
+            yield from _by_path(value, f"{above}{name}.")
 
 
-def _thinking_levels(value: object, param: str) -> Iterator[str]:
-    """What one field says about thinking: nothing, one level, or (an object) several."""
-    if isinstance(value, dict):
-        for key in ("enabled", "effort", "level", "type"):
-            yield from _thinking_levels(value.get(key), f"{param}.{key}")
-    elif value is not None:
-        if (word := str(value).lower()) not in _THINKING_LEVELS:
-            words = ", ".join(_THINKING_LEVELS)
-            raise BadRequest(f"{param}: {value!r:.60} is none of {words}", param=param)
-        yield _THINKING_LEVELS[word]
-
-
-def _thinking(given: Body, default: bool) -> tuple[bool, Body]:
+def _thinking(said: Body, switches: Body, *, default: bool) -> tuple[bool, Body]:
     """(thinks, template switches). The first spelling that says anything wins."""
-    switches = without_nulls(given.get("chat_template_kwargs", {}))
-    for name in switches.keys() & set(_NO_SWITCHES):
-        param = f"chat_template_kwargs.{name}"
-        raise BadRequest(f"{param}: this is not a request's to set", param=param)
-    switch = "chat_template_kwargs.enable_thinking"
-    said = _flat(given) | {switch: switches.pop("enable_thinking", None)}
-    places = (switch, *_THINKING_NAMES, *(f"metadata.{name}" for name in _THINKING_NAMES))
-    levels = [level for p in places for level in _thinking_levels(said.get(p), p)]
+    for name in switches.keys() & ({"messages", *_NO_SWITCHES} - {"documents"}):
+        raise BadRequest("this is not a request's to set", at=f"chat_template_kwargs.{name}")
+    levels = []
+    places = map("".join, itertools.product(("", "metadata."), _THINKING_NAMES, _THINKING_PARTS))
+    for place in ("chat_template_kwargs.enable_thinking", *places):
+        value = said.get(place)
+        if value is None or (isinstance(value, dict) and place.endswith(_OBJECTS)):
+            continue
+        if (level := _THINKING_LEVELS.get(str(value).lower())) is None:
+            words = ", ".join(_THINKING_LEVELS)
+            raise BadRequest(f"{value!r:.60} is none of {words}", at=place)
+        levels.append(level)
     thinks = levels[0] != "off" if levels else default
     effort = next((level for level in levels if level not in ("off", "on")), None)
-    if thinks and effort:
-        switches.setdefault("reasoning_effort", effort)
-    return thinks, switches
+    switches = {"reasoning_effort": effort if thinks else None, **without_nulls(switches)}
+    return thinks, without_nulls({**switches, "enable_thinking": None})
 
 
 class SessionContext(NamedTuple):
-    """The conversation a request says it belongs to, and the field or header that says so."""
+    """The conversation a request says it belongs to."""
 
     session_id: str | None = None
-    source: str = ""
     parent: str | None = None  # of a sub-agent: the conversation that started it
 
 
-def _session(given: Body, headers: Mapping[str, str]) -> SessionContext:
-    """The id in the first of _SESSION_PLACES that has one."""
-    places: Body = {**{name.lower(): value for name, value in headers.items()}, **_flat(given)}
-    claude = _CLAUDE_SESSION.search(str(places.get("metadata.user_id")))
+def _session(said: Body, headers: Mapping[str, str]) -> SessionContext:
+    places: Body = {**{name.lower(): value for name, value in headers.items()}, **said}
+    claude = re.search(r'"session_id"\s*:\s*"([^"]+)"', str(places.get("metadata.user_id")))
     places["metadata.user_id"] = claude and claude[1]
-    said = {name: str(v)[:256] for name, v in places.items() if v and type(v) in (str, int)}
-    place = next(filter(said.get, _SESSION_PLACES), "")
-    session_id = said.get(place)
-    parent = said.get("x-parent-session-id") or said.get("x-codex-parent-thread-id")
-    if agent := said.get("x-claude-code-agent-id"):  # shares its parent's session id
+    ids = {name: str(v)[:256] for name, v in places.items() if v and type(v) in (str, int)}
+    session_id = next(filter(None, map(ids.get, _SESSION_PLACES)), None)
+    parent = ids.get("x-parent-session-id") or ids.get("x-codex-parent-thread-id")
+    if agent := ids.get("x-claude-code-agent-id"):  # shares its parent's session id
         session_id, parent = f"{session_id}/{agent}", session_id
-    return SessionContext(session_id, place, parent)
+    return SessionContext(session_id, parent)
 
 
 def _schema(form: Body) -> Body | None:
     """The JSON schema that a `response_format` binds the answer to; None for text."""
-    match {"type": "text", **form}:
+    match {"type": "text", "json_schema": form, **form}:  # Anthropic's has no object around it
         case {"type": "text"}:
             return None
         case {"type": "json_object"}:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
             return schema
-    param = "response_format" + ".json_schema.schema" * (form["type"] == "json_schema")
-    raise BadRequest(f"{param}: should be a JSON schema", param=param)
+    raise BadRequest("should have a JSON schema", at="response_format")
 
 
 def _message(index: int, wire: _WireMessage) -> Message:
     """One message without nulls and empty lists, thinking under one name, content always there."""
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
+    role, thoughts = message["role"], ""
     if "reasoning" in message:
         message.setdefault("reasoning_content", message.pop("reasoning"))
-    param = f"messages[{index}].content"
     if isinstance(content := message.get("content"), list):
         thoughts = "".join(part["thinking"] for part in content if part["type"] == "thinking")
         message["content"] = [part for part in content if part["type"] == "text"]
-        if thoughts and message["role"] != "assistant":
-            raise BadRequest(f"{param}: only a reply has thinking parts", param=param)
-        if thoughts:
-            message.setdefault("reasoning_content", thoughts)
-    if message["role"] in ("system", "developer", "user") and "content" not in message:
-        raise BadRequest(f"{param}: a {message['role']} message needs it", param=param)
+    if thoughts:
+        message.setdefault("reasoning_content", thoughts)
+    needs_text = role not in ("assistant", "tool")
+    if (thoughts and role != "assistant") or (needs_text and "content" not in message):
+        wrong = f"a {role} message needs text, and no thinking"
+        raise BadRequest(wrong, at=f"messages[{index}].content")
     return {"content": "", **message}
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
+def _tools(asked: _ChatBody) -> Body:
+    wanted, offered = asked.tool_choice, {tool["function"]["name"] for tool in asked.tools}
+    mode = wanted if isinstance(wanted, str) else "named"
+    name = None if isinstance(wanted, str) else wanted["function"]["name"]
+    if name not in {None, *offered} or (mode == "required" and not offered):
+        raise BadRequest(f"{wanted!r:.80} is not among the tools", at="tool_choice")
+    tools: tuple[list[Body], list[Body]] = [], []
+    for tool in asked.tools:
+        # Only what describes the function: templates print a tool whole, with any cache_control.
+        function = {"type": "function", "function": without_nulls(tool["function"])}
+        tools[bool(tool.get("defer_loading"))].append(function)
+    choice = ToolChoice(mode if offered else "none", name)
+    return {"tools": tuple(tools[0]), "deferred": tuple(tools[1]), "tool_choice": choice}
+
+
+class ToolChoice(NamedTuple):
     """May, must not, or must the model call a tool; `name` is set where mode is "named"."""
 
     mode: Literal["auto", "none", "required", "named"] = "none"
@@ -775,18 +824,18 @@ class ChatRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    messages: OriginalMessages = OriginalMessages(())  # of a chat; content: a str or text parts
+    messages: OriginalMessages  # of a chat; content: a str or text parts
     prompt: str | tuple[int, ...] | None = None  # of a completion; ids may exceed the vocabulary
-    tools: tuple[Body, ...] = ()
-    deferred: tuple[Body, ...] = ()  # tools that can be called, but are not in the prompt's head
-    tool_choice: ToolChoice = ToolChoice()
-    parallel_tool_calls: bool = True
-    logprobs: bool = False
-    top_logprobs: int = 0  # alternatives per token
-    thinking: bool = False
-    thinking_budget: int | None = None  # tokens
-    schema: Body | None = None  # JSON schema of the answer
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # never enable_thinking
+    tools: tuple[Body, ...]
+    deferred: tuple[Body, ...]  # tools that can be called, but are not in the prompt's head
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    logprobs: bool
+    top_logprobs: int  # alternatives per token
+    thinking: bool
+    thinking_budget: int | None  # tokens
+    schema: Body | None  # JSON schema of the answer
+    template_kwargs: Mapping[str, Any]  # never enable_thinking
 
     @classmethod
     def from_chat(
@@ -796,71 +845,44 @@ class ChatRequest:
         given = given_fields(body)
         asked = checked(_ChatBody, given)
         if asked.top_logprobs and not asked.logprobs:
-            raise BadRequest("top_logprobs: it needs logprobs to be true", param="top_logprobs")
-        offered = {tool["function"]["name"] for tool in asked.tools}
-        match asked.tool_choice:
-            case {"function": {"name": str() as name}} if name in offered:
-                choice = ToolChoice("named", name)
-            case "auto" | "none" | "required" as mode if offered or mode != "required":
-                choice = ToolChoice(mode if offered else "none")
-            case wanted:
-                wrong = f"tool_choice: {wanted!r:.80} is not among the tools"
-                raise BadRequest(wrong, param="tool_choice")
-        thinks, switches = _thinking(given, config.default_thinking)
+            raise BadRequest("it needs logprobs to be true", at="top_logprobs")
+        defaults = {n: getattr(config, f"default_{n}", None) for n in Sampling.model_fields}
+        said, thinks = dict(_by_path(given)), config.default_thinking
+        thinks, switches = _thinking(said, asked.chat_template_kwargs, default=thinks)
         messages = itertools.starmap(_message, enumerate(asked.messages))
-        # Only what describes the function: templates print a tool whole, with any cache_control.
-        functions = (without_nulls(tool["function"]) for tool in asked.tools)
-        tools = [{"type": "function", "function": function} for function in functions]
-        late = [bool(tool.get("defer_loading")) for tool in asked.tools]
-        same = {"parallel_tool_calls", "logprobs", "top_logprobs", "thinking_budget"}
+        same = {"model", "stream", "parallel_tool_calls", "logprobs", "top_logprobs"}
         return cls(
             kind="chat",
             request_id=request_id,
-            session=_session(given, headers),
+            session=_session(said, headers),
+            sampling=checked(Sampling, without_nulls(defaults) | given),
+            max_tokens=asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+            include_usage=bool(asked.stream_options.get("include_usage")),
             messages=OriginalMessages(tuple(messages)),
-            tools=tuple(tool for tool, is_late in zip(tools, late, strict=True) if not is_late),
-            deferred=tuple(itertools.compress(tools, late)),
-            tool_choice=choice,
             thinking=thinks,
-            schema=_schema(asked.response_format),
+            thinking_budget=asked.thinking_budget,
             template_kwargs=switches,
+            schema=_schema(asked.response_format),
+            **_tools(asked),
             **asked.model_dump(include=same),
-            **_shared_fields(asked, given, config=config),
         )
 
     @classmethod
-    def from_completion(
-        cls, body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
-    ) -> Self:
+    def from_completion(cls, body: object, config: Config, **how: Any) -> Self:
         """POST /v1/completions: one prompt, as text, as token ids or as a list of one of these."""
         given = given_fields(body)
         match given.get("prompt"):
             case [str() | list() as only]:
                 given["prompt"] = only
             case [str() | list(), *_]:
-                raise BadRequest("prompt: only one per request", param="prompt")
-        asked = checked(_CompletionBody, given)
-        return cls(
-            kind="completion",
-            request_id=request_id,
-            session=_session(given, headers),
-            prompt=asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt),
-            **_shared_fields(asked, given, config=config),
-        )
-
-
-def _shared_fields(asked: _AnyBody, given: Body, *, config: Config) -> Body:
-    """The fields of a ChatRequest that both endpoints read the same way."""
-    names = Sampling.__dataclass_fields__
-    sampling = {name: given.get(name, getattr(config, f"default_{name}", None)) for name in names}
-    return {
-        "model": asked.model,
-        "sampling": checked(Sampling, without_nulls(sampling)),
-        "max_tokens": asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
-        "stop": (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-        "stream": asked.stream,
-        "include_usage": bool(asked.stream_options.get("include_usage")),
-    }
+                raise BadRequest("only one per request", at="prompt")
+        prompt = checked(_CompletionBody, given).prompt
+        unheard = ("tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "thinking")
+        chat = dict.fromkeys((*unheard, "chat_template_kwargs", "extra_body"))
+        chat |= {"messages": [{"role": "user", "content": ""}], "enable_thinking": False}
+        request = cls.from_chat(given | chat, config, **how)
+        return replace(request, kind="completion", prompt=prompt, messages=OriginalMessages(()))
 
 
 class Usage(NamedTuple):
@@ -908,7 +930,6 @@ class AnswerShape(NamedTuple):
         return self.say({"content": "", "reasoning_content": ""})[0]
 
     def say(self, delta: Body, logprobs: Body | None = None) -> list[Body]:
-        """One stream event with what is new."""
         return [self._body("delta", delta, logprobs=logprobs)]
 
     def end(self, ending: Ending) -> list[Body]:
@@ -917,7 +938,6 @@ class AnswerShape(NamedTuple):
         return [last, usage] if self.include_usage else [last]
 
     def whole(self, message: Body, ending: Ending) -> Body:
-        """The whole message or text at once."""
         body = self._body("message", message, finish_reason=ending.finish, logprobs=ending.logprobs)
         return {**body, "usage": ending.usage.body()}
 
@@ -937,16 +957,18 @@ class AnswerShape(NamedTuple):
 # Anthropic Messages <-> the same ChatRequest, and the same answer as Anthropic's events.
 #
 # A body is checked as Anthropic's and said again as a chat: by whichever API a conversation comes,
-# its prompt and its cache are the same. What clients attach for Anthropic's own machines
-# (cache_control, context_management, betas) is accepted; everything is cached anyway.
+# its prompt and its cache are the same. What only Anthropic's machines understand is passed over.
 # A tool with `defer_loading` is no part of the prompt's head: its definition stands where a
 # `tool_reference` names it, so that loading one leaves all that was said before as it was (L-48).
 #
-# Doors   from_anthropic, AnthropicEvents, anthropic_error, thought_id
+# Doors   any_request, from_anthropic, AnthropicEvents, anthropic_error, thought_id
 # Knows   CONFIG, ERRORS, WIRE
 # Thread  any; pure
-# Budget  273
+# Budget  229
 # ==============================================================================
+
+# Anthropic runs all but "custom" itself; a model that is not made to call one does without.
+_KINDS: Final = "^(custom$|web_search_|web_fetch_|code_execution_|tool_search_|mcp_|advisor_)"
 
 
 class _MessagesMessage(TypedDict):
@@ -956,125 +978,100 @@ class _MessagesMessage(TypedDict):
 
 class _MessagesTool(TypedDict):
     name: Name
-    type: NotRequired[str | None]
     description: NotRequired[str | None]
+    type: NotRequired[Annotated[str, Field(pattern=_KINDS)] | None]
     input_schema: NotRequired[Body]
     defer_loading: NotRequired[bool | None]
 
 
-class _MessagesChoice(TypedDict):
-    type: Literal["auto", "any", "tool", "none"]
-    name: NotRequired[str]
-    disable_parallel_tool_use: NotRequired[bool | None]
-
-
-class _MessagesBody(BaseModel):
+class _MessagesBody(BaseModel, strict=True, extra="allow"):
     """What a chat says otherwise; the rest is checked as a chat's."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     messages: Annotated[Each[_MessagesMessage], Field(min_length=1)]
     system: str | Each[Body] = []
     tools: Each[_MessagesTool] = []
-    tool_choice: _MessagesChoice = {"type": "auto"}
+    tool_choice: Body = {}
     stop_sequences: list[Name] = []
     output_config: Body = {}
     mcp_servers: Annotated[list[Body], Field(max_length=0)] = []
 
 
-# Anthropic runs these itself; a model that is not made to call one does without.
-_SERVER_TOOLS: Final = re.compile("(web_search|web_fetch|code_execution|tool_search|mcp|advisor)_")
+def any_request(body: object, config: Config, **how: Any) -> ChatRequest:
+    """A request of any of the three APIs, known by the fields that it alone has."""
+    match given_fields(body):
+        case {"prompt": _}:
+            return ChatRequest.from_completion(body, config, **how)
+        case {"system": _} | {"tools": [{"name": _}, *_]}:
+            return from_anthropic(body, config, **how)
+    return ChatRequest.from_chat(body, config, **how)
 
 
-def from_anthropic(
-    body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
-) -> ChatRequest:
+def from_anthropic(body: object, config: Config, **how: Any) -> ChatRequest:
     """POST /v1/messages. Raises BadRequest whose `param` is the path of the field."""
     given = given_fields(body)
     asked = checked(_MessagesBody, given)
     tools = dict(_chat_tools(asked.tools))
-    messages = [{"role": "system", "content": _parts(asked.system, tools, param="system")}]
+    messages = _said("system", asked.system, tools=tools, param="system") if asked.system else []
     for index, message in enumerate(asked.messages):
-        messages += _chat_messages(message, tools, param=f"messages[{index}].content")
-    choice = {"any": "required", "tool": {"function": {"name": asked.tool_choice.get("name", "")}}}
+        where: Body = {"tools": tools, "param": f"messages[{index}].content"}
+        messages += _said(message["role"], message["content"], **where)
+    choice, kind = asked.tool_choice, asked.tool_choice.get("type", "auto")
+    kinds = {"any": "required", "tool": {"function": {"name": choice.get("name")}}}
     chat: Body = {
         "thinking": {"type": "disabled"},  # unless the request says otherwise
-        **{name: value for name, value in given.items() if name not in _MessagesBody.model_fields},
-        "messages": messages[not asked.system :],
+        **given,
+        "messages": messages,
         "tools": list(tools.values()),
-        "tool_choice": choice.get(asked.tool_choice["type"], asked.tool_choice["type"]),
-        "parallel_tool_calls": not asked.tool_choice.get("disable_parallel_tool_use"),
+        "tool_choice": kinds.get(str(kind), kind),
+        "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
         "stop": asked.stop_sequences,
         "reasoning_effort": asked.output_config.get("effort"),
+        "response_format": asked.output_config.get("format", given.get("output_format")),
     }
-    wanted = asked.output_config.get("format", given.get("output_format"))
-    if isinstance(wanted, dict):
-        chat["response_format"] = {**wanted, "json_schema": {"schema": wanted.get("schema")}}
-    request = ChatRequest.from_chat(chat, config, request_id=request_id, headers=headers)
-    return replace(request, kind="messages")
+    return replace(ChatRequest.from_chat(chat, config, **how), kind="messages")
 
 
 def _chat_tools(tools: list[_MessagesTool]) -> Iterator[tuple[str, Body]]:
     # Anthropic's own search never runs here: what it would find has to be there already.
     is_searched = any((tool.get("type") or "").startswith("tool_search_") for tool in tools)
-    for index, tool in enumerate(tools):
-        if (kind := tool.get("type") or "custom") == "custom":
+    for tool in tools:
+        if (tool.get("type") or "custom") == "custom":
             known = {"name": tool["name"], "description": tool.get("description")}
             function = without_nulls({**known, "parameters": tool.get("input_schema")})
             is_late = bool(tool.get("defer_loading")) and not is_searched
             yield tool["name"], {"function": function, "defer_loading": is_late}
-        elif not _SERVER_TOOLS.match(kind):
-            sentence = f"{kind!r} has no schema of its own here; offer it as a custom tool"
-            raise BadRequest(f"tools[{index}].type: {sentence}", param=f"tools[{index}].type")
 
 
-def _chat_messages(
-    message: _MessagesMessage, tools: Mapping[str, Body], *, param: str
-) -> list[Message]:
-    """The same as chat messages: each tool result is a message of its own."""
-    role, blocks = message["role"], _blocks(message["content"])
-    if role == "assistant":
-        return [_chat_reply(blocks, tools, param=param)]
-    said: list[Message] = []
+def _said(role: str, content: Any, *, tools: Mapping[str, Body], param: str) -> list[Message]:
+    """As chat messages: each tool result is one of its own, and a reply's texts are one again."""
+    turns: list[Message] = [{"role": role, "content": []}]
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for index, block in enumerate(blocks):
-        here = f"{param}[{index}]"
-        if block.get("type") == "tool_result":
-            parts = _parts(without_nulls(block).get("content", ""), tools, param=f"{here}.content")
-            if block.get("is_error") and not any("error" in p["text"].lower() for p in parts):
-                parts.insert(0, {"type": "text", "text": "Error:"})  # no chat has a field for it
-            said += [{"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts}]
-            continue
-        if not said or said[-1]["role"] == "tool":
-            said += [{"role": role, "content": []}]
-        said[-1]["content"].append({"type": "text", "text": _text(block, tools, param=here)})
-    return said or [{"role": role, "content": ""}]
-
-
-def _chat_reply(blocks: list[Body], tools: Mapping[str, Body], *, param: str) -> Message:
-    """Texts were one stream and are one again; what `thought_id` names may have been left out."""
-    reply: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
-    for index, block in enumerate(blocks):
-        match block:
-            case {"type": "thinking", "thinking": str() as thought}:
-                reply["reasoning_content"] += thought
-                reply["thought_id"] = str(block.get("signature", ""))
-            case {"type": "redacted_thinking"}:
+        here, turn = f"{param}[{index}]", turns[-1]
+        match role, block:
+            case "assistant", {"type": "thinking", "thinking": str() as thought}:
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+                turn["thought_id"] = str(block.get("signature", ""))  # of what may be left out
+            case "assistant", {"type": "redacted_thinking"}:
                 pass  # another machine's, which nobody can read
-            case {"type": "tool_use", "name": name, "input": arguments}:
+            case "assistant", {"type": "tool_use", "name": name, "input": arguments}:
                 call = {"id": block.get("id"), "function": {"name": name, "arguments": arguments}}
-                reply["tool_calls"].append(call)
+                turn.setdefault("tool_calls", []).append(call)
+            case "user", {"type": "tool_result"}:
+                found = without_nulls(block).get("content", "")
+                (result,) = _said("tool", found, tools=tools, param=f"{here}.content")
+                if block.get("is_error") and "error" not in str(result["content"]).lower():
+                    # No chat has a field for it.
+                    result["content"].insert(0, {"type": "text", "text": "Error:"})
+                result["tool_call_id"] = block.get("tool_use_id")
+                turns += [result, {"role": role, "content": []}]
             case _:
-                reply["content"] += _text(block, tools, param=f"{param}[{index}]")
-    return {name: value for name, value in reply.items() if value or name == "content"}
-
-
-def _blocks(said: Any) -> list[Any]:
-    return said if isinstance(said, list) else [{"type": "text", "text": said}]
-
-
-def _parts(said: Any, tools: Mapping[str, Body], *, param: str) -> list[Body]:
-    """The text parts that the model reads."""
-    texts = (_text(b, tools, param=f"{param}[{i}]") for i, b in enumerate(_blocks(said)))
-    return [{"type": "text", "text": text} for text in texts]
+                turn["content"].append({"type": "text", "text": _text(block, tools, param=here)})
+    if role == "assistant":
+        reply = turns[0] | {"content": "".join(part["text"] for part in turns[0]["content"])}
+        return [{name: value for name, value in reply.items() if value}]
+    turns = [turn for turn in turns if turn["content"] or turn["role"] == "tool"]
+    return turns or [{"role": role, "content": ""}]
 
 
 def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
@@ -1087,14 +1084,14 @@ def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
         case {"type": "document", "source": {"type": "text", "data": str() as text}}:
             return text
         case {"type": "image", "source": dict() as source}:
-            digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:12]
+            digest = sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:12]
             return f"[an image, sha256 {digest}, that this model cannot see: it only reads text]"
-    raise BadRequest(f"{param}: {json.dumps(block):.80} cannot be read here", param=param)
+    raise BadRequest(f"{json.dumps(block):.80} cannot be read here", at=param)
 
 
 def thought_id(thought: str) -> str:
     """What stands as a thinking block's signature, and finds the thinking if it is left out."""
-    return f"start-llm-{hashlib.sha256(thought.encode()).hexdigest()[:32]}"
+    return f"start-llm-{sha256(thought.encode()).hexdigest()[:32]}"
 
 
 class AnthropicEvents:
@@ -1103,8 +1100,8 @@ class AnthropicEvents:
     _STOPS: ClassVar = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
     def __init__(self, request_id: str, model: str) -> None:
-        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
-        self._head["model"] = model
+        self._head: Body = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
+        self._head |= {"model": model, "stop_reason": None, "stop_sequence": None}
         self._blocks: list[Body] = []  # those that have ended
         self._open: Body = {}  # the one that has not, as it began
         self._said = ""  # in that one: text, or a call's arguments in JSON
@@ -1117,7 +1114,6 @@ class AnthropicEvents:
 
     def say(self, delta: Body, _logprobs: Body | None = None) -> list[Body]:
         """The events of a chat's delta; what is of another kind opens another block."""
-        block: Body
         match delta:
             case {"tool_calls": [{"function": function, **call}]}:
                 said, named = function["arguments"], {"name": function.get("name")}
@@ -1127,46 +1123,42 @@ class AnthropicEvents:
                 block = {"type": "thinking", "thinking": "", "signature": ""}
                 told = {"type": "thinking_delta", "thinking": said}
             case {"content": said}:
-                block = {"type": "text", "text": ""}
-                told = {"type": "text_delta", "text": said}
+                block, told = {"type": "text", "text": ""}, {"type": "text_delta", "text": said}
         events: list[Body] = []
         if block["type"] != self._open.get("type") or block.get("name"):
-            events, self._open = self._end_block(), block
-            events.append(self._event("start", content_block=block))
+            events = [*self._end_block(), self._event("start", content_block={**block})]
+            self._open = block
         self._said += said
         return [*events, self._event("delta", delta=told)] if said else events
 
     def _event(self, kind: str, **more: Body) -> Body:
         return {"type": f"content_block_{kind}", "index": len(self._blocks), **more}
 
-    def _end_block(self) -> list[Body]:
-        events, end = [], dict(self._open)
-        match end:
-            case {"type": "text"}:
-                end["text"] = self._said
-            case {"type": "thinking"}:
-                signed = {"signature": thought_id(self._said)}
-                events = [self._event("delta", delta={"type": "signature_delta", **signed})]
-                end |= {"thinking": self._said, **signed}
-            case {"type": "tool_use"}:
-                with suppress(BadRequest):  # what no reader of JSON takes
-                    end["input"] = parse_json_body((self._said or "{}").encode())
-            case _:
-                return []
-        events.append(self._event("stop"))
-        self._blocks.append(end)
+    def _end_block(self) -> Iterator[Body]:
+        if not (block := self._open):
+            return
+        if block["type"] == "tool_use":
+            with suppress(BadRequest):  # what no reader of JSON takes
+                block["input"] = parse_json_body((self._said or "{}").encode())
+        else:
+            block[block["type"]] = self._said
+        if block["type"] == "thinking":
+            block["signature"] = thought_id(self._said)
+            signed = {"type": "signature_delta", "signature": block["signature"]}
+            yield self._event("delta", delta=signed)
+        yield self._event("stop")
+        self._blocks.append(block)
         self._open, self._said = {}, ""
-        return events
 
     def end(self, ending: Ending) -> list[Body]:
-        events, message = self._end_block(), self.whole({}, ending)
+        events, message = [*self._end_block()], self.whole({}, ending)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         closing = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         return [*events, closing, {"type": "message_stop"}]
 
     def whole(self, _message: Body, ending: Ending) -> Body:
         """The chat's message has been said already, in the order in which it was generated."""
-        self._end_block()
+        list(self._end_block())
         reason = "stop_sequence" if ending.stop else self._STOPS[ending.finish]
         return self._message(ending.usage, stop_reason=reason, stop_sequence=ending.stop)
 
@@ -1175,13 +1167,13 @@ class AnthropicEvents:
         new = usage.prompt - usage.cached
         tokens = {"input_tokens": min(new, 1), "cache_creation_input_tokens": max(new - 1, 0)}
         tokens |= {"cache_read_input_tokens": usage.cached, "output_tokens": usage.completion}
-        nulls = {"stop_reason": None, "stop_sequence": None}
-        return {**self._head, "content": [*self._blocks], **nulls, **stops, "usage": tokens}
+        return {**self._head, "content": [*self._blocks], **stops, "usage": tokens}
 
 
 def anthropic_error(error: ServerError) -> Body:
     """The error in Anthropic's shape; the words of a prompt too long are those agents look for."""
-    kinds = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kinds |= {413: "request_too_large", 503: "overloaded_error"}
     kind = kinds.get(error.status, error.type.replace("server_error", "api_error"))
     message = str(error)
     if isinstance(error, ContextTooLong):
@@ -1192,16 +1184,13 @@ def anthropic_error(error: ServerError) -> Body:
 # endregion
 
 # region 06 HEAL ===============================================================
-# Put back the thinking that a client stripped from a reply of ours.
-#
-# For replies that the ledger does not cover (a fallback, a past it forgot), found by what a client
-# does keep: a signature, or content and calls. Thinking that it sends is never replaced.
+# Put back the thinking that a client stripped from a reply which the ledger does not cover, found
+# by what a client does keep: a signature, or content and calls. What it thinks itself stays.
 #
 # Doors   HealingStore, _heal_messages, reply_digest, canonical_json
 # Knows   WIRE, MESSAGES
-# Owns    _healing_lock
 # Thread  any
-# Budget  92
+# Budget  72
 # ==============================================================================
 
 
@@ -1226,7 +1215,7 @@ def canonical_json(arguments: object) -> str:
 
 def reply_digest(message: Message) -> bytes:
     """What names a reply: its content and its calls. Not its thinking, and no call's id."""
-    name = hashlib.sha256(message["content"].encode())
+    name = sha256(message["content"].encode())
     for call in message.get("tool_calls", ()):
         function = call["function"]
         name.update(f"\0{function['name']}\0{canonical_json(function.get('arguments'))}".encode())
@@ -1234,34 +1223,22 @@ def reply_digest(message: Message) -> bytes:
 
 
 class HealingStore:
-    """Thinking by reply_digest(); the replies used least recently are forgotten."""
+    """Thinking by reply_digest() and thought_id(); what was used least recently is forgotten."""
 
     CAP: Final = 2000  # replies
 
     def __init__(self) -> None:
-        self._healing_lock = threading.Lock()
-        self._thoughts: OrderedDict[bytes, str] = OrderedDict()  # guarded by it
+        self._thoughts, self._named = LRUCache(self.CAP), LRUCache(self.CAP)  # guard themselves
 
     def remember(self, reply: Message) -> None:
         """Keep the thinking of a whole reply, if it has any."""
         if thought := reply.get("reasoning_content"):
-            digest = reply_digest(reply)
-            with self._healing_lock:
-                self._thoughts[digest] = thought
-                self._thoughts.move_to_end(digest)
-                if len(self._thoughts) > self.CAP:
-                    self._thoughts.popitem(last=False)
+            self._thoughts[reply_digest(reply)] = self._named[thought_id(thought)] = thought
 
     def thought_of(self, reply: Message) -> str:
         """The thinking that led to this reply; "" where none is known."""
-        digest, named = reply_digest(reply), reply.get("thought_id")
-        with self._healing_lock:
-            if digest not in self._thoughts and str(named).startswith("start-llm-"):  # changed
-                known = (d for d, thought in self._thoughts.items() if thought_id(thought) == named)
-                digest = next(known, b"")
-            if digest in self._thoughts:
-                self._thoughts.move_to_end(digest)
-            return self._thoughts.get(digest, "")
+        by_words = self._thoughts.get(reply_digest(reply))  # which a client may change
+        return str(by_words or self._named.get(reply.get("thought_id"), ""))
 
     def __len__(self) -> int:
         return len(self._thoughts)
@@ -1281,21 +1258,18 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 
 # region 07 CANON ==============================================================
 # The second copy of a conversation, its volatile fields stilled: it says whether this past is the
-# same past, and never what the model reads (L-37).
-#
-# One registry of rules. Each finds one field in the texts of some roles:
+# same past, and never what the model reads (L-37). Each rule finds one field in some roles' texts:
 #   telemetry   means nothing to the model: dropped, and counted
 #   pinned      stays as it was first rendered; a value that differs is restated once, at the end
 #   transient   comes and goes at the end of a conversation: told when it changed
-# A pattern is anchored to a line or an end of the text, and finds nothing inside code fences or
-# tool results, where the same words are somebody's data. `value` is what varies. Messages of only
-# such blocks, and late system messages, become notes at the tail of the message before them.
+# Inside code fences and tool results the same words are somebody's data. `value` is what varies.
+# Messages of only such blocks, and late system messages, become notes behind the one before them.
 #
-# Doors   Canon, Rule, Turn, Volatile, Memo, SYSTEM_ROLES
-# Doors   replaced, reminder, _canonicalize_messages
+# Doors   Canon, Turn, Memo, SYSTEM_ROLES
+# Doors   replaced, reminder, stilling, _canonicalize_messages
 # Knows   CONFIG, WIRE, HEAL
 # Thread  any; pure
-# Budget  263
+# Budget  258
 # ==============================================================================
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
@@ -1310,7 +1284,6 @@ class Rule(NamedTuple):
     name: str
     roles: frozenset[str]
     pattern: re.Pattern[str]
-    in_fences: bool  # the client itself wraps this field in a code fence
     kind: str = "off"  # as configured
 
 
@@ -1324,12 +1297,11 @@ _DATE: Final = "(?:Current date|Today's date)(?: is|:)"
 _REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system-reminder>"
 _OPENERS: Final = ("<system-reminder>", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
 _CLOSERS: Final = ("</system-reminder>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>")
-_CARRIER: Final = rf"{_OPENERS[1]}[\s\S]*?{_CLOSERS[1]}"
-_FENCED: Final = frozenset({"message_id", "inbound_context"})
+_FENCED: Final = frozenset({"message_id", "inbound_context"})  # in code fences by the client
 _TIME: Final = r"(?:Current time(?: is|:)|Reference UTC:)"
 _SESSION: Final = "(?:Runtime: agent=|Inline buttons not enabled for )"
 _RULES: Final = tuple(
-    Rule(name, roles, re.compile(expression, re.MULTILINE), name in _FENCED)
+    Rule(name, roles, re.compile(expression, re.MULTILINE))
     for name, roles, expression in (
         # why(L-37): Claude Code's first system block; its cch= changes with every request.
         ("billing_header", SYSTEM_ROLES, r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*"),
@@ -1348,7 +1320,7 @@ _RULES: Final = tuple(
         ("session_line", _BOTH, rf"^{_SESSION}(?P<value>[^\n]+)$"),
         # why(L-42): blocks that move with the newest message.
         ("reminder", _USER, rf"^{_REMINDER}[ \t]*$"),
-        ("internal_context", _USER, rf"^{_CARRIER}[ \t]*$"),
+        ("internal_context", _USER, rf"^{_OPENERS[1]}[\s\S]*?{_CLOSERS[1]}[ \t]*$"),
         ("operator_note", _USER, r"\AOperator note \(not from the user\)[\s\S]*\Z"),
         ("late_system", SYSTEM_ROLES, r"(?!)"),  # found by its place, not by its words
     )
@@ -1383,15 +1355,12 @@ class Turn:
 
     @property
     def notes(self) -> Iterator[Volatile]:
-        """All transient texts it carries."""
         own = (found for found in self.fields if found.kind == "transient")
         return itertools.chain(self.head, own, self.tail)
 
 
 class Memo[Value]:
     """What was made under a name, kept; when full it begins anew. What a race loses is remade."""
-
-    ENTRY_CHARS: Final = 100  # what an entry costs beside its name
 
     def __init__(self, most: int) -> None:
         self.most = most  # characters of all names
@@ -1403,7 +1372,7 @@ class Memo[Value]:
         made = self.made.get(name)
         if made is None:
             made = self.made[name] = make()
-            self.n_chars += len(name) + self.ENTRY_CHARS
+            self.n_chars += len(name) + 100  # what an entry costs beside its name
             if self.n_chars > self.most:
                 self.made, self.n_chars = {}, 0
         return made
@@ -1472,7 +1441,7 @@ def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
         _volatile(rule, match, rules=rules)
         for rule in rules
         for match in rule.pattern.finditer(text)
-        if rule.in_fences or not any(a <= match.start() < b for a, b in fences)
+        if rule.name in _FENCED or not any(a <= match.start() < b for a, b in fences)
     )
     end = 0
     for one in sorted(found, key=lambda one: one.start):
@@ -1506,11 +1475,9 @@ def replaced(text: str, fields: Iterable[Volatile]) -> str:
 
 
 def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[Turn, ...]:
-    """The conversation in both pipelines; the messages given are not changed.
-
-    why(L-43): a message that only carries notes is no turn of its own: thinking templates would
-    begin a new user turn there, and a template may reject or hoist a late system message.
-    """
+    """The conversation in both pipelines; the messages given are not changed."""
+    # why(L-43): a message that only carries notes is no turn of its own: thinking templates would
+    # begin a new user turn there, and a template may reject or hoist a late system message.
     turns: list[Turn] = []
     for message in messages:
         turn, before = canon.still(message), turns[-1].role if turns else "system"
@@ -1535,28 +1502,31 @@ def _notes(turn: Turn, canon: Canon) -> tuple[Volatile, ...]:
     return tuple(turn.notes) if is_bare else ()
 
 
+def stilling(before: str, now: str) -> str | None:
+    """The setting of a rule that finds all in which two texts differ, acting or not."""
+    rules = (rule for rule in _RULES if rule.pattern.sub("", before) == rule.pattern.sub("", now))
+    return next((f"RULE_{rule.name.upper()}" for rule in rules), None)
+
+
 def reminder(text: str) -> str:
     """A system message's text, tagged so that the model can tell it from what it stands behind."""
-    is_tagged = "<system-reminder>" in text
-    return text if is_tagged else f"<system-reminder>\n{text}\n</system-reminder>"
+    return text if "<system-reminder>" in text else f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 # endregion
 
 # region 08 RENDER =============================================================
 # Messages -> the model's own chat template -> tokens, with nothing lost on the way.
-#
 # A template is not read but asked: canned conversations are rendered at construction, and what
 # comes out is believed. What it cannot say is said another way (folded, merged, flattened); what
 # is still missing is named once in the log. Markup in client text (`<|im_end|>` in a file) is
 # broken up by a noncharacter before rendering and whole again before encoding, as plain text.
-# Dropped: transformers' sanitize_control_tokens (skips keys, encodes the whole past every turn).
 #
 # Doors   Template, Rendered, Unspliceable
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
 # Knows   CONFIG, ERRORS, LOG, WIRE, CANON
 # Thread  any
-# Budget  534
+# Budget  505
 # ==============================================================================
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -1624,22 +1594,19 @@ def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
 
-_FAULTS: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-_REFUSALS: Final = (jinja2.TemplateError, RecursionError, *_FAULTS)
 _NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of this very file
 _THOUGHT: Final = "zqthought"
 _FIRST: Final = "zqfirst"
 _WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
 _ACT: Final = {"name": "f", "description": "f", "parameters": {"type": "object"}}
 _TOOL: Final[Body] = {"type": "function", "function": _ACT}
-_Switches = dict[str, Any]
 
 
 class _ChatTemplate:
     """The template as a function, and what became of canned conversations."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._apply = tokenizer.apply_chat_template
+    def __init__(self, tokenizer: Any, encoder: _Encoder) -> None:
+        self._apply, self._find_added = tokenizer.apply_chat_template, encoder.find_added
         named = tokenizer.chat_template or ""
         self.source = named if isinstance(named, str) else "\n".join(named.values())
         self.thinking = _probe_thinking(self)  # switches for off, switches for on
@@ -1650,35 +1617,66 @@ class _ChatTemplate:
         # between two text parts; a newline where the template misprints them
         joint = re.search(rf"{_FIRST}(\s*){_WORDS.format(0)}", self.attempt("parts"))
         self.joint = joint[1] if joint else "\n"
-        self.without_reply = lru_cache(256)(self._without_reply)
+        # openings are the text from an added token on to a message's content
+        user, tool = self._opening("user reply > user"), self._opening("user call > tool")
+        others = ("user calls tool > tool", "user > reply", "user reply > system")
+        openings = [user, tool, *map(self._opening, others)]
+        openings += [self.prompt(role, on) for on in self.thinking for role in ("user", "tool")]
+        rows = [encoder.encode(text).tolist() for text in openings if text]
+        self.firsts = np.array(sorted({row[0] for row in rows}), np.int32)
+        inner = ((row, at) for row in rows for at in range(1, len(row)) if row[at] in self.firsts)
+        # (first id, distance, id of another of them): one opening, not two
+        self.echoes = {(row[0], at, row[at]) for row, at in inner}
+        dress = tool[len(user) :] if tool.startswith(user) else ""  # results as user messages
+        is_user = f"{re.escape(user)}(?!{re.escape(dress or _BREAK)})"
+        self.find_user = re.compile(is_user if user else "(?!)")
 
-    def render(self, messages: list[Message], *, tools: list[Any], switches: _Switches) -> str:
+    def render(self, messages: list[Message], *, tools: list[Body], switches: Body) -> str:
         """Raises BadRequest with the template's own sentence when it refuses."""
         switches = {"add_generation_prompt": True, "tokenize": False, **switches}
         try:
             return str(self._apply(messages, tools=tools or None, **switches))
-        except _REFUSALS as refusal:
+        except Exception as refusal:  # templates raise what they like, and so does Jinja
             sentence = f"the model's chat template refuses these messages: {refusal}"
             raise BadRequest(sentence, param="messages") from refusal
 
-    def attempt(self, script: str, tools: Sequence[Body] = (), /, **switches: Any) -> str:
-        """The text of a canned conversation, or nothing where the template refuses it."""
-        try:
-            return self.render(_canned(script), tools=list(tools), switches=switches)
-        except BadRequest:
-            return ""
+    def attempt(
+        self, messages: str | list[Message], tools: Sequence[Body] = (), /, **switches: Any
+    ) -> str:
+        """The text of a conversation, or of a canned one; "" where the template refuses it."""
+        told = _canned(messages) if isinstance(messages, str) else messages
+        with suppress(BadRequest):
+            return self.render(told, tools=list(tools), switches=switches)
+        return ""
 
     def _says(self, script: str) -> bool:
-        """Whether the contents of a canned conversation come out, one after the other."""
         in_order = ".*".join(message["content"] for message in _canned(script))
         return re.search(in_order, self.attempt(script), re.DOTALL) is not None
 
-    def _without_reply(self, switches: str) -> str:
+    def without_reply(self, switches: str) -> str:
         """What switches, a JSON object, make of canned conversations; no generation prompt."""
         told = {**json.loads(switches), "add_generation_prompt": False}
         head = "system " if self.has_system else ""
         plain = self.attempt(head + "user reply user", **told)
         return plain + "\0" + self.attempt(head + "user call tool reply user", [_TOOL], **told)
+
+    def prompt(self, last_role: str, switches: Body) -> str:
+        """What opens the reply to a message of this role."""
+        return self._opening("user call tool >" if last_role == "tool" else "user >", **switches)
+
+    def _opening(self, script: str, /, **switches: Any) -> str:
+        """What opens the message after the ">" (none: the reply); "" where no added token does."""
+        # last words before [closer][opening] words      closer: what ends a conversation there
+        past, _, last = script.partition(">")
+        n_past = len(past.split())
+        closed = self.attempt(past, **switches, add_generation_prompt=False)
+        text = self.attempt(past + last, **switches, add_generation_prompt=not last)
+        closer, between = (told.rpartition(_WORDS.format(n_past - 1))[2] for told in (closed, text))
+        between = between.partition(_WORDS.format(n_past))[0]
+        own = between[sum(takewhile(bool, map(str.__eq__, closer, between))) :].lstrip()
+        tokens = (token.start() for token in self._find_added.finditer(between))
+        starts = [at for at in tokens if at <= len(between) - len(own)]
+        return between[starts[-1] :] if own and starts else ""
 
 
 def _canned(script: str) -> list[Message]:
@@ -1689,35 +1687,31 @@ def _canned(script: str) -> list[Message]:
         texts = (_FIRST, words) if role in {"calls", "parts"} else (words,)
         named = enumerate({"name": "f", "arguments": {"q": text}} for text in texts)
         calls = [{"id": f"call0000{i}", "type": "function", "function": f} for i, f in named]
-        reply = {"role": "assistant", "reasoning_content": _THOUGHT}
-        asking = {**reply, "content": "", "tool_calls": calls}
+        reply: Message = {"role": "assistant", "reasoning_content": _THOUGHT}
         own: dict[str, Message] = {
             "part": {"role": "user", "content": [{"type": "text", "text": t} for t in texts]},
             "tool": {"tool_call_id": f"call0000{n_tools}", "name": "f"},
             "reply": reply,
-            "call": asking,
+            "call": reply | {"content": "", "tool_calls": calls},
         }
         messages.append({"role": role, "content": words, **own.get(role.removesuffix("s"), {})})
     return messages
 
 
-def _probe_preserve_thinking_support(chat: _ChatTemplate) -> _Switches:
+def _probe_preserve_thinking_support(chat: _ChatTemplate) -> Body:
     """Switches that make the template print past thinking; none if it has no such switch."""
-    for switch in (
-        {"preserve_thinking": True},  # Qwen3.6
-        {"clear_thinking": False},  # GLM
-        {"truncate_history_thinking": False},  # Nemotron
-        {"keep_past_thinking": True},  # LFM2.5
-    ):
-        past = chat.attempt("user reply user", **switch)
+    keeping = {"preserve_thinking": True, "keep_past_thinking": True}  # Qwen3.6, LFM2.5
+    cutting = {"clear_thinking": False, "truncate_history_thinking": False}  # GLM, Nemotron
+    for name, value in (keeping | cutting).items():
+        past = chat.attempt("user reply user", **{name: value})
         if _THOUGHT in past and past != chat.attempt("user reply user"):
-            return switch
+            return {name: value}
     return {}
 
 
-def _probe_thinking(chat: _ChatTemplate) -> tuple[_Switches, _Switches]:
+def _probe_thinking(chat: _ChatTemplate) -> tuple[Body, Body]:
     """Switches for thinking off, and for thinking on."""
-    efforts: list[_Switches] = [{"reasoning_effort": word} for word in ("low", "none")]
+    efforts: list[Body] = [{"reasoning_effort": word} for word in ("low", "none")]
     for off in ({"enable_thinking": False}, {"thinking": False}, *efforts):
         on = {name: True for name in off if name != "reasoning_effort"}  # that never stops it
         if chat.attempt("user", **off) not in {"", chat.attempt("user", **on)}:
@@ -1725,49 +1719,10 @@ def _probe_thinking(chat: _ChatTemplate) -> tuple[_Switches, _Switches]:
     return {}, {}
 
 
-class _Turns:
-    """How messages begin: openings are the text from an added token on to a message's content."""
-
-    def __init__(self, chat: _ChatTemplate, encoder: _Encoder) -> None:
-        self._chat = chat
-        self._find_added = encoder.find_added
-        user, tool = self._opening("user reply > user"), self._opening("user call > tool")
-        others = ("user calls tool > tool", "user > reply", "user reply > system")
-        openings = [user, tool, *map(self._opening, others)]
-        openings += [self.prompt(role, on) for on in chat.thinking for role in ("user", "tool")]
-        rows = [encoder.encode(text) for text in openings if text]
-        self.ids = np.array(sorted({int(row[0]) for row in rows}), np.int32)
-        inner = ((row, at) for row in rows for at in np.flatnonzero(np.isin(row, self.ids))[1:])
-        # (first id, distance, id of another of them): one opening, not two
-        self.echoes = {(int(row[0]), int(at), int(row[at])) for row, at in inner}
-        dress = tool[len(user) :] if tool.startswith(user) else ""  # results as user messages
-        is_user = f"{re.escape(user)}(?!{re.escape(dress or _BREAK)})"
-        self.find_user = re.compile(is_user if user else "(?!)")
-
-    def prompt(self, last_role: str, switches: _Switches) -> str:
-        """What opens the reply to a message of this role."""
-        return self._opening("user call tool >" if last_role == "tool" else "user >", **switches)
-
-    def _opening(self, script: str, /, **switches: Any) -> str:
-        """What opens the message after the ">" (none: the reply); "" where no added token does."""
-        # last words before [closer][opening] words      closer: what ends a conversation there
-        past, _, last = script.partition(">")
-        n_past = len(past.split())
-        closed = self._chat.attempt(past, **switches, add_generation_prompt=False)
-        text = self._chat.attempt(past + last, **switches, add_generation_prompt=not last)
-        closer, between = (told.rpartition(_WORDS.format(n_past - 1))[2] for told in (closed, text))
-        between = between.partition(_WORDS.format(n_past))[0]
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(closer, between, strict=False))
-        own = between[len(list(same)) :].lstrip()
-        tokens = (token.start() for token in self._find_added.finditer(between))
-        starts = [at for at in tokens if at <= len(between) - len(own)]
-        return between[starts[-1] :] if own and starts else ""
-
-
-def _compute_msg_token_boundaries(tokens: np.ndarray, turns: _Turns) -> tuple[int, ...]:
+def _compute_msg_token_boundaries(tokens: np.ndarray, chat: _ChatTemplate) -> tuple[int, ...]:
     """Positions in `tokens` (int32 ids) where a message or the generation prompt begins."""
-    begins = np.isin(tokens, turns.ids)
-    for first, distance, again in turns.echoes:
+    begins = np.isin(tokens, chat.firsts)
+    for first, distance, again in chat.echoes:
         begins[distance:] &= (tokens[distance:] != again) | (tokens[:-distance] != first)
     return tuple(np.flatnonzero(begins).tolist())
 
@@ -1778,12 +1733,12 @@ def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, A
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         parsed = None
-        with suppress(ValueError, RecursionError):
-            parsed = json.loads(arguments)
+        with suppress(BadRequest):
+            parsed = parse_json_body(arguments.encode())
         arguments = parsed if isinstance(parsed, dict) else {"_raw": arguments}
     written = arguments.get("content")
     if hides_writes and function["name"].lower() in _WRITERS and isinstance(written, str):
-        digest = hashlib.sha256(written.encode()).hexdigest()[:12]
+        digest = sha256(written.encode()).hexdigest()[:12]
         arguments = {**arguments, "content": f"[{len(written)} characters, sha256 {digest}]"}
     return _call_like(call, arguments)
 
@@ -1834,21 +1789,18 @@ class Unspliceable(Exception):
 
 
 class _Junction(NamedTuple):
-    """A past that ends in a reply meets new messages: what does the template print behind it?
+    """A past that ends in a reply meets new messages: what does the template print behind it?"""
 
-        [past, or a stub of it][reply: a nonce][new messages as they are]
-                                         nonce |closer|end ... suffix ... generation prompt
-
-    Found by rendering words of our own. A stub is enough where the suffix is the same as behind
-    canned pasts of three kinds (L-44); elsewhere the past is rendered, but still not tokenised.
-    """
-
+    # [past, or a stub of it][reply: a nonce][new messages as they are]
+    #                                  nonce |closer|end ... suffix ... generation prompt
+    # Found by rendering words of our own. A stub is enough where the suffix is the same as behind
+    # canned pasts of three kinds (L-44); elsewhere the past is rendered, but still not tokenised.
     chat: _ChatTemplate
     ends: re.Pattern[str]  # texts of end tokens
     old: Sequence[Message]
     new: list[Message]  # shaped
-    tools: list[Any]
-    switches: _Switches
+    tools: list[Body]
+    switches: Body
 
     def suffix(self, past: Iterator[Message], proven: Memo[tuple[str, ...]]) -> tuple[str, str]:
         """(closer, text from the end token on); may read `past`, shaped. Raises Unspliceable."""
@@ -1868,7 +1820,7 @@ class _Junction(NamedTuple):
         short = self._behind(None, canned)
         for past in ("user", "user call tool call tool", "user reply user call tool call tool"):
             with suppress(Unspliceable):
-                if self._behind([*self._head("y"), *_canned(past)], canned) != short:
+                if self._behind(_canned("system " + past), canned) != short:
                     return ()
         return self._parted(short)
 
@@ -1883,20 +1835,13 @@ class _Junction(NamedTuple):
 
     def _behind(self, past: list[Message] | None, new: list[Message]) -> str:
         """The text after the nonce; with a stub for want of a past."""
-        stub = [*self._head("x"), {"role": "user", "content": "x"}]
+        stub: list[Message] = [{"role": role, "content": "x"} for role in ("system", "user")]
         before, tools = (stub, self.tools[:1]) if past is None else (past, self.tools)
         messages = _folded([*before, self._marked(), *new], self.chat)
-        try:
-            text = self.chat.render(messages, tools=tools, switches=self.switches)
-        except BadRequest as refusal:
-            raise Unspliceable("refused") from refusal
+        text = self.chat.attempt(messages, tools, **self.switches)
         if text.count(_NONCE) != 1:
-            raise Unspliceable("nonce")
+            raise Unspliceable("nonce" if text else "refused")
         return text.partition(_NONCE)[2]
-
-    def _head(self, words: str) -> list[Message]:
-        has_system = self.old[0]["role"] in SYSTEM_ROLES and len(self.old) > 1
-        return [{"role": "system", "content": words}] if has_system else []
 
     def _marked(self) -> Message:
         """A reply of the same shape whose last words are the nonce; without any thinking."""
@@ -1911,11 +1856,10 @@ class _Junction(NamedTuple):
         new = (self._marked(), *self.new)
         kinds = ([m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in new)
         n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
-        return json.dumps([len(self._head("x")), *kinds, n_tools, self.switches], default=str)
+        return json.dumps([*kinds, n_tools, self.switches], default=str)
 
 
 def _canned_like(message: Message, n: int) -> Message:
-    """A message of the same shape with words of our own."""
     words = _WORDS.format(n)
     canned: Message = {**message, "content": words if message["content"] or n == 0 else ""}
     if calls := message.get("tool_calls"):
@@ -1945,20 +1889,14 @@ class Template:
     """Chat template and tokenizer of one model; set up once, then used from any thread."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        config: Config,
-        *,
-        think_start: str = "",
-        think_end: str = "",
-        ends: Iterable[int] = (),
+        self, tokenizer: Any, config: Config, *, think_start: str, think_end: str, ends: set[int]
     ) -> None:
         """`tokenizer`: a fast one, or mlx-lm's of one. No past is replayed without `ends`, ids."""
         self._config = config
-        self._chat = _ChatTemplate(tokenizer)
-        self.source = self._chat.source  # of all templates where there are several; "" for none
         self._encoder = _Encoder(tokenizer)
-        self._turns = _Turns(self._chat, self._encoder)
+        self._chat = _ChatTemplate(tokenizer, self._encoder)
+        self._without_reply = lru_cache(256)(self._chat.without_reply)
+        self.source = self._chat.source  # of all templates where there are several; "" for none
         self._tags = (think_start, think_end)
         self._canon = Canon(config, joint=self._chat.joint, tags=self._tags)
         added = self._encoder.added
@@ -1983,9 +1921,9 @@ class Template:
         if not tokens:
             raise BadRequest("the prompt is empty", param="prompt")
         if strange := [token for token in tokens if token not in known]:
-            raise BadRequest(f"prompt: {strange[0]} is not a token of this model", param="prompt")
+            raise BadRequest(f"{strange[0]} is not a token of this model", at="prompt")
         ids = np.array(tokens, np.int32)
-        boundaries = _compute_msg_token_boundaries(ids, self._turns)
+        boundaries = _compute_msg_token_boundaries(ids, self._chat)
         return Rendered(text=text, ids=ids, boundaries=boundaries, generation_start=len(ids))
 
     def canonical(self, messages: Iterable[Message]) -> tuple[Turn, ...]:
@@ -1995,17 +1933,17 @@ class Template:
     def world(self, request: ChatRequest) -> bytes:
         """What a recorded past depends on beside its messages: template, tools, switches."""
         # Not a switch that only changes the generation prompt: effort changes in mid-session.
-        canned = self._chat.without_reply(json.dumps(self._switches(request), sort_keys=True))
+        canned = self._without_reply(json.dumps(self._switches(request), sort_keys=True))
         facts = json.dumps([self.source, request.tools, canned], default=str)
         return sha256(facts.encode()).digest()
 
-    def suffix(
-        self, request: ChatRequest, past: Sequence[Message], *, new: Sequence[Message], is_cut: bool
+    def splice(
+        self, request: ChatRequest, past: Sequence[Message], *, before: Rendered, is_cut: bool
     ) -> Rendered:
-        """What follows the tokens of `past`; positions count from there. Raises Unspliceable."""
-        # It begins with the template's own end token, in place of the one that ended the reply.
+        """The request's messages behind `past`, whose tokens `before` has. Raises Unspliceable."""
+        # They begin with the template's own end token, in place of the one that ended the reply.
         tools, switches = self._hide(request.tools), self._switches(request)
-        fresh = list(map(self._shape, new))
+        fresh = list(map(self._shape, request.messages))
         at = _Junction(self._chat, self._ends, past, fresh, tools, switches)
         closer, text = at.suffix(map(self._shape, past[:-1]), self._proven)
         if any(_losses(fresh, text)):
@@ -2014,10 +1952,10 @@ class Template:
             raise Unspliceable("cut call")
         if not is_cut and not self._encoder.find_added.match(text):
             raise Unspliceable("end token")
-        ending = self._turns.prompt(fresh[-1]["role"], switches)
-        return self._measured(closer * is_cut + text, ending=ending)
+        ending = self._chat.prompt(fresh[-1]["role"], switches)
+        return self._measured(closer * is_cut + text, ending=ending, before=before)
 
-    def _switches(self, request: ChatRequest) -> _Switches:
+    def _switches(self, request: ChatRequest) -> Body:
         wanted = self._hide(dict(request.template_kwargs))
         preserve = self._chat.preserve if self._config.preserve_thinking else {}
         return {**preserve, **wanted, **self._chat.thinking[request.thinking]}
@@ -2036,24 +1974,29 @@ class Template:
         for kind in sorted(lost.union(_losses(folded, text)) - self._lost):
             log.warning("the model's chat template loses or moves %s", kind)
             self._lost.add(kind)
-        return self._measured(text, ending=self._turns.prompt(folded[-1]["role"], switches))
+        return self._measured(text, ending=self._chat.prompt(folded[-1]["role"], switches))
 
-    def _measured(self, text: str, *, ending: str) -> Rendered:
+    def _measured(self, text: str, *, ending: str, before: Rendered | None = None) -> Rendered:
         """Counts in pieces of the text: where a message begins, tokens do too."""
         encode, (start, end) = self._encoder.encode, self._tags
         ending = ending if text.endswith(ending) else ""
-        tokens = encode(text)
-        users = [found.start() for found in self._turns.find_user.finditer(text)]
+        users = [found.start() for found in self._chat.find_user.finditer(text)]
         # why(L-51): among these a new session in the same folder parts from the one before it.
         notes = re.compile("</system-reminder>").finditer(text, *(users[:2] or [len(text)]))
-        return Rendered(
-            text=_BROKEN.sub(r"\1", text),
-            ids=tokens,
-            boundaries=_compute_msg_token_boundaries(tokens, self._turns),
+        known = before or Rendered(
             note_ends=tuple(len(encode(text[: note.end()])) for note in islice(notes, 4)),
             system_end=len(encode(text[: users[0]])) if users else 0,
-            last_user_start=len(tokens) - len(encode(text[users[-1] :])) if users else None,
-            generation_start=len(tokens) - len(encode(ending)),
+        )
+        kept, ids = len(known.ids), np.concatenate([known.ids, encode(text)])
+        begins = _compute_msg_token_boundaries(ids[kept:], self._chat)
+        last_user = len(ids) - len(encode(text[users[-1] :])) if users else known.last_user_start
+        return replace(
+            known,
+            text=_BROKEN.sub(r"\1", text),
+            ids=ids,
+            boundaries=(*known.boundaries, *(kept + begin for begin in begins)),
+            last_user_start=last_user,
+            generation_start=len(ids) - len(encode(ending)),
             starts_in_reasoning=bool(start) and ending.rfind(start) > ending.rfind(end),
         )
 
@@ -2080,31 +2023,28 @@ class Template:
 
 # region 09 LEDGER =============================================================
 # What was fed and generated once is replayed token by token; only what is new is rendered.
-#
 #     messages   s   u   a   t   a   t     a chain hash over their canonical forms, from a root
 #                |--- a past ---|  new     that stands for template, tools and switches
 #     tokens     |fed, generated|suffix|
 #
-# A transcript is recorded after each whole reply, under the chain that ends in it: the tokens
-# since its past's, what was told of volatile fields, and the replies' thinking, which a client may
-# leave out but not change. Prompt boundaries need none: rendered again they are the same tokens.
-# Not by session id (sub-agents share one), not by a table of templates (RENDER asks the template).
+# A transcript is recorded after each whole reply, under the chain that ends in it (sub-agents share
+# a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
+# may leave out but not change. Prompts need none: rendered again they are the same tokens.
 #
 # Doors   Ledger, Draft, Generated
 # Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
 # Owns    _ledger_lock (leaf)
 # Thread  any
-# Budget  286
+# Budget  251
 # ==============================================================================
 
-_Place = tuple[int, str]  # message, rule
 _ASKING: Final = frozenset({"user", "tool"})
 
 
 class _Told(NamedTuple):
     """What the model was told of volatile fields on the way to some message."""
 
-    pins: Mapping[_Place, set[str]] = {}
+    pins: Mapping[tuple[int, str], set[str]] = {}  # values by message and rule
     notes: tuple[str, ...] = ()  # in the order of telling
 
 
@@ -2112,33 +2052,17 @@ class _Told(NamedTuple):
 class Transcript:
     """One prompt and the reply to it, as tokens."""
 
-    draft: Draft  # its prompt, without messages and tokens
+    rendered: Rendered  # the prompt's positions
+    told: _Told
     reply: Generated  # without its tokens
-    ids: npt.NDArray[np.int32]  # behind its past's; no end token, the template has its own there
+    ids: tuple[npt.NDArray[np.int32], ...]  # its past's, and its own with no end token
     thoughts: tuple[str, ...]  # of each message, the reply included; of replayed ones as generated
     used: float  # seconds on the caller's clock
-    holders: int = 0  # its place under a key, and the transcripts that go on from it
-
-    @property
-    def nbytes(self) -> int:
-        """Texts are counted as much as the tokens that tell them."""
-        told, positions = self.draft.told, self.draft.rendered.boundaries
-        n_pointers = sum(map(len, (positions, self.reply.hashes, self.thoughts, told.notes)))
-        is_shared = self.draft.past and self.draft.past.draft.told.pins is told.pins
-        n_pins = 0 if is_shared else len(told.pins)
-        return 2 * self.ids.nbytes + 8 * n_pointers + 300 * n_pins + 1_000
+    nbytes: int  # texts are counted as much as the tokens that tell them
 
     def fits(self, turns: Sequence[Turn]) -> bool:
         """Whether all thinking that the client sent is what was generated there."""
-        pairs = zip(turns, self.thoughts, strict=False)
-        return all(turn.thought in ("", thought) for turn, thought in pairs)
-
-    def line(self) -> Iterator[Transcript]:
-        """This one, its past, and so on."""
-        node: Transcript | None = self
-        while node is not None:
-            yield node
-            node = node.draft.past
+        return all(map(lambda turn, own: turn.thought in ("", own), turns, self.thoughts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2178,22 +2102,19 @@ class Ledger:
     MAX_HEADS: Final = 256
 
     def __init__(self, config: Config, metrics: CacheMetrics, *, healing: HealingStore) -> None:
-        # Set at construction
         self._config = config
         self._metrics = metrics
         self._healing = healing
+        self._heads = LRUCache(self.MAX_HEADS)  # (messages, what they tell) by key; guards itself
         self._ledger_lock = threading.Lock()
         # Guarded by _ledger_lock; least recently used first, parents behind their children
         self._pasts: OrderedDict[bytes, list[Transcript]] = OrderedDict()
-        self._heads: OrderedDict[bytes, tuple[list[Message], _Told]] = OrderedDict()
         self._nbytes = 0
 
     def draft(self, request: ChatRequest, template: Template, *, room: int, now: float) -> Draft:
-        """The prompt of a chat: the longest past that can be replayed, and the rest rendered.
-
-        One that would not fit into `room` tokens is rendered without past thinking instead.
-        Raises BadRequest when the template refuses the messages.
-        """
+        """The prompt of a chat: the longest past that can be replayed, and the rest rendered."""
+        # One that would not fit into `room` tokens is rendered without past thinking instead.
+        # Raises BadRequest when the template refuses the messages.
         turns = template.canonical(request.messages)
         self._metrics.bump("telemetry_dropped", sum(turn.n_dropped for turn in turns))
         plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
@@ -2217,9 +2138,10 @@ class Ledger:
             draft = replace(plain, rendered=template.prompt(request, messages), told=told)
         return replace(draft, fallback=why)
 
-    def snapshot(self) -> dict[str, int]:
-        """Counts and bytes, for /v1/status."""
+    def snapshot(self, now: float) -> dict[str, int]:
+        """Counts and bytes, of what is not too old by now."""
         with self._ledger_lock:
+            self._forget(now)
             n_pasts = sum(map(len, self._pasts.values()))
             return {"transcripts": n_pasts, "heads": len(self._heads), "bytes": self._nbytes}
 
@@ -2227,52 +2149,53 @@ class Ledger:
         self, draft: Draft, template: Template, *, reply: Message, generated: Generated
     ) -> None:
         """Remember a whole reply under the form in which the client will send it back."""
-        turn = template.canonical([reply])[0]
+        turn, past = template.canonical([reply])[0], draft.past
         self._healing.remember(turn.message)
         keys = (*draft.keys, *_chain(draft.keys[-1], [turn])[1:])
-        ids = np.concatenate([draft.rendered.ids[draft.kept :], np.array(generated.ids, np.int32)])
-        positions = replace(draft.rendered, ids=ids[:0], text="")
-        thoughts = draft.past.thoughts if draft.past else ()
-        own = [*draft.turns, turn][len(thoughts) :]
-        past = Transcript(
-            draft=replace(draft, rendered=positions, turns=(), keys=()),
+        own = np.concatenate([draft.rendered.ids[draft.kept :], np.array(generated.ids, np.int32)])
+        thoughts, before = (past.thoughts, past.ids) if past else ((), ())
+        thoughts += tuple(one.thought for one in [*draft.turns, turn][len(thoughts) :])
+        pins = () if past and past.told.pins is draft.told.pins else draft.told.pins
+        n_pointers = len(generated.hashes) + 2 * len(thoughts)
+        new = Transcript(
+            rendered=replace(draft.rendered, ids=own[:0], text=""),
+            told=draft.told,
             reply=replace(generated, ids=()),
-            ids=ids if generated.ended is None else ids[:-1],
-            thoughts=(*thoughts, *(one.thought for one in own)),
+            ids=(*before, own if generated.ended is None else own[:-1]),
+            thoughts=thoughts,
             used=generated.at,
+            nbytes=2 * own.nbytes + 8 * n_pointers + 300 * len(pins) + 1_000,
         )
         with self._ledger_lock:
-            others = self._pasts.setdefault(keys[-1], [])
-            others.append(past)
-            self._hold(past)
-            if len(others) > self.ALTERNATIVES:
-                self._hold(others.pop(0), by=-1)
+            self._keep(keys[-1], [*self._pasts.get(keys[-1], ()), new][-self.ALTERNATIVES :])
             self._touch(keys)
-            self._forget(past.used)
+            self._forget(new.used)
+
+    def _keep(self, key: bytes, pasts: list[Transcript]) -> None:
+        before = self._pasts.pop(key, [])
+        self._nbytes += sum(past.nbytes for past in pasts) - sum(past.nbytes for past in before)
+        if pasts:
+            self._pasts[key] = pasts
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):
-            if key in self._pasts:
-                self._pasts.move_to_end(key)
+        for key in filter(self._pasts.__contains__, reversed(keys)):
+            self._pasts.move_to_end(key)
 
     def _forget(self, now: float) -> None:
-        idle, most = self._config.ledger_ttl_seconds, self._config.ledger_max_bytes
+        idle, most = self._config.ledger_ttl_seconds or math.inf, self._config.ledger_max_bytes
         while self._pasts:
-            oldest = next(iter(self._pasts.values()))
-            is_old = 0 < idle < now - max(past.used for past in oldest)
-            if self._nbytes <= most and not is_old:
+            key, oldest = next(iter(self._pasts.items()))
+            if self._nbytes <= most and now - max(past.used for past in oldest) <= idle:
                 return
-            self._pasts.popitem(last=False)
-            for past in oldest:
-                self._hold(past, by=-1)
+            self._keep(key, [])
 
-    def _hold(self, past: Transcript, *, by: int = 1) -> None:
-        """Or let go, with -1: bytes count until the last that goes on from these is gone too."""
-        for node in past.line():
-            node.holders += by
-            if node.holders > max(by, 0):  # somebody else holds it, and so all before it
-                return
-            self._nbytes += by * node.nbytes
+    def forget(self, session: str | None) -> None:
+        """Drop the recorded pasts of a session, or all."""
+        with self._ledger_lock:
+            for key, pasts in list(self._pasts.items()):
+                self._keep(key, [p for p in pasts if session not in (None, p.reply.session)])
+            if session is None:
+                self._heads.clear()
 
     def _candidates(self, draft: Draft, *, session: str, now: float) -> Iterator[Transcript]:
         """Pasts that end in a reply and leave a newest message to render, the longest first."""
@@ -2292,25 +2215,16 @@ class Ledger:
     ) -> Draft:
         """The past with what is new behind it. Raises Unspliceable."""
         depth, is_cut = len(past.thoughts), past.reply.ended is None
-        new, told = _tell(draft.turns, depth, known=past.draft.told)
+        new, told = _tell(draft.turns, depth, known=past.told)
         is_new_turn = any(message["role"] == "user" for message in new)
         if any(past.thoughts) and is_new_turn and not self._config.preserve_thinking:
             raise Unspliceable("thinking is not preserved")
         old = [turn.message for turn in draft.turns[:depth]]
-        new = _heal_messages(new, self._healing)
-        suffix = template.suffix(request, old, new=new, is_cut=is_cut)
-        ids = [node.ids for node in past.line()][::-1]
-        kept, before, user = sum(map(len, ids)), past.draft.rendered, suffix.last_user_start
-        rendered = replace(
-            suffix,
-            ids=np.concatenate([*ids, suffix.ids]),
-            boundaries=(*before.boundaries, *(kept + b for b in suffix.boundaries)),
-            system_end=before.system_end,
-            note_ends=before.note_ends,
-            last_user_start=before.last_user_start if user is None else kept + user,
-            generation_start=kept + suffix.generation_start,
-        )
-        return replace(draft, rendered=rendered, told=told, past=past, kept=kept)
+        before = replace(past.rendered, ids=np.concatenate(past.ids))
+        healed = OriginalMessages(tuple(_heal_messages(new, self._healing)))
+        rest = replace(request, messages=healed)
+        rendered = template.splice(rest, old, before=before, is_cut=is_cut)
+        return replace(draft, rendered=rendered, told=told, past=past, kept=len(before.ids))
 
     def _as_sent(self, request: ChatRequest, template: Template, *, draft: Draft) -> Draft:
         """All messages rendered; the head as it was first rendered for anybody."""
@@ -2319,22 +2233,16 @@ class Ledger:
         head, told = _tell(turns[:n_head], 0, known=_Told())
         if told.pins and any(turn.role in _ASKING for turn in turns):  # somewhere to restate
             # why(L-38): the first rendering stays, or a new id would move all that follows it.
-            with self._ledger_lock:
-                head, told = self._heads.setdefault(draft.keys[n_head], (head, told))
-                self._heads.move_to_end(draft.keys[n_head])
-                if len(self._heads) > self.MAX_HEADS:
-                    self._heads.popitem(last=False)
+            head, told = self._heads.setdefault(draft.keys[n_head], (head, told))
         rest, told = _tell(turns, n_head, known=told)
         messages = _heal_messages([*head, *rest], self._healing)
         return replace(draft, rendered=template.prompt(request, messages), told=told)
 
 
 def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Message], _Told]:
-    """Copies of the messages from `start` on as the model shall see them; all it is told by then.
-
-    Pinned or transient values that the past tells otherwise are restated in the newest message.
-    """
-    pins: dict[_Place, set[str]] = {}
+    """Copies of messages from `start` on as the model shall see them; all it is told by then."""
+    # Pinned or transient values that the past tells otherwise are restated in the newest message.
+    pins: dict[tuple[int, str], set[str]] = {}
     stale = []
     for at, one in ((at, one) for at, turn in enumerate(turns) for one in turn.fields):
         if one.kind == "pinned":
@@ -2366,16 +2274,24 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
 # endregion
 
 # region 10 KEY ================================================================
-# What a prefix is called: chained block hashes; and a stilled text, for people to compare.
-# The hashes cover exact model tokens under a root for whatever else changes KV (model revision,
-# tenant). The scrubbed text never names anything: reusing KV by it would answer an old prompt. Each
-# rule removes one field inside one line, or reminder blocks that hold no other opening tag.
+# What a prefix is called: chained hashes of exact model tokens, under a root for whatever else
+# changes KV. A scrubbed text is for people; reusing KV by it would answer an old prompt.
 #
-# Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
+# Doors   TokenArray, common_prefix, _block_hashes, _scrub_cache_key, _assert_cache_key_safety
 # Knows   -
 # Thread  any; pure
-# Budget  47
+# Budget  55
 # ==============================================================================
+
+
+TokenArray = npt.NDArray[np.int32]
+
+
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """How many leading tokens are the same."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
 
 
 def _block_hashes(
@@ -2387,7 +2303,7 @@ def _block_hashes(
     packed = memoryview(np.asarray(tokens, dtype="<i4")[len(known) * block_size :].tobytes())
     for at in range(0, len(packed) - n_bytes + 1, n_bytes):
         before = names[-1] if names else root
-        names.append(hashlib.sha256(before + packed[at : at + n_bytes]).digest())
+        names.append(sha256(before + packed[at : at + n_bytes]).digest())
     return names
 
 
@@ -2416,19 +2332,18 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # region 11 KV =================================================================
 # The only room that knows what a KV layer looks like.
 #
-# A model's cache is a list of layers; a layer may hold several (CacheList), so everything here
-# works on its leaves. Two kinds: *attention* leaves (KVCache) can be cut at any position; every
-# other leaf (recurrent state, sliding window) is *state*: known only where a snapshot was taken.
-# At rest attention KV lives in a Span, free of cache objects, so that nothing is shared by
-# accident: writing to one array object through two caches overwrote a stored past (L-03).
-# Copies are contiguous and evaluated: a lazy view pins its whole parent buffer (L-06).
+# Everything here works on the leaves of a model's cache; a layer (CacheList) may hold several.
+# *Attention* leaves (KVCache) can be cut at any position; every other leaf (recurrent state,
+# sliding window) is *state*: known only where a snapshot was taken. At rest attention KV lives in
+# a Span, free of cache objects: writing to one array object through two caches overwrote a stored
+# past (L-03). Copies are contiguous and evaluated: a view pins its whole parent buffer (L-06).
 #
 # Doors   KvCache, KvShape, Span, StateSnapshot, GROWTH_TOKENS, measure_kv, _kv_cache_offset
 # Doors   evaluate, reserve, lend_span, take_span, copy_span, to_batch, row_from_batch
 # Doors   snapshot_state, restore_state, recurrent_handles
 # Knows   WIRE
 # Thread  model only; mlx
-# Budget  209
+# Budget  194
 # ==============================================================================
 
 KvCache = list[Any]  # one upstream cache object per layer
@@ -2488,9 +2403,8 @@ def _grown(buffer: mx.array, length: int) -> mx.array:
     return larger
 
 
-def _leaves(cache: Sequence[Any]) -> Iterator[Any]:
-    for layer in cache:
-        yield from _leaves(layer.caches) if isinstance(layer, CacheList) else (layer,)
+def _leaves(cache: KvCache) -> list[Any]:
+    return [leaf for layer in cache for leaf in getattr(layer, "caches", [layer])]
 
 
 def _attention(cache: KvCache) -> list[Any]:
@@ -2555,7 +2469,6 @@ def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
 def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
     """Grow attention buffers, but empty ones, that cannot hold `tokens`, to `roomy` at once."""
     # Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
-    # One array at a time, so that at most one of them exists twice.
     for leaf in _attention(cache):
         if leaf.keys is not None and leaf.keys.shape[2] < tokens:
             leaf.keys = _grown(leaf.keys, roomy)
@@ -2564,8 +2477,7 @@ def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
 
 def lend_span(cache: KvCache, span: Span) -> None:
     """Move a span's buffers into the empty attention leaves; the span must not be used again."""
-    pairs = itertools.batched(span.arrays, 2)
-    for leaf, pair in zip(_attention(cache), pairs, strict=True):
+    for leaf, pair in zip(_attention(cache), itertools.batched(span.arrays, 2), strict=True):
         leaf.state = (*pair, span.length)
 
 
@@ -2618,23 +2530,19 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 #     line A  [0 ............................ end)      root: owns all its KV
 #     line B            [start ........ end)            branch: owns what follows A's first `start`
 #
-# Lines form a tree. A request that extends a line takes its buffers and writes on in place; one
-# that diverges inside it either *splits* the line (cheap when little follows: the tail becomes a
-# branch of its own and nothing is lost) or *branches* off a copy. A branch keeps only its own tail
-# at rest, so N sub-agents on one prefix cost the prefix once (nothing is shared below
-# SHARE_MIN_TOKENS, where it would not pay). A lent line stays visible: its prompt is known before
-# it is computed, so a request with the same prefix can wait for it.
-# Tried and dropped: shared segments between branch points. The common case, one conversation
-# growing, then copied its whole prefix at each turn.
+# A request that extends a line takes its buffers and writes on in place; one that diverges inside
+# it either *splits* the line (cheap when little follows: the tail becomes a branch, nothing is
+# lost) or *branches* off a copy. A branch keeps only its own tail at rest, so N sub-agents on one
+# prefix cost the prefix once. A lent line stays visible: its prompt is known before it is computed,
+# so a request with the same prefix can wait for it. Tried and dropped: segments between branch
+# points. One conversation growing, the common case, then copied its whole prefix at each turn.
 #
-# Doors   LRUPromptCache, Prompt, Line, Reuse, TokenArray
-# Knows   CONFIG, LOG, KV
+# Doors   LRUPromptCache, Prompt, Line, Reuse
+# Knows   CONFIG, LOG, KEY, KV
 # Thread  model only
-# Budget  287
+# Budget  308
 # ==============================================================================
 
-TokenArray = npt.NDArray[np.int32]
-Layer = Literal["line", "checkpoint", "branch", "miss"]
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
 CHECKPOINT_SHARE: Final = 0.25  # of the byte budget, for one line's checkpoints
@@ -2659,6 +2567,8 @@ class Line:
     span: Span | None = None  # KV of [start, end); [0, start) is the parent's
     checkpoints: dict[int, StateSnapshot] = field(default_factory=dict)
     lender: Callable[[int], Span] | None = None  # copies [0, n) from the row that holds the KV
+    owner: tuple[str, str] = ("", "")  # tenant and session that used it last
+    number: int = field(init=False, default_factory=itertools.count(1).__next__)
     last_used: float = 0.0
     uses: int = 0
 
@@ -2683,13 +2593,12 @@ class Reuse(NamedTuple):
     depth: int
     promised: int = 0
     state: StateSnapshot | None = None
-    layer: Layer = "miss"
+    layer: str = "miss"  # or "line", "checkpoint", "branch": what it takes to use it
+    shared: int = 0  # leading tokens that have KV, be it without the state to go on from
 
-
-def _common_prefix(a: TokenArray, b: TokenArray) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    def match(self, n_prompt: int) -> str:
+        """The layer, or that the prompt is held to its last token but one."""
+        return "exact" if 0 < self.depth == n_prompt - 1 else self.layer
 
 
 @dataclass(eq=False)
@@ -2705,52 +2614,49 @@ class LRUPromptCache:
     lines: list[Line] = field(default_factory=list)
 
     def find(self, prompt: Prompt) -> Reuse:
-        """The deepest exact prefix held, short of the last token; mutates nothing but a counter."""
+        """The deepest exact prefix held, short of the last token."""
         limit = self._config.prompt_cache_max_entries_global
         lines = [line for line in self.lines if limit and line.prompt.root == prompt.root]
         lines.sort(key=lambda line: line.last_used, reverse=True)
         most = len(prompt.tokens) - 1
-        shared = [min(self._shared(line.prompt, prompt), most) for line in lines]
+        found = [self._reusable(x, min(self._shared(x.prompt, prompt), most)) for x in lines]
         # Longest first, promises included; of equals one that needs no copy, then the newest.
-        found = [Reuse(None, 0), *map(self._reusable, lines, shared)]
+        found = [Reuse(None, 0), *found]
         best = max(found, key=lambda x: (max(x.depth, x.promised), x.depth, x.layer == "line"))
-        matched = max((min(n, x.end) for x, n in zip(lines, shared, strict=True)), default=0)
-        if matched >= self._config.prompt_cache_block_size and not max(best.depth, best.promised):
-            self.metrics.bump("hybrid_trim_miss")
-        return best
+        return best._replace(shared=max(reuse.shared for reuse in found))
 
     def _shared(self, a: Prompt, b: Prompt) -> int:
-        """How many leading tokens two prompts have in common."""
         if not self._config.cache_use_block_index:
-            return _common_prefix(a.tokens, b.tokens)
+            return common_prefix(a.tokens, b.tokens)
         # Chained hashes agree up to the block where the tokens part, so bisection finds it.
         blocks = range(min(len(a.hashes), len(b.hashes)))
         n_same = bisect_left(blocks, 1, key=lambda i: a.hashes[i] != b.hashes[i])
         size = self._config.prompt_cache_block_size
         block = slice(n_same * size, (n_same + 1) * size)
-        return block.start + _common_prefix(a.tokens[block], b.tokens[block])
+        return block.start + common_prefix(a.tokens[block], b.tokens[block])
 
     def _reusable(self, line: Line, shared: int) -> Reuse:
         """What of the first `shared` tokens this line can give now, and what if one waits."""
-        depth, state = min(shared, line.end), None
         promised = shared if line.lender is not None and shared > line.end else 0
-        layer: Layer = "branch"
+        depth = held = min(shared, line.end)
+        layer, state = "branch", None
         if self._shape.has_state:
-            usable = line.checkpoints_to(depth)
+            usable = line.checkpoints_to(held)
             depth = max(usable, default=0)
             layer, state = "checkpoint", usable.get(depth)
-        is_whole = depth == line.end and line.lender is None
-        if is_whole or depth == 0:
-            layer = "line" if depth else "miss"
-        return Reuse(line, depth, promised, state, layer)
+        if depth == line.end and line.lender is None:
+            layer = "line"
+        return Reuse(line, depth, promised, state, layer if depth else "miss", held)
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
         """Buffers of [0, depth), the row's own (moved or copied), and the line it will grow."""
         # The caller sets `line.lender` and ends with `put_back` or `drop`.
         line, depth = reuse.line, reuse.depth
+        if reuse.shared >= self._config.prompt_cache_block_size and not depth:
+            self.metrics.bump("hybrid_trim_miss")
         while line is not None and depth <= line.start:
             line = line.parent
-        if line is None or depth == 0:
+        if line is None:
             return self._enter(Line(prompt)), None
         line.uses += 1
         line.last_used = self.clock()
@@ -2768,9 +2674,14 @@ class LRUPromptCache:
         own = line.span.cut(0, depth - line.start)
         return own if line.parent is None else self._copy(line.parent, line.start).join(own)
 
+    def _movable(self, line: Line | None, depth: int) -> int:
+        if line is None or line.lender is not None or line.end - depth > depth:
+            return 0
+        return depth - line.start + self._movable(line.parent, line.start)  # tokens, uncopied
+
     def _move(self, line: Line, depth: int) -> Span | None:
         """KV [0, depth) taken out of a resting line, now lent; None where more of it follows."""
-        if line.lender is not None or line.end - depth > depth:
+        if not self._movable(line, depth):
             return None
         if depth < line.end:
             self._split(line, depth)
@@ -2806,8 +2717,7 @@ class LRUPromptCache:
 
     def put_back(self, line: Line, prompt: Prompt, *, span: Span) -> None:
         """The row is done: `span` holds exactly the KV of `prompt`, and is the cache's now."""
-        line.lender, line.prompt = None, prompt
-        line.end = len(prompt.tokens)
+        line.lender, line.prompt, line.end = None, prompt, len(prompt.tokens)
         line.last_used = self.clock()
         if line.start < max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART):
             line.checkpoints = line.checkpoints_to(line.end)
@@ -2850,17 +2760,35 @@ class LRUPromptCache:
     def _branches(self, line: Line) -> list[Line]:
         return [branch for branch in self.lines if branch.parent is line]
 
+    def release(self, tenant: str, session: str | None) -> int:
+        """Forget a session of a tenant, or all of them, but what others need; how many lines."""
+        own = [x for x in self._resting() if x.owner[0] == tenant and session in (None, x.owner[1])]
+        return sum(map(self._evict, sorted(own, key=lambda x: -x.start)))  # branches come first
+
+    def snapshot(self) -> list[tuple[str, dict[str, Any]]]:
+        """The tree of lines for people, each behind its tenant."""
+        now, rows = self.clock(), []
+        for line in self.lines:
+            tenant, session = line.owner
+            row: dict[str, Any] = {"id": line.number}
+            row |= {"parent": line.parent.number if line.parent else None}
+            row |= {"shared": line.start, "tokens": line.end, "bytes": line.nbytes}
+            row |= {"idle_seconds": round(now - line.last_used, 1), "session": session}
+            rows.append((tenant, row | {"running": line.lender is not None}))
+        return rows
+
     @property
     def nbytes(self) -> int:
         """Bytes at rest; what rows hold is theirs to count."""
         return sum(line.nbytes for line in self.lines)
 
-    def evict_to_fit(self, extra_bytes: int) -> bool:
-        """Evict until `extra_bytes` more fit and the entry limit holds; False if that cannot be."""
+    def evict_to_fit(self, extra_bytes: int, keep: Line | None = None) -> bool:
+        """Evict, but not the line they go on from, until `extra_bytes` more fit; False: never."""
+        extra_bytes -= self._movable(keep, keep.end if keep else 0) * self._shape.token_bytes
         limit = self._config.prompt_cache_max_entries_global
-        while len(self._resting()) > limit and self._evict_one():
+        while len(self._resting()) > limit and self._evict_one(keep):
             pass
-        while self.nbytes + extra_bytes > self.max_bytes and self._evict_one(per_byte=True):
+        while self.nbytes + extra_bytes > self.max_bytes and self._evict_one(keep, per_byte=True):
             pass
         return self.nbytes + extra_bytes <= self.max_bytes
 
@@ -2870,32 +2798,37 @@ class LRUPromptCache:
         for line in self._resting():
             if line.last_used < oldest and not self._branches(line):
                 self._forget(line)
+                self.metrics.bump("evicted_idle")
 
     def _resting(self) -> list[Line]:
         return [line for line in self.lines if line.lender is None]
 
-    def _evict_one(self, *, per_byte: bool = False) -> bool:
-        needed = dict.fromkeys(self.lines, 0)  # depth below which branches need a line's KV
-        for line in self.lines:
-            if line.parent is not None:
-                needed[line.parent] = max(needed[line.parent], line.start)
-        now = self.clock()
+    def _evict_one(self, keep: Line | None, *, per_byte: bool = False) -> bool:
+        lines = sorted({*self._resting()} - {keep}, key=partial(self._value, per_byte=per_byte))
+        has_gone = any(map(self._evict, lines))
+        self.metrics.bump("evicted_for_room", has_gone)
+        return has_gone
+
+    def _value(self, line: Line, *, per_byte: bool) -> float:
+        """Prefill work saved, outgrowing length, x chance of reuse: recent use counts (L-16)."""
         # A branch cancelled before it fed anything is empty, but an entry, and the first to go.
-        values = {x: _value(x, needed[x], now=now) for x in self._resting() if x.end > needed[x]}
-        if not values:
+        work = (line.end - (self._needed(line) or line.start)) * (1.0 + line.end / 32_768)
+        chance = (1.0 + math.log1p(line.uses)) / (1.0 + (self.clock() - line.last_used) / 300.0)
+        return work * chance / (max(line.nbytes, 1) if per_byte else 1)
+
+    def _needed(self, line: Line) -> int:
+        """The depth below which branches need the line's KV."""
+        return max((branch.start for branch in self._branches(line)), default=0)
+
+    def _evict(self, line: Line) -> bool:
+        """Forget a resting line but for what its branches need; False if they need all of it."""
+        if (depth := self._needed(line)) == line.end:
             return False
-        victim = min(values, key=lambda x: values[x] / (max(x.nbytes, 1) if per_byte else 1))
-        if (depth := needed[victim]) and victim.span is not None:
-            self._shorten(victim, depth, span=victim.span.cut(0, depth - victim.start))
+        if depth and line.span is not None:
+            self._shorten(line, depth, span=line.span.cut(0, depth - line.start))
         else:
-            self._forget(victim)
+            self._forget(line)
         return True
-
-
-def _value(line: Line, needed: int, *, now: float) -> float:
-    """Prefill work saved, which outgrows length, x chance of reuse: recent use counts (L-16)."""
-    work = (line.end - (needed or line.start)) * (1.0 + line.end / 32_768)
-    return work * (1.0 + math.log1p(line.uses)) / (1.0 + (now - line.last_used) / 300.0)
 
 
 # endregion
@@ -2905,14 +2838,17 @@ def _value(line: Line, needed: int, *, now: float) -> float:
 # This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
 # can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
 #
-# Doors   SessionIndex, session_id_of, SessionTurnStore, _message_diff, _update_session_turn_store
-# Knows   CONFIG, WIRE
+# Doors   SessionIndex, session_id_of, SessionTurnStore, Sent, sent_again, why_not_more
+# Doors   _message_diff, _update_session_turn_store
+# Knows   CONFIG, WIRE, CANON, KEY
 # Owns    _sessions_lock, _turns_lock
 # Thread  any
-# Budget  99
+# Budget  162
 # ==============================================================================
 
 _Past = Sequence[object]  # a digest of each message
+_SLACK: Final = 16  # tokens: of a generation prompt, or of a block that is not full
+_CONTEXT: Final = 40  # characters shown before a difference, and twice as many behind it
 
 
 def session_id_of(
@@ -2921,11 +2857,11 @@ def session_id_of(
     """The client's id; else a digest of how the conversation begins, the same for all like it."""
     # first_words: the canonical messages up to the user's first; without them, 128 tokens.
     head = first_words or np.asarray(tokens[:128], dtype="<i4").tobytes()
-    return context.session_id or f"sha1:{hashlib.sha1(head, usedforsecurity=False).hexdigest()}"
+    return context.session_id or f"sha1:{sha1(head, usedforsecurity=False).hexdigest()}"
 
 
 class SessionIndex:
-    """The last turns of each session, least recently used session first."""
+    """The last turns of each session."""
 
     MOST: Final = 10_000  # sessions
 
@@ -2933,52 +2869,118 @@ class SessionIndex:
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds or math.inf
         self._sessions_lock = threading.Lock()
-        self._turns: OrderedDict[str, deque[tuple[float, Mapping[str, object]]]] = OrderedDict()
+        self._sessions = LRUCache(self.MOST)  # (time of the last turn, turns) by id
 
     def note(self, session_id: str, facts: Mapping[str, object], *, at: float) -> None:
-        """Remember a turn that ended at this time; forget what is idle or too much."""
+        """Remember a turn that ended at this time."""
         with self._sessions_lock:
-            turns = self._turns.setdefault(session_id, deque(maxlen=self._max_turns))
-            turns.append((at, facts))
-            self._turns.move_to_end(session_id)
-            self._forget(at)
+            turns = self._sessions.get(session_id, (at, []))[1]
+            self._sessions[session_id] = at, [*turns, facts][-self._max_turns :]
 
-    def snapshot(self, now: float, *, newest: int = 20) -> dict[str, Any]:
-        """{"count": sessions known, "newest": the most recently used ones, newest first}."""
+    def snapshot(self, now: float, *, newest: int = 20) -> list[dict[str, Any]]:
+        """The sessions used last, the newest first; those that are idle are forgotten."""
         with self._sessions_lock:
-            self._forget(now)
-            shown = []
-            for session_id, turns in islice(reversed(self._turns.items()), newest):
-                aged = [{**facts, "age_seconds": round(now - at, 1)} for at, facts in turns]
-                shown.append({"session_id": session_id, "turns": aged})
-            return {"count": len(self._turns), "newest": shown}
+            for name, (at, _) in self._sessions.items():
+                if now - at > self._max_idle_seconds:
+                    del self._sessions[name]
+            last = islice(self._sessions.items(), newest)
+            return [{"id": name, "idle_seconds": now - at, "turns": v} for name, (at, v) in last]
 
-    def _forget(self, now: float) -> None:
-        while oldest := next(iter(self._turns.values()), None):
-            if len(self._turns) <= self.MOST and now - oldest[-1][0] <= self._max_idle_seconds:
-                break
-            self._turns.popitem(last=False)
+
+class Sent(NamedTuple):
+    """A request as far as one needs it to say how the next one differs."""
+
+    session: str
+    tokens: TokenArray  # and those of the reply
+    turns: Sequence[Turn]  # canonical
+    head: bytes  # stands for the template, the tools and the switches
+
+    @property
+    def digests(self) -> list[bytes]:
+        return [turn.digest for turn in self.turns]
 
 
 class SessionTurnStore:
     """The messages of each session's last request, and of its longest past, as digests."""
 
     MOST: Final = 2_000  # records, two for a session; the least recently used go first
+    MOST_TOKENS: Final = 2_000_000  # of requests that are kept whole
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()
-        self._records: OrderedDict[tuple[str, bool], _Past] = OrderedDict()  # guarded
+        # Guarded by it
+        self._records = LRUCache(self.MOST)  # digests by (session, whether it only grows)
+        self._sent: list[Sent] = []  # of each conversation the last
+
+    def send(self, sent: Sent) -> None:
+        """Keep a request that was answered, in the place of one that it goes on from."""
+        with self._turns_lock:
+            self._sent = [x for x in self._sent if sent.digests[: len(x.turns)] != x.digests]
+            self._sent.append(sent)
+            while sum(len(one.tokens) + 4_000 for one in self._sent) > self.MOST_TOKENS:
+                self._sent.pop(0)
+
+    def nearest(self, sent: Sent, *, own: bool) -> Sent | None:
+        """The earlier request with most in common; `own`: of its session only."""
+        with self._turns_lock:
+            among = [one for one in self._sent if not own or one.session == sent.session]
+        said = set(sent.digests)
+
+        def likeness(one: Sent) -> tuple[int, int]:
+            return len(said.intersection(one.digests)), common_prefix(one.tokens, sent.tokens)
+
+        return max(among, key=likeness, default=None)
 
     def exchange_last(self, session_id: str, digests: _Past, *, only_grows: bool = False) -> int:
         """How many messages are as in the record; `only_grows`: the one that these must extend."""
         with self._turns_lock:
-            before = self._records.pop((session_id, only_grows), ())
+            before: _Past = self._records.get((session_id, only_grows), ())
             stable = _message_diff(before, digests)
-            stays = only_grows and not stable == len(before) < len(digests)
-            self._records[session_id, only_grows] = before if stays else digests
-            if len(self._records) > self.MOST:
-                self._records.popitem(last=False)
+            if not only_grows or stable == len(before) < len(digests):
+                self._records[session_id, only_grows] = digests
         return stable
+
+
+def sent_again(before: Sent, now: Sent, *, cached: int) -> int:
+    """About how many tokens of messages that were sent before are not among the cached."""
+    same = common_prefix(before.tokens, now.tokens)
+    n_stable, said = _message_diff(before.digests, now.digests), set(before.digests)
+    sizes = [(turn.digest in said, len(str(turn.canonical))) for turn in now.turns[n_stable:]]
+    share = sum(size for is_known, size in sizes if is_known) / max(1, sum(n for _, n in sizes))
+    return max(0, same - cached) + int(share * (len(now.tokens) - max(same, cached)))
+
+
+def why_not_more(before: Sent, now: Sent, *, cached: int, held: int) -> dict[str, Any] | None:
+    """Why not all that was sent before is reused, in people's words; None where it is."""
+    # held: leading tokens that have KV, be it without the state of recurrent layers
+    same = common_prefix(before.tokens, now.tokens)
+    why = _difference(before, now) if len(before.tokens) - same > _SLACK else {}
+    if same - cached > _SLACK:
+        gone = "KV of what follows was evicted, or dropped after a failure"
+        late = "recurrent layers can only go on from a checkpoint"
+        kept = f"of {same} tokens that are the same {cached} are cached: "
+        kept += late if held - cached > _SLACK else gone
+        why["sentence"] = "; ".join(filter(None, (why.get("sentence"), kept)))
+    return why or None
+
+
+def _difference(before: Sent, now: Sent) -> dict[str, Any]:
+    """Where the messages part, by the number of the turn; nothing where one only goes on."""
+    if before.head != now.head:
+        return {"sentence": "the tools, or switches that the template renders first, are others"}
+    at = _message_diff(before.digests, now.digests)
+    if at == len(now.turns):
+        return {}
+    if at == len(before.turns):
+        return {"message": at, "sentence": "the last reply came back changed"}
+    pair = [one.turns[at].canonical for one in (before, now)]
+    is_text = pair[0]["content"] != pair[1]["content"]  # else its calls are others
+    was, said = (one["content"] if is_text else str(one) for one in pair)
+    start = max(0, _message_diff(was, said) - _CONTEXT)
+    cuts = {"was": was[start : start + 3 * _CONTEXT], "is": said[start : start + 3 * _CONTEXT]}
+    rule, role = stilling(was, said), now.turns[at].role
+    sentence = f"a {role} message differs" + (f" ({rule} can still that)" if rule else "")
+    return {"message": at, "role": role, **cuts, "rule": rule, "sentence": sentence}
 
 
 def _message_diff(before: _Past, now: _Past) -> int:
@@ -2995,8 +2997,8 @@ def _update_session_turn_store(store: SessionTurnStore, session_id: str, *, dige
 # endregion
 
 # region 14 MODEL ==============================================================
-# Find the model or fetch it, load it, and state the facts that other rooms need of it.
-# What can be known before a long download (type, size against memory and disk) is asked before it.
+# Load the model and state the facts that other rooms need of it.
+# What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
 # Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
 # a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
 #
@@ -3004,38 +3006,14 @@ def _update_session_turn_store(store: SessionTurnStore, session_id: str, *, dige
 # Doors   resolve_model, load_model, banner, device_memory_bytes
 # Knows   CONFIG, LOG, RENDER
 # Thread  load_model: the model thread; the rest any; mlx
-# Budget  302
+# Budget  194
 # ==============================================================================
 
 _DEMO: Final = "demo"
-_DEFAULT_ON_APPLE: Final = "lmstudio-community/GLM-4.7-Flash-MLX-4bit"
-# What to suggest instead of a model that cannot work here: bytes of its weights.
-_SMALLER: Final = {
-    "mlx-community/Qwen3-30B-A3B-4bit": 17_200_000_000,
-    "mlx-community/Qwen3-8B-4bit": 4_610_000_000,
-    "mlx-community/Qwen3-4B-4bit": 2_260_000_000,
-    "mlx-community/Qwen3-0.6B-4bit": 335_000_000,
-}
-_WORKING_BYTES: Final = 512 * 2**20  # beside the weights: activations, a first few thousand tokens
-# What mlx-lm needs of a repository: the folder, or the list of files of a dry run.
-_snapshot = partial(huggingface_hub.snapshot_download, allow_patterns=DEFAULT_ALLOW_PATTERNS)
 
 
 class ModelError(Exception):
     """Why there is no model, in one sentence; main() prints it and exits 2."""
-
-
-@contextmanager
-def _in_a_sentence(what_fails: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a ModelError."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:  # mlx, transformers, the hub, httpx, xet raise what they like
-        log.debug("%s", what_fails, exc_info=True)
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise ModelError(f"{what_fails}: {reason or type(error).__name__}") from error
 
 
 class Markup(NamedTuple):
@@ -3050,14 +3028,6 @@ class Markup(NamedTuple):
     hidden_ids: frozenset[int]  # never shown as text: special tokens without a meaning above
 
 
-class ModelSize(NamedTuple):
-    """How large the weights are, and what they were made for."""
-
-    nbytes: int  # of the weights, as loaded
-    vocab_size: int  # ids are below this
-    context_length: int  # tokens the model was made for
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """Facts that hold as long as the process. `model` is for the model thread alone."""
@@ -3069,10 +3039,12 @@ class LoadedModel:
     path: Path
     family: str  # "qwen3", "glm4" or "generic"
     revision: str  # 16 hex digits; KV of another revision is never reused
-    limit: int  # tokens of prompt and reply together: the smaller of model and MAX_KV_SIZE
+    nbytes: int  # of the weights, as loaded
+    vocab_size: int  # ids are below this
+    context_length: int  # tokens the model was made for
+    limit: int  # tokens of prompt and reply together: the smaller of that and MAX_KV_SIZE
     eos_ids: frozenset[int]
     markup: Markup
-    size: ModelSize
 
 
 class Detokenizer:
@@ -3097,114 +3069,48 @@ class Detokenizer:
         return str(self._backend.decode(rest, skip_special_tokens=False))
 
 
-def resolve_model(config: Config, *, memory_bytes: int) -> Path:
+def resolve_model(config: Config) -> Path:
     """The folder that MODEL_PATH chooses; a first time may take minutes. Raises ModelError."""
     name = _chosen(config)
-    if name == _DEMO:
-        return _demo_folder()
-    folder = Path(name).expanduser()
-    if folder.exists():
-        return _complete(folder)
-    with suppress(OSError, ValueError, ModelError):  # it is not in the local cache, or not whole
-        return _complete(Path(_snapshot(name, local_files_only=True)))
-    return _download(name, config, memory_bytes=memory_bytes)
+    if name != _DEMO and _is_complete(folder := Path(name).expanduser()):
+        return folder
+    script = Path(__file__).resolve().parent / "scripts" / "fetch_model.py"
+    if not script.is_file():  # this file was copied alone: then the hub must say what it does
+        try:
+            repo = {"repo_id": name, "allow_patterns": DEFAULT_ALLOW_PATTERNS}
+            return Path(huggingface_hub.snapshot_download(**repo, token=config.hf_token or None))
+        except Exception as error:
+            sentence = f"MODEL_PATH={name} is no complete model folder, and cannot be fetched"
+            raise ModelError(f"{sentence}: {error}") from error
+    # HF_TOKEN reaches it as it reached us: through the environment or .env.
+    command = [sys.executable, str(script), f"--memory-bytes={device_memory_bytes()}", "--", name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.terminate)  # it does not go on when we are told to stop
+    said, _ = process.communicate()
+    if process.returncode:
+        raise ModelError(f"{script.name} {name}: status {process.returncode}; it says why above")
+    return Path(said.splitlines()[-1])
 
 
 def _chosen(config: Config) -> str:
-    """MODEL_PATH; unset, the model this project is tuned for where a Mac can run it."""
     is_apple_silicon = (platform.system(), platform.machine()) == ("Darwin", "arm64")
-    return config.model_path or (_DEFAULT_ON_APPLE if is_apple_silicon else _DEMO)
+    tuned_for = "lmstudio-community/GLM-4.7-Flash-MLX-4bit"
+    return config.model_path or (tuned_for if is_apple_silicon else _DEMO)
 
 
-def _complete(folder: Path) -> Path:
-    """`folder`, if it has all that mlx-lm needs. Raises ModelError, saying what lacks."""
-    with _in_a_sentence(f"The model folder {folder} cannot be used"):
+def _is_complete(folder: Path) -> bool:
+    with suppress(Exception):  # what is wrong with it, fetch_model.py says
         index = folder / "model.safetensors.index.json"
         listed = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ()
-        needed = ("config.json", "model*.safetensors", *sorted(set(listed)))
-        lacks = [name for name in needed if not any(file.is_file() for file in folder.glob(name))]
-        if lacks:
-            lack = ", ".join(lacks[:3])
-            raise ValueError(f"it has no {lack} (mlx-lm reads neither GGUF nor PyTorch files)")
-        return folder
-
-
-def _demo_folder() -> Path:
-    """The demo model beside this file, or one made by scripts/make_demo_model.py and kept."""
-    home = Path(__file__).resolve().parent
-    bundled, script = home / "models" / _DEMO, home / "scripts" / "make_demo_model.py"
-    if bundled.is_dir():
-        return _complete(bundled)
-    # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
-    cache = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm"
-    with _in_a_sentence(f"There is no demo model, neither {bundled} nor one in {cache}"):
-        sources = (script, *sorted(script.with_name("demo_model").glob("*")))
-        digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-        folder = cache / f"demo-{digest[:12]}"
-        if folder.is_dir():
-            return _complete(folder)
-        log.info("making the demo model in %s (once)", folder)
-        cache.mkdir(parents=True, exist_ok=True)
-        # In a folder of its own, then renamed: a half-made model is never found.
-        with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as making:
-            command = [sys.executable, str(script), f"{making}/{_DEMO}"]
-            run = subprocess.run(command, check=False, capture_output=True, text=True)
-            if run.returncode:
-                last = run.stderr.rstrip().rpartition("\n")[2]
-                raise ModelError(f"{script} failed with status {run.returncode}: {last}")
-            with suppress(OSError):  # another start of the server was quicker
-                Path(command[-1]).rename(folder)
-        return _complete(folder)
-
-
-def _download(repo: str, config: Config, *, memory_bytes: int) -> Path:
-    """Fetch what is not here yet, the hub showing how far it is. Raises ModelError."""
-    token, errors = config.hf_token or None, huggingface_hub.errors
-    hub = huggingface_hub.constants.ENDPOINT
-    advice = f"start again to resume, or set MODEL_PATH to a folder or to {_DEMO}"
-    with _in_a_sentence(f"{repo} is not complete in the local cache and {hub} fails ({advice})"):
-        try:
-            # Asked first because it fails at once; without a network the others retry for 23 s.
-            huggingface_hub.HfApi().model_info(repo, token=token, timeout=10)
-            config_file = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
-            _check_architecture(Path(config_file))
-            _check_room(repo, _snapshot(repo, token=token, dry_run=True), memory_bytes=memory_bytes)
-            return _complete(Path(_snapshot(repo, token=token)))
-        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-            neither = f"neither a folder on this machine nor a repository on {hub}"
-            why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
-            if isinstance(error, errors.GatedRepoError):
-                why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
-            raise ModelError(why) from error
-
-
-def _check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
-    """Raise ModelError unless memory has room for the weights and the disk for what is to come."""
-    weights = sum(f.file_size or 0 for f in files if f.filename.endswith(".safetensors"))
-    to_fetch = sum(f.file_size or 0 for f in files if f.will_download)
-    needed, cache = weights + _WORKING_BYTES, huggingface_hub.constants.HF_HUB_CACHE
-    free = shutil.disk_usage(cache).free
-    if needed > memory_bytes or to_fetch > free:
-        raise ModelError(
-            f"{repo} needs {in_bytes(needed)} of memory (this device recommends at most "
-            f"{in_bytes(memory_bytes)}) and {in_bytes(to_fetch)} more on disk ({cache} has "
-            f"{in_bytes(free)} free); MODEL_PATH={_fitting(min(memory_bytes, free))} would fit."
-        )
-    log.info("%s: fetching %s into %s", repo, in_bytes(to_fetch), cache)
-
-
-def _fitting(room_bytes: int) -> str:
-    """The largest of the models we suggest that works in so much memory."""
-    return next((name for name, n in _SMALLER.items() if n + _WORKING_BYTES <= room_bytes), _DEMO)
+        return all(any(folder.glob(n)) for n in {"config.json", "model*.safetensors", *listed})
+    return False
 
 
 def load_model(path: Path, config: Config) -> LoadedModel:
     """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
-    _check_architecture(path / "config.json")
-    with _in_a_sentence(f"The model in {path} cannot be loaded"):
+    try:
         trust = {"trust_remote_code": config.trust_remote_code}
-        loaded: Any = mlx_lm.load(str(path), tokenizer_config=trust, return_config=True, **trust)
-        model, tokenizer, facts = loaded
+        model, tokenizer, facts = mlx_lm.load(str(path), trust, return_config=True, **trust)
         facts = {**facts, **(facts.get("text_config") or {})}
         name = _chosen(config)
         markup = _markup(tokenizer)
@@ -3212,9 +3118,7 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         hint = f"{name} {facts['model_type']}".lower()
         family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
         weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
-        nbytes, vocab_size = sum(a.nbytes for _, a in weights), facts.get("vocab_size")
         context_length = _context_length(facts, tokenizer.model_max_length)
-        size = ModelSize(nbytes, int(vocab_size or len(tokenizer)), context_length)
         # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
         files = sorted(path.glob("model*.safetensors*"))
         stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -3227,20 +3131,17 @@ def load_model(path: Path, config: Config) -> LoadedModel:
             path=path,
             family=family if config.model_family == "auto" else config.model_family,
             revision=sha256(identity).hexdigest()[:16],
-            limit=min(size.context_length, config.max_kv_size),
+            nbytes=sum(array.nbytes for _, array in weights),
+            vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
+            context_length=context_length,
+            limit=min(context_length, config.max_kv_size),
             eos_ids=frozenset(tokenizer.eos_token_ids),
             markup=markup,
-            size=size,
         )
-
-
-def _check_architecture(config_file: Path) -> None:
-    """Raise ModelError unless mlx-lm, or the model's own file, can build what this names."""
-    with _in_a_sentence(f"{config_file} cannot be read"):
-        facts = {**json.loads(config_file.read_bytes())}
-    kind, version = facts.get("model_type"), mlx_lm.__version__
-    with _in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
-        _ = facts.get("model_file") or _get_classes(facts)  # private, but what mlx_lm.load() asks
+    except Exception as error:  # mlx and transformers raise what they like
+        log.debug("loading %s", path, exc_info=True)
+        why = f"The model in {path} cannot be loaded by mlx-lm {mlx_lm.__version__}: {error!r}"
+        raise ModelError(why[:500]) from error
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
@@ -3248,37 +3149,31 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
     stated = int(facts.get("max_position_embeddings") or facts.get("n_positions") or 0)
     rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) == "yarn":
-        original = rope.get("original_max_position_embeddings") or 0
-        stated = max(stated, int(original * rope.get("factor", 1)))
+        stated = max(stated, int(rope.get("original_max_position_embeddings", 0) * rope["factor"]))
     # transformers writes 1e30 where a tokenizer states no length.
     return stated or (tokenizer_length if tokenizer_length < 2**31 else 32_768)
 
 
 def _markup(tokenizer: Any) -> Markup:
     marks = ("think_start", "think_end", "tool_call_start", "tool_call_end")
-    named = {i for mark in marks for i in getattr(tokenizer, f"{mark}_tokens") or ()}
+    shown = {i for mark in marks for i in getattr(tokenizer, f"{mark}_tokens") or ()}
     parser = tokenizer.tool_parser
     # A special token that the parser's own source names is grammar (gemma4's <|"|> quotes).
     grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
-    hidden = {
-        token_id
-        for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token.special and token_id not in named
-        if token.content not in grammar and re.escape(token.content) not in grammar
-    }
+    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    shown |= {i for i, text in special.items() if text in grammar or re.escape(text) in grammar}
     return Markup(
         **{mark: getattr(tokenizer, mark) for mark in marks},
         think_end_ids=tuple(tokenizer.think_end_tokens or ()),
         tool_parser=parser,
-        hidden_ids=frozenset(hidden | tokenizer.eos_token_ids),
+        hidden_ids=frozenset(special.keys() - shown | tokenizer.eos_token_ids),
     )
 
 
 def device_memory_bytes() -> int:
     """What a model and its KV may use: Metal's recommendation, a GPU's memory, or the RAM."""
-    facts = mx.device_info()
-    stated = facts.get("max_recommended_working_set_size") or facts.get("total_memory")
-    return int(stated or psutil.virtual_memory().total)
+    facts, ram = mx.device_info(), psutil.virtual_memory().total
+    return int(facts.get("max_recommended_working_set_size") or facts.get("total_memory") or ram)
 
 
 def banner(model: LoadedModel, config: Config) -> str:
@@ -3287,11 +3182,10 @@ def banner(model: LoadedModel, config: Config) -> str:
     demo = "This is the demo model: it shows that the server works, not what it can do.\n"
     return (
         f"{model.model_id} is served at http://{host}:{config.mlx_port}/v1\n"
-        f"  from {model.path}: {in_bytes(model.size.nbytes)} of weights, {model.limit:,} tokens of "
-        f"context (the model: {model.size.context_length:,})\n"
+        f"  from {model.path}: {in_bytes(model.nbytes)} of weights, {model.limit:,} tokens of "
+        f"context (the model: {model.context_length:,})\n"
         f"{demo if model.model_id == _DEMO else ''}"
-        "To serve another, set MODEL_PATH to a Hugging Face repository or a folder, "
-        f"e.g. MODEL_PATH={_fitting(device_memory_bytes())}"
+        "To serve another, set MODEL_PATH to a folder or a repository (mlx-community/Qwen3-4B-4bit)"
     )
 
 
@@ -3302,39 +3196,31 @@ def banner(model: LoadedModel, config: Config) -> str:
 #
 #     inbox -> waiting -> prefill (one slice at a time) -> decode (one step per group) -> put back
 #
-# A row owns its buffers from admission to the end, so a lone row decodes where its KV lies: no
-# merge, no copy. Rows of like length decode as one upstream batch; a short row never pays for a
-# long one's padding. mlx-lm's BatchGenerator merges every row on insertion and pads to the longest
+# A lone row decodes where its KV lies: no merge, no copy. Rows of like length decode as one batch;
+# a short row never pays for a long one's padding. mlx-lm's BatchGenerator merges all on insertion
 # (measured: a lone 32k row then needs its KV twice), so the batch inside it, GenerationBatch, is
-# used directly and told never to finish a row: when a row ends is decided here, in one place.
-# Beside decoding, prefill gets a third of the time (DECODE_SHARE), in slices of SLICE_SECONDS.
+# used directly and told never to finish a row. Beside decoding, prefill gets a third of the time.
 #
 # Doors   Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob
 # Doors   Constraint, avoid, think_at_most, follow
 # Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
 # Thread  model, mlx; Ticket and Engine: any
-# Budget  656
+# Budget  747
 # ==============================================================================
 
-SLICE_SECONDS: Final = 0.2  # of prefill between two decode steps
-SLICE_ALONE_SECONDS: Final = 0.4  # of prefill before anything else is looked at
 SLICE_MIN_TOKENS: Final = 64
-SPEED_GUESS: Final = 2000.0  # tokens per second, for the very first slice
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
-BURST_SECONDS: Final = 3.0  # of decoding that short prefills may borrow
-SHORT_SECONDS: Final = 0.5  # a prefill is short if it takes less
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
 OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
-CALL_TOKENS: Final = 16  # a call of the model that feeds fewer is not worth making on the CPU
-STOP_GAP_TOKENS: Final = 4  # checkpoints nearer than this are one
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
-LOOK_SECONDS: Final = 0.25  # between two looks at the TTL and two reports, while busy
-IDLE_SECONDS: Final = 1.0  # the same, while idle; then unused buffers go back, too
-KV_MEMORY_SHARE: Final = 0.6  # of memory beside the model; activations and the system need the rest
+IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back
+BACKLOG_EVENTS: Final = 4096  # that a client may leave unread before it is dropped
+NO_TOKEN: Final = -1  # in the place of one that nothing could be sampled for
+_GONE: Final = "the model cannot be used any more; the server's log says why"
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and the top alternatives
-EndReason = Literal["stop", "length", "cancelled", "deadline"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
@@ -3346,15 +3232,13 @@ class Next(NamedTuple):
     n_places: int = 1
 
 
-# Yields what may come, is sent the tokens that came, never ends.
-Course = Generator[Next, list[int]]
+Course = Generator[Next, list[int]]  # yields what may come, is sent the tokens that came
 Constraint = Callable[[], Course]  # a course for each row
 
 
 def avoid(ids: Sequence[int]) -> Course:
     """None of these tokens, ever."""
-    while True:
-        yield Next(ids, only=False, n_places=sys.maxsize)
+    yield Next(ids, only=False, n_places=sys.maxsize)
 
 
 def think_at_most(n_tokens: int, *, start: Sequence[int], end: int) -> Course:
@@ -3384,6 +3268,7 @@ class Job:
     boundaries: tuple[int, ...]
     max_tokens: int
     sampling: Sampling
+    owner: tuple[str, str] = ("", "")  # tenant and session
     top_logprobs: int = -1  # -1: no logprobs at all
     constraints: tuple[Constraint, ...] = ()
 
@@ -3410,7 +3295,8 @@ class Finished(NamedTuple):
 
     reason: EndReason
     cached: int = 0
-    layer: str = "miss"
+    match: str = "miss"
+    held: int = 0  # leading tokens of which there was KV, be it without the state to go on from
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # in queue, prefill, decode
 
 
@@ -3424,8 +3310,9 @@ class Ticket:
         self.job = job
         self.marks = [time.monotonic()]  # the engine's: when submitted, admitted, decoding
         self.wish: EndReason | None = None
+        self.match = "-"  # what it reuses, once that is known
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.put = self._events.put
+        self.put, self.n_unread = self._events.put, self._events.qsize
 
     def next_event(self, timeout: float) -> Event | None:
         """The next event, or None when nothing happened for `timeout` seconds."""
@@ -3438,58 +3325,64 @@ class Ticket:
         self.wish = wish
 
 
-_GREEDY: Final = partial(mx.argmax, axis=-1)
+def _if_finite(tokens: mx.array, logprobs: mx.array) -> mx.array:
+    """The tokens `(n,)`, but NO_TOKEN for rows of which the model made NaN or infinities."""
+    # why(L-54): one such logit makes NaN of all log-probabilities, also of the one sampled.
+    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    return mx.where(mx.isfinite(chosen), tokens.astype(mx.int32), NO_TOKEN)
+
+
+def _greedy(logprobs: mx.array) -> mx.array:
+    return _if_finite(mx.argmax(logprobs, axis=-1), logprobs)
 
 
 def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     """Log-probabilities `(1, vocab)` -> a token `(1,)`, from a random key the row owns."""
     # So a seed gives the same text alone and in a batch. Greedy rows share one function object,
     # which upstream then calls once for the whole batch.
-    if sampling.temperature == 0:
-        return _GREEDY
+    if sampling.temperature < 1e-6:  # float32 has no room for its inverse
+        return _greedy
     seed = sampling.seed if sampling.seed is not None else time.time_ns()
     keys = [mx.random.key(seed % (1 << 63))]
 
     def sample(logprobs: mx.array) -> mx.array:
         keys[0], key = mx.random.split(keys[0])
         if 0 < sampling.top_p < 1:
-            logprobs = apply_top_p(logprobs, sampling.top_p)
+            logprobs = apply_top_p(logprobs, max(sampling.top_p, 1e-6))
         if sampling.min_p > 0:
             logprobs = apply_min_p(logprobs, sampling.min_p)
         if 0 < sampling.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, sampling.top_k)
-        return mx.random.categorical(logprobs / sampling.temperature, key=key)
+        return _if_finite(mx.random.categorical(logprobs / sampling.temperature, key=key), logprobs)
 
     return sample
 
 
 def _enforced(constraint: Constraint) -> LogitsProcessor:
     """Reads what came only when the constraint wants to know: reading waits for the model."""
+    course, seen, due = constraint(), 0, 0
+    mask: mx.array | None = None
 
-    def run() -> Generator[mx.array, tuple[mx.array, mx.array]]:
-        tokens, logits = yield mx.array(0)
-        course = constraint()
-        may = next(course)
-        while True:
-            listed, seen = np.zeros(logits.shape[-1], np.bool_), tokens.size
+    def bend(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal seen, due, mask
+        if tokens.size >= due:
+            said: Any = tokens[seen:].tolist() if seen else None
+            may = course.send(said)
+            seen, due = tokens.size, tokens.size + may.n_places
+            listed = np.zeros(logits.shape[-1], np.bool_)
             if isinstance(may.ids, np.ndarray):  # a tokenizer may know more ids than the model
                 listed[: may.ids.size] = may.ids[: listed.size]
             else:
                 listed[list(may.ids)] = True
-            mask = mx.array(listed == may.only)
-            while tokens.size < seen + may.n_places:
-                tokens, logits = yield mx.where(mask, logits, -mx.inf) if len(may.ids) else logits
-            said: Any = tokens[seen:].tolist()
-            may = course.send(said)
+            mask = mx.array(listed == may.only) if len(may.ids) else None
+        return logits if mask is None else mx.where(mask, logits, -mx.inf)
 
-    steps = run()
-    next(steps)
-    return lambda tokens, logits: steps.send((tokens, logits))
+    return bend
 
 
 def _processors(job: Job) -> list[LogitsProcessor]:
     """What bends the logits of this row, in order: penalties, then what is forced or banned."""
-    s, size = job.sampling, job.sampling.repetition_context_size
+    s, size = job.sampling, min(job.sampling.repetition_context_size, 1 << 20)
     repetition = s.repetition_penalty if s.repetition_penalty != 1.0 else None
     penalties = (repetition, size, s.presence_penalty, size, s.frequency_penalty, size)
     bent: list[LogitsProcessor] = make_logits_processors(dict(s.logit_bias), *penalties)
@@ -3525,6 +3418,8 @@ class Row:
     def tell(self, token: int, *, logprobs: mx.array) -> None:
         """Add a token. `logprobs`: `(vocab,)`, of all tokens in the place of this one."""
         self.out.append(token)
+        if NO_TOKEN in self.out[-2:]:
+            return
         asked: Logprob | None = None
         if self.job.top_logprobs >= 0:
             best: Any = mx.argsort(-logprobs)[: self.job.top_logprobs].tolist()
@@ -3542,20 +3437,20 @@ class Group:
         tokens = row.job.prompt.tokens
         context = tokens[:-1].tolist() if processors else []  # penalties see the cached tokens too
         rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
+        # A call of its own would read all weights again on a GPU, and is not worth making for few
+        # tokens. why(L-47): on the CPU the last layer then skips rows that nobody samples.
+        if mx.default_device() == mx.cpu and rest.size >= 16:
+            loaded.model(rest, cache=row.cache)
+            evaluate(row.cache)  # or the next write would copy the buffers this call still reads
+            rest = rest[:, :0]
 
         def opening(inputs: mx.array, cache: KvCache) -> Any:
-            """What is left of the prompt with its last token; on a GPU a call reads all weights."""
-            if mx.default_device() != mx.cpu or rest.size < CALL_TOKENS:
-                return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
-            # why(L-47): what the last layer makes of rows that nobody samples is never computed.
-            loaded.model(rest, cache=cache)
-            evaluate(cache)  # or the next write would copy the buffers that this call still reads
-            return loaded.model(inputs, cache=cache)
+            return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
 
         self.rows = [row]
         self._before: KvCache | None = None
         last = mx.array(tokens[-1:])
-        rules = [context], [_sampler(row.job.sampling)], _GREEDY, [processors]
+        rules = [context], [_sampler(row.job.sampling)], _greedy, [processors]
         endless = [StopSequences()], [1 << 60]  # tokens: it finishes no row itself
         self.batch = GenerationBatch(opening, [0], last, row.cache, *rules, *endless)
         self.batch.model = loaded.model
@@ -3574,6 +3469,10 @@ class Group:
                 row.tell(response.token, logprobs=response.logprobs)
             row.fed += 1
 
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.batch.prompt_cache)
+
     def padding_with(self, n_tokens: int) -> float:
         """Padded tokens as a share of the real ones, were a row of this length to join."""
         lengths = [*(row.fed for row in self.rows), n_tokens]
@@ -3581,13 +3480,13 @@ class Group:
 
     def absorb(self, other: Group) -> None:
         """Join another group's rows to this batch; the other group must not be used again."""
+        for row in other.rows:
+            row.group = self  # so that a failure in what follows is one of them all
         for group in (self, other):
             if len(group.rows) == 1:
                 group.batch.prompt_cache = to_batch(group.batch.prompt_cache)
         self.batch.extend(other.batch)
         self._before = None
-        for row in other.rows:
-            row.group = self
         self.rows += other.rows
 
     def leave(self, row: Row) -> StateSnapshot | None:
@@ -3609,28 +3508,32 @@ class Scheduler:
     """Everything that happens on the model thread, one `turn` at a time."""
 
     def __init__(self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics) -> None:
-        self.loaded = loaded
-        self.config = config
+        self.loaded, self.config = loaded, config
         self.shape = measure_kv(loaded.model)
-        free = device_memory_bytes() - loaded.size.nbytes
-        budget = config.prompt_cache_max_bytes or max(int(free * KV_MEMORY_SHARE), 1 << 28)
+        self.limit = config.memory_limit_bytes or int(device_memory_bytes() * 0.9)
+        free = self.limit - loaded.nbytes
+        budget = min(config.prompt_cache_max_bytes or free, int(free * 0.55))
+        self._working_bytes = free - budget  # for all that is neither weights nor KV
+        self._slices: deque[tuple[int, float]] = deque(maxlen=32)  # ends; such bytes per token
         self.cache = LRUPromptCache(config, self.shape, max_bytes=budget, metrics=metrics)
         self.waiting: list[Ticket] = []
-        self.prefilling: list[Row] = []
-        self.groups: list[Group] = []
-        self._owed_seconds = 0.0  # decode time due before the next prefill slice
-        self._speed = SPEED_GUESS
+        self.rows: list[Row] = []
+        self._owed_seconds, self._speed = 0.0, 2000.0  # due to decoding; tokens per second at first
         # The longest row, prompt and reply, that the budget can hold at all.
         spaced_bytes = (HEADROOM_SHARE + 1) * max(self.shape.token_bytes, 1)
-        self.capacity_tokens = (budget - self._row_bytes(0)) * HEADROOM_SHARE // spaced_bytes
+        self.capacity_tokens = (budget - _row_bytes(self.shape, 0)) * HEADROOM_SHARE // spaced_bytes
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.groups)
+        return bool(self.waiting or self.rows)
 
     @property
-    def rows(self) -> list[Row]:
-        return self.prefilling + [row for group in self.groups for row in group.rows]
+    def prefilling(self) -> list[Row]:
+        return [row for row in self.rows if row.group is None]
+
+    @property
+    def groups(self) -> list[Group]:
+        return list(dict.fromkeys(row.group for row in self.rows if row.group))
 
     def turn(self) -> None:
         """End what is over, admit what fits, one decode step per group, one prefill slice."""
@@ -3639,50 +3542,62 @@ class Scheduler:
             if len(self.rows) >= self.config.batch_max_rows or not self._admit(ticket):
                 break
         began = time.monotonic()
-        for group in list(self.groups):
+        for group in self.groups:
             self._guarded(list(group.rows), partial(self._decode, group))
         self._owed_seconds = max(0.0, self._owed_seconds - (time.monotonic() - began))
-        if self.prefilling:
+        if rows := self.prefilling:
             # The one that needs least time; waiting counts for a row, so that none starves.
-            row = min(self.prefilling, key=lambda row: row.to_prefill / row.speed + row.served / 2)
+            row = min(rows, key=lambda row: row.to_prefill / row.speed + row.served / 2)
             # Decoding gets what it is owed first, but one about to join it need not wait for that:
             # of several short requests at once the first would decode alone, step by costly step.
-            borrowed = BURST_SECONDS if row.to_prefill < row.speed * SHORT_SECONDS else 0.0
-            if not self.groups or self._owed_seconds <= borrowed:
+            borrowed_seconds = 3.0 if row.to_prefill / row.speed < 0.5 else 0.0
+            if not self.groups or self._owed_seconds <= borrowed_seconds:
                 self._guarded([row], partial(self._prefill, row))
 
     def _admit(self, ticket: Ticket) -> bool:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
+        job = ticket.job
         try:
-            reuse = self.cache.find(ticket.job.prompt)
+            reuse = self.cache.find(job.prompt)
             if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
                 # A running row will soon hold more of this prompt; it is told where to stop.
                 for row in [row for row in self.rows if row.line is reuse.line]:
                     row.stops = sorted({*row.stops, min(reuse.promised, row.job.n_prompt - 1)})
                 return True
-            if self._make_room(ticket.job, reuse):
+            keep = reuse.line if reuse.layer == "line" else None
+            needed = self.running_bytes + _row_bytes(self.shape, job.n_prompt)
+            fits = partial(self.cache.evict_to_fit, needed)  # but evict nothing where it cannot
+            if needed <= self.cache.max_bytes and (fits(keep) or (not self.rows and fits())):
                 self._start(ticket)
             elif self.rows:
                 return False  # they will give bytes back
             else:
-                ticket.put(Overloaded("the KV budget (PROMPT_CACHE_MAX_BYTES) is too small"))
-        except Exception:
+                ticket.put(_no_room(self, job.n_prompt))
+        except Exception as error:
             log.exception("a request could not be started")
             self.cache.mend()
-            ticket.put(GenerationFailed("the model failed on this request"))
+            ticket.put(_failure(error, self.cache))
         self.waiting.remove(ticket)
         return True
 
-    def _make_room(self, job: Job, reuse: Reuse) -> bool:
-        """Evict until the row's buffers fit beside everything else."""
-        decoding = (layer for group in self.groups for layer in group.batch.prompt_cache)
-        running = sum(layer.nbytes for layer in decoding)
-        running += sum(self._row_bytes(row.job.n_prompt) for row in self.prefilling)
-        moved = reuse.depth * self.shape.token_bytes if reuse.layer == "line" else 0
-        return self.cache.evict_to_fit(running + self._row_bytes(job.n_prompt) - moved)
+    @property
+    def running_bytes(self) -> int:
+        """Of KV that rows hold, or will when their prompts are read."""
+        prefilling = (_row_bytes(self.shape, row.job.n_prompt) for row in self.prefilling)
+        return sum(prefilling) + sum(group.nbytes for group in self.groups)
 
-    def _row_bytes(self, n_prompt: int) -> int:
-        return _with_headroom(n_prompt) * self.shape.token_bytes + self.shape.state_bytes
+    def hold_limit(self) -> None:
+        """Rows grow as they decode: what rests gives way, and in the end the row begun last."""
+        while not self._can_copy(max([0, *(x.nbytes for x in self.groups)]) // 2) and self.rows[1:]:
+            row = max(self.rows, key=lambda row: row.ticket.marks[1])
+            # what it has done so far is kept for when it is sent again
+            self._guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
+
+    def _can_copy(self, n_bytes: int) -> bool:
+        """Evict until two copies fit besides, as rows that join or leave a group need them."""
+        return self.cache.evict_to_fit(
+            self.running_bytes + max(0, 2 * n_bytes - self._working_bytes)
+        )
 
     def _start(self, ticket: Ticket) -> None:
         ticket.marks.append(time.monotonic())
@@ -3697,34 +3612,27 @@ class Scheduler:
         offset = _kv_cache_offset(cache, recorded=reuse.depth)
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
-        stops = self._stops(job, offset) if self.shape.has_state else []
+        stops = _stops(job, offset) if self.shape.has_state else []
         row = Row(ticket, job, line, cache, offset, reuse, stops, self._speed)
-        line.lender, line.end = row.read_span, offset
-        self.prefilling.append(row)
+        line.lender, line.end, line.owner = row.read_span, offset, job.owner
+        ticket.match = reuse.match(job.n_prompt)
+        self.rows.append(row)
         ticket.put(Progress(offset))
-
-    def _stops(self, job: Job, offset: KvOffset) -> list[int]:
-        """Where prefill pauses for a checkpoint."""
-        # Not beside another, which would cost a call of the model to save a few tokens; so where
-        # the generation prompt begins is enough, and its end is fed with the first decode step.
-        end, stops = job.n_prompt - 1, [int(offset)]
-        lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
-        for position in sorted({*job.boundaries, *lattice}):
-            if stops[-1] + STOP_GAP_TOKENS < position <= end:
-                stops.append(position)
-        return stops[1:] + [end] * (end - stops[-1] > OPENING_TOKENS)
 
     def _prefill(self, row: Row) -> None:
         """One slice; what little is left then goes with the first decode step."""
         if row.to_prefill > OPENING_TOKENS or row.stops:
-            began = time.monotonic()
+            began, before = time.monotonic(), mx.get_active_memory()
+            mx.reset_peak_memory()
             pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
             pending = pending[: self._slice_length(row)]
             self.loaded.model(mx.array(pending)[None], cache=row.cache)
             evaluate(row.cache)
+            row.fed += len(pending)
+            if len(pending) >= SLICE_MIN_TOKENS:
+                self._slices.append((row.fed, (mx.get_peak_memory() - before) / len(pending)))
             mx.clear_cache()
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
-            row.fed += len(pending)
             row.line.end = row.fed
             row.served = time.monotonic()
             row.speed = self._speed = len(pending) / max(row.served - began, 1e-6)
@@ -3740,58 +3648,70 @@ class Scheduler:
     def _slice_length(self, row: Row) -> int:
         """Tokens of the next slice: to the next stop, and short while others wait their turn."""
         to_stop = min([row.to_prefill, *(stop - row.fed for stop in row.stops[:1])])
-        shared = bool(self.groups or self.waiting or len(self.prefilling) > 1)
-        seconds = SLICE_SECONDS if shared else SLICE_ALONE_SECONDS
-        timely = max(SLICE_MIN_TOKENS, int(row.speed * seconds))
-        length = min(to_stop, timely, self.config.prefill_step_size)
+        is_alone = len(self.rows) + len(self.waiting) == 1
+        timely = row.speed * (0.4 if is_alone else 0.2)  # seconds until all else is looked at
+        if self._slices:
+            timely = min(timely, _affordable(self._slices, row.fed, n_bytes=self._working_bytes))
+        length = min(to_stop, max(SLICE_MIN_TOKENS, int(timely)), self.config.prefill_step_size)
         # Those who wait for this stop would not wait for so small a rest, and prefill it each.
         return to_stop if to_stop - length < WAIT_GAIN_TOKENS else length
 
     def _begin_decode(self, row: Row) -> None:
         """Decode in the group whose rows are most alike in length, or in one of its own."""
-        self.prefilling.remove(row)
+        others = self.groups if self.shape.can_batch else []
         row.ticket.marks.append(time.monotonic())
         group = Group(self.loaded, row)
         row.line.end = row.fed
-        host = min(self.groups, key=lambda g: g.padding_with(row.fed), default=None)
-        limit = self.config.batch_padding_max
-        if host and self.shape.can_batch and host.padding_with(row.fed) <= limit:
+        hosts = [x for x in others if x.padding_with(row.fed) <= self.config.batch_padding_max]
+        host = min(hosts, key=lambda x: x.padding_with(row.fed), default=None)
+        if host and self._can_copy(host.nbytes + group.nbytes):
             host.absorb(group)
-        else:
-            self.groups.append(group)
 
     def _decode(self, group: Group) -> None:
         group.step()
         for row in list(group.rows):
-            if row.out[-1] in self.loaded.eos_ids:
+            if NO_TOKEN in row.out[-2:]:
+                group.leave(row)
+                self._fail([row], GenerationFailed("the model computed NaN or infinity"))
+            elif row.out[-1] in self.loaded.eos_ids:
                 self._finish(row, "stop")
             elif len(row.out) >= row.job.max_tokens:
                 self._finish(row, "length")
 
     def _end_unwanted(self) -> None:
-        for ticket in [ticket for ticket in self.waiting if ticket.wish]:
-            self.waiting.remove(ticket)
-            ticket.put(Finished(reason="cancelled"))
         now = time.monotonic()
-        for row in self.rows:
-            is_late = 0 < self.config.generation_watchdog_seconds < now - row.ticket.marks[1]
-            if reason := row.ticket.wish or ("deadline" if is_late else None):
+        patience = self.config.queue_timeout_seconds or math.inf
+        for ticket in list(self.waiting):
+            if ticket.wish or now - ticket.marks[0] > patience:
+                self.waiting.remove(ticket)
+                late = f"the model had no time for {patience:g} s (QUEUE_TIMEOUT_SECONDS)"
+                ticket.put(Finished("cancelled") if ticket.wish else Overloaded(late))
+        deadline = self.config.generation_watchdog_seconds or math.inf
+        for row in list(self.rows):
+            reason = row.ticket.wish
+            if row.ticket.n_unread() > BACKLOG_EVENTS:
+                log.warning("a client is dropped that does not read its reply")
+                reason = "cancelled"
+            elif not reason and now - row.ticket.marks[1] > deadline:
+                log.warning("a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", deadline)
+                reason = "deadline"
+            if reason:
                 self._guarded([row], partial(self._finish, row, reason))
 
-    def _finish(self, row: Row, reason: EndReason) -> None:
+    def _finish(self, row: Row, end: EndReason | ServerError) -> None:
         """Put the row's KV back, then tell the connection: its next request must find it."""
-        if row.group is None:
-            self.prefilling.remove(row)
-            row.ticket.marks.append(time.monotonic())
-        elif before := row.group.leave(row):
-            self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
-        self.groups = [group for group in self.groups if group.rows]
         self._put_back(row)
-        submitted, admitted, decoding = row.ticket.marks
-        seconds = (admitted - submitted, decoding - admitted, time.monotonic() - decoding)
-        row.ticket.put(Finished(reason, row.reuse.depth, row.reuse.layer, seconds))
+        self.rows.remove(row)
+        submitted, admitted, decoding, ended = [*row.ticket.marks, *[time.monotonic()] * 2][:4]
+        seconds = (admitted - submitted, decoding - admitted, ended - decoding)
+        facts = row.reuse.depth, row.ticket.match, row.reuse.shared, seconds
+        row.ticket.put(end if isinstance(end, ServerError) else Finished(end, *facts))
 
     def _put_back(self, row: Row) -> None:
+        if row.group:
+            self._can_copy(row.group.nbytes * (len(row.group.rows) > 1))
+            if before := row.group.leave(row):
+                self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
         if row.fed == 0:
             self.cache.drop(row.line)
             return
@@ -3800,8 +3720,7 @@ class Scheduler:
         known = row.job.prompt
         tokens = np.concatenate([known.tokens, np.asarray(row.out, dtype=np.int32)])[: row.fed]
         size = self.config.prompt_cache_block_size
-        hashes = known.hashes[: row.fed // size]
-        hashes = _block_hashes(tokens, size, root=known.root, known=hashes)
+        hashes = _block_hashes(tokens, size, root=known.root, known=known.hashes[: row.fed // size])
         span = take_span(row.cache, row.fed)
         row.cache = []
         self.cache.put_back(row.line, Prompt(known.root, tokens, hashes), span=span)
@@ -3811,15 +3730,56 @@ class Scheduler:
         # why(L-17): what an exception interrupted may be half written; nothing of it is kept.
         try:
             action()
-        except Exception:
+        except Exception as error:
             log.exception("the model failed on %d request(s)", len(touched))
-            failed = {*touched, *(mate for row in touched if row.group for mate in row.group.rows)}
-            self.prefilling = [row for row in self.prefilling if row not in failed]
-            self.groups = [x for x in self.groups if x.rows and failed.isdisjoint(x.rows)]
-            for row in failed:
-                self.cache.drop(row.line)
-                row.cache, row.group = [], None
-                row.ticket.put(GenerationFailed("the model failed on this request"))
+            groups = {row.group for row in touched if row.group}
+            failed = [row for row in self.rows if row in touched or row.group in groups]
+            self._fail(failed, _failure(error, self.cache))
+
+    def _fail(self, rows: Iterable[Row], error: ServerError) -> None:
+        """End rows whose KV may be wrong, or is: it goes, and what was built on it."""
+        for row in rows:
+            self.rows.remove(row)
+            self.cache.drop(row.line)
+            row.cache, row.group = [], None
+            row.ticket.put(error)
+
+
+def _no_room(scheduler: Scheduler, n_tokens: int) -> ServerError:
+    held = f"{scheduler.running_bytes:,} of {scheduler.cache.max_bytes:,} bytes of KV are in use"
+    return Overloaded(f"no memory for {n_tokens:,} tokens now: {held}")
+
+
+def _row_bytes(shape: KvShape, n_prompt: int) -> int:
+    return _with_headroom(n_prompt) * shape.token_bytes + shape.state_bytes
+
+
+def _failure(error: Exception, cache: LRUPromptCache) -> ServerError:
+    """What a client is told of it. MLX says only in words that memory ran out."""
+    if not isinstance(error, MemoryError) and "alloc" not in str(error):
+        return GenerationFailed("the model failed on this request")
+    cache.evict_to_fit(cache.max_bytes // 2)  # the next one shall have more room
+    return Overloaded("memory ran out on this request; with fewer at once it may fit")
+
+
+def _stops(job: Job, offset: KvOffset) -> list[int]:
+    # Not beside another, which would cost a call of the model to save a few tokens; so where
+    # the generation prompt begins is enough, and its end is fed with the first decode step.
+    end, stops = job.n_prompt - 1, [int(offset)]
+    lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
+    for position in sorted({*job.boundaries, *lattice}):
+        if stops[-1] + 4 < position <= end:
+            stops.append(position)
+    return stops[1:] + [end] * (end - stops[-1] > OPENING_TOKENS)
+
+
+def _affordable(slices: Iterable[tuple[int, float]], depth: int, *, n_bytes: int) -> float:
+    """Tokens of a slice from there on that the working memory has room for."""
+    # why(L-55): where attention scores are kept, a token costs bytes with its depth.
+    depths, costs = np.array([*slices]).T
+    slope = np.polyfit(depths, costs, 1)[0] if np.ptp(depths) else 0.0
+    cost = costs.mean() + max(slope, 0.0) * (depth - depths.mean())
+    return float(n_bytes / max(2 * cost, 1.0))
 
 
 def _remaining_prefill(tokens: TokenArray, offset: KvOffset) -> TokenArray:
@@ -3836,6 +3796,9 @@ def _with_headroom(n_prompt: int) -> int:
     return n_prompt + n_prompt // HEADROOM_SHARE + GROWTH_TOKENS
 
 
+_malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", int)  # of glibc; else nothing
+
+
 class Engine:
     """The model thread and its inbox. Every method may be called from any thread."""
 
@@ -3845,12 +3808,15 @@ class Engine:
         """`load` runs on the model thread, which alone may touch what it returns through MLX."""
         self._config = config
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]] = queue.SimpleQueue()
-        args = (load, metrics)
-        self._thread = threading.Thread(target=self._run, args=args, name="model", daemon=True)
+        self._thread = threading.Thread(None, self._run, "model", (load, metrics), daemon=True)
         self._loaded: LoadedModel | None = None
+        self.state: Literal["loading", "ready", "dead"] = "loading"
         self.trouble: str | None = None  # why there is no model (any more), in one sentence
         self.settled = threading.Event()  # the model is loaded, or refused
-        self._stopping = False
+        self.is_closing = False  # what runs may end, nothing more may begin
+        # as of the last turn
+        self.memory: dict[str, int] = {}  # bytes by kind
+        self.lines: list[tuple[str, dict[str, Any]]] = []  # each behind its tenant
         self._report: dict[str, Any] = {}
         self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
 
@@ -3859,38 +3825,50 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after the current turn; running requests fail."""
-        self._stopping = True
+        self.state = "dead"
         self._inbox.put(lambda _scheduler: None)  # it may be waiting for something to do
         if self._thread.is_alive():
-            self._thread.join(timeout=10)
-
-    @property
-    def state(self) -> Literal["loading", "ready", "dead"]:
-        if self.trouble is not None:
-            return "dead"
-        return "ready" if self._loaded is not None else "loading"
+            self._thread.join(timeout=10 if self._loaded else 1)  # what loads cannot be stopped
 
     @property
     def model(self) -> LoadedModel:
         """The loaded model. Raises NotReady while it loads and when the model thread is gone."""
-        if self.trouble is not None or self._loaded is None:
-            raise NotReady(self.trouble or "the model is still loading")
+        if self.state != "ready" or self._loaded is None:
+            raise NotReady(_GONE if self.state == "dead" else "the model is still loading")
         return self._loaded
 
     def submit(self, job: Job) -> Ticket:
         """Queue a job. Raises NotReady, or Overloaded at MAX_QUEUED_REQUESTS."""
-        assert self.model is not None and job.n_prompt and job.max_tokens > 0
+        assert self.model and job.n_prompt and job.max_tokens > 0
+        if self.is_closing:
+            raise NotReady("the server is stopping")
         if self._inbox.qsize() + self._report["queued"] >= self._config.max_queued_requests:
             raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
         ticket = Ticket(job)
         self._inbox.put(lambda scheduler: scheduler.waiting.append(ticket))
-        if self.trouble is not None:  # the thread ended in between and may never look again
-            raise NotReady(self.trouble)
+        if self.state == "dead":  # it ended in between and may never look again
+            raise NotReady(_GONE)
         return ticket
+
+    def ask[T](self, question: Callable[[Scheduler], T]) -> T:
+        """What it returns, run on the model thread between two turns. Raises NotReady."""
+        answer: Future[T] = Future()
+
+        def run(scheduler: Scheduler) -> None:
+            try:
+                answer.set_result(question(scheduler))
+            except Exception as error:  # noqa: BLE001 - raised again where it was asked
+                answer.set_exception(error)
+
+        self._inbox.put(run)
+        while self.model:
+            with suppress(TimeoutError):
+                return answer.result(timeout=IDLE_SECONDS)
+        raise AssertionError
 
     def status(self) -> dict[str, Any]:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
-        return {"state": self.state, "error": self.trouble, **self._report}
+        return {"state": self.state, **self._report}
 
     def _run(self, load: Callable[[], LoadedModel], metrics: CacheMetrics) -> None:
         scheduler: Scheduler | None = None
@@ -3899,8 +3877,12 @@ class Engine:
             loaded = load()
             scheduler = Scheduler(loaded, self._config, metrics=metrics)
             self.capacity_tokens = scheduler.capacity_tokens
+            if self.capacity_tokens < SLICE_MIN_TOKENS:
+                taken = f"the model takes {loaded.nbytes:,} bytes of {scheduler.limit:,}"
+                raise ModelError(f"{taken}: too little is left for KV (MEMORY_LIMIT_BYTES)")
             self._publish(scheduler)
             self._loaded = loaded
+            self.state = "ready" if self.state == "loading" else "dead"
             self.settled.set()
             with wired_limit(loaded.model):
                 self._serve(scheduler)
@@ -3910,46 +3892,49 @@ class Engine:
             log.exception("the model thread died")
             trouble = "the model thread died; the log says why"
         finally:
-            self.trouble = trouble
+            self.trouble, self.state = trouble, "dead"
             self.settled.set()
             if scheduler is not None:  # nobody may be left waiting; before, nobody could submit
                 self._receive(scheduler, wait_seconds=0)
                 for ticket in [*scheduler.waiting, *(row.ticket for row in scheduler.rows)]:
-                    ticket.put(NotReady(trouble))
+                    ticket.put(NotReady(_GONE))
             mx.clear_streams()  # why(L-20): streams left behind can abort the process at exit
 
     def _serve(self, scheduler: Scheduler) -> None:
         looked = time.monotonic()
-        while not self._stopping:
+        while self.state == "ready":
             self._receive(scheduler, wait_seconds=0 if scheduler.busy else IDLE_SECONDS)
             if scheduler.busy:
                 scheduler.turn()
             else:
                 mx.clear_cache()
-            if not scheduler.busy or time.monotonic() - looked > LOOK_SECONDS:
+                _malloc_trim(0)  # why(L-53): glibc keeps what is freed until it is asked
+            if not scheduler.busy or time.monotonic() - looked > 0.25:
                 looked = time.monotonic()
+                scheduler.hold_limit()
                 scheduler.cache.sweep()
                 self._publish(scheduler)
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
-        """Do what is in the inbox."""
         with suppress(queue.Empty):
             self._inbox.get(timeout=wait_seconds)(scheduler)
             while True:
                 self._inbox.get_nowait()(scheduler)
 
     def _publish(self, scheduler: Scheduler) -> None:
-        self._report = {
-            "queued": len(scheduler.waiting),
-            "prefilling": len(scheduler.prefilling),
-            "decoding": sum(len(group.rows) for group in scheduler.groups),
-            "groups": len(scheduler.groups),
-            "lines": len(scheduler.cache.lines),
-            "cache_bytes": scheduler.cache.nbytes,
-            "cache_max_bytes": scheduler.cache.max_bytes,
-            "capacity_tokens": scheduler.capacity_tokens,
-            "kv_bytes_per_token": scheduler.shape.token_bytes,
-        }
+        cache, groups = scheduler.cache, scheduler.groups
+        held = {"model": scheduler.loaded.nbytes, "cache": cache.nbytes}
+        held["running"] = scheduler.running_bytes
+        working = mx.get_active_memory() + mx.get_cache_memory() - sum(held.values())
+        self.memory = {"limit": scheduler.limit, **held, "working": max(0, working)}
+        self.lines = cache.snapshot()
+        self._report = (
+            {"queued": len(scheduler.waiting), "prefilling": len(scheduler.prefilling)}
+            | {"decoding": sum(len(group.rows) for group in groups), "groups": len(groups)}
+            | {"lines": len(cache.lines), "cache_bytes": cache.nbytes}
+            | {"cache_max_bytes": cache.max_bytes, "capacity_tokens": scheduler.capacity_tokens}
+            | {"kv_bytes_per_token": scheduler.shape.token_bytes}
+        )
 
 
 # endregion
@@ -4073,14 +4058,13 @@ class _ReasoningStreamSplitter:
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
 #
-# Doors   ToolFormat, ToolCallStream, ToolCallDelta, ReplyStream, Delta, Reply, tool_openings
-# Knows   SPLIT
+# Doors   ToolFormat, ReplyStream, tool_openings
+# Knows   WIRE, SPLIT
 # Thread  any; pure
-# Budget  339
+# Budget  315
 # ==============================================================================
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
-NextId = Callable[[], str]
 
 
 @lru_cache
@@ -4137,7 +4121,7 @@ class ToolFormat(NamedTuple):
 
     @classmethod
     def detect(
-        cls, template: str, *, start: str | None, end: str | None, parse: Any
+        cls, template: str, family: str, *, start: str | None, end: str | None, parse: Any
     ) -> ToolFormat | None:
         """Read it off a chat template and what mlx-lm found in it; None: no tool calls."""
         if start and start != "<tool_call>":
@@ -4145,7 +4129,8 @@ class ToolFormat(NamedTuple):
         text = template.replace("\\n", "\n")  # Jinja strings spell it out
         if "<tool_call>" not in text:
             return None
-        dialect = next(name for name, dialect in _DIALECTS.items() if dialect.sign in text)
+        spoken = [name for name, dialect in _DIALECTS.items() if dialect.sign in text]
+        dialect = min(spoken, key=lambda name: name not in family)  # "glm" is in "glm4"
         gap = "\n" if regex.search(r"(<tool_call>|</arg_key>)\n", text) else ""
         return cls("<tool_call>", "</tool_call>", dialect, gap)
 
@@ -4217,51 +4202,86 @@ _JSON: Final = {  # what may come next, in what: `{` is an object without member
 _CLOSED: Final = str.maketrans("{[", "}]")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A part of call number `index`: its name, at first, then its arguments piece by piece."""
+class ReplyStream:
+    """One reply as a chat's deltas, in the order in which they were generated."""
 
-    index: int
-    id: str
-    name: str | None
-    arguments: str  # a fragment of JSON text
-
-
-class ToolCallStream:
-    """Reads the calls of one reply, each from its opening tag or the white space before it on."""
-
-    def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], *, next_id: NextId) -> None:
-        self.n_calls = 0  # complete ones
-        self._format, self._tools, self._next_id = tool_format, list(tools), next_id
+    def __init__(
+        self,
+        splitter: _ReasoningStreamSplitter,
+        tool_format: ToolFormat | None,  # None: the splitter knows no tag that opens calls
+        *,
+        tools: Sequence[Tool],
+        ids: Iterator[str],  # for its calls
+    ) -> None:
+        self._splitter, self._format = splitter, tool_format or ToolFormat("", "\0", "foreign")
+        self._tools, self._ids = list(tools), ids
         self._offered = _parameters_by_name(tools)
+        self._deltas: list[Body] = []
+        self._calls: list[Body] = []  # the last may be open: its name is known and was offered
+        self.n_calls = 0  # complete ones
         self._reading: Iterator[None] | None = None  # of the open call; pauses for more text
-        self._id = ""  # of that call, once its name is known and was offered
         self._unread = ""
+        self._json = ""  # what this piece of it added to the arguments
         self._ended = False  # no more text will come
-        self._deltas: list[ToolCallDelta] = []  # of one feed
-        self._json = ""  # what this feed added to the arguments
 
-    def feed(self, text: str, *, ended: bool = False) -> Heard:
-        """Read on; when the reply has `ended`, give what there is, as valid JSON, or as text."""
+    def feed(self, text: str, *, literal: bool = False) -> list[Body]:
+        """What is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
+        return self._route(self._splitter.feed(text, literal=literal))
+
+    def finish(self) -> list[Body]:
+        """What was held back; an open call gives what there is, as valid JSON, or as text."""
+        self._ended = True
+        open_call = [Piece("tool", "")] if self._splitter.in_call else []
+        return self._route(open_call) + self._route(self._splitter.finish())
+
+    def message(self) -> Body:
+        """The join of all deltas: what a client that reads the stream has."""
+        fields = ("content", "reasoning_content")
+        content, thought = ("".join(d.get(name, "") for d in self._deltas) for name in fields)
+        more = {"reasoning_content": thought, "tool_calls": self._calls}
+        said = {name: value for name, value in more.items() if value}
+        return {"role": "assistant", "content": content or None, **said}
+
+    def _route(self, pieces: list[Piece]) -> list[Body]:
+        n_known = len(self._deltas)
+        while pieces:
+            piece, *pieces = pieces
+            if piece.kind == "tool":  # always the last
+                pieces = self._read_on(piece.text)
+            else:
+                name = "reasoning_content" if piece.kind == "reasoning" else "content"
+                self._deltas.append({name: piece.text})
+        return self._deltas[n_known:]
+
+    def _read_on(self, text: str) -> list[Piece]:
+        """Read more of the open call; what proves to be none, and what follows it, comes back."""
         if self._reading is None:
-            self._reading, self._id, self._unread = self._read(), "", ""
+            self._reading, self._unread = self._read(), ""
         raw = self._unread = self._unread + text
-        self._ended, self._deltas, self._json = ended, [], ""
+        self._json = ""
         is_over = next(self._reading, True)
-        if self._id and self._json:
-            self._tell(self._json)
+        is_call = len(self._calls) > self.n_calls
+        if is_call and self._json:
+            self._argue(self._json)
+        none_of_it = "" if is_call else raw[: len(raw) - len(self._unread)]
+        pieces = self._splitter.restore(none_of_it)
         if is_over:
-            self._reading = None
-            self.n_calls += bool(self._id)
-        back = "" if self._id else raw[: len(raw) - len(self._unread)]
-        return self._deltas, back, self._unread if is_over else None, bool(self._id)
+            self._reading, self.n_calls = None, len(self._calls)
+            pieces += self._splitter.resume(self._unread, called=is_call)
+        return pieces
 
-    def _tell(self, arguments: str, *, name: str | None = None) -> None:
-        """A name leaves alone: there are clients that lose arguments that come with it."""
-        if name is not None:
-            self.n_calls += bool(self._id)  # foreign calls may come several at once
-            self._id = self._next_id()
-        self._deltas.append(ToolCallDelta(self.n_calls, self._id, name, arguments))
+    def _open(self, name: str) -> None:
+        """Its name leaves alone: there are clients that lose arguments that come with it."""
+        call = {"id": next(self._ids), "type": "function"}
+        self._calls.append({**call, "function": {"name": name, "arguments": ""}})
+        self._tell({**call, "function": {"name": name, "arguments": ""}})
+
+    def _argue(self, arguments: str) -> None:
+        self._calls[-1]["function"]["arguments"] += arguments
+        self._tell({"function": {"arguments": arguments}})
+
+    def _tell(self, part: Body) -> None:
+        self._deltas.append({"tool_calls": [{"index": len(self._calls) - 1, **part}]})
 
     def _read(self) -> Iterator[None]:
         if self._format.dialect == "foreign":
@@ -4271,7 +4291,7 @@ class ToolCallStream:
         else:
             name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
             if name in self._offered:
-                self._tell("", name=name)
+                self._open(name)
             self._json = "{"
             tagged = dialect.key and self._read_tagged(dialect, self._offered.get(name, {}))
             yield from tagged or self._read_json()
@@ -4337,67 +4357,8 @@ class ToolCallStream:
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return
         for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
-            self._tell("", name=name)
-            self._tell(arguments)
-
-
-Delta = Piece | ToolCallDelta  # what is new in a reply: text, or a part of a call
-# New parts of a call, text of none (it goes back), what follows it (None: it is open), is it one
-Heard = tuple[list[ToolCallDelta], str, str | None, bool]
-
-
-class Reply(NamedTuple):
-    """A reply put together from its deltas; None where there was nothing."""
-
-    content: str | None
-    reasoning: str | None
-    tool_calls: list[dict[str, Any]]  # {"id", "type", "function": {"name", "arguments"}}
-
-
-@dataclass(eq=False)
-class ReplyStream:
-    """Reasoning, content and calls of one reply, in the order in which they were generated."""
-
-    _splitter: _ReasoningStreamSplitter
-    _calls: ToolCallStream | None = None  # where the splitter knows a tag that opens calls
-    _deltas: list[Delta] = field(default_factory=list)
-    n_calls: int = 0  # complete ones
-
-    def feed(self, text: str, *, literal: bool = False) -> list[Delta]:
-        """What is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
-        return self._route(self._splitter.feed(text, literal=literal))
-
-    def finish(self) -> list[Delta]:
-        """What was held back; the reply is over, wherever it was cut."""
-        open_call = [Piece("tool", "")] if self._splitter.in_call else []
-        return self._route(open_call, ended=True) + self._route(self._splitter.finish())
-
-    def reply(self) -> Reply:
-        """The join of all deltas: what a client that reads the stream has."""
-        texts = {"content": "", "reasoning": ""}
-        functions: dict[str, dict[str, Any]] = {}  # by the id of their call
-        for delta in self._deltas:
-            if isinstance(delta, Piece):
-                texts[delta.kind] += delta.text
-            else:
-                function = functions.setdefault(delta.id, {"name": delta.name, "arguments": ""})
-                function["arguments"] += delta.arguments
-        calls = [{"id": i, "type": "function", "function": f} for i, f in functions.items()]
-        return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
-
-    def _route(self, pieces: list[Piece], *, ended: bool = False) -> list[Delta]:
-        """Note them as what a client gets: of a call, which is always the last piece, its parts."""
-        n_known = len(self._deltas)
-        while self._calls and pieces and pieces[-1].kind == "tool":
-            *texts, call = pieces
-            deltas, back, rest, is_call = self._calls.feed(call.text, ended=ended)
-            self._deltas += [*texts, *deltas]
-            self.n_calls = self._calls.n_calls
-            pieces = self._splitter.restore(back)
-            if rest is not None:
-                pieces += self._splitter.resume(rest, called=is_call)
-        self._deltas += pieces
-        return self._deltas[n_known:]
+            self._open(name)
+            self._argue(arguments)
 
 
 # endregion
@@ -4412,11 +4373,11 @@ class ReplyStream:
 # A streamed and a whole answer read the same deltas, so they say the same. Iterators yield None
 # when nothing is new for a while: HTTP then looks whether the client is still there.
 #
-# Doors   ServerState, Answer, Bodies, token_count
-# Doors   health, status_body, models_body, model_body
+# Doors   ServerState, empty_stores, Answer, Bodies, prepare, placed, as_sent
+# Doors   token_count, models_body, model_body
 # Knows   all
 # Thread  connection
-# Budget  517
+# Budget  545
 # ==============================================================================
 
 Bodies = Generator[dict[str, Any] | None]
@@ -4427,13 +4388,12 @@ TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is n
 def kept_awake(config: Config) -> Iterator[None]:
     """KEEP_AWAKE: macOS does not sleep inside; elsewhere there is no `caffeinate` to run."""
     command = shutil.which("caffeinate") if config.keep_awake else None
-    process = subprocess.Popen([command, "-i"]) if command else None
-    try:
-        yield
-    finally:
-        if process is not None:
-            process.terminate()
-            process.wait()
+    with subprocess.Popen([command, "-i"]) if command else nullcontext() as process:
+        try:
+            yield
+        finally:
+            if process:
+                process.terminate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -4448,7 +4408,29 @@ class ServerState:
     SESSION_INDEX: SessionIndex
     SESSION_TURN_STORE: SessionTurnStore
     session_log: SessionLog
+    traffic: Traffic
     started: int  # Unix seconds
+    tenant: str = ""  # whose stores these are, where they are kept apart
+    tenants: dict[str, ServerState] = field(default_factory=dict)  # all that were asked for
+
+    def of(self, tenant: str) -> ServerState:
+        """The same server with the stores of one tenant; "" is everybody."""
+        if tenant not in self.tenants:
+            stores = {**empty_stores(self.config, self.metrics), "tenant": tenant} if tenant else {}
+            self.tenants.setdefault(tenant, replace(self, **stores) if tenant else self)
+        return self.tenants[tenant]
+
+
+def empty_stores(config: Config, metrics: CacheMetrics) -> dict[str, Any]:
+    """What remembers requests, by its field of ServerState."""
+    healing = HealingStore()
+    return {
+        "HEALING_STORE": healing,
+        "LEDGER": Ledger(config, metrics, healing=healing),
+        "SESSION_INDEX": SessionIndex(config),
+        "SESSION_TURN_STORE": SessionTurnStore(),
+        "traffic": Traffic(),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -4470,21 +4452,22 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     room = limit - len(rendered.ids)
     if room < 1:
         raise ContextTooLong(len(rendered.ids), limit)
-    if any(token >= loaded.size.vocab_size for token, _ in request.sampling.logit_bias):
-        raise BadRequest("logit_bias: a token id is outside the vocabulary", param="logit_bias")
+    if any(token >= loaded.vocab_size for token, _ in request.sampling.logit_bias):
+        raise BadRequest("a token id is outside the vocabulary", at="logit_bias")
     if state.config.cache_norm_safety_check:
         scrubbed = _scrub_cache_key(rendered.text)  # does it still look like the prompt?
         if not _assert_cache_key_safety(scrubbed, rendered.text):
             log.warning("the diagnostic key drops more than a tenth of the prompt")
     tool_format = None
-    if (request.tools or request.deferred) and request.tool_choice.mode != "none":
-        marks = loaded.markup
+    if request.tool_choice.mode != "none":  # there are tools, then
+        marks, source = loaded.markup, loaded.template.source
         tags = {"start": marks.tool_call_start, "end": marks.tool_call_end}
-        tool_format = ToolFormat.detect(loaded.template.source, **tags, parse=marks.tool_parser)
+        tool_format = ToolFormat.detect(source, loaded.family, **tags, parse=marks.tool_parser)
     thinks = rendered.starts_in_reasoning
     wanted = _constraints(loaded, request, in_reasoning=thinks, tool_format=tool_format)
     job = Job(
-        prompt=_prompt(loaded, draft, config=state.config),
+        prompt=_prompt(state, draft),
+        owner=(state.tenant, _session_name(request, draft)),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
@@ -4504,16 +4487,42 @@ def _draft(state: ServerState, request: ChatRequest, *, limit: int) -> Draft:
     return state.LEDGER.draft(request, template, room=limit - 1, now=time.monotonic())
 
 
+def models_body(state: ServerState) -> dict[str, Any]:
+    """GET /v1/models: the one model that is loaded. Raises NotReady."""
+    loaded = state.engine.model
+    n_most = min(loaded.limit, state.engine.capacity_tokens)
+    entry = {"id": loaded.model_id, "object": "model", "created": state.started}
+    entry |= {"owned_by": "start-llm", "context_length": n_most, "max_model_len": n_most}
+    return {"object": "list", "data": [entry]}
+
+
+def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
+    """Raises NotServed for any model but the one that is loaded."""
+    entry: dict[str, Any] = models_body(state)["data"][0]
+    if model_id != entry["id"]:
+        sentence = f"the model {model_id[:200]!r} is not loaded, {entry['id']!r} is"
+        raise NotServed(404, sentence, code="model_not_found")
+    return entry
+
+
 def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     """POST /v1/messages/count_tokens: what the prompt of this very request would have."""
     draft = _draft(state, request, limit=state.engine.model.limit)
     return {"input_tokens": len(draft.rendered.ids)}
 
 
-def _prompt(loaded: LoadedModel, draft: Draft, *, config: Config) -> Prompt:
-    """The tokens under a root that stands for all else that changes KV: weights, KV storage."""
-    facts = (loaded.revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme)
-    root = hashlib.sha256(repr(facts).encode()).digest()
+def _session_name(request: ChatRequest, draft: Draft) -> str:
+    """Without an id, all up to the first words that are not the system's name a conversation."""
+    named = zip(draft.turns, draft.keys[1:], strict=False)
+    first_words = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
+    return session_id_of(request.session, draft.rendered.ids, first_words=first_words)
+
+
+def _prompt(state: ServerState, draft: Draft) -> Prompt:
+    """The tokens under a root that stands for all else: weights, KV storage, whose it is."""
+    config, revision = state.config, state.engine.model.revision
+    facts = (revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme, state.tenant)
+    root = sha256(repr(facts).encode()).digest()
     size, ids = config.prompt_cache_block_size, draft.rendered.ids
     known = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()
     return Prompt(root, ids, _block_hashes(ids, size, root=root, known=known))
@@ -4546,8 +4555,7 @@ def _constraints(
         yield partial(think_at_most, budget, start=start, end=end[0])
     if mode in ("required", "named"):
         if tool_format is None:
-            wrong = "tool_choice: this model's template knows no calls"
-            raise BadRequest(wrong, param="tool_choice")
+            raise BadRequest("this model's template knows no calls", at="tool_choice")
         offered = request.tools + request.deferred
         openings = tool_openings(tool_format, offered, name=request.tool_choice.name)
         gaps = ["\n\n"] * bool(thinks) + [""] * (not in_reasoning)
@@ -4594,9 +4602,8 @@ def _compiled(guide: Any, start: str, *, schema: str) -> Any:
     text = json.dumps({"grammars": grammars})
     matcher = llguidance.LLMatcher(guide, text, log_level=0)
     if wrong := matcher.get_error():
-        param = "response_format.json_schema.schema"
         sentence = wrong.rpartition("error: ")[2].splitlines()[0].partition(". ")[0]
-        raise BadRequest(f"{param}: {sentence:.300}", param=param)
+        raise BadRequest(f"{sentence:.300}", at="response_format.json_schema.schema")
     return matcher
 
 
@@ -4604,8 +4611,7 @@ class StopStrings:
     """Text up to the first stop string; what may still become one is held back."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._pattern = regex.compile("|".join(map(regex.escape, stops)) or "(?!)")
-        self._held = ""
+        self._stops, self._held = stops, ""
         self.hit = ""  # the one that came
 
     def feed(self, text: str) -> str:
@@ -4613,9 +4619,9 @@ class StopStrings:
         if self.hit:
             return ""
         text = self._held + text
-        match = self._pattern.search(text, partial=True)
-        start = match.start() if match else len(text)
-        self.hit = match[0] if match and not match.partial else ""
+        held = (i for stop in self._stops for i in range(len(text)) if stop.startswith(text[i:]))
+        found = [(text.find(stop), len(stop), stop) for stop in self._stops if stop in text]
+        start, _, self.hit = min([*found, (min(held, default=len(text)), math.inf, "")])
         self._held = "" if self.hit else text[start:]
         return text[:start]
 
@@ -4627,23 +4633,19 @@ class Listener:
     """Generated ids -> deltas, with what the usage and the log want to know. One reply, one use."""
 
     def __init__(self, prepared: Prepared, request: ChatRequest) -> None:
-        markup = prepared.loaded.markup
-        tool_format, chats = prepared.tool_format, request.kind != "completion"
-        start, end = (markup.think_start, markup.think_end) if chats else (None, None)
-        call = tool_format.start if tool_format else None
-        tags = Tags(think_start=start, think_end=end, tool_start=call)
-        calls: ToolCallStream | None = None
-        if tool_format is not None:
-            offered = request.tools + request.deferred
-            next_id = lambda: f"call_{uuid.uuid4().hex[:24]}"  # noqa: E731
-            calls = ToolCallStream(tool_format, offered, next_id=next_id)
+        markup, tool_format = prepared.loaded.markup, prepared.tool_format
+        tags = Tags(markup.think_start, markup.think_end, tool_format and tool_format.start)
+        if request.kind == "completion":
+            tags = Tags()
+        call_ids = (f"call_{uuid.uuid4().hex[:24]}" for _ in itertools.count())
+        offered = request.tools + request.deferred
         in_reasoning = prepared.draft.rendered.starts_in_reasoning
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
-        self.stream = ReplyStream(self.splitter, calls)
+        self.stream = ReplyStream(self.splitter, tool_format, tools=offered, ids=call_ids)
         backend = prepared.loaded.tokenizer.backend_tokenizer
         self._detokenizer = Detokenizer(backend, markup.hidden_ids)
         self.stops = StopStrings(request.stop)
-        ids = [prepared.loaded.template.encode(tag) for tag in (start, end, call) if tag]
+        ids = [prepared.loaded.template.encode(tag) for tag in filter(None, tags)]
         # of the tags, if each is a token of its own
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
         self._one_call = not request.parallel_tool_calls
@@ -4656,7 +4658,7 @@ class Listener:
         """The reply is complete although the model would go on."""
         return bool(self.stops.hit) or (self._one_call and self.stream.n_calls > 0)
 
-    def hear(self, token: int) -> list[Delta]:
+    def hear(self, token: int) -> list[Body]:
         """What this token adds; nothing once the reply is over."""
         if self.is_over:
             return []
@@ -4674,14 +4676,14 @@ class Listener:
         """The tokens to go on from later; None where the client has less than the model said."""
         # Nor where it was cut in a thought or a call: the template prints what is not in the KV.
         ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
-        reply = self.stream.reply()
-        is_cut = self.splitter.is_thinking or reply.tool_calls or not reply.content
+        reply = self.stream.message()
+        is_cut = self.splitter.is_thinking or "tool_calls" in reply or not reply["content"]
         if self.is_over or (ended is None and is_cut):
             return None
         hashes, now = prepared.job.prompt.hashes, time.monotonic()
         return Generated(ids=self.ids, hashes=hashes, ended=ended, session=session, at=now)
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[Body]:
         """What was held back to the end."""
         rest = self.stops.feed(self._detokenizer.finish()) + self.stops.finish()
         return self.stream.feed(rest) + self.stream.finish()
@@ -4704,7 +4706,9 @@ class Answer:
         self._first_token_at: float | None = None
         self._logprobs: list[Body] = []  # those that have not left yet
         self._cached: int | None = None  # known as soon as the model starts on it
+        self._done = 0  # tokens of the prompt
         self._end: Finished | None = None
+        state.traffic.live[request.request_id] = self._live
 
     def _shaped(self, model: str) -> AnswerShape | AnthropicEvents:
         request = self._request
@@ -4717,14 +4721,17 @@ class Answer:
     def close(self) -> None:
         """Give the request up if it still runs."""
         self._ticket.close()
+        self._state.traffic.live.pop(self._request.request_id, None)
+        if self._end is None:
+            self._tell(Finished("cancelled", self._cached or 0, "-"))
 
     def whole(self) -> Bodies:
         """None while waiting, then the one body."""
         for deltas in self._listen():
-            for delta in deltas or ():
-                self._shape.say(_streamed(delta))
+            for delta in deltas:
+                self._shape.say(delta)
             yield None  # at every token, or a client that left would get a whole reply
-        yield self._shape.whole(_whole_message(self._listener.stream.reply()), self._ending())
+        yield self._shape.whole(self._listener.stream.message(), self._ending())
 
     def chunks(self) -> Bodies:
         """The bodies of a stream, keep-alives included; None while there is nothing to say."""
@@ -4733,31 +4740,34 @@ class Answer:
             bodies: list[Body] = []
             if not begun and self._cached is not None:
                 bodies, begun = shape.begin(self._usage()), True
-            for delta in deltas or ():
-                bodies += shape.say(_streamed(delta), self._take_logprobs())
+            for delta in deltas:
+                bodies += shape.say(delta, self._take_logprobs())
             if not bodies and time.monotonic() - spoke >= self._state.config.keepalive_seconds:
                 bodies = [shape.ping()]
-            if bodies:
-                spoke = time.monotonic()
-                yield from bodies
-            else:
-                yield None
+            spoke = time.monotonic() if bodies else spoke
+            yield from bodies or (None,)
         yield from shape.end(self._ending())
 
-    def _listen(self) -> Iterator[list[Delta] | None]:
+    def _listen(self) -> Iterator[list[Body]]:
         """Deltas as they come; returns when the turn is noted. Raises what ended it instead."""
         with kept_awake(self._state.config):
             while self._end is None:
                 match self._ticket.next_event(TICK_SECONDS):
                     case Progress(done):
                         self._cached = done if self._cached is None else self._cached
-                        yield None
+                        self._done, n_prompt = done, self._prepared.job.n_prompt
+                        show_progress(self._request.request_id[:8], done=done, of=n_prompt)
+                        yield []
                     case None:
-                        yield None
+                        yield []
                     case Token() as event:
                         yield self._hear(event)
                     case ServerError() as error:
+                        self._end = Finished("failed", self._cached or 0, "-")
+                        self._tell(self._end)
                         raise error
+                    case Finished("cancelled"):
+                        raise ClientGone
                     case Finished() as end:
                         self._end = end
             deltas = self._listener.finish()
@@ -4765,7 +4775,7 @@ class Answer:
             self._note_turn(self._end)
             yield deltas
 
-    def _hear(self, event: Token) -> list[Delta]:
+    def _hear(self, event: Token) -> list[Body]:
         self._first_token_at = self._first_token_at or time.monotonic()
         if event.logprob and not self._listener.is_over:
             value, best = event.logprob
@@ -4799,10 +4809,10 @@ class Answer:
 
     def _remember(self, end: Finished) -> None:
         """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
-        prepared, session = self._prepared, self._request.session.session_id or ""
+        prepared, session = self._prepared, self._prepared.job.owner[1]
         if not prepared.draft.keys or end.reason not in ("stop", "length"):
             return
-        reply, template = _whole_message(self._listener.stream.reply()), prepared.loaded.template
+        reply, template = self._listener.stream.message(), prepared.loaded.template
         reply["content"] = reply["content"] or ""
         generated = self._listener.generated(prepared, session)
         if generated:
@@ -4815,130 +4825,199 @@ class Answer:
     def _note_turn(self, end: Finished) -> None:
         """Before the last words: the client's next request may be here right after them."""
         state, job, draft = self._state, self._prepared.job, self._prepared.draft
-        session, store = self._request.session, state.SESSION_TURN_STORE
-        # without an id, all up to the first words that are not the system's name a conversation
-        named = zip(draft.turns, draft.keys[1:], strict=False)
-        first_words = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
-        session_id = session_id_of(session, job.prompt.tokens, first_words=first_words)
-        digests = [turn.digest for turn in draft.turns]
-        stable = _update_session_turn_store(store, session_id, digests=digests)
-        facts, counters = self._facts(end), state.metrics.snapshot()
-        log.info(request_line(**facts, **counters))
-        facts |= {"parent": session.parent, "stable_prefix_msg_count": stable}
-        state.SESSION_INDEX.note(session_id, facts, at=time.monotonic())
-        messages = self._request.messages
-        start = store.exchange_last(session_id, [hash(marshal.dumps(m, 2)) for m in messages])
-        record = {
-            **facts,
-            "head": draft.keys[0].hex()[:12] if draft.keys else None,  # template, tools, switches
-            "n_messages": len(messages),
-            "messages": messages[start:],  # what earlier lines of this log do not have
-        }
+        facts, digests = self._tell(end), [turn.digest for turn in draft.turns]
+        if end.reason == "deadline":  # nothing half-done is recorded
+            return
+        store, messages = state.SESSION_TURN_STORE, self._request.messages
+        stable = _update_session_turn_store(store, job.owner[1], digests=digests)
+        facts |= {"parent": self._request.session.parent, "stable_prefix_msg_count": stable}
+        state.SESSION_INDEX.note(job.owner[1], facts, at=time.monotonic())
+        start = store.exchange_last(job.owner[1], [hash(marshal.dumps(m, 2)) for m in messages])
+        head = draft.keys[0].hex()[:12] if draft.keys else None  # template, tools, switches
+        record = {**facts, "head": head, "n_messages": len(messages)}
+        if state.config.enable_request_logging:  # what earlier lines of this log do not have
+            record["messages"] = messages[start:]
         if state.config.log_prompt_tokens:
             record["tokens"] = job.prompt.tokens.tolist()
-        state.session_log.write(session_id, record | counters)
+        state.session_log.write(job.owner[1], record | state.metrics.snapshot())
+        if draft.keys:
+            self._compare(end, as_sent(draft, job, out=self._listener.ids))
 
-    def _facts(self, end: Finished) -> dict[str, object]:
-        """What the log says of the request."""
+    def _compare(self, end: Finished, sent: Sent) -> None:
+        """Say why, where much that this session had sent before was prefilled again."""
+        store = self._state.SESSION_TURN_STORE
+        before = store.nearest(sent, own=True)
+        again = sent_again(before, sent, cached=end.cached) if before else 0
+        store.send(sent)
+        if before is None or again < 512:  # tokens; not worth a sentence
+            return
+        why = why_not_more(before, sent, cached=end.cached, held=end.held) or {}
+        why = placed(why, self._request.messages, template=self._prepared.loaded.template)
+        name, said = self._request.request_id[:8], why.get("sentence", "it was sent elsewhere")
+        full = f"{said}: {why['was']!r} is now {why['is']!r}" if "was" in why else said
+        said = full if self._state.config.enable_request_logging else said
+        log.warning("id=%s: about %d tokens were prefilled again: %s", name, again, said)
+        facts = {"time": time.time(), "id": name, "session": sent.session}
+        self._state.traffic.divergences.append({**facts, "again": again, "why": full})
+
+    def _tell(self, end: Finished) -> Facts:
+        """Say that the request is over, to all who count or show it."""
+        state, facts = self._state, self._facts(end)
+        log.info(request_line(**facts, **state.metrics.snapshot()))
+        state.metrics.observe(facts)
+        state.traffic.recent.append({"time": time.time(), **facts})
+        return facts
+
+    def _about(self) -> Facts:
+        job, request = self._prepared.job, self._request
+        about = {"id": request.request_id[:8], "api": request.kind, "session": job.owner[1]}
+        return about | {"prompt": job.n_prompt, "out": len(self._listener.ids)}
+
+    def _facts(self, end: Finished) -> Facts:
         ttft = (self._first_token_at or time.monotonic()) - self._began
-        return {
-            "req": self._request.request_id[:8],
-            "prompt": self._prepared.job.n_prompt,
-            "cached": end.cached,
-            "layer": end.layer,
-            "replayed": self._prepared.draft.kept,
-            "fallback": self._prepared.draft.fallback or None,
-            "prefill": round(end.seconds[1], 3),
-            "decode": round(end.seconds[2], 3),
-            "out": len(self._listener.ids),
-            "ttft_ms": round(ttft * 1000),
-            "finish": end.reason,
-        }
+        draft, (_, prefill, decode) = self._prepared.draft, (round(s, 3) for s in end.seconds)
+        facts = {"cached": end.cached, "match": end.match, "finish": end.reason}
+        facts |= {"prefill": prefill, "decode": decode, "ttft_ms": round(ttft * 1000)}
+        return self._about() | facts | {"replayed": draft.kept, "fallback": draft.fallback or None}
+
+    def _live(self) -> Facts:
+        """How far it is."""
+        marks, now, cached = list(self._ticket.marks), time.monotonic(), self._cached or 0
+        phase = ("queued", "prefill", "decode")[len(marks) - 1]
+        n_new = len(self._listener.ids) if phase == "decode" else self._done - cached
+        speed = round(n_new / max(now - marks[-1], 1e-3), 1)
+        facts = {"phase": phase, "cached": cached, "done": self._done, "match": self._ticket.match}
+        facts |= {"tokens_per_second": speed, "seconds": round(now - self._began, 1)}
+        return self._about() | facts
 
 
-def _whole_message(reply: Reply) -> dict[str, Any]:
-    more = {"reasoning_content": reply.reasoning, "tool_calls": reply.tool_calls or None}
-    said = {name: value for name, value in more.items() if value is not None}
-    return {"role": "assistant", "content": reply.content, **said}
+def placed(why: Facts, said: OriginalMessages, *, template: Template) -> Facts:
+    """The turn's number becomes the message's: notes are messages, but no turns of their own."""
+    if "message" not in why:
+        return why
+    ends = range(1, len(said) + 1)
+    place = bisect_left(ends, why["message"] + 1, key=lambda n: len(template.canonical(said[:n])))
+    sentence = f"message {place}: {why['sentence']}"
+    return {**why, "message": place, "role": said[place]["role"], "sentence": sentence}
 
 
-def _streamed(delta: Delta) -> dict[str, Any]:
-    """A delta as chat clients read it."""
-    if isinstance(delta, Piece):
-        return {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}
-    function = {"arguments": delta.arguments}
-    if delta.name is None:
-        return {"tool_calls": [{"index": delta.index, "function": function}]}
-    opened = {"index": delta.index, "id": delta.id, "type": "function"}
-    return {"tool_calls": [{**opened, "function": {"name": delta.name, **function}}]}
+def as_sent(draft: Draft, job: Job, *, out: Sequence[int] = ()) -> Sent:
+    """`out`: the tokens of the reply."""
+    tokens = np.concatenate([job.prompt.tokens, np.asarray(out, np.int32)])
+    return Sent(job.owner[1], tokens, draft.turns, draft.keys[0])
+
+
+# endregion
+
+# region 19 WATCH ==============================================================
+# What the server says of itself: health, status, metrics, and why a request reuses no more.
+#
+# Doors   health, status_body, metrics_text, explain, drop_cache
+# Knows   all
+# Thread  connection; status_body: also main
+# Budget  77
+# ==============================================================================
 
 
 def health(state: ServerState) -> tuple[int, dict[str, Any]]:
     """HTTP status and body; "ok" only while the model thread lives and the model is loaded."""
     said = {"ready": (200, "ok"), "loading": (503, "loading"), "dead": (503, "error")}
     status, word = said[state.engine.state]
-    return status, without_nulls({"status": word, "error": state.engine.trouble})
+    why = "the model cannot be used; the server's log says why" if word == "error" else None
+    return status, without_nulls({"status": word, "error": why})
 
 
 def status_body(state: ServerState) -> dict[str, Any]:
-    """GET /v1/status: engine, counters, sessions and, once loaded, the model."""
+    """GET /v1/status: everything that can be seen of the server, as of this moment."""
+    engine, traffic = state.engine, state.traffic
     body: dict[str, Any] = {
-        "engine": state.engine.status(),
-        "counters": state.metrics.snapshot(),
-        "ledger": {**state.LEDGER.snapshot(), "healing": len(state.HEALING_STORE)},
-        "sessions": state.SESSION_INDEX.snapshot(time.monotonic()),
+        **health(state)[1],
+        "started": state.started,
         "uptime_seconds": int(time.time()) - state.started,
+        "engine": engine.status(),
+        "memory": {**engine.memory, "process": psutil.Process().memory_info().rss},
+        "requests": [tell() for tell in list(traffic.live.values())],
+        "recent": list(traffic.recent),
+        "divergences": list(traffic.divergences),
+        "cache": [line for owner, line in engine.lines if state.tenant in ("", owner)],
+        "sessions": state.SESSION_INDEX.snapshot(time.monotonic()),
+        "ledger": {**state.LEDGER.snapshot(time.monotonic()), "healing": len(state.HEALING_STORE)},
+        "counters": state.metrics.snapshot(),
     }
-    if state.engine.state == "ready":
-        loaded = state.engine.model
-        body["model"] = {
-            "id": loaded.model_id,
-            "family": loaded.family,
-            "context_length": loaded.limit,
-            "bytes": loaded.size.nbytes,
-        }
+    if engine.state == "ready":
+        loaded = engine.model
+        body["model"] = {"id": loaded.model_id, "family": loaded.family, "bytes": loaded.nbytes}
+        body["model"]["context_length"] = loaded.limit
     return body
 
 
-def models_body(state: ServerState) -> dict[str, Any]:
-    """GET /v1/models: the one model that is loaded. Raises NotReady."""
-    loaded = state.engine.model
-    n_most = min(loaded.limit, state.engine.capacity_tokens)
-    entry = {"id": loaded.model_id, "object": "model", "created": state.started}
-    entry |= {"owned_by": "start-llm", "context_length": n_most, "max_model_len": n_most}
-    return {"object": "list", "data": [entry]}
+def metrics_text(state: ServerState) -> bytes:
+    """GET /metrics: counters, histograms and what memory holds, for Prometheus."""
+    engine = state.engine.status()
+    gauges = {f"memory_{kind}_bytes": size for kind, size in state.engine.memory.items()}
+    gauges |= {name: engine.get(name, 0) for name in ("queued", "prefilling", "decoding", "lines")}
+    gauges["memory_process_bytes"] = psutil.Process().memory_info().rss
+    return state.metrics.exposition(gauges)
 
 
-def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
-    """Raises NotServed for any model but the one that is loaded."""
-    entry: dict[str, Any] = models_body(state)["data"][0]
-    if model_id != entry["id"]:
-        sentence = f"the model {model_id[:200]!r} is not loaded, {entry['id']!r} is"
-        raise NotServed(404, sentence, code="model_not_found")
-    return entry
+def explain(state: ServerState, request: ChatRequest) -> dict[str, Any]:
+    """POST /v1/cache/explain: what it would reuse, and why no more. Nothing is run."""
+    prepared = prepare(state, request)
+    draft, prompt = prepared.draft, prepared.job.prompt
+    reuse = state.engine.ask(lambda scheduler: scheduler.cache.find(prompt))
+    match = reuse.match(len(prompt.tokens))
+    body: Facts = {"prompt": len(prompt.tokens), "would_reuse": reuse.depth, "match": match}
+    body |= {"replayed": draft.kept, "fallback": draft.fallback or None, "why_not_more": None}
+    if not draft.keys:
+        return body
+    sent, store = as_sent(draft, prepared.job), state.SESSION_TURN_STORE
+    before = store.nearest(sent, own=True) or store.nearest(sent, own=False)
+    if before is None:
+        return body | {"why_not_more": {"sentence": "no request was answered before this one"}}
+    why = why_not_more(before, sent, cached=reuse.depth, held=reuse.shared)
+    template = prepared.loaded.template
+    return body | {"why_not_more": why and placed(why, request.messages, template=template)}
+
+
+def drop_cache(state: ServerState, session: str | None) -> dict[str, Any]:
+    """DELETE /v1/cache: KV at rest and recorded pasts, of one session or all."""
+    state.LEDGER.forget(session)
+    return {"dropped": state.engine.ask(lambda x: x.cache.release(state.tenant, session))}
 
 
 # endregion
 
-# region 19 HTTP ===============================================================
-# stdlib ThreadingHTTPServer, server-sent events, one error boundary.
-# A thread per connection parses, renders and waits. What goes wrong before the headers becomes a
-# status and an error body of the API that was called; after them, an error event. A client that
-# left is noticed within a tick: the socket is asked whether its other end is still there.
+# region 20 HTTP ===============================================================
+# The stdlib's server with a thread per connection, server-sent events, one error boundary.
+# What goes wrong before the headers becomes a status and an error body of the API that was called;
+# after them, an error event. Who may ask is settled before a byte of the body is read: `Host` tells
+# a name that was rebound to us, `Origin` a web page, and a browser lets no page forge either.
 #
 # Doors   LLMServer, Handler
-# Knows   ERRORS, LOG, WIRE, MESSAGES, ANSWER
+# Knows   CONFIG, ERRORS, LOG, WIRE, MESSAGES, ANSWER, WATCH
 # Thread  connection
-# Budget  247
+# Budget  329
 # ==============================================================================
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
+_LINGER_SECONDS: Final = 1.0  # without a byte, after a refusal
+_PREFLIGHT: Final = ("OPTIONS", "*")
+_COUNT: Final = ("POST", "/v1/messages/count_tokens")
+_NO_KEY: Final = {("GET", "/"), ("GET", "/health"), ("GET", "/openapi.json"), _PREFLIGHT}
+_METRICS: Final = prometheus.CONTENT_TYPE_LATEST
+_ALWAYS: Final = {  # meant for the page, no harm elsewhere
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
 
-class LLMServer(ThreadingHTTPServer):
+class LLMServer(ThreadingTCPServer):
     """One listening address. Several may share a state and a bound on open connections."""
 
-    daemon_threads = True
+    allow_reuse_address = daemon_threads = True
     request_queue_size = 128
 
     def __init__(
@@ -4948,34 +5027,40 @@ class LLMServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
 
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's asks DNS for a name that nobody needs
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve in a thread of its own; beyond MAX_CONNECTIONS, wait for one to close."""
-        self._slots.acquire()
-        super().process_request(request, client_address)
+    @override
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept, unless MAX_CONNECTIONS are open: an OSError has serve_forever ask again."""
+        if self._slots.acquire(timeout=0.5):
+            with suppress(OSError):
+                return super().get_request()
+            self._slots.release()
+        raise BlockingIOError
 
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
         self._slots.release()
 
+    def stop(self) -> None:  # those who are connected stay so
+        self.shutdown()
+        self.server_close()
+
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections break; that is worth a line, not a traceback on the console."""
+        # Connections break; that is worth a line, not a traceback on the console.
         log.debug("connection from %s ended badly: %r", client_address, sys.exception())
 
 
-def _declared_length(headers: Any, limit: int) -> int | None:
-    """Bytes of a body, None for a chunked one. Raises what refuses it unread."""
-    if headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise NotServed(415, "compressed bodies are not accepted; send plain JSON")
-    if "chunked" in headers.get("Transfer-Encoding", "").lower():
-        return None
-    text = headers.get("Content-Length", "0").strip()
-    if not (text.isascii() and text.isdigit()):
-        raise BadRequest("Content-Length is not a number")
-    return _allowed(int(text), limit)
+class _Incoming(socket.SocketIO):
+    """What a client sends: something at least every `patience` seconds, all by `due`."""
+
+    patience = due = 0.0
+
+    @override
+    def readinto(self, b: Any) -> int | None:
+        seconds = min(self.patience, self.due - time.monotonic())
+        if seconds <= 0 or not select.select([self], [], [], seconds)[0]:
+            raise TimeoutError("the request is late")
+        return super().readinto(b)
 
 
 def _allowed(n_bytes: int, limit: int) -> int:
@@ -4995,171 +5080,235 @@ def _chunks(rfile: BufferedIOBase, limit: int) -> Iterator[bytes]:
         size = int(line, 16)
         total = _allowed(total + size, limit)
         yield rfile.read(size)
-        if size:
-            rfile.readline(_LINE_LIMIT)
-    while rfile.readline(_LINE_LIMIT).strip():
-        pass  # trailers
+        while rfile.readline(_LINE_LIMIT).strip() and not size:
+            pass  # trailers
+
+
+def _right_key(headers: Any, keys: Sequence[str]) -> str:
+    """The key that came along, "" where none is needed. All are compared, in constant time."""
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    sent = headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""
+    pairs = itertools.product((text.encode("latin-1").strip() for text in sent), keys)
+    right = [key for text, key in pairs if hmac.compare_digest(text, key.encode())]
+    if keys and not right:
+        said = "a key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        raise NotServed(401, said, code="invalid_api_key", WWW_Authenticate="Bearer")
+    return right[0] if right else ""
 
 
 class Handler(BaseHTTPRequestHandler):
     """One connection: requests one after another, each through `_answer`."""
 
     server_version, sys_version = "start-llm", ""
-    protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.1"  # the refusal of garbage has a status line, too
+    protocol_version = default_request_version = "HTTP/1.1"  # of the refusal of garbage, too
     disable_nagle_algorithm = True
     server: LLMServer
-    _headers_sent = False
-    _has_unread_body = True
+    path = ""
 
     def setup(self) -> None:
         super().setup()
-        self.connection.settimeout(self.server.state.config.idle_connection_seconds)
+        self._config = self.server.state.config
+        self.connection.settimeout(self._config.idle_connection_seconds)
+        self._incoming = _Incoming(self.connection, "rb")
+        self.rfile = BufferedReader(self._incoming)
+
+    @override
+    def handle_one_request(self) -> None:
+        idle = self._incoming.patience = self._config.idle_connection_seconds
+        self._incoming.due = time.monotonic() + 2 * idle
+        self.is_unread = True  # the request, or a part of it, as far as is known
+        self._headers_sent, self._cors = False, dict[str, str]()
+        super().handle_one_request()
+
+    def finish(self) -> None:
+        """To close with bytes unread is a reset, which can take the answer from the client."""
+        self._incoming.patience = _LINGER_SECONDS
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.is_unread and self.rfile.read1(1 << 16):
+                pass
+        super().finish()
 
     def _answer(self) -> None:
-        """The error boundary: nothing a request does leaves this function as an exception."""
-        self._headers_sent = False
-        has_length = self.headers.get("Content-Length", "0") != "0"
-        self._has_unread_body = has_length or "Transfer-Encoding" in self.headers
+        """The error boundary: only a lost connection gets through, to `LLMServer.handle_error`."""
         try:
+            self._admit()
             self._route()
         except ServerError as error:
             self._send_error_body(error)
         except (ClientGone, ConnectionError, TimeoutError):
-            self.close_connection = True
-            log.debug("the client left: %s", self.requestline)
+            raise
         except Exception:
             log.exception("unexpected failure in %s", self.requestline)
             self._send_error_body(ServerError("the server failed on this request"))
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
 
+    def _admit(self) -> None:
+        """Refuse names, pages, bodies and keys, in this order, before the body is read."""
+        config, host, origin = self._config, self._header("Host"), self._header("Origin")
+        self._framing = "chunked" if self.request_version > "HTTP/1.0" else None  # of a stream
+        own = entries(f"localhost,127.0.0.1,[::1],{config.mlx_host},{config.allowed_hosts}".lower())
+        own += [f"{name}:{config.mlx_port}" for name in own]
+        if "Host" in self.headers and is_loopback(config.mlx_host) and host not in own:
+            raise NotServed(403, f"the Host {host[:200]!r} is not this server's: see ALLOWED_HOSTS")
+        if "Origin" in self.headers and origin != f"http://{host}":
+            if {origin, "*"}.isdisjoint(entries(config.cors_origins.lower())):
+                raise NotServed(403, f"web pages of {origin[:200]!r} may not ask: see CORS_ORIGINS")
+            may = {"Origin": origin, "Methods": "GET, POST, DELETE"}
+            may["Headers"] = self._header("Access-Control-Request-Headers")
+            self._cors = {f"Access-Control-Allow-{what}": which for what, which in may.items()}
+            self._cors |= {"Access-Control-Max-Age": "600", "Vary": "Origin"}  # seconds
+        self._length = self._body_length()
+        self.is_unread = self._length != 0
+        path, _, query = self.path.partition("?")
+        self._query = dict(parse_qsl(query, keep_blank_values=True))
+        self._asked = self.command.replace("HEAD", "GET"), path.rstrip("/") or "/"
+        if self._cors and self.command == "OPTIONS":
+            self._asked = _PREFLIGHT
+        key = "" if self._asked in _NO_KEY else _right_key(self.headers, entries(config.api_key))
+        is_apart = key and config.cache_isolation == "key"
+        tenant = sha256(key.encode()).hexdigest()[:16] if is_apart else ""  # "" is everybody
+        self._state = self.server.state.of(tenant)
+
+    def _header(self, name: str) -> str:
+        """In small letters, on one line."""
+        return " ".join(self.headers.get(name, "").lower().split())
+
+    def _body_length(self) -> int:
+        """Bytes of the body, -1 for a chunked one. Raises what refuses it unread."""
+        length = ",".join(self.headers.get_all("Content-Length", ["0"])).strip()
+        if self.headers.get_payload() or not re.fullmatch("[0-9]{1,18}", length):
+            raise BadRequest("a line among the headers is no header, or Content-Length no number")
+        if self._header("Content-Encoding") not in ("", "identity"):
+            raise NotServed(415, "compressed bodies are not accepted; send plain JSON")
+        if "Transfer-Encoding" in self.headers:  # whatever it says: not chunked is malformed
+            self.close_connection |= "Content-Length" in self.headers  # RFC 9112 section 6.3
+            return -1
+        return _allowed(int(length), self._config.max_body_bytes)
+
+    def handle_expect_100(self) -> bool:
+        return True  # and nothing more: what is refused is not invited, `_read` does that
+
+    def _read(self, parse: Callable[..., ChatRequest]) -> ChatRequest:
+        """The whole body as a request. Raises ClientGone when it ends early."""
+        if self._framing and self._header("Expect") == "100-continue":
+            super().handle_expect_100()
+        rfile, length = self.rfile, self._length
+        chunks = _chunks(rfile, self._config.max_body_bytes) if length < 0 else [rfile.read(length)]
+        if len(raw := b"".join(chunks)) < length:
+            raise ClientGone
+        self.is_unread = False
+        body, request_id = parse_json_body(raw), uuid.uuid4().hex
+        return parse(body, self._config, request_id=request_id, headers=dict(self.headers))
+
     def _route(self) -> None:
-        path = self.path.partition("?")[0].rstrip("/") or "/"
-        if path.startswith("/v1/models/"):
-            path, self._id = "/v1/models/*", path.removeprefix("/v1/models/")
-        if path not in self._ROUTES:
+        """Call the function of the path; what it returns is the answer."""
+        method, path = self._asked
+        path = re.sub("(?<=^/v1/models/).*", "*", path)
+        routes = {taken: route for (taken, at), route in self._ROUTES.items() if at == path}
+        if not routes:
             raise NotServed(404, f"there is nothing at {path[:200]}")
-        allowed, route = self._ROUTES[path]
-        if allowed != ("GET" if self.command == "HEAD" else self.command):
-            said = f"{path} takes {allowed}, not {self.command}"
-            raise NotServed(405, said, Allow=allowed)
-        route(self)
+        if method not in routes:
+            allowed = ", ".join(routes)
+            raise NotServed(405, f"{path} takes {allowed}, not {self.command}", Allow=allowed)
+        if (body := routes[method](self)) is not None:
+            self._send_json(200, body)
 
-    def _count_tokens(self) -> None:
-        request = self._read_request(from_anthropic)
-        self._send_json(200, token_count(self.server.state, request))
+    def _send_front(self) -> None:
+        if "text/html" in self._header("Accept"):
+            self._send_file("index.html", "text/html; charset=utf-8")
+        else:
+            self._send_json(*health(self.server.state))
 
-    _ROUTES: ClassVar[Mapping[str, tuple[str, Callable[[Handler], None]]]] = {
-        "/": ("GET", lambda h: h._send_json(*health(h.server.state))),
-        "/health": ("GET", lambda h: h._send_json(*health(h.server.state))),
-        "/v1/status": ("GET", lambda h: h._send_json(200, status_body(h.server.state))),
-        "/v1/models": ("GET", lambda h: h._send_json(200, models_body(h.server.state))),
-        "/v1/models/*": ("GET", lambda h: h._send_json(200, model_body(h.server.state, h._id))),
-        "/v1/chat/completions": ("POST", lambda h: h._generate(ChatRequest.from_chat)),
-        "/v1/completions": ("POST", lambda h: h._generate(ChatRequest.from_completion)),
-        "/v1/messages": ("POST", lambda h: h._generate(from_anthropic)),
-        "/v1/messages/count_tokens": ("POST", _count_tokens),
+    def _send_file(self, name: str, kind: str) -> None:
+        try:
+            payload = (Path(__file__).resolve().parent / "web" / name).read_bytes()
+        except OSError:
+            raise NotServed(404, f"web/{name} is missing beside start-llm.py") from None
+        self._send(200, payload, kind=kind)
+
+    _ROUTES: ClassVar[Mapping[tuple[str, str], Callable[[Handler], object]]] = {
+        _PREFLIGHT: lambda h: h._begin(204),
+        ("GET", "/"): _send_front,
+        ("GET", "/health"): lambda h: h._send_json(*health(h.server.state)),
+        ("GET", "/openapi.json"): lambda h: h._send_file("openapi.json", "application/json"),
+        ("GET", "/metrics"): lambda h: h._send(200, metrics_text(h._state), kind=_METRICS),
+        ("GET", "/v1/status"): lambda h: status_body(h._state),
+        ("DELETE", "/v1/cache"): lambda h: drop_cache(h._state, h._query.get("session")),
+        ("POST", "/v1/cache/explain"): lambda h: explain(h._state, h._read(any_request)),
+        ("GET", "/v1/models"): lambda h: models_body(h.server.state),
+        ("GET", "/v1/models/*"): lambda h: model_body(h.server.state, unquote(h._asked[1][11:])),
+        ("POST", "/v1/chat/completions"): lambda h: h._generate(ChatRequest.from_chat),
+        ("POST", "/v1/completions"): lambda h: h._generate(ChatRequest.from_completion),
+        ("POST", "/v1/messages"): lambda h: h._generate(from_anthropic),
+        _COUNT: lambda h: token_count(h._state, h._read(from_anthropic)),
     }
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
-        request = self._read_request(parse)
-        with closing(Answer(self.server.state, request)) as answer:
-            bodies = answer.chunks() if request.stream else answer.whole()
-            if request.stream:
-                chunked = self.request_version != "HTTP/1.0"
-                self.close_connection = self.close_connection or not chunked
-                head = {"Content-Type": "text/event-stream; charset=utf-8"}
-                head |= {"Transfer-Encoding": "chunked"} if chunked else {}
-                self._begin(HTTPStatus.OK, head | {"Cache-Control": "no-cache"})
-            for body in bodies:
-                if body is None:  # nothing new
-                    self._check_client()
-                elif request.stream:
-                    self._send_event(body)
-                else:
+        request = self._read(parse)
+        with closing(Answer(self._state, request)) as answer:
+            if not request.stream:
+                for body in self._new(answer.whole()):
                     self._send_json(200, body)
-            if request.stream:
-                if request.kind != "messages":
-                    self._write_part(b"data: [DONE]\n\n")
-                self._write_part(b"")
+                return
+            kind = "text/event-stream; charset=utf-8"
+            self._begin(200, Content_Type=kind, Transfer_Encoding=self._framing)
+            for body in self._new(answer.chunks()):
+                self._send_event(body)
+            if request.kind != "messages":
+                self._write_chunk(b"data: [DONE]\n\n")
+            self._write_chunk(b"")
 
-    def _read_request(self, parse: Callable[..., ChatRequest]) -> ChatRequest:
-        body, request_id = parse_json_body(self._read_body()), uuid.uuid4().hex
-        config, headers = self.server.state.config, dict(self.headers)
-        return parse(body, config, request_id=request_id, headers=headers)
-
-    def handle_expect_100(self) -> bool:
-        """Do not invite a body that would be refused."""
-        try:
-            _declared_length(self.headers, self.server.state.config.max_body_bytes)
-        except ServerError as error:
-            self._send_error_body(error)
-            return False
-        return super().handle_expect_100()
-
-    def _read_body(self) -> bytes:
-        """The whole body. Raises ClientGone when it ends early."""
-        limit = self.server.state.config.max_body_bytes
-        length = _declared_length(self.headers, limit)
-        raw = b"".join(_chunks(self.rfile, limit)) if length is None else self.rfile.read(length)
-        if length is not None and len(raw) < length:
-            raise ClientGone
-        self._has_unread_body = False
-        return raw
-
-    def _check_client(self) -> None:
-        """Raise ClientGone if the other end closed. A pipelined request is not a goodbye."""
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        if readable and not self.connection.recv(1, socket.MSG_PEEK):
-            raise ClientGone
+    def _new(self, bodies: Iterable[Body | None]) -> Iterator[Body]:
+        """Those that are not None. Raises ClientGone if the other end closed meanwhile."""
+        client = self.connection
+        for body in bodies:
+            if body is not None:
+                yield body
+            elif select.select([client], [], [], 0)[0] and not client.recv(1, socket.MSG_PEEK):
+                raise ClientGone  # a pipelined request would have been something to read
 
     def _send_json(self, status: int, body: object, **headers: str) -> None:
         payload = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-        length = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
-        self._begin(status, length | headers)
+        self._send(status, payload, kind="application/json", **headers)
+
+    def _send(self, status: int, payload: bytes, *, kind: str, **headers: str) -> None:
+        self._begin(status, Content_Type=kind, Content_Length=str(len(payload)), **headers)
         if self.command != "HEAD":
             self.wfile.write(payload)
 
-    def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def _begin(self, status: int, **headers: str | None) -> None:
         self._headers_sent = True
         self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
+        for name, value in without_nulls({**_ALWAYS, **headers, **self._cors}).items():
+            self.send_header(name.replace("_", "-"), value)  # Retry_After="2" is Retry-After: 2
+        if self.close_connection or self.is_unread or self.request_version < "HTTP/1.1":
+            self.send_header("Connection", "close")  # nothing could follow; http.server closes
         self.end_headers()
 
     def _send_error_body(self, error: ServerError) -> None:
         """The error as a response, or, once the headers are out, as the stream's last event."""
-        if self._has_unread_body or self._headers_sent:  # no request could follow on this
-            self.close_connection = True
         body = anthropic_error(error) if self.path.startswith("/v1/messages") else error.body()
-        try:
-            if self._headers_sent:
-                self._send_event(body)
-                self._write_part(b"")
-            else:
-                self._send_json(error.status, body, **error.headers)
-        except OSError:
+        if self._headers_sent:
             self.close_connection = True
+            self._send_event(body)
+            self._write_chunk(b"")
+        else:
+            self._send_json(error.status, body, **error.headers)
 
     def _send_event(self, body: Body) -> None:
         """Anthropic's events have a name, which is their type."""
         name = f"event: {body['type']}\n" if "type" in body else ""
-        self._write_part(f"{name}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode())
+        self._write_chunk(f"{name}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode())
 
-    def _write_part(self, payload: bytes) -> None:
-        """One chunk, of which the empty one ends the body; HTTP/1.0 knows no chunks."""
-        chunk = b"%x\r\n%s\r\n" % (len(payload), payload)
-        self.wfile.write(payload if self.request_version == "HTTP/1.0" else chunk)
+    def _write_chunk(self, payload: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(payload), payload) if self._framing else payload)
 
     @override
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The stdlib's own refusals (bad request line, headers too long), in our error shape."""
-        self.close_connection = True
-        error = BadRequest(message or explain or "the request could not be understood")
-        self._send_json(code, error.body())
+        self._send_error_body(NotServed(code, message or "the request could not be understood"))
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
@@ -5168,196 +5317,76 @@ class Handler(BaseHTTPRequestHandler):
 
 # endregion
 
-# region 20 PROXY ==============================================================
-# LiteLLM beside the server: configured, started, watched, stopped.
-# A program of its own, never imported, in an environment of its own: keys and databases of its
-# user do not reach it. Its files are LOG_ROOT/litellm-PORT.json, .log, .pid. One whose server was
-# killed is known by pid file, command line and parent, and replaced; others on the port are named.
+# region 21 PROXY ==============================================================
+# LiteLLM beside the server, kept there by scripts/litellm_beside.py: a process whose stdin is a
+# lifeline. It closes however the server ends, and then nothing of LiteLLM is left.
 #
-# Doors   Proxy, proxy_settings, proxy_beside, is_open
+# Doors   proxy_beside
 # Knows   CONFIG, LOG
 # Thread  proxy pump
-# Budget  157
+# Budget  44
 # ==============================================================================
 
-_DAY: Final = 86_400  # seconds without a byte: a long prefill is no failure
-_PROXY_ENVIRONMENT: Final = {
-    "NO_PROXY": "*",
-    "LITELLM_MODE": "PRODUCTION",  # or it reads the .env of the folder it is started in
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
-}
 
-
-def proxy_settings(config: Config, *, model_id: str, context_length: int) -> dict[str, Any]:
-    """LiteLLM's configuration: every name is the one model, each route reaches us as it came."""
-    host = f"[{config.mlx_host}]" if ":" in config.mlx_host else config.mlx_host
-    base = f"http://{host}:{config.mlx_port}"
-    # why(L-49): without the endpoints /v1/messages becomes /v1/responses; without supports_... the
-    # thinking of a model it does not know is dropped. Only anthropic/ asks us to count tokens.
-    about: dict[str, Any] = {"supported_endpoints": ["/v1/chat/completions", "/v1/messages"]}
-    about |= {"supports_adaptive_thinking": True, "supports_legacy_thinking": True}
-    about |= {"cache_control_ttl": True, "max_input_tokens": context_length}
-    both = {"api_key": "none", "allowed_openai_params": ["user"]}
-    own = {"model": f"openai/{model_id}", "api_base": f"{base}/v1", **both}
-    claude = {"model": f"anthropic/{model_id}", "api_base": base, **both}
-    routes = {config.proxy_model_id or model_id: own, "claude-*": claude}
-    routes |= {} if config.strict_model_names else {"*": own}
-    rows = [{"model_name": name, "litellm_params": to} for name, to in routes.items()]
-    # The lack of a key, or one that LiteLLM thinks weak, is meant.
-    lock: dict[str, Any] = {"dangerously_permit_weak_or_unset_master_key": True}
-    lock |= {"master_key": config.proxy_api_key} if config.proxy_api_key else {}
-    ping = {"sse_keepalive_ping_interval_seconds": config.keepalive_seconds}
-    return {
-        "model_list": [row | {"model_info": about} for row in rows],
-        "general_settings": {"forward_client_headers_to_llm_api": True, **lock},
-        "litellm_settings": {**ping, "request_timeout": _DAY, "drop_params": True},
-        "router_settings": {"timeout": _DAY, "num_retries": 0, "disable_cooldowns": True},
-    }
-
-
-def is_open(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether somebody listens there."""
-    with suppress(OSError), socket.create_connection((host, port), timeout=0.5):
-        return True
-    return False
-
-
-def _holder(port: int) -> str:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # of another user
-            if any(c.laddr and c.laddr.port == port for c in process.net_connections("tcp")):
-                return f"{process.name()} (pid {process.pid})"
-    return "a program of another user"
-
-
-def _end_group(pid: int) -> None:
-    """End the process that leads a group, then whatever is left of the group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, number)
-        with suppress(psutil.Error):
-            psutil.Process(pid).wait(3)
-
-
-@dataclass(frozen=True, slots=True)
-class Proxy:
-    """A command that listens on `port` and has the path `files`.json among its arguments."""
-
-    command: Sequence[str]
-    files: Path  # without the ending: .json, .log and .pid
-    settings: str  # goes into the first
-    port: int
-    told_every: float  # seconds between two lines about its start; 0 = none
-
-    def keep_running(self, stop: threading.Event, *, delay: float = 1.0) -> None:
-        """Start it again, ever later, till told to stop. Returns when nothing of it is left."""
-        with suppress(OSError, ValueError, psutil.Error):
-            pid, parent = map(int, Path(f"{self.files}.pid").read_text().split())
-            stale = psutil.Process(pid)
-            if f"{self.files}.json" in stale.cmdline():
-                if stale.ppid() == parent:
-                    log.error("no proxy: LiteLLM (pid %d) of another start-llm is there", pid)
-                    return
-                log.warning("ending LiteLLM (pid %d), left over from a server that is gone", pid)
-                _end_group(pid)
-        while not stop.is_set():
-            if is_open(self.port):
-                text = "no proxy: port %d is taken by %s; stop it or set PROXY_PORT and start again"
-                log.error(text, self.port, _holder(self.port))
-                return
-            try:
-                status: object = self._run(stop)
-            except OSError as error:
-                status = error
-            if not stop.is_set():
-                log.error("LiteLLM ended (%s): %s.log; again in %.0f s", status, self.files, delay)
-                stop.wait(delay)
-                delay = min(2 * delay, 60.0)
-
-    def _run(self, stop: threading.Event) -> int | None:
-        """One life of the command, told while it starts: its exit status. Raises OSError."""
-        self.files.parent.mkdir(parents=True, exist_ok=True)
-        settings, log_file, pid_file = (Path(f"{self.files}.{s}") for s in ("json", "log", "pid"))
-        settings.unlink(missing_ok=True)  # it may have been readable for all
-        for path in (settings, log_file):
-            path.touch(mode=0o600)
-        settings.write_text(self.settings)
-        # A session of its own: Ctrl-C is for the server, which then ends its proxy.
-        alone: dict[str, Any] = {"env": _PROXY_ENVIRONMENT, "start_new_session": True}
-        with log_file.open("ab") as out:
-            process = subprocess.Popen(self.command, stdout=out, stderr=out, **alone)
-        try:
-            pid_file.write_text(f"{process.pid} {os.getpid()}")
-            began, due, is_up = time.monotonic(), self.told_every or math.inf, False
-            while process.poll() is None and not stop.wait(0.2):
-                seconds = time.monotonic() - began
-                if not is_up and ((is_up := is_open(self.port)) or seconds >= due):
-                    due += self.told_every
-                    word = f"is up at http://127.0.0.1:{self.port}" if is_up else "is starting"
-                    log.info("LiteLLM %s (%.0f s)", word, seconds)
-            return process.poll()
-        finally:
-            _end_group(process.pid)
-            pid_file.unlink(missing_ok=True)
+def _pass_on(lines: Iterable[bytes]) -> None:
+    for line in lines:  # level and words, till the keeper ends
+        level, _, words = line.decode(errors="replace").rstrip().partition(" ")
+        log.log(int(level), "%s", words)
 
 
 @contextmanager
 def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Iterator[None]:
     """Inside, LiteLLM comes up and serves beside us; outside, nothing of it is left."""
-    program, stop = Path(sys.executable).with_name("litellm"), threading.Event()
-    files = Path(config.log_root).resolve() / f"litellm-{config.proxy_port}"
-    command = [sys.executable, str(program), "--config", f"{files}.json"]
-    command += ["--host", "127.0.0.1", "--port", str(config.proxy_port)]
-    text = json.dumps(proxy_settings(config, model_id=model_id, context_length=context_length))
-    proxy = Proxy(command, files, text, config.proxy_port, config.proxy_startup_wait_seconds)
-    pump = threading.Thread(target=proxy.keep_running, args=(stop,), name="proxy pump")
-    if not (config.enable_proxy and program.exists()):
-        log.info("no proxy: ENABLE_PROXY is off, or LiteLLM is not installed")
-        stop.set()
-    pump.start()
-    try:
+    keeper = Path(__file__).resolve().parent / "scripts" / "litellm_beside.py"
+    program = Path(sys.executable).with_name("litellm")
+    if not (config.enable_proxy and program.exists() and keeper.exists()):
+        log.info("no proxy: ENABLE_PROXY is off, LiteLLM is not installed, or no %s", keeper)
         yield
-    finally:
-        stop.set()
-        pump.join()
+        return
+    order = config.model_dump(mode="json") | {"program": str(program), "model_id": model_id}
+    order |= {"context_length": context_length, "api_key": "".join(entries(config.api_key)[:1])}
+    # A session of its own: Ctrl-C is for the server, which then ends its proxy.
+    how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen([sys.executable, keeper], start_new_session=True, **how) as process:
+        assert process.stdin and process.stdout
+        pump = threading.Thread(target=_pass_on, args=(process.stdout,), name="proxy pump")
+        pump.start()
+        try:
+            with suppress(BrokenPipeError):  # dead already; its traceback is on the console
+                process.stdin.write(json.dumps(order).encode() + b"\n")
+            yield
+        finally:
+            process.stdin.close()
+            pump.join()
 
 
 # endregion
 
-# region 21 MAIN ===============================================================
+# region 22 MAIN ===============================================================
 # Build the state, listen, load, serve, stop.
 # The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
 # the model thread: arrays may not change threads before they are computed.
 #
 # Doors   build_state, main
-# Knows   CONFIG, LOG, HEAL, LEDGER, SESSIONS, MODEL, ENGINE, ANSWER, HTTP, PROXY
+# Knows   CONFIG, LOG, MODEL, ENGINE, ANSWER, WATCH, HTTP, PROXY
 # Thread  main
-# Budget  115
+# Budget  132
 # ==============================================================================
 
-_FILES_WANTED = 4096
 _USAGE = """Every setting is an environment variable or a line of .env; .env.example lists them all.
 MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
 
 
 def build_state(config: Config) -> ServerState:
     """Everything that outlives a request, not yet started."""
-    metrics, healing = CacheMetrics(), HealingStore()
-
-    def load() -> LoadedModel:
-        return load_model(resolve_model(config, memory_bytes=device_memory_bytes()), config)
-
+    metrics = CacheMetrics()
     return ServerState(
         config=config,
-        engine=Engine(config, metrics, load=load),
+        engine=Engine(config, metrics, load=lambda: load_model(resolve_model(config), config)),
         metrics=metrics,
-        HEALING_STORE=healing,
-        LEDGER=Ledger(config, metrics, healing=healing),
-        SESSION_INDEX=SessionIndex(config),
-        SESSION_TURN_STORE=SessionTurnStore(),
         session_log=SessionLog(config),
         started=int(time.time()),
+        **empty_stores(config, metrics),
     )
 
 
@@ -5365,11 +5394,13 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
     slots, port = threading.BoundedSemaphore(config.max_connections), config.mlx_port
     servers: list[LLMServer] = []
-    # `localhost` may mean either loopback, so a loopback host means both.
-    is_loopback = config.mlx_host in ("127.0.0.1", "localhost", "::1")
-    for host in ("127.0.0.1", "::1") if is_loopback else (config.mlx_host,):
+    both = ("127.0.0.1", "::1")  # `localhost` may mean either
+    for host in both if config.mlx_host in ("localhost", *both) else (config.mlx_host,):
         try:
-            if is_open(port, host):  # on macOS a bind beside another's may succeed all the same
+            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            with closing(probe):
+                taken = probe.connect_ex((host, port)) == 0
+            if taken:  # on macOS a bind beside another's may succeed all the same
                 raise OSError(errno.EADDRINUSE, "in use")
             servers.append(LLMServer((host, port), state, slots=slots))
         except OSError as error:
@@ -5399,33 +5430,56 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
         (model,) = models_body(state)["data"]
         n_most = model["context_length"]
         with proxy_beside(state.config, model_id=model["id"], context_length=n_most):
-            while not stop.is_set() and state.engine.state == "ready":
+            lives_on = not state.config.exit_on_engine_death
+            while not stop.is_set() and (lives_on or state.engine.state == "ready"):
+                list(map(status_body, [*state.tenants.values()]))  # asked, it forgets what is old
                 stop.wait(0.5)
+            _drain(state, servers)
     trouble = state.engine.trouble if not stop.is_set() else None
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-    state.engine.stop()
+    if not is_loaded:
+        _drain(state, servers)
     if trouble:
         sys.stderr.write(f"start-llm: {trouble}\n")
         return 1 if is_loaded else 2
     return 0
 
 
+def _drain(state: ServerState, servers: list[LLMServer]) -> None:
+    """Take no more requests; replies may end in time, the others are cut."""
+    state.engine.is_closing = True
+    for server in servers:
+        server.stop()
+    for seconds in (state.config.shutdown_grace_seconds, 2.0):  # the last to say that it is cut
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends and any(x.traffic.live for x in [*state.tenants.values()]):
+            time.sleep(0.02)
+        state.engine.stop()  # a second time it does nothing
+
+
+def _told_to_stop(number: int, stop: threading.Event) -> None:
+    """Once: end in good order. Twice: at once, and LiteLLM too."""
+    if stop.is_set():
+        for child in psutil.Process().children():
+            child.terminate()
+        os._exit(128 + number)
+    stop.set()
+
+
 def main() -> int:
     """Run the server; returns the exit status: 0 stopped, 1 the model died, 2 cannot start."""
     argparse.ArgumentParser(description=_USAGE).parse_args()
-    written = dotenv_values(Path(__file__).resolve().parent / ".env")
-    settings = {**written, **os.environ}
+    settings = {**dotenv_values(Path(__file__).resolve().parent / ".env"), **os.environ}
     # A connection is a file, and macOS starts programs with 256 of them.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
-    if soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    getattr(ctypes.CDLL(None), "mallopt", min)(
+        -8, 1
+    )  # why(L-53): glibc's one arena for all threads
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: stop.set())
+        signal.signal(number, lambda number, _frame: _told_to_stop(number, stop))
     try:
         config = Config.from_env(settings)
         start_logging(config)

@@ -87,7 +87,7 @@ class InProcess:
         self._state.engine.start()
         self._state.engine.settled.wait()
         self.tokenizer = self._state.engine.model.tokenizer
-        self.weights = self._state.engine.model.size.nbytes
+        self.weights = self._state.engine.model.nbytes
 
     def ask(self, body: Body) -> Body:
         """The usage of a finished request."""

@@ -53,7 +53,7 @@ class Turn:
     prompt: int  # tokens
     cached: int
     out: int
-    layer: str
+    match: str
     messages: Conversation
     n_own: int  # of the messages: those that the line has itself, the last ones
 
@@ -61,7 +61,7 @@ class Turn:
         """All but the messages."""
         counts = {"prompt": self.prompt, "cached": self.cached, "out": self.out}
         head = {"number": self.number, "time": self.time, "n_messages": len(self.messages)}
-        return {**head, **counts, "layer": self.layer}
+        return {**head, **counts, "match": self.match}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,9 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             record = json.loads(line)
+            if "messages" not in record:
+                wanted = "set ENABLE_REQUEST_LOGGING=true to have what clients sent in the log"
+                raise LogError(f"turn {number} has no messages: {wanted}")
             turns.append(read_turn(record, number=number, past=[t.messages for t in turns]))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise LogError(f"turn {number} is no line of a session log: {error!r}") from error
@@ -143,7 +146,7 @@ def read_turn(record: Body, *, number: int, past: Sequence[Conversation]) -> Tur
         prompt=record["prompt"],
         cached=record["cached"],
         out=record["out"],
-        layer=str(record.get("layer") or "-"),
+        match=str(record.get("match") or "-"),
         messages=[*rebuilt(n_before, past), *own],
         n_own=len(own),
     )
@@ -236,10 +239,10 @@ def pick(turns: Sequence[Turn], number: int) -> Turn:
 def show(comparison: Comparison, console: Console) -> None:
     """The two turns, the difference and what it cost."""
     table = Table()
-    for name in ("", "turn", "time", "messages", "prompt", "cached", "layer", "out"):
-        table.add_column(name, justify="left" if name in ("", "time", "layer") else "right")
+    for name in ("", "turn", "time", "messages", "prompt", "cached", "match", "out"):
+        table.add_column(name, justify="left" if name in ("", "time", "match") else "right")
     for side, turn in (("left", comparison.left), ("right", comparison.right)):
-        counts = (f"{turn.prompt:,}", f"{turn.cached:,}", turn.layer, f"{turn.out:,}")
+        counts = (f"{turn.prompt:,}", f"{turn.cached:,}", turn.match, f"{turn.out:,}")
         clock = turn.time[11:23]  # of 2026-11-20T14:14:12.832+00:00
         table.add_row(side, str(turn.number), clock, str(len(turn.messages)), *counts)
     console.print(table)

@@ -38,7 +38,7 @@ SOURCE = ROOT / "start-llm.py"
 MAP = ROOT / ".context" / "MAP.md"
 LESSONS = ROOT / ".context" / "LESSONS.md"
 
-FILE_LINES = 5500
+FILE_LINES = 5499
 FUNCTION_LINES = 40  # of code: docstrings, comments and blank lines are free
 CLASS_LINES = 200  # likewise
 CLASS_ATTRIBUTES = 12  # those that change; the fields of a frozen record document themselves

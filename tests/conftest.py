@@ -22,6 +22,9 @@ def load_start_llm() -> ModuleType:
 
 load_start_llm()  # from here on, tests write `import start_llm`
 
+from engine_bench import Bench  # noqa: E402
+from tiny_models import tiny_model  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def table(request):
@@ -33,3 +36,23 @@ def table(request):
         writer.write_line("")
         for row in rows:
             writer.write_line(row)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders of tiny models, by kind."""
+    return lambda kind: tiny_model(kind, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def bench(models, monkeypatch):
+    """Make engines to be stopped in the end."""
+    made = []
+
+    def make(kind, **settings):
+        made.append(Bench(models(kind), monkeypatch, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.stop()

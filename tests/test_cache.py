@@ -365,3 +365,16 @@ def test_failures_and_evictions_at_any_moment_leave_whole_lines(seed, copies_lef
             case "evict":
                 cache.evict_to_fit(rng.choice([500, 20_000]))
         check(cache, running)
+
+
+def test_a_session_is_dropped_whole_whichever_of_its_branches_went_on_last():
+    cache, shared = make_cache(), list(range(600))
+    tips = [shared + list(range(1000 * n, 1000 * n + 400)) for n in (1, 2, 3)]
+    for tip in [*tips, tips[1] + [7] * 50]:
+        row, _ = begin(cache, tip)
+        row.line.owner = ("", "x")
+        advance(cache, row, len(tip))
+        end(cache, row)
+    assert len(cache.lines) == 3
+    cache.release("", "x")
+    assert cache.lines == []

@@ -335,7 +335,7 @@ def near_misses(words: str, rule: start_llm.Rule) -> Iterator[dict]:
     yield said("assistant", words)
     yield said("assistant", f"It says:\n{words}\nand no more.")
     yield said("system", f"never write {words} to anybody")
-    if not rule.in_fences:
+    if rule.name not in start_llm._FENCED:
         yield said("system", f"For example:\n{fence.format(words)}\nis no fact.")
 
 

@@ -25,6 +25,9 @@ VLM_CACHE_DEBUG
 """
 
 BAD = {
+    "MLX_HOST": ["0.0.0.0", "::", "192.168.1.7", "localhost.lan", "*"],
+    "PROXY_HOST": ["0.0.0.0"],
+    "CACHE_ISOLATION": ["KEY", "session"],
     "MLX_PORT": ["0", "65536", "-1", "http", "80.5"],
     "PROXY_PORT": ["0", "70000"],
     "DEFAULT_TEMPERATURE": ["-0.1", "2.1", "warm", "nan", "inf"],
@@ -85,7 +88,7 @@ def test_a_copied_example_changes_nothing_and_warns_of_nothing():
     )
 )
 def test_all_bad_values_are_told_at_once(env):
-    good = {"MLX_HOST": "0.0.0.0", "MAX_KV_SIZE": "4096"}
+    good = {"LOG_ROOT": "0.0.0.0", "MAX_KV_SIZE": "4096"}
     with pytest.raises(ConfigError) as caught:
         Config.from_env(env | good)
     lines = str(caught.value).splitlines()
@@ -99,17 +102,17 @@ def test_all_bad_values_are_told_at_once(env):
 def test_the_allowed_range_is_told():
     with pytest.raises(ConfigError, match=r"MLX_PORT='70000': should be .* 65535"):
         Config.from_env({"MLX_PORT": "70000"})
-    with pytest.raises(ConfigError, match=r"KV_BITS='3': should be 4 or 8"):
+    with pytest.raises(ConfigError, match=r"KV_BITS='3': should be '4', '8' or 'off'"):
         Config.from_env({"KV_BITS": "3"})
 
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("KV_BITS", "off", None),
-        ("KV_BITS", "OFF", None),
-        ("KV_BITS", "4", 4),
-        ("KV_GROUP_SIZE", "128", 128),
+        ("KV_BITS", "off", "off"),
+        ("KV_BITS", "OFF", "off"),
+        ("KV_BITS", "4", "4"),
+        ("KV_GROUP_SIZE", "128", "128"),
         ("LOG_LEVEL", "debug", "DEBUG"),
         ("MLX_PORT", " 9090 ", 9090),
         ("DEFAULT_TEMPERATURE", "0", 0.0),
@@ -118,6 +121,10 @@ def test_the_allowed_range_is_told():
         ("PROMPT_CACHE_MAX_ENTRIES_GLOBAL", "0", 0),
         ("GENERATION_WATCHDOG_SECONDS", "0", 0.0),
         ("MODEL_PATH", "org/name", "org/name"),
+        ("MLX_HOST", "127.1.2.3", "127.1.2.3"),
+        ("MLX_HOST", "::1", "::1"),
+        ("PROXY_HOST", "LocalHost", "LocalHost"),
+        ("CACHE_ISOLATION", "None", "none"),
     ],
 )
 def test_good_values_are_taken(name, text, value):
@@ -127,16 +134,39 @@ def test_good_values_are_taken(name, text, value):
     assert others.items() <= Config().model_dump().items()
 
 
+OPEN = {"MLX_HOST": "0.0.0.0", "PROXY_HOST": "0.0.0.0", "CACHE_ISOLATION": "key"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({}, set(OPEN)),
+        ({"API_KEY": " , "}, set(OPEN)),
+        ({"PROXY_API_KEY": "k"}, {"MLX_HOST", "CACHE_ISOLATION"}),
+        ({"API_KEY": "k"}, set()),
+        ({"API_KEY": "k, l", "PROXY_API_KEY": "m"}, set()),
+    ],
+)
+def test_what_others_reach_needs_a_key(keys, refused):
+    told = ""
+    try:
+        assert Config.from_env(OPEN | keys).mlx_host == "0.0.0.0"
+    except ConfigError as error:
+        told = str(error)
+    assert {line.partition("=")[0] for line in told.splitlines()} == refused
+    assert all("API_KEY is set" in line for line in told.splitlines())
+
+
 def test_empty_and_unknown_variables_are_not_settings():
     assert Config.from_env({"MLX_PORT": "", "KV_BITS": "  ", "PATH": "/bin"}) == Config()
     assert Config.from_env({"mlx_port": "1"}) == Config()
 
 
 def test_it_is_frozen_and_keeps_the_token_to_itself():
-    config = Config(hf_token="hf_secret")
+    config = Config(hf_token="hf_secret", api_key="sk_secret")
     with pytest.raises(ValueError, match="frozen"):
         config.mlx_port = 1
-    assert "hf_secret" not in repr(config)
+    assert "_secret" not in repr(config)
     with pytest.raises(ValueError, match="no_such_setting"):
         Config(no_such_setting=1)
 

@@ -5,134 +5,14 @@ compared, not samples: with sampled tokens a wrong slice went unnoticed.
 """
 
 import time
-from types import SimpleNamespace
 
-import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
-from mlx_lm import load
-from mlx_lm.models.cache import make_prompt_cache
-from serving import Recorder
-from tiny_models import tiny_model
+from engine_bench import words
 
 KINDS = ("qwen3", "qwen3_5", "gemma3_text")
 TOLERANCE = {"gemma3_text": 1e-4}
-VOCAB = 300  # plain text tokens of the tiny models' vocabulary
-GREEDY = s.Sampling(
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    repetition_context_size=64,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    logit_bias=(),
-    seed=None,
-)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    loaded = {}
-
-    def get(kind):
-        if kind not in loaded:
-            loaded[kind] = tiny_model(kind, tmp_path_factory.getbasetemp())
-        return loaded[kind]
-
-    return get
-
-
-class Bench:
-    """An engine on a tiny model, with a record of the log-probabilities of every token."""
-
-    def __init__(self, path, monkeypatch, **settings):
-        self.path = path
-        self.oracle, _ = load(str(path))
-        self.seen: dict[s.Ticket, list[np.ndarray]] = {}
-        self.asked: dict[s.Ticket, list[int]] = {}
-        tell = s.Row.tell
-
-        def recorded(row, token, *, logprobs):
-            self.seen.setdefault(row.ticket, []).append(np.array(logprobs))
-            tell(row, token, logprobs=logprobs)
-
-        monkeypatch.setattr(s.Row, "tell", recorded)
-        config = s.Config(**settings)
-        self.metrics = s.CacheMetrics()
-        self.engine = s.Engine(config, self.metrics, load=self._load)
-        self.engine.start()
-        assert self.engine.settled.wait(60) and self.engine.trouble is None
-
-    def _load(self):
-        self.model = Recorder(load(str(self.path))[0])
-        size = SimpleNamespace(nbytes=1 << 20)
-        return SimpleNamespace(model=self.model, eos_ids=frozenset(), size=size)
-
-    def submit(self, tokens, n=8, boundaries=(), **fields):
-        job = s.Job(
-            prompt=s.Prompt(
-                b"r", np.asarray(tokens, np.int32), s._block_hashes(tokens, 16, root=b"r")
-            ),
-            boundaries=tuple(boundaries),
-            max_tokens=n,
-            sampling=fields.pop("sampling", GREEDY),
-            **fields,
-        )
-        ticket = self.engine.submit(job)
-        self.asked[ticket] = list(tokens)
-        return ticket
-
-    def finish(self, ticket, timeout=20):
-        ids = []
-        while True:
-            event = ticket.next_event(timeout)
-            assert event is not None, "nothing happened for too long"
-            if isinstance(event, s.Token):
-                ids.append(event.id)
-            assert not isinstance(event, s.ServerError), str(event)
-            if isinstance(event, s.Finished):
-                return ids, event
-
-    def ask(self, tokens, n=8, **fields):
-        ticket = self.submit(tokens, n, **fields)
-        ids, end = self.finish(ticket)
-        return ids, end, ticket
-
-    def worst(self, ticket, ids):
-        """Largest difference to a cold run over all generated tokens of a request."""
-        plain = self.oracle
-        cache = make_prompt_cache(plain)
-        inputs, worst = self.asked[ticket], 0.0
-        while len(inputs) > 4096:  # the scores of a 16k prompt at once would be 2 GB
-            plain(mx.array([inputs[:4096]]), cache=cache)
-            mx.eval([c.state for c in cache])
-            inputs = inputs[4096:]
-        for token, warm in zip(ids, self.seen[ticket], strict=True):
-            logits = plain(mx.array([inputs]), cache=cache)[:, -1, :]
-            cold = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0]
-            worst = max(worst, float(np.abs(cold - warm).max()))
-            inputs = [token]
-        return worst
-
-
-@pytest.fixture
-def bench(models, monkeypatch):
-    made = []
-
-    def make(kind, **settings):
-        made.append(Bench(models(kind), monkeypatch, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.engine.stop()
-
-
-def words(rng, n):
-    return rng.integers(10, VOCAB, n).tolist()
 
 
 # -- scenarios: each returns [(ticket, ids, end)]
@@ -277,8 +157,8 @@ def test_warm_logits_are_cold_logits(bench, kind, scenario):
 
 
 def one_token_too_many(monkeypatch):
-    real = s._common_prefix
-    monkeypatch.setattr(s, "_common_prefix", lambda a, b: min(real(a, b) + 1, len(a), len(b)))
+    real = s.common_prefix
+    monkeypatch.setattr(s, "common_prefix", lambda a, b: min(real(a, b) + 1, len(a), len(b)))
 
 
 def skipped_token(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import pytest
 import start_llm
 from start_llm import (
+    BadRequest,
     ClientGone,
     ContextTooLong,
     NotServed,
@@ -35,11 +36,17 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("name", [n for n in TABLE if n not in ("ContextTooLong", "NotServed")])
 def test_each_kind_has_its_status_type_and_code(name):
     status, type_, code = TABLE[name]
-    error = getattr(start_llm, name)("what went wrong", param="messages[3].content")
+    error = getattr(start_llm, name)("what went wrong")
     assert error.status == status
     body = json.loads(json.dumps(error.body()))
-    inner = {"message": "what went wrong", "type": type_, "param": "messages[3].content"}
+    inner = {"message": "what went wrong", "type": type_, "param": None}
     assert body == {"error": inner | {"code": code}}
+
+
+def test_a_bad_request_says_where_in_its_text_too_unless_the_text_does():
+    at, param = (BadRequest("wrong", **{name: "messages[3].content"}) for name in ("at", "param"))
+    assert at.param == param.param == "messages[3].content"
+    assert (str(at), str(param)) == ("messages[3].content: wrong", "wrong")
 
 
 def test_what_http_refuses_has_its_own_status_code_and_headers():

@@ -100,7 +100,7 @@ def spoken(model: str, chat_template: str = "", **config: Any) -> Spoken:
     ends = [known[end] for end in ENDS.get(name, ["<|im_end|>"]) if end in known]
     start, end = ("<|channel>", "<channel|>") if name == "gemma-4" else ("<think>", "</think>")
     template = start_llm.Template(
-        tokenizer, start_llm.Config(**config), think_start=start, think_end=end, ends=ends
+        tokenizer, start_llm.Config(**config), think_start=start, think_end=end, ends={*ends}
     )
     call_end = ends[1] if name in {"glm-4.7-flash", "gemma-4"} else ends[0]
     return Spoken(tokenizer, template, ends, call_end)
@@ -488,7 +488,7 @@ def test_one_key_has_up_to_four_pasts() -> None:
     for n in range(6):
         server.now += 1
         said_tokens.append(server.say(draft, FINE, words=f"version {n}", session=f"s{n}"))
-        assert server.book.snapshot()["transcripts"] == min(n + 1, 4)
+        assert server.book.snapshot(server.now)["transcripts"] == min(n + 1, 4)
     for n in range(6):
         drafted = server.draft(messages, user=f"s{n}")
         wanted = said_tokens[n] if n >= 2 else None
@@ -533,9 +533,9 @@ def test_a_tool_loop_tells_no_pinned_value_again_and_holds_none() -> None:
         messages += [said("user", stamp), FINE]
     messages.append(NEXT)
     for n in range(6):
-        before = server.book.snapshot()["bytes"]
+        before = server.book.snapshot(server.now)["bytes"]
         server.say(server.draft(messages), asks(f"call {n}"))
-        sizes.append(server.book.snapshot()["bytes"] - before)
+        sizes.append(server.book.snapshot(server.now)["bytes"] - before)
         messages += [asks(f"call {n}"), result(f"result {n}")]
     assert max(sizes[1:]) < 0.3 * sizes[0]
 
@@ -661,7 +661,7 @@ def test_a_head_is_shared_by_all_who_begin_alike(model: str) -> None:
     shared_ids = first.rendered.ids.tolist()[: first.rendered.system_end]
     assert other.rendered.ids.tolist()[: other.rendered.system_end] == shared_ids
     assert restated(server.text(other)) == ["id-2"]
-    assert server.book.snapshot()["heads"] == 1
+    assert server.book.snapshot(server.now)["heads"] == 1
 
 
 SECTION = """\
@@ -705,7 +705,7 @@ def test_heads_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch
         return restated(server.text(server.draft([head, USER])))
 
     assert [told(words, "id-1") for words in "aba"] == [[], [], []]
-    assert told("c", "id-1") == [] and server.book.snapshot()["heads"] == 2
+    assert told("c", "id-1") == [] and server.book.snapshot(server.now)["heads"] == 2
     assert told("a", "id-2") == ["id-2"] and told("b", "id-2") == []
 
 
@@ -802,10 +802,7 @@ def fill(server: Server, n: int, *, turns: int = 3) -> list:
 
 
 def counted(book: start_llm.Ledger) -> int:
-    """All that its transcripts keep alive."""
-    pasts = (past for alternatives in book._pasts.values() for past in alternatives)
-    alive = {id(node): node for past in pasts for node in past.line()}
-    return sum(node.nbytes for node in alive.values())
+    return sum(past.nbytes for alternatives in book._pasts.values() for past in alternatives)
 
 
 def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> None:
@@ -814,15 +811,14 @@ def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> Non
     for n in range(1, 40):
         conversations.append(fill(server, n))
         assert server.draft(conversations[0]).past  # keeps it in use
-        shown = server.book.snapshot()
+        shown = server.book.snapshot(server.now)
         assert shown["bytes"] == counted(server.book) <= 40_000
     assert server.draft(conversations[-1]).past
     assert not server.draft(conversations[1]).past
     assert 10 < shown["transcripts"] < 40
 
 
-def test_bytes_count_as_long_as_they_are_held() -> None:
-    """A fifth alternative pushes out the first, but what goes on from that one still needs it."""
+def test_what_a_fifth_alternative_pushes_out_counts_no_more() -> None:
     server = Server(ledger_max_bytes=100_000)
     base = [SYSTEM, said("user", "a long question " * 100)]
     for n in range(30):
@@ -830,25 +826,25 @@ def test_bytes_count_as_long_as_they_are_held() -> None:
         server.say(server.draft(base), FINE, words=f"version {n}")
         draft = server.draft([*base, FINE, said("user", f"go on {n}")])
         server.say(draft, said("assistant", f"done {n}"))
-        assert server.book.snapshot()["bytes"] == counted(server.book) <= 100_000
+        assert server.book.snapshot(server.now)["bytes"] == counted(server.book) <= 100_000
     server.now += 10**6
     assert not server.draft([*base, FINE, NEXT]).past
-    assert server.book.snapshot()["bytes"] == counted(server.book) == 0
+    assert server.book.snapshot(server.now)["bytes"] == counted(server.book) == 0
 
 
 def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
         fill(server, n, turns=3 + n % 5)
-        kept = {id(past) for pasts in server.book._pasts.values() for past in pasts}
-        lines = [past.line() for pasts in server.book._pasts.values() for past in pasts]
-        assert all(id(node) in kept for line in lines for node in line)
+        kept = [past.ids for pasts in server.book._pasts.values() for past in pasts]
+        own = {id(ids[-1]) for ids in kept}
+        assert all(id(tokens) in own for ids in kept for tokens in ids)
 
 
 def test_one_past_that_is_too_large_is_not_kept() -> None:
     server = Server(ledger_max_bytes=500)
     fill(server, 1)
-    assert server.book.snapshot() == {"transcripts": 0, "heads": 0, "bytes": 0}
+    assert server.book.snapshot(server.now) == {"transcripts": 0, "heads": 0, "bytes": 0}
 
 
 def test_a_past_expires_unless_it_is_used() -> None:
@@ -859,7 +855,7 @@ def test_a_past_expires_unless_it_is_used() -> None:
         assert server.draft(messages).past
     server.now += 101
     assert not server.draft(messages).past
-    assert server.book.snapshot() == {"transcripts": 0, "heads": 0, "bytes": 0}
+    assert server.book.snapshot(server.now) == {"transcripts": 0, "heads": 0, "bytes": 0}
 
 
 def test_zero_seconds_are_for_ever() -> None:
@@ -975,7 +971,7 @@ def test_eight_clients_share_a_ledger() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
-    shown = server.book.snapshot()
+    shown = server.book.snapshot(server.now)
     assert shown["transcripts"] == 64 and shown["bytes"] == counted(server.book)
     assert server.n_fallbacks() == 0
 
@@ -995,7 +991,7 @@ def test_what_is_dropped_and_what_is_refused_is_counted(monkeypatch: pytest.Monk
     def refuse(*_: Any, **__: Any) -> None:
         raise start_llm.Unspliceable("lost text")
 
-    monkeypatch.setattr(start_llm.Template, "suffix", refuse)
+    monkeypatch.setattr(start_llm.Template, "splice", refuse)
     server.draft([*talk, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "u"}])
     assert server.book._metrics.snapshot()["exact_key_rejected_by_model_lcp"] == 1
     assert server.n_fallbacks() == 1

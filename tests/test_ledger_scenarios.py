@@ -1317,7 +1317,7 @@ def desk_of(request, tmp_path_factory) -> Callable[[], Desk]:
     tokenizer = tokenizer_of(request.param, tmp_path_factory.getbasetemp())
     (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     tags = {"think_start": "<think>", "think_end": "</think>"}
-    template = s.Template(tokenizer, s.Config(), ends=[end], **tags)
+    template = s.Template(tokenizer, s.Config(), ends={end}, **tags)
     return lambda: Desk(tokenizer, template, end)
 
 

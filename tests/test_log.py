@@ -48,7 +48,7 @@ def test_lines_for_a_file_are_plain_and_whole(capsys):
     assert [line.endswith(f"start {'x' * 300} end") for line in printed.err.splitlines()] == [True]
 
 
-@given(st.dictionaries(st.sampled_from(["req", "layer", "finish", "vlm_retreat"]), anything))
+@given(st.dictionaries(st.sampled_from(["id", "match", "finish", "vlm_retreat"]), anything))
 def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values):
     line = request_line(**values)
     fields = [field.split("=") for field in line.split(" ")]
@@ -56,7 +56,7 @@ def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values)
     assert all(len(field) == 2 and field[1] for field in fields)
     assert line.isascii()
     assert line.isprintable()
-    always = ["req", "prompt", "cached", "layer", "prefill", "decode", "ttft_ms", "finish"]
+    always = ["id", "prompt", "cached", "match", "prefill", "decode", "ttft_ms", "finish"]
     assert [key for key in keys if key in always] == always
     assert keys[: len(keys) - ("vlm_retreat" in values)] == keys_of(request_line())
 
@@ -66,8 +66,8 @@ def keys_of(line):
 
 
 def test_a_request_line_shows_what_it_was_given():
-    line = request_line(req="7f3a", prompt=1200, ttft_ms=12.345, finish=None, hybrid_trim_miss=2)
-    assert line.startswith("req=7f3a ")
+    line = request_line(id="7f3a", prompt=1200, ttft_ms=12.345, finish=None, hybrid_trim_miss=2)
+    assert line.startswith("id=7f3a ")
     assert " prompt=1200 " in line
     assert " ttft_ms=12.345 " in line
     assert " finish=- hybrid_trim_miss=2" in line
@@ -92,6 +92,9 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
         "hybrid_trim_miss": 0,
         "ledger_seam_fallback": 0,
         "exact_key_rejected_by_model_lcp": 0,
+        "telemetry_dropped": 0,
+        "evicted_for_room": 0,
+        "evicted_idle": 0,
         "other": 24000,
     }
     metrics.snapshot()["vlm_retreat"] = 0
@@ -112,9 +115,13 @@ def test_records_come_back_in_order_from_a_private_file(tmp_path):
     assert all(path.parent.name == line["time"][:10] for line in lines)
 
 
-def test_nothing_is_written_when_request_logging_is_off(tmp_path):
-    session_log(tmp_path, enable_request_logging=False).write("s", {"text": "secret"})
-    assert list(tmp_path.iterdir()) == []
+def test_days_that_are_too_long_ago_are_deleted_when_a_new_one_begins(tmp_path):
+    for name in ("2020-01-01", "2020-13-99", "keep-me"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cache-session-x.log").touch()
+    session_log(tmp_path, log_keep_days=3).write("s", {})
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"2020-13-99", "keep-me"} < left and "2020-01-01" not in left and len(left) == 3
 
 
 def test_no_session_id_leaves_its_folder_or_shares_a_file(tmp_path):

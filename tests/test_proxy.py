@@ -21,30 +21,40 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import litellm_beside as beside
 import openai
 import psutil
 import pytest
 import start_llm as s
+from litellm_beside import Keeper, Order, is_open, settings_for
 from serving import Client, Served, Talk, free_port, functions_of, user, wait_until
-from start_llm import Config, Proxy, proxy_beside, proxy_settings
+from start_llm import Config, proxy_beside
 from test_messages import SYSTEM, as_chat, ask, react, text, total
 from test_messages import user as blocks
 from tiny_models import DENSE, tiny_model
 
 KEY = "hidden words 1"
+PAGE = "https://chat.example"
 LITELLM = Path(sys.executable).with_name("litellm")
 
-# What stands in for LiteLLM. Arguments: port, settings. It starts a child of its own.
+# What stands in for LiteLLM. Its last argument is the port. It starts a child of its own.
 LISTENS = """
-import http.server, subprocess, sys
+import http.server, os, subprocess, sys
+print("environment", sorted(os.environ), "CORS", os.environ.get("LITELLM_CORS_ORIGINS"), flush=True)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), None).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), None).serve_forever()
 """
 DIES = "import time; time.sleep(0.1); raise SystemExit(3)"
 
 
+def order_of(config: Config, **more: Any) -> str:
+    """What a server says to the keeper, but for the list of keys."""
+    model = {"model_id": "maker/Model-4bit", "context_length": 4096, "program": str(LITELLM)}
+    return json.dumps(config.model_dump(mode="json") | model | more)
+
+
 def settings_of(**fields: Any) -> dict[str, Any]:
-    return proxy_settings(Config(**fields), model_id="maker/Model-4bit", context_length=4096)
+    return settings_for(Order.from_json(order_of(Config(**fields))))
 
 
 def routes_of(settings: dict[str, Any]) -> dict[str, str]:
@@ -60,6 +70,14 @@ def test_every_name_leads_to_the_one_model_and_strict_names_only_to_their_own():
     assert routes_of(settings_of()) == plain | {"*": own}
     assert routes_of(settings_of(strict_model_names=True)) == plain
     assert routes_of(settings_of(proxy_model_id="mine"))["mine"] == own
+
+
+def test_the_servers_key_goes_along_and_is_asked_of_clients_unless_they_have_their_own():
+    same, other = settings_of(api_key=KEY), settings_of(api_key=KEY, proxy_api_key="other")
+    for settings in (same, other):
+        assert {row["litellm_params"]["api_key"] for row in settings["model_list"]} == {KEY}
+    keys = [settings["general_settings"]["master_key"] for settings in (same, other)]
+    assert keys == [KEY, "other"]
 
 
 @pytest.mark.parametrize(
@@ -91,27 +109,31 @@ def test_nothing_is_tried_twice_and_a_day_of_silence_is_borne():
 # -- a process kept --------------------------------------------------------------------------------
 
 
-class Pump:
-    """A Proxy with a command of the test's, running in its thread."""
+def pid_in(path: Path) -> int:
+    """Of the command, 0 while there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(path.read_text().split()[0])
+    return 0
 
-    def __init__(self, folder: Path, code: str, *, port: int | None = None, delay: float = 0.05):
+
+class Pump:
+    """A Keeper with a command of the test's, running in a thread."""
+
+    def __init__(self, folder: Path, code: str, *, port: int | None = None, **how: float):
         self.port, self.files = port or free_port(), folder / "logs" / "litellm-0"
-        command = [sys.executable, "-c", code, str(self.port), f"{self.files}.json"]
-        self._proxy = Proxy(command, self.files, '{"key": "hidden"}', self.port, 0.0)
+        command = [sys.executable, "-c", code, f"{self.files}.json", str(self.port)]
+        times = {"delay": 0.05, "patience": 0.5, **how}
+        keeper = Keeper(command, self.files, '{"key": "hidden"}', self.port, **times)
         self._stop = threading.Event()
-        how = {"args": (self._stop,), "kwargs": {"delay": delay}, "daemon": True}
-        self.thread = threading.Thread(target=self._proxy.keep_running, **how)
+        self.thread = threading.Thread(target=keeper.keep_running, args=(self._stop,), daemon=True)
         self.thread.start()
 
     @property
     def pid(self) -> int:
-        """Of the command, 0 while there is none."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(Path(f"{self.files}.pid").read_text().split()[0])
-        return 0
+        return pid_in(Path(f"{self.files}.pid"))
 
     def wait_until_up(self) -> int:
-        wait_until(lambda: s.is_open(self.port) and self.pid)
+        wait_until(lambda: is_open(self.port) and self.pid)
         return self.pid
 
     def stop(self) -> None:
@@ -136,7 +158,8 @@ def pump(tmp_path) -> Iterator[Any]:
 @pytest.fixture
 def said(caplog, monkeypatch):
     monkeypatch.setattr(s.log, "propagate", True)
-    caplog.set_level(logging.INFO, s.log.name)
+    for log in (s.log, beside.log):
+        caplog.set_level(logging.INFO, log.name)
     return caplog
 
 
@@ -148,14 +171,14 @@ def test_stop_leaves_no_process_no_port_and_no_pid_file(pump):
     assert len(family) == 2
     running.stop()
     assert not any(process.is_running() for process in psutil.wait_procs(family, 5)[1])
-    assert not s.is_open(running.port)
+    assert not is_open(running.port)
     assert running.pid == 0
 
 
 def test_its_files_are_for_their_owner_alone(pump):
     running = pump(LISTENS)
     running.wait_until_up()
-    for ending in ("json", "log"):
+    for ending in ("json", "log", "pid"):
         mode = Path(f"{running.files}.{ending}").stat().st_mode
         assert stat.S_IMODE(mode) == 0o600
     assert json.loads(Path(f"{running.files}.json").read_text()) == {"key": "hidden"}
@@ -165,7 +188,7 @@ def test_one_that_is_killed_is_started_again(pump, said):
     running = pump(LISTENS)
     first = running.wait_until_up()
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: running.pid not in (0, first) and s.is_open(running.port))
+    wait_until(lambda: running.pid not in (0, first) and is_open(running.port))
     assert "LiteLLM ended (-9)" in said.text
 
 
@@ -175,6 +198,13 @@ def test_one_that_never_comes_up_is_tried_ever_less_often(pump, said):
     began = time.monotonic()
     wait_until(lambda: said.text.count("LiteLLM ended (3)") == 4)
     assert time.monotonic() - began > sum(waits[:3])
+    running.stop()
+
+
+def test_after_a_long_life_it_comes_again_as_soon_as_at_first(pump, said):
+    running = pump(DIES, delay=1.0, steady=0.05)
+    wait_until(lambda: said.text.count("LiteLLM ended (3)") == 3)
+    assert said.text.count("again in 1 s") == 3
     running.stop()
 
 
@@ -192,7 +222,7 @@ def test_a_port_of_somebody_else_is_left_alone(pump, said, tmp_path, with_pid_fi
     port = free_port()
     foreign = subprocess.Popen([sys.executable, "-m", "http.server", "-b", "127.0.0.1", str(port)])
     try:
-        wait_until(lambda: s.is_open(port))
+        wait_until(lambda: is_open(port))
         if with_pid_file:  # the number was given to another program since
             (tmp_path / "logs").mkdir()
             (tmp_path / "logs" / "litellm-0.pid").write_text(f"{foreign.pid} 1")
@@ -219,20 +249,196 @@ def test_one_whose_server_lives_is_left_alone(pump, said):
 def test_one_whose_server_was_killed_is_replaced(pump, said, tmp_path):
     port, files = free_port(), tmp_path / "logs" / "litellm-0"
     files.parent.mkdir()
-    command = [sys.executable, "-c", LISTENS, str(port), f"{files}.json"]
+    command = [sys.executable, "-c", LISTENS, f"{files}.json", str(port)]
     with subprocess.Popen(command, start_new_session=True) as left_over:
-        wait_until(lambda: s.is_open(port))
+        wait_until(lambda: is_open(port))
         # As if its parent had been another process, which is gone.
         Path(f"{files}.pid").write_text(f"{left_over.pid} 4194304")
         running = pump(LISTENS, port=port)
-        wait_until(lambda: running.pid not in (0, left_over.pid) and s.is_open(port))
+        wait_until(lambda: running.pid not in (0, left_over.pid) and is_open(port))
         assert not psutil.pid_exists(left_over.pid)
     assert "left over from a server that is gone" in said.text
 
 
-def test_without_litellm_there_is_one_line_and_no_proxy(monkeypatch, said, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    config = Config(log_root=str(tmp_path / "logs"), proxy_port=free_port())
+def test_a_long_log_is_copied_once_and_begun_anew(pump, monkeypatch):
+    monkeypatch.setattr(beside, "LOG_BYTES", 5000)
+    chatters = LISTENS.replace(
+        "http.server.HTTPS", "print('x' * 6000, flush=True); http.server.HTTPS"
+    )
+    running = pump(chatters)
+    running.wait_until_up()
+    log, last = (Path(f"{running.files}.{ending}") for ending in ("log", "log.1"))
+    wait_until(lambda: last.exists() and log.stat().st_size < 5000)
+    assert "x" * 6000 in last.read_text()
+    assert stat.S_IMODE(last.stat().st_mode) == 0o600
+
+
+# -- beside a server -------------------------------------------------------------------------------
+
+# What stands in for a server: the real file, with a LiteLLM of the test's.
+SERVER = """
+import json, sys, time
+from pathlib import Path
+import conftest, start_llm as s
+sys.executable, fields = sys.argv[1], json.loads(sys.argv[2])
+config = s.Config(**fields)
+s.start_logging(config)
+with s.proxy_beside(config, model_id="m", context_length=1):
+    sys.stdin.read()
+"""
+
+
+class Beside:
+    """A process that runs proxy_beside(), and what it leaves."""
+
+    def __init__(self, folder: Path, *, port: int | None = None, **fields: Any) -> None:
+        # Beside this Python there is a LiteLLM which only listens.
+        for name, code in (
+            ("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'),
+            ("litellm", LISTENS),
+        ):
+            (folder / name).write_text(code)
+            (folder / name).chmod(0o755)
+        self.port, self._console = port or free_port(), folder / "console.txt"
+        self.logs = folder / "logs"
+        fields |= {"proxy_port": self.port, "log_root": str(self.logs)}
+        command = [sys.executable, "-c", SERVER, str(folder / "python"), json.dumps(fields)]
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        secret = {"OPENAI_API_KEY": "users-own", "DATABASE_URL": "users-own", "PYTHONPATH": path}
+        with self._console.open("ab") as console:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stderr=console, env={**os.environ, **secret}
+            )
+
+    @property
+    def said(self) -> str:
+        return self._console.read_text()
+
+    @property
+    def pid(self) -> int:
+        return pid_in(self.logs / f"litellm-{self.port}.pid")
+
+    def family(self, *, but: int = 0) -> list[psutil.Process]:
+        """Keeper, LiteLLM (another than `but`), its child: once all are there."""
+        children = psutil.Process(self.process.pid).children
+
+        def is_whole() -> bool:
+            return (
+                self.pid not in (0, but)
+                and is_open(self.port)
+                and len(children(recursive=True)) == 3
+            )
+
+        wait_until(is_whole, seconds=60)
+        return children(recursive=True)
+
+    def end(self) -> int:
+        """As a server that was told to: its exit status."""
+        self.process.communicate(timeout=30)
+        return self.process.returncode
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Any]:
+    """A function that starts those; all are killed in the end, and what is beside them goes."""
+    started: list[Beside] = []
+
+    def start(**fields: Any) -> Beside:
+        started.append(Beside(tmp_path, **fields))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+    wait_until(lambda: not any(is_open(one.port) for one in started))
+
+
+def are_gone(processes: list[psutil.Process], seconds: float = 8) -> bool:
+    return not any(one.is_running() for one in psutil.wait_procs(processes, seconds)[1])
+
+
+def test_its_environment_is_its_own_and_its_words_are_the_servers(server):
+    one = server(proxy_startup_wait_seconds=0.3, api_key="first, second")
+    family = one.family()
+    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{one.port}" in one.said)
+    assert " INFO " in one.said.splitlines()[-1]
+    line = (one.logs / f"litellm-{one.port}.log").read_text().partition("\n")[0]
+    for name in ("OPENAI_API_KEY", "DATABASE_URL", "HOME"):
+        assert name not in line
+    assert "LITELLM_MODE" in line
+    assert f"CORS http://127.0.0.1:{one.port}" in line  # not "*", which is every page
+    settings = json.loads((one.logs / f"litellm-{one.port}.json").read_text())
+    assert settings["general_settings"]["master_key"] == "first"
+    assert "--host 127.0.0.1" in " ".join(psutil.Process(one.pid).cmdline())
+    assert one.end() == 0
+    assert are_gone(family)
+    assert not is_open(one.port)
+
+
+def test_ctrl_c_is_for_the_server(server):
+    one = server()
+    groups = {os.getpgid(process.pid) for process in one.family()}
+    assert os.getpgid(one.process.pid) not in groups
+    assert len(groups) == 2, "the keeper can end the other as a whole"
+
+
+def test_a_litellm_that_is_killed_comes_again_and_is_told(server):
+    one = server()
+    one.family()
+    first = one.pid
+    os.kill(first, signal.SIGKILL)
+    family = one.family(but=first)
+    assert "LiteLLM ended (-9)" in one.said
+    assert one.end() == 0
+    assert are_gone(family)
+
+
+def test_a_server_that_is_killed_leaves_nothing_and_the_next_one_has_the_port(server):
+    one = server()
+    family = one.family()
+    one.process.kill()
+    next_one = server(port=one.port)  # at once
+    assert are_gone(family)
+    others = next_one.family(but=family[1].pid)
+    assert not {process.pid for process in others} & {process.pid for process in family}
+    assert "no proxy" not in next_one.said
+    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{one.port}" in next_one.said)
+    assert next_one.pid in {process.pid for process in others}
+
+
+def test_a_keeper_that_is_killed_leaves_one_that_the_next_server_replaces(server):
+    one = server()
+    keeper, litellm, child = one.family()
+    keeper.kill()
+    assert one.end() == 0
+    assert litellm.is_running()
+    next_one = server(port=one.port)
+    next_one.family(but=litellm.pid)
+    assert are_gone([litellm, child])
+    assert "left over from a server that is gone" in next_one.said
+
+
+def test_a_keeper_that_is_told_to_end_ends_in_order(server):
+    one = server()
+    keeper, *others = one.family()
+    keeper.terminate()
+    assert are_gone(others)
+    assert one.end() == 0
+    assert are_gone([keeper])
+
+
+@pytest.mark.parametrize("lacks", ["litellm", "keeper", "nothing"])
+def test_without_a_part_there_is_one_line_and_no_proxy(monkeypatch, said, tmp_path, lacks):
+    (tmp_path / "litellm").touch()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "litellm_beside.py").touch()
+    python = tmp_path / ("none" if lacks == "litellm" else "") / "python"
+    file = tmp_path / ("none" if lacks == "keeper" else "") / "start-llm.py"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(s, "__file__", str(file))
+    fields = {"enable_proxy": lacks != "nothing", "proxy_port": free_port()}
+    config = Config(log_root=str(tmp_path / "logs"), **fields)
     with proxy_beside(config, model_id="m", context_length=1):
         pass
     assert said.text.count("no proxy") == 1
@@ -295,9 +501,11 @@ class Lab:
         self.served = Served(model, max_kv_size=2048, keepalive_seconds=1.0)
         self.stub, self.port = Stub(), free_port()
         self.model_id = self.served.state.engine.model.model_id
-        real = proxy_settings(self.served.state.config, model_id=self.model_id, context_length=2048)
-        config = Config(mlx_port=self.stub.server_port, proxy_model_id="stubbed")
-        stubbed = proxy_settings(config, model_id="stubbed", context_length=2048)
+        stub = Config(mlx_port=self.stub.server_port, proxy_model_id="stubbed")
+        real, stubbed = (
+            settings_for(Order.from_json(order_of(config, model_id=name, context_length=2048)))
+            for config, name in ((self.served.state.config, self.model_id), (stub, "stubbed"))
+        )
         # what LiteLLM knows of a model comes from all of its rows; the stub has the name "claude-*"
         renamed = {"claude-*": "own-claude-*"}
         wanted = [
@@ -308,11 +516,13 @@ class Lab:
         files = folder / "litellm"
         command = [sys.executable, str(LITELLM), "--config", f"{files}.json"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        proxy = Proxy(command, files, json.dumps({**real, "model_list": wanted}), self.port, 0.0)
+        keeper = Keeper(
+            command, files, json.dumps({**real, "model_list": wanted}), self.port, origins=PAGE
+        )
         self._stop = threading.Event()
-        self._pump = threading.Thread(target=proxy.keep_running, args=(self._stop,), daemon=True)
+        self._pump = threading.Thread(target=keeper.keep_running, args=(self._stop,), daemon=True)
         self._pump.start()
-        wait_until(lambda: s.is_open(self.port), seconds=120)
+        wait_until(lambda: is_open(self.port), seconds=120)
         self.client = Client(self.port)
 
     def close(self) -> None:
@@ -427,6 +637,16 @@ def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab):
 def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
     names = {model.id for model in lab.client._sdk.models.list()}
     assert names == {lab.model_id, "stubbed"}
+
+
+def test_no_web_page_reads_what_it_says_but_those_that_may_ask_the_server(lab):
+    told = {}
+    for page in ("https://evil.example", "null", PAGE):
+        connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v1/models", headers={"Origin": page})
+            told[page] = connection.getresponse().headers["access-control-allow-origin"]
+    assert told == {"https://evil.example": None, "null": None, PAGE: PAGE}
 
 
 CHAT = {

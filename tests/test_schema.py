@@ -352,7 +352,7 @@ def test_a_constraint_reads_the_reply_only_when_it_must():
 def test_ids_that_the_model_does_not_know_are_left_out():
     for n_known in (5, 8, 11):
         flags = np.arange(n_known) > 2
-        may = bent(lambda flags=flags: iter([s.Next(flags)]), [1], [])
+        may = bent(lambda flags=flags: (x for x in [s.Next(flags)]), [1], [])
         assert may == [set(range(3, min(n_known, 8)))]
 
 

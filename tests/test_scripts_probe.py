@@ -426,7 +426,7 @@ def log_of(folder: Path, *requests: tuple[list[dict[str, Any]], int, int]) -> Pa
     """A log by the server's own code, of (messages, prompt, cached); replies have 10 tokens."""
     log, store = s.SessionLog(s.Config(log_root=str(folder))), s.SessionTurnStore()
     for messages, prompt, cached in requests:
-        facts = {"prompt": prompt, "cached": cached, "out": 10, "layer": "line"}
+        facts = {"prompt": prompt, "cached": cached, "out": 10, "match": "line"}
         start = store.exchange_last("session", list(map(str, messages)))
         news = {"n_messages": len(messages), "messages": messages[start:]}
         log.write("session", {**facts, **news})

@@ -12,20 +12,19 @@ from start_llm import Config, SessionIndex, session_id_of
 
 
 def known(index: SessionIndex, now: float) -> list[str]:
-    return [session["session_id"] for session in index.snapshot(now, newest=100_000)["newest"]]
+    return [session["id"] for session in index.snapshot(now, newest=100_000)]
 
 
 def context(session_id: str | None) -> start_llm.SessionContext:
-    return start_llm.SessionContext(session_id=session_id, source="body")
+    return start_llm.SessionContext(session_id=session_id)
 
 
 def test_only_the_last_turns_of_a_session_are_kept_in_order() -> None:
     index = SessionIndex(Config(prompt_cache_max_entries_per_session=3))
     for n in range(5):
         index.note("a", {"prompt": n}, at=float(n))
-    (session,) = index.snapshot(10.0)["newest"]
-    assert [t["prompt"] for t in session["turns"]] == [2, 3, 4]
-    assert [t["age_seconds"] for t in session["turns"]] == [8.0, 7.0, 6.0]
+    turns = [{"prompt": 2}, {"prompt": 3}, {"prompt": 4}]
+    assert index.snapshot(10.0) == [{"id": "a", "idle_seconds": 6.0, "turns": turns}]
 
 
 def test_an_idle_session_is_forgotten_and_use_keeps_one_alive() -> None:
@@ -58,13 +57,11 @@ def test_the_number_of_sessions_is_bounded_by_dropping_the_least_recently_used(
     assert set(known(index, 300.0)) == {"kept", *(f"s{n}" for n in range(201, 300))}
 
 
-def test_the_snapshot_shows_the_newest_and_counts_all() -> None:
+def test_the_snapshot_shows_the_newest() -> None:
     index = SessionIndex(Config())
     for n in range(50):
         index.note(f"s{n}", {"prompt": 10}, at=float(n))
-    shown = index.snapshot(50.0, newest=2)
-    assert shown["count"] == 50
-    assert [session["session_id"] for session in shown["newest"]] == ["s49", "s48"]
+    assert [session["id"] for session in index.snapshot(50.0, newest=2)] == ["s49", "s48"]
 
 
 def test_the_clients_own_id_wins_else_the_first_128_tokens_name_the_session() -> None:
@@ -93,7 +90,7 @@ def test_notes_from_many_threads_are_all_kept() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    sessions = {s["session_id"]: s["turns"] for s in index.snapshot(100.0)["newest"]}
+    sessions = {s["id"]: s["turns"] for s in index.snapshot(100.0)}
     assert len(sessions) == 9
     assert len(sessions["shared"]) == 20  # of 800: the bound of one session
 
@@ -133,3 +130,11 @@ def test_without_an_id_a_session_is_named_by_its_first_words() -> None:
     named = session_id_of(context(None), tokens, first_words=b"x")
     assert named == session_id_of(context(None), tokens[:5], first_words=b"x")
     assert named != session_id_of(context(None), tokens, first_words=b"y")
+
+
+def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with() -> None:
+    store, turn = start_llm.SessionTurnStore(), start_llm.Turn("user", {}, {}, b"")
+    for n in range(1_000):
+        turns = (start_llm.replace(turn, digest=str(n).encode()),)
+        store.send(start_llm.Sent("s", np.zeros(50, np.int32), turns, b"head"))
+    assert 100 < len(store._sent) < 600  # each request looks at all of them

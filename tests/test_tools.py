@@ -6,20 +6,15 @@ import re
 from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2.sandbox
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from start_llm import (
-    Delta,
-    Piece,
-    Reply,
     ReplyStream,
     Tags,
-    ToolCallDelta,
-    ToolCallStream,
     ToolFormat,
     _ReasoningStreamSplitter,
     tool_openings,
@@ -55,14 +50,21 @@ TOOLS = [tool("write"), tool("read"), tool("read_file", {"properties": {}})]
 
 # -- feeding -----------------------------------------------------------------
 
+Delta = dict[str, Any]
+
+
+class Reply(NamedTuple):
+    content: str | None
+    reasoning: str | None
+    tool_calls: list[dict[str, Any]]
+
 
 def stream(
     tools: list[Any] = TOOLS, tool_format: ToolFormat = NATIVE, *, in_reasoning: bool = False
 ) -> ReplyStream:
     tags = Tags(think_start="<think>", think_end="</think>", tool_start=tool_format.start)
-    numbers = count()
-    calls = ToolCallStream(tool_format, tools, next_id=lambda: f"call_{next(numbers)}")
-    return ReplyStream(_ReasoningStreamSplitter(tags, in_reasoning=in_reasoning), calls)
+    splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
+    return ReplyStream(splitter, tool_format, tools=tools, ids=map("call_{}".format, count()))
 
 
 def read(text: str, cuts: list[int] | None = None, **how: Any) -> Reply:
@@ -70,33 +72,37 @@ def read(text: str, cuts: list[int] | None = None, **how: Any) -> Reply:
     replies = stream(**how)
     edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts or []}), len(text)]
     deltas = [d for a, b in pairwise(edges) for d in replies.feed(text[a:b])] + replies.finish()
-    reply = replies.reply()
-    assert join(deltas) == reply
+    message, reply = replies.message(), join(deltas)
+    more = {"reasoning_content": reply.reasoning, "tool_calls": reply.tool_calls}
+    said = {name: value for name, value in more.items() if value}
+    assert message == {"role": "assistant", "content": reply.content, **said}
     assert replies.n_calls == len(reply.tool_calls)
     return reply
 
 
 def join(deltas: list[Delta]) -> Reply:
     """What a client makes of a stream: text by kind, calls by index, names once and first."""
-    texts = {"content": "", "reasoning": ""}
+    texts = {"content": "", "reasoning_content": ""}
     calls: list[dict[str, Any]] = []
     for delta in deltas:
-        if isinstance(delta, Piece):
-            assert delta.text
-            texts[delta.kind] += delta.text
-        elif delta.name is not None:
-            assert delta.index == len(calls)
-            function = {"name": delta.name, "arguments": delta.arguments}
-            calls.append({"id": delta.id, "type": "function", "function": function})
-        else:
-            assert delta.arguments and delta.index == len(calls) - 1
-            assert delta.id == calls[-1]["id"]
-            calls[-1]["function"]["arguments"] += delta.arguments
-    return Reply(texts["content"] or None, texts["reasoning"] or None, calls)
+        match delta:
+            case {"tool_calls": [{"index": index, **call}]} if "id" in call:
+                assert index == len(calls) and call["type"] == "function"
+                assert call["function"]["name"] and call["function"]["arguments"] == ""
+                calls.append({**call, "function": dict(call["function"])})
+            case {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}:
+                assert arguments and index == len(calls) - 1
+                calls[-1]["function"]["arguments"] += arguments
+            case _:
+                ((field, text),) = delta.items()
+                assert text
+                texts[field] += text
+    return Reply(texts["content"] or None, texts["reasoning_content"] or None, calls)
 
 
-def calls_in(deltas: list[Delta]) -> list[ToolCallDelta]:
-    return [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
+def calls_in(deltas: list[Delta]) -> list[Delta]:
+    """What they say of functions: a name, or a part of the arguments."""
+    return [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
 
 
 def calls_of(reply: Reply) -> list[tuple[str, Any]]:
@@ -260,7 +266,9 @@ def test_a_model_caught_in_blanks_is_not_waited_for(opened: str, settled: str) -
     replies = stream()
     replies.feed(opened)
     came = [delta for _ in range(300) for delta in replies.feed("\n ")]
-    text = "".join(d.text if isinstance(d, Piece) else d.arguments for d in came)
+    told = calls_in(came)
+    text = "".join(f["arguments"] for f in told) if told else join(came).content
+    assert text
     assert text.startswith(settled)
 
 
@@ -292,8 +300,8 @@ def test_name_and_arguments_leave_while_the_call_is_generated(
     text = write("write", arguments)
     replies = stream()
     came = [(at, delta) for at, char in enumerate(text) for delta in calls_in(replies.feed(char))]
-    ((named, _),) = [(at, call) for at, call in came if call.name]
-    pieces = [(at, call.arguments) for at, call in came if call.arguments]
+    ((named, _),) = [(at, call) for at, call in came if "name" in call]
+    pieces = [(at, call["arguments"]) for at, call in came if call["arguments"]]
     assert named <= text.index("write") + len('write", "arguments": {')
     assert pieces[0][0] < len(text) - len("</tool_call>")
     if "text" in arguments:  # a string leaves at the pace it comes
@@ -304,7 +312,7 @@ def test_name_and_arguments_leave_while_the_call_is_generated(
 def test_nothing_leaves_before_the_name_is_known() -> None:
     replies = stream()
     assert replies.feed("\n<tool_call>\n<function=rea") == []
-    assert [call.name for call in calls_in(replies.feed("d>"))] == ["read", None]
+    assert [call.get("name") for call in calls_in(replies.feed("d>"))] == ["read", None]
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -312,7 +320,7 @@ def test_only_the_whole_arguments_are_json(write: Writer) -> None:
     # Some clients take the first arguments that parse for the whole of them.
     replies, states = stream(), [""]
     for char in write("write", {"n": 1, "tree": {"a": {}}, "text": "}", "items": [[]]}):
-        states += [states[-1] + call.arguments for call in calls_in(replies.feed(char))]
+        states += [states[-1] + call["arguments"] for call in calls_in(replies.feed(char))]
 
     def is_json(text: str) -> bool:
         try:
@@ -550,7 +558,7 @@ def test_text_between_and_after_calls_is_content() -> None:
 
 
 def foreign(start: str, end: str, parse: Callable[[str, Any], Any]) -> ToolFormat:
-    found = ToolFormat.detect("", start=start, end=end, parse=parse)
+    found = ToolFormat.detect("", "generic", start=start, end=end, parse=parse)
     assert found and found.dialect == "foreign"
     return found
 
@@ -595,8 +603,10 @@ def test_what_a_foreign_parser_cannot_read_is_text(result: Any) -> None:
 
 
 def test_formats_are_read_off_the_template() -> None:
-    def detect(template: str, start: str | None = None) -> tuple[str, str] | None:
-        found = ToolFormat.detect(template, start=start, end=None, parse=None)
+    def detect(
+        template: str, start: str | None = None, family: str = "generic"
+    ) -> tuple[str, str] | None:
+        found = ToolFormat.detect(template, family, start=start, end=None, parse=None)
         return (found.dialect, found.gap) if found else None
 
     assert detect("'<tool_call>\\n<function=' + name") == ("qwen", "\n")
@@ -607,6 +617,9 @@ def test_formats_are_read_off_the_template() -> None:
     assert detect("no tools") is None
     assert detect("<arg_key>") is None
     assert detect("<tool_call>", "<tool_call>") == ("hermes", "")
+    both = "<tool_call><function= <tool_call>{name}<arg_key>"  # the family's own goes first
+    assert [detect(both, family=name) for name in ("qwen3", "glm4")] == [("qwen", ""), ("glm", "")]
+    assert detect("<tool_call>", family="glm4") == ("hermes", "")
 
 
 def test_openings_are_the_beginnings_of_calls() -> None:
@@ -664,7 +677,8 @@ REAL_ARGUMENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_templates_calls_are_read_back(name: str) -> None:
     template = real_template(name)
-    tool_format = ToolFormat.detect(template, start="<tool_call>", end="</tool_call>", parse=None)
+    tags = {"start": "<tool_call>", "end": "</tool_call>"}
+    tool_format = ToolFormat.detect(template, "generic", **tags, parse=None)
     assert tool_format and tool_format.dialect == REAL[name]
     calls = [
         {"type": "function", "function": {"name": tool_name, "arguments": arguments}}
@@ -702,6 +716,7 @@ def test_gemma_calls_are_read_by_mlx_lms_parser() -> None:
     text = text[: text.index("<tool_call|>") + len("<tool_call|>")]
     tool_format = ToolFormat.detect(
         template,
+        "generic",
         start=gemma4.tool_call_start,
         end=gemma4.tool_call_end,
         parse=gemma4.parse_tool_call,

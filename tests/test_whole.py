@@ -23,7 +23,7 @@ import start_llm
 from serving import SYSTEM, Client, Scribe, Talk, free_port, user, wait_until
 from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
 
-N_DISCONNECTS = 200
+N_DISCONNECTS = 390  # with the malformed ones and some that are right: 500 mixed requests
 N_MALFORMED = 100
 GROWTH = 1.05  # of memory, after the storm
 BODY_LIMIT = 1 << 20
@@ -34,7 +34,9 @@ CHAT = "/v1/chat/completions"
 class Program:
     """start-llm.py, copied to a folder of its own, running there in a process."""
 
-    def __init__(self, folder: Path, model: str | Path, *, port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, model: str | Path, *, port: int | None = None, **more: str
+    ) -> None:
         folder.mkdir(exist_ok=True)
         shutil.copy(start_llm.__file__, folder / "start-llm.py")
         self.port = port or free_port()
@@ -43,11 +45,11 @@ class Program:
             "MODEL_PATH": str(model),
             "MLX_PORT": str(self.port),
             "ENABLE_PROXY": "false",
-            "MALLOC_ARENA_MAX": "1",  # glibc's arena per thread would look like growth
             "LOG_ROOT": str(folder / "logs"),
             "MAX_BODY_BYTES": str(BODY_LIMIT),
             "PROMPT_CACHE_TTL_SECONDS": str(TTL_SECONDS),
             "HF_HUB_OFFLINE": "1",
+            **more,
         }
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
@@ -152,6 +154,7 @@ def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
         "missing": start(tmp_path / "missing"),
         "nope7": start(unknown),
         str(first.port): start(model, port=first.port),
+        "API_KEY": start(model, MLX_HOST="0.0.0.0"),
     }
     for named, program in refused.items():
         assert program.process.wait(timeout=60) == 2
@@ -159,6 +162,43 @@ def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
         assert sentence.startswith("start-llm: ")
         assert named in sentence
     assert first.get("/health")[0] == 200
+
+
+# -- LiteLLM beside it -----------------------------------------------------------------------------
+
+
+def is_up(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def test_copied_alone_it_says_that_there_is_no_proxy_and_serves(start, model):
+    program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(free_port()))
+    program.wait_until_ready()
+    wait_until(lambda: program.said.count("no proxy") == 1)
+    assert program.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "told twice"])
+def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, how):
+    if not Path(sys.executable).with_name("litellm").exists():
+        pytest.skip("LiteLLM is not installed")
+    beside = Path("scripts", "litellm_beside.py")
+    (tmp_path / "program0" / beside.parent).mkdir(parents=True)
+    shutil.copy(Path(start_llm.__file__).parent / beside, tmp_path / "program0" / beside)
+    port = free_port()
+    program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(port))
+    program.wait_until_ready()
+    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{port}" in program.said, seconds=120)
+    family = psutil.Process(program.process.pid).children(recursive=True)
+    if how == "killed":
+        program.end(signal.SIGKILL)
+    while program.process.poll() is None:
+        program.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert not psutil.wait_procs(family, 10)[1]
+    assert not is_up(port)
 
 
 # -- clients that leave ----------------------------------------------------------------------------
@@ -178,7 +218,7 @@ def endless_request(rng: random.Random, end: int) -> bytes:
 
 
 def http_bytes(body: bytes, *, line: str = f"POST {CHAT} HTTP/1.1", **headers: str) -> bytes:
-    named = {"Host": "x", "Content_Length": str(len(body)), **headers}
+    named = {"Host": "localhost", "Content_Length": str(len(body)), **headers}
     lines = [line, *(f"{name.replace('_', '-')}: {value}" for name, value in named.items())]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -381,9 +421,9 @@ def test_it_stands_clients_that_leave_and_requests_that_are_wrong(start, model):
     program = start(model)
     program.wait_until_ready()
     said = converse(program.port, seed=2)
-    for wave in (1, 2):  # what is kept for good, buffers and memories of fixed size, fills up
-        many_leave(program.port, end, seeds=range(wave * N_DISCONNECTS, (wave + 1) * N_DISCONNECTS))
-        check_malformed(program.port)
+    # what is kept for good, buffers and memories of fixed size, fills up
+    many_leave(program.port, end, seeds=range(N_DISCONNECTS, N_DISCONNECTS + 100))
+    check_malformed(program.port)
     before = at_rest(program)
 
     many_leave(program.port, end, seeds=range(N_DISCONNECTS))

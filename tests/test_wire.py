@@ -590,31 +590,31 @@ def test_thinking_parts_of_a_reply_are_its_thinking():
 
 CLAUDE_USER = json.dumps({"device_id": "d", "session_id": "s-claude"})
 IDS = [  # most specific first: each wins over all that follow
-    ({"session_id": "a"}, {}, "a", "session_id"),
-    ({"conversation_id": "b"}, {}, "b", "conversation_id"),
-    ({"thread_id": "c"}, {}, "c", "thread_id"),
-    ({"chat_id": 12}, {}, "12", "chat_id"),
-    ({"metadata": {"session_id": "d"}}, {}, "d", "metadata.session_id"),
-    ({"metadata": {"user_id": CLAUDE_USER}}, {}, "s-claude", "metadata.user_id"),
-    ({}, {"X-Claude-Code-Session-Id": "e"}, "e", "x-claude-code-session-id"),
-    ({}, {"x-session-id": "f"}, "f", "x-session-id"),
-    ({}, {"Thread-Id": "g"}, "g", "thread-id"),
-    ({}, {"session-id": "h"}, "h", "session-id"),
-    ({"prompt_cache_key": "i"}, {}, "i", "prompt_cache_key"),
-    ({"user": "j"}, {}, "j", "user"),
+    ({"session_id": "a"}, {}, "a"),
+    ({"conversation_id": "b"}, {}, "b"),
+    ({"thread_id": "c"}, {}, "c"),
+    ({"chat_id": 12}, {}, "12"),
+    ({"metadata": {"session_id": "d"}}, {}, "d"),
+    ({"metadata": {"user_id": CLAUDE_USER}}, {}, "s-claude"),
+    ({}, {"X-Claude-Code-Session-Id": "e"}, "e"),
+    ({}, {"x-session-id": "f"}, "f"),
+    ({}, {"Thread-Id": "g"}, "g"),
+    ({}, {"session-id": "h"}, "h"),
+    ({"prompt_cache_key": "i"}, {}, "i"),
+    ({"user": "j"}, {}, "j"),
 ]
 
 
 @pytest.mark.parametrize("n", range(len(IDS)))
 def test_a_session_id_is_found_wherever_clients_put_it(n):
-    fields, headers, session_id, source = IDS[n]
-    assert chat(headers, **fields).session == SessionContext(session_id, source)
+    fields, headers, session_id = IDS[n]
+    assert chat(headers, **fields).session == SessionContext(session_id)
     assert chat(extra_body=fields).session.session_id == (session_id if fields else None)
     everything, all_headers = {}, {}
     for later_fields, later_headers, *_ in reversed(IDS[n:]):
         everything |= {**later_fields, **_merged_metadata(everything, later_fields)}
         all_headers |= later_headers
-    assert chat(all_headers, **everything).session == SessionContext(session_id, source)
+    assert chat(all_headers, **everything).session == SessionContext(session_id)
 
 
 def _merged_metadata(old, new):
@@ -637,15 +637,14 @@ def _merged_metadata(old, new):
 )
 def test_what_is_no_session_id_is_passed_over(fields):
     assert chat(**fields).session == SessionContext()
-    assert chat(**{**fields, "user": "u"}).session == SessionContext("u", "user")
+    assert chat(**{**fields, "user": "u"}).session == SessionContext("u")
 
 
 def test_a_sub_agent_has_a_session_of_its_own_and_a_parent():
     agent = {"x-claude-code-session-id": "main", "x-claude-code-agent-id": "7"}
-    place = "x-claude-code-session-id"
-    assert chat(agent).session == SessionContext("main/7", place, "main")
+    assert chat(agent).session == SessionContext("main/7", "main")
     child = {"x-session-id": "child", "x-parent-session-id": "main"}
-    assert chat(child).session == SessionContext("child", "x-session-id", "main")
+    assert chat(child).session == SessionContext("child", "main")
 
 
 def test_a_session_id_is_bounded():

@@ -1,0 +1,216 @@
+"""Find the model that a name stands for, fetch what of it is not here yet, and print its folder.
+
+    python scripts/fetch_model.py [NAME] [--memory-bytes N]
+
+NAME is a folder, a Hugging Face repository or "demo". Without one it is MODEL_PATH, and without
+that what start-llm.py then serves. MODEL_PATH and HF_TOKEN come from the environment or from .env.
+
+start-llm.py runs this where MODEL_PATH is no complete folder; by hand it fetches a model before
+going offline. The last line of stdout is the folder; progress is on stderr. What fails is one
+sentence on stderr and exit status 2. What can be known before a long download (type, size against
+memory and disk) is asked before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import huggingface_hub
+import mlx_lm
+import psutil  # type: ignore[import-untyped]
+from dotenv import dotenv_values
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
+from rich.filesize import decimal as in_bytes
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+DEMO: Final = "demo"
+DEFAULT_ON_APPLE: Final = "lmstudio-community/GLM-4.7-Flash-MLX-4bit"
+# What to suggest instead of a model that cannot work here: bytes of its weights.
+SMALLER: Final = {
+    "mlx-community/Qwen3-30B-A3B-4bit": 17_200_000_000,
+    "mlx-community/Qwen3-8B-4bit": 4_610_000_000,
+    "mlx-community/Qwen3-4B-4bit": 2_260_000_000,
+    "mlx-community/Qwen3-0.6B-4bit": 335_000_000,
+}
+WORKING_BYTES: Final = 512 * 2**20  # beside the weights: activations, a first few thousand tokens
+# What mlx-lm needs of a repository: the folder, or the list of files of a dry run.
+snapshot = partial(huggingface_hub.snapshot_download, allow_patterns=DEFAULT_ALLOW_PATTERNS)
+
+
+class FetchError(Exception):
+    """Why there is no model, in one sentence."""
+
+
+@contextmanager
+def in_a_sentence(what_fails: str) -> Iterator[None]:
+    """Turn whatever is raised inside into a FetchError."""
+    try:
+        yield
+    except FetchError:
+        raise
+    except Exception as error:  # mlx-lm, the hub, httpx, xet raise what they like
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise FetchError(f"{what_fails}: {reason or type(error).__name__}") from error
+
+
+def tell(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
+
+
+# Find -------------------------------------------------------------------------
+
+
+def default_name() -> str:
+    """What start-llm.py serves when MODEL_PATH is unset."""
+    is_apple_silicon = (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    return DEFAULT_ON_APPLE if is_apple_silicon else DEMO
+
+
+def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
+    """The folder of a model; a first time may take minutes. Raises FetchError."""
+    if name == DEMO:
+        return demo_folder()
+    with in_a_sentence(f"MODEL_PATH={name} cannot be used"):
+        folder = Path(name).expanduser()
+        if folder.exists():
+            return complete(folder)
+    with suppress(OSError, ValueError, FetchError):  # it is not in the local cache, or not whole
+        return complete(Path(snapshot(name, local_files_only=True)))
+    return download(name, token=token, memory_bytes=memory_bytes)
+
+
+def complete(folder: Path) -> Path:
+    """`folder`, if it has all that mlx-lm needs. Raises FetchError, saying what lacks."""
+    with in_a_sentence(f"The model folder {folder} cannot be used"):
+        index = folder / "model.safetensors.index.json"
+        listed = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ()
+        needed = ("config.json", "model*.safetensors", *sorted(set(listed)))
+        lacks = [name for name in needed if not any(file.is_file() for file in folder.glob(name))]
+        if lacks:
+            lack = ", ".join(lacks[:3])
+            raise ValueError(f"it has no {lack} (mlx-lm reads neither GGUF nor PyTorch files)")
+        return folder
+
+
+def demo_folder() -> Path:
+    """The demo model beside start-llm.py, or one made by make_demo_model.py and kept."""
+    bundled, script = ROOT / "models" / DEMO, ROOT / "scripts" / "make_demo_model.py"
+    if bundled.is_dir():
+        return complete(bundled)
+    # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
+    cache = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm"
+    with in_a_sentence(f"There is no demo model, neither {bundled} nor one in {cache}"):
+        sources = (script, *sorted(script.with_name("demo_model").glob("*")))
+        digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+        folder = cache / f"demo-{digest[:12]}"
+        if not folder.is_dir():
+            tell(f"making the demo model in {folder} (once)")
+            make_demo(script, folder)
+        return complete(folder)
+
+
+def make_demo(script: Path, folder: Path) -> None:
+    """Run the script in a folder of its own, then rename: a half-made model is never found."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
+        command = [sys.executable, str(script), f"{making}/{DEMO}"]
+        run = subprocess.run(command, check=False, capture_output=True, text=True)
+        if run.returncode:
+            last = run.stderr.rstrip().rpartition("\n")[2]
+            raise FetchError(f"{script} failed with status {run.returncode}: {last}")
+        with suppress(OSError):  # another start of the server was quicker
+            Path(command[-1]).rename(folder)
+
+
+# Fetch ------------------------------------------------------------------------
+
+
+def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
+    """Fetch what is not here yet, the hub showing how far it is. Raises FetchError."""
+    hub, errors = huggingface_hub.constants.ENDPOINT, huggingface_hub.errors
+    advice = f"start again to resume, or set MODEL_PATH to a folder or to {DEMO}"
+    with in_a_sentence(f"{repo} is not complete in the local cache and {hub} fails ({advice})"):
+        try:
+            # Asked first because it fails at once; without a network the others retry for 23 s.
+            huggingface_hub.HfApi().model_info(repo, token=token, timeout=10)
+            config_file = huggingface_hub.hf_hub_download(repo, "config.json", token=token)
+            check_architecture(Path(config_file))
+            check_room(repo, snapshot(repo, token=token, dry_run=True), memory_bytes=memory_bytes)
+            return complete(Path(snapshot(repo, token=token)))
+        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+            neither = f"neither a folder on this machine nor a repository on {hub}"
+            why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
+            if isinstance(error, errors.GatedRepoError):
+                why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
+            raise FetchError(why) from error
+
+
+def check_architecture(config_file: Path) -> None:
+    """Raise FetchError unless mlx-lm, or the model's own file, can build what this names."""
+    with in_a_sentence(f"{config_file} cannot be read"):
+        facts = {**json.loads(config_file.read_bytes())}
+    kind, version = facts.get("model_type"), mlx_lm.__version__
+    with in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
+        _ = facts.get("model_file") or _get_classes(facts)  # private, but what mlx_lm.load() asks
+
+
+def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
+    """Raise FetchError unless memory has room for the weights and the disk for what is to come."""
+    weights = sum(f.file_size or 0 for f in files if f.filename.endswith(".safetensors"))
+    to_fetch = sum(f.file_size or 0 for f in files if f.will_download)
+    needed, cache = weights + WORKING_BYTES, huggingface_hub.constants.HF_HUB_CACHE
+    free = shutil.disk_usage(cache).free
+    if needed > memory_bytes or to_fetch > free:
+        raise FetchError(
+            f"{repo} needs {in_bytes(needed)} of memory (this device recommends at most "
+            f"{in_bytes(memory_bytes)}) and {in_bytes(to_fetch)} more on disk ({cache} has "
+            f"{in_bytes(free)} free); MODEL_PATH={fitting(min(memory_bytes, free))} would fit."
+        )
+    tell(f"{repo}: fetching {in_bytes(to_fetch)} into {cache}")
+
+
+def fitting(room_bytes: int) -> str:
+    """The largest of the models we suggest that works in so much memory."""
+    return next((name for name, n in SMALLER.items() if n + WORKING_BYTES <= room_bytes), DEMO)
+
+
+# Program ----------------------------------------------------------------------
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="folder, repository or demo")
+    total = psutil.virtual_memory().total
+    text = "that a model may use (default: this machine's, %(default)s)"
+    parser.add_argument("--memory-bytes", metavar="N", type=int, default=total, help=text)
+    args = parser.parse_args()
+    settings = {**dotenv_values(ROOT / ".env"), **os.environ}
+    name = args.name or (settings.get("MODEL_PATH") or "").strip() or default_name()
+    token = (settings.get("HF_TOKEN") or "").strip() or None
+    # Ctrl-C ends it at once; Python would wait for the hub's threads, to the end of their files.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        print(find(name, token=token, memory_bytes=args.memory_bytes))
+    except FetchError as error:
+        tell(str(error))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""Show what a running server holds: cache, memory, and why prompts were read again.
+
+    python scripts/inspect_mlx_cache.py                     the server on 127.0.0.1:8080
+    python scripts/inspect_mlx_cache.py --url URL --key K   another one
+    python scripts/inspect_mlx_cache.py LOG                 a session log: what each request reused
+    python scripts/inspect_mlx_cache.py --json              as the server said it
+
+EXIT STATUS  0 shown, 2 there is nothing to show
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal as in_bytes
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+
+Body = dict[str, Any]
+COLUMNS = ("time", "prompt", "cached", "match", "prefill", "decode", "ttft_ms", "out", "finish")
+
+
+def status_of(url: str, key: str) -> Body:
+    """GET /v1/status. Raises OSError when nobody answers or the key is wrong."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    asked = urllib.request.Request(f"{url.rstrip('/')}/v1/status", headers=headers)
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        body: Body = json.load(response)
+        return body
+
+
+def tree_of(lines: list[Body]) -> Tree:
+    """Conversations as branches of what they share."""
+    root = Tree("cache")
+    nodes: dict[int | None, Tree] = {None: root}
+    waiting = sorted(lines, key=lambda line: -line["tokens"])
+    while waiting:
+        ready = [line for line in waiting if line["parent"] in nodes]
+        for line in ready or waiting:  # a parent that has gone meanwhile is no reason to hide it
+            own = f"{line['tokens']:,} tokens" + (
+                f", from {line['shared']:,} on" * bool(line["shared"])
+            )
+            state = "running" if line["running"] else f"idle {line['idle_seconds']:.0f} s"
+            text = f"{own}, {in_bytes(line['bytes'])}, {state}  {escape(line['session'])}"
+            nodes[line["id"]] = nodes.get(line["parent"], root).add(text)
+        waiting = [line for line in waiting if line["id"] not in nodes]
+    return root
+
+
+def show_status(body: Body, console: Console) -> None:
+    """Memory, the cache, and what was prefilled again."""
+    console.print(f"{body.get('model', {}).get('id', '-')}: {body['status']}")
+    kinds = (f"{kind} {in_bytes(size)}" for kind, size in body["memory"].items())
+    console.print("memory: " + ", ".join(kinds))
+    console.print(tree_of(body["cache"]))
+    rare = {name: n for name, n in body["counters"].items() if n}
+    console.print(
+        "counters above zero: " + (", ".join(f"{k} {n}" for k, n in rare.items()) or "none")
+    )
+    for one in body["divergences"]:
+        console.print(f"{one['again']:,} tokens again: {escape(one['why'])}", highlight=False)
+
+
+def show_log(path: Path, console: Console) -> None:
+    """One row for each request of a session log."""
+    table = Table(*COLUMNS)
+    for line in path.read_text("utf-8").splitlines():
+        record = json.loads(line)
+        table.add_row(*(escape(str(record.get(name, "-"))) for name in COLUMNS))
+    console.print(table)
+
+
+def main() -> int:
+    """Read the arguments, show what they name."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("log", nargs="?", type=Path, help="a cache-session-*.log")
+    parser.add_argument("--url", default="http://127.0.0.1:8080")
+    parser.add_argument("--key", default=os.environ.get("API_KEY", "").partition(",")[0])
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    console = Console(soft_wrap=True)
+    try:
+        if args.log:
+            show_log(args.log, console)
+        elif args.json:
+            print(json.dumps(status_of(args.url, args.key), indent=1))
+        else:
+            show_status(status_of(args.url, args.key), console)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{args.log or args.url}: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

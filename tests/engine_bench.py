@@ -1,0 +1,100 @@
+"""An engine on a tiny model, without HTTP: jobs in, events out, a cold run as the oracle."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import start_llm as s
+from mlx_lm import load
+from mlx_lm.models.cache import make_prompt_cache
+from serving import Recorder
+
+VOCAB = 300  # plain text tokens of the tiny models' vocabulary
+GREEDY = s.Sampling(
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    repetition_context_size=64,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    seed=None,
+)
+
+
+class Bench:
+    """An engine on a tiny model, with a record of the log-probabilities of every token."""
+
+    def __init__(self, path, monkeypatch, **settings):
+        self.path = path
+        self.oracle, _ = load(str(path))
+        self.seen: dict[s.Ticket, list[np.ndarray]] = {}
+        self.asked: dict[s.Ticket, list[int]] = {}
+        tell = s.Row.tell
+
+        def recorded(row, token, *, logprobs):
+            self.seen.setdefault(row.ticket, []).append(np.array(logprobs))
+            tell(row, token, logprobs=logprobs)
+
+        monkeypatch.setattr(s.Row, "tell", recorded)
+        config = s.Config(**settings)
+        self.metrics = s.CacheMetrics()
+        self.engine = s.Engine(config, self.metrics, load=self._load)
+        self.engine.start()
+        assert self.engine.settled.wait(60) and self.engine.trouble is None
+
+    def _load(self):
+        self.model = Recorder(load(str(self.path))[0])
+        return SimpleNamespace(model=self.model, eos_ids=frozenset(), nbytes=1 << 20)
+
+    def submit(self, tokens, n=8, boundaries=(), **fields):
+        job = s.Job(
+            prompt=s.Prompt(
+                b"r", np.asarray(tokens, np.int32), s._block_hashes(tokens, 16, root=b"r")
+            ),
+            boundaries=tuple(boundaries),
+            max_tokens=n,
+            sampling=fields.pop("sampling", GREEDY),
+            **fields,
+        )
+        ticket = self.engine.submit(job)
+        self.asked[ticket] = list(tokens)
+        return ticket
+
+    def finish(self, ticket, timeout=20):
+        ids = []
+        while True:
+            event = ticket.next_event(timeout)
+            assert event is not None, "nothing happened for too long"
+            if isinstance(event, s.Token):
+                ids.append(event.id)
+            assert not isinstance(event, s.ServerError), str(event)
+            if isinstance(event, s.Finished):
+                return ids, event
+
+    def ask(self, tokens, n=8, **fields):
+        ticket = self.submit(tokens, n, **fields)
+        ids, end = self.finish(ticket)
+        return ids, end, ticket
+
+    def worst(self, ticket, ids):
+        """Largest difference to a cold run over all generated tokens of a request."""
+        plain = self.oracle
+        cache = make_prompt_cache(plain)
+        inputs, worst = self.asked[ticket], 0.0
+        while len(inputs) > 4096:  # the scores of a 16k prompt at once would be 2 GB
+            plain(mx.array([inputs[:4096]]), cache=cache)
+            mx.eval([c.state for c in cache])
+            inputs = inputs[4096:]
+        for token, warm in zip(ids, self.seen[ticket], strict=True):
+            logits = plain(mx.array([inputs]), cache=cache)[:, -1, :]
+            cold = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0]
+            worst = max(worst, float(np.abs(cold - warm).max()))
+            inputs = [token]
+        return worst
+
+
+def words(rng, n):
+    return rng.integers(10, VOCAB, n).tolist()

@@ -1,0 +1,320 @@
+"""ENGINE under limits and faults: who is over a limit ends cleanly, everybody else exactly."""
+
+import threading
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from engine_bench import GREEDY, words
+from serving import wait_until
+
+TOLERANCE = {"qwen3": 0.0, "qwen3_5": 0.0, "gemma3_text": 1e-4}
+
+
+def outcome(bench, ticket, timeout=30):
+    """(ids, Finished or the error): how a request went, whatever way that was."""
+    ids = []
+    while True:
+        event = ticket.next_event(timeout)
+        assert event is not None, "nothing happened for too long"
+        if isinstance(event, s.Token):
+            ids.append(event.id)
+        elif not isinstance(event, s.Progress):
+            return ids, event
+
+
+def is_exact(bench, kind, ticket, ids):
+    """What came is what a cold run of these tokens says."""
+    bench.seen[ticket] = bench.seen[ticket][: len(ids)]
+    return bench.worst(ticket, ids) <= TOLERANCE[kind]
+
+
+def slowly(seconds_per_token):
+    return lambda fed: time.sleep(seconds_per_token * sum(len(one.tokens) for one in fed))
+
+
+def check_it_still_works(b, kind, prompts):
+    """Nothing is left running, and each prompt, warm by now or not, is answered exactly."""
+    wait_until(lambda: not any(b.engine.status()[key] for key in ("prefilling", "decoding")))
+    for prompt in prompts:
+        ids, _, ticket = b.ask(prompt, n=4)
+        assert is_exact(b, kind, ticket, ids)
+    assert b.engine.state == "ready"
+    assert not any(line["running"] for _, line in b.engine.ask(lambda x: x.cache.snapshot()))
+
+
+# -- deadlines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_a_reply_ends_at_its_deadline_and_what_it_computed_is_kept(bench, kind):
+    b = bench(kind, generation_watchdog_seconds=0.5)
+    prompt = words(np.random.default_rng(1), 300)
+    b.model.before_call = lambda fed: time.sleep(0.02)
+    began = time.monotonic()
+    ids, end, ticket = b.ask(prompt, n=4000)
+    assert end.reason == "deadline" and 0.5 <= time.monotonic() - began < 2
+    assert 0 < len(ids) < 100 and is_exact(b, kind, ticket, ids)
+    again, end, ticket = b.ask(prompt + ids, n=3)
+    assert end.cached >= len(prompt + ids) - 2 and is_exact(b, kind, ticket, again)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_retries_of_a_prompt_too_long_for_one_deadline_finish_it(bench, kind):
+    b = bench(kind, generation_watchdog_seconds=0.6)
+    prompt, ends = words(np.random.default_rng(2), 6000), []
+    b.model.before_call = slowly(0.25e-3)  # 1.5 s for the prompt
+    while not ends or ends[-1].reason == "deadline":
+        ids, end, ticket = b.ask(prompt, n=1)
+        ends.append(end)
+    assert len(ends) > 1 and len(ids) == 1
+    cached = [end.cached for end in ends]
+    assert cached == sorted(set(cached)), "an attempt did not go on from where the last one was"
+    b.model.before_call = lambda fed: None
+    assert is_exact(b, kind, ticket, ids)
+    assert sum(len(one.tokens) for one in b.model.fed) <= len(prompt) + 2 * len(ends)
+
+
+def test_who_waits_longer_than_allowed_is_told_and_the_one_at_work_is_not_disturbed(bench):
+    b = bench("qwen3", batch_max_rows=1, queue_timeout_seconds=0.3)
+    rng = np.random.default_rng(3)
+    b.model.before_call = lambda fed: time.sleep(0.01)
+    running = b.submit(words(rng, 100), n=150)
+    waiting = b.submit(words(rng, 100))
+    ids, error = outcome(b, waiting)
+    assert ids == [] and isinstance(error, s.Overloaded)
+    assert "QUEUE_TIMEOUT_SECONDS" in str(error) and error.headers["Retry-After"]
+    ids, end = b.finish(running)
+    assert end.reason == "length" and len(ids) == 150 and is_exact(b, "qwen3", running, ids)
+
+
+def test_who_does_not_read_is_dropped_and_the_others_go_on(bench, monkeypatch):
+    monkeypatch.setattr(s, "BACKLOG_EVENTS", 50)
+    b, rng = bench("qwen3"), np.random.default_rng(4)
+    deaf = b.submit(words(rng, 100), n=3000)
+    prompt = words(rng, 100)
+    ids, _, ticket = b.ask(prompt, n=40)
+    assert is_exact(b, "qwen3", ticket, ids)
+    wait_until(lambda: b.engine.status()["decoding"] == 0)
+    ids, end = outcome(b, deaf)
+    assert end.reason == "cancelled" and len(ids) < 100
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5", "gemma3_text"])
+def test_memory_stays_below_its_limit_whatever_is_asked_at_once(bench, monkeypatch, kind):
+    peaks, reset = [], mx.reset_peak_memory
+
+    def noted():
+        peaks.append(mx.get_peak_memory())
+        reset()
+
+    monkeypatch.setattr(mx, "reset_peak_memory", noted)
+    reset()
+    limit = 48 << 20
+    b, rng = bench(kind, memory_limit_bytes=limit), np.random.default_rng(5)
+    base = mx.get_active_memory() - (1 << 20)  # both models, but what the limit counts for one
+    most = min(b.engine.capacity_tokens - 100, 6000)
+    shared = words(rng, 1000)
+    for _ in range(3):
+        lengths = rng.integers(10, most - 1000, 10).tolist()
+        tickets = [b.submit(shared + words(rng, n), n=32) for n in [*lengths, most - 1000]]
+        results = [outcome(b, ticket, 120) for ticket in tickets]
+        assert all(isinstance(end, s.Finished) for _, end in results)
+    noted()
+    ids, _, ticket = b.ask(shared + words(rng, 10))
+    assert is_exact(b, kind, ticket, ids)
+    assert (peak := max(peaks) - base) < limit, peak
+    assert b.metrics.snapshot()["evicted_for_room"] > 0, "it was never tight: this tested nothing"
+
+
+def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
+    b, rng = bench("qwen3", memory_limit_bytes=13 << 20), np.random.default_rng(6)
+    capacity = b.engine.capacity_tokens
+    prompts = [words(rng, 100) for _ in range(6)]
+    tickets = [b.submit(prompt, n=capacity // 2) for prompt in prompts]
+    results = [outcome(b, ticket, 120) for ticket in tickets]
+    refused = [end for _, end in results if isinstance(end, s.Overloaded)]
+    assert 0 < len(refused) < len(tickets)
+    assert all("bytes of KV are in use" in str(error) for error in refused)
+    for ticket, (ids, _) in zip(tickets, results, strict=True):
+        if ids:
+            assert is_exact(b, "qwen3", ticket, ids[:200])
+    held = b.engine.memory["running"] + b.engine.memory["cache"]
+    assert held <= b.engine.status()["cache_max_bytes"]
+    check_it_still_works(b, "qwen3", prompts[:2])
+
+
+def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
+    """Its own KV is the last to be evicted for it, and nothing is while rows leave no room."""
+    b, rng = bench("qwen3", memory_limit_bytes=16 << 20), np.random.default_rng(2)
+    capacity = b.engine.capacity_tokens
+    past = words(rng, capacity * 35 // 100)
+    past += b.ask(past, n=4)[0]
+    b.model.before_call = lambda fed: time.sleep(0.02 * (sum(len(one.tokens) for one in fed) < 4))
+    running = b.submit(words(rng, capacity * 45 // 100), n=100)
+    wait_until(lambda: b.engine.status()["decoding"] == 1)
+    on = b.submit(past + words(rng, capacity * 22 // 100), n=8)
+    ids, end = outcome(b, on, 60)
+    assert isinstance(end, s.Finished) and end.cached == len(past), end
+    assert is_exact(b, "qwen3", on, ids)
+    assert isinstance(outcome(b, running, 60)[1], s.Finished)
+
+
+def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
+    b, rng = bench("qwen3", memory_limit_bytes=16 << 20), np.random.default_rng(3)
+    shared = words(rng, b.engine.capacity_tokens * 4 // 10)
+    prompts = [shared + words(rng, 300) for _ in range(3)]
+    prompts = [prompt + b.ask(prompt, n=4)[0] + words(rng, 20) for prompt in prompts]
+    b.model.before_call = lambda fed: time.sleep(0.01 * (sum(len(one.tokens) for one in fed) < 4))
+    tickets = [b.submit(prompt, n=60) for prompt in prompts]
+    for ticket in tickets:
+        _, end = outcome(b, ticket, 60)
+        assert isinstance(end, s.Finished) and end.cached >= len(shared), end
+
+
+def test_a_model_that_leaves_no_room_for_kv_is_refused_in_a_sentence(models, monkeypatch):
+    def load():
+        loaded = s.mlx_lm.load(str(models("qwen3")))[0]
+        return type("Loaded", (), {"model": loaded, "nbytes": 1 << 20, "eos_ids": frozenset()})
+
+    engine = s.Engine(s.Config(memory_limit_bytes=1 << 20), s.CacheMetrics(), load=load)
+    engine.start()
+    assert engine.settled.wait(30)
+    assert "MEMORY_LIMIT_BYTES" in engine.trouble
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[malloc] Unable to allocate 7 bytes.")]
+)
+def test_memory_that_runs_out_is_the_trouble_of_one_request(bench, error):
+    b, prompt = bench("qwen3"), words(np.random.default_rng(7), 300)
+
+    def fail(_fed):
+        b.model.before_call = lambda fed: None
+        raise error
+
+    b.model.before_call = fail
+    ids, end = outcome(b, b.submit(prompt))
+    assert ids == [] and end.status == 503
+    assert "malloc" not in str(end)
+    check_it_still_works(b, "qwen3", [prompt])
+
+
+# -- numbers that are none -------------------------------------------------------------------------
+
+
+class Poisoned:
+    """The model, but a row that feeds its token number `at` gets bad logits."""
+
+    def __init__(self, plain, at, value):
+        self._plain, self._at, self._value = plain, at, value
+
+    def __call__(self, inputs, cache=None):
+        offset = next(layer.offset for layer in cache if hasattr(layer, "offset"))
+        n_rows, n_new = inputs.shape
+        depths = mx.zeros(n_rows, mx.int32) + offset
+        logits = self._plain(inputs, cache=cache)
+        is_hit = (depths <= self._at) & (self._at < depths + n_new)
+        bad = mx.array(np.resize(np.array(self._value, np.float32), logits.shape[-1]))
+        return mx.where(is_hit[:, None, None], bad, logits)
+
+    def __getattr__(self, name):
+        return getattr(self._plain, name)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, [0.0, np.inf], [0.0, np.nan]])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("at", [499, 505])
+def test_a_reply_of_no_numbers_is_an_error_and_nothing_of_it_is_kept(bench, kind, at, value):
+    b, rng = bench(kind), np.random.default_rng(8)
+    prompt, other = words(rng, 500), words(rng, 450)
+    sampling = GREEDY.model_copy(update={"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 3})
+    for bad_sampling in (GREEDY, sampling):
+        plain = b.model.plain
+        b.model.plain = Poisoned(plain, at, value)
+        healthy, sick = b.submit(other, n=30), b.submit(prompt, n=30, sampling=bad_sampling)
+        ids, error = outcome(b, sick)
+        assert isinstance(error, s.GenerationFailed) and "NaN" in str(error)
+        assert len(ids) <= max(0, at - 499)
+        ids, _ = b.finish(healthy)
+        assert len(ids) == 30 and is_exact(b, kind, healthy, ids)
+        b.model.plain = plain
+        check_it_still_works(b, kind, [prompt, other])
+
+
+# -- an exception at every step --------------------------------------------------------------------
+
+STEPS = [
+    *((s.LRUPromptCache, name) for name in ("find", "acquire", "put_back", "add_checkpoint")),
+    *((s.LRUPromptCache, name) for name in ("_move", "_copy", "_split", "_shorten", "_enter")),
+    *((s.Scheduler, name) for name in ("_start", "_prefill", "_slice_length")),
+    *((s.Scheduler, name) for name in ("_begin_decode", "_decode", "_finish")),
+    *((s.Group, name) for name in ("__init__", "step", "absorb", "leave", "padding_with")),
+    *((s.Row, name) for name in ("tell", "read_span")),
+    *((s, name) for name in ("reserve", "evaluate", "lend_span", "take_span", "copy_span")),
+    *((s, name) for name in ("snapshot_state", "restore_state", "_kv_cache_offset", "_stops")),
+    *((s, name) for name in ("make_prompt_cache", "row_from_batch", "to_batch", "_block_hashes")),
+    *((s, name) for name in ("_processors", "_sampler", "recurrent_handles", "_remaining_prefill")),
+]
+
+
+# a dense model has no state to restore, and need not stop for it
+NOT_TAKEN = {("qwen3", "restore_state"), ("qwen3", "_stops")}
+
+
+@pytest.mark.parametrize("owner, name", STEPS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_an_exception_anywhere_costs_no_more_than_the_requests_it_met(
+    bench, monkeypatch, kind, owner, name
+):
+    b, rng = bench(kind, batch_max_rows=3), np.random.default_rng(9)
+    past = words(rng, 600)
+    first, _, _ = b.ask(past, n=4, boundaries=(400,))
+    prompts = [past + first + words(rng, 20), past[:400] + words(rng, 50), words(rng, 300)]
+    real, n_met = getattr(owner, name), 0
+    for fail_at in (1, 2, 4):
+        left = [fail_at]
+
+        def broken(*args, left=left, **how):
+            if threading.current_thread().name == "model":
+                left[0] -= 1
+                if left[0] == 0:
+                    raise RuntimeError("planted: /secret/path [metal::x]")
+            return real(*args, **how)
+
+        monkeypatch.setattr(owner, name, broken)
+        tickets = [b.submit(prompt, n=6, boundaries=(400,)) for prompt in prompts]
+        results = [outcome(b, ticket) for ticket in tickets]
+        monkeypatch.setattr(owner, name, real)
+        n_met += left[0] <= 0
+        for ticket, (ids, end) in zip(tickets, results, strict=True):
+            if ids:
+                assert is_exact(b, kind, ticket, ids)
+            assert isinstance(end, s.Finished) or "planted" not in str(end)
+        check_it_still_works(b, kind, prompts)
+    assert n_met or (kind, name) in NOT_TAKEN, "the step was never taken: this tested nothing"
+
+
+def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(bench, monkeypatch):
+    b, prompt = bench("qwen3"), words(np.random.default_rng(10), 100)
+    b.model.before_call = lambda fed: time.sleep(0.01)
+    running = b.submit(prompt, n=4000)
+    wait_until(lambda: b.engine.status()["decoding"])
+
+    def broken(_self):
+        raise RuntimeError("planted: /secret/path")
+
+    monkeypatch.setattr(s.LRUPromptCache, "sweep", broken)
+    _, error = outcome(b, running, 10)
+    assert isinstance(error, s.NotReady) and error.status == 503
+    with pytest.raises(s.NotReady):
+        b.submit(prompt)
+    with pytest.raises(s.NotReady):
+        b.engine.ask(lambda scheduler: None)
+    assert b.engine.state == "dead" and "planted" not in str(error)
