@@ -13,18 +13,6 @@ from serving import wait_until
 TOLERANCE = {"qwen3": 0.0, "qwen3_5": 0.0, "gemma3_text": 1e-4}
 
 
-def outcome(bench, ticket, timeout=30):
-    """(ids, Finished or the error): how a request went, whatever way that was."""
-    ids = []
-    while True:
-        event = ticket.next_event(timeout)
-        assert event is not None, "nothing happened for too long"
-        if isinstance(event, s.Token):
-            ids.append(event.id)
-        elif not isinstance(event, s.Progress):
-            return ids, event
-
-
 def is_exact(bench, kind, ticket, ids):
     """What came is what a cold run of these tokens says."""
     bench.seen[ticket] = bench.seen[ticket][: len(ids)]
@@ -83,7 +71,7 @@ def test_who_waits_longer_than_allowed_is_told_and_the_one_at_work_is_not_distur
     b.model.before_call = lambda fed: time.sleep(0.01)
     running = b.submit(words(rng, 100), n=150)
     waiting = b.submit(words(rng, 100))
-    ids, error = outcome(b, waiting)
+    ids, error = b.outcome(waiting)
     assert ids == [] and isinstance(error, s.Overloaded)
     assert "QUEUE_TIMEOUT_SECONDS" in str(error) and error.headers["Retry-After"]
     ids, end = b.finish(running)
@@ -98,7 +86,7 @@ def test_who_does_not_read_is_dropped_and_the_others_go_on(bench, monkeypatch):
     ids, _, ticket = b.ask(prompt, n=40)
     assert is_exact(b, "qwen3", ticket, ids)
     wait_until(lambda: b.engine.status()["decoding"] == 0)
-    ids, end = outcome(b, deaf)
+    ids, end = b.outcome(deaf)
     assert end.reason == "cancelled" and len(ids) < 100
 
 
@@ -123,7 +111,7 @@ def test_memory_stays_below_its_limit_whatever_is_asked_at_once(bench, monkeypat
     for _ in range(3):
         lengths = rng.integers(10, most - 1000, 10).tolist()
         tickets = [b.submit(shared + words(rng, n), n=32) for n in [*lengths, most - 1000]]
-        results = [outcome(b, ticket, 120) for ticket in tickets]
+        results = [b.outcome(ticket, 120) for ticket in tickets]
         assert all(isinstance(end, s.Finished) for _, end in results)
     noted()
     ids, _, ticket = b.ask(shared + words(rng, 10))
@@ -137,7 +125,7 @@ def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
     capacity = b.engine.capacity_tokens
     prompts = [words(rng, 100) for _ in range(6)]
     tickets = [b.submit(prompt, n=capacity // 2) for prompt in prompts]
-    results = [outcome(b, ticket, 120) for ticket in tickets]
+    results = [b.outcome(ticket, 120) for ticket in tickets]
     refused = [end for _, end in results if isinstance(end, s.Overloaded)]
     assert 0 < len(refused) < len(tickets)
     assert all("bytes of KV are in use" in str(error) for error in refused)
@@ -159,10 +147,10 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
     running = b.submit(words(rng, capacity * 45 // 100), n=100)
     wait_until(lambda: b.engine.status()["decoding"] == 1)
     on = b.submit(past + words(rng, capacity * 22 // 100), n=8)
-    ids, end = outcome(b, on, 60)
+    ids, end = b.outcome(on, 60)
     assert isinstance(end, s.Finished) and end.cached == len(past), end
     assert is_exact(b, "qwen3", on, ids)
-    assert isinstance(outcome(b, running, 60)[1], s.Finished)
+    assert isinstance(b.outcome(running, 60)[1], s.Finished)
 
 
 def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
@@ -173,7 +161,7 @@ def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
     b.model.before_call = lambda fed: time.sleep(0.01 * (sum(len(one.tokens) for one in fed) < 4))
     tickets = [b.submit(prompt, n=60) for prompt in prompts]
     for ticket in tickets:
-        _, end = outcome(b, ticket, 60)
+        _, end = b.outcome(ticket, 60)
         assert isinstance(end, s.Finished) and end.cached >= len(shared), end
 
 
@@ -200,7 +188,7 @@ def test_memory_that_runs_out_is_the_trouble_of_one_request(bench, error):
         raise error
 
     b.model.before_call = fail
-    ids, end = outcome(b, b.submit(prompt))
+    ids, end = b.outcome(b.submit(prompt))
     assert ids == [] and end.status == 503
     assert "malloc" not in str(end)
     check_it_still_works(b, "qwen3", [prompt])
@@ -239,7 +227,7 @@ def test_a_reply_of_no_numbers_is_an_error_and_nothing_of_it_is_kept(bench, kind
         plain = b.model.plain
         b.model.plain = Poisoned(plain, at, value)
         healthy, sick = b.submit(other, n=30), b.submit(prompt, n=30, sampling=bad_sampling)
-        ids, error = outcome(b, sick)
+        ids, error = b.outcome(sick)
         assert isinstance(error, s.GenerationFailed) and "NaN" in str(error)
         assert len(ids) <= max(0, at - 499)
         ids, _ = b.finish(healthy)
@@ -290,7 +278,7 @@ def test_an_exception_anywhere_costs_no_more_than_the_requests_it_met(
 
         monkeypatch.setattr(owner, name, broken)
         tickets = [b.submit(prompt, n=6, boundaries=(400,)) for prompt in prompts]
-        results = [outcome(b, ticket) for ticket in tickets]
+        results = [b.outcome(ticket) for ticket in tickets]
         monkeypatch.setattr(owner, name, real)
         n_met += left[0] <= 0
         for ticket, (ids, end) in zip(tickets, results, strict=True):
@@ -311,7 +299,7 @@ def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(bench, 
         raise RuntimeError("planted: /secret/path")
 
     monkeypatch.setattr(s.LRUPromptCache, "sweep", broken)
-    _, error = outcome(b, running, 10)
+    _, error = b.outcome(running, 10)
     assert isinstance(error, s.NotReady) and error.status == 503
     with pytest.raises(s.NotReady):
         b.submit(prompt)
