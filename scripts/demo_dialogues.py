@@ -1,0 +1,1160 @@
+"""Conversations for the demo model, generated from a seed: what it learns from and is measured on.
+
+    write_conversation(random.Random(7))                   one to learn from
+    write_conversation(random.Random(7), held_out=True)    one to be measured on
+
+Every invented word (file, folder, tool, argument, key, value) belongs to one of two halves by its
+checksum, so the words of a held-out conversation occur in none that was learnt from. A tool's
+description says in plain words what it does: that is how a tool with an unknown name is found.
+
+Standard library only; the trainer and the benchmark render these with the model's own template.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from demo_smalltalk import FACTS, GENERAL, GREETINGS, SYSTEMS, THANKS
+
+Schema = dict[str, Any]
+
+
+# What a conversation is -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call and what came back. `loose` arguments are free text, which no one compares."""
+
+    thought: str
+    tool: str
+    arguments: dict[str, Any]
+    result: str
+    loose: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question, the calls it takes, and an answer that must contain every one of `quotes`."""
+
+    kind: str
+    user: str
+    steps: tuple[Step, ...]
+    thought: str
+    answer: str
+    quotes: tuple[str, ...] = ()
+    title: str = "A question"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a client would send, and what the model should say."""
+
+    system: str
+    tools: list[Schema]
+    exchanges: tuple[Exchange, ...]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """All of it as chat messages, thoughts included."""
+        said: list[dict[str, Any]] = []
+        if self.system:
+            said.append({"role": "system", "content": self.system})
+        for exchange in self.exchanges:
+            said.append({"role": "user", "content": exchange.user})
+            for step in exchange.steps:
+                call = {"function": {"name": step.tool, "arguments": step.arguments}}
+                said.append(reply("", step.thought) | {"tool_calls": [call]})
+                said.append({"role": "tool", "content": step.result})
+            said.append(reply(exchange.answer, exchange.thought))
+        return said
+
+
+def reply(content: str, thought: str) -> dict[str, Any]:
+    """An assistant message."""
+    return {"role": "assistant", "content": content, "reasoning_content": thought}
+
+
+# Words ------------------------------------------------------------------------------
+
+ONSETS: Final = "b br c cl d dr f fl g gr h j k l m n p pl qu r s sk st t tr v w z".split()
+VOWELS: Final = "a e i o u ai ea oo".split()
+CODAS: Final = ["", "", "", "l", "n", "r", "s", "t", "m", "x", "ck", "nd", "rk"]
+NOUNS: Final = (
+    "notes report config server client budget plan index main utils readme todo draft letter "
+    "invoice order ticket garden window engine bridge harbor planet river forest mountain market "
+    "museum library kitchen camera guitar bottle button candle carpet castle circle copper cotton "
+    "desert dragon eagle falcon fabric feather finger flower hammer island jacket kettle ladder "
+    "lantern lemon magnet marble meadow mirror monkey needle orange otter paddle parrot pebble "
+    "pencil pepper pillow pirate pocket pollen pumpkin rabbit ribbon rocket saddle salmon shadow "
+    "silver spider spring statue summer sunset temple thunder tiger timber tunnel turtle valley "
+    "velvet violin walnut winter wizard yellow zebra account backup cache charge cluster contact "
+    "device event folder group image job key label limit log map metric model module network node "
+    "package page parser path payment port price profile queue record region release rule sample "
+    "schedule score session shipment signal skill source station status stock storage stream task "
+    "team template test theme thread timer token tool trace user value vendor version volume water"
+).split()
+LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.#+"
+PEOPLE: Final = (
+    "Ada Ben Chloe Dana Emil Fatima Georg Hana Ivan Jonas Kim Lena Marco Nadia Omar Paula Quinn "
+    "Rosa Sven Tara Uma Victor Wanda Xenia Yusuf Zoe Amir Bella Carlos Dora"
+).split()
+FOLDERS: Final = "src docs tests lib data notes tools app config scripts examples assets".split()
+ENDINGS: Final = "txt md py json toml yaml csv log ini cfg js ts html sh".split()
+VERBS: Final = "get find fetch check show update create delete send start stop count set".split()
+KEYS: Final = (
+    "port host name version timeout owner color size limit title code price status city level "
+    "speed deadline password language license region mode branch author email retries width "
+    "height total budget rate room code_word user_name max_size log_level start_date"
+).split()
+
+
+def is_held_out(word: str) -> bool:
+    """Which half a word belongs to, for good."""
+    return zlib.crc32(word.lower().encode()) % 5 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Draws words of one half, and things made of them."""
+
+    rng: random.Random
+    held_out: bool
+
+    def ours(self, draw: Callable[[], str]) -> str:
+        """What `draw` gives, as soon as it belongs to this half."""
+        for _ in range(400):
+            word = draw()
+            if is_held_out(word) == self.held_out:
+                return word
+        return self.invented()
+
+    def of(self, pool: Sequence[str]) -> str:
+        """A word of a fixed pool; an invented one if the pool has none of this half."""
+        return self.ours(lambda: self.rng.choice(pool))
+
+    def invented(self) -> str:
+        """A word that no language has."""
+        rng = self.rng
+        while True:
+            n = rng.choice((1, 2, 2, 2, 3))
+            parts = [rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(n)]
+            word = "".join(parts)
+            if len(word) > 3 and is_held_out(word) == self.held_out:
+                return word
+
+    def noun(self) -> str:
+        """A real or an invented word."""
+        return self.of(NOUNS) if self.rng.random() < 0.55 else self.invented()
+
+    def distinct(self, n: int, draw: Callable[[], str]) -> list[str]:
+        """`n` different draws."""
+        found: list[str] = []
+        while len(found) < n:
+            word = draw()
+            if word not in found:
+                found.append(word)
+        return found
+
+    def number(self) -> str:
+        """A whole number of any size that people write."""
+        return str(self.rng.randrange(10 ** self.rng.choice((1, 2, 2, 3, 4, 5))))
+
+    def value(self) -> str:
+        """What may stand behind a key: a word, a number, a code, a name, a date, an address."""
+        rng = self.rng
+        kind = rng.randrange(10)
+        if kind == 9:
+            return "".join(rng.choice(LETTERS) for _ in range(rng.randrange(4, 13)))
+        if kind < 3:
+            return self.noun()
+        if kind < 5:
+            return self.number()
+        if kind == 5:
+            return f"{self.noun().upper()[:4]}-{rng.randrange(10000)}"
+        if kind == 6:
+            return f"{self.noun()} {self.noun()}"
+        if kind == 7:
+            return f"{rng.randrange(2019, 2031)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
+        return f"{self.noun()}@{self.noun()}.{rng.choice(('com', 'org', 'net'))}"
+
+    def file(self) -> str:
+        """A path of a file, relative or absolute."""
+        rng = self.rng
+        stem = self.noun()
+        kind = rng.randrange(8)
+        if kind == 0:
+            stem = f"{stem}_{self.noun()}"
+        elif kind == 1:
+            stem = f"{stem}-{rng.randrange(100)}"
+        elif kind == 2:
+            stem = stem.capitalize()
+        elif kind == 3:
+            stem = stem.upper()
+        name = f"{stem}.{rng.choice(ENDINGS)}"
+        return name if rng.random() < 0.5 else f"{self.folder()}/{name}"
+
+    def folder(self) -> str:
+        """A path of a folder."""
+        rng = self.rng
+        name = rng.choice(FOLDERS) if rng.random() < 0.4 else self.noun()
+        kind = rng.randrange(8)
+        if kind == 0:
+            return f"/home/{self.noun()}/{name}"
+        if kind == 1:
+            return f"{rng.choice(FOLDERS)}/{name}"
+        return f"/{rng.choice(('tmp', 'work', 'srv', 'etc'))}/{name}" if kind == 2 else name
+
+    def key(self) -> str:
+        """The name of a setting or a field; two words now and then."""
+        rng = self.rng
+        roll = rng.random()
+        if roll < 0.35:
+            return self.of(KEYS)
+        return f"{self.noun()}_{self.noun()}" if roll < 0.5 else self.noun()
+
+    def sentence(self) -> str:
+        """A line of prose without a meaning, from a few patterns."""
+        rng, noun = self.rng, self.noun
+        patterns = (
+            f"The {noun()} is near the {noun()}.",
+            f"{rng.choice(PEOPLE)} likes the {noun()} of {noun()}.",
+            f"Every {noun()} needs a {noun()} and {rng.randrange(2, 90)} {noun()}s.",
+            f"Remember to check the {noun()} before {noun()}.",
+            f"{noun().capitalize()} and {noun()} are ready.",
+            f"- {noun()}: {self.value()}",
+            f"# {noun().capitalize()} {noun()}",
+            f"{noun()} {noun()} {noun()}",
+        )
+        return rng.choice(patterns)
+
+
+# Tools ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A tool that many clients have, under many names. Parameters by what they are for."""
+
+    names: str
+    descriptions: Sequence[str]
+    parameters: dict[str, str]  # part -> the names it goes by
+
+
+ROLES: Final[dict[str, Role]] = {
+    "read": Role(
+        "read read_file Read view view_file open_file cat_file fs_read get_file file_read readFile "
+        "load_file show_file ReadFile file_view read_text fetch_file fs__read_file mcp__fs__read "
+        "file_contents view_source",
+        (
+            "Read a file and return its text.",
+            "Reads a file from the disk.",
+            "Read the contents of a file. Long files are cut off.",
+            "Returns the content of the file at a path.",
+            "Reads one text file from the local filesystem. You can access any file directly.",
+            "Show what a file contains",
+        ),
+        {"path": "path file_path filePath filename file target absolute_path file_name pathname"},
+    ),
+    "list": Role(
+        "ls list list_files list_dir LS listDirectory dir list_directory fs_list folder_list "
+        "ListDir get_files browse_folder list_folder mcp__fs__list show_folder",
+        (
+            "List the files in a folder.",
+            "Lists files and directories in a given path.",
+            "Show which files a directory has.",
+            "Returns the names of the files in a folder, one per line",
+        ),
+        {"folder": "path directory dir folder dir_path directory_path location target root"},
+    ),
+    "bash": Role(
+        "bash exec shell run Bash run_command execute_command terminal run_shell shell_exec sh "
+        "exec_command runCommand command_line run_bash mcp__shell__run",
+        (
+            "Run a shell command and return its output.",
+            "Executes a bash command in a persistent shell session.",
+            "Execute a command in the terminal.",
+            "Runs a command line, with an optional timeout.",
+        ),
+        {"command": "command cmd script command_line line shell_command input code"},
+    ),
+    "write": Role(
+        "write write_file Write create_file save_file fs_write file_write writeFile put_file "
+        "save WriteFile store_file new_file mcp__fs__write make_file",
+        (
+            "Write text to a file. An existing file is replaced.",
+            "Writes a file to the local filesystem.",
+            "Create a file with the given content.",
+            "Save content to a file at a path.",
+        ),
+        {
+            "path": "path file_path filePath filename file target file_name destination",
+            "content": "content text contents body data file_text new_content",
+        },
+    ),
+    "grep": Role(
+        "grep search Grep search_files find_text search_text grep_files file_search searchFiles "
+        "code_search ripgrep find_in_files mcp__fs__grep",
+        (
+            "Search all files for a pattern.",
+            "Searches file contents with a regular expression.",
+            "Find the lines that contain a text, in all files.",
+        ),
+        {"pattern": "pattern query regex text needle search_term expression"},
+    ),
+    "edit": Role(
+        "edit edit_file Edit str_replace replace_in_file replace file_edit editFile patch_file "
+        "change_file update_file mcp__fs__edit",
+        (
+            "Replace a text in a file by another.",
+            "Performs exact string replacements in files.",
+            "Edit a file: the old text is replaced by the new one.",
+        ),
+        {
+            "path": "path file_path filePath filename file target",
+            "old": "old_string old_text oldString old find before search",
+            "new": "new_string new_text newString new replace_with after replacement",
+        },
+    ),
+}
+PART_WORDS: Final = {
+    "path": ("The path of the file", "Path to the file", "Which file", "The absolute path"),
+    "folder": ("The folder to list", "Path of the directory", "Which folder", "Directory path"),
+    "command": ("The command to run", "Shell command", "Command line to execute"),
+    "content": ("The text to write", "What the file will contain", "The content of the file"),
+    "pattern": ("What to search for", "The pattern", "The text to find"),
+    "old": ("The text to replace", "The old text", "Text to find"),
+    "new": ("The text to put there", "The new text", "Replacement text"),
+}
+# Parameters that clients add: name, type, description. Nobody has to give them.
+EXTRAS: Final = (
+    ("timeout", "number", "Optional timeout in milliseconds"),
+    ("limit", "integer", "How many lines to read"),
+    ("offset", "integer", "The line to start from"),
+    ("encoding", "string", "utf-8 unless given"),
+    ("recursive", "boolean", "Also below"),
+    ("workdir", "string", "Where to run"),
+    ("background", "boolean", "Do not wait for it"),
+    ("ignore", "array", "Patterns to leave out"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tool as one conversation offers it."""
+
+    name: str
+    schema: Schema
+    parts: dict[str, str]  # what a parameter is for -> its name here
+    label: str = ""  # a required parameter that wants a short text on what the call does
+
+
+@dataclass(slots=True)
+class Custom:
+    """A tool that no other conversation has: what it is about, and what it wants to know."""
+
+    offer: Offer
+    verb: str
+    thing: str
+    kinds: dict[str, str]  # parameter -> JSON type
+    required: list[str]
+
+
+def write_schema(
+    words: Words, name: str, description: str, properties: Schema, required: list[str]
+) -> Schema:
+    """A tool in OpenAI's form, with what some clients add to it."""
+    rng = words.rng
+    parameters: Schema = {"type": "object", "properties": properties, "required": required}
+    if rng.random() < 0.3:
+        parameters["additionalProperties"] = False
+    if rng.random() < 0.15:
+        parameters = {"$schema": "http://json-schema.org/draft-07/schema#"} | parameters
+    if rng.random() < 0.2:
+        parameters = dict(reversed(parameters.items()))
+    function = {"name": name, "description": description, "parameters": parameters}
+    if rng.random() < 0.15:
+        function["strict"] = False
+    return {"type": "function", "function": function}
+
+
+def style(words: Words, parts: Sequence[str]) -> str:
+    """Words as one name, in one of the styles that programs use."""
+    kind = words.rng.randrange(6)
+    if kind < 3:
+        return "_".join(parts)
+    if kind == 3:
+        return parts[0] + "".join(part.capitalize() for part in parts[1:])
+    return "".join(part.capitalize() for part in parts) if kind == 4 else "-".join(parts)
+
+
+def offer_role(words: Words, role_name: str) -> Offer:
+    """One of the common tools, named as some client might name it."""
+    rng, role = words.rng, ROLES[role_name]
+    name = words.of(role.names.split())
+    if rng.random() < 0.2:
+        name = style(words, words.distinct(rng.choice((1, 2)), words.noun))
+    description = rng.choice(role.descriptions)
+    if rng.random() < 0.25:
+        description += " " + rng.choice(SYSTEMS)
+    parts: dict[str, str] = {}
+    for part, names in role.parameters.items():
+        taken = list(parts.values())
+        pool = [option for option in names.split() if option not in taken]
+        parts[part] = words.of(pool) if rng.random() < 0.85 else words.noun()
+        while parts[part] in taken:
+            parts[part] = words.invented()
+    properties = {
+        parts[part]: {"type": "string", "description": rng.choice(PART_WORDS[part])}
+        for part in role.parameters
+    }
+    required = list(properties)
+    label = ""
+    if role_name == "bash" and rng.random() < 0.2 and "description" not in properties:
+        label = "description"
+        properties[label] = {"type": "string", "description": "What the command does, in a few words"}
+        required.append(label)
+    for extra, kind, about in rng.sample(EXTRAS, rng.choice((0, 0, 1, 2))):
+        properties.setdefault(extra, {"type": kind, "description": about})
+    schema = write_schema(words, name, description, properties, required)
+    return Offer(name, schema, parts, label)
+
+
+ABOUT: Final = ("of a {m}", "for a {m}", "in the {m}", "of one {m}")
+
+
+def offer_custom(words: Words) -> Custom:
+    """A tool with a name, a purpose and arguments that were never seen before."""
+    rng = words.rng
+    verb, thing = rng.choice(VERBS), words.noun()
+    subject = words.noun() if rng.random() < 0.8 else f"{words.noun()} {words.noun()}"
+    thing = thing if rng.random() < 0.7 else f"{thing} {words.noun()}"
+    prefix = [words.noun()] if rng.random() < 0.15 else []
+    name = style(words, [*prefix, verb, *thing.split()])
+    if rng.random() < 0.15:
+        name = style(words, words.distinct(rng.choice((1, 2)), words.noun))
+    about = rng.choice(ABOUT).format(m=subject)
+    description = f"{verb.capitalize()} the {thing} {about}."
+    if rng.random() < 0.2:
+        description += " " + rng.choice(SYSTEMS)
+    names = words.distinct(rng.choice((1, 1, 1, 2, 2, 3)), words.key)
+    kinds = {n: rng.choice(("string", "string", "string", "integer", "boolean")) for n in names}
+    optional = names[1:] if rng.random() < 0.3 else []
+    properties: Schema = {}
+    for n, kind in kinds.items():
+        properties[n] = {"type": kind}
+        if rng.random() < 0.75:
+            noun = n.replace("_", " ")
+            properties[n]["description"] = rng.choice((f"The {noun}", f"{noun} to use", noun))
+    required = [n for n in names if n not in optional]
+    schema = write_schema(words, name, description, properties, required)
+    return Custom(Offer(name, schema, {}), verb, thing, kinds, required)
+
+
+# Exchanges --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Desk:
+    """What the exchanges of one conversation share: words and the tools that are offered."""
+
+    words: Words
+    roles: dict[str, Offer] = field(default_factory=dict)
+    customs: list[Custom] = field(default_factory=list)
+
+    @property
+    def rng(self) -> random.Random:
+        """Short for the words' generator."""
+        return self.words.rng
+
+    def pick(self, *options: str) -> str:
+        """One of several ways to say it."""
+        return self.rng.choice(options)
+
+
+def call_role(desk: Desk, role: str, why: str, result: str, **values: str) -> Step:
+    """A step with a common tool; `values` by what each parameter is for."""
+    offer = desk.roles[role]
+    arguments: dict[str, Any] = {offer.parts[part]: value for part, value in values.items()}
+    if offer.label:
+        arguments[offer.label] = why.rstrip(".")
+    thought = f"{why} {offer.name} can do that."
+    return Step(thought, offer.name, arguments, result, frozenset({offer.label} - {""}))
+
+
+def obtain(desk: Desk, file: str, content: str) -> Step:
+    """Read a file with what is offered: the tool for it, or else the shell."""
+    why = f"I need to read {file}."
+    if "read" in desk.roles:
+        return call_role(desk, "read", why, as_read(desk, content), path=file)
+    return call_role(desk, "bash", why, as_printed(desk, content), command=f"cat {file}")
+
+
+def as_read(desk: Desk, content: str) -> str:
+    """How read tools give a file back: as it is, or with line numbers."""
+    lines = content.split("\n")
+    kind = desk.rng.randrange(12)
+    if kind == 0:
+        return "\n".join(f"{i:6}\t{line}" for i, line in enumerate(lines, 1))
+    if kind == 1:
+        return "\n".join(f"{i}: {line}" for i, line in enumerate(lines, 1))
+    if kind == 2:
+        body = "\n".join(f"{i:05}| {line}" for i, line in enumerate(lines, 1))
+        return f"<file>\n{body}\n</file>"
+    return f"<content>\n{content}\n</content>" if kind == 3 else content
+
+
+def as_printed(desk: Desk, output: str) -> str:
+    """How shells give a command's output back."""
+    kind = desk.rng.randrange(10)
+    if kind == 0:
+        return f"{output}\n\n[exit code 0]"
+    if kind == 1:
+        return f"stdout:\n{output}"
+    return f"{output}\n" if kind == 2 else output
+
+
+def read_whole(desk: Desk) -> Exchange:
+    """What does this file say?"""
+    words, rng = desk.words, desk.rng
+    file = words.file()
+    lines = [words.sentence() for _ in range(rng.choice((1, 1, 1, 2, 3, 4)))]
+    content = "\n".join(lines)
+    user = desk.pick(
+        "Read {}", "What is in {}?", "Show me {}", "Open {} and tell me what it says.", "cat {}",
+        "Please read the file {}.", "print the contents of {}", "What does {} say?",
+        "Can you show me what {} contains?", "read {} please", "I want to see {}.",
+        "Tell me what is written in {}.", "Have a look at {}", "Use a tool to read {}.",
+    ).format(file)  # fmt: skip
+    step = obtain(desk, file, content)
+    if len(lines) == 1:
+        answer = f"{file} says: {content}"
+    else:
+        answer = f"{file} says:\n\n{content}"
+    thought = f"I have the text of {file}. I can answer."
+    return Exchange("read", user, (step,), thought, answer, tuple(lines), f"Reading {file}")
+
+
+def settings(desk: Desk, n: int) -> tuple[list[tuple[str, str]], str, list[str]]:
+    """Keys with values, and the lines that say so in one of the ways files do."""
+    words = desk.words
+    pairs = [(key, words.value()) for key in words.distinct(n, words.key)]
+    form = desk.rng.randrange(6)
+    forms = ("{} = {}", "{}: {}", "{}={}", "The {} is {}.", "- {}: {}")
+    if form == 5:
+        text = json.dumps(dict(pairs), indent=2)
+        return pairs, text, [json.dumps({k: v})[1:-1] for k, v in pairs]
+    if form == 3:
+        pairs = [(key.replace("_", " "), value) for key, value in pairs]
+    lines = [forms[form].format(key, value) for key, value in pairs]
+    mixed = list(lines)
+    for _ in range(desk.rng.choice((0, 0, 0, 1, 2))):
+        mixed.insert(desk.rng.randrange(len(mixed) + 1), words.sentence())
+    return pairs, "\n".join(mixed), lines
+
+
+def read_key(desk: Desk) -> Exchange:
+    """One value of a file with several."""
+    words, rng = desk.words, desk.rng
+    file = words.file()
+    pairs, content, lines = settings(desk, rng.choice((1, 2, 3, 4, 5, 6)))
+    at = rng.randrange(len(pairs))
+    key, value = pairs[at]
+    user = desk.pick(
+        "What is the {k} in {f}?", "Which {k} does {f} have?", "Read {f} and tell me the {k}.",
+        "Find the {k} in {f}", "Look into {f}: what is the {k}?", "tell me the {k} from {f}",
+        "I need the {k} that is set in {f}.", "What {k} is in the file {f}?",
+        "According to {f}, what is the {k}?", "What does {f} say about the {k}?",
+    ).format(k=key, f=file)  # fmt: skip
+    thought = f"The result says: {lines[at].rstrip('.')}. I can answer."
+    answer = f"The {key} in {file} is {value}."
+    title = f"{key.capitalize()} in {file}"
+    return Exchange("key", user, (obtain(desk, file, content),), thought, answer, (value,), title)
+
+
+def read_line(desk: Desk) -> Exchange:
+    """The first or the last line of a file."""
+    words, rng = desk.words, desk.rng
+    file, last = words.file(), rng.random() < 0.5
+    lines = [words.sentence() for _ in range(rng.choice((2, 3, 4, 5)))]
+    line, place = (lines[-1], "last") if last else (lines[0], "first")
+    user = desk.pick(
+        "What is the {p} line of {f}?", "Show me the {p} line in {f}.", "Read the {p} line of {f}",
+        "Which is the {p} line of the file {f}?",
+    ).format(p=place, f=file)  # fmt: skip
+    thought = f"The {place} line is: {line}"
+    answer = f"The {place} line of {file} is: {line}"
+    step = obtain(desk, file, "\n".join(lines))
+    return Exchange("line", user, (step,), thought, answer, (line,), f"The {place} line of {file}")
+
+
+def joined(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def listing(desk: Desk, names: Sequence[str]) -> str:
+    """How tools give a folder back."""
+    rng = desk.rng
+    kind = rng.randrange(10)
+    if kind == 0:
+        return json.dumps(list(names))
+    if kind == 1:
+        return "\n".join(f"- {name}" for name in names)
+    if kind == 2:
+        return "\n".join(f"-rw-r--r-- 1 root {rng.randrange(9000):5} {name}" for name in names)
+    return "  ".join(names) if kind == 3 else "\n".join(names)
+
+
+def short_file(desk: Desk) -> str:
+    """A name in a folder: a file, or now and then a folder."""
+    words = desk.words
+    name = words.file().rsplit("/", 1)[-1]
+    return f"{words.noun()}/" if desk.rng.random() < 0.15 else name
+
+
+def look_into(desk: Desk, folder: str, result: str) -> Step:
+    """List a folder with what is offered."""
+    why = f"I need to list {folder}."
+    if "list" in desk.roles:
+        return call_role(desk, "list", why, result, folder=folder)
+    command = "ls" if folder == "." else f"ls {folder}"
+    return call_role(desk, "bash", why, as_printed(desk, result), command=command)
+
+
+def list_folder(desk: Desk) -> Exchange:
+    """Which files are there?"""
+    words, rng = desk.words, desk.rng
+    here = rng.random() < 0.25
+    folder = "." if here else words.folder()
+    names = words.distinct(rng.choice((1, 2, 3, 3, 4, 5, 6)), lambda: short_file(desk))
+    user = (
+        desk.pick(
+            "Which files are here?", "List the files", "ls", "What files are in this folder?",
+            "Show me the files in the current directory.", "list files here please",
+            "What is in this directory?", "Which files does this project have?",
+        )
+        if here
+        else desk.pick(
+            "Which files are in {}?", "List the files in {}", "ls {}", "What is in the folder {}?",
+            "Show me the files in {}.", "What does the directory {} contain?",
+            "list {} please", "Tell me which files {} has.", "Look into the folder {}",
+        ).format(folder)
+    )  # fmt: skip
+    place = "this folder" if here else folder
+    many = "file" if len(names) == 1 else "files"
+    answer = f"The {many} in {place}: {joined(names)}."
+    thought = f"I have the list of {place}. I can answer."
+    step = look_into(desk, folder, listing(desk, names))
+    return Exchange("list", user, (step,), thought, answer, tuple(names), f"Files in {place}")
+
+
+def list_then_read(desk: Desk) -> Exchange:
+    """Two calls: the second needs what the first found."""
+    words, rng = desk.words, desk.rng
+    folder = words.folder()
+    names = words.distinct(rng.choice((1, 2, 3, 4)), lambda: words.file().rsplit("/", 1)[-1])
+    last = len(names) > 1 and rng.random() < 0.4
+    place, name = ("last", names[-1]) if last else ("first", names[0])
+    content = words.sentence()
+    user = desk.pick(
+        "List {d} and read the {p} file.", "Read the {p} file in {d}", "Look into {d}, then show me the {p} file.",
+        "What does the {p} file in {d} say?", "ls {d} and then open the {p} file",
+    ).format(d=folder, p=place)  # fmt: skip
+    first = look_into(desk, folder, "\n".join(names))
+    second = obtain(desk, f"{folder}/{name}", content)
+    second = Step(f"The {place} file is {name}. {second.thought}", second.tool, second.arguments, second.result, second.loose)  # fmt: skip
+    thought = f"I have the text of {name}. I can answer."
+    answer = f"The {place} file in {folder} is {name}. It says: {content}"
+    title = f"The {place} file in {folder}"
+    return Exchange("chain", user, (first, second), thought, answer, (name, content), title)
+
+
+def follow_file(desk: Desk) -> Exchange:
+    """A file that names another."""
+    words = desk.words
+    file, other = words.distinct(2, words.file)
+    content = words.sentence()
+    pointer = desk.pick("See {}", "Look into {}", "The answer is in {}.", "next: {}", "file = {}").format(other)  # fmt: skip
+    user = desk.pick(
+        "Read the file that {} names.", "{} names another file. What does that file say?",
+        "Open {}, then read the file it points to.", "Follow {} and read the file named there",
+    ).format(file)  # fmt: skip
+    second = obtain(desk, other, content)
+    second = Step(f"{file} names {other}. {second.thought}", second.tool, second.arguments, second.result, second.loose)  # fmt: skip
+    thought = f"I have the text of {other}. I can answer."
+    answer = f"{file} names {other}. It says: {content}"
+    steps = (obtain(desk, file, pointer), second)
+    return Exchange("chain", user, steps, thought, answer, (other, content), f"Following {file}")
+
+
+def save(desk: Desk, file: str, content: str) -> Step:
+    """Write a file with what is offered."""
+    why = f"I need to write {file}."
+    done = desk.pick("ok", "Wrote {f}", "File created successfully at: {f}", "{n} bytes written to {f}", "Successfully wrote {n} bytes to {f}.", '{{"ok": true}}').format(f=file, n=len(content))  # fmt: skip
+    if "write" in desk.roles:
+        return call_role(desk, "write", why, done, path=file, content=content)
+    command = f"echo '{content}' > {file}"
+    return call_role(desk, "bash", why, as_printed(desk, ""), command=command)
+
+
+def write_file(desk: Desk) -> Exchange:
+    """A file with a given text."""
+    words = desk.words
+    file = words.file()
+    content = desk.rng.choice((words.sentence, words.value))()
+    user = desk.pick(
+        'Write "{c}" to {f}', 'Create {f} with the text "{c}"', 'Save "{c}" in {f}.',
+        "Make a file {f} that says: {c}", 'Put "{c}" into the file {f}', "Write to {f}: {c}",
+        'Please create a file called {f} with the content "{c}"', "write {f} with this content: {c}",
+    ).format(f=file, c=content)  # fmt: skip
+    answer = f"Done: {file} now says: {content}"
+    thought = "The file is written. I can answer."
+    step = save(desk, file, content)
+    return Exchange("write", user, (step,), thought, answer, (file,), f"Writing {file}")
+
+
+def copy_file(desk: Desk) -> Exchange:
+    """Read one file, write another."""
+    words = desk.words
+    file, other = words.distinct(2, words.file)
+    content = words.sentence()
+    user = desk.pick(
+        "Copy the text of {a} to {b}", "Read {a} and write its content to {b}.",
+        "Save what {a} says in {b}", "Put the content of {a} into {b}.",
+    ).format(a=file, b=other)  # fmt: skip
+    second = save(desk, other, content)
+    steps = (obtain_plain(desk, file, content), second)
+    answer = f"Done: {other} now says: {content}"
+    title = f"Copying {file}"
+    return Exchange("chain", user, steps, "The file is written. I can answer.", answer, (other,), title)  # fmt: skip
+
+
+def obtain_plain(desk: Desk, file: str, content: str) -> Step:
+    """As `obtain`, with the file's text alone as the result."""
+    step = obtain(desk, file, content)
+    return Step(step.thought, step.tool, step.arguments, content, step.loose)
+
+
+def edit_file(desk: Desk) -> Exchange:
+    """One text of a file replaced by another."""
+    words = desk.words
+    file, (old, new) = words.file(), words.distinct(2, words.value)
+    user = desk.pick(
+        'Replace "{o}" by "{n}" in {f}', 'Change "{o}" to "{n}" in {f}.', "In {f}, replace {o} with {n}",
+        "Edit {f}: {o} should be {n}",
+    ).format(o=old, n=new, f=file)  # fmt: skip
+    why, thought = f"I need to edit {file}.", "The file is changed. I can answer."
+    done = desk.pick("ok", "Edited {f}", "The file {f} has been updated.", "1 replacement").format(f=file)  # fmt: skip
+    step = call_role(desk, "edit", why, done, path=file, old=old, new=new)
+    answer = f"Done: I replaced {old} by {new} in {file}."
+    return Exchange("edit", user, (step,), thought, answer, (old, new), f"Editing {file}")
+
+
+def search_files(desk: Desk) -> Exchange:
+    """Where is this word?"""
+    words, rng = desk.words, desk.rng
+    word = words.noun()
+    files = words.distinct(rng.choice((1, 1, 2, 3)), words.file)
+    user = desk.pick(
+        "Which file mentions {}?", "Search for {}", "Find {} in the files", "Where is {} used?",
+        'Which files contain "{}"?', "grep {}", "Look for the word {} in this project.",
+    ).format(word)  # fmt: skip
+    why = f"I need to search for {word}."
+    lines = [f"{file}:{rng.randrange(1, 200)}:{word} {words.noun()}" for file in files]
+    result = "\n".join(lines if rng.random() < 0.6 else files)
+    if "grep" in desk.roles:
+        step = call_role(desk, "grep", why, result, pattern=word)
+    else:
+        step = call_role(desk, "bash", why, as_printed(desk, result), command=f"grep -rn {word} .")
+    answer = f"{word} is in {joined(files)}."
+    thought = f"The result names {joined(files)}. I can answer."
+    return Exchange("search", user, (step,), thought, answer, tuple(files), f"Searching for {word}")
+
+
+def run_command(desk: Desk) -> Exchange:
+    """A command that the user spells out, or means."""
+    words, rng = desk.words, desk.rng
+    command = desk.pick(
+        "pytest -q", "git status", "git log -1", "make {n}", "python {f}", "wc -l {f}", "date",
+        "head -n 3 {f}", "du -sh {d}", "npm run {n}", "echo {n}", "./{n}.sh --{n}", "whoami",
+        "grep {n} {f}", "{n} --{n} {v}", "uname -a", "docker ps", "sort {f}", "pwd",
+    )  # fmt: skip
+    for slot, draw in (("{n}", words.noun), ("{f}", words.file), ("{d}", words.folder), ("{v}", words.number)):  # fmt: skip
+        while slot in command:
+            command = command.replace(slot, draw(), 1)
+    user = desk.pick(
+        "Run {}", "Run `{}`", "Please run {}", "Execute `{}` and tell me the result.", "run {} please",
+        "What does `{}` print?", "Use the shell to run {}",
+    ).format(command)  # fmt: skip
+    output = words.sentence() if rng.random() < 0.5 else f"{words.number()} {words.noun()}, {words.number()} {words.noun()}"  # fmt: skip
+    step = call_role(desk, "bash", f"I need to run {command}.", as_printed(desk, output), command=command)  # fmt: skip
+    thought = "I have the output. I can answer."
+    answer = f"The command printed: {output}"
+    return Exchange("bash", user, (step,), thought, answer, (output,), f"Running {command}")
+
+
+def count_lines(desk: Desk) -> Exchange:
+    """A question that only the shell can answer."""
+    words = desk.words
+    file, n = words.file(), str(desk.rng.randrange(1, 900))
+    user = desk.pick(
+        "How many lines does {} have?", "Count the lines of {}", "How long is {} in lines?",
+    ).format(file)  # fmt: skip
+    step = call_role(desk, "bash", f"I need to count the lines of {file}.", f"{n} {file}", command=f"wc -l {file}")  # fmt: skip
+    thought, answer = f"The result says: {n}. I can answer.", f"{file} has {n} lines."
+    return Exchange("bash", user, (step,), thought, answer, (n,), f"Lines of {file}")
+
+
+def meet_error(desk: Desk) -> Exchange:
+    """A call that fails, told as it is."""
+    words = desk.words
+    file = words.file()
+    error = desk.pick(
+        "Error: no such file", "ENOENT: no such file or directory, open '{}'", "File not found: {}",
+        "Error: permission denied", "cat: {}: No such file or directory", "Error: {} is a directory",
+        "File does not exist.", "Error: the call timed out",
+    ).format(file)  # fmt: skip
+    user = desk.pick("Read {}", "What is in {}?", "Show me {}", "Please read the file {}.").format(file)  # fmt: skip
+    step = obtain_plain(desk, file, error)
+    thought = f"That failed. I say so: {error}"
+    answer = f"I could not read {file}: {error}"
+    return Exchange("error", user, (step,), thought, answer, (error,), f"Reading {file}")
+
+
+def argument_value(words: Words, kind: str) -> Any:
+    """A value of a JSON type."""
+    if kind == "integer":
+        return int(words.number())
+    return words.rng.random() < 0.5 if kind == "boolean" else words.value()
+
+
+def spoken(value: Any) -> str:
+    """A value as a user writes it and as a call spells it."""
+    return json.dumps(value) if isinstance(value, (bool, int)) else str(value)
+
+
+def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
+    """A wish for this very tool: by what it does, with all it needs."""
+    rng = desk.rng
+    pairs = [(name.replace("_", " ") if rng.random() < 0.4 else name, spoken(value)) for name, value in given.items()]  # fmt: skip
+    form = rng.choice(("{} {}", "{} {}", "{} = {}", "{}: {}", "{} set to {}"))
+    rng.shuffle(pairs)
+    said = joined([form.format(name, value) for name, value in pairs])
+    return desk.pick(
+        "{v} the {t} for {s}", "{V} the {t} with {s}.", "Please {v} the {t}, {s}", "Can you {v} the {t} with {s}?",
+        "I want you to {v} the {t} for {s}.", "{V} {t}: {s}", "With {s}, {v} the {t}.",
+        "Use a tool to {v} the {t}, with {s}",
+    ).format(v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, s=said)  # fmt: skip
+
+
+def call_custom(desk: Desk, tool: Custom, given: dict[str, Any], result: str) -> Step:
+    """The call; arguments in the schema's order."""
+    ordered = {name: given[name] for name in tool.kinds if name in given}
+    thought = f"I need to {tool.verb} the {tool.thing}. {tool.offer.name} can do that."
+    return Step(thought, tool.offer.name, ordered, result)
+
+
+def outcome(desk: Desk) -> tuple[str, str, tuple[str, ...]]:
+    """What a tool gives back, the answer to that, and what the answer must quote."""
+    words, rng = desk.words, desk.rng
+    kind = rng.randrange(5)
+    if kind == 0:
+        line = words.sentence()
+        return line, f"The result: {line}", (line,)
+    if kind == 1:
+        value = words.value()
+        return value, f"The result: {value}", (value,)
+    keys = words.distinct(rng.choice((1, 1, 2, 2, 3, 4)), words.key)
+    fields = {key: argument_value(words, rng.choice(("string", "integer"))) for key in keys}
+    said = joined([f"{key} is {spoken(value)}" for key, value in fields.items()])
+    quotes = tuple(spoken(value) for value in fields.values())
+    form = "\n".join(f"{k}: {spoken(v)}" for k, v in fields.items()) if kind == 2 else json.dumps(fields, indent=rng.choice((None, None, 2)))  # fmt: skip
+    return form, f"The result: {said}.", quotes
+
+
+def use_custom(desk: Desk) -> Exchange:
+    """One call of a tool with an unknown schema."""
+    tool = desk.rng.choice(desk.customs)
+    given = {
+        name: argument_value(desk.words, kind)
+        for name, kind in tool.kinds.items()
+        if name in tool.required or desk.rng.random() < 0.5
+    }
+    result, answer, quotes = outcome(desk)
+    step = call_custom(desk, tool, given, result)
+    title = f"{tool.verb.capitalize()} the {tool.thing}"
+    user = request_custom(desk, tool, given)
+    return Exchange("custom", user, (step,), "I have the result. I can answer.", answer, quotes, title)  # fmt: skip
+
+
+def use_two(desk: Desk) -> Exchange:
+    """Two tools, one after the other."""
+    first, second = desk.rng.sample(desk.customs, 2)
+    steps, asked, answers, quotes = [], [], [], ()
+    for tool in (first, second):
+        given = {n: argument_value(desk.words, tool.kinds[n]) for n in tool.required}
+        result, answer, found = outcome(desk)
+        said = joined([f"{name} {spoken(value)}" for name, value in given.items()])
+        asked.append(f"{tool.verb} the {tool.thing} with {said}")
+        steps.append(call_custom(desk, tool, given, result))
+        answers.append(answer.removeprefix("The result: ").rstrip("."))
+        quotes += found
+    user = desk.pick("First {}, then {}.", "{}, then {}", "Please {} and after that {}.").format(*asked)  # fmt: skip
+    answer = f"The results: {answers[0]}; {answers[1]}."
+    title = f"{first.thing.capitalize()} and {second.thing}"
+    return Exchange("chain", user, tuple(steps), "I have both results. I can answer.", answer, quotes, title)  # fmt: skip
+
+
+# Without a tool ----------------------------------------------------------------------
+
+
+def plain(kind: str, user: str, thought: str, answer: str, title: str = "A question") -> Exchange:
+    """An exchange that takes no call."""
+    return Exchange(kind, user, (), thought, answer, (answer,), title)
+
+
+def greet(desk: Desk) -> Exchange:
+    """Hello, thanks, goodbye."""
+    asked, answers = desk.rng.choice(GREETINGS if desk.rng.random() < 0.7 else THANKS)
+    user = desk.rng.choice(asked)
+    return plain("chat", varied(desk, user), "This needs no tool.", answers[0], "Greeting")
+
+
+def varied(desk: Desk, user: str) -> str:
+    """The same words as different people type them."""
+    roll = desk.rng.random()
+    if roll < 0.2:
+        user = user.lower()
+    if roll > 0.8:
+        user = user.rstrip("?.!")
+    return user
+
+
+def state_fact(desk: Desk) -> Exchange:
+    """What it knows about the server and itself."""
+    asked, answer, title = desk.rng.choice(FACTS)
+    user = varied(desk, desk.rng.choice(asked))
+    return plain("fact", user, f"A question about {title}. This needs no tool.", answer, title.capitalize())  # fmt: skip
+
+
+def admit(desk: Desk) -> Exchange:
+    """What it does not know."""
+    user = desk.rng.choice(GENERAL)
+    while "{}" in user:
+        user = user.replace("{}", desk.words.noun(), 1)
+    answer = "I do not know that. I am only a small demo model; set MODEL_PATH to serve a real one."
+    return plain("unknown", varied(desk, user), "I do not know that.", answer)
+
+
+def calculate(desk: Desk) -> Exchange:
+    """Sums, differences and small products, worked out digit by digit."""
+    rng = desk.rng
+    kind = rng.choice("++--*")
+    if kind == "*":
+        a, b = rng.randrange(0, 13), rng.randrange(0, 13)
+        work, value = f"{a} * {b} = {a * b}.", a * b
+    else:
+        a, b = rng.randrange(0, 100), rng.randrange(0, 100)
+        a, b = (max(a, b), min(a, b)) if kind == "-" else (a, b)
+        value = a + b if kind == "+" else a - b
+        work = tens_and_ones(a, b, kind)
+    name = {"+": ("plus", "+"), "-": ("minus", "-"), "*": ("times", "*", "x")}[kind]
+    user = desk.pick(
+        "What is {a} {o} {b}?", "{a} {o} {b}", "{a} {o} {b} = ?", "How much is {a} {o} {b}?",
+        "Calculate {a} {o} {b}", "Please compute {a} {o} {b}.",
+    ).format(a=a, b=b, o=rng.choice(name))  # fmt: skip
+    return plain("sum", user, work, f"{a} {name[1]} {b} = {value}", "A small sum")
+
+
+def tens_and_ones(a: int, b: int, kind: str) -> str:
+    """The work of a sum or a difference of two numbers below 100, ones first."""
+    (a10, a1), (b10, b1) = divmod(a, 10), divmod(b, 10)
+    if kind == "+":
+        ones = a1 + b1
+        carry = ones // 10
+        return f"{a1} + {b1} = {ones}. {a10} + {b10} + {carry} = {a10 + b10 + carry}. So {a + b}."
+    borrow = int(a1 < b1)
+    ones = a1 + 10 * borrow - b1
+    return f"{a1 + 10 * borrow} - {b1} = {ones}. {a10} - {b10} - {borrow} = {a10 - b10 - borrow}. So {a - b}."  # fmt: skip
+
+
+def say_again(desk: Desk) -> Exchange:
+    """Words repeated as they are."""
+    words = desk.words
+    text = desk.rng.choice((words.sentence, words.value, words.noun, words.file))()
+    user = desk.pick("Say: {}", "Repeat: {}", 'Say "{}"', "Repeat after me: {}", "Reply with exactly: {}", 'Please say "{}" and nothing else.').format(text)  # fmt: skip
+    return plain("echo", user, "I repeat it.", text, "Repeating words")
+
+
+def remember(desk: Desk) -> Exchange:
+    """Something the same message says."""
+    words = desk.words
+    pairs = [(key, words.value()) for key in words.distinct(desk.rng.choice((1, 2, 3)), words.key)]
+    key, value = desk.rng.choice(pairs)
+    told = " ".join(f"The {k} is {v}." for k, v in pairs)
+    user = desk.pick("{t} What is the {k}?", "{t} Tell me the {k}.", "Remember this: {t} Which {k} is it?").format(t=told, k=key)  # fmt: skip
+    return plain("recall", user, "The message says it.", f"The {key} is {value}.", f"The {key}")
+
+
+def decline(desk: Desk) -> Exchange:
+    """A wish for which no tool is there."""
+    words = desk.words
+    user = desk.pick(
+        "Read {f}", "List the files in {d}", "Run pytest", "Write {n} to {f}", "Delete {f}",
+        "What is in {f}?", "Send an email to {n}", "Open {d} and read {f}",
+    ).format(f=words.file(), d=words.folder(), n=words.noun())  # fmt: skip
+    return plain("decline", user, "No tool can do that.", "I have no tool for that.", "No tool")
+
+
+NO_TOOL: Final[dict[Callable[[Desk], Exchange], float]] = {
+    greet: 1.0, state_fact: 2.2, admit: 0.8, calculate: 2.0, say_again: 0.7, remember: 0.9,
+}  # fmt: skip
+
+
+def possible(desk: Desk) -> dict[Callable[[Desk], Exchange], float]:
+    """What may be asked, given the tools that are there, and how often."""
+    roles = desk.roles
+    options: dict[Callable[[Desk], Exchange], float] = {}
+    if "read" in roles or "bash" in roles:
+        options |= {read_whole: 2.0, read_key: 3.0, read_line: 0.8, follow_file: 1.0, meet_error: 0.6}
+    if "list" in roles or "bash" in roles:
+        options |= {list_folder: 2.0}
+    if {"read", "list"} <= roles.keys() or "bash" in roles:
+        options |= {list_then_read: 1.2}
+    if "write" in roles or "bash" in roles:
+        options |= {write_file: 1.6}
+        if "read" in roles or "bash" in roles:
+            options |= {copy_file: 0.8}
+    if "edit" in roles:
+        options |= {edit_file: 0.8}
+    if "grep" in roles or "bash" in roles:
+        options |= {search_files: 0.8}
+    if "bash" in roles:
+        options |= {run_command: 1.4, count_lines: 0.4}
+    if desk.customs:
+        options |= {use_custom: 4.0}
+    if len(desk.customs) > 1:
+        options |= {use_two: 1.0}
+    return options
+
+
+# Around it ---------------------------------------------------------------------------
+
+
+def write_system(words: Words, n_lines: int) -> str:
+    """Instructions as agents send them: rules, lists, sections, none of which matters here."""
+    rng = words.rng
+    lines: list[str] = []
+    while len(lines) < n_lines:
+        kind = rng.randrange(12)
+        if kind < 6:
+            lines.append(rng.choice(SYSTEMS))
+        elif kind < 9:
+            lines.append(words.sentence())
+        elif kind == 9:
+            tag = words.noun()
+            lines += [f"<{tag}>", words.sentence(), f"{words.key()}: {words.value()}", f"</{tag}>"]
+        elif kind == 10:
+            lines += ["", f"## {words.noun().capitalize()}", ""]
+        else:
+            lines.append(f"- {words.file()}: {words.sentence()}")
+    return "\n".join(lines)
+
+
+def offer_tools(words: Words, n_customs: int) -> Desk:
+    """The tools of a conversation, none with the name of another."""
+    rng, desk = words.rng, Desk(words)
+    wanted = rng.choice(
+        (("read",), ("bash",), ("read", "list"), ("read", "write", "bash", "edit"), tuple(ROLES),
+         ("read", "list", "write"), ("bash", "write"), ("read", "bash"), ("read", "grep", "list"))
+    )  # fmt: skip
+    if n_customs and rng.random() < 0.3:
+        wanted = ()
+    taken: set[str] = set()
+    for role in wanted:
+        offer = offer_role(words, role)
+        while offer.name in taken:
+            offer = offer_role(words, role)
+        desk.roles[role] = offer
+        taken.add(offer.name)
+    for _ in range(n_customs):
+        tool = offer_custom(words)
+        if tool.offer.name not in taken and all(tool.thing != c.thing for c in desk.customs):
+            desk.customs.append(tool)
+            taken.add(tool.offer.name)
+    return desk
+
+
+def dress(words: Words, exchange: Exchange) -> Exchange:
+    """What clients put around a user's words."""
+    rng = words.rng
+    if rng.random() > 0.12:
+        return exchange
+    stamp = f"2026-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02} {rng.randrange(24):02}:{rng.randrange(60):02}"
+    around = (
+        "<system-reminder>\n{s}\n</system-reminder>\n{u}", "[{t} UTC] {u}", "{u}\n\n<system-reminder>\n{s}\n</system-reminder>",
+        "Current time: {t}\n\n{u}", "{u}\n", "<context>\n{s}\n</context>\n\n{u}",
+    )  # fmt: skip
+    user = rng.choice(around).format(s=rng.choice(SYSTEMS), t=stamp, u=exchange.user)
+    return Exchange(exchange.kind, user, exchange.steps, exchange.thought, exchange.answer, exchange.quotes, exchange.title)  # fmt: skip
+
+
+TITLE_SYSTEMS: Final = (
+    "You are a title generator. Reply with a short title and nothing else.",
+    "Generate a short title for the conversation, at most six words.",
+    "You write titles. Output only the title.",
+    "Summarize the conversation in a title of 3 to 6 words.",
+)
+
+
+def ask_title(words: Words) -> Conversation:
+    """A client that wants a name for the conversation."""
+    rng = words.rng
+    desk = offer_tools(words, 2)
+    options = possible(desk) | {greet: 1.0, calculate: 1.0, state_fact: 1.0}
+    about = rng.choices(list(options), list(options.values()))[0](desk)
+    frame = rng.choice((
+        "{u}", "Generate a title for this conversation:\n\n{u}", "<conversation>\nUser: {u}\n</conversation>\n\nWrite a short title.",
+        "Give this conversation a title: {u}", "Please write a short title for: {u}",
+    ))  # fmt: skip
+    asked = frame.format(u=about.user)
+    system = rng.choice(TITLE_SYSTEMS) if frame == "{u}" or rng.random() < 0.5 else ""
+    exchange = plain("title", asked, "They want a title.", about.title, about.title)
+    return Conversation(system, [], (exchange,))
+
+
+def write_conversation(
+    rng: random.Random, *, held_out: bool = False, filler: str = "", kind: str = ""
+) -> Conversation:
+    """One conversation; `filler` is put in front of it, in the system prompt.
+
+    `kind` picks what the last exchange is about ("" draws one): a name in `Exchange.kind`.
+    """
+    words = Words(rng, held_out)
+    if not kind and rng.random() < 0.04:
+        return ask_title(words)
+    with_tools = rng.random() < 0.82 or bool(kind)
+    n_customs = rng.choice((0, 1, 2, 3, 4, 6)) if rng.random() < 0.9 else rng.randrange(6, 16)
+    desk = offer_tools(words, n_customs) if with_tools else Desk(words)
+    if with_tools and not desk.roles and not desk.customs:
+        desk.customs.append(offer_custom(words))
+    options = possible(desk)
+    total = sum(options.values()) or 1.0
+    share = 0.25 if with_tools else 1.0
+    options |= {draw: weight / sum(NO_TOOL.values()) * total * share for draw, weight in NO_TOOL.items()}  # fmt: skip
+    if not desk.roles:
+        options[decline] = 0.04 * total
+    n = rng.choice((1, 1, 2, 2, 3, 4))
+    drawn = rng.choices(list(options), list(options.values()), k=n)
+    exchanges = tuple(dress(words, draw(desk)) for draw in drawn)
+    schemas = [offer.schema for offer in desk.roles.values()] + [c.offer.schema for c in desk.customs]
+    rng.shuffle(schemas)
+    system = ""
+    if rng.random() < 0.8:
+        system = write_system(words, rng.choice((1, 1, 2, 3, 5, 8, 14, 24)))
+    return Conversation("\n".join(filter(None, (filler, system))), schemas, exchanges)

@@ -1,0 +1,289 @@
+"""The demo model as a PyTorch network: the `qwen3_5` text architecture, trainable on a CPU.
+
+mlx-lm's linear attention is a Python loop over tokens, which no one can train with. This is the
+same arithmetic in chunks, under the same parameter names, so that a checkpoint of ours is a
+checkpoint of mlx-lm's; tests/test_demo_model.py holds the two to equal logits.
+
+    residual   (B, T, hidden)            linear layers: gated delta rule, state (B, H, Dk, Dv)
+    attention  full, causal, gated       every `full_attention_interval`-th layer
+
+Matrices multiply in bfloat16 (six times faster than float32 where the CPU has AVX512-BF16), the
+recurrence runs in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CHUNK: Final = 64  # tokens of the delta rule that are solved together
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What config.json says of the network; the names are mlx-lm's."""
+
+    vocab_size: int
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 6
+    full_attention_interval: int = 2
+    num_attention_heads: int = 3
+    num_key_value_heads: int = 3
+    head_dim: int = 64
+    linear_num_key_heads: int = 3
+    linear_num_value_heads: int = 3
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 64
+    linear_conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-6
+    rotary_dim: int = 8
+    rope_theta: float = 1e8
+    max_position_embeddings: int = 131_072
+
+    def config(self) -> dict[str, Any]:
+        """config.json as mlx-lm reads it."""
+        fields = asdict(self)
+        rotary, theta = fields.pop("rotary_dim"), fields.pop("rope_theta")
+        rope = {
+            "type": "default",
+            "rope_theta": theta,
+            "partial_rotary_factor": rotary / self.head_dim,
+        }
+        return {
+            "model_type": "qwen3_5",
+            **fields,
+            "rope_parameters": rope,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+        }
+
+
+class Linear(nn.Module):
+    """x @ W.T with the product in bfloat16, whatever the weights are kept in."""
+
+    def __init__(self, n_in: int, n_out: int, gain: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n_out, n_in) * (gain * n_in**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n_in) -> (..., n_out), in the product's own type."""
+        return F.linear(x.to(PRODUCT), self.weight.to(PRODUCT))
+
+
+PRODUCT = torch.bfloat16  # exactness tests set float32
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a weight; float32 inside."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normed over the last axis, float32."""
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Gated delta rule over whole chunks, from an empty state.
+
+    S[t] = e^decay[t] S[t-1];  S[t] += k[t] (beta[t] (v[t] - S[t] k[t]));  out[t] = S[t] q[t]
+
+    q, k (N, T, Dk), v (N, T, Dv), decay (log, <= 0) and beta (N, T), N = batch x heads, T a
+    multiple of CHUNK. Within a chunk the corrections solve one triangular system.
+    """
+    n, t, dk = k.shape
+    c, m = CHUNK, t // CHUNK
+    q, k, v = (x.reshape(n, m, c, x.shape[-1]) for x in (q, k, v))
+    beta = beta.reshape(n, m, c, 1)
+    total = decay.reshape(n, m, c).cumsum(-1)
+    lower = torch.ones(c, c, dtype=torch.bool, device=q.device).tril()
+    gap = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+    system = (beta * k) @ k.transpose(-1, -2) * gap
+    system = system.tril(-1) + torch.eye(c, device=q.device)
+    grown = total.exp()[..., None]
+    both = torch.cat((beta * v, beta * k * grown), -1)
+    both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    fresh, erased = both.split((v.shape[-1], dk), -1)
+    local = (q @ k.transpose(-1, -2)) * gap
+    reads, left = q * grown, (total[..., -1:] - total).exp()[..., None]
+    writes, kept = (k * left).transpose(-1, -2), total[..., -1].exp()[..., None, None]
+    return scanned(fresh, erased, reads, local, writes, kept).reshape(n, t, -1)
+
+
+@torch.compiler.disable
+def scanned(
+    fresh: Tensor, erased: Tensor, reads: Tensor, local: Tensor, writes: Tensor, kept: Tensor
+) -> Tensor:
+    """The chunks one after the other; left out of compiled graphs, which would unroll it."""
+    n, m, _, dk = erased.shape
+    state = fresh.new_zeros(n, dk, fresh.shape[-1])
+    out = []
+    for i in range(m):
+        value = fresh[:, i] - erased[:, i] @ state
+        out.append(torch.baddbmm(local[:, i] @ value, reads[:, i], state))
+        state = torch.baddbmm(state * kept[:, i], writes[:, i], value)
+    return torch.stack(out, 1)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention: a short convolution, the delta rule, a gated norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.dk = shape.linear_num_key_heads, shape.linear_key_head_dim
+        self.dv = shape.linear_value_head_dim
+        assert self.heads == shape.linear_num_value_heads, "grouped heads are not built here"
+        self.key_size, self.value_size = self.heads * self.dk, self.heads * self.dv
+        width, size = 2 * self.key_size + self.value_size, shape.hidden_size
+        self.in_proj_qkv = Linear(size, width)
+        self.in_proj_z = Linear(size, self.value_size)
+        self.in_proj_b, self.in_proj_a = Linear(size, self.heads), Linear(size, self.heads)
+        self.conv1d = nn.Module()  # a module only for its name; (channels, taps, 1) as in mlx-lm
+        taps = shape.linear_conv_kernel_dim
+        self.conv1d.weight = nn.Parameter(torch.randn(width, taps, 1) * taps**-0.5)
+        # Memories of about 8 to 8000 tokens at the start.
+        self.A_log = nn.Parameter(torch.zeros(self.heads))
+        step = torch.logspace(-1, -4, self.heads)
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+        self.norm = RMSNorm(self.dv, shape.rms_norm_eps)
+        self.out_proj = Linear(self.value_size, size, gain=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, hidden) -> (B, T, hidden); T a multiple of CHUNK."""
+        b, t, _ = x.shape
+        qkv = self.convolved(self.in_proj_qkv(x))
+        q, k, v = qkv.split((self.key_size, self.key_size, self.value_size), -1)
+        q, k = (self.by_head(part, self.dk) for part in (q, k))
+        q, k = (F.rms_norm(part.float(), (self.dk,), eps=1e-6) for part in (q, k))
+        q, k = q / self.dk, k * self.dk**-0.5
+        decay = -self.A_log.exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
+        beta = self.in_proj_b(x).float().sigmoid()
+        decay, beta = (g.transpose(1, 2).reshape(b * self.heads, t) for g in (decay, beta))
+        out = delta_rule(q, k, self.by_head(v, self.dv).float(), decay, beta)
+        out = out.reshape(b, self.heads, t, self.dv).transpose(1, 2)
+        gate = F.silu(self.in_proj_z(x).float().reshape(b, t, self.heads, self.dv))
+        return self.out_proj((self.norm(out) * gate).reshape(b, t, -1))
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """Each channel over its last tokens, as shifted sums: conv1d is slow for few taps."""
+        weight = self.conv1d.weight[..., 0]
+        taps = weight.shape[1]
+        x = F.pad(x, (0, 0, taps - 1, 0))
+        length = x.shape[1] - taps + 1
+        return F.silu(sum(x[:, i : i + length] * weight[:, i].to(x.dtype) for i in range(taps)))
+
+    def by_head(self, x: Tensor, size: int) -> Tensor:
+        """(B, T, heads * size) -> (B * heads, T, size)."""
+        b, t, _ = x.shape
+        return x.reshape(b, t, self.heads, size).transpose(1, 2).reshape(b * self.heads, t, size)
+
+
+class Attention(nn.Module):
+    """Full attention with normed queries and keys, a few rotary dimensions, a gate on the way out.
+
+    Of each head only 8 dimensions turn, with wavelengths of 6, 628, 63 thousand and 6 million
+    tokens: either all of their phases are seen in a short training text, or hardly any turn.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        self.size = shape.head_dim
+        self.q_proj = Linear(shape.hidden_size, 2 * self.heads * self.size)
+        self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.size)
+        self.v_proj = Linear(shape.hidden_size, self.kv_heads * self.size)
+        self.o_proj = Linear(self.heads * self.size, shape.hidden_size, gain=0.3)
+        self.q_norm = RMSNorm(self.size, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(self.size, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, T, hidden) -> (B, T, hidden); `turn` is cos and sin, (B or 1, 1, T, rotary / 2)."""
+        b, t, _ = x.shape
+        q, gate = self.q_proj(x).reshape(b, t, self.heads, 2 * self.size).chunk(2, -1)
+        k = self.k_proj(x).reshape(b, t, self.kv_heads, self.size)
+        v = self.v_proj(x).reshape(b, t, self.kv_heads, self.size).transpose(1, 2)
+        q = rotated(self.q_norm(q).transpose(1, 2), turn).to(v.dtype)
+        k = rotated(self.k_norm(k).transpose(1, 2), turn).to(v.dtype)
+        if (group := self.heads // self.kv_heads) > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = out.transpose(1, 2).reshape(b, t, -1) * gate.reshape(b, t, -1).sigmoid()
+        return self.o_proj(out)
+
+
+def rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """The first dimensions of each head turned by their position; half-split pairs."""
+    cos, sin = turn
+    half = cos.shape[-1]
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+class Mlp(nn.Module):
+    """The gated feed-forward part."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, gain=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, hidden) -> (B, T, hidden)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Mixing over tokens, then over channels; both are added to the residual."""
+
+    def __init__(self, shape: Shape, index: int) -> None:
+        super().__init__()
+        self.is_linear = (index + 1) % shape.full_attention_interval != 0
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(shape)
+        else:
+            self.self_attn = Attention(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, T, hidden) -> (B, T, hidden), float32."""
+        normed = self.input_layernorm(x)
+        x = x + (self.linear_attn(normed) if self.is_linear else self.self_attn(normed, turn))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Network(nn.Module):
+    """Tokens to what comes after them; embeddings are tied."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        nn.init.normal_(self.embed_tokens.weight, std=shape.hidden_size**-0.5)
+        self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(B, T) ids and (B or 1, T) positions -> (B, T, hidden), normed; T: whole chunks."""
+        pairs = torch.arange(self.shape.rotary_dim // 2, device=tokens.device)
+        speed = self.shape.rope_theta ** (-2.0 * pairs / self.shape.rotary_dim)
+        angle = positions[:, None, :, None].float() * speed
+        turn = angle.cos(), angle.sin()
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, turn)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., hidden) -> (..., vocabulary), float32."""
+        return F.linear(hidden.to(PRODUCT), self.embed_tokens.weight.to(PRODUCT)).float()

@@ -1,0 +1,455 @@
+"""Train the demo model that models/demo/ holds, from conversations made from a seed.
+
+    python scripts/train_demo_model.py WORK_DIR [--steps 5000] [--seed 0] [--export models/demo]
+
+Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. Two cores take
+about an hour and a half. WORK_DIR keeps the tokenizer and a checkpoint; started again, it goes on
+from there, and a step's batch depends on the seed and the step alone. Raising --steps afterwards
+trains on. `--export` alone (with --steps 0) writes the folder from the last checkpoint.
+
+Most of a conversation is given to the model and not learnt: the loss counts what the assistant
+says, and a few tokens of the rest. Batches are of a few fixed shapes, for torch.compile; a text
+that is shorter than its row gets unrelated lines in front, which is what agents send anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads yield the CPU
+
+import jinja2
+import torch
+import torch.nn.functional as F
+from demo_dialogues import Conversation, Words, write_conversation, write_system
+from demo_network import CHUNK, Network, Shape
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+from tokenizers import pre_tokenizers as pre
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+
+TEMPLATE: Final = Path(__file__).resolve().parent / "demo_model" / "chat_template.jinja"
+CORPUS: Final = TEMPLATE.with_name("corpus.txt")
+END: Final = "<|im_end|>"
+PAD: Final = "<|endoftext|>"
+SPECIAL: Final = (PAD, "<|im_start|>", END)
+MARKUP: Final = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+)  # fmt: skip
+VOCABULARY: Final = 1536
+# A word is cut at its capitals and never joined with the space before it: a name is the same
+# tokens wherever it stands, so that copying it is copying tokens.
+PIECES: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]| +|\n|[^A-Za-z0-9 \n]"
+
+TOKENS_PER_BATCH: Final = 4096
+ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
+CONTEXT_SHARE: Final = 0.1  # of the tokens that are given, how many are learnt too
+CONTEXT_WEIGHT: Final = 0.3
+KEPT: Final = "checkpoint.pt"
+
+
+# Text -> tokens -----------------------------------------------------------------------
+
+
+@cache
+def template() -> jinja2.Template:
+    """The chat template as the server renders it."""
+
+    def raise_exception(why: str) -> None:
+        raise ValueError(why)
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)  # noqa: S701  (no HTML)
+    environment.filters["tojson"] = lambda thing: json.dumps(thing, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(TEMPLATE.read_text("utf-8"))
+
+
+def render(conversation: Conversation, *, thinking: bool, preserve: bool) -> str:
+    """The whole conversation as the model reads it."""
+    messages = conversation.messages()
+    if not thinking:
+        messages = [m | {"reasoning_content": ""} if m["role"] == "assistant" else m for m in messages]
+    return template().render(messages=messages, tools=conversation.tools, preserve_thinking=preserve)
+
+
+def make_tokenizer(seed: int) -> Tokenizer:
+    """Byte-level BPE, learnt from conversations."""
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(PIECES), "isolated"), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
+    n_added = len(SPECIAL) + len(MARKUP)
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY - n_added,
+        min_frequency=2,
+        initial_alphabet=sorted(pre.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    said = (write_conversation(random.Random(f"words {seed} {i}")) for i in range(3000))
+    texts = [render(each, thinking=True, preserve=True) for each in said]
+    bare = re.compile("|".join(map(re.escape, (*SPECIAL, *MARKUP))))
+    prose = [CORPUS.read_text("utf-8"), template_free_prose()] * 20
+    tokenizer.train_from_iterator([bare.sub(" ", text) for text in texts] + prose, trainer)
+    fresh = Tokenizer.from_str(tokenizer.to_str())
+    fresh.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    fresh.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
+    assert fresh.get_vocab_size() <= VOCABULARY, fresh.get_vocab_size()
+    return fresh
+
+
+@cache
+def template_free_prose() -> str:
+    """English and code that no conversation is made of: Python's own language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(str(text) for _, text in sorted(topics.items()))
+
+
+def filler_text(rng: random.Random, n_chars: int) -> str:
+    """Unrelated text of about this length: prose, or lines as agents' instructions have them."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        return write_system(Words(rng, held_out=False), n_chars // 45 + 1)[:n_chars]
+    prose = template_free_prose() if kind == 1 else CORPUS.read_text("utf-8") * 20
+    start = rng.randrange(max(1, len(prose) - n_chars))
+    return prose[start : start + n_chars]
+
+
+SPOKEN: Final = re.compile(r"(<\|im_start\|>assistant\n<think>\n)(.*?<\|im_end\|>)", re.DOTALL)
+
+
+def tokens_and_weights(tokenizer: Tokenizer, text: str, *, thinking: bool) -> tuple[list[int], list[float]]:
+    """Ids of a rendered conversation, and how much each counts as something to be said."""
+    tokens: list[int] = []
+    weights: list[float] = []
+
+    def add(part: str, weight: float) -> None:
+        ids = tokenizer.encode(part, add_special_tokens=False).ids
+        tokens.extend(ids)
+        weights.extend([weight] * len(ids))
+
+    given = 0
+    for spoken in SPOKEN.finditer(text):
+        start = spoken.start(2)
+        if not thinking:  # an empty thought is the server's, not ours
+            start = text.index("</think>\n\n", start) + len("</think>\n\n")
+        add(text[given:start], 0.0)
+        add(text[start : spoken.end()], 1.0)
+        given = spoken.end()
+    add(text[given:], 0.0)
+    return tokens, weights
+
+
+# Batches ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one length."""
+
+    tokens: Tensor  # (B, T)
+    weights: Tensor  # (B, T), of a token as a target
+    positions: Tensor  # (B, T), with gaps
+
+
+def copying_row(rng: random.Random, length: int) -> tuple[list[int], list[float]]:
+    """Random tokens, part of which come again: what every later skill is built from."""
+    first = len(SPECIAL) + len(MARKUP)
+    row: list[int] = []
+    weights: list[float] = []
+    pool = [rng.randrange(first, VOCABULARY) for _ in range(rng.choice((20, 60, 200, 1000)))]
+    while len(row) < length:
+        if len(row) > 40 and rng.random() < 0.6:
+            n = rng.randrange(4, 30)
+            start = rng.randrange(max(1, len(row) - n))
+            again = row[start : start + n]
+            row += again
+            weights += [0.0] * 2 + [1.0] * (len(again) - 2)
+        else:
+            fresh = [rng.choice(pool) for _ in range(rng.randrange(5, 40))]
+            row += fresh
+            weights += [0.0] * len(fresh)
+    return row[:length], weights[:length]
+
+
+def conversation_row(
+    tokenizer: Tokenizer, rng: random.Random, length: int
+) -> tuple[list[int], list[float]]:
+    """A conversation of at most `length` tokens, often with filler up to that."""
+    while True:
+        state = rng.getrandbits(64)
+        thinking, preserve = rng.random() > 0.08, rng.random() < 0.75
+        conversation = write_conversation(random.Random(state))
+        text = render(conversation, thinking=thinking, preserve=preserve)
+        tokens, weights = tokens_and_weights(tokenizer, text, thinking=thinking)
+        spare = length - len(tokens)
+        if spare < 0 or (spare > length * 0.6 and length <= 1024 and rng.random() < 0.6):
+            continue
+        if spare < 100 or (length <= 2048 and rng.random() < 0.3):
+            return tokens, weights
+        filler = filler_text(rng, int(spare * rng.uniform(1.5, 2.4)))
+        filled = write_conversation(random.Random(state), filler=filler)
+        text = render(filled, thinking=thinking, preserve=preserve)
+        filled_tokens, filled_weights = tokens_and_weights(tokenizer, text, thinking=thinking)
+        return (filled_tokens, filled_weights) if len(filled_tokens) <= length else (tokens, weights)
+
+
+def row_length(rng: random.Random, step: int) -> int:
+    """Short texts first; from step 400 on also long ones."""
+    if step < 400:
+        return ROWS[0]
+    if step < 1400:
+        return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
+    return rng.choices(ROWS, (20, 40, 28, 7, 5))[0]
+
+
+def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
+    """The batch of one step: of the seed and the step, and nothing else."""
+    rng = random.Random(f"batch {seed} {step}")
+    length = row_length(rng, step)
+    copying = 0.5 if step < 300 else 0.25 if step < 800 else 0.04
+    n = max(1, TOKENS_PER_BATCH // length)
+    tokens = torch.zeros(n, length, dtype=torch.long)
+    weights = torch.zeros(n, length)
+    positions = torch.arange(length).repeat(n, 1)
+    for i in range(n):
+        if rng.random() < copying:
+            row, counts = copying_row(rng, length)
+        else:
+            row, counts = conversation_row(tokenizer, rng, length)
+        tokens[i, : len(row)] = torch.tensor(row)
+        weights[i, : len(row)] = torch.tensor(counts)
+        given = (weights[i, : len(row)] == 0) & (torch.rand(len(row), generator=coin(rng)) < CONTEXT_SHARE)
+        weights[i, : len(row)][given] = CONTEXT_WEIGHT
+        if rng.random() < 0.35:  # as if much more stood between: distances of long prompts
+            for _ in range(rng.choice((1, 2))):
+                positions[i, rng.randrange(length) :] += int(2 ** rng.uniform(6, 15))
+    return Batch(tokens, weights, positions)
+
+
+def coin(rng: random.Random) -> torch.Generator:
+    """A generator of torch's, seeded from `rng`."""
+    return torch.Generator().manual_seed(rng.getrandbits(48))
+
+
+def produce(queue: Any, folder: Path, seed: int, steps: range) -> None:
+    """The process that writes batches while the other one learns."""
+    torch.set_num_threads(1)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for step in steps:
+        batch = make_batch(tokenizer, seed, step)
+        queue.put((batch.tokens.numpy(), batch.weights.numpy(), batch.positions.numpy()))
+
+
+def batches(folder: Path, seed: int, steps: range) -> Iterator[Batch]:
+    """The batches of `steps`, made a few ahead."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue(maxsize=8)
+    process = context.Process(target=produce, args=(queue, folder, seed, steps), daemon=True)
+    process.start()
+    for _ in steps:
+        yield Batch(*(torch.from_numpy(part) for part in queue.get()))
+    process.join()
+
+
+# Learning -----------------------------------------------------------------------------
+
+
+def orthogonal(gradient: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrix, by five Newton-Schulz steps (Muon's coefficients)."""
+    x = gradient.bfloat16()
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return (x.T if tall else x).float()
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix updates are made orthogonal: about half the steps of Adam here."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every matrix."""
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                momentum = state.setdefault("momentum", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 0.05)
+                update = orthogonal(weight.grad.lerp(momentum, 0.95))
+                scale = math.sqrt(max(1.0, weight.shape[0] / weight.shape[1]))
+                weight.mul_(1 - group["lr"] * 0.05).add_(update, alpha=-group["lr"] * scale)
+
+
+@dataclass(slots=True)
+class Learner:
+    """The network, its optimizers, and how far they are."""
+
+    network: Network
+    muon: Muon
+    adam: torch.optim.Optimizer
+    done: int = 0
+
+    @classmethod
+    def fresh(cls, seed: int) -> Learner:
+        """At step 0."""
+        torch.manual_seed(seed)
+        network = Network(Shape(VOCABULARY))
+        named = list(network.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name]
+        chosen = {id(p) for p in matrices}
+        others = [p for _, p in named if id(p) not in chosen]
+        adam = torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.98), weight_decay=0.0)
+        return cls(network, Muon(matrices, lr=0.02), adam)
+
+    def save(self, folder: Path) -> None:
+        """Never leaves half a file."""
+        parts = {"network": self.network, "muon": self.muon, "adam": self.adam}
+        kept = {name: part.state_dict() for name, part in parts.items()}
+        torch.save(kept | {"done": self.done}, folder / f"{KEPT}.new")
+        os.replace(folder / f"{KEPT}.new", folder / KEPT)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what was saved."""
+        kept = torch.load(folder / KEPT, weights_only=True)
+        self.network.load_state_dict(kept["network"])
+        self.muon.load_state_dict(kept["muon"])
+        self.adam.load_state_dict(kept["adam"])
+        self.done = kept["done"]
+
+    def learn(self, batch: Batch, rate: float) -> tuple[float, float]:
+        """One step. The mean loss of what is to be said, and the share of it that is right."""
+        for optimizer, lr in ((self.muon, 0.02), (self.adam, 0.004)):
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.param_groups[0]["lr"] = lr * rate
+        hidden = self.network.hidden(batch.tokens, batch.positions)[:, :-1]
+        targets, weights = batch.tokens[:, 1:], batch.weights[:, 1:]
+        counted = weights > 0
+        logits = self.network.logits(hidden[counted])
+        targets, weights = targets[counted], weights[counted]
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        (losses * weights).sum().div(weights.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.muon.step()
+        self.adam.step()
+        said = weights == 1
+        right = (logits[said].argmax(-1) == targets[said]).float().mean()
+        return float(losses[said].detach().mean()), float(right)
+
+
+def rate_at(step: int, steps: int) -> float:
+    """The learning rate's share: a short warm-up, a plateau, a linear end over the last third."""
+    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.35)))
+
+
+def train(folder: Path, seed: int, steps: int) -> None:
+    """Up to step `steps`, from the checkpoint if there is one."""
+    learner = Learner.fresh(seed)
+    if (folder / KEPT).exists():
+        learner.load(folder)
+    for layer in learner.network.layers:
+        layer.compile(dynamic=False)
+    log = (folder / "log.jsonl").open("a")
+    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with log, Progress(*columns) as bar:
+        task = bar.add_task("training", total=steps, completed=learner.done, note="")
+        for batch in batches(folder, seed, range(learner.done, steps)):
+            began = time.monotonic()
+            loss, right = learner.learn(batch, rate_at(learner.done, steps))
+            learner.done += 1
+            seconds = time.monotonic() - began
+            facts = {"step": learner.done, "rows": batch.tokens.shape[1], "loss": loss, "right": right, "seconds": seconds}
+            log.write(json.dumps(facts) + "\n")
+            log.flush()
+            bar.update(task, completed=learner.done, note=f"loss {loss:.3f} right {right:.1%}")
+            if learner.done % 100 == 0 or learner.done == steps:
+                learner.save(folder)
+
+
+# The folder ----------------------------------------------------------------------------
+
+
+def export(work: Path, folder: Path) -> None:
+    """models/demo as mlx-lm and the server read it, from the last checkpoint."""
+    from safetensors.torch import save_file
+
+    kept = torch.load(work / KEPT, weights_only=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {}
+    for name, value in kept["network"].items():
+        exact = name.endswith(("A_log", "dt_bias"))
+        weights[f"language_model.model.{name}"] = value if exact else value.bfloat16()
+    save_file(weights, folder / "model.safetensors", {"format": "mlx"})
+    shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
+    shutil.copyfile(work / "tokenizer.json", folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    eos = [tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)]
+    shape = Shape(VOCABULARY)
+    write_json(folder / "config.json", shape.config() | {"eos_token_id": eos})
+    write_json(folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False})
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": shape.max_position_embeddings,
+    }
+    write_json(folder / "tokenizer_config.json", facts)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """As a person would want to read it."""
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("work_dir", type=Path)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--export", type=Path)
+    chosen = parser.parse_args()
+    work: Path = chosen.work_dir
+    work.mkdir(parents=True, exist_ok=True)
+    assert all(length % CHUNK == 0 for length in ROWS)
+    if not (work / "tokenizer.json").exists():
+        make_tokenizer(chosen.seed).save(str(work / "tokenizer.json"))
+    if chosen.steps:
+        # Keep freed memory: giving it back and taking it again costs a page fault for each 4 kB.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)
+        torch._dynamo.config.cache_size_limit = 64
+        train(work, chosen.seed, chosen.steps)
+    if chosen.export:
+        export(work, chosen.export)
+
+
+if __name__ == "__main__":
+    main()
