@@ -184,8 +184,27 @@ def table(counts: Mapping[str, Counter[bool]]) -> str:
     """One line for each thing that was counted."""
     lines = []
     for name, counter in sorted(counts.items()):
-        lines.append(f"{name:24} {counter[True]:5} of {counter.total():5}  {counter[True] / counter.total():7.1%}")  # fmt: skip
+        good, of = counter[True], counter.total()
+        lines.append(f"{name:24} {good:5} of {of:5}  {good / of:7.1%}")
     return "\n".join(lines)
+
+
+def verdicts(speaker: Speaker, chosen: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
+    """What each reply counts for: (kind, what is counted, whether it is good)."""
+    began = time.monotonic()
+    for conversation in conversations(
+        chosen.conversations, chosen.seed, filler_tokens=chosen.filler
+    ):
+        if chosen.seconds and time.monotonic() - began > chosen.seconds:
+            return
+        for case in cases(conversation):
+            reply = speaker.reply(case)
+            verdict = judge(case, reply)
+            if chosen.show and not all(verdict.values()):
+                wanted = case.step or case.exchange.answer
+                asked = case.messages[-1]["content"]
+                print(f"--- {case.kind} {verdict}\n{asked!r}\n{reply!r}\n{wanted!r}", flush=True)
+            yield from ((case.kind, name, good) for name, good in verdict.items())
 
 
 def measure(speaker: Speaker, chosen: argparse.Namespace) -> str:
@@ -193,21 +212,11 @@ def measure(speaker: Speaker, chosen: argparse.Namespace) -> str:
     totals: dict[str, Counter[bool]] = {}
     kinds: dict[str, Counter[bool]] = {}
     began = time.monotonic()
-    for n, conversation in enumerate(
-        conversations(chosen.conversations, chosen.seed, filler_tokens=chosen.filler), 1
-    ):
-        for case in cases(conversation):
-            reply = speaker.reply(case)
-            for name, good in judge(case, reply).items():
-                totals.setdefault(name, Counter())[good] += 1
-                kinds.setdefault(f"{case.kind}: {name}", Counter())[good] += 1
-                if chosen.show and not good:
-                    wanted = case.step or case.exchange.answer
-                    print(f"--- {name}: {case.messages[-1]['content']!r}\n{reply!r}\n{wanted!r}")
-        if chosen.seconds and time.monotonic() - began > chosen.seconds:
-            break
-    size = f"{n} conversations, {chosen.filler} tokens of filler, {time.monotonic() - began:.0f} s"
-    return f"{size}\n\n{table(totals)}\n\n{table(kinds)}"
+    for kind, name, good in verdicts(speaker, chosen):
+        totals.setdefault(name, Counter())[good] += 1
+        kinds.setdefault(f"{kind}: {name}", Counter())[good] += 1
+    said = f"{chosen.filler} tokens of filler, {time.monotonic() - began:.0f} s"
+    return f"{said}\n\n{table(totals)}\n\n{table(kinds)}"
 
 
 def main() -> None:

@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
-from demo_smalltalk import FACTS, GENERAL, GREETINGS, SYSTEMS, THANKS
-
 Schema = dict[str, Any]
+
+# Words, ways to say things, and what is said without a tool.
+PHRASES: Final = tomllib.loads(Path(__file__).with_name("demo_phrases.toml").read_text("utf-8"))
+POOLS: Final[dict[str, list[str]]] = PHRASES["words"]
+SMALLTALK: Final[dict[str, list[Any]]] = PHRASES["smalltalk"]
+SYSTEMS: Final[list[str]] = SMALLTALK["systems"]
 
 
 # What a conversation is -----------------------------------------------------------
@@ -81,37 +87,6 @@ def reply(content: str, thought: str) -> dict[str, Any]:
 
 # Words ------------------------------------------------------------------------------
 
-ONSETS: Final = "b br c cl d dr f fl g gr h j k l m n p pl qu r s sk st t tr v w z".split()
-VOWELS: Final = "a e i o u ai ea oo".split()
-CODAS: Final = ["", "", "", "l", "n", "r", "s", "t", "m", "x", "ck", "nd", "rk"]
-NOUNS: Final = (
-    "notes report config server client budget plan index main utils readme todo draft letter "
-    "invoice order ticket garden window engine bridge harbor planet river forest mountain market "
-    "museum library kitchen camera guitar bottle button candle carpet castle circle copper cotton "
-    "desert dragon eagle falcon fabric feather finger flower hammer island jacket kettle ladder "
-    "lantern lemon magnet marble meadow mirror monkey needle orange otter paddle parrot pebble "
-    "pencil pepper pillow pirate pocket pollen pumpkin rabbit ribbon rocket saddle salmon shadow "
-    "silver spider spring statue summer sunset temple thunder tiger timber tunnel turtle valley "
-    "velvet violin walnut winter wizard yellow zebra account backup cache charge cluster contact "
-    "device event folder group image job key label limit log map metric model module network node "
-    "package page parser path payment port price profile queue record region release rule sample "
-    "schedule score session shipment signal skill source station status stock storage stream task "
-    "team template test theme thread timer token tool trace user value vendor version volume water"
-).split()
-LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.#+"
-PEOPLE: Final = (
-    "Ada Ben Chloe Dana Emil Fatima Georg Hana Ivan Jonas Kim Lena Marco Nadia Omar Paula Quinn "
-    "Rosa Sven Tara Uma Victor Wanda Xenia Yusuf Zoe Amir Bella Carlos Dora"
-).split()
-FOLDERS: Final = "src docs tests lib data notes tools app config scripts examples assets".split()
-ENDINGS: Final = "txt md py json toml yaml csv log ini cfg js ts html sh".split()
-VERBS: Final = "get find fetch check show update create delete send start stop count set".split()
-KEYS: Final = (
-    "port host name version timeout owner color size limit title code price status city level "
-    "speed deadline password language license region mode branch author email retries width "
-    "height total budget rate room code_word user_name max_size log_level start_date"
-).split()
-
 
 def is_held_out(word: str) -> bool:
     """Which half a word belongs to, for good."""
@@ -142,14 +117,19 @@ class Words:
         rng = self.rng
         while True:
             n = rng.choice((1, 2, 2, 2, 3))
-            parts = [rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(n)]
+            parts = [
+                rng.choice(POOLS["onsets"])
+                + rng.choice(POOLS["vowels"])
+                + rng.choice(POOLS["codas"])
+                for _ in range(n)
+            ]
             word = "".join(parts)
             if len(word) > 3 and is_held_out(word) == self.held_out:
                 return word
 
     def noun(self) -> str:
         """A real or an invented word."""
-        return self.of(NOUNS) if self.rng.random() < 0.55 else self.invented()
+        return self.of(POOLS["nouns"]) if self.rng.random() < 0.55 else self.invented()
 
     def distinct(self, n: int, draw: Callable[[], str]) -> list[str]:
         """`n` different draws."""
@@ -166,21 +146,21 @@ class Words:
 
     def value(self) -> str:
         """What may stand behind a key: a word, a number, a code, a name, a date, an address."""
+        rng, noun = self.rng, self.noun
+        kinds: tuple[Callable[[], str], ...] = (
+            *(noun, noun, noun, self.number, self.number),
+            lambda: f"{noun().upper()[:4]}-{rng.randrange(10000)}",
+            lambda: f"{noun()} {noun()}",
+            self.date,
+            lambda: f"{noun()}@{noun()}.{rng.choice(('com', 'org', 'net'))}",
+            lambda: "".join(rng.choice(POOLS["letters"]) for _ in range(rng.randrange(4, 13))),
+        )
+        return rng.choice(kinds)()
+
+    def date(self) -> str:
+        """A day of some year near ours."""
         rng = self.rng
-        kind = rng.randrange(10)
-        if kind == 9:
-            return "".join(rng.choice(LETTERS) for _ in range(rng.randrange(4, 13)))
-        if kind < 3:
-            return self.noun()
-        if kind < 5:
-            return self.number()
-        if kind == 5:
-            return f"{self.noun().upper()[:4]}-{rng.randrange(10000)}"
-        if kind == 6:
-            return f"{self.noun()} {self.noun()}"
-        if kind == 7:
-            return f"{rng.randrange(2019, 2031)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
-        return f"{self.noun()}@{self.noun()}.{rng.choice(('com', 'org', 'net'))}"
+        return f"{rng.randrange(2019, 2031)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
 
     def file(self) -> str:
         """A path of a file, relative or absolute."""
@@ -195,18 +175,18 @@ class Words:
             stem = stem.capitalize()
         elif kind == 3:
             stem = stem.upper()
-        name = f"{stem}.{rng.choice(ENDINGS)}"
+        name = f"{stem}.{rng.choice(POOLS['endings'])}"
         return name if rng.random() < 0.5 else f"{self.folder()}/{name}"
 
     def folder(self) -> str:
         """A path of a folder."""
         rng = self.rng
-        name = rng.choice(FOLDERS) if rng.random() < 0.4 else self.noun()
+        name = rng.choice(POOLS["folders"]) if rng.random() < 0.4 else self.noun()
         kind = rng.randrange(8)
         if kind == 0:
             return f"/home/{self.noun()}/{name}"
         if kind == 1:
-            return f"{rng.choice(FOLDERS)}/{name}"
+            return f"{rng.choice(POOLS['folders'])}/{name}"
         return f"/{rng.choice(('tmp', 'work', 'srv', 'etc'))}/{name}" if kind == 2 else name
 
     def key(self) -> str:
@@ -214,7 +194,7 @@ class Words:
         rng = self.rng
         roll = rng.random()
         if roll < 0.35:
-            return self.of(KEYS)
+            return self.of(POOLS["keys"])
         return f"{self.noun()}_{self.noun()}" if roll < 0.5 else self.noun()
 
     def sentence(self) -> str:
@@ -222,7 +202,7 @@ class Words:
         rng, noun = self.rng, self.noun
         patterns = (
             f"The {noun()} is near the {noun()}.",
-            f"{rng.choice(PEOPLE)} likes the {noun()} of {noun()}.",
+            f"{rng.choice(POOLS['people'])} likes the {noun()} of {noun()}.",
             f"Every {noun()} needs a {noun()} and {rng.randrange(2, 90)} {noun()}s.",
             f"Remember to check the {noun()} before {noun()}.",
             f"{noun().capitalize()} and {noun()} are ready.",
@@ -376,7 +356,7 @@ def write_schema(
         parameters = {"$schema": "http://json-schema.org/draft-07/schema#"} | parameters
     if rng.random() < 0.2:
         parameters = dict(reversed(parameters.items()))
-    function = {"name": name, "description": description, "parameters": parameters}
+    function: Schema = {"name": name, "description": description, "parameters": parameters}
     if rng.random() < 0.15:
         function["strict"] = False
     return {"type": "function", "function": function}
@@ -416,7 +396,10 @@ def offer_role(words: Words, role_name: str) -> Offer:
     label = ""
     if role_name == "bash" and rng.random() < 0.2 and "description" not in properties:
         label = "description"
-        properties[label] = {"type": "string", "description": "What the command does, in a few words"}
+        properties[label] = {
+            "type": "string",
+            "description": "What the command does, in a few words",
+        }
         required.append(label)
     for extra, kind, about in rng.sample(EXTRAS, rng.choice((0, 0, 1, 2))):
         properties.setdefault(extra, {"type": kind, "description": about})
@@ -430,7 +413,7 @@ ABOUT: Final = ("of a {m}", "for a {m}", "in the {m}", "of one {m}")
 def offer_custom(words: Words) -> Custom:
     """A tool with a name, a purpose and arguments that were never seen before."""
     rng = words.rng
-    verb, thing = rng.choice(VERBS), words.noun()
+    verb, thing = words.of(POOLS["verbs"]), words.noun()
     subject = words.noun() if rng.random() < 0.8 else f"{words.noun()} {words.noun()}"
     thing = thing if rng.random() < 0.7 else f"{thing} {words.noun()}"
     prefix = [words.noun()] if rng.random() < 0.15 else []
@@ -471,9 +454,9 @@ class Desk:
         """Short for the words' generator."""
         return self.words.rng
 
-    def pick(self, *options: str) -> str:
-        """One of several ways to say it."""
-        return self.rng.choice(options)
+    def say(self, name: str, **slots: object) -> str:
+        """One of the phrases of this name, filled in."""
+        return str(self.rng.choice(PHRASES["phrases"][name])).format(**slots)
 
 
 def call_role(desk: Desk, role: str, why: str, result: str, **values: str) -> Step:
@@ -518,23 +501,18 @@ def as_printed(desk: Desk, output: str) -> str:
     return f"{output}\n" if kind == 2 else output
 
 
+NEW_PARAGRAPH: Final = "\n\n"
+
+
 def read_whole(desk: Desk) -> Exchange:
     """What does this file say?"""
     words, rng = desk.words, desk.rng
     file = words.file()
     lines = [words.sentence() for _ in range(rng.choice((1, 1, 1, 2, 3, 4)))]
     content = "\n".join(lines)
-    user = desk.pick(
-        "Read {}", "What is in {}?", "Show me {}", "Open {} and tell me what it says.", "cat {}",
-        "Please read the file {}.", "print the contents of {}", "What does {} say?",
-        "Can you show me what {} contains?", "read {} please", "I want to see {}.",
-        "Tell me what is written in {}.", "Have a look at {}", "Use a tool to read {}.",
-    ).format(file)  # fmt: skip
+    user = desk.say("read_whole", x=file)
     step = obtain(desk, file, content)
-    if len(lines) == 1:
-        answer = f"{file} says: {content}"
-    else:
-        answer = f"{file} says:\n\n{content}"
+    answer = f"{file} says:{' ' if len(lines) == 1 else NEW_PARAGRAPH}{content}"
     thought = f"I have the text of {file}. I can answer."
     return Exchange("read", user, (step,), thought, answer, tuple(lines), f"Reading {file}")
 
@@ -564,12 +542,7 @@ def read_key(desk: Desk) -> Exchange:
     pairs, content, lines = settings(desk, rng.choice((1, 2, 3, 4, 5, 6)))
     at = rng.randrange(len(pairs))
     key, value = pairs[at]
-    user = desk.pick(
-        "What is the {k} in {f}?", "Which {k} does {f} have?", "Read {f} and tell me the {k}.",
-        "Find the {k} in {f}", "Look into {f}: what is the {k}?", "tell me the {k} from {f}",
-        "I need the {k} that is set in {f}.", "What {k} is in the file {f}?",
-        "According to {f}, what is the {k}?", "What does {f} say about the {k}?",
-    ).format(k=key, f=file)  # fmt: skip
+    user = desk.say("read_key", k=key, f=file)
     thought = f"The result says: {lines[at].rstrip('.')}. I can answer."
     answer = f"The {key} in {file} is {value}."
     title = f"{key.capitalize()} in {file}"
@@ -582,10 +555,7 @@ def read_line(desk: Desk) -> Exchange:
     file, last = words.file(), rng.random() < 0.5
     lines = [words.sentence() for _ in range(rng.choice((2, 3, 4, 5)))]
     line, place = (lines[-1], "last") if last else (lines[0], "first")
-    user = desk.pick(
-        "What is the {p} line of {f}?", "Show me the {p} line in {f}.", "Read the {p} line of {f}",
-        "Which is the {p} line of the file {f}?",
-    ).format(p=place, f=file)  # fmt: skip
+    user = desk.say("read_line", p=place, f=file)
     thought = f"The {place} line is: {line}"
     answer = f"The {place} line of {file} is: {line}"
     step = obtain(desk, file, "\n".join(lines))
@@ -632,19 +602,7 @@ def list_folder(desk: Desk) -> Exchange:
     here = rng.random() < 0.25
     folder = "." if here else words.folder()
     names = words.distinct(rng.choice((1, 2, 3, 3, 4, 5, 6)), lambda: short_file(desk))
-    user = (
-        desk.pick(
-            "Which files are here?", "List the files", "ls", "What files are in this folder?",
-            "Show me the files in the current directory.", "list files here please",
-            "What is in this directory?", "Which files does this project have?",
-        )
-        if here
-        else desk.pick(
-            "Which files are in {}?", "List the files in {}", "ls {}", "What is in the folder {}?",
-            "Show me the files in {}.", "What does the directory {} contain?",
-            "list {} please", "Tell me which files {} has.", "Look into the folder {}",
-        ).format(folder)
-    )  # fmt: skip
+    user = desk.say("list_here") if here else desk.say("list_folder", x=folder)
     place = "this folder" if here else folder
     many = "file" if len(names) == 1 else "files"
     answer = f"The {many} in {place}: {joined(names)}."
@@ -661,13 +619,10 @@ def list_then_read(desk: Desk) -> Exchange:
     last = len(names) > 1 and rng.random() < 0.4
     place, name = ("last", names[-1]) if last else ("first", names[0])
     content = words.sentence()
-    user = desk.pick(
-        "List {d} and read the {p} file.", "Read the {p} file in {d}", "Look into {d}, then show me the {p} file.",
-        "What does the {p} file in {d} say?", "ls {d} and then open the {p} file",
-    ).format(d=folder, p=place)  # fmt: skip
+    user = desk.say("list_then_read", d=folder, p=place)
     first = look_into(desk, folder, "\n".join(names))
     second = obtain(desk, f"{folder}/{name}", content)
-    second = Step(f"The {place} file is {name}. {second.thought}", second.tool, second.arguments, second.result, second.loose)  # fmt: skip
+    second = replace(second, thought=f"The {place} file is {name}. {second.thought}")
     thought = f"I have the text of {name}. I can answer."
     answer = f"The {place} file in {folder} is {name}. It says: {content}"
     title = f"The {place} file in {folder}"
@@ -679,13 +634,10 @@ def follow_file(desk: Desk) -> Exchange:
     words = desk.words
     file, other = words.distinct(2, words.file)
     content = words.sentence()
-    pointer = desk.pick("See {}", "Look into {}", "The answer is in {}.", "next: {}", "file = {}").format(other)  # fmt: skip
-    user = desk.pick(
-        "Read the file that {} names.", "{} names another file. What does that file say?",
-        "Open {}, then read the file it points to.", "Follow {} and read the file named there",
-    ).format(file)  # fmt: skip
+    pointer = desk.say("pointer", x=other)
+    user = desk.say("follow_file", x=file)
     second = obtain(desk, other, content)
-    second = Step(f"{file} names {other}. {second.thought}", second.tool, second.arguments, second.result, second.loose)  # fmt: skip
+    second = replace(second, thought=f"{file} names {other}. {second.thought}")
     thought = f"I have the text of {other}. I can answer."
     answer = f"{file} names {other}. It says: {content}"
     steps = (obtain(desk, file, pointer), second)
@@ -695,7 +647,7 @@ def follow_file(desk: Desk) -> Exchange:
 def save(desk: Desk, file: str, content: str) -> Step:
     """Write a file with what is offered."""
     why = f"I need to write {file}."
-    done = desk.pick("ok", "Wrote {f}", "File created successfully at: {f}", "{n} bytes written to {f}", "Successfully wrote {n} bytes to {f}.", '{{"ok": true}}').format(f=file, n=len(content))  # fmt: skip
+    done = desk.say("written", f=file, n=len(content))
     if "write" in desk.roles:
         return call_role(desk, "write", why, done, path=file, content=content)
     command = f"echo '{content}' > {file}"
@@ -707,11 +659,7 @@ def write_file(desk: Desk) -> Exchange:
     words = desk.words
     file = words.file()
     content = desk.rng.choice((words.sentence, words.value))()
-    user = desk.pick(
-        'Write "{c}" to {f}', 'Create {f} with the text "{c}"', 'Save "{c}" in {f}.',
-        "Make a file {f} that says: {c}", 'Put "{c}" into the file {f}', "Write to {f}: {c}",
-        'Please create a file called {f} with the content "{c}"', "write {f} with this content: {c}",
-    ).format(f=file, c=content)  # fmt: skip
+    user = desk.say("write_file", f=file, c=content)
     answer = f"Done: {file} now says: {content}"
     thought = "The file is written. I can answer."
     step = save(desk, file, content)
@@ -723,33 +671,28 @@ def copy_file(desk: Desk) -> Exchange:
     words = desk.words
     file, other = words.distinct(2, words.file)
     content = words.sentence()
-    user = desk.pick(
-        "Copy the text of {a} to {b}", "Read {a} and write its content to {b}.",
-        "Save what {a} says in {b}", "Put the content of {a} into {b}.",
-    ).format(a=file, b=other)  # fmt: skip
+    user = desk.say("copy_file", a=file, b=other)
     second = save(desk, other, content)
     steps = (obtain_plain(desk, file, content), second)
     answer = f"Done: {other} now says: {content}"
     title = f"Copying {file}"
-    return Exchange("chain", user, steps, "The file is written. I can answer.", answer, (other,), title)  # fmt: skip
+    return Exchange(
+        "chain", user, steps, "The file is written. I can answer.", answer, (other,), title
+    )
 
 
 def obtain_plain(desk: Desk, file: str, content: str) -> Step:
     """As `obtain`, with the file's text alone as the result."""
-    step = obtain(desk, file, content)
-    return Step(step.thought, step.tool, step.arguments, content, step.loose)
+    return replace(obtain(desk, file, content), result=content)
 
 
 def edit_file(desk: Desk) -> Exchange:
     """One text of a file replaced by another."""
     words = desk.words
     file, (old, new) = words.file(), words.distinct(2, words.value)
-    user = desk.pick(
-        'Replace "{o}" by "{n}" in {f}', 'Change "{o}" to "{n}" in {f}.', "In {f}, replace {o} with {n}",
-        "Edit {f}: {o} should be {n}",
-    ).format(o=old, n=new, f=file)  # fmt: skip
+    user = desk.say("edit_file", o=old, n=new, f=file)
     why, thought = f"I need to edit {file}.", "The file is changed. I can answer."
-    done = desk.pick("ok", "Edited {f}", "The file {f} has been updated.", "1 replacement").format(f=file)  # fmt: skip
+    done = desk.say("edited", f=file)
     step = call_role(desk, "edit", why, done, path=file, old=old, new=new)
     answer = f"Done: I replaced {old} by {new} in {file}."
     return Exchange("edit", user, (step,), thought, answer, (old, new), f"Editing {file}")
@@ -760,10 +703,7 @@ def search_files(desk: Desk) -> Exchange:
     words, rng = desk.words, desk.rng
     word = words.noun()
     files = words.distinct(rng.choice((1, 1, 2, 3)), words.file)
-    user = desk.pick(
-        "Which file mentions {}?", "Search for {}", "Find {} in the files", "Where is {} used?",
-        'Which files contain "{}"?', "grep {}", "Look for the word {} in this project.",
-    ).format(word)  # fmt: skip
+    user = desk.say("search_files", x=word)
     why = f"I need to search for {word}."
     lines = [f"{file}:{rng.randrange(1, 200)}:{word} {words.noun()}" for file in files]
     result = "\n".join(lines if rng.random() < 0.6 else files)
@@ -779,20 +719,17 @@ def search_files(desk: Desk) -> Exchange:
 def run_command(desk: Desk) -> Exchange:
     """A command that the user spells out, or means."""
     words, rng = desk.words, desk.rng
-    command = desk.pick(
-        "pytest -q", "git status", "git log -1", "make {n}", "python {f}", "wc -l {f}", "date",
-        "head -n 3 {f}", "du -sh {d}", "npm run {n}", "echo {n}", "./{n}.sh --{n}", "whoami",
-        "grep {n} {f}", "{n} --{n} {v}", "uname -a", "docker ps", "sort {f}", "pwd",
-    )  # fmt: skip
-    for slot, draw in (("{n}", words.noun), ("{f}", words.file), ("{d}", words.folder), ("{v}", words.number)):  # fmt: skip
-        while slot in command:
-            command = command.replace(slot, draw(), 1)
-    user = desk.pick(
-        "Run {}", "Run `{}`", "Please run {}", "Execute `{}` and tell me the result.", "run {} please",
-        "What does `{}` print?", "Use the shell to run {}",
-    ).format(command)  # fmt: skip
-    output = words.sentence() if rng.random() < 0.5 else f"{words.number()} {words.noun()}, {words.number()} {words.noun()}"  # fmt: skip
-    step = call_role(desk, "bash", f"I need to run {command}.", as_printed(desk, output), command=command)  # fmt: skip
+    parts = {"n": words.noun(), "f": words.file(), "d": words.folder(), "v": words.number()}
+    command = desk.say("command", **parts)
+    user = desk.say("run_command", x=command)
+    output = (
+        words.sentence()
+        if rng.random() < 0.5
+        else f"{words.number()} {words.noun()}, {words.number()} {words.noun()}"
+    )
+    step = call_role(
+        desk, "bash", f"I need to run {command}.", as_printed(desk, output), command=command
+    )
     thought = "I have the output. I can answer."
     answer = f"The command printed: {output}"
     return Exchange("bash", user, (step,), thought, answer, (output,), f"Running {command}")
@@ -802,10 +739,14 @@ def count_lines(desk: Desk) -> Exchange:
     """A question that only the shell can answer."""
     words = desk.words
     file, n = words.file(), str(desk.rng.randrange(1, 900))
-    user = desk.pick(
-        "How many lines does {} have?", "Count the lines of {}", "How long is {} in lines?",
-    ).format(file)  # fmt: skip
-    step = call_role(desk, "bash", f"I need to count the lines of {file}.", f"{n} {file}", command=f"wc -l {file}")  # fmt: skip
+    user = desk.say("count_lines", x=file)
+    step = call_role(
+        desk,
+        "bash",
+        f"I need to count the lines of {file}.",
+        f"{n} {file}",
+        command=f"wc -l {file}",
+    )
     thought, answer = f"The result says: {n}. I can answer.", f"{file} has {n} lines."
     return Exchange("bash", user, (step,), thought, answer, (n,), f"Lines of {file}")
 
@@ -814,12 +755,8 @@ def meet_error(desk: Desk) -> Exchange:
     """A call that fails, told as it is."""
     words = desk.words
     file = words.file()
-    error = desk.pick(
-        "Error: no such file", "ENOENT: no such file or directory, open '{}'", "File not found: {}",
-        "Error: permission denied", "cat: {}: No such file or directory", "Error: {} is a directory",
-        "File does not exist.", "Error: the call timed out",
-    ).format(file)  # fmt: skip
-    user = desk.pick("Read {}", "What is in {}?", "Show me {}", "Please read the file {}.").format(file)  # fmt: skip
+    error = desk.say("error", x=file)
+    user = desk.say("meet_error", x=file)
     step = obtain_plain(desk, file, error)
     thought = f"That failed. I say so: {error}"
     answer = f"I could not read {file}: {error}"
@@ -841,18 +778,22 @@ def spoken(value: Any) -> str:
 def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
     """A wish for this very tool: by what it does, with all it needs."""
     rng = desk.rng
-    pairs = [(name.replace("_", " ") if rng.random() < 0.4 else name, spoken(value)) for name, value in given.items()]  # fmt: skip
+    if len(given) == 1 and rng.random() < 0.4:
+        (value,) = given.values()
+        return desk.say(
+            "ask_plainly", v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, x=spoken(value)
+        )
+    pairs = [
+        (name.replace("_", " ") if rng.random() < 0.4 else name, spoken(value))
+        for name, value in given.items()
+    ]
     form = rng.choice(("{} {}", "{} {}", "{} = {}", "{}: {}", "{} set to {}"))
     rng.shuffle(pairs)
     said = joined([form.format(name, value) for name, value in pairs])
-    return desk.pick(
-        "{v} the {t} for {s}", "{V} the {t} with {s}.", "Please {v} the {t}, {s}", "Can you {v} the {t} with {s}?",
-        "I want you to {v} the {t} for {s}.", "{V} {t}: {s}", "With {s}, {v} the {t}.",
-        "Use a tool to {v} the {t}, with {s}",
-    ).format(v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, s=said)  # fmt: skip
+    return desk.say("ask_with_names", v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, s=said)
 
 
-def call_custom(desk: Desk, tool: Custom, given: dict[str, Any], result: str) -> Step:
+def call_custom(tool: Custom, given: dict[str, Any], result: str) -> Step:
     """The call; arguments in the schema's order."""
     ordered = {name: given[name] for name in tool.kinds if name in given}
     thought = f"I need to {tool.verb} the {tool.thing}. {tool.offer.name} can do that."
@@ -873,7 +814,11 @@ def outcome(desk: Desk) -> tuple[str, str, tuple[str, ...]]:
     fields = {key: argument_value(words, rng.choice(("string", "integer"))) for key in keys}
     said = joined([f"{key} is {spoken(value)}" for key, value in fields.items()])
     quotes = tuple(spoken(value) for value in fields.values())
-    form = "\n".join(f"{k}: {spoken(v)}" for k, v in fields.items()) if kind == 2 else json.dumps(fields, indent=rng.choice((None, None, 2)))  # fmt: skip
+    form = (
+        "\n".join(f"{k}: {spoken(v)}" for k, v in fields.items())
+        if kind == 2
+        else json.dumps(fields, indent=rng.choice((None, None, 2)))
+    )
     return form, f"The result: {said}.", quotes
 
 
@@ -886,28 +831,32 @@ def use_custom(desk: Desk) -> Exchange:
         if name in tool.required or desk.rng.random() < 0.5
     }
     result, answer, quotes = outcome(desk)
-    step = call_custom(desk, tool, given, result)
+    step = call_custom(tool, given, result)
     title = f"{tool.verb.capitalize()} the {tool.thing}"
     user = request_custom(desk, tool, given)
-    return Exchange("custom", user, (step,), "I have the result. I can answer.", answer, quotes, title)  # fmt: skip
+    return Exchange(
+        "custom", user, (step,), "I have the result. I can answer.", answer, quotes, title
+    )
 
 
 def use_two(desk: Desk) -> Exchange:
     """Two tools, one after the other."""
     first, second = desk.rng.sample(desk.customs, 2)
-    steps, asked, answers, quotes = [], [], [], ()
+    steps, asked, answers, quotes = [], [], [], tuple[str, ...]()
     for tool in (first, second):
         given = {n: argument_value(desk.words, tool.kinds[n]) for n in tool.required}
         result, answer, found = outcome(desk)
         said = joined([f"{name} {spoken(value)}" for name, value in given.items()])
         asked.append(f"{tool.verb} the {tool.thing} with {said}")
-        steps.append(call_custom(desk, tool, given, result))
+        steps.append(call_custom(tool, given, result))
         answers.append(answer.removeprefix("The result: ").rstrip("."))
         quotes += found
-    user = desk.pick("First {}, then {}.", "{}, then {}", "Please {} and after that {}.").format(*asked)  # fmt: skip
+    user = desk.say("use_two", a=asked[0], b=asked[1])
     answer = f"The results: {answers[0]}; {answers[1]}."
     title = f"{first.thing.capitalize()} and {second.thing}"
-    return Exchange("chain", user, tuple(steps), "I have both results. I can answer.", answer, quotes, title)  # fmt: skip
+    return Exchange(
+        "chain", user, tuple(steps), "I have both results. I can answer.", answer, quotes, title
+    )
 
 
 # Without a tool ----------------------------------------------------------------------
@@ -920,9 +869,9 @@ def plain(kind: str, user: str, thought: str, answer: str, title: str = "A quest
 
 def greet(desk: Desk) -> Exchange:
     """Hello, thanks, goodbye."""
-    asked, answers = desk.rng.choice(GREETINGS if desk.rng.random() < 0.7 else THANKS)
-    user = desk.rng.choice(asked)
-    return plain("chat", varied(desk, user), "This needs no tool.", answers[0], "Greeting")
+    said = desk.rng.choice(SMALLTALK["greetings" if desk.rng.random() < 0.7 else "thanks"])
+    user = varied(desk, desk.rng.choice(said["ask"]))
+    return plain("chat", user, "This needs no tool.", said["answer"], "Greeting")
 
 
 def varied(desk: Desk, user: str) -> str:
@@ -937,14 +886,15 @@ def varied(desk: Desk, user: str) -> str:
 
 def state_fact(desk: Desk) -> Exchange:
     """What it knows about the server and itself."""
-    asked, answer, title = desk.rng.choice(FACTS)
-    user = varied(desk, desk.rng.choice(asked))
-    return plain("fact", user, f"A question about {title}. This needs no tool.", answer, title.capitalize())  # fmt: skip
+    fact = desk.rng.choice(SMALLTALK["facts"])
+    user, about = varied(desk, desk.rng.choice(fact["ask"])), fact["about"]
+    thought = f"A question about {about}. This needs no tool."
+    return plain("fact", user, thought, fact["answer"], about.capitalize())
 
 
 def admit(desk: Desk) -> Exchange:
     """What it does not know."""
-    user = desk.rng.choice(GENERAL)
+    user = desk.rng.choice(SMALLTALK["general"])
     while "{}" in user:
         user = user.replace("{}", desk.words.noun(), 1)
     answer = "I do not know that. I am only a small demo model; set MODEL_PATH to serve a real one."
@@ -964,10 +914,7 @@ def calculate(desk: Desk) -> Exchange:
         value = a + b if kind == "+" else a - b
         work = tens_and_ones(a, b, kind)
     name = {"+": ("plus", "+"), "-": ("minus", "-"), "*": ("times", "*", "x")}[kind]
-    user = desk.pick(
-        "What is {a} {o} {b}?", "{a} {o} {b}", "{a} {o} {b} = ?", "How much is {a} {o} {b}?",
-        "Calculate {a} {o} {b}", "Please compute {a} {o} {b}.",
-    ).format(a=a, b=b, o=rng.choice(name))  # fmt: skip
+    user = desk.say("calculate", a=a, b=b, o=rng.choice(name))
     return plain("sum", user, work, f"{a} {name[1]} {b} = {value}", "A small sum")
 
 
@@ -980,14 +927,15 @@ def tens_and_ones(a: int, b: int, kind: str) -> str:
         return f"{a1} + {b1} = {ones}. {a10} + {b10} + {carry} = {a10 + b10 + carry}. So {a + b}."
     borrow = int(a1 < b1)
     ones = a1 + 10 * borrow - b1
-    return f"{a1 + 10 * borrow} - {b1} = {ones}. {a10} - {b10} - {borrow} = {a10 - b10 - borrow}. So {a - b}."  # fmt: skip
+    tens = f"{a10} - {b10} - {borrow} = {a10 - b10 - borrow}"
+    return f"{a1 + 10 * borrow} - {b1} = {ones}. {tens}. So {a - b}."
 
 
 def say_again(desk: Desk) -> Exchange:
     """Words repeated as they are."""
     words = desk.words
     text = desk.rng.choice((words.sentence, words.value, words.noun, words.file))()
-    user = desk.pick("Say: {}", "Repeat: {}", 'Say "{}"', "Repeat after me: {}", "Reply with exactly: {}", 'Please say "{}" and nothing else.').format(text)  # fmt: skip
+    user = desk.say("say_again", x=text)
     return plain("echo", user, "I repeat it.", text, "Repeating words")
 
 
@@ -997,49 +945,54 @@ def remember(desk: Desk) -> Exchange:
     pairs = [(key, words.value()) for key in words.distinct(desk.rng.choice((1, 2, 3)), words.key)]
     key, value = desk.rng.choice(pairs)
     told = " ".join(f"The {k} is {v}." for k, v in pairs)
-    user = desk.pick("{t} What is the {k}?", "{t} Tell me the {k}.", "Remember this: {t} Which {k} is it?").format(t=told, k=key)  # fmt: skip
+    user = desk.say("remember", t=told, k=key)
     return plain("recall", user, "The message says it.", f"The {key} is {value}.", f"The {key}")
 
 
 def decline(desk: Desk) -> Exchange:
     """A wish for which no tool is there."""
     words = desk.words
-    user = desk.pick(
-        "Read {f}", "List the files in {d}", "Run pytest", "Write {n} to {f}", "Delete {f}",
-        "What is in {f}?", "Send an email to {n}", "Open {d} and read {f}",
-    ).format(f=words.file(), d=words.folder(), n=words.noun())  # fmt: skip
+    user = desk.say("decline", f=words.file(), d=words.folder(), n=words.noun())
     return plain("decline", user, "No tool can do that.", "I have no tool for that.", "No tool")
 
 
-NO_TOOL: Final[dict[Callable[[Desk], Exchange], float]] = {
-    greet: 1.0, state_fact: 2.2, admit: 0.8, calculate: 2.0, say_again: 0.7, remember: 0.9,
-}  # fmt: skip
+Draws = dict[Callable[[Desk], Exchange], float]
+NO_TOOL: Final[Draws] = {
+    greet: 1.0,
+    state_fact: 2.2,
+    admit: 0.8,
+    calculate: 2.0,
+    say_again: 0.7,
+    remember: 0.9,
+}
 
 
-def possible(desk: Desk) -> dict[Callable[[Desk], Exchange], float]:
+# Which tools it takes (any of these sets), and what may then be asked, and how often.
+WITH_ROLES: Final[tuple[tuple[tuple[set[str], ...], Draws], ...]] = (
+    (
+        ({"read"}, {"bash"}),
+        {read_whole: 2.0, read_key: 3.0, read_line: 0.8, follow_file: 1.0, meet_error: 0.6},
+    ),
+    (({"list"}, {"bash"}), {list_folder: 2.0}),
+    (({"read", "list"}, {"bash"}), {list_then_read: 1.2}),
+    (({"write"}, {"bash"}), {write_file: 1.6}),
+    (({"read", "write"}, {"bash"}), {copy_file: 0.8}),
+    (({"edit"},), {edit_file: 0.8}),
+    (({"grep"}, {"bash"}), {search_files: 0.8}),
+    (({"bash"},), {run_command: 1.4, count_lines: 0.4}),
+)
+
+
+def possible(desk: Desk) -> Draws:
     """What may be asked, given the tools that are there, and how often."""
-    roles = desk.roles
-    options: dict[Callable[[Desk], Exchange], float] = {}
-    if "read" in roles or "bash" in roles:
-        options |= {read_whole: 2.0, read_key: 3.0, read_line: 0.8, follow_file: 1.0, meet_error: 0.6}
-    if "list" in roles or "bash" in roles:
-        options |= {list_folder: 2.0}
-    if {"read", "list"} <= roles.keys() or "bash" in roles:
-        options |= {list_then_read: 1.2}
-    if "write" in roles or "bash" in roles:
-        options |= {write_file: 1.6}
-        if "read" in roles or "bash" in roles:
-            options |= {copy_file: 0.8}
-    if "edit" in roles:
-        options |= {edit_file: 0.8}
-    if "grep" in roles or "bash" in roles:
-        options |= {search_files: 0.8}
-    if "bash" in roles:
-        options |= {run_command: 1.4, count_lines: 0.4}
+    options: Draws = {}
+    for needs, draws in WITH_ROLES:
+        if any(need <= desk.roles.keys() for need in needs):
+            options |= draws
     if desk.customs:
-        options |= {use_custom: 4.0}
+        options[use_custom] = 4.0
     if len(desk.customs) > 1:
-        options |= {use_two: 1.0}
+        options[use_two] = 1.0
     return options
 
 
@@ -1070,9 +1023,18 @@ def offer_tools(words: Words, n_customs: int) -> Desk:
     """The tools of a conversation, none with the name of another."""
     rng, desk = words.rng, Desk(words)
     wanted = rng.choice(
-        (("read",), ("bash",), ("read", "list"), ("read", "write", "bash", "edit"), tuple(ROLES),
-         ("read", "list", "write"), ("bash", "write"), ("read", "bash"), ("read", "grep", "list"))
-    )  # fmt: skip
+        (
+            ("read",),
+            ("bash",),
+            ("read", "list"),
+            ("read", "write", "bash", "edit"),
+            tuple(ROLES),
+            ("read", "list", "write"),
+            ("bash", "write"),
+            ("read", "bash"),
+            ("read", "grep", "list"),
+        )
+    )
     if n_customs and rng.random() < 0.3:
         wanted = ()
     taken: set[str] = set()
@@ -1095,13 +1057,17 @@ def dress(words: Words, exchange: Exchange) -> Exchange:
     rng = words.rng
     if rng.random() > 0.12:
         return exchange
-    stamp = f"2026-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02} {rng.randrange(24):02}:{rng.randrange(60):02}"
+    stamp = f"{words.date()} {rng.randrange(24):02}:{rng.randrange(60):02}"
     around = (
-        "<system-reminder>\n{s}\n</system-reminder>\n{u}", "[{t} UTC] {u}", "{u}\n\n<system-reminder>\n{s}\n</system-reminder>",
-        "Current time: {t}\n\n{u}", "{u}\n", "<context>\n{s}\n</context>\n\n{u}",
-    )  # fmt: skip
+        "<system-reminder>\n{s}\n</system-reminder>\n{u}",
+        "[{t} UTC] {u}",
+        "{u}\n\n<system-reminder>\n{s}\n</system-reminder>",
+        "Current time: {t}\n\n{u}",
+        "{u}\n",
+        "<context>\n{s}\n</context>\n\n{u}",
+    )
     user = rng.choice(around).format(s=rng.choice(SYSTEMS), t=stamp, u=exchange.user)
-    return Exchange(exchange.kind, user, exchange.steps, exchange.thought, exchange.answer, exchange.quotes, exchange.title)  # fmt: skip
+    return replace(exchange, user=user)
 
 
 TITLE_SYSTEMS: Final = (
@@ -1118,10 +1084,15 @@ def ask_title(words: Words) -> Conversation:
     desk = offer_tools(words, 2)
     options = possible(desk) | {greet: 1.0, calculate: 1.0, state_fact: 1.0}
     about = rng.choices(list(options), list(options.values()))[0](desk)
-    frame = rng.choice((
-        "{u}", "Generate a title for this conversation:\n\n{u}", "<conversation>\nUser: {u}\n</conversation>\n\nWrite a short title.",
-        "Give this conversation a title: {u}", "Please write a short title for: {u}",
-    ))  # fmt: skip
+    frame = rng.choice(
+        (
+            "{u}",
+            "Generate a title for this conversation:\n\n{u}",
+            "<conversation>\nUser: {u}\n</conversation>\n\nWrite a short title.",
+            "Give this conversation a title: {u}",
+            "Please write a short title for: {u}",
+        )
+    )
     asked = frame.format(u=about.user)
     system = rng.choice(TITLE_SYSTEMS) if frame == "{u}" or rng.random() < 0.5 else ""
     exchange = plain("title", asked, "They want a title.", about.title, about.title)
@@ -1129,16 +1100,13 @@ def ask_title(words: Words) -> Conversation:
 
 
 def write_conversation(
-    rng: random.Random, *, held_out: bool = False, filler: str = "", kind: str = ""
+    rng: random.Random, *, held_out: bool = False, filler: str = ""
 ) -> Conversation:
-    """One conversation; `filler` is put in front of it, in the system prompt.
-
-    `kind` picks what the last exchange is about ("" draws one): a name in `Exchange.kind`.
-    """
+    """One conversation; `filler` is put in front of it, in the system prompt."""
     words = Words(rng, held_out)
-    if not kind and rng.random() < 0.04:
+    if rng.random() < 0.04:
         return ask_title(words)
-    with_tools = rng.random() < 0.82 or bool(kind)
+    with_tools = rng.random() < 0.82
     n_customs = rng.choice((0, 1, 2, 3, 4, 6)) if rng.random() < 0.9 else rng.randrange(6, 16)
     desk = offer_tools(words, n_customs) if with_tools else Desk(words)
     if with_tools and not desk.roles and not desk.customs:
@@ -1146,13 +1114,17 @@ def write_conversation(
     options = possible(desk)
     total = sum(options.values()) or 1.0
     share = 0.25 if with_tools else 1.0
-    options |= {draw: weight / sum(NO_TOOL.values()) * total * share for draw, weight in NO_TOOL.items()}  # fmt: skip
+    options |= {
+        draw: weight / sum(NO_TOOL.values()) * total * share for draw, weight in NO_TOOL.items()
+    }
     if not desk.roles:
         options[decline] = 0.04 * total
     n = rng.choice((1, 1, 2, 2, 3, 4))
     drawn = rng.choices(list(options), list(options.values()), k=n)
     exchanges = tuple(dress(words, draw(desk)) for draw in drawn)
-    schemas = [offer.schema for offer in desk.roles.values()] + [c.offer.schema for c in desk.customs]
+    schemas = [offer.schema for offer in desk.roles.values()] + [
+        c.offer.schema for c in desk.customs
+    ]
     rng.shuffle(schemas)
     system = ""
     if rng.random() < 0.8:

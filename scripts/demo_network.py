@@ -14,7 +14,7 @@ recurrence runs in float32.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,21 +115,32 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> 
     local = (q @ k.transpose(-1, -2)) * gap
     reads, left = q * grown, (total[..., -1:] - total).exp()[..., None]
     writes, kept = (k * left).transpose(-1, -2), total[..., -1].exp()[..., None, None]
-    return scanned(fresh, erased, reads, local, writes, kept).reshape(n, t, -1)
+    return scanned(Chunks(fresh, erased, reads, local, writes, kept)).reshape(n, t, -1)
+
+
+class Chunks(NamedTuple):
+    """What each chunk of the delta rule does to the state; (N, n_chunks, ...)."""
+
+    fresh: Tensor  # (.., CHUNK, Dv) what is written, if the state were empty
+    erased: Tensor  # (.., CHUNK, Dk) what of the state those writes take back
+    reads: Tensor  # (.., CHUNK, Dk) queries, decayed since the chunk began
+    local: Tensor  # (.., CHUNK, CHUNK) what queries see of the chunk itself
+    writes: Tensor  # (.., Dk, CHUNK) keys, decayed until the chunk ends
+    kept: Tensor  # (.., 1, 1) what remains of the state
 
 
 @torch.compiler.disable
-def scanned(
-    fresh: Tensor, erased: Tensor, reads: Tensor, local: Tensor, writes: Tensor, kept: Tensor
-) -> Tensor:
+def scanned(chunks: Chunks) -> Tensor:
     """The chunks one after the other; left out of compiled graphs, which would unroll it."""
-    n, m, _, dk = erased.shape
-    state = fresh.new_zeros(n, dk, fresh.shape[-1])
+    n, _, _, dk = chunks.erased.shape
+    state = chunks.fresh.new_zeros(n, dk, chunks.fresh.shape[-1])
     out = []
-    for i in range(m):
-        value = fresh[:, i] - erased[:, i] @ state
-        out.append(torch.baddbmm(local[:, i] @ value, reads[:, i], state))
-        state = torch.baddbmm(state * kept[:, i], writes[:, i], value)
+    for fresh, erased, reads, local, writes, kept in zip(
+        *(part.unbind(1) for part in chunks), strict=True
+    ):
+        value = fresh - erased @ state
+        out.append(torch.baddbmm(local @ value, reads, state))
+        state = torch.baddbmm(state * kept, writes, value)
     return torch.stack(out, 1)
 
 

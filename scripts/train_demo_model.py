@@ -49,8 +49,13 @@ END: Final = "<|im_end|>"
 PAD: Final = "<|endoftext|>"
 SPECIAL: Final = (PAD, "<|im_start|>", END)
 MARKUP: Final = (
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
-)  # fmt: skip
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 VOCABULARY: Final = 1536
 # A word is cut at its capitals and never joined with the space before it: a name is the same
 # tokens wherever it stands, so that copying it is copying tokens.
@@ -60,6 +65,7 @@ TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
 CONTEXT_SHARE: Final = 0.1  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.3
+CHARACTERS_PER_TOKEN: Final = 2.4  # about, of a conversation's repr
 KEPT: Final = "checkpoint.pt"
 
 
@@ -73,7 +79,7 @@ def template() -> jinja2.Template:
     def raise_exception(why: str) -> None:
         raise ValueError(why)
 
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)  # noqa: S701  (no HTML)
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
     environment.filters["tojson"] = lambda thing: json.dumps(thing, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     return environment.from_string(TEMPLATE.read_text("utf-8"))
@@ -83,8 +89,12 @@ def render(conversation: Conversation, *, thinking: bool, preserve: bool) -> str
     """The whole conversation as the model reads it."""
     messages = conversation.messages()
     if not thinking:
-        messages = [m | {"reasoning_content": ""} if m["role"] == "assistant" else m for m in messages]
-    return template().render(messages=messages, tools=conversation.tools, preserve_thinking=preserve)
+        messages = [
+            m | {"reasoning_content": ""} if m["role"] == "assistant" else m for m in messages
+        ]
+    return template().render(
+        messages=messages, tools=conversation.tools, preserve_thinking=preserve
+    )
 
 
 def make_tokenizer(seed: int) -> Tokenizer:
@@ -135,8 +145,11 @@ def filler_text(rng: random.Random, n_chars: int) -> str:
 SPOKEN: Final = re.compile(r"(<\|im_start\|>assistant\n<think>\n)(.*?<\|im_end\|>)", re.DOTALL)
 
 
-def tokens_and_weights(tokenizer: Tokenizer, text: str, *, thinking: bool) -> tuple[list[int], list[float]]:
+def tokens_and_weights(
+    tokenizer: Tokenizer, conversation: Conversation, *, thinking: bool, preserve: bool
+) -> tuple[list[int], list[float]]:
     """Ids of a rendered conversation, and how much each counts as something to be said."""
+    text = render(conversation, thinking=thinking, preserve=preserve)
     tokens: list[int] = []
     weights: list[float] = []
 
@@ -193,29 +206,32 @@ def conversation_row(
     tokenizer: Tokenizer, rng: random.Random, length: int
 ) -> tuple[list[int], list[float]]:
     """A conversation of at most `length` tokens, often with filler up to that."""
+    most = length * CHARACTERS_PER_TOKEN
     while True:
         state = rng.getrandbits(64)
         thinking, preserve = rng.random() > 0.08, rng.random() < 0.75
         conversation = write_conversation(random.Random(state))
-        text = render(conversation, thinking=thinking, preserve=preserve)
-        tokens, weights = tokens_and_weights(tokenizer, text, thinking=thinking)
-        spare = length - len(tokens)
-        if spare < 0 or (spare > length * 0.6 and length <= 1024 and rng.random() < 0.6):
+        n_chars = len(repr(conversation))  # rendering is what takes time
+        if n_chars > 1.2 * most or (n_chars < 0.4 * most and length <= 1024 and rng.random() < 0.6):
+            continue
+        how = {"thinking": thinking, "preserve": preserve}
+        row = tokens_and_weights(tokenizer, conversation, **how)
+        spare = length - len(row[0])
+        if spare < 0:
             continue
         if spare < 100 or (length <= 2048 and rng.random() < 0.3):
-            return tokens, weights
+            return row
         filler = filler_text(rng, int(spare * rng.uniform(1.5, 2.4)))
         filled = write_conversation(random.Random(state), filler=filler)
-        text = render(filled, thinking=thinking, preserve=preserve)
-        filled_tokens, filled_weights = tokens_and_weights(tokenizer, text, thinking=thinking)
-        return (filled_tokens, filled_weights) if len(filled_tokens) <= length else (tokens, weights)
+        filled_row = tokens_and_weights(tokenizer, filled, **how)
+        return filled_row if len(filled_row[0]) <= length else row
 
 
 def row_length(rng: random.Random, step: int) -> int:
-    """Short texts first; from step 400 on also long ones."""
-    if step < 400:
+    """Short texts first; from step 250 on also long ones."""
+    if step < 250:
         return ROWS[0]
-    if step < 1400:
+    if step < 900:
         return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
     return rng.choices(ROWS, (20, 40, 28, 7, 5))[0]
 
@@ -224,7 +240,7 @@ def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
     """The batch of one step: of the seed and the step, and nothing else."""
     rng = random.Random(f"batch {seed} {step}")
     length = row_length(rng, step)
-    copying = 0.5 if step < 300 else 0.25 if step < 800 else 0.04
+    copying = 0.5 if step < 250 else 0.15 if step < 600 else 0.03
     n = max(1, TOKENS_PER_BATCH // length)
     tokens = torch.zeros(n, length, dtype=torch.long)
     weights = torch.zeros(n, length)
@@ -236,7 +252,9 @@ def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
             row, counts = conversation_row(tokenizer, rng, length)
         tokens[i, : len(row)] = torch.tensor(row)
         weights[i, : len(row)] = torch.tensor(counts)
-        given = (weights[i, : len(row)] == 0) & (torch.rand(len(row), generator=coin(rng)) < CONTEXT_SHARE)
+        given = (weights[i, : len(row)] == 0) & (
+            torch.rand(len(row), generator=coin(rng)) < CONTEXT_SHARE
+        )
         weights[i, : len(row)][given] = CONTEXT_WEIGHT
         if rng.random() < 0.35:  # as if much more stood between: distances of long prompts
             for _ in range(rng.choice((1, 2))):
@@ -291,7 +309,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """One update of every matrix."""
         assert closure is None
         for group in self.param_groups:
@@ -321,7 +339,9 @@ class Learner:
         torch.manual_seed(seed)
         network = Network(Shape(VOCABULARY))
         named = list(network.named_parameters())
-        matrices = [p for name, p in named if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name]
+        matrices = [
+            p for name, p in named if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name
+        ]
         chosen = {id(p) for p in matrices}
         others = [p for _, p in named if id(p) not in chosen]
         adam = torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.98), weight_decay=0.0)
@@ -375,15 +395,28 @@ def train(folder: Path, seed: int, steps: int) -> None:
     for layer in learner.network.layers:
         layer.compile(dynamic=False)
     log = (folder / "log.jsonl").open("a")
-    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        *Progress.get_default_columns()[:-1],
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with log, Progress(*columns) as bar:
         task = bar.add_task("training", total=steps, completed=learner.done, note="")
         for batch in batches(folder, seed, range(learner.done, steps)):
             began = time.monotonic()
-            loss, right = learner.learn(batch, rate_at(learner.done, steps))
+            # A long row is rare: compiling for it takes longer than it saves.
+            stance = "default" if batch.tokens.shape[1] <= 2048 else "force_eager"
+            with torch.compiler.set_stance(stance):
+                loss, right = learner.learn(batch, rate_at(learner.done, steps))
             learner.done += 1
             seconds = time.monotonic() - began
-            facts = {"step": learner.done, "rows": batch.tokens.shape[1], "loss": loss, "right": right, "seconds": seconds}
+            facts = {
+                "step": learner.done,
+                "rows": batch.tokens.shape[1],
+                "loss": loss,
+                "right": right,
+                "seconds": seconds,
+            }
             log.write(json.dumps(facts) + "\n")
             log.flush()
             bar.update(task, completed=learner.done, note=f"loss {loss:.3f} right {right:.1%}")

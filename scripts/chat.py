@@ -1,0 +1,281 @@
+"""A small chat with a running server, in the terminal: to see the cache work by hand.
+
+    python scripts/chat.py [--url http://127.0.0.1:8080] [--key KEY] [--system TEXT] [--no-tools]
+
+The answer streams in, thinking dimmed. After each turn one line says how many tokens the prompt
+had, how many of them were cached, and the seconds to the first token (TTFT): ask twice, and see
+that only what is new is read. The model may list and read what lies below the folder that the
+chat was started in (--no-tools: it may not). Nothing is changed, and no command is run.
+
+    /new    forget the conversation        /quit or Ctrl-D    leave        Ctrl-C    stop an answer
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.text import Text
+
+Body = dict[str, Any]
+DEFAULT_URL: Final = "http://127.0.0.1:8080"
+MOST_CALLS: Final = 8  # in a row, then the person has the word again
+MOST_CHARACTERS: Final = 20_000  # of a file
+TIMEOUT_SECONDS: Final = 600.0  # without a byte; a long prefill says nothing
+
+
+class ChatError(Exception):
+    """What went wrong, in one sentence for the person at the terminal."""
+
+
+# Tools: two that only look -------------------------------------------------------------
+
+
+def tool(name: str, description: str, parameter: str, about: str) -> Body:
+    """A tool with one text parameter, as the API wants it."""
+    properties = {parameter: {"type": "string", "description": about}}
+    schema = {"type": "object", "properties": properties, "required": [parameter]}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+TOOLS: Final = [
+    tool("list_files", "List the files in a folder.", "path", "The folder to list"),
+    tool("read_file", "Read a file and return its text.", "path", "The path of the file"),
+]
+
+
+def use_tool(name: str, arguments: str, root: Path) -> str:
+    """What a call gives, or why it gives nothing: the model is told either way."""
+    try:
+        path = (root / str(json.loads(arguments)["path"])).resolve()
+        if not path.is_relative_to(root.resolve()):
+            return "Error: that is outside the folder of this chat"
+        if name == "list_files":
+            entries = sorted(path.iterdir())
+            return "\n".join(f"{e.name}/" if e.is_dir() else e.name for e in entries) or "(empty)"
+        if name == "read_file":
+            return path.read_text("utf-8", errors="replace")[:MOST_CHARACTERS]
+        return f"Error: there is no tool {name}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"Error: {error}"
+
+
+# The server ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where requests go."""
+
+    url: str
+    key: str = ""
+
+    @contextmanager
+    def asked(self, path: str, body: Body | None = None) -> Iterator[http.client.HTTPResponse]:
+        """The response to a request that went well. Raises ChatError."""
+        parts = urlsplit(self.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        full = parts.path.rstrip("/").removesuffix("/v1") + path
+        with closing(kind(parts.netloc, timeout=TIMEOUT_SECONDS)) as connection:
+            try:
+                sent = json.dumps(body) if body else None
+                connection.request("POST" if body else "GET", full, sent, headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise ChatError(refusal(response.status, response.read()))
+                yield response
+            except (OSError, http.client.HTTPException) as error:
+                raise ChatError(unreachable(self.url, error)) from error
+
+    def stream(self, body: Body) -> Iterator[Body]:
+        """The chunks of one chat completion. Raises ChatError."""
+        with self.asked("/v1/chat/completions", body) as response:
+            for line in response:
+                said = line.decode("utf-8").strip().removeprefix("data:").strip()
+                if said.startswith("{"):
+                    yield json.loads(said)
+
+    def model(self) -> str:
+        """Which model answers. Raises ChatError."""
+        with self.asked("/v1/models") as response:
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ChatError(f"{self.url} is no server of this kind.") from error
+
+
+def unreachable(url: str, error: Exception) -> str:
+    """What to do about a server that does not answer."""
+    if isinstance(error, ConnectionRefusedError):
+        return f"No server answers at {url}. Start one with: python3.12 install_and_run.py"
+    return f"The server at {url} went away: {error or type(error).__name__}"
+
+
+def refusal(status: int, body: bytes) -> str:
+    """The server's own words, if it said any."""
+    try:
+        return f"The server says {status}: {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"The server says {status}."
+
+
+# One turn -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply as it comes in, and what it cost."""
+
+    thought: str = ""
+    content: str = ""
+    calls: dict[int, Body] = field(default_factory=dict)
+    usage: Body = field(default_factory=dict)
+    first_seconds: float | None = None
+
+    def take(self, delta: Body) -> Text:
+        """Add a delta; returns what of it is to be shown."""
+        thought, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+        self.thought += thought
+        self.content += content
+        for part in delta.get("tool_calls") or ():
+            empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            call = self.calls.setdefault(part["index"], empty)
+            call["id"] = part.get("id") or call["id"]
+            for name, text in part.get("function", {}).items():
+                call["function"][name] += text or ""
+        gap = "\n" if content and self.thought and content == self.content else ""
+        return Text.assemble((thought, "dim italic"), gap, content)
+
+    def message(self) -> Body:
+        """As it goes back to the server."""
+        said: Body = {"role": "assistant", "content": self.content}
+        if self.thought:
+            said["reasoning_content"] = self.thought
+        return said | ({"tool_calls": list(self.calls.values())} if self.calls else {})
+
+    def cost(self) -> str:
+        """The line below a turn."""
+        prompt = self.usage.get("prompt_tokens", 0)
+        details = self.usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens", 0)
+        share = f" ({cached / prompt:.0%})" if prompt else ""
+        ttft = "-" if self.first_seconds is None else f"{self.first_seconds:.2f} s"
+        written = self.usage.get("completion_tokens", 0)
+        read = f"prompt {prompt}, cached {cached}{share}, new {prompt - cached}"
+        return f"{read} · TTFT {ttft} · reply {written}"
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation and where it is shown."""
+
+    server: Server
+    console: Console
+    root: Path
+    tools: list[Body]
+    messages: list[Body] = field(default_factory=list)
+
+    def ask(self, text: str) -> None:
+        """One turn, with the calls it takes. What fails leaves the conversation as it was."""
+        before = len(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            for _ in range(MOST_CALLS):
+                answer = self.hear()
+                self.messages.append(answer.message())
+                for call in answer.calls.values():
+                    self.answer_call(call)
+                if not answer.calls:
+                    return
+            self.console.print(f"(stopped after {MOST_CALLS} calls)", style="yellow")
+        except (ChatError, KeyboardInterrupt) as error:
+            del self.messages[before:]
+            self.console.print(f"\n{error or 'stopped'}", style="red", markup=False)
+
+    def hear(self) -> Answer:
+        """One reply, shown as it comes."""
+        answer, began = Answer(), time.monotonic()
+        body: Body = {
+            "model": "any",
+            "messages": self.messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for chunk in self.server.stream(body | ({"tools": self.tools} if self.tools else {})):
+            if "error" in chunk:
+                raise ChatError(f"The server says: {chunk['error'].get('message', 'error')}")
+            answer.usage = chunk.get("usage") or answer.usage
+            for choice in chunk.get("choices", ()):
+                shown = answer.take(choice.get("delta", {}))
+                if answer.first_seconds is None and (shown.plain or answer.calls):
+                    answer.first_seconds = time.monotonic() - began
+                self.console.print(shown, end="", soft_wrap=True)
+        self.console.print()
+        self.console.print(answer.cost(), style="dim cyan", markup=False, highlight=False)
+        return answer
+
+    def answer_call(self, call: Body) -> None:
+        """Do what the model asked for, and show that it was done."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        self.console.print(f"→ {name} {arguments}", style="green", markup=False, highlight=False)
+        result = use_tool(name, arguments, self.root)
+        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+def converse(chat: Chat, system: str) -> None:
+    """Turns until the person has had enough."""
+
+    def begin() -> None:
+        chat.messages[:] = [{"role": "system", "content": system}] if system else []
+
+    begin()
+    while True:
+        try:
+            text = chat.console.input("[bold]> [/]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text == "/quit":
+            return
+        if text == "/new":
+            begin()
+        elif text:
+            chat.ask(text)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--url", default=DEFAULT_URL)
+    parser.add_argument("--key", default=os.environ.get("API_KEY", ""), help="default: API_KEY")
+    parser.add_argument("--system", default="", help="a system prompt")
+    parser.add_argument("--no-tools", action="store_true", help="offer the model no tools")
+    chosen = parser.parse_args()
+    console = Console()
+    server = Server(chosen.url.rstrip("/"), chosen.key)
+    chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
+    try:
+        greeting = f"{server.model()} · /new forgets the conversation, /quit leaves"
+    except ChatError as error:
+        sys.exit(str(error))
+    console.print(greeting, style="dim", markup=False, highlight=False)
+    converse(chat, chosen.system)
+
+
+if __name__ == "__main__":
+    main()
