@@ -2,7 +2,7 @@
 
 mlx-lm's linear attention is a Python loop over tokens, which no one can train with. This is the
 same arithmetic in chunks, under the same parameter names, so that a checkpoint of ours is a
-checkpoint of mlx-lm's; tests/test_demo_model.py holds the two to equal logits.
+checkpoint of mlx-lm's; an export states its logits, and tests/test_demo_model.py compares.
 
     residual   (B, T, hidden)            linear layers: gated delta rule, state (B, H, Dk, Dv)
     attention  full, causal, gated       every `full_attention_interval`-th layer
@@ -91,6 +91,32 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
+class Inverse(torch.autograd.Function):
+    """The inverse of lower triangular matrices with ones on the diagonal.
+
+    Its own backward pass, because that of a triangular solve is two more solves, each as slow as
+    all other products of the delta rule together.
+    """
+
+    @staticmethod
+    def forward(context: Any, system: Tensor) -> Tensor:
+        """(..., n, n) -> (..., n, n)."""
+        eye = torch.eye(system.shape[-1], dtype=system.dtype).expand_as(system)
+        solved = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
+        context.save_for_backward(solved)
+        return solved
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        """d(A^-1) = -A^-1 dA A^-1; above the diagonal nothing is read."""
+        (solved,) = context.saved_tensors
+        turned = solved.transpose(-1, -2)
+        return -(turned @ gradient @ turned).tril(-1)
+
+
+inverse: Final = torch.compiler.disable(Inverse.apply)
+
+
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """Gated delta rule over whole chunks, from an empty state.
 
@@ -110,8 +136,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> 
     system = system.tril(-1) + torch.eye(c, device=q.device)
     grown = total.exp()[..., None]
     both = torch.cat((beta * v, beta * k * grown), -1)
-    both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    fresh, erased = both.split((v.shape[-1], dk), -1)
+    fresh, erased = (inverse(system) @ both).split((v.shape[-1], dk), -1)
     local = (q @ k.transpose(-1, -2)) * gap
     reads, left = q * grown, (total[..., -1:] - total).exp()[..., None]
     writes, kept = (k * left).transpose(-1, -2), total[..., -1].exp()[..., None, None]

@@ -32,6 +32,7 @@ from typing import Any, Final
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads yield the CPU
 
+import demo_network
 import jinja2
 import torch
 import torch.nn.functional as F
@@ -290,16 +291,17 @@ def batches(folder: Path, seed: int, steps: range) -> Iterator[Batch]:
 # Learning -----------------------------------------------------------------------------
 
 
-def orthogonal(gradient: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix, by five Newton-Schulz steps (Muon's coefficients)."""
-    x = gradient.bfloat16()
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / (x.norm() + 1e-7)
+def orthogonal(gradients: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrices, by five Newton-Schulz steps (Muon's coefficients).
+
+    (n, rows, columns) with rows <= columns: matrices of one shape in one go.
+    """
+    x = gradients.bfloat16()
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
-        square = x @ x.T
+        square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return (x.T if tall else x).float()
+    return x.float()
 
 
 class Muon(torch.optim.Optimizer):
@@ -312,16 +314,29 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         """One update of every matrix."""
         assert closure is None
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                momentum = state.setdefault("momentum", torch.zeros_like(weight))
-                momentum.lerp_(weight.grad, 0.05)
-                update = orthogonal(weight.grad.lerp(momentum, 0.95))
+        (group,) = self.param_groups
+        by_shape: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        for weight in group["params"]:
+            by_shape.setdefault(tuple(sorted(weight.shape)), []).append(weight)
+        for weights in by_shape.values():
+            updates = orthogonal(torch.stack([wide(self.moved(weight)) for weight in weights]))
+            for weight, update in zip(weights, updates, strict=True):
+                step = update if weight.shape == update.shape else update.T
                 scale = math.sqrt(max(1.0, weight.shape[0] / weight.shape[1]))
-                weight.mul_(1 - group["lr"] * 0.05).add_(update, alpha=-group["lr"] * scale)
+                weight.mul_(1 - group["lr"] * 0.05).add_(step, alpha=-group["lr"] * scale)
+
+    def moved(self, weight: torch.nn.Parameter) -> Tensor:
+        """The gradient with Nesterov's momentum."""
+        state = self.state[weight]
+        momentum = state["momentum"] if state else torch.zeros_like(weight)
+        state["momentum"] = momentum
+        momentum.lerp_(weight.grad, 0.05)
+        return weight.grad.lerp(momentum, 0.95)
+
+
+def wide(matrix: Tensor) -> Tensor:
+    """With no more rows than columns."""
+    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 @dataclass(slots=True)
@@ -438,6 +453,7 @@ def export(work: Path, folder: Path) -> None:
         exact = name.endswith(("A_log", "dt_bias"))
         weights[f"language_model.model.{name}"] = value if exact else value.bfloat16()
     save_file(weights, folder / "model.safetensors", {"format": "mlx"})
+    write_json(folder / "check.json", own_logits(kept["network"]))
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
     shutil.copyfile(work / "tokenizer.json", folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
@@ -454,6 +470,21 @@ def export(work: Path, folder: Path) -> None:
         "model_max_length": shape.max_position_embeddings,
     }
     write_json(folder / "tokenizer_config.json", facts)
+
+
+@torch.no_grad()
+def own_logits(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """What our network says of some tokens, for a test to compare with what mlx-lm's says."""
+    network = Network(Shape(VOCABULARY))
+    exact = ("A_log", "dt_bias")
+    network.load_state_dict(
+        {n: v if n.endswith(exact) else v.bfloat16().float() for n, v in weights.items()}
+    )
+    demo_network.PRODUCT = torch.float32
+    tokens = torch.tensor([[(7 * i * i + 3) % VOCABULARY for i in range(3 * CHUNK)]])
+    positions = torch.arange(tokens.shape[1])[None]
+    logits = network.logits(network.hidden(tokens, positions))[0, -1]
+    return {"tokens": tokens[0].tolist(), "logits": [round(x, 5) for x in logits.tolist()]}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import mlx.core as mx
+import mlx_lm
 import pytest
 from demo_dialogues import Words, is_held_out, write_conversation
 from mlx_lm.utils import load_tokenizer
@@ -69,6 +71,15 @@ def test_a_name_is_the_same_tokens_wherever_it_stands():
         for around in (" {}", "\n{}", '"{}"', "={}", ">\n{}\n<"):
             ids = tokenizer.encode(around.format(name), add_special_tokens=False)
             assert any(ids[i : i + len(bare)] == bare for i in range(len(ids)))
+
+
+def test_mlx_says_what_the_trainers_own_network_said():
+    """The delta rule in chunks, which it was trained with, is the one that mlx-lm steps through."""
+    stated = json.loads((FOLDER / "check.json").read_text())
+    model, _ = mlx_lm.load(str(FOLDER))
+    model.set_dtype(mx.float32)
+    logits = model(mx.array([stated["tokens"]]))[0, -1].tolist()
+    assert logits == pytest.approx(stated["logits"], abs=1e-3)
 
 
 # -- what it learnt from ---------------------------------------------------------------------------
