@@ -190,7 +190,7 @@ class GatedDeltaNet(nn.Module):
         step = torch.logspace(-1, -4, self.heads)
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
         self.norm = RMSNorm(self.dv, shape.rms_norm_eps)
-        self.out_proj = Linear(self.value_size, size, gain=0.3)
+        self.out_proj = Linear(self.value_size, size, gain=0.05)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, hidden) -> (B, T, hidden); T a multiple of CHUNK."""
@@ -236,7 +236,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(shape.hidden_size, 2 * self.heads * self.size)
         self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.size)
         self.v_proj = Linear(shape.hidden_size, self.kv_heads * self.size)
-        self.o_proj = Linear(self.heads * self.size, shape.hidden_size, gain=0.3)
+        self.o_proj = Linear(self.heads * self.size, shape.hidden_size, gain=0.05)
         self.q_norm = RMSNorm(self.size, shape.rms_norm_eps)
         self.k_norm = RMSNorm(self.size, shape.rms_norm_eps)
 
@@ -270,7 +270,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
         self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, gain=0.3)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, gain=0.05)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, hidden) -> (B, T, hidden)."""
@@ -323,3 +323,77 @@ class Network(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden) -> (..., vocabulary), float32."""
         return F.linear(hidden.to(PRODUCT), self.embed_tokens.weight.to(PRODUCT)).float()
+
+
+# A beginning that can copy -----------------------------------------------------------------
+
+CONSTANT: Final = 0.35  # dimension 0 of every embedding: a bias, where the layers have none
+FEATURE_NORM: Final = 0.7  # of what the first layer tells of a token, beside an embedding's 1.0
+
+
+@torch.no_grad()
+def plant_copying(network: Network) -> None:
+    """Set weights so that text which came before is continued as it went on then.
+
+    A small network finds this by itself only after more tokens than two cores can read in a day,
+    and nearly all that the demo does is copying. So training begins with it, and shapes it:
+
+        layer 0   tells of each token which it is (B), which came before (A), and before that (C):
+                  a constant key that the delta rule overwrites at once, and one tap of the
+                  convolution per head
+        layer 1   looks for B here as A there, and A here as C there: what stands there came next
+                  the last time. It is added to the residual as it is.
+    """
+    shape, first, second = network.shape, network.layers[0], network.layers[1]
+    assert shape.full_attention_interval == 2 and shape.linear_num_key_heads == 3
+    assert shape.hidden_size == 3 * shape.linear_value_head_dim == 3 * shape.head_dim
+    network.embed_tokens.weight[:, 0] = CONSTANT
+    basis = torch.linalg.qr(torch.randn(shape.hidden_size, shape.hidden_size))[0]
+    basis[0] = 0.0
+    plant_features(first.linear_attn, basis)
+    plant_lookup(second.self_attn, basis)
+
+
+def plant_features(linear: GatedDeltaNet, basis: Tensor) -> None:
+    """Heads 0, 1 and 2 tell of the last token, this one, and the one before the last."""
+    size, keys = linear.dv, 2 * linear.key_size
+    qkv = linear.in_proj_qkv.weight
+    qkv.mul_(0.02)
+    qkv[:keys, 0] = 1.0
+    reads = 1.5 * torch.randn(size, qkv.shape[1]) * qkv.shape[1] ** -0.5
+    reads[:, 0] = 0.0
+    taps = linear.conv1d.weight[..., 0]
+    taps.mul_(0.02)
+    taps[:keys, -1] = 1.0
+    for head, tap in enumerate((-2, -1, -3)):
+        rows = slice(keys + head * size, keys + (head + 1) * size)
+        qkv[rows] = reads
+        taps[rows, tap] = 1.0
+    for projection, at_constant in ((linear.in_proj_z, 0.5), (linear.in_proj_b, 1.0)):
+        projection.weight.mul_(0.02)
+        projection.weight[:, 0] = at_constant
+    linear.in_proj_a.weight[:, 0] = 2.0
+    norm = 2.1 * size**0.5  # of what one head gives
+    linear.out_proj.weight.copy_(basis * (FEATURE_NORM / norm))
+
+
+def plant_lookup(attention: Attention, basis: Tensor) -> None:
+    """Every head finds the place; each of them brings a third of what stands there."""
+    size = attention.size
+    before, this, earlier = (basis[:, i * size : (i + 1) * size] for i in range(3))
+    n_this = size * 5 // 8  # dimensions for the token itself, the others for the one before
+    queries = attention.q_proj.weight.view(attention.heads, 2, size, -1)
+    keys = attention.k_proj.weight.view(attention.heads, size, -1)
+    queries.mul_(0.02)
+    for head in range(attention.heads):
+        mixed = torch.randn(size, size)
+        mixed = mixed - mixed.mean(1, keepdim=True)  # features are never negative: drop their mean
+        one, two = torch.linalg.qr(mixed.T)[0].T.split((n_this, size - n_this))
+        queries[head, 0] = torch.cat((one @ this.T, two @ before.T))
+        keys[head] = torch.cat((one @ before.T, two @ earlier.T))
+    attention.q_norm.weight.fill_(2.0)
+    attention.k_norm.weight.fill_(2.0)
+    whole = torch.eye(basis.shape[0])
+    whole[0] = 0.0
+    attention.v_proj.weight.copy_(whole)
+    attention.o_proj.weight.copy_(0.4 * whole)

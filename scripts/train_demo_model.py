@@ -67,6 +67,8 @@ ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long syst
 CONTEXT_SHARE: Final = 0.1  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.3
 CHARACTERS_PER_TOKEN: Final = 2.4  # about, of a conversation's repr
+MATRIX_RATE: Final = 0.012  # of Muon
+VECTOR_RATE: Final = 0.002  # of Adam: embeddings, norms, gates
 KEPT: Final = "checkpoint.pt"
 
 
@@ -229,10 +231,8 @@ def conversation_row(
 
 
 def row_length(rng: random.Random, step: int) -> int:
-    """Short texts first; from step 250 on also long ones."""
-    if step < 250:
-        return ROWS[0]
-    if step < 900:
+    """Short texts first; from step 400 on also long ones."""
+    if step < 400:
         return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
     return rng.choices(ROWS, (20, 40, 28, 7, 5))[0]
 
@@ -241,7 +241,7 @@ def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
     """The batch of one step: of the seed and the step, and nothing else."""
     rng = random.Random(f"batch {seed} {step}")
     length = row_length(rng, step)
-    copying = 0.5 if step < 250 else 0.15 if step < 600 else 0.03
+    copying = 0.03
     n = max(1, TOKENS_PER_BATCH // length)
     tokens = torch.zeros(n, length, dtype=torch.long)
     weights = torch.zeros(n, length)
@@ -353,14 +353,15 @@ class Learner:
         """At step 0."""
         torch.manual_seed(seed)
         network = Network(Shape(VOCABULARY))
+        demo_network.plant_copying(network)
         named = list(network.named_parameters())
         matrices = [
             p for name, p in named if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name
         ]
         chosen = {id(p) for p in matrices}
         others = [p for _, p in named if id(p) not in chosen]
-        adam = torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.98), weight_decay=0.0)
-        return cls(network, Muon(matrices, lr=0.02), adam)
+        adam = torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+        return cls(network, Muon(matrices, lr=MATRIX_RATE), adam)
 
     def save(self, folder: Path) -> None:
         """Never leaves half a file."""
@@ -379,7 +380,7 @@ class Learner:
 
     def learn(self, batch: Batch, rate: float) -> tuple[float, float]:
         """One step. The mean loss of what is to be said, and the share of it that is right."""
-        for optimizer, lr in ((self.muon, 0.02), (self.adam, 0.004)):
+        for optimizer, lr in ((self.muon, MATRIX_RATE), (self.adam, VECTOR_RATE)):
             optimizer.zero_grad(set_to_none=True)
             optimizer.param_groups[0]["lr"] = lr * rate
         hidden = self.network.hidden(batch.tokens, batch.positions)[:, :-1]
