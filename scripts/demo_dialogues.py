@@ -1100,9 +1100,12 @@ def ask_title(words: Words) -> Conversation:
 
 
 def write_conversation(
-    rng: random.Random, *, held_out: bool = False, filler: str = ""
+    rng: random.Random, *, held_out: bool = False, filler: str = "", n_exchanges: int = 0
 ) -> Conversation:
-    """One conversation; `filler` is put in front of it, in the system prompt."""
+    """One conversation; `filler` is put in front of it, in the system prompt.
+
+    It has `n_exchanges`, or one to four.
+    """
     words = Words(rng, held_out)
     if rng.random() < 0.04:
         return ask_title(words)
@@ -1119,7 +1122,7 @@ def write_conversation(
     }
     if not desk.roles:
         options[decline] = 0.04 * total
-    n = rng.choice((1, 1, 2, 2, 3, 4))
+    n = n_exchanges or rng.choice((1, 1, 2, 2, 3, 4))
     drawn = rng.choices(list(options), list(options.values()), k=n)
     exchanges = tuple(dress(words, draw(desk)) for draw in drawn)
     schemas = [offer.schema for offer in desk.roles.values()] + [

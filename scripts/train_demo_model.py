@@ -25,7 +25,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -64,10 +64,10 @@ PIECES: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]| +|\n|[^A-Za-z0-9 \n]"
 
 TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
-CONTEXT_SHARE: Final = 0.1  # of the tokens that are given, how many are learnt too
-CONTEXT_WEIGHT: Final = 0.3
-CHARACTERS_PER_TOKEN: Final = 2.4  # about, of a conversation's repr
-MATRIX_RATE: Final = 0.012  # of Muon
+CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
+CONTEXT_WEIGHT: Final = 0.1
+CHARACTERS_PER_TOKEN: Final = 2.3  # about, of a conversation's repr
+MATRIX_RATE: Final = 0.016  # of Muon
 VECTOR_RATE: Final = 0.002  # of Adam: embeddings, norms, gates
 KEPT: Final = "checkpoint.pt"
 
@@ -208,40 +208,44 @@ def copying_row(rng: random.Random, length: int) -> tuple[list[int], list[float]
 def conversation_row(
     tokenizer: Tokenizer, rng: random.Random, length: int
 ) -> tuple[list[int], list[float]]:
-    """A conversation of at most `length` tokens, often with filler up to that."""
+    """A conversation of at most `length` tokens, often with filler up to that.
+
+    Tools and rules are long and teach nothing: one to many exchanges share them.
+    """
     most = length * CHARACTERS_PER_TOKEN
     while True:
-        state = rng.getrandbits(64)
-        thinking, preserve = rng.random() > 0.08, rng.random() < 0.75
-        conversation = write_conversation(random.Random(state))
+        state, n = rng.getrandbits(64), rng.choice((1, 3, 6, 12, 24))
+        how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
+        conversation = write_conversation(random.Random(state), n_exchanges=n)
+        while len(repr(conversation)) > most and len(conversation.exchanges) > 1:
+            conversation = replace(conversation, exchanges=conversation.exchanges[:-1])
         n_chars = len(repr(conversation))  # rendering is what takes time
-        if n_chars > 1.2 * most or (n_chars < 0.4 * most and length <= 1024 and rng.random() < 0.6):
+        if n_chars > 1.2 * most or (n_chars < 0.7 * most and length <= 2048 and rng.random() < 0.9):
             continue
-        how = {"thinking": thinking, "preserve": preserve}
         row = tokens_and_weights(tokenizer, conversation, **how)
         spare = length - len(row[0])
         if spare < 0:
             continue
-        if spare < 100 or (length <= 2048 and rng.random() < 0.3):
+        if spare < 100 or (length <= 2048 and rng.random() < 0.7):
             return row
         filler = filler_text(rng, int(spare * rng.uniform(1.5, 2.4)))
-        filled = write_conversation(random.Random(state), filler=filler)
-        filled_row = tokens_and_weights(tokenizer, filled, **how)
-        return filled_row if len(filled_row[0]) <= length else row
+        system = f"{filler}\n{conversation.system}"
+        filled = tokens_and_weights(tokenizer, replace(conversation, system=system), **how)
+        return filled if len(filled[0]) <= length else row
 
 
 def row_length(rng: random.Random, step: int) -> int:
     """Short texts first; from step 400 on also long ones."""
     if step < 400:
         return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
-    return rng.choices(ROWS, (20, 40, 28, 7, 5))[0]
+    return rng.choices(ROWS, (32, 46, 17, 3, 2))[0]
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
     """The batch of one step: of the seed and the step, and nothing else."""
     rng = random.Random(f"batch {seed} {step}")
     length = row_length(rng, step)
-    copying = 0.03
+    copying = 0.01
     n = max(1, TOKENS_PER_BATCH // length)
     tokens = torch.zeros(n, length, dtype=torch.long)
     weights = torch.zeros(n, length)
