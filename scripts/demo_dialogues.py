@@ -543,7 +543,7 @@ def read_key(desk: Desk) -> Exchange:
     at = rng.randrange(len(pairs))
     key, value = pairs[at]
     user = desk.say("read_key", k=key, f=file)
-    thought = f"The result says: {lines[at].rstrip('.')}. I can answer."
+    thought = f"I look for {key}. The result says: {lines[at].rstrip('.')}. I can answer."
     answer = f"The {key} in {file} is {value}."
     title = f"{key.capitalize()} in {file}"
     return Exchange("key", user, (obtain(desk, file, content),), thought, answer, (value,), title)

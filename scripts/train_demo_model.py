@@ -44,8 +44,8 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
-TEMPLATE: Final = Path(__file__).resolve().parent / "demo_model" / "chat_template.jinja"
-CORPUS: Final = TEMPLATE.with_name("corpus.txt")
+TEMPLATE: Final = Path(__file__).resolve().with_name("demo_chat_template.jinja")
+CORPUS: Final = TEMPLATE.parent / "demo_model" / "corpus.txt"
 END: Final = "<|im_end|>"
 PAD: Final = "<|endoftext|>"
 SPECIAL: Final = (PAD, "<|im_start|>", END)

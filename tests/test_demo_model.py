@@ -59,9 +59,9 @@ def test_the_folder_is_whole_and_small():
     assert config["model_type"] == "qwen3_5" and config["max_position_embeddings"] >= 32_768
 
 
-def test_its_template_is_the_one_that_the_tests_know():
+def test_its_template_is_the_one_that_it_was_trained_with():
     template = (FOLDER / "chat_template.jinja").read_text("utf-8")
-    assert template == (ROOT / "scripts" / "demo_model" / "chat_template.jinja").read_text("utf-8")
+    assert template == (ROOT / "scripts" / "demo_chat_template.jinja").read_text("utf-8")
 
 
 def test_a_name_is_the_same_tokens_wherever_it_stands():
