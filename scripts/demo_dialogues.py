@@ -332,6 +332,18 @@ class Offer:
     parts: dict[str, str]  # what a parameter is for -> its name here
     label: str = ""  # a required parameter that wants a short text on what the call does
 
+    @property
+    def line(self) -> str:
+        """The tool as the chat template lists it: its purpose, its name, its parameters.
+
+        Thoughts quote it: once its first words are found, the rest is copying.
+        """
+        function = self.schema["function"]
+        purpose = function["description"].strip().split("\n")[0].split(". ")[0].rstrip(".")
+        schema = function["parameters"]
+        names = [n if n in schema["required"] else f"{n}?" for n in schema["properties"]]
+        return f"{purpose}: {self.name}({', '.join(names)})"
+
 
 @dataclass(slots=True)
 class Custom:
@@ -465,8 +477,9 @@ def call_role(desk: Desk, role: str, why: str, result: str, **values: str) -> St
     arguments: dict[str, Any] = {offer.parts[part]: value for part, value in values.items()}
     if offer.label:
         arguments[offer.label] = why.rstrip(".")
-    thought = f"{why} {offer.name} can do that."
-    return Step(thought, offer.name, arguments, result, frozenset({offer.label} - {""}))
+    return Step(
+        f"{why} {offer.line}", offer.name, arguments, result, frozenset({offer.label} - {""})
+    )
 
 
 def obtain(desk: Desk, file: str, content: str) -> Step:
@@ -796,7 +809,7 @@ def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
 def call_custom(tool: Custom, given: dict[str, Any], result: str) -> Step:
     """The call; arguments in the schema's order."""
     ordered = {name: given[name] for name in tool.kinds if name in given}
-    thought = f"I need to {tool.verb} the {tool.thing}. {tool.offer.name} can do that."
+    thought = f"I need to {tool.verb} the {tool.thing}. {tool.offer.line}"
     return Step(thought, tool.offer.name, ordered, result)
 
 
@@ -850,7 +863,7 @@ def use_two(desk: Desk) -> Exchange:
         asked.append(f"{tool.verb} the {tool.thing} with {said}")
         steps.append(call_custom(tool, given, result))
         answers.append(answer.removeprefix("The result: ").rstrip("."))
-        quotes += found
+        quotes += tuple(quote.rstrip(".") for quote in found)
     user = desk.say("use_two", a=asked[0], b=asked[1])
     answer = f"The results: {answers[0]}; {answers[1]}."
     title = f"{first.thing.capitalize()} and {second.thing}"

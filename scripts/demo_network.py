@@ -239,6 +239,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * self.size, shape.hidden_size, gain=0.05)
         self.q_norm = RMSNorm(self.size, shape.rms_norm_eps)
         self.k_norm = RMSNorm(self.size, shape.rms_norm_eps)
+        for norm in (self.q_norm, self.k_norm):  # of 1.0, a thousand keys look alike for long
+            nn.init.constant_(norm.weight, 1.5)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """(B, T, hidden) -> (B, T, hidden); `turn` is cos and sin, (B or 1, 1, T, rotary / 2)."""

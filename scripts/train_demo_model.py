@@ -68,7 +68,7 @@ CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt
 CONTEXT_WEIGHT: Final = 0.1
 CHARACTERS_PER_TOKEN: Final = 2.3  # about, of a conversation's repr
 MATRIX_RATE: Final = 0.016  # of Muon
-VECTOR_RATE: Final = 0.002  # of Adam: embeddings, norms, gates
+VECTOR_RATE: Final = 0.003  # of Adam: embeddings, norms, gates
 KEPT: Final = "checkpoint.pt"
 
 
@@ -403,8 +403,8 @@ class Learner:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """The learning rate's share: a short warm-up, a plateau, a linear end over the last third."""
-    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.35)))
+    """The learning rate's share: a short warm-up, a plateau, a linear end over the last quarter."""
+    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.25)))
 
 
 def train(folder: Path, seed: int, steps: int) -> None:
