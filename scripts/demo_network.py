@@ -334,7 +334,7 @@ FEATURE_NORM: Final = 0.7  # of what the first layer tells of a token, beside an
 
 
 @torch.no_grad()
-def plant_copying(network: Network) -> None:
+def plant_copying(network: Network, twins: list[tuple[int, int]]) -> None:
     """Set weights so that text which came before is continued as it went on then.
 
     A small network finds this by itself only after more tokens than two cores can read in a day,
@@ -345,11 +345,19 @@ def plant_copying(network: Network) -> None:
                   convolution per head
         layer 1   looks for B here as A there, and A here as C there: what stands there came next
                   the last time. It is added to the residual as it is.
+
+    A piece with a space before it (`twins`: the ids of each without and with) begins as the same
+    vector but for one that all of them share, so that one is easily copied as the other.
     """
     shape, first, second = network.shape, network.layers[0], network.layers[1]
     assert shape.full_attention_interval == 2 and shape.linear_num_key_heads == 3
     assert shape.hidden_size == 3 * shape.linear_value_head_dim == 3 * shape.head_dim
-    network.embed_tokens.weight[:, 0] = CONSTANT
+    embeddings = network.embed_tokens.weight
+    bare, spaced = torch.tensor(twins).T
+    space = 0.4 * shape.hidden_size**-0.5 * torch.randn(shape.hidden_size)
+    embeddings[spaced] = embeddings[bare] + space
+    embeddings[bare] -= space
+    embeddings[:, 0] = CONSTANT
     basis = torch.linalg.qr(torch.randn(shape.hidden_size, shape.hidden_size))[0]
     basis[0] = 0.0
     plant_features(first.linear_attn, basis)

@@ -57,16 +57,21 @@ MARKUP: Final = (
     "<tool_response>",
     "</tool_response>",
 )
-VOCABULARY: Final = 1536
-# A word is cut at its capitals and never joined with the space before it: a name is the same
-# tokens wherever it stands, so that copying it is copying tokens.
-PIECES: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]| +|\n|[^A-Za-z0-9 \n]"
+BARE: Final = 1280  # pieces without a space before them, bytes included
+VOCABULARY: Final = 2560
+# A word is cut at its capitals, and may have one space before it. That space is joined to the
+# first piece last of all, so that a name is cut the same way wherever it stands: copying it is
+# copying pieces.
+WORD: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[^A-Za-z0-9\s]"
+PIECES: Final = rf" ?(?:{WORD})| +|\s"
+BARE_PIECES: Final = rf"{WORD}| +|\s"
+SPACE: Final = "\u0120"  # how byte-level BPE writes it
 
 TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.1
-CHARACTERS_PER_TOKEN: Final = 2.3  # about, of a conversation's repr
+CHARACTERS_PER_TOKEN: Final = 3.4  # about, of a conversation's repr
 MATRIX_RATE: Final = 0.016  # of Muon
 VECTOR_RATE: Final = 0.003  # of Adam: embeddings, norms, gates
 KEPT: Final = "checkpoint.pt"
@@ -101,16 +106,13 @@ def render(conversation: Conversation, *, thinking: bool, preserve: bool) -> str
 
 
 def make_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE, learnt from conversations."""
-    tokenizer = Tokenizer(models.BPE())
+    """Byte-level BPE, learnt from conversations; every piece also with a space before it."""
     byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(PIECES), "isolated"), byte_level])
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(BARE_PIECES), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
-    n_added = len(SPECIAL) + len(MARKUP)
     trainer = BpeTrainer(
-        vocab_size=VOCABULARY - n_added,
+        vocab_size=BARE,
         min_frequency=2,
         initial_alphabet=sorted(pre.ByteLevel.alphabet()),
         show_progress=False,
@@ -120,11 +122,29 @@ def make_tokenizer(seed: int) -> Tokenizer:
     bare = re.compile("|".join(map(re.escape, (*SPECIAL, *MARKUP))))
     prose = [CORPUS.read_text("utf-8"), template_free_prose()] * 20
     tokenizer.train_from_iterator([bare.sub(" ", text) for text in texts] + prose, trainer)
-    fresh = Tokenizer.from_str(tokenizer.to_str())
-    fresh.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    fresh.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
-    assert fresh.get_vocab_size() <= VOCABULARY, fresh.get_vocab_size()
-    return fresh
+    tokenizer = Tokenizer.from_str(json.dumps(with_spaces(json.loads(tokenizer.to_str()))))
+    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(PIECES), "isolated"), byte_level])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
+    assert tokenizer.get_vocab_size() <= VOCABULARY, tokenizer.get_vocab_size()
+    return tokenizer
+
+
+def with_spaces(described: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json whose pieces can have a space before them, by merges of the lowest rank."""
+    vocabulary, merges = described["model"]["vocab"], described["model"]["merges"]
+    for piece in sorted(vocabulary, key=vocabulary.get):
+        if SPACE not in piece:
+            vocabulary[SPACE + piece] = len(vocabulary)
+            merges.append([SPACE, piece])
+    return described
+
+
+def twins(tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """(a piece, the same with a space before it), by id."""
+    vocabulary = tokenizer.get_vocab()
+    pairs = ((i, vocabulary.get(SPACE + piece)) for piece, i in vocabulary.items())
+    return [(bare, spaced) for bare, spaced in pairs if spaced is not None]
 
 
 @cache
@@ -187,10 +207,9 @@ class Batch:
 
 def copying_row(rng: random.Random, length: int) -> tuple[list[int], list[float]]:
     """Random tokens, part of which come again: what every later skill is built from."""
-    first = len(SPECIAL) + len(MARKUP)
     row: list[int] = []
     weights: list[float] = []
-    pool = [rng.randrange(first, VOCABULARY) for _ in range(rng.choice((20, 60, 200, 1000)))]
+    pool = [rng.randrange(2 * BARE - 100) for _ in range(rng.choice((20, 60, 200, 1000)))]
     while len(row) < length:
         if len(row) > 40 and rng.random() < 0.6:
             n = rng.randrange(4, 30)
@@ -228,7 +247,7 @@ def conversation_row(
             continue
         if spare < 100 or (length <= 2048 and rng.random() < 0.7):
             return row
-        filler = filler_text(rng, int(spare * rng.uniform(1.5, 2.4)))
+        filler = filler_text(rng, int(spare * rng.uniform(2.3, 3.6)))
         system = f"{filler}\n{conversation.system}"
         filled = tokens_and_weights(tokenizer, replace(conversation, system=system), **how)
         return filled if len(filled[0]) <= length else row
@@ -353,18 +372,19 @@ class Learner:
     done: int = 0
 
     @classmethod
-    def fresh(cls, seed: int) -> Learner:
+    def fresh(cls, seed: int, tokenizer: Tokenizer) -> Learner:
         """At step 0."""
         torch.manual_seed(seed)
         network = Network(Shape(VOCABULARY))
-        demo_network.plant_copying(network)
+        demo_network.plant_copying(network, twins(tokenizer))
         named = list(network.named_parameters())
         matrices = [
             p for name, p in named if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name
         ]
         chosen = {id(p) for p in matrices}
         others = [p for _, p in named if id(p) not in chosen]
-        adam = torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+        groups = [{"params": [p], "share": 0.3 if p.ndim == 2 else 1.0} for p in others]
+        adam = torch.optim.AdamW(groups, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0)
         return cls(network, Muon(matrices, lr=MATRIX_RATE), adam)
 
     def save(self, folder: Path) -> None:
@@ -386,7 +406,8 @@ class Learner:
         """One step. The mean loss of what is to be said, and the share of it that is right."""
         for optimizer, lr in ((self.muon, MATRIX_RATE), (self.adam, VECTOR_RATE)):
             optimizer.zero_grad(set_to_none=True)
-            optimizer.param_groups[0]["lr"] = lr * rate
+            for group in optimizer.param_groups:
+                group["lr"] = lr * rate * group.get("share", 1.0)
         hidden = self.network.hidden(batch.tokens, batch.positions)[:, :-1]
         targets, weights = batch.tokens[:, 1:], batch.weights[:, 1:]
         counted = weights > 0
@@ -409,7 +430,7 @@ def rate_at(step: int, steps: int) -> float:
 
 def train(folder: Path, seed: int, steps: int) -> None:
     """Up to step `steps`, from the checkpoint if there is one."""
-    learner = Learner.fresh(seed)
+    learner = Learner.fresh(seed, Tokenizer.from_file(str(folder / "tokenizer.json")))
     if (folder / KEPT).exists():
         learner.load(folder)
     for layer in learner.network.layers:
