@@ -48,7 +48,7 @@ CALL: Final = re.compile(
     re.DOTALL,
 )
 ARGUMENT: Final = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
-MAX_TOKENS: Final = 400
+MAX_TOKENS: Final = 250
 PREFILL_TOKENS: Final = 512
 
 

@@ -74,6 +74,7 @@ CONTEXT_WEIGHT: Final = 0.1
 CHARACTERS_PER_TOKEN: Final = 3.4  # about, of a conversation's repr
 MATRIX_RATE: Final = 0.016  # of Muon
 VECTOR_RATE: Final = 0.003  # of Adam: embeddings, norms, gates
+NEWEST_SHARE: Final = 0.01  # of one step in the mean of the weights, which is what is exported
 KEPT: Final = "checkpoint.pt"
 
 
@@ -369,6 +370,7 @@ class Learner:
     network: Network
     muon: Muon
     adam: torch.optim.Optimizer
+    mean: dict[str, Tensor]  # of the weights of late: what is exported
     done: int = 0
 
     @classmethod
@@ -385,13 +387,14 @@ class Learner:
         others = [p for _, p in named if id(p) not in chosen]
         groups = [{"params": [p], "share": 0.3 if p.ndim == 2 else 1.0} for p in others]
         adam = torch.optim.AdamW(groups, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-        return cls(network, Muon(matrices, lr=MATRIX_RATE), adam)
+        mean = {name: value.clone() for name, value in network.state_dict().items()}
+        return cls(network, Muon(matrices, lr=MATRIX_RATE), adam, mean)
 
     def save(self, folder: Path) -> None:
         """Never leaves half a file."""
         parts = {"network": self.network, "muon": self.muon, "adam": self.adam}
         kept = {name: part.state_dict() for name, part in parts.items()}
-        torch.save(kept | {"done": self.done}, folder / f"{KEPT}.new")
+        torch.save(kept | {"mean": self.mean, "done": self.done}, folder / f"{KEPT}.new")
         os.replace(folder / f"{KEPT}.new", folder / KEPT)
 
     def load(self, folder: Path) -> None:
@@ -400,6 +403,7 @@ class Learner:
         self.network.load_state_dict(kept["network"])
         self.muon.load_state_dict(kept["muon"])
         self.adam.load_state_dict(kept["adam"])
+        self.mean = kept["mean"]
         self.done = kept["done"]
 
     def learn(self, batch: Batch, rate: float) -> tuple[float, float]:
@@ -418,6 +422,9 @@ class Learner:
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.muon.step()
         self.adam.step()
+        with torch.no_grad():
+            for name, value in self.network.state_dict().items():
+                self.mean[name].lerp_(value, max(NEWEST_SHARE, 1 / (self.done + 1)))
         said = weights == 1
         right = (logits[said].argmax(-1) == targets[said]).float().mean()
         return float(losses[said].detach().mean()), float(right)
@@ -475,11 +482,11 @@ def export(work: Path, folder: Path) -> None:
     kept = torch.load(work / KEPT, weights_only=True)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
-    for name, value in kept["network"].items():
+    for name, value in kept["mean"].items():
         exact = name.endswith(("A_log", "dt_bias"))
         weights[f"language_model.model.{name}"] = value if exact else value.bfloat16()
     save_file(weights, folder / "model.safetensors", {"format": "mlx"})
-    write_json(folder / "check.json", own_logits(kept["network"]))
+    write_json(folder / "check.json", own_logits(kept["mean"]))
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
     shutil.copyfile(work / "tokenizer.json", folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))

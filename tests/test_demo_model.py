@@ -17,6 +17,7 @@ from serving import Served
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "models" / "demo"
 MOST_BYTES = 30_000_000
+trained = pytest.mark.skipif(not FOLDER.is_dir(), reason="models/demo is not trained yet")
 READ = {
     "type": "function",
     "function": {
@@ -51,6 +52,7 @@ def bench():
 # -- the folder ------------------------------------------------------------------------------------
 
 
+@trained
 def test_the_folder_is_whole_and_small():
     names = {path.name for path in FOLDER.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
@@ -59,20 +61,23 @@ def test_the_folder_is_whole_and_small():
     assert config["model_type"] == "qwen3_5" and config["max_position_embeddings"] >= 32_768
 
 
+@trained
 def test_its_template_is_the_one_that_it_was_trained_with():
     template = (FOLDER / "chat_template.jinja").read_text("utf-8")
     assert template == (ROOT / "scripts" / "demo_chat_template.jinja").read_text("utf-8")
 
 
-def test_a_name_is_the_same_tokens_wherever_it_stands():
+@trained
+def test_a_name_is_cut_the_same_way_wherever_it_stands():
     tokenizer = load_tokenizer(FOLDER)
     for name in ("src/main_loop.py", "fetchInvoice", "KEY_7", "zorblat"):
-        bare = tokenizer.encode(name, add_special_tokens=False)
+        bare = tokenizer.tokenize(name)
         for around in (" {}", "\n{}", '"{}"', "={}", ">\n{}\n<"):
-            ids = tokenizer.encode(around.format(name), add_special_tokens=False)
-            assert any(ids[i : i + len(bare)] == bare for i in range(len(ids)))
+            pieces = [p.removeprefix("Ġ") for p in tokenizer.tokenize(around.format(name))]
+            assert any(pieces[i : i + len(bare)] == bare for i in range(len(pieces)))
 
 
+@trained
 def test_mlx_says_what_the_trainers_own_network_said():
     """The delta rule in chunks, which it was trained with, is the one that mlx-lm steps through."""
     stated = json.loads((FOLDER / "check.json").read_text())
@@ -99,6 +104,7 @@ def test_no_invented_word_is_in_both_halves():
     assert all(is_held_out(held.noun()) for _ in range(200))
 
 
+@trained
 def test_the_right_reply_is_judged_right():
     measure = bench()
     tokenizer = load_tokenizer(FOLDER)
@@ -121,6 +127,7 @@ def test_the_right_reply_is_judged_right():
 # -- as an agent's model ---------------------------------------------------------------------------
 
 
+@trained
 def test_an_agent_loop_end_to_end(served):
     """Real generation through the real server: a call by an unknown schema, then the answer."""
     question = {"role": "user", "content": "What is the deadline in notes/marble.txt?"}
@@ -140,11 +147,13 @@ def test_an_agent_loop_end_to_end(served):
     assert second.n_cached >= first.usage["prompt_tokens"]
 
 
+@trained
 def test_a_greeting_needs_no_tool(served):
     told = served.ask([SYSTEM, {"role": "user", "content": "Hello"}], tools=[READ])
     assert not told.answer.get("tool_calls") and "demo model" in told.answer["content"]
 
 
+@trained
 def test_it_knows_its_server(served):
     port = {"role": "user", "content": "Which port does the server use?"}
     assert "8080" in served.ask([port], tools=[]).answer["content"]
