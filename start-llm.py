@@ -1483,8 +1483,8 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
 
 def _notes(turn: Turn, canon: Canon) -> tuple[Volatile, ...]:
     """The texts of a late message that is nothing but notes; none if it is more than that."""
-    text, is_folded = turn.message["content"], any(r.name == "late_system" for r in canon.rules)
-    if turn.role in SYSTEM_ROLES and is_folded and "\ufdd1" not in text:
+    text, late = turn.message["content"], any(r.name == "late_system" for r in canon.rules)
+    if late and turn.role in SYSTEM_ROLES and "\ufdd1" not in text:
         return (Volatile("late_system", "transient", reminder(text)),)
     is_bare = turn.role == "user" and not turn.canonical["content"].strip()
     return tuple(turn.notes) if is_bare else ()
@@ -1508,7 +1508,7 @@ def reminder(text: str) -> str:
 # text (`<|im_end|>` in a file) is broken up by a noncharacter for rendering, and plain text then.
 # Doors   Template, Rendered, Unspliceable
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
-# Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 462
+# Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 463
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
@@ -1818,8 +1818,7 @@ class Template:
         if self.source and not self._chat.has_system:
             log.warning("this chat template has no system role: user messages carry that text")
 
-    def image_phrase(self) -> str:
-        """What it prints for an image; "" where it cannot be asked."""
+    def image_phrase(self) -> str:  # that it prints for an image; "" where it cannot be asked
         first, last = _canned("parts")[0]["content"]
         shown = self._chat.attempt([{"role": "user", "content": [first, {"type": "image"}, last]}])
         phrase = re.search(rf"{_FIRST}(.*?){_WORDS.format(0)}", shown, re.DOTALL)
@@ -1875,29 +1874,31 @@ class Template:
     def _behind(
         self, past: Sequence[Message], new: list[Message], *, tools: list[Body], switches: Body
     ) -> tuple[str, str]:
-        """What ends the past's reply in place of an end token; the text from that token on."""
-        # [past][its reply: a nonce][new messages as they are]
+        # [past][its reply: a nonce][new messages as they are]      -> (closer, end and suffix)
         #                     nonce |closer|end ... suffix ... generation prompt
-        # why(L-44): on some templates it depends on the past, so this very past is rendered, once
-        # more with words of our own for the new ones. It is still not tokenised.
+        # why(L-44): it may depend on the past: this very one is rendered; with words of our own for
+        # the new messages, too, where theirs do not show what is before them.
         calls = [_call_like(call, {}) for call in past[-1].get("tool_calls", ())]
         reply: Message = {"role": "assistant", "content": "" if calls else _NONCE}
         if calls:
             reply["tool_calls"] = [*calls[:-1], _call_like(calls[-1], {"q": _NONCE})]
-        old, texts = [*map(self._shape, past[:-1]), reply], []
-        for some in (map(_canned_like, new, count()), new):
+        old = [*map(self._shape, past[:-1]), reply]
+
+        def after(some: Iterable[Message]) -> str:
             text = self._chat.attempt(_folded([*old, *some], self._chat), *tools, **switches)
             if text.count(_NONCE) != 1:
                 raise Unspliceable("nonce" if text else "refused")
-            texts.append(text.partition(_NONCE)[2])
-        found = self._ends.search(texts[0].partition(_WORDS.format(0))[0])
-        # where there is none, another added token follows at once
+            return text.partition(_NONCE)[2]
+
+        text = after(new)
+        head, shown, _ = text.partition(new[0]["content"] or _NONCE)
+        if not (found := self._ends.search(head * bool(shown))):
+            canned = after(map(_canned_like, new, count()))
+            found = self._ends.search(canned.partition(_WORDS.format(0))[0])
         closer, end = (found.string[: found.start()], found[0]) if found else ("", "")
-        if calls and not end:
-            raise Unspliceable("no end token")
-        if not texts[1].startswith(closer + end):
+        if (calls and not end) or not text.startswith(closer + end):
             raise Unspliceable("closer")
-        return closer, texts[1].removeprefix(closer)
+        return closer, text.removeprefix(closer)
 
     def _switches(self, request: ChatRequest) -> Body:
         wanted = self._hide(dict(request.template_kwargs))
@@ -2939,7 +2940,7 @@ def _update_session_turn_store(store: SessionTurnStore, session_id: str, *, dige
 # (mRoPE) that shift what follows. Both are stated at each call, and never left to what the model
 # remembers of the call before: rows of several conversations take turns.
 # Doors   View, VisionModel, has_vision
-# Knows ERRORS, LOG, IMAGES, KEY, KV · Thread model, mlx; view: any · Budget 167
+# Knows ERRORS, LOG, IMAGES, KEY, KV · Thread model, mlx; view: any · Budget 166
 
 _KEPT: Final = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
 _KNOWN: Final = ("position_ids", "rope_deltas", "attention_mask_4d")  # said at each call; not read
@@ -3023,8 +3024,7 @@ class VisionModel(Module):  # type: ignore[misc]
         self._views[digest] = replace(view, picture=Picture(b"", ""))
         return view
 
-    def try_out(self) -> None:
-        """Look at a blank image. Raises BadRequest, NotImplementedError, or what upstream does."""
+    def try_out(self) -> None:  # raises what it can
         file = io.BytesIO()
         Image.new("RGB", (224, 224)).save(file, "PNG")
         self._seen(self.view("0" * 64, Picture(file.getvalue(), "a blank image")))
