@@ -1,29 +1,28 @@
 """One local LLM server for agents, in one file, built around never prefilling the same token twice.
 
 THE REQUEST PATH  (rooms in the order a request meets them; a room may only name rooms above it)
-
     ground    01 CONFIG    every setting, read once, frozen
               02 ERRORS    what can go wrong, and the HTTP status of each
               03 LOG       console, session logs, counters
     words     04 WIRE      request JSON -> ChatRequest; the shapes we answer with
               05 MESSAGES  Anthropic Messages <-> the same ChatRequest and answers
-              06 HEAL      thinking that a client stripped, put back
-              07 CANON     the second copy, volatile fields stilled: is this the same past?
-              08 RENDER    messages -> the model's chat template -> tokens, nothing lost
-              09 LEDGER    recorded pasts: replay their tokens, render only what is new
-              10 KEY       chained block hashes: what a prefix is called
-    memory    11 KV        the only room that knows what a KV layer looks like
-              12 CACHE     lines, checkpoints, branches: the deepest exact prefix
-              13 SESSIONS  what each conversation did last
-    model     14 MODEL     weights, tokenizer, where they come from
-              15 ENGINE    the model thread: schedule, prefill, decode, give back
-    voice     16 SPLIT     characters -> reasoning | content | tool call
-              17 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
-    street    18 ANSWER    the whole path on one page
-              19 WATCH     what the server says of itself, and why no more was reused
-              20 HTTP      stdlib http.server, SSE, one error boundary
-              21 PROXY     LiteLLM on :4000, a process beside this one
-              22 MAIN      build the state, listen, load, serve, stop
+              06 IMAGES    the bytes of images, and marks in the text where they stand
+              07 HEAL      thinking that a client stripped, put back
+              08 CANON     the second copy, volatile fields stilled: is this the same past?
+              09 RENDER    messages -> the model's chat template -> tokens, nothing lost
+              10 LEDGER    recorded pasts: replay their tokens, render only what is new
+              11 KEY       chained block hashes, image marks: what a prefix is called
+    memory    12 KV        the only room that knows what a KV layer looks like
+              13 CACHE     lines, checkpoints, branches: the deepest exact prefix
+              14 SESSIONS  what each conversation did last
+    model     15 VISION    an image as tokens, positions and features
+              16 MODEL     weights, tokenizer, where they come from
+              17 ENGINE    the model thread: schedule, prefill, decode, give back
+    voice     18 SPLIT     characters -> reasoning | content | tool call
+              19 TOOLS     tool-call text -> OpenAI tool_calls, as it is generated
+    street    20 ANSWER    the whole path on one page; what the server says of itself
+              21 HTTP      stdlib http.server, SSE, one error boundary
+              22 MAIN      build the state, listen, load, serve, LiteLLM beside it, stop
 
 WORDS WE USE
     original    messages as the model must see them
@@ -31,26 +30,22 @@ WORDS WE USE
     transcript  a recorded past: canonical messages -> the tokens fed and generated for them
     line        one growable KV state of one conversation tip (all layers), with its tokens
     branch      a line that keeps only what follows its parent's first `start` tokens
-    lent        a line whose KV a running row holds; it stays visible to lookups
     checkpoint  the state of the layers that cannot be rewound, at one position of a line
-    row         one request on the model, from admission to the end
+    row         one request on the model; a line whose KV it holds is lent, and lookups still see it
     offset      physical KV depth in model tokens; only _kv_cache_offset() makes one
-    cached      prompt tokens of this request whose KV was reused
-    n_*         a count;  *_tokens  ids;  *_seconds, *_bytes, *_ms  what they say
+    cached      prompt tokens of this request whose KV was reused;  n_*  a count;  *_tokens  ids
 
 WHAT NEVER HAPPENS
     1  KV is reused for a token other than the one that built it
     2  model tokens are sliced by anything but a KvOffset
     3  an aborted request advances a session; what it completely prefilled is kept, it is exact
-    4  what an exception interrupted is reused
-    5  a second thread touches MLX
+    4  what an exception interrupted is reused;  5  a second thread touches MLX
     6  a byte that means something is dropped on the way to the model without a word
 
 THREADS AND LOCKS
     model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
     connection      one each, of low priority: parse, render, wait for events, write
-    proxy pump      says what LiteLLM's keeper says
-    accept          one per listening address;  main waits for a signal
+    accept          one per address;  proxy pump  says what LiteLLM's keeper says;  main  waits
     locks are leaves, private to the object that owns what they guard; none is held while waiting
 """
 
@@ -58,12 +53,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import binascii
 import ctypes
 import errno
 import gc
 import hmac
 import inspect
-import itertools
+import io
 import json
 import logging
 import marshal
@@ -81,36 +77,24 @@ import subprocess
 import sys
 import threading
 import time
+import typing
 import uuid
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import date, datetime
 from functools import lru_cache, partial
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler
-from io import BufferedIOBase, BufferedReader
 from ipaddress import ip_address
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, batched, chain, count, islice, product, takewhile
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from types import MappingProxyType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Final,
-    Literal,
-    NamedTuple,
-    NewType,
-    NotRequired,
-    Self,
-    TypedDict,
-    override,
-)
+from typing import Annotated, Any, Final, Literal, NamedTuple, NotRequired, TypedDict, override
 from urllib.parse import parse_qsl, unquote
 
 import huggingface_hub
@@ -123,36 +107,26 @@ import psutil  # type: ignore[import-untyped]
 import regex  # type: ignore[import-untyped]
 from dotenv import dotenv_values
 from jinja2.utils import LRUCache
+from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_config, load_tokenizer
+from PIL import Image, ImageOps
 from pydantic import AliasPath, BaseModel, Field, ValidationError, ValidationInfo
 from pydantic.functional_validators import BeforeValidator, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError, from_json
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
 from rich.logging import RichHandler
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerBase
 
 # region 01 CONFIG =============================================================
-# Every setting, read once, frozen.
-# The field name in capitals is the variable's name, and the default written here is the only one.
-# An empty variable counts as unset (`.env` files are full of them).
-#
+# Every setting, read once, frozen. In capitals its name is the variable's; no default is elsewhere.
 # Doors   Config, ConfigError, entries, is_loopback
-# Knows   -
-# Thread  any; pure
-# Budget  161
-# ==============================================================================
-
-
-class ConfigError(ValueError):
-    """Settings that cannot be used, one line each: variable, value, what is allowed."""
-
+# Knows - · Thread any; pure · Budget 153
 
 _Port = Annotated[int, Field(ge=1, le=65_535)]
 _Count = Annotated[int, Field(ge=0)]
@@ -164,6 +138,10 @@ _Lower = BeforeValidator(str.lower)
 _Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
 _RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used, one line each: variable, value, what is allowed."""
 
 
 def entries(text: str) -> list[str]:
@@ -181,11 +159,16 @@ def is_loopback(host: str) -> bool:
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
 
+    not_yet_acting: typing.ClassVar = {
+        *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
+        "CACHE_SESSION_PARTITIONING",
+    }
     # -- model
     model_path: str = ""  # Hugging Face repo or folder; empty: GLM-4.7-Flash on a Mac, else "demo"
     model_family: _Family = "auto"  # which tool-call format is tried first
     hf_token: str = Field(default="", repr=False)  # for gated repos; never logged
     trust_remote_code: bool = False  # run Python that comes with a model or tokenizer
+    model_kind: Annotated[Literal["auto", "text", "vision"], _Lower] = "auto"  # which library loads
     strict_model_names: bool = False  # another `model` in a request: 404 instead of being served
     # -- server
     api_key: str = Field(default="", repr=False)  # keys, one of which each request needs
@@ -194,6 +177,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     max_connections: Annotated[int, Field(ge=1, le=900)] = 256  # open sockets
     max_queued_requests: _Positive = 256  # requests waiting for the model
     max_body_bytes: _Positive = 67_108_864  # bytes of one request body (64 MiB)
+    allow_remote_images: bool = False  # fetch http(s) image URLs, from public addresses only
+    images_on_text_model: Annotated[Literal["refuse", "placeholder"], _Lower] = "refuse"
     keepalive_seconds: _Interval = 10.0  # between events of a stream that waits
     idle_connection_seconds: _Interval = 60.0  # a kept connection without a request is closed
     keep_awake: bool = False  # macOS: no sleep while a request runs
@@ -245,7 +230,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     rule_internal_context: _RuleClass = "transient"  # OpenClaw's last message
     rule_operator_note: _RuleClass = "transient"  # what LiteLLM makes of a late system message
     rule_late_system: _RuleClass = "transient"  # system messages behind the first user message
-    cache_vlm_image_identity: bool = True  # images are part of the key
+    cache_vlm_image_identity: bool = True  # false: nothing from an image on is ever reused
     cache_session_partitioning: bool = True  # kept for old .env files; the lookup is global
     cache_norm_safety_check: bool = False  # complain when the canonical text shrank by 10 %
     normalize_write_tool_content_for_prompt: bool = False  # a digest instead of written content
@@ -265,12 +250,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     log_prompt_tokens: bool = False  # session logs carry the exact ids that each prompt fed
     log_root: str = "logs"  # folder
     log_keep_days: _Count = 14  # that session logs are kept; 0 = for ever
-    vlm_cache_debug: bool = False  # log token ids of image prompts
-
-    not_yet_acting: ClassVar = {
-        *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
-        *("CACHE_VLM_IMAGE_IDENTITY", "CACHE_SESSION_PARTITIONING", "VLM_CACHE_DEBUG"),
-    }
+    vlm_cache_debug: bool = False  # log the first token ids of image prompts, and what is reused
 
     @field_validator("mlx_host", "cache_isolation", "proxy_host")
     @classmethod
@@ -282,8 +262,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return value
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str | None]) -> Self:
-        """Build from variables by name. Raises ConfigError, which names every bad one at once."""
+    def from_env(cls, env: Mapping[str, str | None]) -> Config:
+        """Of variables by name, empty ones unset. Raises ConfigError, which names every bad one."""
         texts = {name: (env.get(name.upper()) or "").strip() for name in cls.model_fields}
         try:
             return cls.model_validate({name: text for name, text in texts.items() if text})
@@ -298,24 +278,18 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return sorted(name for name, value in said.items() if value not in ("", "false", "off"))
 
 
-# endregion
-
 # region 02 ERRORS =============================================================
 # What can go wrong while answering: a table of status, type, code and headers by class.
-#
 # Doors   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Overloaded
 # Doors   GenerationFailed, ClientGone
-# Knows   -
-# Thread  any; pure
-# Budget  78
-# ==============================================================================
+# Knows - · Thread any; pure · Budget 71
 
 
 class ServerError(Exception):
     """Becomes an OpenAI error object; `param`: the field at fault, as in "messages[3].content"."""
 
     status: int = 500
-    type: ClassVar[str] = "server_error"
+    type: typing.ClassVar[str] = "server_error"
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = {}
@@ -377,25 +351,16 @@ class ClientGone(Exception):
     """The socket closed under us. Logged; nobody is left to answer."""
 
 
-# endregion
-
 # region 03 LOG ================================================================
-# Console, session logs, counters.
-# What a client wrote reaches only the session log, readable by its owner alone, and that only while
-# ENABLE_REQUEST_LOGGING is on: one JSON object per line, a folder for each day.
-#
+# Console, counters, session logs: one JSON object per line, a folder for each day. Only these hold
+# what a client wrote, only while ENABLE_REQUEST_LOGGING is on, and only their owner can read them.
 # Doors   log, start_logging, request_line, show_progress, Facts, Traffic, CacheMetrics, SessionLog
-# Knows   CONFIG
-# Owns    _CACHE_METRICS_LOCK
-# Thread  any
-# Budget  148
-# ==============================================================================
+# Knows CONFIG · Owns _CACHE_METRICS_LOCK · Thread any · Budget 130
 
 Facts = dict[str, Any]  # of a request, as the log, the page and Prometheus say them
 log: Final = logging.getLogger("start-llm")
 _CONSOLE: Final = Console(stderr=True)
-# prefill and decode in seconds; prompt, cached and out in tokens
-_REQUEST_KEYS: Final = "id prompt cached match prefill decode out ttft_ms finish"
+_REQUEST_KEYS: Final = "id prompt cached match prefill decode out ttft_ms finish"  # tokens, s
 _SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _HISTOGRAMS: Final = (
     ("ttft_seconds", "From the request to its first token", _SECONDS),
@@ -409,14 +374,11 @@ def start_logging(config: Config) -> None:
     """Send the server's log to stderr at LOG_LEVEL. Called by MAIN; a second call adds nothing."""
     log.setLevel(config.log_level)
     log.propagate = False  # a library that configures the root logger would print all twice
-    if log.handlers:
-        return
-    if _CONSOLE.is_terminal:
-        log.addHandler(RichHandler(console=_CONSOLE, show_path=False, log_time_format="%H:%M:%S"))
-    else:  # whole plain lines for a file, where rich would fold them at 80
-        plain = logging.StreamHandler(sys.stderr)
-        plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-        log.addHandler(plain)
+    handler: logging.Handler = RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
+    if not _CONSOLE.is_terminal:  # whole plain lines for a file, where rich would fold them at 80
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    log.handlers = log.handlers or [handler]
 
 
 def request_line(**values: object) -> str:
@@ -459,7 +421,7 @@ class CacheMetrics:
             for key, what, limits in _HISTOGRAMS
         }
         names = "vlm_retreat hybrid_trim_miss exact_key_rejected_by_model_lcp ledger_seam_fallback "
-        names += "telemetry_dropped evicted_for_room evicted_idle"
+        names += "telemetry_dropped evicted_for_room evicted_idle vlm_tower_runs vlm_feature_hits"
         self._counts = Counter(dict.fromkeys(names.split(), 0))
 
     def bump(self, name: str, by: int = 1) -> None:
@@ -467,7 +429,6 @@ class CacheMetrics:
             self._counts[name] += by
 
     def observe(self, facts: Facts) -> None:
-        """Count a request that has ended."""
         self._ended.labels(facts["match"], facts["finish"]).inc()
         if facts["finish"] in ("cancelled", "failed"):  # it has no times
             return
@@ -477,16 +438,14 @@ class CacheMetrics:
             histogram.observe(value)
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
-        """All of it in Prometheus' words, and values of this moment besides."""
         now = prometheus.CollectorRegistry()
-        for name, count in self.snapshot().items():
-            prometheus.Counter(f"start_llm_{name}", "Since the start", registry=now).inc(count)
+        for name, n in self.snapshot().items():
+            prometheus.Counter(f"start_llm_{name}", "Since the start", registry=now).inc(n)
         for name, value in gauges.items():
             prometheus.Gauge(f"start_llm_{name}", "Now", registry=now).set(value)
         return prometheus.generate_latest(self._registry) + prometheus.generate_latest(now)
 
     def snapshot(self) -> dict[str, int]:
-        """A copy of all counters at one moment."""
         with self._CACHE_METRICS_LOCK:
             return dict(self._counts)
 
@@ -495,8 +454,7 @@ class SessionLog:
     """LOG_ROOT/<date>/cache-session-<id>.log: what a session sent and what the cache made of it."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._complained = threading.Event()
+        self._config, self._complained = config, threading.Event()
 
     def write(self, session_id: str, record: dict[str, Any]) -> None:
         """Append `record` and the time as one line. Never raises: the first failure is logged."""
@@ -509,7 +467,7 @@ class SessionLog:
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
             if not path.parent.exists():
-                path.parent.mkdir(parents=True, mode=0o700)
+                path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
                 self._prune(now.date())
             with open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
                 file.write(line.encode("utf-8", "replace"))  # one write: threads' lines never mix
@@ -519,34 +477,34 @@ class SessionLog:
                 log.warning("session log %s cannot be written: %s", path, error)
 
     def _prune(self, today: date) -> None:
-        """Delete the folders of days that are too long ago."""
         for folder in Path(self._config.log_root).glob("????-??-??"):
             with suppress(ValueError):
                 if 0 < self._config.log_keep_days < (today - date.fromisoformat(folder.name)).days:
                     shutil.rmtree(folder)
 
 
-# endregion
-
 # region 04 WIRE ===============================================================
-# Request JSON -> ChatRequest; the shapes we answer with.
-# pydantic checks types and ranges (strict: "1" is no number, true is no integer). Unknown fields
-# pass; one that would change the answer and that we cannot honour is refused. Null means absent.
-# Messages stay plain dicts, normalised only where clients spell one thing in several ways.
-#
+# Request JSON -> ChatRequest; the shapes we answer with. pydantic checks types and ranges (strict:
+# "1" is no number). Null means absent. Unknown fields pass; one that would change the answer and
+# that we cannot honour is refused. Messages stay plain dicts, with one spelling for each thing.
 # Doors   Body, Message, OriginalMessages, KvOffset, FinishReason, Usage, Ending, AnswerShape
 # Doors   parse_json_body, given_fields, checked, without_nulls, Each, Name
 # Doors   ChatRequest, Sampling, ToolChoice, SessionContext
-# Knows   CONFIG, ERRORS
-# Thread  any; pure
-# Budget  424
-# ==============================================================================
+# Knows CONFIG, ERRORS · Thread any; pure · Budget 409
 
 Body = dict[str, Any]
 Message = dict[str, Any]
-OriginalMessages = NewType("OriginalMessages", tuple[Message, ...])
-KvOffset = NewType("KvOffset", int)
+OriginalMessages = typing.NewType("OriginalMessages", tuple[Message, ...])
+KvOffset = typing.NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
+Name = Annotated[str, Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+_TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
+_Offset = Annotated[float, Field(ge=-2, le=2)]
+_BUDGET: Final = AliasPath("thinking", "budget_tokens")
+type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
+# A step to a fault, and not the name that pydantic gives the branch of a union.
+_is_step: Final = re.compile(r"\d+|(?!(str|int|bool)$)[a-z][a-z_]*").fullmatch
 
 
 def parse_json_body(raw: bytes) -> object:
@@ -559,15 +517,6 @@ def parse_json_body(raw: bytes) -> object:
         return from_json(mended, allow_inf_nan=False)
     except (ValueError, RecursionError) as fault:
         raise BadRequest(f"the body is not valid JSON: {fault}") from None
-
-
-Name = Annotated[str, Field(min_length=1)]
-_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-_TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
-_Offset = Annotated[float, Field(ge=-2, le=2)]
-type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
-# A step to a fault, and not the name that pydantic gives the branch of a union.
-_is_step: Final = re.compile(r"\d+|(?!(str|int|bool)$)[a-z][a-z_]*").fullmatch
 
 
 def _bias_pairs(value: object) -> object:
@@ -605,6 +554,12 @@ class _ThinkingPart(TypedDict):
     thinking: str
 
 
+class _ImagePart(TypedDict):
+    type: Literal["image_url", "input_image"]
+    image_url: str | Body  # or an object with a `url`
+    at: NotRequired[str]  # its path in the request; ours
+
+
 class _Function(TypedDict):  # offered, called or chosen
     name: Name
     description: NotRequired[str | None]
@@ -621,7 +576,7 @@ class _Tool(TypedDict):
 
 class _WireMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[str | Each[_TextPart | _ThinkingPart] | None]
+    content: NotRequired[str | Each[_TextPart | _ThinkingPart | _ImagePart] | None]
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
@@ -629,9 +584,7 @@ class _WireMessage(TypedDict):
     tool_call_id: NotRequired[str | None]
 
 
-class _ChatBody(BaseModel, strict=True, extra="allow"):
-    """The fields of a chat. Sampling checks its own; unknown ones pass, here and in the dicts."""
-
+class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of Sampling
     model: str | None = None
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
@@ -646,9 +599,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: Body = {}
     response_format: Body = {}
-    thinking_budget: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, validation_alias=AliasPath("thinking", "budget_tokens")
-    )
+    thinking_budget: Annotated[int | None, Field(ge=0, validation_alias=_BUDGET)] = None
     # What we cannot do, with the values that do not ask for it.
     n: Literal[1] = 1
     best_of: Literal[1] = 1
@@ -720,24 +671,24 @@ def _by_path(fields: Body, above: str = "") -> Iterator[tuple[str, Any]]:
             yield from _by_path(value, f"{above}{name}.")
 
 
-def _thinking(said: Body, switches: Body, *, default: bool) -> tuple[bool, Body]:
-    """(thinks, template switches). The first spelling that says anything wins."""
+def _thinking(said: Body, switches: Body, *, default: bool) -> Body:
+    """Whether to think, and template switches. The first spelling that says anything wins."""
     for name in switches.keys() & ({"messages", *_NO_SWITCHES} - {"documents"}):
         raise BadRequest("this is not a request's to set", at=f"chat_template_kwargs.{name}")
     levels = []
-    places = map("".join, itertools.product(("", "metadata."), _THINKING_NAMES, _THINKING_PARTS))
+    places = map("".join, product(("", "metadata."), _THINKING_NAMES, _THINKING_PARTS))
     for place in ("chat_template_kwargs.enable_thinking", *places):
         value = said.get(place)
         if value is None or (isinstance(value, dict) and place.endswith(_OBJECTS)):
             continue
         if (level := _THINKING_LEVELS.get(str(value).lower())) is None:
-            words = ", ".join(_THINKING_LEVELS)
-            raise BadRequest(f"{value!r:.60} is none of {words}", at=place)
+            raise BadRequest(f"{value!r:.60} is none of {', '.join(_THINKING_LEVELS)}", at=place)
         levels.append(level)
     thinks = levels[0] != "off" if levels else default
     effort = next((level for level in levels if level not in ("off", "on")), None)
     switches = {"reasoning_effort": effort if thinks else None, **without_nulls(switches)}
-    return thinks, without_nulls({**switches, "enable_thinking": None})
+    switches = without_nulls({**switches, "enable_thinking": None})
+    return {"thinking": thinks, "template_kwargs": switches}
 
 
 class SessionContext(NamedTuple):
@@ -774,19 +725,16 @@ def _schema(form: Body) -> Body | None:
 def _message(index: int, wire: _WireMessage) -> Message:
     """One message without nulls and empty lists, thinking under one name, content always there."""
     message: Message = {k: v for k, v in wire.items() if v is not None and v != []}
-    role, thoughts = message["role"], ""
-    if "reasoning" in message:
-        message.setdefault("reasoning_content", message.pop("reasoning"))
-    if isinstance(content := message.get("content"), list):
-        thoughts = "".join(part["thinking"] for part in content if part["type"] == "thinking")
-        message["content"] = [part for part in content if part["type"] == "text"]
-    if thoughts:
-        message.setdefault("reasoning_content", thoughts)
+    role, content, thoughts = message["role"], message.get("content"), None
+    if isinstance(content, list):
+        thoughts = "".join(p["thinking"] for p in content if p["type"] == "thinking") or None
+        message["content"] = [part for part in content if part["type"] != "thinking"]
     needs_text = role not in ("assistant", "tool")
     if (thoughts and role != "assistant") or (needs_text and "content" not in message):
         wrong = f"a {role} message needs text, and no thinking"
         raise BadRequest(wrong, at=f"messages[{index}].content")
-    return {"content": "", **message}
+    thoughts = message.pop("reasoning_content", message.pop("reasoning", thoughts))
+    return without_nulls({"content": "", **message, "reasoning_content": thoughts})
 
 
 def _tools(asked: _ChatBody) -> Body:
@@ -824,7 +772,8 @@ class ChatRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    messages: OriginalMessages  # of a chat; content: a str or text parts
+    messages: OriginalMessages  # of a chat; content: a str or parts, text and images
+    image_ids: Mapping[str, Any] = field(default_factory=dict)  # by digest: text, tokens
     prompt: str | tuple[int, ...] | None = None  # of a completion; ids may exceed the vocabulary
     tools: tuple[Body, ...]
     deferred: tuple[Body, ...]  # tools that can be called, but are not in the prompt's head
@@ -840,36 +789,33 @@ class ChatRequest:
     @classmethod
     def from_chat(
         cls, body: object, config: Config, *, request_id: str, headers: Mapping[str, str]
-    ) -> Self:
+    ) -> ChatRequest:
         """POST /v1/chat/completions. Raises BadRequest whose `param` is the path of the field."""
         given = given_fields(body)
         asked = checked(_ChatBody, given)
         if asked.top_logprobs and not asked.logprobs:
             raise BadRequest("it needs logprobs to be true", at="top_logprobs")
         defaults = {n: getattr(config, f"default_{n}", None) for n in Sampling.model_fields}
-        said, thinks = dict(_by_path(given)), config.default_thinking
-        thinks, switches = _thinking(said, asked.chat_template_kwargs, default=thinks)
-        messages = itertools.starmap(_message, enumerate(asked.messages))
+        said = dict(_by_path(given))
         same = {"model", "stream", "parallel_tool_calls", "logprobs", "top_logprobs"}
         return cls(
             kind="chat",
             request_id=request_id,
+            **_thinking(said, asked.chat_template_kwargs, default=config.default_thinking),
             session=_session(said, headers),
             sampling=checked(Sampling, without_nulls(defaults) | given),
             max_tokens=asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
             stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             include_usage=bool(asked.stream_options.get("include_usage")),
-            messages=OriginalMessages(tuple(messages)),
-            thinking=thinks,
+            messages=OriginalMessages(tuple(map(_message, count(), asked.messages))),
             thinking_budget=asked.thinking_budget,
-            template_kwargs=switches,
             schema=_schema(asked.response_format),
             **_tools(asked),
             **asked.model_dump(include=same),
         )
 
     @classmethod
-    def from_completion(cls, body: object, config: Config, **how: Any) -> Self:
+    def from_completion(cls, body: object, config: Config, **how: Any) -> ChatRequest:
         """POST /v1/completions: one prompt, as text, as token ids or as a list of one of these."""
         given = given_fields(body)
         match given.get("prompt"):
@@ -894,13 +840,10 @@ class Usage(NamedTuple):
     reasoning: int
 
     def body(self) -> Body:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
-        }
+        body: Body = {"prompt_tokens": self.prompt, "completion_tokens": self.completion}
+        body["total_tokens"] = self.prompt + self.completion
+        body["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        return {**body, "completion_tokens_details": {"reasoning_tokens": self.reasoning}}
 
 
 class Ending(NamedTuple):
@@ -951,21 +894,13 @@ class AnswerShape(NamedTuple):
         return {**head, "model": self.model, "choices": [choice]}
 
 
-# endregion
-
 # region 05 MESSAGES ===========================================================
-# Anthropic Messages <-> the same ChatRequest, and the same answer as Anthropic's events.
-#
-# A body is checked as Anthropic's and said again as a chat: by whichever API a conversation comes,
-# its prompt and its cache are the same. What only Anthropic's machines understand is passed over.
-# A tool with `defer_loading` is no part of the prompt's head: its definition stands where a
-# `tool_reference` names it, so that loading one leaves all that was said before as it was (L-48).
-#
+# Anthropic Messages <-> the same ChatRequest and answer. A body is checked as Anthropic's and said
+# again as a chat: prompt and cache are the same by either API. What only Anthropic's machines
+# understand is passed over. A tool with `defer_loading` is no part of the prompt's head: its
+# definition stands where a `tool_reference` names it, and what was said before stays (L-48).
 # Doors   any_request, from_anthropic, AnthropicEvents, anthropic_error, thought_id
-# Knows   CONFIG, ERRORS, WIRE
-# Thread  any; pure
-# Budget  229
-# ==============================================================================
+# Knows CONFIG, ERRORS, WIRE · Thread any; pure · Budget 222
 
 # Anthropic runs all but "custom" itself; a model that is not made to call one does without.
 _KINDS: Final = "^(custom$|web_search_|web_fetch_|code_execution_|tool_search_|mcp_|advisor_)"
@@ -984,9 +919,7 @@ class _MessagesTool(TypedDict):
     defer_loading: NotRequired[bool | None]
 
 
-class _MessagesBody(BaseModel, strict=True, extra="allow"):
-    """What a chat says otherwise; the rest is checked as a chat's."""
-
+class _MessagesBody(BaseModel, strict=True, extra="allow"):  # what a chat says otherwise
     messages: Annotated[Each[_MessagesMessage], Field(min_length=1)]
     system: str | Each[Body] = []
     tools: Each[_MessagesTool] = []
@@ -1057,14 +990,15 @@ def _said(role: str, content: Any, *, tools: Mapping[str, Body], param: str) -> 
             case "assistant", {"type": "tool_use", "name": name, "input": arguments}:
                 call = {"id": block.get("id"), "function": {"name": name, "arguments": arguments}}
                 turn.setdefault("tool_calls", []).append(call)
-            case "user", {"type": "tool_result"}:
+            case "user", {"type": "tool_result"}:  # a chat has no field for is_error
                 found = without_nulls(block).get("content", "")
                 (result,) = _said("tool", found, tools=tools, param=f"{here}.content")
                 if block.get("is_error") and "error" not in str(result["content"]).lower():
-                    # No chat has a field for it.
                     result["content"].insert(0, {"type": "text", "text": "Error:"})
                 result["tool_call_id"] = block.get("tool_use_id")
                 turns += [result, {"role": role, "content": []}]
+            case "user" | "tool", {"type": "image", "source": dict() as source}:
+                turn["content"].append(_image(source, at=here))
             case _:
                 turn["content"].append({"type": "text", "text": _text(block, tools, param=here)})
     if role == "assistant":
@@ -1083,10 +1017,14 @@ def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
             return f"<tool>\n{json.dumps(function, ensure_ascii=False)}\n</tool>"
         case {"type": "document", "source": {"type": "text", "data": str() as text}}:
             return text
-        case {"type": "image", "source": dict() as source}:
-            digest = sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:12]
-            return f"[an image, sha256 {digest}, that this model cannot see: it only reads text]"
     raise BadRequest(f"{json.dumps(block):.80} cannot be read here", at=param)
+
+
+def _image(source: Body, *, at: str) -> Body:
+    said = {"base64": f"data:;base64,{source.get('data')}", "url": source.get("url")}
+    if not isinstance(url := said.get(str(source.get("type"))), str):
+        raise BadRequest("should be base64 or a url", at=f"{at}.source")
+    return {"type": "image_url", "image_url": url, "at": at}
 
 
 def thought_id(thought: str) -> str:
@@ -1097,7 +1035,7 @@ def thought_id(thought: str) -> str:
 class AnthropicEvents:
     """One answer as Anthropic says it; `whole` gives the message that the events build."""
 
-    _STOPS: ClassVar = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    _STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
     def __init__(self, request_id: str, model: str) -> None:
         self._head: Body = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
@@ -1143,9 +1081,8 @@ class AnthropicEvents:
         else:
             block[block["type"]] = self._said
         if block["type"] == "thinking":
-            block["signature"] = thought_id(self._said)
-            signed = {"type": "signature_delta", "signature": block["signature"]}
-            yield self._event("delta", delta=signed)
+            signature = block["signature"] = thought_id(self._said)
+            yield self._event("delta", delta={"type": "signature_delta", "signature": signature})
         yield self._event("stop")
         self._blocks.append(block)
         self._open, self._said = {}, ""
@@ -1181,35 +1118,100 @@ def anthropic_error(error: ServerError) -> Body:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-# endregion
+# region 06 IMAGES =============================================================
+# Images of a request -> their bytes, with a mark in their place.
+# A mark is a digest of the image between two noncharacters, a word like any other to CANON, the
+# ledger and the chat template. Only where tokens are made, the model's own stand for it.
+# Doors Picture, pictured · Knows CONFIG, ERRORS, WIRE · Thread connection · Budget 73
 
-# region 06 HEAL ===============================================================
+MAX_PIXELS: Final = 64_000_000  # of one image; a file of a few kB can hold more than memory does
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+class Picture(NamedTuple):
+    """An image as it was sent."""
+
+    data: bytes
+    at: str  # the path of its part in the request
+
+    def opened(self) -> Image.Image:
+        """RGB pixels, upright; of a GIF the first frame. Raises BadRequest."""
+        try:
+            image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
+            if (n_pixels := math.prod(image.size)) <= MAX_PIXELS:
+                upright = ImageOps.exif_transpose(image).convert("RGBA")
+                white = Image.new("RGBA", upright.size, "white")  # behind what is transparent
+                return Image.alpha_composite(white, upright).convert("RGB")
+        except Exception as fault:  # Pillow's plugins raise what they like
+            sentence = f"is no {', '.join(_FORMATS)} image that can be read"
+            raise BadRequest(sentence, at=self.at) from fault
+        raise BadRequest(f"has {n_pixels:,} pixels, more than {MAX_PIXELS:,}", at=self.at)
+
+
+def pictured(
+    request: ChatRequest, config: Config, *, sees: bool, salt: bytes
+) -> tuple[ChatRequest, dict[str, Picture]]:
+    """The request with marks for its images, and the images by digest. Raises BadRequest."""
+    # `sees`: the model does; else a line of text may stand there. `salt`: whose images these are.
+    pictures: dict[str, Picture] = {}
+
+    def as_text(part: Body, at: str) -> Body:
+        if part["type"] == "text":
+            return part
+        part = {"at": at, **part}
+        if not sees and config.images_on_text_model == "refuse":
+            raise BadRequest("this model reads only text (see IMAGES_ON_TEXT_MODEL)", at=part["at"])
+        data = _data(part, config) if sees else repr(part["image_url"]).encode()
+        digest = sha256(salt + data).hexdigest()
+        cannot = f"[an image, sha256 {digest[:12]}, that this model cannot see: it only reads text]"
+        if sees:
+            pictures.setdefault(digest, Picture(data, part["at"]))
+        return {"type": "text", "text": f"\ufdd1{digest}\ufdd2" if sees else cannot}
+
+    def shown(index: int, message: Message) -> Message:
+        where, content = f"messages[{index}].content", message["content"]
+        parts = enumerate(content) if isinstance(content, list) else ()
+        return message | {"content": [as_text(p, f"{where}[{i}]") for i, p in parts] or content}
+
+    messages = OriginalMessages(tuple(map(shown, count(), request.messages)))
+    return replace(request, messages=messages), pictures
+
+
+def _data(part: Body, config: Config) -> bytes:
+    url = part["image_url"] if isinstance(part["image_url"], str) else part["image_url"].get("url")
+    scheme, _, rest = str(url).partition(":")
+    why = "should be a data: URL in base64" + ", or http(s)" * config.allow_remote_images
+    with suppress(ValueError):
+        if scheme == "data" and "," in rest:
+            return binascii.a2b_base64(unquote(rest.partition(",")[2]) + "==")
+    if scheme in ("http", "https") and config.allow_remote_images:
+        command = [sys.executable, str(Path(__file__).resolve().parent / "scripts/fetch_image.py")]
+        done = subprocess.run(command, input=str(url).encode(), capture_output=True, check=False)
+        if not done.returncode:
+            return bytes(done.stdout)
+        why = f"cannot be fetched: {done.stderr.decode()[:200].strip()}"
+    raise BadRequest(why, at=part["at"])
+
+
+# region 07 HEAL ===============================================================
 # Put back the thinking that a client stripped from a reply which the ledger does not cover, found
 # by what a client does keep: a signature, or content and calls. What it thinks itself stays.
-#
 # Doors   HealingStore, _heal_messages, reply_digest, canonical_json
-# Knows   WIRE, MESSAGES
-# Thread  any
-# Budget  72
-# ==============================================================================
+# Knows WIRE, MESSAGES · Thread any · Budget 60
 
 
-def _as_js(value: Any) -> Any:
-    """A JSON value as a JavaScript client writes it again: 2.0 is 2, and so 2**53 + 1 is 2**53."""
-    if isinstance(value, dict):
-        return {key: _as_js(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return list(map(_as_js, value))
-    is_whole = type(value) in (int, float) and float(value).is_integer()
-    return int(float(value)) if is_whole else value
+def _as_js(number: str) -> float:
+    """A JSON number as a JavaScript client writes it again: 2.0 is 2, and so 2**53 + 1 is 2**53."""
+    return int(value) if (value := float(number)).is_integer() else value
 
 
 def canonical_json(arguments: object) -> str:
     """Tool arguments, text or parsed, without what clients change: white space, order, numbers."""
     try:
-        parsed = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
-        return json.dumps(_as_js(parsed or {}), sort_keys=True)
-    except (ValueError, OverflowError):
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        parsed = json.loads(text or "{}", parse_int=lambda n: int(float(n)), parse_float=_as_js)
+        return json.dumps(parsed or {}, sort_keys=True)
+    except (ValueError, OverflowError, RecursionError):
         return str(arguments)
 
 
@@ -1231,7 +1233,6 @@ class HealingStore:
         self._thoughts, self._named = LRUCache(self.CAP), LRUCache(self.CAP)  # guard themselves
 
     def remember(self, reply: Message) -> None:
-        """Keep the thinking of a whole reply, if it has any."""
         if thought := reply.get("reasoning_content"):
             self._thoughts[reply_digest(reply)] = self._named[thought_id(thought)] = thought
 
@@ -1254,9 +1255,7 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
     return healed
 
 
-# endregion
-
-# region 07 CANON ==============================================================
+# region 08 CANON ==============================================================
 # The second copy of a conversation, its volatile fields stilled: it says whether this past is the
 # same past, and never what the model reads (L-37). Each rule finds one field in some roles' texts:
 #   telemetry   means nothing to the model: dropped, and counted
@@ -1264,13 +1263,8 @@ def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Mes
 #   transient   comes and goes at the end of a conversation: told when it changed
 # Inside code fences and tool results the same words are somebody's data. `value` is what varies.
 # Messages of only such blocks, and late system messages, become notes behind the one before them.
-#
-# Doors   Canon, Turn, Memo, SYSTEM_ROLES
-# Doors   replaced, reminder, stilling, _canonicalize_messages
-# Knows   CONFIG, WIRE, HEAL
-# Thread  any; pure
-# Budget  258
-# ==============================================================================
+# Doors   Canon, Turn, Memo, SYSTEM_ROLES, replaced, reminder, stilling, _canonicalize_messages
+# Knows CONFIG, WIRE, HEAL · Thread any; pure · Budget 244
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 _USER: Final = frozenset({"user"})
@@ -1278,10 +1272,8 @@ _BOTH: Final = SYSTEM_ROLES | _USER
 _SYSTEMS: Final = frozenset({"late_system", "operator_note"})  # rules of notes by the system
 
 
-class Rule(NamedTuple):
-    """One volatile field. Its setting is RULE_<NAME>, its class there the default."""
-
-    name: str
+class Rule(NamedTuple):  # one volatile field
+    name: str  # its setting is RULE_<NAME>
     roles: frozenset[str]
     pattern: re.Pattern[str]
     kind: str = "off"  # as configured
@@ -1293,13 +1285,11 @@ _INBOUND: Final = (
     r"^(?:## Group Chat Context\n)?## Inbound Context[^\n]*\n(?:(?!#|```)[^\n]*\n)*"
     r"```json\n(?:(?!```)[^\n]*\n)*```\n"
 )
-_DATE: Final = "(?:Current date|Today's date)(?: is|:)"
 _REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system-reminder>"
 _OPENERS: Final = ("<system-reminder>", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
 _CLOSERS: Final = ("</system-reminder>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>")
+_REST: Final = r"(?P<value>[^\n\ufdd1]+)"  # of a line, or as far as an image
 _FENCED: Final = frozenset({"message_id", "inbound_context"})  # in code fences by the client
-_TIME: Final = r"(?:Current time(?: is|:)|Reference UTC:)"
-_SESSION: Final = "(?:Runtime: agent=|Inline buttons not enabled for )"
 _RULES: Final = tuple(
     Rule(name, roles, re.compile(expression, re.MULTILINE))
     for name, roles, expression in (
@@ -1307,17 +1297,16 @@ _RULES: Final = tuple(
         ("billing_header", SYSTEM_ROLES, r"\A\s*x-anthropic-billing-header: cc_[^\n]*\n*"),
         # why(L-38): OpenClaw writes a new id into its system prompt at each user turn.
         ("message_id", SYSTEM_ROLES, r'^[ \t]*"message_id"[ \t]*:[ \t]*"(?P<value>[^"\n]*)"'),
-        # The whole section is there in some of OpenClaw's runs and absent in others.
-        ("inbound_context", SYSTEM_ROLES, _INBOUND),
+        ("inbound_context", SYSTEM_ROLES, _INBOUND),  # in some of OpenClaw's runs, absent in others
         # why(L-39): minute stamps in front of user messages; on replay some become another prefix.
         ("timestamp", _USER, rf"\A(?P<value>\[{_STAMP}\] |{_ROUTED})"),
-        ("current_time", _BOTH, rf"^{_TIME}[ \t]+(?P<value>[^\n]+)$"),
+        ("current_time", _BOTH, rf"^(?:Current time(?: is|:)|Reference UTC:)[ \t]+{_REST}"),
         # why(L-40): a day ends, and everything behind the date is prefilled again.
-        ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*{_DATE}[ \t]+(?P<value>[^\n]+)$"),
+        ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*(?:Current|Today's) date(?: is|:)[ \t]+{_REST}"),
         ("git_status", SYSTEM_ROLES, r"^gitStatus: (?P<value>[\s\S]+)\Z"),
         # why(L-41): a line of figures about a sub-agent or a session.
-        ("runtime", _USER, r"^Stats: runtime (?P<value>[^\n]+)$"),
-        ("session_line", _BOTH, rf"^{_SESSION}(?P<value>[^\n]+)$"),
+        ("runtime", _USER, rf"^Stats: runtime {_REST}"),
+        ("session_line", _BOTH, rf"^(?:Runtime: agent=|Inline buttons not enabled for ){_REST}"),
         # why(L-42): blocks that move with the newest message.
         ("reminder", _USER, rf"^{_REMINDER}[ \t]*$"),
         ("internal_context", _USER, rf"^{_OPENERS[1]}[\s\S]*?{_CLOSERS[1]}[ \t]*$"),
@@ -1328,11 +1317,9 @@ _RULES: Final = tuple(
 _FENCE: Final = re.compile(r"^(```+|~~~+)[^\n]*\n[\s\S]*?(?:^\1|\Z)", re.MULTILINE)
 
 
-class Volatile(NamedTuple):
-    """A volatile field of one message: `pinned` or `transient`, and where its text is."""
-
+class Volatile(NamedTuple):  # a volatile field of one message
     rule: str
-    kind: str
+    kind: str  # pinned or transient
     value: str  # what is compared; of a block all its text, what is pinned in it stilled
     start: int = 0  # in the content as sent, without the line breaks that go with a block
     end: int = 0
@@ -1355,27 +1342,28 @@ class Turn:
 
     @property
     def notes(self) -> Iterator[Volatile]:
-        own = (found for found in self.fields if found.kind == "transient")
-        return itertools.chain(self.head, own, self.tail)
+        return chain(self.head, (n for n in self.fields if n.kind == "transient"), self.tail)
 
 
 class Memo[Value]:
     """What was made under a name, kept; when full it begins anew. What a race loses is remade."""
 
     def __init__(self, most: int) -> None:
-        self.most = most  # characters of all names
+        self.most = most  # bytes
         self.made: dict[str | bytes, Value] = {}
-        self.n_chars = 0
+        self.nbytes = 0  # about
 
     def of(self, name: str | bytes, make: Callable[[], Value]) -> Value:
-        """What is kept under this name; made now if there is nothing."""
         made = self.made.get(name)
         if made is None:
             made = self.made[name] = make()
-            self.n_chars += len(name) + 100  # what an entry costs beside its name
-            if self.n_chars > self.most:
-                self.made, self.n_chars = {}, 0
+            self.nbytes += 2 * len(name) + 700  # why(L-56): as measured, the name included
+            if self.nbytes > self.most:
+                self.forget()
         return made
+
+    def forget(self) -> None:
+        self.made, self.nbytes = {}, 0
 
 
 class Canon:
@@ -1385,9 +1373,8 @@ class Canon:
         known = _RULES if config.cache_canonicalize_tool_context else ()
         rules = (rule._replace(kind=getattr(config, f"rule_{rule.name}")) for rule in known)
         self.rules = tuple(rule for rule in rules if rule.kind != "off")
-        self.joint = joint
-        self._tags = tags
-        self.memo: Memo[Turn] = Memo(16_000_000)  # clients resend it all
+        self.joint, self._tags = joint, tags
+        self.memo: Memo[Turn] = Memo(32_000_000)  # clients resend it all
 
     def still(self, message: Message) -> Turn:
         """Both copies of one message; where it stands is not known here."""
@@ -1409,8 +1396,7 @@ class Canon:
             is_block = text.endswith(_CLOSERS) or part.startswith(_OPENERS)
             joint = self.joint if "\n" in self.joint or not is_block else "\n"
             text += joint * bool(text) + part
-        fields = tuple(_fields(text, rules))
-        return _turn({**message, "content": text}, fields, n_dropped=n_dropped)
+        return _turn({**message, "content": text}, tuple(_fields(text, rules)), n_dropped=n_dropped)
 
     def _reply(self, message: Message, content: str) -> Turn:
         """Thinking under one name, wherever the client has put it."""
@@ -1441,6 +1427,7 @@ def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
         _volatile(rule, match, rules=rules)
         for rule in rules
         for match in rule.pattern.finditer(text)
+        if "\ufdd1" not in match[0]  # why(L-57): an image is told as it is
         if rule.name in _FENCED or not any(a <= match.start() < b for a, b in fences)
     )
     end = 0
@@ -1496,8 +1483,9 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
 
 def _notes(turn: Turn, canon: Canon) -> tuple[Volatile, ...]:
     """The texts of a late message that is nothing but notes; none if it is more than that."""
-    if turn.role in SYSTEM_ROLES and any(rule.name == "late_system" for rule in canon.rules):
-        return (Volatile("late_system", "transient", reminder(turn.message["content"])),)
+    text, late = turn.message["content"], any(r.name == "late_system" for r in canon.rules)
+    if late and turn.role in SYSTEM_ROLES and "\ufdd1" not in text:
+        return (Volatile("late_system", "transient", reminder(text)),)
     is_bare = turn.role == "user" and not turn.canonical["content"].strip()
     return tuple(turn.notes) if is_bare else ()
 
@@ -1513,25 +1501,24 @@ def reminder(text: str) -> str:
     return text if "<system-reminder>" in text else f"<system-reminder>\n{text}\n</system-reminder>"
 
 
-# endregion
-
-# region 08 RENDER =============================================================
-# Messages -> the model's own chat template -> tokens, with nothing lost on the way.
-# A template is not read but asked: canned conversations are rendered at construction, and what
-# comes out is believed. What it cannot say is said another way (folded, merged, flattened); what
-# is still missing is named once in the log. Markup in client text (`<|im_end|>` in a file) is
-# broken up by a noncharacter before rendering and whole again before encoding, as plain text.
-#
+# region 09 RENDER =============================================================
+# Messages -> the model's chat template -> tokens, nothing lost. A template is not read but asked:
+# canned conversations are rendered at construction, and what comes out is believed. What it cannot
+# say is said another way (folded, merged, flattened), or named once in the log. Markup in client
+# text (`<|im_end|>` in a file) is broken up by a noncharacter for rendering, and plain text then.
 # Doors   Template, Rendered, Unspliceable
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
-# Knows   CONFIG, ERRORS, LOG, WIRE, CANON
-# Thread  any
-# Budget  505
-# ==============================================================================
+# Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 463
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
 _WRITERS: Final = frozenset({"write", "write_file", "create_file"})
+_NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of this very file
+_THOUGHT: Final = "zqthought"
+_FIRST: Final = "zqfirst"
+_WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
+_ACT: Final = {"name": "f", "description": "f", "parameters": {"type": "object"}}
+_TOOL: Final[Body] = {"type": "function", "function": _ACT}
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -1552,9 +1539,7 @@ def _hide(value: Any, markup: re.Pattern[str]) -> Any:
     return value
 
 
-class _Encoder:
-    """Remembers the pieces between added tokens: to encode history again is to look it up."""
-
+class _Encoder:  # remembers pieces between added tokens: to encode history again is to look it up
     def __init__(self, tokenizer: Any) -> None:
         self.whole: Tokenizer = tokenizer.backend_tokenizer
         self._plain = Tokenizer(self.whole.model)  # shares the vocabulary, knows no added tokens
@@ -1563,11 +1548,10 @@ class _Encoder:
         self.added = self.whole.get_added_tokens_decoder()
         self._id_of = {t.content: np.array([i], np.int32) for i, t in self.added.items()}
         self.find_added = _any_of(self._id_of)
-        self.memo: Memo[np.ndarray] = Memo(32_000_000)  # about 64 MB with the ids
-        # some tokens eat the spaces around them: then all is left to the tokenizer
+        self.memo: Memo[np.ndarray] = Memo(64_000_000)
         text = "Zed" + "".join(f" go {t} \n{t}\u00e9t\u00e9{t}{t}" for t in self._id_of) + " x.\n\n"
         wanted: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        self._goes_by_piece = True
+        self._goes_by_piece = True  # unless some token eats the spaces around it
         self._goes_by_piece = self.encode(text).tolist() == wanted
 
     def markup(self, source: str, *tags: str) -> re.Pattern[str]:
@@ -1575,6 +1559,15 @@ class _Encoder:
         rest = {t.content for t in self.added.values() if not t.special}
         words = {t for t in rest if t not in source and self._plain.token_to_id(t) is not None}
         return _any_of(text for text in {*tags, *self._id_of} - words if len(text) > 1)
+
+    def pictured(self, text: str, images: Mapping[str, tuple[str, np.ndarray]]) -> np.ndarray:
+        """The same; by digest, what is shown for a mark, and the tokens for the mark in it."""
+        if not images:
+            return self.encode(text)
+        known = re.compile(f"\ufdd1({'|'.join(images)})\ufdd2")
+        shown = known.sub(lambda mark: images[mark[1]][0], text)
+        ids = [images[p][1] if i % 2 else self.encode(p) for i, p in enumerate(known.split(shown))]
+        return np.concatenate(ids)
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids of a rendered text; broken markup becomes text, all other is markup."""
@@ -1594,39 +1587,28 @@ def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
 
-_NONCE: Final = "-".join(("zq7", "seam5qz")).replace("-", "")  # not a word of this very file
-_THOUGHT: Final = "zqthought"
-_FIRST: Final = "zqfirst"
-_WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
-_ACT: Final = {"name": "f", "description": "f", "parameters": {"type": "object"}}
-_TOOL: Final[Body] = {"type": "function", "function": _ACT}
-
-
-class _ChatTemplate:
-    """The template as a function, and what became of canned conversations."""
-
+class _ChatTemplate:  # as a function, and what became of canned conversations
     def __init__(self, tokenizer: Any, encoder: _Encoder) -> None:
         self._apply, self._find_added = tokenizer.apply_chat_template, encoder.find_added
         named = tokenizer.chat_template or ""
         self.source = named if isinstance(named, str) else "\n".join(named.values())
+        if not self._says("user") and _FIRST in self.attempt("parts"):  # LLaVA's loses plain texts
+            self._apply = lambda m, /, **how: tokenizer.apply_chat_template(_in_parts(m), **how)
         self.thinking = _probe_thinking(self)  # switches for off, switches for on
         self.preserve = _probe_preserve_thinking_support(self)
         self.has_system = self._says("system user")
         self.has_late_system = self._says("system system user call tool system reply system user")
         self.has_repeats = self._says("user user reply reply")
-        # between two text parts; a newline where the template misprints them
         joint = re.search(rf"{_FIRST}(\s*){_WORDS.format(0)}", self.attempt("parts"))
-        self.joint = joint[1] if joint else "\n"
-        # openings are the text from an added token on to a message's content
+        self.joint = joint[1] if joint else "\n"  # between text parts; or it misprints them
         user, tool = self._opening("user reply > user"), self._opening("user call > tool")
         others = ("user calls tool > tool", "user > reply", "user reply > system")
-        openings = [user, tool, *map(self._opening, others)]
+        openings = [user, tool, *map(self._opening, others)]  # from an added token to content
         openings += [self.prompt(role, on) for on in self.thinking for role in ("user", "tool")]
         rows = [encoder.encode(text).tolist() for text in openings if text]
         self.firsts = np.array(sorted({row[0] for row in rows}), np.int32)
         inner = ((row, at) for row in rows for at in range(1, len(row)) if row[at] in self.firsts)
-        # (first id, distance, id of another of them): one opening, not two
-        self.echoes = {(row[0], at, row[at]) for row, at in inner}
+        self.echoes = {(row[0], at, row[at]) for row, at in inner}  # one opening, not two
         dress = tool[len(user) :] if tool.startswith(user) else ""  # results as user messages
         is_user = f"{re.escape(user)}(?!{re.escape(dress or _BREAK)})"
         self.find_user = re.compile(is_user if user else "(?!)")
@@ -1640,9 +1622,7 @@ class _ChatTemplate:
             sentence = f"the model's chat template refuses these messages: {refusal}"
             raise BadRequest(sentence, param="messages") from refusal
 
-    def attempt(
-        self, messages: str | list[Message], tools: Sequence[Body] = (), /, **switches: Any
-    ) -> str:
+    def attempt(self, messages: str | list[Message], /, *tools: Body, **switches: Any) -> str:
         """The text of a conversation, or of a canned one; "" where the template refuses it."""
         told = _canned(messages) if isinstance(messages, str) else messages
         with suppress(BadRequest):
@@ -1658,7 +1638,7 @@ class _ChatTemplate:
         told = {**json.loads(switches), "add_generation_prompt": False}
         head = "system " if self.has_system else ""
         plain = self.attempt(head + "user reply user", **told)
-        return plain + "\0" + self.attempt(head + "user call tool reply user", [_TOOL], **told)
+        return plain + "\0" + self.attempt(head + "user call tool reply user", _TOOL, **told)
 
     def prompt(self, last_role: str, switches: Body) -> str:
         """What opens the reply to a message of this role."""
@@ -1710,7 +1690,6 @@ def _probe_preserve_thinking_support(chat: _ChatTemplate) -> Body:
 
 
 def _probe_thinking(chat: _ChatTemplate) -> tuple[Body, Body]:
-    """Switches for thinking off, and for thinking on."""
     efforts: list[Body] = [{"reasoning_effort": word} for word in ("low", "none")]
     for off in ({"enable_thinking": False}, {"thinking": False}, *efforts):
         on = {name: True for name in off if name != "reasoning_effort"}  # that never stops it
@@ -1788,83 +1767,16 @@ class Unspliceable(Exception):
     """Why it is not certain what follows a recorded past, in a word or two."""
 
 
-class _Junction(NamedTuple):
-    """A past that ends in a reply meets new messages: what does the template print behind it?"""
-
-    # [past, or a stub of it][reply: a nonce][new messages as they are]
-    #                                  nonce |closer|end ... suffix ... generation prompt
-    # Found by rendering words of our own. A stub is enough where the suffix is the same as behind
-    # canned pasts of three kinds (L-44); elsewhere the past is rendered, but still not tokenised.
-    chat: _ChatTemplate
-    ends: re.Pattern[str]  # texts of end tokens
-    old: Sequence[Message]
-    new: list[Message]  # shaped
-    tools: list[Body]
-    switches: Body
-
-    def suffix(self, past: Iterator[Message], proven: Memo[tuple[str, ...]]) -> tuple[str, str]:
-        """(closer, text from the end token on); may read `past`, shaped. Raises Unspliceable."""
-        canned = list(map(_canned_like, self.new, itertools.count()))
-        seam = proven.of(self._shape(), partial(self._prove, canned))
-        text = self._behind(None, self.new) if seam else ""
-        if not seam or not text.startswith("".join(seam)):
-            # why(L-44): on some templates the closer depends on the place in the tool loop.
-            whole = list(past)
-            seam, text = self._parted(self._behind(whole, canned)), self._behind(whole, self.new)
-            if not text.startswith("".join(seam)):
-                raise Unspliceable("closer")
-        return seam[0], text.removeprefix(seam[0])
-
-    def _prove(self, canned: list[Message]) -> tuple[str, ...]:
-        """Closer and end token, if a stub says as much as pasts of three kinds; else ()."""
-        short = self._behind(None, canned)
-        for past in ("user", "user call tool call tool", "user reply user call tool call tool"):
-            with suppress(Unspliceable):
-                if self._behind(_canned("system " + past), canned) != short:
-                    return ()
-        return self._parted(short)
-
-    def _parted(self, text: str) -> tuple[str, ...]:
-        """Closer and end token, read off words of our own that follow the reply."""
-        between = text.partition(_WORDS.format(0))[0]
-        if found := self.ends.search(between):
-            return between[: found.start()], found[0]
-        if self.old[-1].get("tool_calls"):
-            raise Unspliceable("no end token")
-        return "", ""  # another added token follows at once
-
-    def _behind(self, past: list[Message] | None, new: list[Message]) -> str:
-        """The text after the nonce; with a stub for want of a past."""
-        stub: list[Message] = [{"role": role, "content": "x"} for role in ("system", "user")]
-        before, tools = (stub, self.tools[:1]) if past is None else (past, self.tools)
-        messages = _folded([*before, self._marked(), *new], self.chat)
-        text = self.chat.attempt(messages, tools, **self.switches)
-        if text.count(_NONCE) != 1:
-            raise Unspliceable("nonce" if text else "refused")
-        return text.partition(_NONCE)[2]
-
-    def _marked(self) -> Message:
-        """A reply of the same shape whose last words are the nonce; without any thinking."""
-        if not (calls := self.old[-1].get("tool_calls")):
-            return {"role": "assistant", "content": _NONCE}
-        first = [_call_like(call, {}) for call in calls[:-1]]
-        last = _call_like(calls[-1], {"q": _NONCE})
-        return {"role": "assistant", "content": "", "tool_calls": [*first, last]}
-
-    def _shape(self) -> str:
-        """What the proof of a seam may depend on."""
-        new = (self._marked(), *self.new)
-        kinds = ([m["role"], min(len(m.get("tool_calls", ())), 2), bool(m["content"])] for m in new)
-        n_tools = min(len(self.tools), 2)  # with one, a stub's list of tools is the whole list
-        return json.dumps([*kinds, n_tools, self.switches], default=str)
-
-
 def _canned_like(message: Message, n: int) -> Message:
     words = _WORDS.format(n)
-    canned: Message = {**message, "content": words if message["content"] or n == 0 else ""}
-    if calls := message.get("tool_calls"):
-        canned["tool_calls"] = [_call_like(call, {"q": words}) for call in calls]
-    return canned
+    calls = [_call_like(call, {"q": words}) for call in message.get("tool_calls", ())]
+    content = words if message["content"] or n == 0 else ""
+    return without_nulls({**message, "content": content, "tool_calls": calls or None})
+
+
+def _in_parts(messages: list[Message]) -> list[Message]:
+    plain = ((m, isinstance(m["content"], str)) for m in messages)
+    return [m | {"content": [{"type": "text", "text": m["content"]}]} if p else m for m, p in plain]
 
 
 def _call_like(call: Body, arguments: Body) -> Body:
@@ -1892,22 +1804,26 @@ class Template:
         self, tokenizer: Any, config: Config, *, think_start: str, think_end: str, ends: set[int]
     ) -> None:
         """`tokenizer`: a fast one, or mlx-lm's of one. No past is replayed without `ends`, ids."""
-        self._config = config
-        self._encoder = _Encoder(tokenizer)
+        self._config, self._encoder = config, _Encoder(tokenizer)
         self._chat = _ChatTemplate(tokenizer, self._encoder)
         self._without_reply = lru_cache(256)(self._chat.without_reply)
         self.source = self._chat.source  # of all templates where there are several; "" for none
         self._tags = (think_start, think_end)
         self._canon = Canon(config, joint=self._chat.joint, tags=self._tags)
-        added = self._encoder.added
-        self._ends = _any_of(added[token].content for token in ends if token in added)
-        self._proven: Memo[tuple[str, ...]] = Memo(1_000_000)  # closer and end token by shape
+        self._ends = _any_of(t.content for i, t in self._encoder.added.items() if i in ends)
         self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
         self._lost: set[str] = set()  # kinds already named in the log; only grows
         if config.normalize_write_tool_content_for_prompt:
             log.warning("NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT: the model cannot see its writes")
         if self.source and not self._chat.has_system:
             log.warning("this chat template has no system role: user messages carry that text")
+
+    def image_phrase(self) -> str:  # that it prints for an image; "" where it cannot be asked
+        first, last = _canned("parts")[0]["content"]
+        shown = self._chat.attempt([{"role": "user", "content": [first, {"type": "image"}, last]}])
+        phrase = re.search(rf"{_FIRST}(.*?){_WORDS.format(0)}", shown, re.DOTALL)
+        joint = self._chat.joint
+        return phrase[1].removeprefix(joint).removesuffix(joint) if phrase else ""
 
     def encode(self, text: str) -> list[int]:
         """The tokenizer's ids; markup is markup, and no special tokens are added."""
@@ -1926,16 +1842,18 @@ class Template:
         boundaries = _compute_msg_token_boundaries(ids, self._chat)
         return Rendered(text=text, ids=ids, boundaries=boundaries, generation_start=len(ids))
 
+    def forget(self) -> None:
+        self._canon.memo.forget()
+        self._encoder.memo.forget()
+
     def canonical(self, messages: Iterable[Message]) -> tuple[Turn, ...]:
-        """The conversation in both pipelines, by this model's tags and the configured rules."""
         return _canonicalize_messages(messages, self._canon)
 
     def world(self, request: ChatRequest) -> bytes:
         """What a recorded past depends on beside its messages: template, tools, switches."""
         # Not a switch that only changes the generation prompt: effort changes in mid-session.
-        canned = self._without_reply(json.dumps(self._switches(request), sort_keys=True))
-        facts = json.dumps([self.source, request.tools, canned], default=str)
-        return sha256(facts.encode()).digest()
+        told = self._without_reply(json.dumps(self._switches(request), sort_keys=True))
+        return sha256(json.dumps([self.source, request.tools, told], default=str).encode()).digest()
 
     def splice(
         self, request: ChatRequest, past: Sequence[Message], *, before: Rendered, is_cut: bool
@@ -1944,16 +1862,43 @@ class Template:
         # They begin with the template's own end token, in place of the one that ended the reply.
         tools, switches = self._hide(request.tools), self._switches(request)
         fresh = list(map(self._shape, request.messages))
-        at = _Junction(self._chat, self._ends, past, fresh, tools, switches)
-        closer, text = at.suffix(map(self._shape, past[:-1]), self._proven)
+        closer, text = self._behind(past, fresh, tools=tools, switches=switches)
         if any(_losses(fresh, text)):
             raise Unspliceable("lost text")
         if is_cut and past[-1].get("tool_calls"):
             raise Unspliceable("cut call")
         if not is_cut and not self._encoder.find_added.match(text):
             raise Unspliceable("end token")
-        ending = self._chat.prompt(fresh[-1]["role"], switches)
-        return self._measured(closer * is_cut + text, ending=ending, before=before)
+        return self._measured(closer * is_cut + text, request, last=fresh[-1], before=before)
+
+    def _behind(
+        self, past: Sequence[Message], new: list[Message], *, tools: list[Body], switches: Body
+    ) -> tuple[str, str]:
+        # [past][its reply: a nonce][new messages as they are]      -> (closer, end and suffix)
+        #                     nonce |closer|end ... suffix ... generation prompt
+        # why(L-44): it may depend on the past: this very one is rendered; with words of our own for
+        # the new messages, too, where theirs do not show what is before them.
+        calls = [_call_like(call, {}) for call in past[-1].get("tool_calls", ())]
+        reply: Message = {"role": "assistant", "content": "" if calls else _NONCE}
+        if calls:
+            reply["tool_calls"] = [*calls[:-1], _call_like(calls[-1], {"q": _NONCE})]
+        old = [*map(self._shape, past[:-1]), reply]
+
+        def after(some: Iterable[Message]) -> str:
+            text = self._chat.attempt(_folded([*old, *some], self._chat), *tools, **switches)
+            if text.count(_NONCE) != 1:
+                raise Unspliceable("nonce" if text else "refused")
+            return text.partition(_NONCE)[2]
+
+        text = after(new)
+        head, shown, _ = text.partition(new[0]["content"] or _NONCE)
+        if not (found := self._ends.search(head * bool(shown))):
+            canned = after(map(_canned_like, new, count()))
+            found = self._ends.search(canned.partition(_WORDS.format(0))[0])
+        closer, end = (found.string[: found.start()], found[0]) if found else ("", "")
+        if (calls and not end) or not text.startswith(closer + end):
+            raise Unspliceable("closer")
+        return closer, text.removeprefix(closer)
 
     def _switches(self, request: ChatRequest) -> Body:
         wanted = self._hide(dict(request.template_kwargs))
@@ -1965,8 +1910,7 @@ class Template:
         if request.kind == "completion":
             return self.raw(request.prompt or "")
         if not self.source:
-            sentence = "this model has no chat template, only /v1/completions"
-            raise BadRequest(sentence, param="messages")
+            raise BadRequest("this model has no chat template, only completions", param="messages")
         folded = _folded(map(self._shape, messages or request.messages), self._chat)
         tools, switches = self._hide(request.tools), self._switches(request)
         text = self._chat.render(folded, tools=tools, switches=switches)
@@ -1974,12 +1918,15 @@ class Template:
         for kind in sorted(lost.union(_losses(folded, text)) - self._lost):
             log.warning("the model's chat template loses or moves %s", kind)
             self._lost.add(kind)
-        return self._measured(text, ending=self._chat.prompt(folded[-1]["role"], switches))
+        return self._measured(text, request, last=folded[-1])
 
-    def _measured(self, text: str, *, ending: str, before: Rendered | None = None) -> Rendered:
+    def _measured(
+        self, text: str, request: ChatRequest, *, last: Message, before: Rendered | None = None
+    ) -> Rendered:
         """Counts in pieces of the text: where a message begins, tokens do too."""
-        encode, (start, end) = self._encoder.encode, self._tags
-        ending = ending if text.endswith(ending) else ""
+        encode, (start, end) = partial(self._encoder.pictured, images=request.image_ids), self._tags
+        opening = self._chat.prompt(last["role"], self._switches(request))
+        ending = opening if text.endswith(opening) else ""
         users = [found.start() for found in self._chat.find_user.finditer(text)]
         # why(L-51): among these a new session in the same folder parts from the one before it.
         notes = re.compile("</system-reminder>").finditer(text, *(users[:2] or [len(text)]))
@@ -2019,39 +1966,27 @@ class Template:
         return hidden
 
 
-# endregion
-
-# region 09 LEDGER =============================================================
+# region 10 LEDGER =============================================================
 # What was fed and generated once is replayed token by token; only what is new is rendered.
 #     messages   s   u   a   t   a   t     a chain hash over their canonical forms, from a root
 #                |--- a past ---|  new     that stands for template, tools and switches
 #     tokens     |fed, generated|suffix|
-#
 # A transcript is recorded after each whole reply, under the chain that ends in it (sub-agents share
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
-#
 # Doors   Ledger, Draft, Generated
-# Knows   CONFIG, LOG, WIRE, HEAL, CANON, RENDER
-# Owns    _ledger_lock (leaf)
-# Thread  any
-# Budget  251
-# ==============================================================================
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 231
 
 _ASKING: Final = frozenset({"user", "tool"})
 
 
-class _Told(NamedTuple):
-    """What the model was told of volatile fields on the way to some message."""
-
+class _Told(NamedTuple):  # to the model, of volatile fields, on the way to some message
     pins: Mapping[tuple[int, str], set[str]] = {}  # values by message and rule
     notes: tuple[str, ...] = ()  # in the order of telling
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Transcript:
-    """One prompt and the reply to it, as tokens."""
-
+class Transcript:  # one prompt and the reply to it, as tokens
     rendered: Rendered  # the prompt's positions
     told: _Told
     reply: Generated  # without its tokens
@@ -2065,8 +2000,7 @@ class Transcript:
         return all(map(lambda turn, own: turn.thought in ("", own), turns, self.thoughts))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class Generated(NamedTuple):
     """The tokens of a whole reply, and when and for whom they were generated."""
 
     ids: Sequence[int]  # the end token included
@@ -2102,9 +2036,7 @@ class Ledger:
     MAX_HEADS: Final = 256
 
     def __init__(self, config: Config, metrics: CacheMetrics, *, healing: HealingStore) -> None:
-        self._config = config
-        self._metrics = metrics
-        self._healing = healing
+        self._config, self._metrics, self._healing = config, metrics, healing
         self._heads = LRUCache(self.MAX_HEADS)  # (messages, what they tell) by key; guards itself
         self._ledger_lock = threading.Lock()
         # Guarded by _ledger_lock; least recently used first, parents behind their children
@@ -2113,8 +2045,7 @@ class Ledger:
 
     def draft(self, request: ChatRequest, template: Template, *, room: int, now: float) -> Draft:
         """The prompt of a chat: the longest past that can be replayed, and the rest rendered."""
-        # One that would not fit into `room` tokens is rendered without past thinking instead.
-        # Raises BadRequest when the template refuses the messages.
+        # What would not fit into `room` tokens goes without past thinking. Raises BadRequest.
         turns = template.canonical(request.messages)
         self._metrics.bump("telemetry_dropped", sum(turn.n_dropped for turn in turns))
         plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
@@ -2139,7 +2070,6 @@ class Ledger:
         return replace(draft, fallback=why)
 
     def snapshot(self, now: float) -> dict[str, int]:
-        """Counts and bytes, of what is not too old by now."""
         with self._ledger_lock:
             self._forget(now)
             n_pasts = sum(map(len, self._pasts.values()))
@@ -2160,7 +2090,7 @@ class Ledger:
         new = Transcript(
             rendered=replace(draft.rendered, ids=own[:0], text=""),
             told=draft.told,
-            reply=replace(generated, ids=()),
+            reply=generated._replace(ids=()),
             ids=(*before, own if generated.ended is None else own[:-1]),
             thoughts=thoughts,
             used=generated.at,
@@ -2189,8 +2119,7 @@ class Ledger:
                 return
             self._keep(key, [])
 
-    def forget(self, session: str | None) -> None:
-        """Drop the recorded pasts of a session, or all."""
+    def forget(self, session: str | None) -> None:  # None: the pasts of all
         with self._ledger_lock:
             for key, pasts in list(self._pasts.items()):
                 self._keep(key, [p for p in pasts if session not in (None, p.reply.session)])
@@ -2260,8 +2189,7 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
         tail = (*turn.tail, *missed) if at == newest else turn.tail
         carried = [note for note in turn.fields if note.kind == "transient"]
         news = dict.fromkeys(n.value for n in (*turn.head, *carried, *tail) if n.value not in heard)
-        old = [note for note in carried if note.value not in news]
-        content = replaced(turn.message["content"], old)
+        content = replaced(turn.message["content"], [n for n in carried if n.value not in news])
         above, below = ([n.value for n in some if n.value in news] for some in (turn.head, tail))
         said = [*above, content, *below, lines if at == newest else ""]
         messages.append({**turn.message, "content": "\n\n".join(filter(None, said))})
@@ -2271,27 +2199,46 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
     return messages, _Told({**known.pins, **fresh} if fresh else known.pins, tuple(notes))
 
 
-# endregion
-
-# region 10 KEY ================================================================
+# region 11 KEY ================================================================
 # What a prefix is called: chained hashes of exact model tokens, under a root for whatever else
-# changes KV. A scrubbed text is for people; reusing KV by it would answer an old prompt.
-#
-# Doors   TokenArray, common_prefix, _block_hashes, _scrub_cache_key, _assert_cache_key_safety
-# Knows   -
-# Thread  any; pure
-# Budget  55
-# ==============================================================================
-
+# changes KV. In place of an image's tokens stand marks, negative numbers made of its digest: from
+# there on another image is another prefix (G1). Scrubbed texts are for people: none finds any KV.
+# Doors   TokenArray, common_prefix, _inject_image_markers, image_starts, is_inside_image
+# Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
+# Knows - · Thread any; pure · Budget 64
 
 TokenArray = npt.NDArray[np.int32]
+_VOLATILE: Final = (
+    (re.compile(r"<system-reminder>(?:(?!<system-reminder>)[\s\S])*?</system-reminder>"), ""),
+    (re.compile(r"\bCurrent time is\b[^\n]*"), "Current time is __STABLE_TIME__"),
+    (re.compile(r"\bcch=[0-9a-fA-F]+;"), "cch=__STABLE_CCH__;"),
+    (re.compile(r"^[ \t]*x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE), ""),
+)
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:
     """How many leading tokens are the same."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    parts = a[: len(b)] != b[: len(a)]
+    return int(parts.argmax()) if parts.any() else len(parts)
+
+
+def _inject_image_markers(ids: TokenArray, image: slice, *, digest: str) -> TokenArray:
+    """A copy with marks in the place of the image's tokens; `digest`: 64 hex digits."""
+    words = np.resize(np.frombuffer(bytes.fromhex(digest), "<u4"), image.stop - image.start)
+    marked = ids.copy()
+    marked[image] = -2 - (words & 0x3FFFFFFF).astype(np.int64) * 2
+    marked[image.start] += 1  # odd: the first
+    return marked
+
+
+def image_starts(tokens: TokenArray) -> list[int]:
+    """Positions of the first mark of each image, ascending."""
+    return np.flatnonzero((tokens < 0) & (tokens % 2 == 1)).tolist()
+
+
+def is_inside_image(tokens: TokenArray, position: int) -> bool:
+    """Whether a cut before this token would part an image."""
+    return position < len(tokens) and bool(tokens[position] < 0 and tokens[position] % 2 == 0)
 
 
 def _block_hashes(
@@ -2302,17 +2249,8 @@ def _block_hashes(
     names, n_bytes = list(known), 4 * block_size
     packed = memoryview(np.asarray(tokens, dtype="<i4")[len(known) * block_size :].tobytes())
     for at in range(0, len(packed) - n_bytes + 1, n_bytes):
-        before = names[-1] if names else root
-        names.append(sha256(before + packed[at : at + n_bytes]).digest())
+        names.append(sha256((names[-1] if names else root) + packed[at : at + n_bytes]).digest())
     return names
-
-
-_VOLATILE: Final = (
-    (re.compile(r"<system-reminder>(?:(?!<system-reminder>)[\s\S])*?</system-reminder>"), ""),
-    (re.compile(r"\bCurrent time is\b[^\n]*"), "Current time is __STABLE_TIME__"),
-    (re.compile(r"\bcch=[0-9a-fA-F]+;"), "cch=__STABLE_CCH__;"),
-    (re.compile(r"^[ \t]*x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE), ""),
-)
 
 
 def _scrub_cache_key(text: str) -> str:
@@ -2327,24 +2265,17 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
     return 10 * len(key_text) >= 9 * len(model_text)
 
 
-# endregion
-
-# region 11 KV =================================================================
+# region 12 KV =================================================================
 # The only room that knows what a KV layer looks like.
-#
 # Everything here works on the leaves of a model's cache; a layer (CacheList) may hold several.
 # *Attention* leaves (KVCache) can be cut at any position; every other leaf (recurrent state,
 # sliding window) is *state*: known only where a snapshot was taken. At rest attention KV lives in
 # a Span, free of cache objects: writing to one array object through two caches overwrote a stored
 # past (L-03). Copies are contiguous and evaluated: a view pins its whole parent buffer (L-06).
-#
 # Doors   KvCache, KvShape, Span, StateSnapshot, GROWTH_TOKENS, measure_kv, _kv_cache_offset
 # Doors   evaluate, reserve, lend_span, take_span, copy_span, to_batch, row_from_batch
-# Doors   snapshot_state, restore_state, recurrent_handles
-# Knows   WIRE
-# Thread  model only; mlx
-# Budget  194
-# ==============================================================================
+# Doors   snapshot_state, restore_state, recurrent_handles, like_upstream, row_offsets
+# Knows WIRE · Thread model only; mlx · Budget 212
 
 KvCache = list[Any]  # one upstream cache object per layer
 GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
@@ -2403,17 +2334,10 @@ def _grown(buffer: mx.array, length: int) -> mx.array:
     return larger
 
 
-def _leaves(cache: KvCache) -> list[Any]:
-    return [leaf for layer in cache for leaf in getattr(layer, "caches", [layer])]
-
-
-def _attention(cache: KvCache) -> list[Any]:
+def _leaves(cache: KvCache, kind: Literal["attention", "state"]) -> list[Any]:
+    leaves = (leaf for layer in cache for leaf in getattr(layer, "caches", [layer]))
     # why(L-05): subclasses and look-alikes (rotating, chunked) say they trim and then cannot.
-    return [leaf for leaf in _leaves(cache) if type(leaf) in (KVCache, BatchKVCache)]
-
-
-def _state(cache: KvCache) -> list[Any]:
-    return [leaf for leaf in _leaves(cache) if type(leaf) not in (KVCache, BatchKVCache)]
+    return [x for x in leaves if (type(x) in (KVCache, BatchKVCache)) == (kind == "attention")]
 
 
 def evaluate(cache: KvCache) -> None:
@@ -2421,36 +2345,71 @@ def evaluate(cache: KvCache) -> None:
     mx.eval([layer.state for layer in cache])
 
 
+class _RecurrentCache(ArraysCache):  # type: ignore[misc]
+    """mlx-lm's, with what the recurrent layers of mlx-vlm ask of theirs besides."""
+
+    def update_window(self, index: int, source: mx.array, *args: int, lengths: None = None) -> None:
+        """Keep the last inputs of a convolution, `args[0]` of them."""
+        assert lengths is None, "rows of different lengths are never fed together"
+        self[index] = mx.contiguous(source[:, source.shape[1] - args[0] :])
+
+    def update_recurrent(self, index: int, *args: Any) -> Any:
+        """`args`: how many tokens, and what makes (output, new state) of a state."""
+        output, self[index] = args[1](self[index], None)[:2]
+        return output, self[index]
+
+    def extract(self, idx: int) -> typing.Self:
+        row = type(self)(len(self.cache))
+        row.cache = [array[idx : idx + 1] for array in self.cache]
+        return row
+
+
+def like_upstream(layer: Any) -> Any:
+    """mlx-lm's cache of the kind of an empty one of mlx-vlm. Raises ValueError."""
+    match type(layer).__name__:
+        case "KVCache":
+            return KVCache()
+        case "ArraysCache":
+            return _RecurrentCache(len(layer.cache))
+        case "RotatingKVCache":
+            return mlx_lm.models.cache.RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
+    raise ValueError(f"a cache of kind {type(layer).__name__} is not known here")
+
+
+def row_offsets(cache: KvCache) -> mx.array:
+    """How many tokens attention layers hold of each row, `(rows,)`."""
+    return mx.array(_leaves(cache, "attention")[0].offset).reshape(-1)
+
+
 def measure_kv(model: Any) -> KvShape:
     """Run two tokens through the model and read what its cache weighs."""
     cache = make_prompt_cache(model)
     model(mx.zeros((1, 2), mx.int32), cache=cache)
     evaluate(cache)
-    state = _state(cache)
+    attention, state = _leaves(cache, "attention"), _leaves(cache, "state")
     windows = [leaf for leaf in state if hasattr(leaf, "max_size")]
-    window_bytes = sum(leaf.nbytes // leaf.keys.shape[2] * leaf.max_size for leaf in windows)
-    return KvShape(
-        token_bytes=sum(leaf.nbytes // leaf.keys.shape[2] for leaf in _attention(cache)),
-        state_bytes=window_bytes + sum(leaf.nbytes for leaf in state if leaf not in windows),
-        has_state=bool(state),
-        can_batch=all(hasattr(layer, "merge") for layer in cache),
-    )
+    token_bytes = sum(leaf.nbytes // leaf.keys.shape[2] for leaf in attention)
+    state_bytes = sum(leaf.nbytes // leaf.keys.shape[2] * leaf.max_size for leaf in windows)
+    state_bytes += sum(leaf.nbytes for leaf in state if leaf not in windows)
+    can_batch = all(hasattr(layer, "merge") for layer in cache)
+    return KvShape(token_bytes, state_bytes, bool(state), can_batch)
 
 
 def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
     """Physical depth in model tokens; of recurrent layers alone, what their snapshot recorded."""
     # Hybrid caches mix ArraysCache (no `.offset`) with KVCache: layer 0 may not answer (L-02).
-    offsets = (getattr(leaf, "offset", None) for leaf in _leaves(cache))
+    leaves = _leaves(cache, "attention") + _leaves(cache, "state")
+    offsets = (getattr(leaf, "offset", None) for leaf in leaves)
     return KvOffset(next((n for n in offsets if isinstance(n, int)), recorded))
 
 
 def snapshot_state(cache: KvCache, *, row: int = 0) -> StateSnapshot:
     """Copy a row's state leaves, if there are any: evaluated, independent of the cache."""
-    states = [leaf.state for leaf in _state(cache)]
+    states = [leaf.state for leaf in _leaves(cache, "state")]
     leaves = _each_array(states, lambda array: mx.contiguous(array[row : row + 1]))
     mx.eval(leaves)
-    parts: Any = tree_flatten(leaves)  # [(path, part), ...]
-    return StateSnapshot(leaves, sum(getattr(part, "nbytes", 0) for _, part in parts))
+    parts = dict(tree_flatten(leaves)).values()
+    return StateSnapshot(leaves, sum(getattr(part, "nbytes", 0) for part in parts))
 
 
 def _each_array(state: Any, change: Callable[[mx.array], mx.array]) -> Any:
@@ -2460,16 +2419,15 @@ def _each_array(state: Any, change: Callable[[mx.array], mx.array]) -> Any:
 
 def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
     """Put a snapshot into the state leaves of `cache`; the snapshot stays usable."""
-    # why(L-03): two caches restored from one snapshot overwrote each other; a slice write changes
-    # the object it goes through, and a new handle makes the first write copy.
-    for leaf, state in zip(_state(cache), snapshot.leaves, strict=True):
+    # why(L-03): a slice write changes the object it goes through; through a new handle it copies.
+    for leaf, state in zip(_leaves(cache, "state"), snapshot.leaves, strict=True):
         leaf.state = _each_array(state, lambda array: array[...])
 
 
 def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
     """Grow attention buffers, but empty ones, that cannot hold `tokens`, to `roomy` at once."""
     # Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
-    for leaf in _attention(cache):
+    for leaf in _leaves(cache, "attention"):
         if leaf.keys is not None and leaf.keys.shape[2] < tokens:
             leaf.keys = _grown(leaf.keys, roomy)
             leaf.values = _grown(leaf.values, roomy)
@@ -2477,13 +2435,13 @@ def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
 
 def lend_span(cache: KvCache, span: Span) -> None:
     """Move a span's buffers into the empty attention leaves; the span must not be used again."""
-    for leaf, pair in zip(_attention(cache), itertools.batched(span.arrays, 2), strict=True):
+    for leaf, pair in zip(_leaves(cache, "attention"), batched(span.arrays, 2), strict=True):
         leaf.state = (*pair, span.length)
 
 
 def take_span(cache: KvCache, length: int) -> Span:
     """Move the attention buffers, `length` tokens deep, out of a one-row cache, now spent."""
-    leaves = _attention(cache)
+    leaves = _leaves(cache, "attention")
     assert all(leaf.offset == length for leaf in leaves), "attention layers disagree on depth"
     arrays = tuple(array for leaf in leaves for array in (leaf.keys, leaf.values))
     mx.eval(arrays)
@@ -2493,7 +2451,7 @@ def take_span(cache: KvCache, length: int) -> Span:
 def copy_span(cache: KvCache, end: int, *, row: int) -> Span:
     """Copy tokens [0, end) of one row out of a cache in use, be it a batch or the row's own."""
     views = []
-    for leaf in _attention(cache):
+    for leaf in _leaves(cache, "attention"):
         start = leaf.left_padding.tolist()[row] if type(leaf) is BatchKVCache else 0
         views += [array[row : row + 1, :, start:] for array in (leaf.keys, leaf.values)]
     return Span(tuple(views), end).cut(0, end)
@@ -2514,17 +2472,14 @@ def row_from_batch(cache: KvCache, row: int) -> KvCache:
 
 def recurrent_handles(cache: KvCache) -> KvCache | None:
     """The recurrent leaves as they are now, for a snapshot; None where other state leaves are."""
-    # These states are replaced at each step, never written to as a window is: keeping the handles
-    # of one step is free and gives the position before the end token (L-10).
-    leaves = _state(cache)
+    # A step replaces these arrays (not a window's): handles keep those before it for free (L-10).
+    leaves = _leaves(cache, "state")
     if not all(isinstance(leaf, ArraysCache) for leaf in leaves):
         return None
     return [ArraysCache.from_state((list(leaf.cache), None, None)) for leaf in leaves] or None
 
 
-# endregion
-
-# region 12 CACHE ==============================================================
+# region 13 CACHE ==============================================================
 # Lines, checkpoints, branches: the deepest exact prefix, and who owns its bytes.
 #
 #     line A  [0 ............................ end)      root: owns all its KV
@@ -2536,12 +2491,7 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # prefix cost the prefix once. A lent line stays visible: its prompt is known before it is computed,
 # so a request with the same prefix can wait for it. Tried and dropped: segments between branch
 # points. One conversation growing, the common case, then copied its whole prefix at each turn.
-#
-# Doors   LRUPromptCache, Prompt, Line, Reuse
-# Knows   CONFIG, LOG, KEY, KV
-# Thread  model only
-# Budget  308
-# ==============================================================================
+# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 300
 
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
@@ -2568,7 +2518,7 @@ class Line:
     checkpoints: dict[int, StateSnapshot] = field(default_factory=dict)
     lender: Callable[[int], Span] | None = None  # copies [0, n) from the row that holds the KV
     owner: tuple[str, str] = ("", "")  # tenant and session that used it last
-    number: int = field(init=False, default_factory=itertools.count(1).__next__)
+    number: int = field(init=False, default_factory=count(1).__next__)
     last_used: float = 0.0
     uses: int = 0
 
@@ -2618,10 +2568,8 @@ class LRUPromptCache:
         limit = self._config.prompt_cache_max_entries_global
         lines = [line for line in self.lines if limit and line.prompt.root == prompt.root]
         lines.sort(key=lambda line: line.last_used, reverse=True)
-        most = len(prompt.tokens) - 1
-        found = [self._reusable(x, min(self._shared(x.prompt, prompt), most)) for x in lines]
+        found = [Reuse(None, 0), *(self._reusable(line, prompt) for line in lines)]
         # Longest first, promises included; of equals one that needs no copy, then the newest.
-        found = [Reuse(None, 0), *found]
         best = max(found, key=lambda x: (max(x.depth, x.promised), x.depth, x.layer == "line"))
         return best._replace(shared=max(reuse.shared for reuse in found))
 
@@ -2632,13 +2580,17 @@ class LRUPromptCache:
         blocks = range(min(len(a.hashes), len(b.hashes)))
         n_same = bisect_left(blocks, 1, key=lambda i: a.hashes[i] != b.hashes[i])
         size = self._config.prompt_cache_block_size
-        block = slice(n_same * size, (n_same + 1) * size)
-        return block.start + common_prefix(a.tokens[block], b.tokens[block])
+        at = n_same * size
+        return at + common_prefix(a.tokens[at : at + size], b.tokens[at : at + size])
 
-    def _reusable(self, line: Line, shared: int) -> Reuse:
-        """What of the first `shared` tokens this line can give now, and what if one waits."""
+    def _reusable(self, line: Line, prompt: Prompt) -> Reuse:
+        tokens = prompt.tokens
+        shared = min(self._shared(line.prompt, prompt), len(tokens) - 1)
         promised = shared if line.lender is not None and shared > line.end else 0
         depth = held = min(shared, line.end)
+        if is_inside_image(tokens, held):  # why(L-57): an image is fed whole or not at all
+            self.metrics.bump("vlm_retreat")
+            depth = held = max(start for start in image_starts(tokens) if start < held)
         layer, state = "branch", None
         if self._shape.has_state:
             usable = line.checkpoints_to(held)
@@ -2769,12 +2721,10 @@ class LRUPromptCache:
         """The tree of lines for people, each behind its tenant."""
         now, rows = self.clock(), []
         for line in self.lines:
-            tenant, session = line.owner
-            row: dict[str, Any] = {"id": line.number}
-            row |= {"parent": line.parent.number if line.parent else None}
+            row: dict[str, Any] = {"id": line.number, "parent": line.parent and line.parent.number}
             row |= {"shared": line.start, "tokens": line.end, "bytes": line.nbytes}
-            row |= {"idle_seconds": round(now - line.last_used, 1), "session": session}
-            rows.append((tenant, row | {"running": line.lender is not None}))
+            row |= {"idle_seconds": round(now - line.last_used, 1), "session": line.owner[1]}
+            rows.append((line.owner[0], row | {"running": line.lender is not None}))
         return rows
 
     @property
@@ -2831,31 +2781,20 @@ class LRUPromptCache:
         return True
 
 
-# endregion
-
-# region 13 SESSIONS ===========================================================
+# region 14 SESSIONS ===========================================================
 # What each conversation's last turns looked like: how long, how much was cached, by which layer.
-# This is for people (/v1/status, session logs). Lookup never asks it: a wrong or missing session id
-# can cost a reader clarity but never a hit. note() and snapshot() want the same monotonic clock.
-#
+# For people (/v1/status, session logs): a wrong session id costs no hit. One monotonic clock.
 # Doors   SessionIndex, session_id_of, SessionTurnStore, Sent, sent_again, why_not_more
 # Doors   _message_diff, _update_session_turn_store
-# Knows   CONFIG, WIRE, CANON, KEY
-# Owns    _sessions_lock, _turns_lock
-# Thread  any
-# Budget  162
-# ==============================================================================
+# Knows CONFIG, WIRE, CANON, KEY · Owns _sessions_lock, _turns_lock · Thread any · Budget 151
 
 _Past = Sequence[object]  # a digest of each message
 _SLACK: Final = 16  # tokens: of a generation prompt, or of a block that is not full
 _CONTEXT: Final = 40  # characters shown before a difference, and twice as many behind it
 
 
-def session_id_of(
-    context: SessionContext, tokens: npt.NDArray[np.int32], *, first_words: bytes = b""
-) -> str:
-    """The client's id; else a digest of how the conversation begins, the same for all like it."""
-    # first_words: the canonical messages up to the user's first; without them, 128 tokens.
+def session_id_of(context: SessionContext, tokens: TokenArray, *, first_words: bytes = b"") -> str:
+    """The client's id; else a digest of its beginning, to the user's `first_words` if known."""
     head = first_words or np.asarray(tokens[:128], dtype="<i4").tobytes()
     return context.session_id or f"sha1:{sha1(head, usedforsecurity=False).hexdigest()}"
 
@@ -2872,7 +2811,6 @@ class SessionIndex:
         self._sessions = LRUCache(self.MOST)  # (time of the last turn, turns) by id
 
     def note(self, session_id: str, facts: Mapping[str, object], *, at: float) -> None:
-        """Remember a turn that ended at this time."""
         with self._sessions_lock:
             turns = self._sessions.get(session_id, (at, []))[1]
             self._sessions[session_id] = at, [*turns, facts][-self._max_turns :]
@@ -2894,10 +2832,14 @@ class Sent(NamedTuple):
     tokens: TokenArray  # and those of the reply
     turns: Sequence[Turn]  # canonical
     head: bytes  # stands for the template, the tools and the switches
+    at: float = 0.0  # seconds, on the clock of forget()
 
     @property
     def digests(self) -> list[bytes]:
         return [turn.digest for turn in self.turns]
+
+    def likeness(self, said: set[bytes], tokens: TokenArray) -> tuple[int, int]:
+        return len(said.intersection(self.digests)), common_prefix(self.tokens, tokens)
 
 
 class SessionTurnStore:
@@ -2907,8 +2849,7 @@ class SessionTurnStore:
     MOST_TOKENS: Final = 2_000_000  # of requests that are kept whole
 
     def __init__(self) -> None:
-        self._turns_lock = threading.Lock()
-        # Guarded by it
+        self._turns_lock = threading.Lock()  # guards both
         self._records = LRUCache(self.MOST)  # digests by (session, whether it only grows)
         self._sent: list[Sent] = []  # of each conversation the last
 
@@ -2920,16 +2861,16 @@ class SessionTurnStore:
             while sum(len(one.tokens) + 4_000 for one in self._sent) > self.MOST_TOKENS:
                 self._sent.pop(0)
 
+    def forget(self, before: float) -> None:
+        with self._turns_lock:
+            self._sent = [one for one in self._sent if one.at >= before]
+
     def nearest(self, sent: Sent, *, own: bool) -> Sent | None:
         """The earlier request with most in common; `own`: of its session only."""
         with self._turns_lock:
             among = [one for one in self._sent if not own or one.session == sent.session]
-        said = set(sent.digests)
-
-        def likeness(one: Sent) -> tuple[int, int]:
-            return len(said.intersection(one.digests)), common_prefix(one.tokens, sent.tokens)
-
-        return max(among, key=likeness, default=None)
+        said = {*sent.digests}
+        return max(among, key=lambda one: one.likeness(said, sent.tokens), default=None)
 
     def exchange_last(self, session_id: str, digests: _Past, *, only_grows: bool = False) -> int:
         """How many messages are as in the record; `only_grows`: the one that these must extend."""
@@ -2951,8 +2892,7 @@ def sent_again(before: Sent, now: Sent, *, cached: int) -> int:
 
 
 def why_not_more(before: Sent, now: Sent, *, cached: int, held: int) -> dict[str, Any] | None:
-    """Why not all that was sent before is reused, in people's words; None where it is."""
-    # held: leading tokens that have KV, be it without the state of recurrent layers
+    """Why not all sent before is reused, in words; `held`: tokens with KV, be it without state."""
     same = common_prefix(before.tokens, now.tokens)
     why = _difference(before, now) if len(before.tokens) - same > _SLACK else {}
     if same - cached > _SLACK:
@@ -2994,20 +2934,182 @@ def _update_session_turn_store(store: SessionTurnStore, session_id: str, *, dige
     return store.exchange_last(session_id, digests, only_grows=True)
 
 
-# endregion
+# region 15 VISION =============================================================
+# What an image is to a vision model of mlx-vlm (on mlx-lm's caches): tokens, positions, features.
+# It is fed as the embeddings that the tower made of it, at positions of its own in rows and columns
+# (mRoPE) that shift what follows. Both are stated at each call, and never left to what the model
+# remembers of the call before: rows of several conversations take turns.
+# Doors   View, VisionModel, has_vision
+# Knows ERRORS, LOG, IMAGES, KEY, KV · Thread model, mlx; view: any · Budget 166
 
-# region 14 MODEL ==============================================================
+_KEPT: Final = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
+_KNOWN: Final = ("position_ids", "rope_deltas", "attention_mask_4d")  # said at each call; not read
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An image as one model reads it."""
+
+    picture: Picture
+    digest: str
+    shown: str  # its mark, and what the processor writes around it
+    ids: TokenArray  # `(n,)` marks, from its first token to its last
+    real: TokenArray  # the tokens of all that is shown
+    image: slice  # where its own are
+    grid: Any  # rows and columns as the model counts them
+
+
+def has_vision(path: Path) -> bool:
+    """Whether a model folder has a vision tower, with weights, that mlx-vlm has a class for."""
+    facts = json.loads((path / "config.json").read_bytes())
+    if not isinstance(facts.get("vision_config"), dict):
+        return False
+    from mlx_vlm import models, utils
+
+    # Conversions by mlx-lm leave the tower's weights out. Loading is lazy: only names are read.
+    names = (str(name) for file in path.glob("model*.safetensors") for name in mx.load(str(file)))
+    is_whole = any("vision" in name or "visual" in name for name in names)
+    return is_whole and Path(models.__path__[0], str(utils.get_model_type(facts))).exists()
+
+
+def _both_ways(mask: mx.array, image: mx.array) -> mx.array:
+    cached = mask.shape[-1] - image.shape[1]
+    pairs = mx.pad(image[:, :, None] * image[:, None], [(0, 0), (0, 0), (cached, 0)])
+    return mask | (pairs > 0)[:, None]
+
+
+class VisionModel(Module):  # type: ignore[misc]
+    """A model of mlx-vlm that is called as one of mlx-lm: `(tokens, cache=...)` -> logits."""
+
+    def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
+        super().__init__()
+        from mlx_vlm import utils
+
+        trust = {"trust_remote_code": trust_remote_code}
+        self.whole = utils.load_model(path, **trust)
+        self._processor: Any = utils.load_processor(path, False, **trust)
+        self._processor.tokenizer.backend_tokenizer.post_processor = None  # no <bos> at each image
+        tokens = (getattr(self.whole.config, f"image_token_{x}", None) for x in ("id", "index"))
+        self.image_token: int = next(token for token in tokens if token is not None)
+        self.phrase = "<image>\n"  # what the chat template prints for an image
+        self._rope_index: Any = getattr(self.whole.language_model, "get_rope_index", None)
+        inner: Any = getattr(self.whole.language_model, "model", None)
+        self._sees_both_ways = hasattr(inner, "_apply_blockwise_bidirectional_overlay")
+        if self._sees_both_ways:  # Gemma 4; upstream's own does nothing once there is a cache
+            inner._apply_blockwise_bidirectional_overlay = _both_ways
+        self._views, self._places = LRUCache(1_000), LRUCache(1_000)  # by digest
+        self._features: OrderedDict[str, dict[str, Any]] = OrderedDict()  # used last, last
+        self.max_bytes = 0  # of features
+        self.secret = uuid.uuid4().bytes  # so that nobody can write a mark, or find two alike
+
+    @property
+    def feature_bytes(self) -> int:
+        return sum(part.nbytes for part in dict(tree_flatten(self._features)).values())
+
+    def view(self, digest: str, picture: Picture) -> View:
+        """The image as tokens; one that was not seen lately is decoded. Raises BadRequest."""
+        known: View | None = self._views.get(digest)
+        if known:
+            return replace(known, picture=picture)
+        inputs = self._read(picture)
+        real = np.ravel(inputs.pop("input_ids")).astype(np.int32)
+        inside = np.flatnonzero(real == self.image_token)
+        if not inside.size:
+            raise BadRequest("this model's processor makes no tokens of it", at=picture.at)
+        image = slice(int(inside[0]), int(inside[-1]) + 1)
+        ids = _inject_image_markers(real, image, digest=digest)[image]
+        text = partial(self._processor.tokenizer.decode, skip_special_tokens=False)
+        shown = f"\ufdd1{digest}\ufdd2".join(map(text, (real[: image.start], real[image.stop :])))
+        view = View(picture, digest, shown, ids, real, image, inputs.get("image_grid_thw"))
+        self._views[digest] = replace(view, picture=Picture(b"", ""))
+        return view
+
+    def try_out(self) -> None:  # raises what it can
+        file = io.BytesIO()
+        Image.new("RGB", (224, 224)).save(file, "PNG")
+        self._seen(self.view("0" * 64, Picture(file.getvalue(), "a blank image")))
+
+    def _read(self, picture: Picture) -> dict[str, Any]:
+        opened = picture.opened()
+        try:
+            read = self._processor(text=[self.phrase], images=[opened])
+            return {n: np.array(v) for n, v in read.items() if n != "attention_mask"}
+        except Exception as fault:  # a strip too narrow, say
+            log.debug("an image cannot be prepared", exc_info=True)
+            raise BadRequest("this model cannot take an image like this", at=picture.at) from fault
+
+    def make_cache(self) -> KvCache:
+        """mlx-lm's caches, in the place of mlx-vlm's own."""
+        return list(map(like_upstream, make_prompt_cache(self.whole.language_model)))
+
+    def __call__(self, tokens: mx.array, cache: KvCache, *, shifts: Sequence[int] = (0,)) -> Any:
+        """Logits of text tokens `(rows, n)`. `shifts`: of each row, by the images before."""
+        places = {}
+        if self._rope_index:
+            at = (row_offsets(cache) + mx.array([*shifts]))[:, None] + mx.arange(tokens.shape[1])
+            places = {"position_ids": mx.broadcast_to(at, (3, *at.shape))}
+        return self.whole.language_model(tokens, cache=cache, **places).logits
+
+    def look(self, tokens: TokenArray, view: View, *, cache: KvCache, at: int) -> str:
+        """Feed text and the image it ends with, from this shifted position; what that counts as."""
+        n_text = len(tokens) - len(view.ids)
+        given, has_run = self._seen(view)
+        real = np.concatenate([tokens[:n_text], view.real[view.image]])
+        ids = mx.array(real)[None]
+        told = self.whole.get_input_embeddings(ids[:, :n_text]).to_dict() if n_text else {}
+        for name in ("inputs_embeds", "per_layer_inputs"):
+            if told.get(name) is not None:
+                given[name] = mx.concatenate([told[name], given[name]], axis=1)
+        is_seen = mx.array((real == self.image_token) & (np.arange(len(real)) >= n_text))[None]
+        if "visual_pos_masks" in given:
+            given["visual_pos_masks"] = is_seen
+        if self._sees_both_ways:
+            given["mm_token_type_ids"] = is_seen.astype(mx.int32)
+        if self._rope_index:
+            text = np.broadcast_to(np.arange(n_text), (3, n_text))
+            places = np.concatenate([text, self.places(view)[0] + n_text], axis=1) + at
+            given["position_ids"] = mx.array(places.astype(np.int32))[:, None]
+        given["inputs_embeds"] = mx.array(given["inputs_embeds"])  # Gemma 3 changes it in place
+        self.whole.language_model(ids, cache=cache, **given)
+        return "vlm_tower_runs" if has_run else "vlm_feature_hits"
+
+    def places(self, view: View) -> tuple[Any, int]:
+        """Positions `(3, n)` of the image's tokens, from 0; by how much later ones shift."""
+        known: tuple[Any, int] = self._places.get(view.digest, ((), 0))
+        if self._rope_index and not len(known[0]):
+            ids, grid = mx.array(view.real)[None], mx.array(view.grid)
+            places, shift = self._rope_index(ids, image_grid_thw=grid)
+            own: Any = np.array(places)[:, 0, view.image]
+            known = self._places[view.digest] = own - view.image.start, int(shift.item())
+        return known
+
+    def _seen(self, view: View) -> tuple[dict[str, Any], bool]:
+        """What the layers want of the image; kept, as far as there is room."""
+        kept = self._features.pop(view.digest, None)
+        if has_run := kept is None:
+            ids = mx.array(view.real[view.image])[None]
+            inputs = self._read(view.picture)  # again: nobody holds the pixels of all who wait
+            arrays = {n: mx.array(v) for n, v in inputs.items() if n != "input_ids"}
+            made = self.whole.get_input_embeddings(ids, mask=mx.ones_like(ids), **arrays).to_dict()
+            made = {name: part for name, part in made.items() if part is not None}
+            if unknown := made.keys() - {*_KEPT, *_KNOWN}:
+                raise NotImplementedError(f"its layers want {unknown}, which nothing here feeds")
+            kept = {name: made[name] for name in _KEPT if name in made}
+            mx.eval(kept)
+        self._features[view.digest] = kept
+        while self.feature_bytes > self.max_bytes:
+            self._features.popitem(last=False)
+        return dict(kept), has_run
+
+
+# region 16 MODEL ==============================================================
 # Load the model and state the facts that other rooms need of it.
 # What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
 # Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
 # a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
-#
 # Doors   LoadedModel, Detokenizer, ModelError
 # Doors   resolve_model, load_model, banner, device_memory_bytes
-# Knows   CONFIG, LOG, RENDER
-# Thread  load_model: the model thread; the rest any; mlx
-# Budget  194
-# ==============================================================================
+# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 203
 
 _DEMO: Final = "demo"
 
@@ -3046,13 +3148,17 @@ class LoadedModel:
     eos_ids: frozenset[int]
     markup: Markup
 
+    @property
+    def vision(self) -> VisionModel | None:
+        return self.model if isinstance(self.model, VisionModel) else None
+
 
 class Detokenizer:
     """Ids of one reply -> whole characters; joined, tokenizer.decode() of those not hidden."""
 
     def __init__(self, backend: Any, hidden_ids: frozenset[int]) -> None:
         self._backend, self._hidden_ids = backend, hidden_ids
-        self._stream = DecodeStream(skip_special_tokens=False)
+        self._stream = decoders.DecodeStream(skip_special_tokens=False)
         self._unshown: list[int] = []  # ids of a character that is not complete yet
 
     def feed(self, token: int) -> str:
@@ -3109,15 +3215,17 @@ def _is_complete(folder: Path) -> bool:
 def load_model(path: Path, config: Config) -> LoadedModel:
     """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
     try:
-        trust = {"trust_remote_code": config.trust_remote_code}
-        model, tokenizer, facts = mlx_lm.load(str(path), trust, return_config=True, **trust)
+        model, tokenizer, facts = _parts(path, config)
         facts = {**facts, **(facts.get("text_config") or {})}
         name = _chosen(config)
         markup = _markup(tokenizer)
         tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
+        template = Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids)
+        if isinstance(model, VisionModel):
+            model.phrase = template.image_phrase() or model.phrase
+            model.try_out()
         hint = f"{name} {facts['model_type']}".lower()
         family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
-        weights: Any = tree_flatten(model.parameters())  # [(path, array), ...]
         context_length = _context_length(facts, tokenizer.model_max_length)
         # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
         files = sorted(path.glob("model*.safetensors*"))
@@ -3126,12 +3234,12 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         return LoadedModel(
             model=model,
             tokenizer=tokenizer,
-            template=Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids),
+            template=template,
             model_id=path.resolve().name if path == Path(name).expanduser() else name,
             path=path,
             family=family if config.model_family == "auto" else config.model_family,
             revision=sha256(identity).hexdigest()[:16],
-            nbytes=sum(array.nbytes for _, array in weights),
+            nbytes=sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values()),
             vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
             context_length=context_length,
             limit=min(context_length, config.max_kv_size),
@@ -3140,8 +3248,21 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         )
     except Exception as error:  # mlx and transformers raise what they like
         log.debug("loading %s", path, exc_info=True)
-        why = f"The model in {path} cannot be loaded by mlx-lm {mlx_lm.__version__}: {error!r}"
-        raise ModelError(why[:500]) from error
+        why = f"cannot be loaded by mlx-lm {mlx_lm.__version__} or mlx-vlm: {error!r}"
+        raise ModelError(f"The model in {path} {why}"[:500]) from error
+
+
+def _parts(path: Path, config: Config) -> Any:
+    """Model, tokenizer and config.json, by the library that knows this kind of model."""
+    trust: Body = {"trust_remote_code": config.trust_remote_code}
+    if config.model_kind == "text" or (config.model_kind == "auto" and not has_vision(path)):
+        return mlx_lm.load(str(path), trust, return_config=True, **trust)
+    facts, told = load_config(path), {**trust}
+    template = path / "chat_template.json"  # of processors; tokenizers pass it over
+    if template.is_file():
+        told |= json.loads(template.read_bytes())
+    tokenizer = load_tokenizer(path, told, eos_token_ids=facts.get("eos_token_id"))
+    return VisionModel(path, **trust), tokenizer, facts
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
@@ -3162,12 +3283,10 @@ def _markup(tokenizer: Any) -> Markup:
     grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     shown |= {i for i, text in special.items() if text in grammar or re.escape(text) in grammar}
-    return Markup(
-        **{mark: getattr(tokenizer, mark) for mark in marks},
-        think_end_ids=tuple(tokenizer.think_end_tokens or ()),
-        tool_parser=parser,
-        hidden_ids=frozenset(special.keys() - shown | tokenizer.eos_token_ids),
-    )
+    hidden = frozenset(special.keys() - shown | tokenizer.eos_token_ids)
+    facts: Body = {mark: getattr(tokenizer, mark) for mark in marks}
+    facts |= {"think_end_ids": tuple(tokenizer.think_end_tokens or ()), "tool_parser": parser}
+    return Markup(**facts, hidden_ids=hidden)
 
 
 def device_memory_bytes() -> int:
@@ -3183,15 +3302,12 @@ def banner(model: LoadedModel, config: Config) -> str:
     return (
         f"{model.model_id} is served at http://{host}:{config.mlx_port}/v1\n"
         f"  from {model.path}: {in_bytes(model.nbytes)} of weights, {model.limit:,} tokens of "
-        f"context (the model: {model.context_length:,})\n"
-        f"{demo if model.model_id == _DEMO else ''}"
+        f"context (the model: {model.context_length:,})\n{demo if model.model_id == _DEMO else ''}"
         "To serve another, set MODEL_PATH to a folder or a repository (mlx-community/Qwen3-4B-4bit)"
     )
 
 
-# endregion
-
-# region 15 ENGINE =============================================================
+# region 17 ENGINE =============================================================
 # The model thread: admit, prefill in slices, decode in groups, give every row's KV back.
 #
 #     inbox -> waiting -> prefill (one slice at a time) -> decode (one step per group) -> put back
@@ -3200,28 +3316,30 @@ def banner(model: LoadedModel, config: Config) -> str:
 # a short row never pays for a long one's padding. mlx-lm's BatchGenerator merges all on insertion
 # (measured: a lone 32k row then needs its KV twice), so the batch inside it, GenerationBatch, is
 # used directly and told never to finish a row. Beside decoding, prefill gets a third of the time.
-#
-# Doors   Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob
-# Doors   Constraint, avoid, think_at_most, follow
-# Knows   CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, MODEL
-# Thread  model, mlx; Ticket and Engine: any
-# Budget  747
-# ==============================================================================
+# Doors Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob, Constraint, avoid
+# Doors think_at_most, follow · Knows CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, VISION, MODEL
+# Thread model, mlx; Ticket and Engine: any · Budget 763
 
 SLICE_MIN_TOKENS: Final = 64
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
+FEATURE_SHARE: Final = 8  # this part of the KV budget, for what the tower made of images
 OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back
 BACKLOG_EVENTS: Final = 4096  # that a client may leave unread before it is dropped
 NO_TOKEN: Final = -1  # in the place of one that nothing could be sampled for
+_malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", int)  # of glibc; else nothing
 _GONE: Final = "the model cannot be used any more; the server's log says why"
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and the top alternatives
 EndReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+type Course = Generator[Next, list[int]]  # yields what may come, is sent the tokens that came
+type Constraint = Callable[[], Course]  # a course for each row
+type Event = Progress | Token | Finished | ServerError  # the last: nothing of the request is kept
+type _Load = Callable[[], LoadedModel]
 
 
 class Next(NamedTuple):
@@ -3230,10 +3348,6 @@ class Next(NamedTuple):
     ids: Sequence[int] | npt.NDArray[np.bool_]  # or, of each id, whether it is one of them
     only: bool = True
     n_places: int = 1
-
-
-Course = Generator[Next, list[int]]  # yields what may come, is sent the tokens that came
-Constraint = Callable[[], Course]  # a course for each row
 
 
 def avoid(ids: Sequence[int]) -> Course:
@@ -3268,6 +3382,7 @@ class Job:
     boundaries: tuple[int, ...]
     max_tokens: int
     sampling: Sampling
+    images: tuple[tuple[int, View], ...] = ()  # by the position of their first token, ascending
     owner: tuple[str, str] = ("", "")  # tenant and session
     top_logprobs: int = -1  # -1: no logprobs at all
     constraints: tuple[Constraint, ...] = ()
@@ -3300,9 +3415,6 @@ class Finished(NamedTuple):
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # in queue, prefill, decode
 
 
-Event = Progress | Token | Finished | ServerError  # the last: nothing of the request is kept
-
-
 class Ticket:
     """A job on its way: events come out, a wish goes in. Any thread."""
 
@@ -3319,6 +3431,10 @@ class Ticket:
         with suppress(queue.Empty):
             return self._events.get(timeout=timeout)
         return None
+
+    def seconds(self) -> tuple[float, float, float]:
+        submitted, admitted, decoding, ended = [*self.marks, *[time.monotonic()] * 2][:4]
+        return admitted - submitted, decoding - admitted, ended - decoding
 
     def close(self, wish: EndReason = "cancelled") -> None:
         """End the row if it still runs ("stop": the reply is complete); its KV is kept."""
@@ -3338,8 +3454,7 @@ def _greedy(logprobs: mx.array) -> mx.array:
 
 def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     """Log-probabilities `(1, vocab)` -> a token `(1,)`, from a random key the row owns."""
-    # So a seed gives the same text alone and in a batch. Greedy rows share one function object,
-    # which upstream then calls once for the whole batch.
+    # So a seed gives the same text in a batch. Greedy rows share one object: called once for all.
     if sampling.temperature < 1e-6:  # float32 has no room for its inverse
         return _greedy
     seed = sampling.seed if sampling.seed is not None else time.time_ns()
@@ -3381,12 +3496,11 @@ def _enforced(constraint: Constraint) -> LogitsProcessor:
 
 
 def _processors(job: Job) -> list[LogitsProcessor]:
-    """What bends the logits of this row, in order: penalties, then what is forced or banned."""
     s, size = job.sampling, min(job.sampling.repetition_context_size, 1 << 20)
     repetition = s.repetition_penalty if s.repetition_penalty != 1.0 else None
     penalties = (repetition, size, s.presence_penalty, size, s.frequency_penalty, size)
-    bent: list[LogitsProcessor] = make_logits_processors(dict(s.logit_bias), *penalties)
-    return bent + [_enforced(constraint) for constraint in job.constraints]
+    bent = make_logits_processors(dict(s.logit_bias), *penalties)
+    return [*bent, *map(_enforced, job.constraints)]
 
 
 @dataclass(eq=False, slots=True)
@@ -3401,6 +3515,7 @@ class Row:
     reuse: Reuse
     stops: list[int]  # ascending positions where a prefill slice must end
     speed: float  # of its last prefill slice, or another row's, in tokens per second
+    shifts: dict[int, int] = field(default_factory=dict)  # of positions behind an image, by its own
     out: list[int] = field(default_factory=list)
     group: Group | None = None
     served: float = field(default_factory=time.monotonic)  # when its last prefill slice ended
@@ -3409,11 +3524,21 @@ class Row:
     def to_prefill(self) -> int:
         return self.job.n_prompt - 1 - self.fed
 
+    def shift(self, at: int) -> int:
+        """By how much the images before this position of the prompt move what follows them."""
+        return sum(shift for start, shift in self.shifts.items() if start < at)
+
     def read_span(self, end: int) -> Span:
         """Copy KV [0, end) while the row runs, wherever it lies now."""
         if (group := self.group) is None:
             return copy_span(self.cache, end, row=0)
         return copy_span(group.batch.prompt_cache, end, row=group.rows.index(self))
+
+    def prompt_fed(self, block_size: int) -> Prompt:
+        root, tokens, hashes = self.job.prompt
+        tokens = np.concatenate([tokens, np.asarray(self.out, dtype=np.int32)])[: self.fed]
+        known = hashes[: self.fed // block_size]
+        return Prompt(root, tokens, _block_hashes(tokens, block_size, root=root, known=known))
 
     def tell(self, token: int, *, logprobs: mx.array) -> None:
         """Add a token. `logprobs`: `(vocab,)`, of all tokens in the place of this one."""
@@ -3428,6 +3553,23 @@ class Row:
         self.ticket.put(Token(token, asked))
 
 
+def _model_for(loaded: LoadedModel, rows: Sequence[Row]) -> Callable[..., Any]:
+    """Text tokens `(rows, n)` and the cache of all that these rows were fed -> logits."""
+    if (vision := loaded.vision) is None:
+        return loaded.model  # type: ignore[no-any-return]
+    return lambda tokens, cache: vision(tokens, cache, shifts=[row.shift(row.fed) for row in rows])
+
+
+def _feed(row: Row, tokens: TokenArray, *, loaded: LoadedModel) -> str | None:
+    """The next tokens of a prompt; if they end with an image, the counter to bump."""
+    for start, view in row.job.images:
+        if row.fed <= start < row.fed + len(tokens):
+            at = row.fed + row.shift(row.fed)
+            return str(loaded.model.look(tokens, view, cache=row.cache, at=at))
+    _model_for(loaded, [row])(mx.array(tokens)[None], cache=row.cache)
+    return None
+
+
 class Group:
     """Rows that decode together: one on its own buffers, or several in upstream's batch form."""
 
@@ -3435,29 +3577,28 @@ class Group:
         """Feed what is left of the row's prompt, and tell its first token."""
         processors = _processors(row.job)
         tokens = row.job.prompt.tokens
-        context = tokens[:-1].tolist() if processors else []  # penalties see the cached tokens too
+        # penalties see the cached tokens too; an image's marks are none
+        context = tokens[:-1][tokens[:-1] >= 0].tolist() if processors else []
         rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
-        # A call of its own would read all weights again on a GPU, and is not worth making for few
-        # tokens. why(L-47): on the CPU the last layer then skips rows that nobody samples.
+        self.rows = [row]
+        model = _model_for(loaded, self.rows)
+        # why(L-47): a call of its own pays on the CPU: the last layer skips rows nobody samples.
         if mx.default_device() == mx.cpu and rest.size >= 16:
-            loaded.model(rest, cache=row.cache)
+            model(rest, cache=row.cache)
             evaluate(row.cache)  # or the next write would copy the buffers this call still reads
             rest = rest[:, :0]
 
-        def opening(inputs: mx.array, cache: KvCache) -> Any:
-            return loaded.model(mx.concatenate([rest, inputs], axis=1), cache=cache)
+        def first(inputs: mx.array, cache: KvCache) -> Any:
+            return model(mx.concatenate([rest, inputs], axis=1), cache=cache)
 
-        self.rows = [row]
         self._before: KvCache | None = None
-        last = mx.array(tokens[-1:])
         rules = [context], [_sampler(row.job.sampling)], _greedy, [processors]
-        endless = [StopSequences()], [1 << 60]  # tokens: it finishes no row itself
-        self.batch = GenerationBatch(opening, [0], last, row.cache, *rules, *endless)
-        self.batch.model = loaded.model
+        bounds = [StopSequences()], [1 << 60]  # tokens: it finishes no row itself
+        self.batch = GenerationBatch(first, [0], mx.array(tokens[-1:]), row.cache, *rules, *bounds)
+        self.batch.model = model
         row.fed = len(tokens)
         row.group, row.cache = self, []
-        # why(L-46): step() launches a token before it returns the one before, and on the CPU
-        # launching takes nearly as long as computing: so the first token is told before that.
+        # why(L-46): told before step() launches the second, which takes a CPU as long as computing.
         (token,) = self.batch._next_tokens.tolist()
         row.tell(token, logprobs=self.batch._next_logprobs[0])
 
@@ -3513,13 +3654,15 @@ class Scheduler:
         self.limit = config.memory_limit_bytes or int(device_memory_bytes() * 0.9)
         free = self.limit - loaded.nbytes
         budget = min(config.prompt_cache_max_bytes or free, int(free * 0.55))
-        self._working_bytes = free - budget  # for all that is neither weights nor KV
+        self._working_bytes = free - budget  # for all that is neither weights, KV nor features
+        if loaded.vision:
+            loaded.vision.max_bytes = budget // FEATURE_SHARE
+            budget -= loaded.vision.max_bytes
         self._slices: deque[tuple[int, float]] = deque(maxlen=32)  # ends; such bytes per token
         self.cache = LRUPromptCache(config, self.shape, max_bytes=budget, metrics=metrics)
         self.waiting: list[Ticket] = []
         self.rows: list[Row] = []
         self._owed_seconds, self._speed = 0.0, 2000.0  # due to decoding; tokens per second at first
-        # The longest row, prompt and reply, that the budget can hold at all.
         spaced_bytes = (HEADROOM_SHARE + 1) * max(self.shape.token_bytes, 1)
         self.capacity_tokens = (budget - _row_bytes(self.shape, 0)) * HEADROOM_SHARE // spaced_bytes
 
@@ -3548,8 +3691,7 @@ class Scheduler:
         if rows := self.prefilling:
             # The one that needs least time; waiting counts for a row, so that none starves.
             row = min(rows, key=lambda row: row.to_prefill / row.speed + row.served / 2)
-            # Decoding gets what it is owed first, but one about to join it need not wait for that:
-            # of several short requests at once the first would decode alone, step by costly step.
+            # Decoding gets its due first, but waits for one about to join: a step costs the same.
             borrowed_seconds = 3.0 if row.to_prefill / row.speed < 0.5 else 0.0
             if not self.groups or self._owed_seconds <= borrowed_seconds:
                 self._guarded([row], partial(self._prefill, row))
@@ -3587,17 +3729,15 @@ class Scheduler:
         return sum(prefilling) + sum(group.nbytes for group in self.groups)
 
     def hold_limit(self) -> None:
-        """Rows grow as they decode: what rests gives way, and in the end the row begun last."""
+        """Rows grow as they decode: what rests gives way, then the row begun last, its KV kept."""
         while not self._can_copy(max([0, *(x.nbytes for x in self.groups)]) // 2) and self.rows[1:]:
             row = max(self.rows, key=lambda row: row.ticket.marks[1])
-            # what it has done so far is kept for when it is sent again
             self._guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
 
     def _can_copy(self, n_bytes: int) -> bool:
         """Evict until two copies fit besides, as rows that join or leave a group need them."""
-        return self.cache.evict_to_fit(
-            self.running_bytes + max(0, 2 * n_bytes - self._working_bytes)
-        )
+        lacking = max(0, 2 * n_bytes - self._working_bytes)
+        return self.cache.evict_to_fit(self.running_bytes + lacking)
 
     def _start(self, ticket: Ticket) -> None:
         ticket.marks.append(time.monotonic())
@@ -3612,8 +3752,9 @@ class Scheduler:
         offset = _kv_cache_offset(cache, recorded=reuse.depth)
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
-        stops = _stops(job, offset) if self.shape.has_state else []
+        stops = _stops(job, offset, has_state=self.shape.has_state)
         row = Row(ticket, job, line, cache, offset, reuse, stops, self._speed)
+        row.shifts = {at: self.loaded.model.places(view)[1] for at, view in job.images}
         line.lender, line.end, line.owner = row.read_span, offset, job.owner
         ticket.match = reuse.match(job.n_prompt)
         self.rows.append(row)
@@ -3626,10 +3767,11 @@ class Scheduler:
             mx.reset_peak_memory()
             pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
             pending = pending[: self._slice_length(row)]
-            self.loaded.model(mx.array(pending)[None], cache=row.cache)
+            if seen := _feed(row, pending, loaded=self.loaded):
+                self.cache.metrics.bump(seen)
             evaluate(row.cache)
             row.fed += len(pending)
-            if len(pending) >= SLICE_MIN_TOKENS:
+            if len(pending) >= SLICE_MIN_TOKENS and not seen:
                 self._slices.append((row.fed, (mx.get_peak_memory() - before) / len(pending)))
             mx.clear_cache()
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
@@ -3648,13 +3790,17 @@ class Scheduler:
     def _slice_length(self, row: Row) -> int:
         """Tokens of the next slice: to the next stop, and short while others wait their turn."""
         to_stop = min([row.to_prefill, *(stop - row.fed for stop in row.stops[:1])])
-        is_alone = len(self.rows) + len(self.waiting) == 1
-        timely = row.speed * (0.4 if is_alone else 0.2)  # seconds until all else is looked at
+        # seconds until all else is looked at
+        timely = row.speed * (0.4 if len(self.rows) + len(self.waiting) == 1 else 0.2)
         if self._slices:
             timely = min(timely, _affordable(self._slices, row.fed, n_bytes=self._working_bytes))
         length = min(to_stop, max(SLICE_MIN_TOKENS, int(timely)), self.config.prefill_step_size)
         # Those who wait for this stop would not wait for so small a rest, and prefill it each.
-        return to_stop if to_stop - length < WAIT_GAIN_TOKENS else length
+        if to_stop - length < WAIT_GAIN_TOKENS:
+            return to_stop
+        while is_inside_image(row.job.prompt.tokens, row.fed + length):
+            length -= 1
+        return length or to_stop  # which is the image's end
 
     def _begin_decode(self, row: Row) -> None:
         """Decode in the group whose rows are most alike in length, or in one of its own."""
@@ -3700,30 +3846,22 @@ class Scheduler:
 
     def _finish(self, row: Row, end: EndReason | ServerError) -> None:
         """Put the row's KV back, then tell the connection: its next request must find it."""
-        self._put_back(row)
-        self.rows.remove(row)
-        submitted, admitted, decoding, ended = [*row.ticket.marks, *[time.monotonic()] * 2][:4]
-        seconds = (admitted - submitted, decoding - admitted, ended - decoding)
-        facts = row.reuse.depth, row.ticket.match, row.reuse.shared, seconds
-        row.ticket.put(end if isinstance(end, ServerError) else Finished(end, *facts))
-
-    def _put_back(self, row: Row) -> None:
         if row.group:
             self._can_copy(row.group.nbytes * (len(row.group.rows) > 1))
             if before := row.group.leave(row):
                 self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
         if row.fed == 0:
             self.cache.drop(row.line)
-            return
-        evaluate(row.cache)
-        self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
-        known = row.job.prompt
-        tokens = np.concatenate([known.tokens, np.asarray(row.out, dtype=np.int32)])[: row.fed]
-        size = self.config.prompt_cache_block_size
-        hashes = _block_hashes(tokens, size, root=known.root, known=known.hashes[: row.fed // size])
-        span = take_span(row.cache, row.fed)
-        row.cache = []
-        self.cache.put_back(row.line, Prompt(known.root, tokens, hashes), span=span)
+        else:
+            evaluate(row.cache)
+            self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
+            prompt = row.prompt_fed(self.config.prompt_cache_block_size)
+            span = take_span(row.cache, row.fed)
+            row.cache = []
+            self.cache.put_back(row.line, prompt, span=span)
+        self.rows.remove(row)
+        facts = row.reuse.depth, row.ticket.match, row.reuse.shared, row.ticket.seconds()
+        row.ticket.put(end if isinstance(end, ServerError) else Finished(end, *facts))
 
     def _guarded(self, touched: list[Row], action: Callable[[], None]) -> None:
         """Run one action; if it raises, the rows it touched fail, and the engine goes on."""
@@ -3762,15 +3900,17 @@ def _failure(error: Exception, cache: LRUPromptCache) -> ServerError:
     return Overloaded("memory ran out on this request; with fewer at once it may fit")
 
 
-def _stops(job: Job, offset: KvOffset) -> list[int]:
-    # Not beside another, which would cost a call of the model to save a few tokens; so where
-    # the generation prompt begins is enough, and its end is fed with the first decode step.
-    end, stops = job.n_prompt - 1, [int(offset)]
+def _stops(job: Job, offset: KvOffset, *, has_state: bool) -> list[int]:
+    # None close to another: to save a few tokens is not worth a call of the model.
+    tokens, end, stops = job.prompt.tokens, job.n_prompt - 1, [int(offset)]
+    ends = {start + len(view.ids) for start, view in job.images}  # a slice has one image, its last
+    fixed = ends | {start for start, _ in job.images if has_state}
     lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
-    for position in sorted({*job.boundaries, *lattice}):
-        if stops[-1] + 4 < position <= end:
+    for position in sorted({*fixed, *job.boundaries, *lattice} if has_state else fixed):
+        room = 0 if position in fixed else 4
+        if stops[-1] + room < position <= end and not is_inside_image(tokens, position):
             stops.append(position)
-    return stops[1:] + [end] * (end - stops[-1] > OPENING_TOKENS)
+    return stops[1:] + [end] * (has_state and end - stops[-1] > OPENING_TOKENS)
 
 
 def _affordable(slices: Iterable[tuple[int, float]], depth: int, *, n_bytes: int) -> float:
@@ -3778,8 +3918,7 @@ def _affordable(slices: Iterable[tuple[int, float]], depth: int, *, n_bytes: int
     # why(L-55): where attention scores are kept, a token costs bytes with its depth.
     depths, costs = np.array([*slices]).T
     slope = np.polyfit(depths, costs, 1)[0] if np.ptp(depths) else 0.0
-    cost = costs.mean() + max(slope, 0.0) * (depth - depths.mean())
-    return float(n_bytes / max(2 * cost, 1.0))
+    return float(n_bytes / max(2 * (costs.mean() + max(slope, 0.0) * (depth - depths.mean())), 1.0))
 
 
 def _remaining_prefill(tokens: TokenArray, offset: KvOffset) -> TokenArray:
@@ -3796,15 +3935,10 @@ def _with_headroom(n_prompt: int) -> int:
     return n_prompt + n_prompt // HEADROOM_SHARE + GROWTH_TOKENS
 
 
-_malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", int)  # of glibc; else nothing
-
-
 class Engine:
     """The model thread and its inbox. Every method may be called from any thread."""
 
-    def __init__(
-        self, config: Config, metrics: CacheMetrics, *, load: Callable[[], LoadedModel]
-    ) -> None:
+    def __init__(self, config: Config, metrics: CacheMetrics, *, load: _Load) -> None:
         """`load` runs on the model thread, which alone may touch what it returns through MLX."""
         self._config = config
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]] = queue.SimpleQueue()
@@ -3814,8 +3948,7 @@ class Engine:
         self.trouble: str | None = None  # why there is no model (any more), in one sentence
         self.settled = threading.Event()  # the model is loaded, or refused
         self.is_closing = False  # what runs may end, nothing more may begin
-        # as of the last turn
-        self.memory: dict[str, int] = {}  # bytes by kind
+        self.memory: dict[str, int] = {}  # bytes by kind; this and the next two as of the last turn
         self.lines: list[tuple[str, dict[str, Any]]] = []  # each behind its tenant
         self._report: dict[str, Any] = {}
         self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
@@ -3839,15 +3972,15 @@ class Engine:
 
     def submit(self, job: Job) -> Ticket:
         """Queue a job. Raises NotReady, or Overloaded at MAX_QUEUED_REQUESTS."""
-        assert self.model and job.n_prompt and job.max_tokens > 0
+        _ = self.model  # or it raises
+        assert job.n_prompt and job.max_tokens > 0
         if self.is_closing:
             raise NotReady("the server is stopping")
         if self._inbox.qsize() + self._report["queued"] >= self._config.max_queued_requests:
             raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
         ticket = Ticket(job)
         self._inbox.put(lambda scheduler: scheduler.waiting.append(ticket))
-        if self.state == "dead":  # it ended in between and may never look again
-            raise NotReady(_GONE)
+        _ = self.model  # it may have ended in between, and never look again
         return ticket
 
     def ask[T](self, question: Callable[[Scheduler], T]) -> T:
@@ -3861,16 +3994,16 @@ class Engine:
                 answer.set_exception(error)
 
         self._inbox.put(run)
-        while self.model:
+        while True:
+            _ = self.model  # or it raises
             with suppress(TimeoutError):
                 return answer.result(timeout=IDLE_SECONDS)
-        raise AssertionError
 
     def status(self) -> dict[str, Any]:
         """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
         return {"state": self.state, **self._report}
 
-    def _run(self, load: Callable[[], LoadedModel], metrics: CacheMetrics) -> None:
+    def _run(self, load: _Load, metrics: CacheMetrics) -> None:
         scheduler: Scheduler | None = None
         trouble = "the model thread has stopped"
         try:
@@ -3907,6 +4040,8 @@ class Engine:
             if scheduler.busy:
                 scheduler.turn()
             else:
+                if not scheduler.cache.lines:  # why(L-56): what it saves is little beside prefill
+                    scheduler.loaded.template.forget()
                 mx.clear_cache()
                 _malloc_trim(0)  # why(L-53): glibc keeps what is freed until it is asked
             if not scheduler.busy or time.monotonic() - looked > 0.25:
@@ -3924,38 +4059,29 @@ class Engine:
     def _publish(self, scheduler: Scheduler) -> None:
         cache, groups = scheduler.cache, scheduler.groups
         held = {"model": scheduler.loaded.nbytes, "cache": cache.nbytes}
+        if vision := scheduler.loaded.vision:
+            held["features"] = vision.feature_bytes
         held["running"] = scheduler.running_bytes
         working = mx.get_active_memory() + mx.get_cache_memory() - sum(held.values())
         self.memory = {"limit": scheduler.limit, **held, "working": max(0, working)}
         self.lines = cache.snapshot()
-        self._report = (
-            {"queued": len(scheduler.waiting), "prefilling": len(scheduler.prefilling)}
-            | {"decoding": sum(len(group.rows) for group in groups), "groups": len(groups)}
-            | {"lines": len(cache.lines), "cache_bytes": cache.nbytes}
-            | {"cache_max_bytes": cache.max_bytes, "capacity_tokens": scheduler.capacity_tokens}
-            | {"kv_bytes_per_token": scheduler.shape.token_bytes}
-        )
+        report = {"queued": len(scheduler.waiting), "prefilling": len(scheduler.prefilling)}
+        report |= {"decoding": sum(len(group.rows) for group in groups), "groups": len(groups)}
+        report |= {"lines": len(cache.lines), "cache_bytes": cache.nbytes}
+        report |= {"cache_max_bytes": cache.max_bytes, "capacity_tokens": self.capacity_tokens}
+        self._report = report | {"kv_bytes_per_token": scheduler.shape.token_bytes}
 
 
-# endregion
-
-# region 16 SPLIT ==============================================================
+# region 18 SPLIT ==============================================================
 # Characters -> reasoning | content | tool call, as they are generated.
-#
 #     <think>\nwhy\n</think>\n\nI'll look.\n\n<tool_call>...</tool_call>\nDone.
 #               why             I'll look.    (to TOOLS)             \nDone.
-#
 # Any chunking gives the same texts: white space, and what `regex` finds may become a tag, are held
 # back. White space before a tag belongs to the tag; after one, newlines are dropped until the first
-# text of that kind, so that a reply of calls alone has no content. All else is as generated.
-#   - A call leaves here with the rest of the reply: only its grammar (TOOLS) knows where it ends.
-#   - A `</think>` nobody opened, a `<think>` inside thinking: dropped. They are never content.
-#
+# text of that kind, so that a reply of calls alone has no content. All else is as generated, but a
+# `</think>` nobody opened and a `<think>` inside thinking are dropped: they are never content.
 # Doors   _ReasoningStreamSplitter, Tags, Piece
-# Knows   -
-# Thread  any; pure
-# Budget  107
-# ==============================================================================
+# Knows - · Thread any; pure · Budget 96
 
 TextKind = Literal["reasoning", "content"]
 
@@ -3989,7 +4115,6 @@ class _ReasoningStreamSplitter:
 
     @property
     def is_thinking(self) -> bool:
-        """The next text is reasoning, as far as is known."""
         return self._kind == "reasoning" and not self.in_call
 
     def feed(self, text: str, *, literal: bool = False) -> list[Piece]:
@@ -4045,26 +4170,23 @@ class _ReasoningStreamSplitter:
         self._kind, self._held, self._after_tag = kind, "", True
 
 
-# endregion
-
-# region 17 TOOLS ==============================================================
+# region 19 TOOLS ==============================================================
 # Tool-call text -> OpenAI tool_calls, as it is generated; and the whole reply put together.
-#
 #     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
 #     <tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>
 #     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
-#
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-#
 # Doors   ToolFormat, ReplyStream, tool_openings
-# Knows   WIRE, SPLIT
-# Thread  any; pure
-# Budget  315
-# ==============================================================================
+# Knows WIRE, SPLIT · Thread any; pure · Budget 289
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
+_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+_TYPES: Final = (str, bool, int, float, list, dict, type(None))
+_TYPE_NAMES: Final = ("string", "boolean", "integer", "number", "array", "object", "null")
+_JSON_TYPES: Final = MappingProxyType(dict(zip(_TYPES, _TYPE_NAMES, strict=True)))
+_PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # Jinja prints them
 
 
 @lru_cache
@@ -4073,9 +4195,7 @@ def _compile(pattern: str) -> Any:
     return regex.compile(pattern.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
-class _Dialect(NamedTuple):
-    """One way to write a call between `<tool_call>` and `</tool_call>`."""
-
+class _Dialect(NamedTuple):  # one way to write a call between `<tool_call>` and `</tool_call>`
     sign: str  # in templates that speak it
     opening: str  # what begins a call: its {name}, bare or as {json}
     name: str  # a pattern of what comes before the arguments, JSON's `{` included
@@ -4108,6 +4228,19 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
     ),
 }
 _NAME: Final = rf"(?:\s+)?<tool_call>\s*(?:{'|'.join(d.name for d in _DIALECTS.values())})"
+_ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
+_VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
+_CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
+_KEY: Final = rf'\s*"(?:{_CHARACTER})*"\s*:'
+_JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
+    "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
+    "}": rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})",
+    "[": rf"{_VALUE}|\s*(?P<close>\])",
+    "]": rf"\s*,{_VALUE}|\s*(?P<close>\])",
+    # "raw": line breaks and `\d`, which JSON forbids but models write.
+    '"': rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")',
+}
+_CLOSED: Final = str.maketrans("{[", "}]")
 
 
 class ToolFormat(NamedTuple):
@@ -4135,36 +4268,21 @@ class ToolFormat(NamedTuple):
         return cls("<tool_call>", "</tool_call>", dialect, gap)
 
 
-def tool_openings(
-    tool_format: ToolFormat, tools: Sequence[Tool], *, name: str | None = None
-) -> list[str]:
+def tool_openings(form: ToolFormat, tools: Sequence[Tool], *, name: str | None = None) -> list[str]:
     """What opens a call of each tool, or of `name` alone, up to where a model's own token ends."""
-    if tool_format.dialect == "foreign":
-        return [tool_format.start]
-    opening = _DIALECTS[tool_format.dialect].opening.replace("{gap}", tool_format.gap)
-    openings = []
-    for offered, parameters in _parameters_by_name(tools).items():
-        if name in (None, offered):
-            required = "<arg_key>" if parameters.get("required") else ""
-            slots = {"name": offered, "json": _json(offered), "required": required}
-            openings.append(tool_format.start + opening.format(**slots))
-    return openings
+    if form.dialect == "foreign":
+        return [form.start]
+    opening, offered = form.start + _DIALECTS[form.dialect].opening, _parameters_by_name(tools)
+    keys = {n: "<arg_key>" * bool(offered[n].get("required")) for n in offered if name in (None, n)}
+    return [opening.format(name=n, json=_json(n), gap=form.gap, required=keys[n]) for n in keys]
 
 
 def _parameters_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """The schema of each offered tool."""
     return {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
 
 
 def _listed(thing: Any) -> list[Any]:
     return thing if isinstance(thing, list) else [thing]
-
-
-_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
-_PYTHON_TYPES: Final = (str, bool, int, float, list, dict, type(None))
-_TYPE_NAMES: Final = ("string", "boolean", "integer", "number", "array", "object", "null")
-_JSON_TYPES: Final = MappingProxyType(dict(zip(_PYTHON_TYPES, _TYPE_NAMES, strict=True)))
-_PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # Jinja prints them
 
 
 def _schema_types(schema: object) -> set[str]:
@@ -4185,21 +4303,6 @@ def _value_as_json(text: str, types: set[str]) -> str:
         return _json(value if fits and not isinstance(value, str) else text)
     except (ValueError, RecursionError):
         return _json(text)
-
-
-_ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
-_VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
-_CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
-_KEY: Final = rf'\s*"(?:{_CHARACTER})*"\s*:'
-_JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
-    "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
-    "}": rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})",
-    "[": rf"{_VALUE}|\s*(?P<close>\])",
-    "]": rf"\s*,{_VALUE}|\s*(?P<close>\])",
-    # "raw": line breaks and `\d`, which JSON forbids but models write.
-    '"': rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")',
-}
-_CLOSED: Final = str.maketrans("{[", "}]")
 
 
 class ReplyStream:
@@ -4238,9 +4341,8 @@ class ReplyStream:
         """The join of all deltas: what a client that reads the stream has."""
         fields = ("content", "reasoning_content")
         content, thought = ("".join(d.get(name, "") for d in self._deltas) for name in fields)
-        more = {"reasoning_content": thought, "tool_calls": self._calls}
-        said = {name: value for name, value in more.items() if value}
-        return {"role": "assistant", "content": content or None, **said}
+        said = {"reasoning_content": thought or None, "tool_calls": self._calls or None}
+        return {"role": "assistant", "content": content or None, **without_nulls(said)}
 
     def _route(self, pieces: list[Piece]) -> list[Body]:
         n_known = len(self._deltas)
@@ -4263,8 +4365,7 @@ class ReplyStream:
         is_call = len(self._calls) > self.n_calls
         if is_call and self._json:
             self._argue(self._json)
-        none_of_it = "" if is_call else raw[: len(raw) - len(self._unread)]
-        pieces = self._splitter.restore(none_of_it)
+        pieces = self._splitter.restore("" if is_call else raw[: len(raw) - len(self._unread)])
         if is_over:
             self._reading, self.n_calls = None, len(self._calls)
             pieces += self._splitter.resume(self._unread, called=is_call)
@@ -4307,7 +4408,6 @@ class ReplyStream:
         return match
 
     def _read_tagged(self, dialect: _Dialect, parameters: Tool) -> Iterator[None]:
-        """Keys and bare values between tags, typed by the tool's schema."""
         properties, comma = parameters.get("properties"), ""
         schemas = properties if isinstance(properties, dict) else {}
         while (match := (yield from self._take(dialect.key))) and not match["end"]:
@@ -4320,7 +4420,7 @@ class ReplyStream:
         self._json += "}"
 
     def _read_value(self, end: str, types: set[str]) -> Iterator[None]:
-        """One of them; strings leave as they grow."""
+        """A bare value, typed by the tool's schema; strings leave as they grow."""
         is_string, is_whole, value = types == {"string"}, False, ""
         self._json += '"' * is_string
         while not (is_whole or self._ended):
@@ -4361,26 +4461,18 @@ class ReplyStream:
             self._argue(arguments)
 
 
-# endregion
-
-# region 18 ANSWER =============================================================
+# region 20 ANSWER =============================================================
 # The whole path on one page: request -> prompt -> job -> events -> the client's words.
-#
 #     prepare: render, check, constrain, submit      (may still be a 400)
 #     listen:  tokens -> text -> stop strings -> reasoning | content | calls -> bodies
 #     close:   note the turn, log it, then the last words
-#
 # A streamed and a whole answer read the same deltas, so they say the same. Iterators yield None
 # when nothing is new for a while: HTTP then looks whether the client is still there.
-#
-# Doors   ServerState, empty_stores, Answer, Bodies, prepare, placed, as_sent
-# Doors   token_count, models_body, model_body
-# Knows   all
-# Thread  connection
-# Budget  545
-# ==============================================================================
+# And what the server says of itself: health, status, metrics, and why a request reuses no more.
+# Doors   ServerState, empty_stores, Answer, prepare, token_count, models_body, model_body
+# Doors   health, status_body, metrics_text, explain, drop_cache
+# Knows all · Thread connection; status_body: also main · Budget 574
 
-Bodies = Generator[dict[str, Any] | None]
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 
 
@@ -4388,12 +4480,11 @@ TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is n
 def kept_awake(config: Config) -> Iterator[None]:
     """KEEP_AWAKE: macOS does not sleep inside; elsewhere there is no `caffeinate` to run."""
     command = shutil.which("caffeinate") if config.keep_awake else None
-    with subprocess.Popen([command, "-i"]) if command else nullcontext() as process:
-        try:
-            yield
-        finally:
-            if process:
-                process.terminate()
+    with ExitStack() as inside:
+        if command:
+            process = inside.enter_context(subprocess.Popen([command, "-i"]))
+            inside.callback(process.terminate)
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -4435,18 +4526,33 @@ def empty_stores(config: Config, metrics: CacheMetrics) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request in the model's terms."""
-
+    request: ChatRequest  # with marks for its images
     loaded: LoadedModel
     draft: Draft
     tool_format: ToolFormat | None
     job: Job
+
+    def sent(self, reply: Sequence[int] = ()) -> Sent:
+        tokens = np.concatenate([self.job.prompt.tokens, np.asarray(reply, np.int32)])
+        head, now = self.draft.keys[0], time.monotonic()
+        return Sent(self.job.owner[1], tokens, self.draft.turns, head, now)
+
+    def why(self, before: Sent, now: Sent, **known: int) -> Facts:
+        """Why no more is reused, by the message: notes are messages, but no turns of their own."""
+        why, said = why_not_more(before, now, **known) or {}, self.request.messages
+        if "message" not in why:
+            return why
+        ends, canonical = range(1, len(said) + 1), self.loaded.template.canonical
+        at = bisect_left(ends, why["message"] + 1, key=lambda n: len(canonical(said[:n])))
+        sentence = f"message {at}: {why['sentence']}"
+        return {**why, "message": at, "role": said[at]["role"], "sentence": sentence}
 
 
 def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     """Render and check a request. Raises every error that can still be a status code."""
     loaded = state.engine.model
     limit = min(loaded.limit, state.engine.capacity_tokens)
+    request, views = _seen(state, request)
     draft = _draft(state, request, limit=limit)
     rendered = draft.rendered
     room = limit - len(rendered.ids)
@@ -4454,27 +4560,41 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         raise ContextTooLong(len(rendered.ids), limit)
     if any(token >= loaded.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", at="logit_bias")
-    if state.config.cache_norm_safety_check:
-        scrubbed = _scrub_cache_key(rendered.text)  # does it still look like the prompt?
-        if not _assert_cache_key_safety(scrubbed, rendered.text):
-            log.warning("the diagnostic key drops more than a tenth of the prompt")
-    tool_format = None
+    is_checked, text = state.config.cache_norm_safety_check, rendered.text
+    if is_checked and not _assert_cache_key_safety(_scrub_cache_key(text), text):
+        log.warning("the diagnostic key drops more than a tenth of the prompt")
+    form = None
     if request.tool_choice.mode != "none":  # there are tools, then
         marks, source = loaded.markup, loaded.template.source
         tags = {"start": marks.tool_call_start, "end": marks.tool_call_end}
-        tool_format = ToolFormat.detect(source, loaded.family, **tags, parse=marks.tool_parser)
+        form = ToolFormat.detect(source, loaded.family, **tags, parse=marks.tool_parser)
     thinks = rendered.starts_in_reasoning
-    wanted = _constraints(loaded, request, in_reasoning=thinks, tool_format=tool_format)
+    named = zip(draft.turns, draft.keys[1:], strict=False)
+    head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
     job = Job(
         prompt=_prompt(state, draft),
-        owner=(state.tenant, _session_name(request, draft)),
+        images=tuple((at, views[int(rendered.ids[at])]) for at in image_starts(rendered.ids)),
+        owner=(state.tenant, session_id_of(request.session, rendered.ids, first_words=head)),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
-        constraints=tuple(wanted),
+        constraints=tuple(_constraints(loaded, request, in_reasoning=thinks, tool_format=form)),
     )
-    return Prepared(loaded, draft, tool_format, job)
+    if views and state.config.vlm_cache_debug:
+        log.info("images at %s, tokens %s", image_starts(rendered.ids), rendered.ids[:64].tolist())
+    return Prepared(request, loaded, draft, form, job)
+
+
+def _seen(state: ServerState, request: ChatRequest) -> tuple[ChatRequest, dict[int, View]]:
+    """The request with marks for its images, and these by their first mark. Raises BadRequest."""
+    loaded, config = state.engine.model, state.config
+    salt = loaded.vision.secret if loaded.vision else b""
+    salt = state.tenant.encode() + (salt if config.cache_vlm_image_identity else os.urandom(16))
+    request, pictures = pictured(request, config, sees=loaded.vision is not None, salt=salt)
+    views: list[View] = [loaded.model.view(*pair) for pair in pictures.items()]
+    ids = {view.digest: (view.shown, view.ids) for view in views}
+    return replace(request, image_ids=ids), {int(view.ids[0]): view for view in views}
 
 
 def _draft(state: ServerState, request: ChatRequest, *, limit: int) -> Draft:
@@ -4507,15 +4627,8 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 
 def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     """POST /v1/messages/count_tokens: what the prompt of this very request would have."""
-    draft = _draft(state, request, limit=state.engine.model.limit)
+    draft = _draft(state, _seen(state, request)[0], limit=state.engine.model.limit)
     return {"input_tokens": len(draft.rendered.ids)}
-
-
-def _session_name(request: ChatRequest, draft: Draft) -> str:
-    """Without an id, all up to the first words that are not the system's name a conversation."""
-    named = zip(draft.turns, draft.keys[1:], strict=False)
-    first_words = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
-    return session_id_of(request.session, draft.rendered.ids, first_words=first_words)
 
 
 def _prompt(state: ServerState, draft: Draft) -> Prompt:
@@ -4532,8 +4645,7 @@ def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     """Ends of the head and of the messages, the last user's, and what a tool loop adds to it."""
     last_user = rendered.last_user_start or 0
     fixed = {rendered.system_end, *rendered.note_ends, last_user, rendered.generation_start}
-    recent = {b for b in rendered.boundaries if b >= last_user}
-    return tuple(sorted(fixed | recent))
+    return tuple(sorted(fixed.union(b for b in rendered.boundaries if b >= last_user)))
 
 
 def _constraints(
@@ -4542,12 +4654,11 @@ def _constraints(
     """What the request demands of its reply. Raises BadRequest: that cannot be had."""
     if request.kind == "completion":
         return
-    marks, encode, mode = loaded.markup, loaded.template.encode, request.tool_choice.mode
+    marks, encode, (mode, name) = loaded.markup, loaded.template.encode, request.tool_choice
     calls, end = encode(marks.tool_call_start or ""), marks.think_end_ids
     budget = request.thinking_budget or request.max_tokens
-    # of thinking that the reply itself may begin with
     start = encode(marks.think_start or "")[:1] if request.thinking and not in_reasoning else []
-    thinks = in_reasoning or start
+    thinks = in_reasoning or start  # the reply itself may begin with a thought, then by `start`
     if mode == "none" and len(calls) == 1:
         # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
         yield partial(avoid, calls)
@@ -4556,8 +4667,7 @@ def _constraints(
     if mode in ("required", "named"):
         if tool_format is None:
             raise BadRequest("this model's template knows no calls", at="tool_choice")
-        offered = request.tools + request.deferred
-        openings = tool_openings(tool_format, offered, name=request.tool_choice.name)
+        openings = tool_openings(tool_format, request.tools + request.deferred, name=name)
         gaps = ["\n\n"] * bool(thinks) + [""] * (not in_reasoning)
         texts = (_spelled(encode(gap + opening)) for gap in gaps for opening in openings)
         answer = f"({' | '.join(texts)}) <[*]>*"
@@ -4581,26 +4691,24 @@ def _spelled(ids: Iterable[int]) -> str:
 
 @lru_cache(maxsize=1)
 def _guide(tokenizer: Any, *, tags: tuple[str | None, ...], eos_ids: frozenset[int]) -> Any:
-    """The tokenizer as llguidance knows it: tags are markup, never a part of a JSON string."""
+    """What compiles for this tokenizer: tags are markup, never a part of a JSON string."""
     import llguidance  # only for who asks: it takes 0.2 s, and what follows up to a second
 
     copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     copy.add_special_tokens([tag for tag in tags if tag and copy.token_to_id(tag) is not None])
-    return llguidance.LLTokenizer(copy.to_str(), eos_token=sorted(eos_ids))
+    words = llguidance.LLTokenizer(copy.to_str(), eos_token=sorted(eos_ids))
+    return partial(llguidance.LLMatcher, words, log_level=0)
 
 
 @lru_cache(maxsize=32)
 def _compiled(guide: Any, start: str, *, schema: str) -> Any:
     """An LLMatcher of replies like `start`. Raises BadRequest: the compiler's first sentence."""
-    import llguidance
-
     blanks = r"[ \t\r\n]{1,%d}"  # limited: a model caught in them comes out again
     # what is certain to come would be spelled by the tokenizer, which takes a quoted tag for one
     lark = f'%llguidance {{"no_forcing": true}}\nstart: {start}\nBLANKS: /{blanks % 8}/'
     json_schema = {**json.loads(schema), "x-guidance": {"whitespace_pattern": blanks % 64}}
     grammars = [{"lark_grammar": lark}, {"name": "json", "json_schema": json_schema}]
-    text = json.dumps({"grammars": grammars})
-    matcher = llguidance.LLMatcher(guide, text, log_level=0)
+    matcher = guide(json.dumps({"grammars": grammars}))
     if wrong := matcher.get_error():
         sentence = wrong.rpartition("error: ")[2].splitlines()[0].partition(". ")[0]
         raise BadRequest(f"{sentence:.300}", at="response_format.json_schema.schema")
@@ -4611,45 +4719,40 @@ class StopStrings:
     """Text up to the first stop string; what may still become one is held back."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops, self._held = stops, ""
+        self._stops, self.held = stops, ""
         self.hit = ""  # the one that came
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, is_last: bool = False) -> str:
         """What can leave now; nothing any more after a hit."""
         if self.hit:
             return ""
-        text = self._held + text
+        text = self.held + text
         held = (i for stop in self._stops for i in range(len(text)) if stop.startswith(text[i:]))
         found = [(text.find(stop), len(stop), stop) for stop in self._stops if stop in text]
-        start, _, self.hit = min([*found, (min(held, default=len(text)), math.inf, "")])
-        self._held = "" if self.hit else text[start:]
+        free = len(text) if is_last else min(held, default=len(text))
+        start, _, self.hit = min([*found, (free, math.inf, "")])
+        self.held = "" if self.hit else text[start:]
         return text[:start]
-
-    def finish(self) -> str:
-        return self._held
 
 
 class Listener:
     """Generated ids -> deltas, with what the usage and the log want to know. One reply, one use."""
 
-    def __init__(self, prepared: Prepared, request: ChatRequest) -> None:
-        markup, tool_format = prepared.loaded.markup, prepared.tool_format
-        tags = Tags(markup.think_start, markup.think_end, tool_format and tool_format.start)
-        if request.kind == "completion":
-            tags = Tags()
-        call_ids = (f"call_{uuid.uuid4().hex[:24]}" for _ in itertools.count())
+    def __init__(self, prepared: Prepared) -> None:
+        request, loaded, form = prepared.request, prepared.loaded, prepared.tool_format
+        markup, thinks = loaded.markup, prepared.draft.rendered.starts_in_reasoning
+        tags = Tags(markup.think_start, markup.think_end, form and form.start)
+        tags = Tags() if request.kind == "completion" else tags
+        call_ids = (f"call_{uuid.uuid4().hex[:24]}" for _ in count())
+        self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
         offered = request.tools + request.deferred
-        in_reasoning = prepared.draft.rendered.starts_in_reasoning
-        self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
-        self.stream = ReplyStream(self.splitter, tool_format, tools=offered, ids=call_ids)
-        backend = prepared.loaded.tokenizer.backend_tokenizer
-        self._detokenizer = Detokenizer(backend, markup.hidden_ids)
+        self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids)
+        self._detokenizer = Detokenizer(loaded.tokenizer.backend_tokenizer, markup.hidden_ids)
         self.stops = StopStrings(request.stop)
-        ids = [prepared.loaded.template.encode(tag) for tag in filter(None, tags)]
-        # of the tags, if each is a token of its own
+        ids = [loaded.template.encode(tag) for tag in filter(None, tags)]
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
         self._one_call = not request.parallel_tool_calls
-        self._eos_ids = prepared.loaded.eos_ids
+        self._eos_ids = loaded.eos_ids
         self.n_reasoning = 0
         self.ids: list[int] = []
 
@@ -4663,29 +4766,16 @@ class Listener:
         if self.is_over:
             return []
         self.ids.append(token)
-        if self.splitter.is_thinking:
-            self.n_reasoning += 1
+        self.n_reasoning += self.splitter.is_thinking
         text = "" if token in self._eos_ids else self._detokenizer.feed(token)
         if not text:
             return []
         # A tag the model means is a token of its own; the same characters in others are a quote.
-        literal = bool(self._tag_ids) and token not in self._tag_ids and not self.stops.finish()
+        literal = bool(self._tag_ids) and token not in self._tag_ids and not self.stops.held
         return self.stream.feed(self.stops.feed(text), literal=literal)
 
-    def generated(self, prepared: Prepared, session: str) -> Generated | None:
-        """The tokens to go on from later; None where the client has less than the model said."""
-        # Nor where it was cut in a thought or a call: the template prints what is not in the KV.
-        ended = self.ids[-1] if self.ids and self.ids[-1] in self._eos_ids else None
-        reply = self.stream.message()
-        is_cut = self.splitter.is_thinking or "tool_calls" in reply or not reply["content"]
-        if self.is_over or (ended is None and is_cut):
-            return None
-        hashes, now = prepared.job.prompt.hashes, time.monotonic()
-        return Generated(ids=self.ids, hashes=hashes, ended=ended, session=session, at=now)
-
     def finish(self) -> list[Body]:
-        """What was held back to the end."""
-        rest = self.stops.feed(self._detokenizer.finish()) + self.stops.finish()
+        rest = self.stops.feed(self._detokenizer.finish(), is_last=True)
         return self.stream.feed(rest) + self.stream.finish()
 
 
@@ -4694,14 +4784,18 @@ class Answer:
 
     def __init__(self, state: ServerState, request: ChatRequest) -> None:
         self._state = state
-        self._request = request
         self._began = time.monotonic()
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
             with suppress(OSError):  # why(L-35): rendering must not slow down those who stream
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         self._prepared = prepare(state, request)
-        self._listener = Listener(self._prepared, request)
-        self._shape = self._shaped(self._prepared.loaded.model_id)
+        self._request = request = self._prepared.request
+        self._listener = Listener(self._prepared)
+        model, name, now = self._prepared.loaded.model_id, request.request_id, int(time.time())
+        # why(L-52): on resume Claude Code drops the thinking of a model it did not ask for.
+        self._shape: AnswerShape | AnthropicEvents = AnthropicEvents(name, request.model or model)
+        if request.kind != "messages":
+            self._shape = AnswerShape(request.kind, name, model, now, request.include_usage)
         self._ticket = state.engine.submit(self._prepared.job)
         self._first_token_at: float | None = None
         self._logprobs: list[Body] = []  # those that have not left yet
@@ -4710,22 +4804,13 @@ class Answer:
         self._end: Finished | None = None
         state.traffic.live[request.request_id] = self._live
 
-    def _shaped(self, model: str) -> AnswerShape | AnthropicEvents:
-        request = self._request
-        if request.kind == "messages":
-            # why(L-52): on resume Claude Code drops the thinking of a model it did not ask for.
-            return AnthropicEvents(request.request_id, request.model or model)
-        facts = (request.request_id, model, int(time.time()), request.include_usage)
-        return AnswerShape(request.kind, *facts)
-
     def close(self) -> None:
-        """Give the request up if it still runs."""
         self._ticket.close()
         self._state.traffic.live.pop(self._request.request_id, None)
         if self._end is None:
             self._tell(Finished("cancelled", self._cached or 0, "-"))
 
-    def whole(self) -> Bodies:
+    def whole(self) -> Iterator[Body | None]:
         """None while waiting, then the one body."""
         for deltas in self._listen():
             for delta in deltas:
@@ -4733,7 +4818,7 @@ class Answer:
             yield None  # at every token, or a client that left would get a whole reply
         yield self._shape.whole(self._listener.stream.message(), self._ending())
 
-    def chunks(self) -> Bodies:
+    def chunks(self) -> Iterator[Body | None]:
         """The bodies of a stream, keep-alives included; None while there is nothing to say."""
         shape, begun, spoke = self._shape, False, time.monotonic()
         for deltas in self._listen():
@@ -4752,16 +4837,14 @@ class Answer:
         """Deltas as they come; returns when the turn is noted. Raises what ended it instead."""
         with kept_awake(self._state.config):
             while self._end is None:
+                deltas: list[Body] = []
                 match self._ticket.next_event(TICK_SECONDS):
                     case Progress(done):
                         self._cached = done if self._cached is None else self._cached
                         self._done, n_prompt = done, self._prepared.job.n_prompt
                         show_progress(self._request.request_id[:8], done=done, of=n_prompt)
-                        yield []
-                    case None:
-                        yield []
                     case Token() as event:
-                        yield self._hear(event)
+                        deltas = self._hear(event)
                     case ServerError() as error:
                         self._end = Finished("failed", self._cached or 0, "-")
                         self._tell(self._end)
@@ -4769,11 +4852,10 @@ class Answer:
                     case Finished("cancelled"):
                         raise ClientGone
                     case Finished() as end:
-                        self._end = end
-            deltas = self._listener.finish()
-            self._remember(self._end)
-            self._note_turn(self._end)
-            yield deltas
+                        self._end, deltas = end, self._listener.finish()
+                        self._remember(end)
+                        self._note_turn(end)
+                yield deltas
 
     def _hear(self, event: Token) -> list[Body]:
         self._first_token_at = self._first_token_at or time.monotonic()
@@ -4792,7 +4874,6 @@ class Answer:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
     def _take_logprobs(self) -> Body | None:
-        """The log-probabilities since the last chunk, None where nobody asked."""
         entries, self._logprobs = self._logprobs, []
         return {"content": entries} if self._request.logprobs else None
 
@@ -4809,17 +4890,23 @@ class Answer:
 
     def _remember(self, end: Finished) -> None:
         """Record the reply in the ledger. why(L-45): not one that the watchdog cut short."""
-        prepared, session = self._prepared, self._prepared.job.owner[1]
-        if not prepared.draft.keys or end.reason not in ("stop", "length"):
+        heard, draft, job = self._listener, self._prepared.draft, self._prepared.job
+        if not draft.keys or end.reason not in ("stop", "length"):
             return
-        reply, template = self._listener.stream.message(), prepared.loaded.template
+        template, ids, now = self._prepared.loaded.template, heard.ids, time.monotonic()
+        reply, is_thinking = heard.stream.message(), heard.splitter.is_thinking
         reply["content"] = reply["content"] or ""
-        generated = self._listener.generated(prepared, session)
-        if generated:
-            self._state.LEDGER.record(prepared.draft, template, reply=reply, generated=generated)
+        ended = ids[-1] if ids and ids[-1] in self._prepared.loaded.eos_ids else None
+        # Cut in a thought or a call: the template prints what is not in the KV.
+        is_cut = is_thinking or "tool_calls" in reply or not reply["content"]
+        # Nor can one go on from a reply of which the client has less than the model said.
+        is_whole = not heard.is_over and not (ended is None and is_cut)
+        if is_whole:
+            hashes, session = job.prompt.hashes, job.owner[1]
+            whole = Generated(ids=ids, hashes=hashes, ended=ended, session=session, at=now)
+            self._state.LEDGER.record(draft, template, reply=reply, generated=whole)
         # cut or stopped behind its thinking; or a client has its id and may bring only that
-        is_named = self._request.kind == "messages"
-        if (is_named or not generated) and not self._listener.splitter.is_thinking:
+        if (self._request.kind == "messages" or not is_whole) and not is_thinking:
             self._state.HEALING_STORE.remember(template.canonical([reply])[0].message)
 
     def _note_turn(self, end: Finished) -> None:
@@ -4841,7 +4928,7 @@ class Answer:
             record["tokens"] = job.prompt.tokens.tolist()
         state.session_log.write(job.owner[1], record | state.metrics.snapshot())
         if draft.keys:
-            self._compare(end, as_sent(draft, job, out=self._listener.ids))
+            self._compare(end, self._prepared.sent(self._listener.ids))
 
     def _compare(self, end: Finished, sent: Sent) -> None:
         """Say why, where much that this session had sent before was prefilled again."""
@@ -4851,8 +4938,7 @@ class Answer:
         store.send(sent)
         if before is None or again < 512:  # tokens; not worth a sentence
             return
-        why = why_not_more(before, sent, cached=end.cached, held=end.held) or {}
-        why = placed(why, self._request.messages, template=self._prepared.loaded.template)
+        why = self._prepared.why(before, sent, cached=end.cached, held=end.held)
         name, said = self._request.request_id[:8], why.get("sentence", "it was sent elsewhere")
         full = f"{said}: {why['was']!r} is now {why['is']!r}" if "was" in why else said
         said = full if self._state.config.enable_request_logging else said
@@ -4862,7 +4948,12 @@ class Answer:
 
     def _tell(self, end: Finished) -> Facts:
         """Say that the request is over, to all who count or show it."""
-        state, facts = self._state, self._facts(end)
+        ttft = (self._first_token_at or time.monotonic()) - self._began
+        _, prefill, decode = (round(seconds, 3) for seconds in end.seconds)
+        state, draft, facts = self._state, self._prepared.draft, self._about()
+        facts |= {"cached": end.cached, "match": end.match, "finish": end.reason}
+        facts |= {"prefill": prefill, "decode": decode, "ttft_ms": round(ttft * 1000)}
+        facts |= {"replayed": draft.kept, "fallback": draft.fallback or None}
         log.info(request_line(**facts, **state.metrics.snapshot()))
         state.metrics.observe(facts)
         state.traffic.recent.append({"time": time.time(), **facts})
@@ -4873,15 +4964,7 @@ class Answer:
         about = {"id": request.request_id[:8], "api": request.kind, "session": job.owner[1]}
         return about | {"prompt": job.n_prompt, "out": len(self._listener.ids)}
 
-    def _facts(self, end: Finished) -> Facts:
-        ttft = (self._first_token_at or time.monotonic()) - self._began
-        draft, (_, prefill, decode) = self._prepared.draft, (round(s, 3) for s in end.seconds)
-        facts = {"cached": end.cached, "match": end.match, "finish": end.reason}
-        facts |= {"prefill": prefill, "decode": decode, "ttft_ms": round(ttft * 1000)}
-        return self._about() | facts | {"replayed": draft.kept, "fallback": draft.fallback or None}
-
     def _live(self) -> Facts:
-        """How far it is."""
         marks, now, cached = list(self._ticket.marks), time.monotonic(), self._cached or 0
         phase = ("queued", "prefill", "decode")[len(marks) - 1]
         n_new = len(self._listener.ids) if phase == "decode" else self._done - cached
@@ -4889,34 +4972,6 @@ class Answer:
         facts = {"phase": phase, "cached": cached, "done": self._done, "match": self._ticket.match}
         facts |= {"tokens_per_second": speed, "seconds": round(now - self._began, 1)}
         return self._about() | facts
-
-
-def placed(why: Facts, said: OriginalMessages, *, template: Template) -> Facts:
-    """The turn's number becomes the message's: notes are messages, but no turns of their own."""
-    if "message" not in why:
-        return why
-    ends = range(1, len(said) + 1)
-    place = bisect_left(ends, why["message"] + 1, key=lambda n: len(template.canonical(said[:n])))
-    sentence = f"message {place}: {why['sentence']}"
-    return {**why, "message": place, "role": said[place]["role"], "sentence": sentence}
-
-
-def as_sent(draft: Draft, job: Job, *, out: Sequence[int] = ()) -> Sent:
-    """`out`: the tokens of the reply."""
-    tokens = np.concatenate([job.prompt.tokens, np.asarray(out, np.int32)])
-    return Sent(job.owner[1], tokens, draft.turns, draft.keys[0])
-
-
-# endregion
-
-# region 19 WATCH ==============================================================
-# What the server says of itself: health, status, metrics, and why a request reuses no more.
-#
-# Doors   health, status_body, metrics_text, explain, drop_cache
-# Knows   all
-# Thread  connection; status_body: also main
-# Budget  77
-# ==============================================================================
 
 
 def health(state: ServerState) -> tuple[int, dict[str, Any]]:
@@ -4929,7 +4984,8 @@ def health(state: ServerState) -> tuple[int, dict[str, Any]]:
 
 def status_body(state: ServerState) -> dict[str, Any]:
     """GET /v1/status: everything that can be seen of the server, as of this moment."""
-    engine, traffic = state.engine, state.traffic
+    engine, traffic, now = state.engine, state.traffic, time.monotonic()
+    state.SESSION_TURN_STORE.forget(now - (state.config.ledger_ttl_seconds or math.inf))
     body: dict[str, Any] = {
         **health(state)[1],
         "started": state.started,
@@ -4940,11 +4996,11 @@ def status_body(state: ServerState) -> dict[str, Any]:
         "recent": list(traffic.recent),
         "divergences": list(traffic.divergences),
         "cache": [line for owner, line in engine.lines if state.tenant in ("", owner)],
-        "sessions": state.SESSION_INDEX.snapshot(time.monotonic()),
-        "ledger": {**state.LEDGER.snapshot(time.monotonic()), "healing": len(state.HEALING_STORE)},
+        "sessions": state.SESSION_INDEX.snapshot(now),
+        "ledger": {**state.LEDGER.snapshot(now), "healing": len(state.HEALING_STORE)},
         "counters": state.metrics.snapshot(),
     }
-    if engine.state == "ready":
+    with suppress(NotReady):
         loaded = engine.model
         body["model"] = {"id": loaded.model_id, "family": loaded.family, "bytes": loaded.nbytes}
         body["model"]["context_length"] = loaded.limit
@@ -4953,30 +5009,26 @@ def status_body(state: ServerState) -> dict[str, Any]:
 
 def metrics_text(state: ServerState) -> bytes:
     """GET /metrics: counters, histograms and what memory holds, for Prometheus."""
-    engine = state.engine.status()
-    gauges = {f"memory_{kind}_bytes": size for kind, size in state.engine.memory.items()}
-    gauges |= {name: engine.get(name, 0) for name in ("queued", "prefilling", "decoding", "lines")}
-    gauges["memory_process_bytes"] = psutil.Process().memory_info().rss
-    return state.metrics.exposition(gauges)
+    said = status_body(state)
+    gauges = {f"memory_{kind}_bytes": size for kind, size in said["memory"].items()}
+    names = ("queued", "prefilling", "decoding", "lines")
+    return state.metrics.exposition(gauges | {n: said["engine"].get(n, 0) for n in names})
 
 
 def explain(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     """POST /v1/cache/explain: what it would reuse, and why no more. Nothing is run."""
     prepared = prepare(state, request)
-    draft, prompt = prepared.draft, prepared.job.prompt
+    draft, prompt, why = prepared.draft, prepared.job.prompt, None
     reuse = state.engine.ask(lambda scheduler: scheduler.cache.find(prompt))
-    match = reuse.match(len(prompt.tokens))
-    body: Facts = {"prompt": len(prompt.tokens), "would_reuse": reuse.depth, "match": match}
-    body |= {"replayed": draft.kept, "fallback": draft.fallback or None, "why_not_more": None}
-    if not draft.keys:
-        return body
-    sent, store = as_sent(draft, prepared.job), state.SESSION_TURN_STORE
-    before = store.nearest(sent, own=True) or store.nearest(sent, own=False)
-    if before is None:
-        return body | {"why_not_more": {"sentence": "no request was answered before this one"}}
-    why = why_not_more(before, sent, cached=reuse.depth, held=reuse.shared)
-    template = prepared.loaded.template
-    return body | {"why_not_more": why and placed(why, request.messages, template=template)}
+    if draft.keys:
+        sent, store = prepared.sent(), state.SESSION_TURN_STORE
+        before = store.nearest(sent, own=True) or store.nearest(sent, own=False)
+        why = {"sentence": "no request was answered before this one"}
+        if before:
+            why = prepared.why(before, sent, cached=reuse.depth, held=reuse.shared)
+    body: Facts = {"prompt": len(prompt.tokens), "would_reuse": reuse.depth}
+    body |= {"match": reuse.match(len(prompt.tokens)), "replayed": draft.kept}
+    return body | {"fallback": draft.fallback or None, "why_not_more": why or None}
 
 
 def drop_cache(state: ServerState, session: str | None) -> dict[str, Any]:
@@ -4985,22 +5037,15 @@ def drop_cache(state: ServerState, session: str | None) -> dict[str, Any]:
     return {"dropped": state.engine.ask(lambda x: x.cache.release(state.tenant, session))}
 
 
-# endregion
-
-# region 20 HTTP ===============================================================
+# region 21 HTTP ===============================================================
 # The stdlib's server with a thread per connection, server-sent events, one error boundary.
 # What goes wrong before the headers becomes a status and an error body of the API that was called;
 # after them, an error event. Who may ask is settled before a byte of the body is read: `Host` tells
 # a name that was rebound to us, `Origin` a web page, and a browser lets no page forge either.
-#
 # Doors   LLMServer, Handler
-# Knows   CONFIG, ERRORS, LOG, WIRE, MESSAGES, ANSWER, WATCH
-# Thread  connection
-# Budget  329
-# ==============================================================================
+# Knows CONFIG, ERRORS, LOG, WIRE, MESSAGES, ANSWER · Thread connection · Budget 311
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
-_LINGER_SECONDS: Final = 1.0  # without a byte, after a refusal
 _PREFLIGHT: Final = ("OPTIONS", "*")
 _COUNT: Final = ("POST", "/v1/messages/count_tokens")
 _NO_KEY: Final = {("GET", "/"), ("GET", "/health"), ("GET", "/openapi.json"), _PREFLIGHT}
@@ -5025,9 +5070,11 @@ class LLMServer(ThreadingTCPServer):
     ) -> None:
         self.state, self._slots = state, slots
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(self.address_family) as probe:
+            if probe.connect_ex(address) == 0:  # on macOS a bind may succeed all the same
+                raise OSError(errno.EADDRINUSE, "in use")
         super().__init__(address, Handler)
 
-    @override
     def get_request(self) -> tuple[Any, Any]:
         """Accept, unless MAX_CONNECTIONS are open: an OSError has serve_forever ask again."""
         if self._slots.acquire(timeout=0.5):
@@ -5040,10 +5087,6 @@ class LLMServer(ThreadingTCPServer):
         super().shutdown_request(request)
         self._slots.release()
 
-    def stop(self) -> None:  # those who are connected stay so
-        self.shutdown()
-        self.server_close()
-
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
         # Connections break; that is worth a line, not a traceback on the console.
@@ -5051,11 +5094,8 @@ class LLMServer(ThreadingTCPServer):
 
 
 class _Incoming(socket.SocketIO):
-    """What a client sends: something at least every `patience` seconds, all by `due`."""
+    patience = due = 0.0  # a client sends something every `patience` seconds, and all by `due`
 
-    patience = due = 0.0
-
-    @override
     def readinto(self, b: Any) -> int | None:
         seconds = min(self.patience, self.due - time.monotonic())
         if seconds <= 0 or not select.select([self], [], [], seconds)[0]:
@@ -5070,7 +5110,7 @@ def _allowed(n_bytes: int, limit: int) -> int:
     return n_bytes
 
 
-def _chunks(rfile: BufferedIOBase, limit: int) -> Iterator[bytes]:
+def _chunks(rfile: io.BufferedIOBase, limit: int) -> Iterator[bytes]:
     """The parts of a chunked body, RFC 9112 section 7.1."""
     total, size = 0, -1
     while size:
@@ -5088,7 +5128,7 @@ def _right_key(headers: Any, keys: Sequence[str]) -> str:
     """The key that came along, "" where none is needed. All are compared, in constant time."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     sent = headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""
-    pairs = itertools.product((text.encode("latin-1").strip() for text in sent), keys)
+    pairs = product((text.encode("latin-1").strip() for text in sent), keys)
     right = [key for text, key in pairs if hmac.compare_digest(text, key.encode())]
     if keys and not right:
         said = "a key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
@@ -5110,9 +5150,8 @@ class Handler(BaseHTTPRequestHandler):
         self._config = self.server.state.config
         self.connection.settimeout(self._config.idle_connection_seconds)
         self._incoming = _Incoming(self.connection, "rb")
-        self.rfile = BufferedReader(self._incoming)
+        self.rfile = io.BufferedReader(self._incoming)
 
-    @override
     def handle_one_request(self) -> None:
         idle = self._incoming.patience = self._config.idle_connection_seconds
         self._incoming.due = time.monotonic() + 2 * idle
@@ -5122,7 +5161,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         """To close with bytes unread is a reset, which can take the answer from the client."""
-        self._incoming.patience = _LINGER_SECONDS
+        self._incoming.patience = 1.0  # seconds without a byte
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             while self.is_unread and self.rfile.read1(1 << 16):
@@ -5163,16 +5202,14 @@ class Handler(BaseHTTPRequestHandler):
         self.is_unread = self._length != 0
         path, _, query = self.path.partition("?")
         self._query = dict(parse_qsl(query, keep_blank_values=True))
-        self._asked = self.command.replace("HEAD", "GET"), path.rstrip("/") or "/"
-        if self._cors and self.command == "OPTIONS":
-            self._asked = _PREFLIGHT
+        asked = self.command.replace("HEAD", "GET"), path.rstrip("/") or "/"
+        self._asked = _PREFLIGHT if self._cors and self.command == "OPTIONS" else asked
         key = "" if self._asked in _NO_KEY else _right_key(self.headers, entries(config.api_key))
         is_apart = key and config.cache_isolation == "key"
         tenant = sha256(key.encode()).hexdigest()[:16] if is_apart else ""  # "" is everybody
         self._state = self.server.state.of(tenant)
 
     def _header(self, name: str) -> str:
-        """In small letters, on one line."""
         return " ".join(self.headers.get(name, "").lower().split())
 
     def _body_length(self) -> int:
@@ -5203,7 +5240,6 @@ class Handler(BaseHTTPRequestHandler):
         return parse(body, self._config, request_id=request_id, headers=dict(self.headers))
 
     def _route(self) -> None:
-        """Call the function of the path; what it returns is the answer."""
         method, path = self._asked
         path = re.sub("(?<=^/v1/models/).*", "*", path)
         routes = {taken: route for (taken, at), route in self._ROUTES.items() if at == path}
@@ -5228,7 +5264,7 @@ class Handler(BaseHTTPRequestHandler):
             raise NotServed(404, f"web/{name} is missing beside start-llm.py") from None
         self._send(200, payload, kind=kind)
 
-    _ROUTES: ClassVar[Mapping[tuple[str, str], Callable[[Handler], object]]] = {
+    _ROUTES: typing.ClassVar[Mapping[tuple[str, str], Callable[[Handler], object]]] = {
         _PREFLIGHT: lambda h: h._begin(204),
         ("GET", "/"): _send_front,
         ("GET", "/health"): lambda h: h._send_json(*health(h.server.state)),
@@ -5288,7 +5324,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _send_error_body(self, error: ServerError) -> None:
-        """The error as a response, or, once the headers are out, as the stream's last event."""
         body = anthropic_error(error) if self.path.startswith("/v1/messages") else error.body()
         if self._headers_sent:
             self.close_connection = True
@@ -5315,17 +5350,41 @@ class Handler(BaseHTTPRequestHandler):
         log.debug("%s %s", self.client_address[0], format % args)
 
 
-# endregion
+# region 22 MAIN ===============================================================
+# Build the state, listen, load, serve, stop.
+# The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
+# the model thread: arrays may not change threads before they are computed. LiteLLM is kept by
+# scripts/litellm_beside.py, a process whose stdin is a lifeline: it closes however the server ends.
+# Doors   build_state, proxy_beside, main
+# Knows CONFIG, LOG, MODEL, ENGINE, ANSWER, HTTP · Thread main; _pass_on: pump · Budget 144
 
-# region 21 PROXY ==============================================================
-# LiteLLM beside the server, kept there by scripts/litellm_beside.py: a process whose stdin is a
-# lifeline. It closes however the server ends, and then nothing of LiteLLM is left.
-#
-# Doors   proxy_beside
-# Knows   CONFIG, LOG
-# Thread  proxy pump
-# Budget  44
-# ==============================================================================
+
+def build_state(config: Config) -> ServerState:
+    """Everything that outlives a request, not yet started."""
+    metrics, started = CacheMetrics(), int(time.time())
+    engine = Engine(config, metrics, load=lambda: load_model(resolve_model(config), config))
+    stores = {**empty_stores(config, metrics), "session_log": SessionLog(config)}
+    return ServerState(config, engine, metrics, started=started, **stores)
+
+
+def _listen(config: Config, state: ServerState) -> list[LLMServer]:
+    """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
+    slots, port = threading.BoundedSemaphore(config.max_connections), config.mlx_port
+    servers: list[LLMServer] = []
+    both = ("127.0.0.1", "::1")  # `localhost` may mean either
+    for host in both if config.mlx_host in ("localhost", *both) else (config.mlx_host,):
+        try:
+            servers.append(LLMServer((host, port), state, slots=slots))
+        except OSError as error:
+            if servers and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            for server in servers:
+                server.server_close()
+            why = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE:
+                why = f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
+            raise ConfigError(why) from error
+    return servers
 
 
 def _pass_on(lines: Iterable[bytes]) -> None:
@@ -5360,61 +5419,6 @@ def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Itera
             pump.join()
 
 
-# endregion
-
-# region 22 MAIN ===============================================================
-# Build the state, listen, load, serve, stop.
-# The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
-# the model thread: arrays may not change threads before they are computed.
-#
-# Doors   build_state, main
-# Knows   CONFIG, LOG, MODEL, ENGINE, ANSWER, WATCH, HTTP, PROXY
-# Thread  main
-# Budget  132
-# ==============================================================================
-
-_USAGE = """Every setting is an environment variable or a line of .env; .env.example lists them all.
-MODEL_PATH chooses the model: a folder, a Hugging Face repository, or "demo"."""
-
-
-def build_state(config: Config) -> ServerState:
-    """Everything that outlives a request, not yet started."""
-    metrics = CacheMetrics()
-    return ServerState(
-        config=config,
-        engine=Engine(config, metrics, load=lambda: load_model(resolve_model(config), config)),
-        metrics=metrics,
-        session_log=SessionLog(config),
-        started=int(time.time()),
-        **empty_stores(config, metrics),
-    )
-
-
-def _listen(config: Config, state: ServerState) -> list[LLMServer]:
-    """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
-    slots, port = threading.BoundedSemaphore(config.max_connections), config.mlx_port
-    servers: list[LLMServer] = []
-    both = ("127.0.0.1", "::1")  # `localhost` may mean either
-    for host in both if config.mlx_host in ("localhost", *both) else (config.mlx_host,):
-        try:
-            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            with closing(probe):
-                taken = probe.connect_ex((host, port)) == 0
-            if taken:  # on macOS a bind beside another's may succeed all the same
-                raise OSError(errno.EADDRINUSE, "in use")
-            servers.append(LLMServer((host, port), state, slots=slots))
-        except OSError as error:
-            if servers and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                continue
-            for server in servers:
-                server.server_close()
-            why = f"cannot listen on {host}:{port}: {error.strerror or error}"
-            if error.errno == errno.EADDRINUSE:
-                why = f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
-            raise ConfigError(why) from error
-    return servers
-
-
 def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Event) -> int:
     """Load, then serve until told to stop (0) or until the model thread dies (1)."""
     for server in servers:
@@ -5422,21 +5426,19 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
     state.engine.start()
     while not stop.is_set() and not state.engine.settled.wait(0.1):
         pass
-    is_loaded = state.engine.state == "ready"
-    if is_loaded:
-        gc.collect()
-        gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
-        sys.stderr.write(banner(state.engine.model, state.config) + "\n")
-        (model,) = models_body(state)["data"]
-        n_most = model["context_length"]
-        with proxy_beside(state.config, model_id=model["id"], context_length=n_most):
+    with ExitStack() as beside:
+        if is_loaded := state.engine.state == "ready":
+            gc.collect()
+            gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
+            sys.stderr.write(banner(state.engine.model, state.config) + "\n")
+            own = models_body(state)["data"][0]
+            model = {"model_id": own["id"], "context_length": own["context_length"]}
+            beside.enter_context(proxy_beside(state.config, **model))
             lives_on = not state.config.exit_on_engine_death
             while not stop.is_set() and (lives_on or state.engine.state == "ready"):
                 list(map(status_body, [*state.tenants.values()]))  # asked, it forgets what is old
                 stop.wait(0.5)
-            _drain(state, servers)
-    trouble = state.engine.trouble if not stop.is_set() else None
-    if not is_loaded:
+        trouble = state.engine.trouble if not stop.is_set() else None
         _drain(state, servers)
     if trouble:
         sys.stderr.write(f"start-llm: {trouble}\n")
@@ -5447,8 +5449,9 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
 def _drain(state: ServerState, servers: list[LLMServer]) -> None:
     """Take no more requests; replies may end in time, the others are cut."""
     state.engine.is_closing = True
-    for server in servers:
-        server.stop()
+    for server in servers:  # those who are connected stay so
+        server.shutdown()
+        server.server_close()
     for seconds in (state.config.shutdown_grace_seconds, 2.0):  # the last to say that it is cut
         ends = time.monotonic() + seconds
         while time.monotonic() < ends and any(x.traffic.live for x in [*state.tenants.values()]):
@@ -5456,30 +5459,27 @@ def _drain(state: ServerState, servers: list[LLMServer]) -> None:
         state.engine.stop()  # a second time it does nothing
 
 
-def _told_to_stop(number: int, stop: threading.Event) -> None:
-    """Once: end in good order. Twice: at once, and LiteLLM too."""
-    if stop.is_set():
-        for child in psutil.Process().children():
-            child.terminate()
-        os._exit(128 + number)
-    stop.set()
-
-
 def main() -> int:
     """Run the server; returns the exit status: 0 stopped, 1 the model died, 2 cannot start."""
-    argparse.ArgumentParser(description=_USAGE).parse_args()
+    usage = "Settings, as MODEL_PATH, are environment variables or lines of .env: see .env.example."
+    argparse.ArgumentParser(description=usage).parse_args()
     settings = {**dotenv_values(Path(__file__).resolve().parent / ".env"), **os.environ}
-    # A connection is a file, and macOS starts programs with 256 of them.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one; macOS gives 256
     wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    getattr(ctypes.CDLL(None), "mallopt", min)(
-        -8, 1
-    )  # why(L-53): glibc's one arena for all threads
+    getattr(ctypes.CDLL(None), "mallopt", min)(-8, 1)  # why(L-53): one arena for all threads
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _frame: _told_to_stop(number, stop))
+
+    def told_to_stop(number: int, _frame: object) -> None:
+        if stop.is_set():  # twice: at once, and LiteLLM too
+            for child in psutil.Process().children():
+                child.terminate()
+            os._exit(128 + number)
+        stop.set()
+
+    signal.signal(signal.SIGINT, told_to_stop)
+    signal.signal(signal.SIGTERM, told_to_stop)
     try:
         config = Config.from_env(settings)
         start_logging(config)

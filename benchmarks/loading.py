@@ -33,3 +33,8 @@ def install_and_run() -> ModuleType:
 
 def make_demo_model() -> ModuleType:
     return load_file(ROOT / "scripts" / "make_demo_model.py", "make_demo_model")
+
+
+def tiny_vision() -> ModuleType:
+    load_file(ROOT / "tests" / "tiny_models.py", "tiny_models")  # which it is made from
+    return load_file(ROOT / "tests" / "tiny_vision.py", "tiny_vision")

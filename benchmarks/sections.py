@@ -407,7 +407,8 @@ def timed_server(folder: Path, scratch: Path) -> Iterator[tuple[Server, Path]]:
     """Our server in a process that says what each request cost, and the file where it says so."""
     port = free_port()
     command = [sys.executable, str(HERE / "inside.py"), "serve"]
-    with running(OURS, command, port, scratch, our_environment(folder, port, scratch)) as server:
+    environ = our_environment(folder, port, scratch)
+    with running(Server(OURS, port), command, scratch, environ) as server:
         yield server, scratch / f"{OURS}-{port}.log"
 
 

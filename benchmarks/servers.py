@@ -59,7 +59,8 @@ class Server:
 
     name: str
     port: int
-    pid: int
+    pid: int = 0
+    model: str = ""  # to be named in requests, for servers that insist
 
     def ask(self, body: Body, *, give_up_after: float | None = None) -> Reply:
         """Stream one chat request; `give_up_after` closes the connection after so many seconds.
@@ -68,6 +69,8 @@ class Server:
         """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REPLY_SECONDS)
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        if self.model:
+            streamed["model"] = self.model
         payload = json.dumps(streamed).encode()
         sent = time.perf_counter()
         try:
@@ -174,7 +177,7 @@ def our_environment(model: Path, port: int, scratch: Path, **settings: object) -
 def our_server(model: Path, scratch: Path, **settings: object) -> Iterator[Server]:
     port = free_port()
     environ = our_environment(model, port, scratch, **settings)
-    with running(OURS, [sys.executable, str(START_LLM)], port, scratch, environ) as server:
+    with running(Server(OURS, port), [sys.executable, str(START_LLM)], scratch, environ) as server:
         yield server
 
 
@@ -184,7 +187,7 @@ def their_server(model: Path, scratch: Path) -> Iterator[Server]:
     port = free_port()
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
     command += ["--port", str(port), "--log-level", "WARNING"]
-    with running(THEIRS, command, port, scratch, dict(os.environ)) as server:
+    with running(Server(THEIRS, port), command, scratch, dict(os.environ)) as server:
         yield server
 
 
@@ -197,14 +200,14 @@ def both_servers(model: Path, scratch: Path, **settings: object) -> Iterator[lis
 
 @contextmanager
 def running(
-    name: str, command: list[str], port: int, scratch: Path, environ: dict[str, str]
+    server: Server, command: list[str], scratch: Path, environ: dict[str, str]
 ) -> Iterator[Server]:
     """Start a server, wait until it has answered once, stop it in the end."""
-    log = scratch / f"{name}-{port}.log"
+    log = scratch / f"{server.name}-{server.port}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=environ, stdout=out, stderr=out, cwd=scratch)
     try:
-        server = Server(name, port, process.pid)
+        server.pid = process.pid
         wait_until_ready(server, process, log)
         yield server
     finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -160,12 +161,21 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
 
 
 def check_architecture(config_file: Path) -> None:
-    """Raise FetchError unless mlx-lm, or the model's own file, can build what this names."""
+    """Raise FetchError unless mlx-lm, mlx-vlm or the model's own file can build what this names."""
     with in_a_sentence(f"{config_file} cannot be read"):
         facts = {**json.loads(config_file.read_bytes())}
     kind, version = facts.get("model_type"), mlx_lm.__version__
+    if isinstance(facts.get("vision_config"), dict) and is_known_to_mlx_vlm(facts):
+        return
     with in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
         _ = facts.get("model_file") or _get_classes(facts)  # private, but what mlx_lm.load() asks
+
+
+def is_known_to_mlx_vlm(facts: dict[str, Any]) -> bool:
+    """Whether mlx-vlm has a class for what a config.json describes."""
+    from mlx_vlm.utils import get_model_type  # takes a second, and most models can do without
+
+    return importlib.util.find_spec(f"mlx_vlm.models.{get_model_type(facts)}") is not None
 
 
 def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:

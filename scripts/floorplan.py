@@ -25,6 +25,7 @@ Ruff has the rest: complexity, nesting, number of parameters, branches, statemen
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import statistics
 import sys
@@ -72,7 +73,8 @@ THREAD_MAKERS = frozenset(
 DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
 OPEN = re.compile(r"# region (\d\d) ([A-Z]+) =*$")
-FIELD = re.compile(r"# (Doors|Knows|Owns|Thread|Budget)\s+(.*)$")
+# Several may share a line, with a dot between them.
+FIELD = re.compile(r"(?:^#| ·) (Doors|Knows|Owns|Thread|Budget)\s+(.*?)(?=$| · )")
 REQUIRED_FIELDS = ("Doors", "Knows", "Thread", "Budget")
 CONTINUED = re.compile(r"#\s{6,}(\S.*)$")
 LISTED = re.compile(r"^\s*(?:[a-z]+\s+)?(\d\d) ([A-Z]+)\s", re.MULTILINE)
@@ -181,7 +183,11 @@ def read_rooms(lines: list[str]) -> list[Room]:
             rooms.append(Room(int(match[1]), match[2], number))
             read_banner(rooms[-1], lines[number:])
         elif line == "# endregion" and rooms:
-            rooms[-1].end = rooms[-1].end or number
+            rooms[-1].end = number
+    for room, after in itertools.pairwise(rooms):  # only the last one says where it ends
+        room.end = after.start - 1
+        while not lines[room.end - 1]:
+            room.end -= 1
     return rooms
 
 
@@ -193,10 +199,12 @@ def read_banner(room: Room, lines: list[str]) -> None:
             return
         if line == "#":
             continue
-        if match := FIELD.match(line):
-            current = match[1]
-            room.fields[current] = f"{room.fields.get(current, '')}, {match[2]}".lstrip(", ")
-        elif current and (match := CONTINUED.match(line)):
+        found = FIELD.findall(line)
+        for current, text in found:
+            room.fields[current] = f"{room.fields.get(current, '')}, {text}".lstrip(", ")
+        if found:
+            continue
+        if current and (match := CONTINUED.match(line)):
             room.fields[current] += " " + match[1]
         else:
             room.banner += 1
@@ -333,7 +341,7 @@ def check_banner(plan: Plan, room: Room) -> Iterator[str]:
     if room.banner > BANNER_LINES:
         yield f"the banner has {room.banner} lines of purpose and design, limit {BANNER_LINES}"
     if room.end == 0:
-        yield "no `# endregion`"
+        yield "no `# endregion` behind the last room"
     if room.lines > room.budget:
         yield f"{room.lines} lines, budget {room.budget}"
     for door in room.doors:

@@ -47,7 +47,7 @@ class Bench:
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])
-        return SimpleNamespace(model=self.model, eos_ids=frozenset(), nbytes=1 << 20)
+        return SimpleNamespace(model=self.model, vision=None, eos_ids=frozenset(), nbytes=1 << 20)
 
     def submit(self, tokens, n=8, boundaries=(), **fields):
         job = s.Job(

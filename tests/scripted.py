@@ -51,8 +51,11 @@ class Script:
         said = Said(prompt, tuple(self._scenes[opening][self._n_replies(prompt)]))
         self.said.append(said)
 
+        n_before: list[int] = []  # tokens of the prompt; of images processors are told nothing
+
         def force(tokens: mx.array, logits: mx.array) -> mx.array:
-            n = len(tokens) - job.n_prompt
+            n_before.append(len(tokens))
+            n = len(tokens) - n_before[0]
             if n < len(said.reply):  # one more step is launched before the end is seen
                 said.logits.append(np.array(logits[0]))
             word = said.reply[min(n, len(said.reply) - 1)]
@@ -62,7 +65,7 @@ class Script:
 
     def opening(self, prompt: Sequence[int]) -> str:
         """Which scene it is. Raises ValueError where no script foresaw this conversation."""
-        text = self._scribe.text(prompt)
+        text = self._scribe.text([token for token in prompt if token >= 0])  # without images
         return min((words for words in self._scenes if words in text), key=text.index)
 
     def _n_replies(self, prompt: tuple[int, ...]) -> int:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -709,3 +710,14 @@ def test_the_memo_stays_small_and_right() -> None:
         message = said("user", f"[Fri 2026-11-20 14:16 UTC] {n % 300} " * 3)
         assert by.still(message) == canon().still(message)
         assert sum(len(str(turn.message)) for turn in by.memo.made.values()) < 12_000
+
+
+@pytest.mark.parametrize("n_words", [3, 60, 3_000])
+def test_the_memo_knows_what_it_holds(n_words: int) -> None:
+    by = canon()
+    tracemalloc.start()
+    for n in range(400):
+        by.still(said("user", f"{n} " + "word " * n_words))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.7 * held < by.memo.nbytes < 1.5 * held

@@ -34,8 +34,10 @@ from fewest import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 from scripted import Posted, Said, Script, Told, Wiretap, call, reply, spelled
-from serving import Message, Served, forget_pasts, free_port, wait_until
+from seeing import Seeing, picture
+from serving import Message, Scribe, Served, forget_pasts, free_port, wait_until
 from tiny_models import DENSE, HYBRID, tiny_model
+from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 
 KINDS = (DENSE, HYBRID)
 MODEL = "tiny"  # what clients call it
@@ -626,3 +628,48 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
         if client.WAITS:
             assert f"Hello, {name}." in client.log()
     table.append(f"{', '.join(names)}: {SLOW_SECONDS} s without a token")
+
+
+class Eyes(Scribe):
+    """What images say cannot be spelled."""
+
+    def text(self, ids):
+        return super().text([token for token in ids if token >= 0])
+
+
+@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
+@pytest.mark.parametrize("reader", ["claude-code-2.1.328", "pi"])
+def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
+    skip_if_missing(reader)
+    folder = tiny_vision_model(kind, tmp_path, **SMALL)
+    seeing = Seeing(folder, monkeypatch, log_root=str(tmp_path), default_temperature=0)
+    scribe, told, ending = Eyes(folder), [], s.Answer._ending
+    is_claude = issubclass(CLIENT_NAMES[reader], ClaudeCode)
+    look = call("Read", file_path="pic.png") if is_claude else call("read", path="pic.png")
+    said = [
+        reply("I have to look.", "I will look.", look),
+        reply("Squares.", "It shows squares."),
+        reply("Again.", "They are still squares."),
+    ]
+    Script(monkeypatch, scribe, {"": [spelled(scribe, one) for one in said]})
+
+    def noted(answer):
+        told.append((answer._prepared, ending(answer)))
+        return told[-1][1]
+
+    monkeypatch.setattr(s.Answer, "_ending", noted)
+    try:
+        with running(reader, {kind: seeing.url}, tmp_path) as client:
+            for work in tmp_path.glob("work-*"):
+                (work / "pic.png").write_bytes(picture(7))
+            client.say(kind, "Look at pic.png and say what is on it.", seconds=100)
+            client.say(kind, "And what else is there?", seconds=100)
+    finally:
+        seeing.close()
+    assert [len(prepared.job.images) for prepared, _ in told] == [0, 1, 1]
+    assert not any(prepared.draft.fallback for prepared, _ in told)
+    usages = [end.usage for _, end in told]
+    for before, usage in pairwise(usages):
+        table.append(f"{reader} {kind}: cached {usage.cached} of {usage.prompt}")
+        assert usage.cached >= before.prompt + before.completion - 1
+    assert seeing.tower_runs == 1

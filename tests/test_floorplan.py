@@ -62,8 +62,6 @@ def clamp(value: int) -> int:
     return min(value, LIMIT + _TABLE["a"])
 
 
-# endregion
-
 # region 02 STORE ==============================================================
 # What outlives a request; why(L-01).
 #
@@ -89,8 +87,6 @@ class Store:
 def _sum(left: int, right: int) -> int:
     return left + right
 
-
-# endregion
 
 # region 03 MAIN ===============================================================
 # Start.

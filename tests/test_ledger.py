@@ -432,16 +432,12 @@ def test_a_request_may_end_in_a_reply(model: str) -> None:
 
 
 CUTS = CHATML.replace("m.content }}", "m.content[:20] if m.role == 'user' else m.content }}")
-ENDING = "{{- '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add"
-BEFORE_BARE = "'bare' in (messages[loop.index] | default({'content': ''})).content"
-CHANGES = CHATML.replace(ENDING, f"{{{{- '\\n' if {BEFORE_BARE} }}}}{ENDING}")
 
 
 @pytest.mark.parametrize(
     ("template", "words", "why"),
     [
         (CUTS, "a message that is longer than twenty letters", "lost text"),
-        (CHANGES, "bare words", "closer"),
     ],
 )
 def test_what_cannot_be_verified_is_rendered_as_sent(template: str, words: str, why: str) -> None:
@@ -455,6 +451,22 @@ def test_what_cannot_be_verified_is_rendered_as_sent(template: str, words: str, 
     assert draft.past is None and draft.fallback == why and server.n_fallbacks() == 1
     truth = server.speaker.template.prompt(chat([SYSTEM, USER, FINE, said("user", words)]))
     assert draft.rendered.ids.tolist() == truth.ids.tolist()
+
+
+ENDING = "{{- '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add"
+BEFORE_BARE = "'bare' in (messages[loop.index] | default({'content': ''})).content"
+CHANGES = CHATML.replace(ENDING, f"{{{{- '\\n' if {BEFORE_BARE} }}}}{ENDING}")
+
+
+def test_what_closes_a_reply_may_depend_on_what_follows_it() -> None:
+    """It is read off this very conversation; a whole reply keeps the end that was generated."""
+    assert CHANGES != CHATML
+    server = Server()
+    server.speaker = spoken("chatml/tiny", CHANGES)
+    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    for words in ("bare words", "other words"):
+        draft = server.draft([SYSTEM, USER, FINE, said("user", words)])
+        assert starts_with(draft, past) and not draft.fallback
 
 
 def test_what_is_rendered_first_is_what_is_rendered_again() -> None:

@@ -168,7 +168,7 @@ def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
 def test_a_model_that_leaves_no_room_for_kv_is_refused_in_a_sentence(models, monkeypatch):
     def load():
         loaded = s.mlx_lm.load(str(models("qwen3")))[0]
-        return type("Loaded", (), {"model": loaded, "nbytes": 1 << 20, "eos_ids": frozenset()})
+        return type("Loaded", (), {"model": loaded, "vision": None, "nbytes": 1 << 20})
 
     engine = s.Engine(s.Config(memory_limit_bytes=1 << 20), s.CacheMetrics(), load=load)
     engine.start()

@@ -89,6 +89,8 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
         thread.join()
     assert metrics.snapshot() == {
         "vlm_retreat": 8000,
+        "vlm_tower_runs": 0,
+        "vlm_feature_hits": 0,
         "hybrid_trim_miss": 0,
         "ledger_seam_fallback": 0,
         "exact_key_rejected_by_model_lcp": 0,

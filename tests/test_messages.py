@@ -124,17 +124,24 @@ def test_the_model_is_told_that_a_tool_failed(content, texts):
     assert said(user(result))[0][1] == texts
 
 
-def test_another_image_is_another_text_and_says_that_it_cannot_be_seen():
-    def told(pixels, **where):
-        source = {"type": "base64", "media_type": "image/png", "data": pixels}
+def test_images_are_a_chats_images_and_know_their_place():
+    def parts(source, *, wrapped=False):
         block = {"type": "image", "source": source}
-        wrapped = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
-        return said(user(wrapped if where else block))[0][1]
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+        (message,) = asked(messages=[user(result if wrapped else block)]).messages
+        return message["content"]
 
-    source = {"type": "url", "url": "https://example.org/cat.png"}
-    assert "cannot see" in said(user({"type": "image", "source": source}))[0][1][0]
-    assert told("AAAA") == told("AAAA") == told("AAAA", inside=True) != told("AAAB")
-    assert "cannot see" in told("AAAA")[0]
+    sent = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    (part,) = parts(sent)
+    assert part["image_url"].endswith("base64,AAAA")
+    assert part["at"] == "messages[0].content[0]"
+    (part,) = parts(sent, wrapped=True)
+    assert part["at"] == "messages[0].content[0].content[0]"
+    (part,) = parts({"type": "url", "url": "https://example.org/cat.png"})
+    assert part["image_url"] == "https://example.org/cat.png"
+    with pytest.raises(BadRequest) as refused:
+        parts({"type": "file", "file_id": "f"})
+    assert refused.value.param == "messages[0].content[0].source"
 
 
 def test_deferred_tools_stand_where_they_are_referenced_and_not_in_the_head():

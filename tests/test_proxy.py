@@ -1,4 +1,4 @@
-"""PROXY: one configuration, one process that is kept and ended, and nobody else's touched.
+"""LiteLLM beside the server: one configuration, one process, kept and ended; nobody else's touched.
 
 The last part runs the real LiteLLM, once, between the openai SDK and a server on a tiny model, and
 before a stub that plays the server where the Anthropic route is looked at.

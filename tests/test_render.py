@@ -241,18 +241,21 @@ def unicode_form(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
 def test_memo_stays_small_and_right() -> None:
     template, tokenizer = make_template(tiny_tokenizer()), tiny_tokenizer()
     memo = template._encoder.memo
-    memo.most, memo.made, memo.n_chars = 4000, {}, 0
+    memo.forget()
+    memo.most = 12_000
     for n in range(60):
         messages = [said("user", f"turn {n % 7} " * (n % 9)), said("user", "x" * 30 * n)]
         rendered = template.prompt(chat(messages))
         assert rendered.ids.tolist() == tokenizer.encode(rendered.text, add_special_tokens=False)
-        cost = sum(len(piece) + 100 for piece in memo.made)
-        assert cost == memo.n_chars <= 4000
+        cost = sum(2 * len(piece) + 700 for piece in memo.made)
+        assert cost == memo.nbytes <= 12_000
+    template.forget()
+    assert not memo.made and template.prompt(chat(messages)).ids.tolist() == rendered.ids.tolist()
 
 
 def test_many_threads_get_the_same_tokens() -> None:
     template = make_template(tiny_tokenizer())
-    template._encoder.memo.most = 3000
+    template._encoder.memo.most = 9000
     requests = [chat([said("user", f"{n} " * 50), said("user", "again " * n)]) for n in range(40)]
     wanted = [make_template(tiny_tokenizer()).prompt(request) for request in requests]
     with ThreadPoolExecutor(8) as pool:

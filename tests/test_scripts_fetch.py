@@ -322,6 +322,15 @@ def test_an_unknown_type_is_refused_before_its_weights_are_asked_for(hub: Hub) -
     assert not any(method == "GET" and "safetensors" in path for method, path, _ in hub.asked)
 
 
+def test_a_vision_type_that_only_mlx_vlm_knows_is_taken(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "glm4v", "vision_config": {"depth": 1}}')
+    fetch_model.check_architecture(config)
+    config.write_text('{"model_type": "from_the_future", "vision_config": {"depth": 1}}')
+    with pytest.raises(fetch_model.FetchError, match="from_the_future"):
+        fetch_model.check_architecture(config)
+
+
 def test_a_repository_without_usable_weights_is_refused(hub: Hub) -> None:
     for name in list(hub.files):
         if name.endswith(".safetensors"):

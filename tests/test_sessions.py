@@ -1,5 +1,6 @@
 """SESSIONS: what each conversation last looked like, bounded in turns, sessions and time."""
 
+import math
 import threading
 from functools import partial
 
@@ -138,3 +139,14 @@ def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with() -> 
         turns = (start_llm.replace(turn, digest=str(n).encode()),)
         store.send(start_llm.Sent("s", np.zeros(50, np.int32), turns, b"head"))
     assert 100 < len(store._sent) < 600  # each request looks at all of them
+
+
+def test_a_request_is_forgotten_a_while_after_its_answer() -> None:
+    store, turn = start_llm.SessionTurnStore(), start_llm.Turn("user", {}, {}, b"")
+    for at in range(5):
+        turns = (start_llm.replace(turn, digest=str(at).encode()),)
+        store.send(start_llm.Sent("s", np.zeros(50, np.int32), turns, b"head", float(at)))
+    store.forget(3.0)
+    assert [sent.at for sent in store._sent] == [3.0, 4.0]
+    store.forget(-math.inf)  # no time at which to forget
+    assert len(store._sent) == 2

@@ -133,6 +133,16 @@ def test_what_is_dropped_is_gone_and_nothing_else(served):
     assert talks[1].step(extra_body={"session_id": "b"}).n_cached == 0
 
 
+def test_what_only_saves_time_goes_with_the_last_line(served):
+    template = served.state.engine.model.template
+    memos = template._canon.memo, template._encoder.memo
+    served.ask([SYSTEM, user(words(300))])
+    time.sleep(1.5)  # an idle engine looks each second
+    assert all(memo.made for memo in memos)
+    ask(served, "DELETE", "/v1/cache")
+    wait_until(lambda: not any(memo.made for memo in memos), seconds=5)
+
+
 def test_metrics_are_prometheus_and_count_what_happened(served):
     def metrics():
         code, text = ask(served, "GET", "/metrics")

@@ -197,7 +197,7 @@ class Pi(Client):
     SHELL = "bash"
 
     def start(self) -> None:
-        model = {"id": self._model, "name": "Lab", "reasoning": True, "input": ["text"]}
+        model = {"id": self._model, "name": "Lab", "reasoning": True, "input": ["text", "image"]}
         models = [model | LIMITS | {"cost": COST}]
         kept = {"api": "openai-completions", "apiKey": self._key, "models": models}
         providers = {name: {"baseUrl": f"{url}/v1", **kept} for name, url in self._urls.items()}
@@ -269,7 +269,7 @@ class OpenClaw(Client):
         self._running.close()
 
     def _settings(self) -> Settings:
-        model = {"id": self._model, "name": "Lab", "reasoning": True, "input": ["text"]}
+        model = {"id": self._model, "name": "Lab", "reasoning": True, "input": ["text", "image"]}
         models = [model | LIMITS | {"cost": COST}]
         kept = {"api": "openai-completions", "apiKey": self._key, "models": models}
         providers = {name: {"baseUrl": f"{url}/v1", **kept} for name, url in self._urls.items()}

@@ -1,0 +1,234 @@
+"""Compare this server with mlx_vlm.server, its prefix cache on, in conversations about images.
+
+    .venv/bin/python benchmarks/vision.py [--kind dense hybrid] [--rounds 5] [--defaults]
+
+Both serve the same model of random weights side by side and are sent the same conversation in
+turns, each with its own replies: instructions, an image and a question; two more questions; a
+second image; one more question. Every round has other words and other images. A cell gives the
+median and, in brackets, the extremes over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from compare import machine, with_openblas
+from loading import tiny_vision
+from PIL import Image
+from quiet import rounds
+from report import ratios, spread
+from rich.console import Console
+from rich.table import Table
+from servers import Reply, Server, free_port, our_server, running
+from transformers import AutoTokenizer
+from workload import Words, chat
+
+THEIRS = "mlx_vlm.server"
+KINDS = {"dense": "qwen3_vl", "hybrid": "qwen3_5"}
+MODEL = {"hidden": 512, "layers": 8, "heads": 4, "kv_heads": 2, "head_dim": 128, "mlp": 1024}
+TOWER = {"depth": 2, "hidden": 128, "heads": 2, "side": 1024}  # a cold image costs two thirds more
+SIDE = 1024  # pixels: 32 x 32 tokens
+TURNS = ("1: image", "2: same image", "3: same image", "4: second image", "5: both images")
+PREFIX_CACHE = {"APC_ENABLED": "1"}
+# By default nothing that holds an image is found again on a dense model: only the layout meant for
+# 50,000 tokens and more can have one (apc.py, apc_lookup_plan). Two states are kept of all that was
+# asked, and what is computed is written to disk as well.
+AT_ITS_BEST = {"APC_LAYER_MAJOR_MEMORY_MIN_TOKENS": "256", "APC_CHECKPOINT_ENTRIES": "32"}
+AT_ITS_BEST |= {"APC_DISK_ENABLED": "0"}
+
+console = Console()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one request cost, as far as the server tells."""
+
+    ttft: float  # seconds, by the client's clock
+    n_prompt: int
+    prefilled: int
+    tower_runs: int | None
+
+
+def image_url(seed: int) -> str:
+    """A noisy picture as a data URL."""
+    noise = np.random.default_rng(seed).integers(0, 255, (SIDE // 8, SIDE // 8, 3))
+    file = io.BytesIO()
+    Image.fromarray(noise.astype(np.uint8)).resize((SIDE, SIDE)).save(file, "JPEG")
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def question(words: Words, image: int | None = None) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": words.text(24)}]
+    if image is not None:
+        parts.insert(0, {"type": "image_url", "image_url": {"url": image_url(image)}})
+    return {"role": "user", "content": parts}
+
+
+@contextmanager
+def their_server(folder: Path, scratch: Path, settings: dict[str, str]) -> Iterator[Server]:
+    """mlx-vlm's own server. What it keeps on disk goes where it is thrown away."""
+    port = free_port()
+    command = [sys.executable, "-m", "mlx_vlm.server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING"]
+    environ = {**os.environ, **PREFIX_CACHE, **settings, "APC_DISK_PATH": str(scratch / "apc")}
+    with running(Server(THEIRS, port, model=str(folder)), command, scratch, environ) as server:
+        yield server
+
+
+def tower_runs(server: Server) -> int | None:
+    """How often it has looked at an image so far; mlx_vlm.server does not tell."""
+    if server.name == THEIRS:
+        return None
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/status") as answer:
+        return int(json.load(answer)["counters"]["vlm_tower_runs"])
+
+
+class Conversation:
+    """With one server."""
+
+    def __init__(self, server: Server, system: str, fields: dict[str, Any]) -> None:
+        self.server = server
+        self.turns: list[Turn] = []
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
+        self._fields = fields
+
+    def ask(self, message: dict[str, Any]) -> None:
+        before = tower_runs(self.server)
+        self._messages.append(message)
+        body = chat(self._messages, n_out=200, **self._fields)  # replies end before
+        reply = self.server.ask(body)
+        self._messages.append(reply.message)
+        self.turns.append(turn_of(reply, before, tower_runs(self.server)))
+
+
+def turn_of(reply: Reply, before: int | None, after: int | None) -> Turn:
+    runs = None if before is None or after is None else after - before
+    return Turn(reply.ttft, reply.n_prompt, reply.prefilled, runs)
+
+
+class Talks:
+    """The same conversation with every server, another one each time."""
+
+    def __init__(self, servers: Sequence[Server], folder: Path, n_system: int) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        call = tokenizer.convert_tokens_to_ids("<tool_call>")
+        fields = {"logit_bias": {str(call): -100.0}, "enable_thinking": True}
+        self._servers, self._n_system = list(servers), n_system
+        self._fields = fields
+        self._words, self._n_images, self._n_talks = Words(tokenizer, 11), 0, 0
+
+    def __call__(self) -> list[list[Turn]]:
+        """The turns with each server, which are asked in turns; who comes first changes."""
+        system = self._words.text(self._n_system)
+        talks = [Conversation(one, system, self._fields) for one in self._servers]
+        self._n_talks += 1
+        for shown in (True, False, False, True, False):
+            self._n_images += shown
+            message = question(self._words, self._n_images if shown else None)
+            for talk in talks[:: 1 if self._n_talks % 2 else -1]:
+                talk.ask(message)
+        return [talk.turns for talk in talks]
+
+
+def table(kind: str, found: Sequence[Sequence[Sequence[Turn]]]) -> Table:
+    """`found`: rounds, ours and theirs, turns."""
+    drawn = Table(title=f"{kind} ({KINDS[kind]}): time to first token (TTFT), tokens prefilled")
+    for heading in (
+        "turn",
+        "start-llm: prefilled",
+        "tower runs",
+        "TTFT, s",
+        "/ its turn 1",
+        f"{THEIRS}: prefilled",
+        "TTFT, s",
+        "/ its turn 1",
+        "TTFT, ours / theirs",
+    ):
+        drawn.add_column(heading)
+    for place, name in enumerate(TURNS):
+        ours, theirs = ([talks[who][place] for talks in found] for who in (0, 1))
+        first_ours, first_theirs = ([talks[who][0] for talks in found] for who in (0, 1))
+        quotient = spread(ratios(seconds(ours), seconds(theirs)))
+        own = [prefilled(ours), runs(ours), *times(ours, first_ours)]
+        drawn.add_row(name, *own, prefilled(theirs), *times(theirs, first_theirs), quotient)
+    return drawn
+
+
+def seconds(turns: Sequence[Turn]) -> list[float]:
+    return [turn.ttft for turn in turns]
+
+
+def times(turns: Sequence[Turn], firsts: Sequence[Turn]) -> tuple[str, str]:
+    """Seconds, and as a share of the same conversation's first turn."""
+    shares = ratios(seconds(turns), seconds(firsts))
+    return spread(seconds(turns), "{:.3f}"), spread(shares, "{:.3f}")
+
+
+def prefilled(turns: Sequence[Turn]) -> str:
+    middle = statistics.median_low(turn.prefilled for turn in turns)
+    return f"{middle:,} of {statistics.median_low(turn.n_prompt for turn in turns):,}"
+
+
+def runs(turns: Sequence[Turn]) -> str:
+    return ", ".join(sorted({str(turn.tower_runs) for turn in turns}))
+
+
+def make_model(kind: str, scratch: Path) -> Path:
+    """With a chat template that keeps thoughts: mlx_vlm.server cannot be asked for that."""
+    maker = tiny_vision()
+    folder: Path = maker.tiny_vision_model(KINDS[kind], scratch, maker.Tower(**TOWER), **MODEL)
+    template = folder / "chat_template.jinja"
+    kept = "{%- set preserve_thinking = true -%}"
+    template.write_text(kept + template.read_text("utf-8"), "utf-8")
+    return folder
+
+
+def measure(kind: str, scratch: Path, arguments: argparse.Namespace) -> Table:
+    folder = make_model(kind, scratch)
+    settings = {} if arguments.defaults else AT_ITS_BEST
+    with our_server(folder, scratch) as ours, their_server(folder, scratch, settings) as theirs:
+        talk = Talks([ours, theirs], folder, arguments.system)
+        with console.status(f"{kind}: {arguments.rounds} rounds"):
+            talk()  # what is compiled or read for the first time
+            found = rounds(arguments.rounds, talk)
+    return table(kind, found)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=5, help="conversations with each server")
+    parser.add_argument("--system", type=int, default=2000, help="tokens of the instructions")
+    parser.add_argument(
+        "--defaults", action="store_true", help=f"{THEIRS} with APC_ENABLED=1 and nothing else"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = read_arguments()
+    about = f"Measured on {machine(with_openblas())}, with `{' '.join(['python', *sys.argv])}`."
+    console.print(about, highlight=False, soft_wrap=True)
+    for kind in arguments.kind:
+        with tempfile.TemporaryDirectory(prefix="start-llm-vision-") as scratch:
+            console.print(measure(kind, Path(scratch), arguments))
+
+
+if __name__ == "__main__":
+    main()
