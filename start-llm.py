@@ -3177,10 +3177,10 @@ class Detokenizer:
 
 def resolve_model(config: Config) -> Path:
     """The folder that MODEL_PATH chooses; a first time may take minutes. Raises ModelError."""
-    name = _chosen(config)
-    if name != _DEMO and _is_complete(folder := Path(name).expanduser()):
+    name, here = _chosen(config), Path(__file__).resolve().parent
+    if _is_complete(folder := Path(here / "models" if name == _DEMO else "", name).expanduser()):
         return folder
-    script = Path(__file__).resolve().parent / "scripts" / "fetch_model.py"
+    script = here / "scripts" / "fetch_model.py"
     if not script.is_file():  # this file was copied alone: then the hub must say what it does
         try:
             repo = {"repo_id": name, "allow_patterns": DEFAULT_ALLOW_PATTERNS}
@@ -3298,7 +3298,7 @@ def device_memory_bytes() -> int:
 def banner(model: LoadedModel, config: Config) -> str:
     """The lines a person reads once the server is up."""
     host = f"[{config.mlx_host}]" if ":" in config.mlx_host else config.mlx_host
-    demo = "This is the demo model: it shows that the server works, not what it can do.\n"
+    demo = "This is the demo model: it calls tools, reads what they say, and knows little else.\n"
     return (
         f"{model.model_id} is served at http://{host}:{config.mlx_port}/v1\n"
         f"  from {model.path}: {in_bytes(model.nbytes)} of weights, {model.limit:,} tokens of "

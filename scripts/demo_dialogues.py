@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tomllib
 import zlib
 from collections.abc import Callable, Sequence
@@ -29,6 +30,18 @@ POOLS: Final[dict[str, list[str]]] = PHRASES["words"]
 SMALLTALK: Final[dict[str, list[Any]]] = PHRASES["smalltalk"]
 SYSTEMS: Final[list[str]] = SMALLTALK["systems"]
 
+
+
+
+def _english() -> tuple[str, ...]:
+    """Some thousand words of Python's language reference, which every Python brings along."""
+    from pydoc_data.topics import topics
+
+    found = {word for text in topics.values() for word in re.findall(r"\b[a-z]{4,10}\b", str(text))}
+    return tuple(sorted(found))
+
+
+ENGLISH: Final = _english()
 
 # What a conversation is -----------------------------------------------------------
 
@@ -128,8 +141,14 @@ class Words:
                 return word
 
     def noun(self) -> str:
-        """A real or an invented word."""
-        return self.of(POOLS["nouns"]) if self.rng.random() < 0.55 else self.invented()
+        """A common, a less common, or an invented word.
+
+        Of thousands: were they few, guessing one would be learnt, and not looking it up.
+        """
+        roll = self.rng.random()
+        if roll < 0.6:
+            return self.of(POOLS["nouns"] if roll < 0.2 else ENGLISH)
+        return self.invented()
 
     def distinct(self, n: int, draw: Callable[[], str]) -> list[str]:
         """`n` different draws."""
@@ -148,7 +167,7 @@ class Words:
         """What may stand behind a key: a word, a number, a code, a name, a date, an address."""
         rng, noun = self.rng, self.noun
         kinds: tuple[Callable[[], str], ...] = (
-            *(noun, noun, noun, self.number, self.number),
+            *(noun, noun, noun, noun, noun, self.number, self.number, self.number),
             lambda: f"{noun().upper()[:4]}-{rng.randrange(10000)}",
             lambda: f"{noun()} {noun()}",
             self.date,
@@ -193,9 +212,19 @@ class Words:
         """The name of a setting or a field; two words now and then."""
         rng = self.rng
         roll = rng.random()
-        if roll < 0.35:
+        if roll < 0.2:
             return self.of(POOLS["keys"])
-        return f"{self.noun()}_{self.noun()}" if roll < 0.5 else self.noun()
+        return f"{self.noun()}_{self.noun()}" if roll < 0.35 else self.noun()
+
+    def described(self, pattern: str) -> str:
+        """A description: of each {a|b} one, and any word for {*}."""
+
+        def chosen(found: re.Match[str]) -> str:
+            return self.noun() if found[1] == "*" else self.rng.choice(found[1].split("|"))
+
+        while "{" in pattern:  # the innermost first
+            pattern = re.sub(r"\{([^{}]*)\}", chosen, pattern)
+        return pattern
 
     def sentence(self) -> str:
         """A line of prose without a meaning, from a few patterns."""
@@ -221,7 +250,7 @@ class Role:
     """A tool that many clients have, under many names. Parameters by what they are for."""
 
     names: str
-    descriptions: Sequence[str]
+    descriptions: Sequence[str]  # {a|b} is one of these words, {*} any word
     parameters: dict[str, str]  # part -> the names it goes by
 
 
@@ -230,47 +259,25 @@ ROLES: Final[dict[str, Role]] = {
         "read read_file Read view view_file open_file cat_file fs_read get_file file_read readFile "
         "load_file show_file ReadFile file_view read_text fetch_file fs__read_file mcp__fs__read "
         "file_contents view_source",
-        (
-            "Read a file and return its text.",
-            "Reads a file from the disk.",
-            "Read the contents of a file. Long files are cut off.",
-            "Returns the content of the file at a path.",
-            "Reads one text file from the local filesystem. You can access any file directly.",
-            "Show what a file contains",
-        ),
+        PHRASES["descriptions"]["reads"],
         {"path": "path file_path filePath filename file target absolute_path file_name pathname"},
     ),
     "list": Role(
         "ls list list_files list_dir LS listDirectory dir list_directory fs_list folder_list "
         "ListDir get_files browse_folder list_folder mcp__fs__list show_folder",
-        (
-            "List the files in a folder.",
-            "Lists files and directories in a given path.",
-            "Show which files a directory has.",
-            "Returns the names of the files in a folder, one per line",
-        ),
+        PHRASES["descriptions"]["lists"],
         {"folder": "path directory dir folder dir_path directory_path location target root"},
     ),
     "bash": Role(
         "bash exec shell run Bash run_command execute_command terminal run_shell shell_exec sh "
         "exec_command runCommand command_line run_bash mcp__shell__run",
-        (
-            "Run a shell command and return its output.",
-            "Executes a bash command in a persistent shell session.",
-            "Execute a command in the terminal.",
-            "Runs a command line, with an optional timeout.",
-        ),
+        PHRASES["descriptions"]["runs"],
         {"command": "command cmd script command_line line shell_command input code"},
     ),
     "write": Role(
         "write write_file Write create_file save_file fs_write file_write writeFile put_file "
         "save WriteFile store_file new_file mcp__fs__write make_file",
-        (
-            "Write text to a file. An existing file is replaced.",
-            "Writes a file to the local filesystem.",
-            "Create a file with the given content.",
-            "Save content to a file at a path.",
-        ),
+        PHRASES["descriptions"]["writes"],
         {
             "path": "path file_path filePath filename file target file_name destination",
             "content": "content text contents body data file_text new_content",
@@ -279,21 +286,13 @@ ROLES: Final[dict[str, Role]] = {
     "grep": Role(
         "grep search Grep search_files find_text search_text grep_files file_search searchFiles "
         "code_search ripgrep find_in_files mcp__fs__grep",
-        (
-            "Search all files for a pattern.",
-            "Searches file contents with a regular expression.",
-            "Find the lines that contain a text, in all files.",
-        ),
+        PHRASES["descriptions"]["searches"],
         {"pattern": "pattern query regex text needle search_term expression"},
     ),
     "edit": Role(
         "edit edit_file Edit str_replace replace_in_file replace file_edit editFile patch_file "
         "change_file update_file mcp__fs__edit",
-        (
-            "Replace a text in a file by another.",
-            "Performs exact string replacements in files.",
-            "Edit a file: the old text is replaced by the new one.",
-        ),
+        PHRASES["descriptions"]["edits"],
         {
             "path": "path file_path filePath filename file target",
             "old": "old_string old_text oldString old find before search",
@@ -388,23 +387,23 @@ def offer_role(words: Words, role_name: str) -> Offer:
     """One of the common tools, named as some client might name it."""
     rng, role = words.rng, ROLES[role_name]
     name = words.of(role.names.split())
-    if rng.random() < 0.2:
+    if rng.random() < 0.35:
         name = style(words, words.distinct(rng.choice((1, 2)), words.noun))
-    description = rng.choice(role.descriptions)
+    description = words.described(rng.choice(role.descriptions))
     if rng.random() < 0.25:
         description += " " + rng.choice(SYSTEMS)
     parts: dict[str, str] = {}
     for part, names in role.parameters.items():
         taken = list(parts.values())
         pool = [option for option in names.split() if option not in taken]
-        parts[part] = words.of(pool) if rng.random() < 0.85 else words.noun()
+        parts[part] = words.of(pool) if rng.random() < 0.6 else words.noun()
         while parts[part] in taken:
             parts[part] = words.invented()
     properties = {
         parts[part]: {"type": "string", "description": rng.choice(PART_WORDS[part])}
         for part in role.parameters
     }
-    required = list(properties)
+    required = list(properties) if rng.random() < 0.93 else []  # some clients require nothing
     label = ""
     if role_name == "bash" and rng.random() < 0.2 and "description" not in properties:
         label = "description"
@@ -420,6 +419,18 @@ def offer_role(words: Words, role_name: str) -> Offer:
 
 
 ABOUT: Final = ("of a {m}", "for a {m}", "in the {m}", "of one {m}")
+
+
+def offer_bystander(words: Words) -> Schema:
+    """A tool that agents bring along and nobody here asks for."""
+    rng = words.rng
+    chosen = rng.choice(PHRASES["bystanders"])
+    name = words.of(chosen["names"])
+    description = " ".join((chosen["description"], *rng.sample(SYSTEMS, rng.choice((0, 0, 1, 3)))))
+    kinds = ("string", "string", "integer", "boolean", "array", "object")
+    properties = {n: {"type": rng.choice(kinds)} for n in chosen["parameters"]}
+    required = chosen["parameters"][: rng.randrange(len(properties) + 1)]
+    return write_schema(words, name, description, properties, required)
 
 
 def offer_custom(words: Words) -> Custom:
@@ -514,7 +525,7 @@ def as_printed(desk: Desk, output: str) -> str:
     return f"{output}\n" if kind == 2 else output
 
 
-NEW_PARAGRAPH: Final = "\n\n"
+NEW_LINE, NEW_PARAGRAPH = "\n", "\n\n"
 
 
 def read_whole(desk: Desk) -> Exchange:
@@ -525,39 +536,41 @@ def read_whole(desk: Desk) -> Exchange:
     content = "\n".join(lines)
     user = desk.say("read_whole", x=file)
     step = obtain(desk, file, content)
-    answer = f"{file} says:{' ' if len(lines) == 1 else NEW_PARAGRAPH}{content}"
+    answer = told(f"{file} says:", content)
     thought = f"I have the text of {file}. I can answer."
     return Exchange("read", user, (step,), thought, answer, tuple(lines), f"Reading {file}")
 
 
 def settings(desk: Desk, n: int) -> tuple[list[tuple[str, str]], str, list[str]]:
-    """Keys with values, and the lines that say so in one of the ways files do."""
+    """Keys with values, the text of a file that says so, and how its lines go on after the key."""
     words = desk.words
     pairs = [(key, words.value()) for key in words.distinct(n, words.key)]
     form = desk.rng.randrange(6)
-    forms = ("{} = {}", "{}: {}", "{}={}", "The {} is {}.", "- {}: {}")
-    if form == 5:
-        text = json.dumps(dict(pairs), indent=2)
-        return pairs, text, [json.dumps({k: v})[1:-1] for k, v in pairs]
+    start, between, end = (
+        ("", " = ", ""), ("", ": ", ""), ("", "=", ""), ("The ", " is ", "."), ("- ", ": ", ""),
+        ('"', '": ', ""),
+    )[form]  # fmt: skip
     if form == 3:
         pairs = [(key.replace("_", " "), value) for key, value in pairs]
-    lines = [forms[form].format(key, value) for key, value in pairs]
-    mixed = list(lines)
+    ends = [f"{between}{json.dumps(v) if form == 5 else v}{end}" for _, v in pairs]
+    lines = [f"{start}{key}{rest}" for (key, _), rest in zip(pairs, ends, strict=True)]
+    if form == 5:
+        return pairs, json.dumps(dict(pairs), indent=2), ends
     for _ in range(desk.rng.choice((0, 0, 0, 1, 2))):
-        mixed.insert(desk.rng.randrange(len(mixed) + 1), words.sentence())
-    return pairs, "\n".join(mixed), lines
+        lines.insert(desk.rng.randrange(len(lines) + 1), words.sentence())
+    return pairs, "\n".join(lines), ends
 
 
 def read_key(desk: Desk) -> Exchange:
     """One value of a file with several."""
     words, rng = desk.words, desk.rng
     file = words.file()
-    pairs, content, lines = settings(desk, rng.choice((1, 2, 3, 4, 5, 6)))
+    pairs, content, ends = settings(desk, rng.choice((1, 2, 3, 4, 5, 6)))
     at = rng.randrange(len(pairs))
     key, value = pairs[at]
     user = desk.say("read_key", k=key, f=file)
-    thought = f"I look for {key}. The result says: {lines[at].rstrip('.')}. I can answer."
-    answer = f"The {key} in {file} is {value}."
+    thought = f"The result says: {key}{ends[at]}\nI can answer."
+    answer = f"The {key} is {value}, says {file}."
     title = f"{key.capitalize()} in {file}"
     return Exchange("key", user, (obtain(desk, file, content),), thought, answer, (value,), title)
 
@@ -617,10 +630,10 @@ def list_folder(desk: Desk) -> Exchange:
     names = words.distinct(rng.choice((1, 2, 3, 3, 4, 5, 6)), lambda: short_file(desk))
     user = desk.say("list_here") if here else desk.say("list_folder", x=folder)
     place = "this folder" if here else folder
-    many = "file" if len(names) == 1 else "files"
-    answer = f"The {many} in {place}: {joined(names)}."
+    found = listing(desk, names)
+    answer = told(f"The files in {place}:", found)
     thought = f"I have the list of {place}. I can answer."
-    step = look_into(desk, folder, listing(desk, names))
+    step = look_into(desk, folder, found)
     return Exchange("list", user, (step,), thought, answer, tuple(names), f"Files in {place}")
 
 
@@ -724,8 +737,8 @@ def search_files(desk: Desk) -> Exchange:
         step = call_role(desk, "grep", why, result, pattern=word)
     else:
         step = call_role(desk, "bash", why, as_printed(desk, result), command=f"grep -rn {word} .")
-    answer = f"{word} is in {joined(files)}."
-    thought = f"The result names {joined(files)}. I can answer."
+    answer = told(f"{word} is found here:", result)
+    thought = "I have the result. I can answer."
     return Exchange("search", user, (step,), thought, answer, tuple(files), f"Searching for {word}")
 
 
@@ -791,13 +804,13 @@ def spoken(value: Any) -> str:
 def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
     """A wish for this very tool: by what it does, with all it needs."""
     rng = desk.rng
-    if len(given) == 1 and rng.random() < 0.4:
-        (value,) = given.values()
+    (value, *more) = given.values()
+    if not more and not isinstance(value, bool) and rng.random() < 0.4:
         return desk.say(
             "ask_plainly", v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, x=spoken(value)
         )
     pairs = [
-        (name.replace("_", " ") if rng.random() < 0.4 else name, spoken(value))
+        (name.replace("_", " ") if rng.random() < 0.15 else name, spoken(value))
         for name, value in given.items()
     ]
     form = rng.choice(("{} {}", "{} {}", "{} = {}", "{}: {}", "{} set to {}"))
@@ -809,30 +822,29 @@ def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
 def call_custom(tool: Custom, given: dict[str, Any], result: str) -> Step:
     """The call; arguments in the schema's order."""
     ordered = {name: given[name] for name in tool.kinds if name in given}
-    thought = f"I need to {tool.verb} the {tool.thing}. {tool.offer.line}"
+    # From the thing on, since it is spelled alike in the wish, here and in the tool's line.
+    thought = f"I need the {tool.offer.line.partition(' the ')[2]}"
     return Step(thought, tool.offer.name, ordered, result)
 
 
-def outcome(desk: Desk) -> tuple[str, str, tuple[str, ...]]:
-    """What a tool gives back, the answer to that, and what the answer must quote."""
+def outcome(desk: Desk) -> str:
+    """What a tool gives back."""
     words, rng = desk.words, desk.rng
     kind = rng.randrange(5)
     if kind == 0:
-        line = words.sentence()
-        return line, f"The result: {line}", (line,)
+        return words.sentence()
     if kind == 1:
-        value = words.value()
-        return value, f"The result: {value}", (value,)
+        return words.value()
     keys = words.distinct(rng.choice((1, 1, 2, 2, 3, 4)), words.key)
     fields = {key: argument_value(words, rng.choice(("string", "integer"))) for key in keys}
-    said = joined([f"{key} is {spoken(value)}" for key, value in fields.items()])
-    quotes = tuple(spoken(value) for value in fields.values())
-    form = (
-        "\n".join(f"{k}: {spoken(v)}" for k, v in fields.items())
-        if kind == 2
-        else json.dumps(fields, indent=rng.choice((None, None, 2)))
-    )
-    return form, f"The result: {said}.", quotes
+    if kind == 2:
+        return "\n".join(f"{k}: {spoken(v)}" for k, v in fields.items())
+    return json.dumps(fields, indent=rng.choice((None, None, 2)))
+
+
+def told(opening: str, text: str) -> str:
+    """A text after some words: in the same line if it has one line."""
+    return f"{opening}{NEW_PARAGRAPH if NEW_LINE in text else ' '}{text}"
 
 
 def use_custom(desk: Desk) -> Exchange:
@@ -843,29 +855,27 @@ def use_custom(desk: Desk) -> Exchange:
         for name, kind in tool.kinds.items()
         if name in tool.required or desk.rng.random() < 0.5
     }
-    result, answer, quotes = outcome(desk)
+    result = outcome(desk)
     step = call_custom(tool, given, result)
     title = f"{tool.verb.capitalize()} the {tool.thing}"
     user = request_custom(desk, tool, given)
-    return Exchange(
-        "custom", user, (step,), "I have the result. I can answer.", answer, quotes, title
-    )
+    thought, answer = "I have the result. I can answer.", told("The result:", result)
+    return Exchange("custom", user, (step,), thought, answer, (result,), title)
 
 
 def use_two(desk: Desk) -> Exchange:
     """Two tools, one after the other."""
     first, second = desk.rng.sample(desk.customs, 2)
-    steps, asked, answers, quotes = [], [], [], tuple[str, ...]()
+    steps, asked = [], []
     for tool in (first, second):
         given = {n: argument_value(desk.words, tool.kinds[n]) for n in tool.required}
-        result, answer, found = outcome(desk)
+        result = desk.rng.choice((desk.words.sentence, desk.words.value))()
         said = joined([f"{name} {spoken(value)}" for name, value in given.items()])
         asked.append(f"{tool.verb} the {tool.thing} with {said}")
         steps.append(call_custom(tool, given, result))
-        answers.append(answer.removeprefix("The result: ").rstrip("."))
-        quotes += tuple(quote.rstrip(".") for quote in found)
     user = desk.say("use_two", a=asked[0], b=asked[1])
-    answer = f"The results: {answers[0]}; {answers[1]}."
+    quotes = tuple(step.result for step in steps)
+    answer = f"The results: {quotes[0]} and: {quotes[1]}"
     title = f"{first.thing.capitalize()} and {second.thing}"
     return Exchange(
         "chain", user, tuple(steps), "I have both results. I can answer.", answer, quotes, title
@@ -1108,7 +1118,11 @@ def ask_title(words: Words) -> Conversation:
     )
     asked = frame.format(u=about.user)
     system = rng.choice(TITLE_SYSTEMS) if frame == "{u}" or rng.random() < 0.5 else ""
-    exchange = plain("title", asked, "They want a title.", about.title, about.title)
+    title = about.title
+    if rng.random() < 0.25:
+        system = rng.choice(PHRASES["json_titles"])
+        title = json.dumps({"title": title}, ensure_ascii=False)
+    exchange = plain("title", asked, "They want a title.", title, title)
     return Conversation(system, [], (exchange,))
 
 
@@ -1138,11 +1152,17 @@ def write_conversation(
     n = n_exchanges or rng.choice((1, 1, 2, 2, 3, 4))
     drawn = rng.choices(list(options), list(options.values()), k=n)
     exchanges = tuple(dress(words, draw(desk)) for draw in drawn)
-    schemas = [offer.schema for offer in desk.roles.values()] + [
-        c.offer.schema for c in desk.customs
-    ]
-    rng.shuffle(schemas)
+    offers = [*desk.roles.values(), *(custom.offer for custom in desk.customs)]
+    schemas = {offer.name: offer.schema for offer in offers}
+    if offers and rng.random() < 0.25:
+        for _ in range(rng.choice((1, 2, 4, 8))):
+            bystander = offer_bystander(words)
+            schemas.setdefault(bystander["function"]["name"], bystander)
+    tools = rng.sample(list(schemas.values()), len(schemas))
     system = ""
     if rng.random() < 0.8:
         system = write_system(words, rng.choice((1, 1, 2, 3, 5, 8, 14, 24)))
-    return Conversation("\n".join(filter(None, (filler, system))), schemas, exchanges)
+    if system and offers and rng.random() < 0.2:  # many agents tell of their tools in prose, too
+        told = [f"- {offer.name}: {offer.line.partition(':')[0]}" for offer in offers]
+        system = "\n".join((system, "", "Available tools:", *rng.sample(told, len(told))))
+    return Conversation("\n".join(filter(None, (filler, system))), tools, exchanges)

@@ -13,6 +13,7 @@ recurrence runs in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
@@ -35,14 +36,14 @@ class Shape:
     num_attention_heads: int = 3
     num_key_value_heads: int = 3
     head_dim: int = 64
-    linear_num_key_heads: int = 3
-    linear_num_value_heads: int = 3
+    linear_num_key_heads: int = 4
+    linear_num_value_heads: int = 4
     linear_key_head_dim: int = 32
-    linear_value_head_dim: int = 64
+    linear_value_head_dim: int = 48
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-6
-    rotary_dim: int = 8
-    rope_theta: float = 1e8
+    rotary_dim: int = 16
+    rope_theta: float = 4.0**8
     max_position_embeddings: int = 131_072
 
     def config(self) -> dict[str, Any]:
@@ -225,8 +226,8 @@ class GatedDeltaNet(nn.Module):
 class Attention(nn.Module):
     """Full attention with normed queries and keys, a few rotary dimensions, a gate on the way out.
 
-    Of each head only 8 dimensions turn, with wavelengths of 6, 628, 63 thousand and 6 million
-    tokens: either all of their phases are seen in a short training text, or hardly any turn.
+    Of each head 16 dimensions turn, with wavelengths from 6 to 103 thousand tokens, each four times
+    the one before: enough to prefer what stood here lately to what stood there long ago.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -340,18 +341,18 @@ def plant_copying(network: Network, twins: list[tuple[int, int]]) -> None:
     A small network finds this by itself only after more tokens than two cores can read in a day,
     and nearly all that the demo does is copying. So training begins with it, and shapes it:
 
-        layer 0   tells of each token which it is (B), which came before (A), and before that (C):
-                  a constant key that the delta rule overwrites at once, and one tap of the
-                  convolution per head
-        layer 1   looks for B here as A there, and A here as C there: what stands there came next
-                  the last time. It is added to the residual as it is.
+        layer 0   tells of each token which it is, and which the three before it were: a constant
+                  key that the delta rule overwrites at once, and one tap of the convolution for
+                  each head
+        layer 1   looks for a place where these three came before: what stands there came next the
+                  last time. It is added to the residual as it is.
 
     A piece with a space before it (`twins`: the ids of each without and with) begins as the same
     vector but for one that all of them share, so that one is easily copied as the other.
     """
     shape, first, second = network.shape, network.layers[0], network.layers[1]
-    assert shape.full_attention_interval == 2 and shape.linear_num_key_heads == 3
-    assert shape.hidden_size == 3 * shape.linear_value_head_dim == 3 * shape.head_dim
+    assert shape.full_attention_interval == 2 and shape.linear_num_key_heads == 4
+    assert shape.hidden_size == 4 * shape.linear_value_head_dim == 3 * shape.head_dim
     embeddings = network.embed_tokens.weight
     bare, spaced = torch.tensor(twins).T
     space = 0.4 * shape.hidden_size**-0.5 * torch.randn(shape.hidden_size)
@@ -361,11 +362,12 @@ def plant_copying(network: Network, twins: list[tuple[int, int]]) -> None:
     basis = torch.linalg.qr(torch.randn(shape.hidden_size, shape.hidden_size))[0]
     basis[0] = 0.0
     plant_features(first.linear_attn, basis)
-    plant_lookup(second.self_attn, basis)
+    features = basis.view(-1, shape.linear_num_key_heads, shape.linear_value_head_dim)
+    plant_lookup(second.self_attn, features.unbind(1), shape.rotary_dim)
 
 
 def plant_features(linear: GatedDeltaNet, basis: Tensor) -> None:
-    """Heads 0, 1 and 2 tell of the last token, this one, and the one before the last."""
+    """Head 0 tells of this token, head 1 of the one before, and so on."""
     size, keys = linear.dv, 2 * linear.key_size
     qkv = linear.in_proj_qkv.weight
     qkv.mul_(0.02)
@@ -375,10 +377,10 @@ def plant_features(linear: GatedDeltaNet, basis: Tensor) -> None:
     taps = linear.conv1d.weight[..., 0]
     taps.mul_(0.02)
     taps[:keys, -1] = 1.0
-    for head, tap in enumerate((-2, -1, -3)):
+    for head in range(linear.heads):
         rows = slice(keys + head * size, keys + (head + 1) * size)
         qkv[rows] = reads
-        taps[rows, tap] = 1.0
+        taps[rows, -1 - head] = 1.0
     for projection, at_constant in ((linear.in_proj_z, 0.5), (linear.in_proj_b, 1.0)):
         projection.weight.mul_(0.02)
         projection.weight[:, 0] = at_constant
@@ -387,23 +389,38 @@ def plant_features(linear: GatedDeltaNet, basis: Tensor) -> None:
     linear.out_proj.weight.copy_(basis * (FEATURE_NORM / norm))
 
 
-def plant_lookup(attention: Attention, basis: Tensor) -> None:
-    """Every head finds the place; each of them brings a third of what stands there."""
-    size = attention.size
-    before, this, earlier = (basis[:, i * size : (i + 1) * size] for i in range(3))
-    n_this = size * 5 // 8  # dimensions for the token itself, the others for the one before
-    queries = attention.q_proj.weight.view(attention.heads, 2, size, -1)
-    keys = attention.k_proj.weight.view(attention.heads, size, -1)
+RECENCY: Final = 0.28  # of each slowly turning dimension, beside 4.6 for all that is compared
+COMPARED: Final = (24, 14, 10)  # dimensions of a head for this token, the last, and the one before
+
+
+def plant_lookup(attention: Attention, features: Sequence[Tensor], n_turning: int) -> None:
+    """Every head finds the place; each of them brings a third of what stands there.
+
+    `features` (hidden, size) tell of this token, the last, and so on. Of several places the latest
+    is preferred: the slowly turning dimensions of queries and keys are constant, so their product
+    is largest at a distance of nothing.
+    """
+    queries = attention.q_proj.weight.view(attention.heads, 2, attention.size, -1)
+    keys = attention.k_proj.weight.view(attention.heads, attention.size, -1)
     queries.mul_(0.02)
+    size = features[0].shape[1]
     for head in range(attention.heads):
         mixed = torch.randn(size, size)
         mixed = mixed - mixed.mean(1, keepdim=True)  # features are never negative: drop their mean
-        one, two = torch.linalg.qr(mixed.T)[0].T.split((n_this, size - n_this))
-        queries[head, 0] = torch.cat((one @ this.T, two @ before.T))
-        keys[head] = torch.cat((one @ before.T, two @ earlier.T))
-    attention.q_norm.weight.fill_(2.0)
-    attention.k_norm.weight.fill_(2.0)
-    whole = torch.eye(basis.shape[0])
+        parts = torch.linalg.qr(mixed.T)[0].T.split(COMPARED)
+        of_query, of_key = features[:-1], features[1:]
+        queries[head, 0, n_turning:] = torch.cat(
+            [part @ one.T for part, one in zip(parts, of_query, strict=True)]
+        )
+        keys[head, n_turning:] = torch.cat(
+            [part @ one.T for part, one in zip(parts, of_key, strict=True)]
+        )
+        for turning in (queries[head, 0, :n_turning], keys[head, :n_turning]):
+            turning.zero_()
+            turning[3 : n_turning // 2, 0] = RECENCY
+    attention.q_norm.weight.fill_(2.4)
+    attention.k_norm.weight.fill_(2.4)
+    whole = torch.eye(attention.heads * attention.size)
     whole[0] = 0.0
     attention.v_proj.weight.copy_(whole)
-    attention.o_proj.weight.copy_(0.4 * whole)
+    attention.o_proj.weight.copy_(0.8 * whole)

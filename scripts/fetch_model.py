@@ -14,16 +14,13 @@ memory and disk) is asked before it.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -84,7 +81,7 @@ def default_name() -> str:
 def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
     """The folder of a model; a first time may take minutes. Raises FetchError."""
     if name == DEMO:
-        return demo_folder()
+        return complete(ROOT / "models" / DEMO)
     with in_a_sentence(f"MODEL_PATH={name} cannot be used"):
         folder = Path(name).expanduser()
         if folder.exists():
@@ -105,36 +102,6 @@ def complete(folder: Path) -> Path:
             lack = ", ".join(lacks[:3])
             raise ValueError(f"it has no {lack} (mlx-lm reads neither GGUF nor PyTorch files)")
         return folder
-
-
-def demo_folder() -> Path:
-    """The demo model beside start-llm.py, or one made by make_demo_model.py and kept."""
-    bundled, script = ROOT / "models" / DEMO, ROOT / "scripts" / "make_demo_model.py"
-    if bundled.is_dir():
-        return complete(bundled)
-    # Beside Hugging Face's own cache, so that HF_HOME and XDG_CACHE_HOME move both.
-    cache = Path(huggingface_hub.constants.HF_HOME).parent / "start-llm"
-    with in_a_sentence(f"There is no demo model, neither {bundled} nor one in {cache}"):
-        sources = (script, *sorted(script.with_name("demo_model").glob("*")))
-        digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-        folder = cache / f"demo-{digest[:12]}"
-        if not folder.is_dir():
-            tell(f"making the demo model in {folder} (once)")
-            make_demo(script, folder)
-        return complete(folder)
-
-
-def make_demo(script: Path, folder: Path) -> None:
-    """Run the script in a folder of its own, then rename: a half-made model is never found."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as making:
-        command = [sys.executable, str(script), f"{making}/{DEMO}"]
-        run = subprocess.run(command, check=False, capture_output=True, text=True)
-        if run.returncode:
-            last = run.stderr.rstrip().rpartition("\n")[2]
-            raise FetchError(f"{script} failed with status {run.returncode}: {last}")
-        with suppress(OSError):  # another start of the server was quicker
-            Path(command[-1]).rename(folder)
 
 
 # Fetch ------------------------------------------------------------------------

@@ -56,13 +56,17 @@ MARKUP: Final = (
     "</tool_call>",
     "<tool_response>",
     "</tool_response>",
+    "<function=",
+    "</function>",
+    "<parameter=",
+    "</parameter>",
 )
 BARE: Final = 1280  # pieces without a space before them, bytes included
 VOCABULARY: Final = 2560
 # A word is cut at its capitals, and may have one space before it. That space is joined to the
 # first piece last of all, so that a name is cut the same way wherever it stands: copying it is
 # copying pieces.
-WORD: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[^A-Za-z0-9\s]"
+WORD: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[\"':,(){}\[\]]+|[^A-Za-z0-9\s]"
 PIECES: Final = rf" ?(?:{WORD})| +|\s"
 BARE_PIECES: Final = rf"{WORD}| +|\s"
 SPACE: Final = "\u0120"  # how byte-level BPE writes it
@@ -234,7 +238,7 @@ def conversation_row(
     """
     most = length * CHARACTERS_PER_TOKEN
     while True:
-        state, n = rng.getrandbits(64), rng.choice((1, 3, 6, 12, 24))
+        state, n = rng.getrandbits(64), rng.choice((1, 4, 8, 16, 24, 32))
         how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
         conversation = write_conversation(random.Random(state), n_exchanges=n)
         while len(repr(conversation)) > most and len(conversation.exchanges) > 1:
@@ -431,8 +435,8 @@ class Learner:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """The learning rate's share: a short warm-up, a plateau, a linear end over the last quarter."""
-    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.25)))
+    """The learning rate's share: a short warm-up, a plateau, a linear end over two fifths."""
+    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.4)))
 
 
 def train(folder: Path, seed: int, steps: int) -> None:

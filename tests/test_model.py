@@ -148,6 +148,12 @@ def test_what_is_no_folder_is_for_the_script(script: Path, tiny: Path, name: str
     assert json.loads(arguments.read_text()) == [memory, "--", name]
 
 
+def test_the_demo_is_the_one_beside_the_server(script: Path, copy: Path) -> None:
+    demo = script.parents[1] / "models" / "demo"
+    shutil.copytree(copy, demo)
+    assert resolve_model(Config(model_path="demo")) == demo
+
+
 def test_an_incomplete_folder_is_for_the_script(
     script: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

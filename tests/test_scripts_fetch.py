@@ -85,51 +85,17 @@ def test_what_lacks_in_a_folder_is_said(folder: Path) -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with nothing in it, and a cache of its own."""
+    """A project with nothing in it."""
     home = tmp_path / "home"
-    (home / "scripts").mkdir(parents=True)
+    home.mkdir()
     monkeypatch.setattr(fetch_model, "ROOT", home)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "cache" / "hf"))
     return home
 
 
-def write_demo_script(home: Path, body: str) -> None:
-    (home / "scripts" / "make_demo_model.py").write_text(f"import sys, pathlib\n{body}\n")
-
-
-MAKES_A_MODEL = """
-folder = pathlib.Path(sys.argv[1]); folder.mkdir()
-(folder / "config.json").write_text("{}"); (folder / "model.safetensors").write_text("")
-"""
-
-
-def test_the_bundled_demo_comes_first(home: Path, folder: Path) -> None:
+def test_the_demo_is_the_one_beside_the_server(home: Path, folder: Path) -> None:
+    assert "models/demo cannot be used" in refusal("demo")
     bundled = shutil.copytree(folder, home / "models" / "demo")
     assert fetch("demo") == bundled
-
-
-def test_the_demo_is_made_once_and_again_when_its_script_changes(home: Path) -> None:
-    write_demo_script(home, MAKES_A_MODEL)
-    first = fetch("demo")
-    (first / "mark").touch()
-    assert fetch("demo") == first
-    assert (first / "mark").exists()
-    write_demo_script(home, MAKES_A_MODEL + "# changed")
-    second = fetch("demo")
-    (home / "scripts" / "demo_model").mkdir()
-    (home / "scripts" / "demo_model" / "corpus.txt").write_text("words")
-    third = fetch("demo")
-    assert {entry.name for entry in first.parent.iterdir()} == {
-        first.name, second.name, third.name,
-    }  # fmt: skip
-    assert len({first, second, third}) == 3
-
-
-def test_a_demo_that_cannot_be_made_is_one_sentence_and_leaves_nothing(home: Path) -> None:
-    assert "There is no demo model" in refusal("demo")
-    write_demo_script(home, MAKES_A_MODEL + "raise SystemExit('no room left')")
-    assert refusal("demo").endswith("failed with status 1: no room left")
-    assert list((home.parent / "cache" / "start-llm").iterdir()) == []
 
 
 # -- the hub ---------------------------------------------------------------------------
