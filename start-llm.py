@@ -1756,7 +1756,7 @@ def _losses(messages: Iterable[Message], text: str) -> Iterator[str]:
             told += [("tool-call arguments", value) for value in values]
         for kind, words in told:  # past thinking is the template's own affair
             said = words.strip()
-            forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
+            forms = (json.dumps(said, ensure_ascii=False)[1:-1] if n else said for n in range(2))
             ends = (at + len(form) for form in forms if (at := text.find(form, start)) >= 0)
             end = max(end, stop := next(ends, -1))
             if stop < 0:
@@ -3318,7 +3318,7 @@ def banner(model: LoadedModel, config: Config) -> str:
 # used directly and told never to finish a row. Beside decoding, prefill gets a third of the time.
 # Doors Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob, Constraint, avoid
 # Doors think_at_most, follow · Knows CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, VISION, MODEL
-# Thread model, mlx; Ticket and Engine: any · Budget 763
+# Thread model, mlx; Ticket and Engine: any · Budget 764
 
 SLICE_MIN_TOKENS: Final = 64
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
@@ -3433,6 +3433,7 @@ class Ticket:
         return None
 
     def seconds(self) -> tuple[float, float, float]:
+        """Waiting, prefill and decode, as far as they are."""
         submitted, admitted, decoding, ended = [*self.marks, *[time.monotonic()] * 2][:4]
         return admitted - submitted, decoding - admitted, ended - decoding
 
@@ -4466,12 +4467,11 @@ class ReplyStream:
 #     prepare: render, check, constrain, submit      (may still be a 400)
 #     listen:  tokens -> text -> stop strings -> reasoning | content | calls -> bodies
 #     close:   note the turn, log it, then the last words
-# A streamed and a whole answer read the same deltas, so they say the same. Iterators yield None
-# when nothing is new for a while: HTTP then looks whether the client is still there.
-# And what the server says of itself: health, status, metrics, and why a request reuses no more.
+# Streamed or whole, an answer reads the same deltas; None while nothing is new: HTTP then looks
+# for the client. And what the server says of itself: health, status, metrics, why reuse stopped.
 # Doors   ServerState, empty_stores, Answer, prepare, token_count, models_body, model_body
 # Doors   health, status_body, metrics_text, explain, drop_cache
-# Knows all · Thread connection; status_body: also main · Budget 574
+# Knows all · Thread connection; status_body: also main · Budget 573
 
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 

@@ -441,7 +441,7 @@ def tokenising(bench: Bench) -> Iterator[Line]:
 
 
 def refusal(
-    server: Server, words: Words, n_tokens: int, burn: Callable[[], None]
+    server: Server, words: Words, n_tokens: int, burn: Callable[[], float]
 ) -> tuple[float, float]:
     """A stream's speed, as a share of its speed in the second before, while a request is refused.
 
@@ -455,9 +455,9 @@ def refusal(
     def disturb() -> None:
         for work in (lambda: refuse(server, body), burn):
             time.sleep(1.4)
-            began = time.perf_counter()
-            work()
-            windows.append((began, time.perf_counter()))
+            seconds = work()
+            ended = time.perf_counter()
+            windows.append((ended - seconds, ended))
 
     [reply] = while_asking(server, [long], disturb)
     stamps = [reply.sent + stamp for stamp in reply.stamps]
@@ -468,9 +468,11 @@ def refusal(
     return shares[0], shares[1]
 
 
-def refuse(server: Server, body: Any) -> None:
-    status, _ = server.status_of(body)
+def refuse(server: Server, body: Any) -> float:
+    """Seconds from the request to its refusal; not those in which this process writes the JSON."""
+    status, seconds = server.status_of(body)
     assert status == 400, f"the long prompt was to be refused, not {status}"
+    return seconds
 
 
 def while_asking(server: Server, bodies: list[Any], action: Callable[[], None]) -> list[Reply]:

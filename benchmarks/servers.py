@@ -264,17 +264,19 @@ for line in sys.stdin:
 
 
 @contextmanager
-def burner() -> Iterator[Callable[[], None]]:
-    """A function that waits while another program computes for 50 ms."""
+def burner() -> Iterator[Callable[[], float]]:
+    """A function that waits while another program computes for 50 ms; the seconds it took."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", BURN], **pipes) as process:
         assert process.stdin and process.stdout
         stdin, stdout = process.stdin, process.stdout
 
-        def burn() -> None:
+        def burn() -> float:
+            began = time.perf_counter()
             stdin.write("\n")
             stdin.flush()
             stdout.readline()
+            return time.perf_counter() - began
 
         yield burn
         stdin.close()
