@@ -125,10 +125,8 @@ def judge(case: Case, reply: str) -> dict[str, bool]:
 class Speaker:
     """The model, reading on from what it has read of the same conversation."""
 
-    def __init__(self, folder: Path, *, exact: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self.model, self.tokenizer = mlx_lm.load(str(folder))[:2]
-        if exact:
-            self.model.set_dtype(mx.float32)
         self.read: list[int] = []
         self.cache: list[Any] = make_prompt_cache(self.model)
 
@@ -227,11 +225,10 @@ def main() -> None:
     parser.add_argument("--filler", type=int, default=0, help="tokens, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0, help="stop after so many; 0: never")
-    parser.add_argument("--exact", action="store_true", help="float32 instead of bfloat16")
     parser.add_argument("--show", action="store_true", help="print what was wrong")
     chosen = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    print(measure(Speaker(chosen.model_dir, exact=chosen.exact), chosen))
+    print(measure(Speaker(chosen.model_dir), chosen))
 
 
 if __name__ == "__main__":

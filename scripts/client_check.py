@@ -13,7 +13,7 @@ read, commands run and a file written. Its requests pass through the recorder of
     share     cached / known: HEALTHY where it is 99 % or more for each but the first request
 
 Exit status: 0 healthy, 1 not, 2 where nothing could be judged. What a model says decides how many
-requests there are: the bundled demo model, whose words mean nothing, may stop after the first.
+requests there are: the bundled demo model does as it is told only where it is told simply.
 """
 
 from __future__ import annotations

@@ -332,16 +332,17 @@ class Offer:
     label: str = ""  # a required parameter that wants a short text on what the call does
 
     @property
-    def line(self) -> str:
-        """The tool as the chat template lists it: its purpose, its name, its parameters.
+    def purpose(self) -> str:
+        """The first sentence of its description."""
+        described = self.schema["function"]["description"]
+        return str(described).strip().split("\n")[0].split(". ")[0].rstrip(".")
 
-        Thoughts quote it: once its first words are found, the rest is copying.
-        """
-        function = self.schema["function"]
-        purpose = function["description"].strip().split("\n")[0].split(". ")[0].rstrip(".")
-        schema = function["parameters"]
+    @property
+    def signature(self) -> str:
+        """Its name and parameters, as the chat template lists them and thoughts quote them."""
+        schema = self.schema["function"]["parameters"]
         names = [n if n in schema["required"] else f"{n}?" for n in schema["properties"]]
-        return f"{purpose}: {self.name}({', '.join(names)})"
+        return f"{self.name}({', '.join(names)})"
 
 
 @dataclass(slots=True)
@@ -488,9 +489,8 @@ def call_role(desk: Desk, role: str, why: str, result: str, **values: str) -> St
     arguments: dict[str, Any] = {offer.parts[part]: value for part, value in values.items()}
     if offer.label:
         arguments[offer.label] = why.rstrip(".")
-    return Step(
-        f"{why} {offer.line}", offer.name, arguments, result, frozenset({offer.label} - {""})
-    )
+    thought = f"{why.rstrip('.')}: {offer.signature}"
+    return Step(thought, offer.name, arguments, result, frozenset({offer.label} - {""}))
 
 
 def obtain(desk: Desk, file: str, content: str) -> Step:
@@ -823,7 +823,8 @@ def call_custom(tool: Custom, given: dict[str, Any], result: str) -> Step:
     """The call; arguments in the schema's order."""
     ordered = {name: given[name] for name in tool.kinds if name in given}
     # From the thing on, since it is spelled alike in the wish, here and in the tool's line.
-    thought = f"I need the {tool.offer.line.partition(' the ')[2]}"
+    thing = tool.offer.purpose.partition(" the ")[2]
+    thought = f"I need the {thing}: {tool.offer.signature}"
     return Step(thought, tool.offer.name, ordered, result)
 
 
@@ -1163,6 +1164,6 @@ def write_conversation(
     if rng.random() < 0.8:
         system = write_system(words, rng.choice((1, 1, 2, 3, 5, 8, 14, 24)))
     if system and offers and rng.random() < 0.2:  # many agents tell of their tools in prose, too
-        told = [f"- {offer.name}: {offer.line.partition(':')[0]}" for offer in offers]
+        told = [f"- {offer.name}: {offer.purpose}" for offer in offers]
         system = "\n".join((system, "", "Available tools:", *rng.sample(told, len(told))))
     return Conversation("\n".join(filter(None, (filler, system))), tools, exchanges)

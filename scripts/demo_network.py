@@ -60,7 +60,7 @@ class Shape:
             **fields,
             "rope_parameters": rope,
             "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
+            "torch_dtype": "float32",
         }
 
 

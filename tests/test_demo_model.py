@@ -82,9 +82,8 @@ def test_mlx_says_what_the_trainers_own_network_said():
     """The delta rule in chunks, which it was trained with, is the one that mlx-lm steps through."""
     stated = json.loads((FOLDER / "check.json").read_text())
     model, _ = mlx_lm.load(str(FOLDER))
-    model.set_dtype(mx.float32)
     logits = model(mx.array([stated["tokens"]]))[0, -1].tolist()
-    assert logits == pytest.approx(stated["logits"], abs=1e-3)
+    assert logits[: len(stated["logits"])] == pytest.approx(stated["logits"], abs=1e-3)
 
 
 # -- what it learnt from ---------------------------------------------------------------------------
