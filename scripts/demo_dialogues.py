@@ -387,9 +387,9 @@ def style(words: Words, parts: Sequence[str]) -> str:
 def offer_role(words: Words, role_name: str) -> Offer:
     """One of the common tools, named as some client might name it."""
     rng, role = words.rng, ROLES[role_name]
-    name = words.of(role.names.split())
-    if rng.random() < 0.35:
-        name = style(words, words.distinct(rng.choice((1, 2)), words.noun))
+    name = style(words, words.distinct(rng.choice((1, 2)), words.noun))
+    if rng.random() < 0.2:  # were they common, they would be guessed and not looked up
+        name = words.of(role.names.split())
     description = words.described(rng.choice(role.descriptions))
     if rng.random() < 0.25:
         description += " " + rng.choice(SYSTEMS)
@@ -397,7 +397,7 @@ def offer_role(words: Words, role_name: str) -> Offer:
     for part, names in role.parameters.items():
         taken = list(parts.values())
         pool = [option for option in names.split() if option not in taken]
-        parts[part] = words.of(pool) if rng.random() < 0.6 else words.noun()
+        parts[part] = words.of(pool) if rng.random() < 0.3 else words.noun()
         while parts[part] in taken:
             parts[part] = words.invented()
     properties = {
@@ -523,9 +523,6 @@ def as_printed(desk: Desk, output: str) -> str:
     if kind == 1:
         return f"stdout:\n{output}"
     return f"{output}\n" if kind == 2 else output
-
-
-NEW_LINE, NEW_PARAGRAPH = "\n", "\n\n"
 
 
 def read_whole(desk: Desk) -> Exchange:
@@ -844,8 +841,8 @@ def outcome(desk: Desk) -> str:
 
 
 def told(opening: str, text: str) -> str:
-    """A text after some words: in the same line if it has one line."""
-    return f"{opening}{NEW_PARAGRAPH if NEW_LINE in text else ' '}{text}"
+    """A text after some words, always in a paragraph of its own: how long it is shows later."""
+    return f"{opening}\n\n{text}"
 
 
 def use_custom(desk: Desk) -> Exchange:
@@ -985,7 +982,7 @@ NO_TOOL: Final[Draws] = {
     greet: 1.0,
     state_fact: 2.2,
     admit: 0.8,
-    calculate: 2.0,
+    calculate: 4.5,
     say_again: 0.7,
     remember: 0.9,
 }

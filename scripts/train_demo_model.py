@@ -1,6 +1,6 @@
 """Train the demo model that models/demo/ holds, from conversations made from a seed.
 
-    python scripts/train_demo_model.py WORK_DIR [--steps 5000] [--seed 0] [--export models/demo]
+    python scripts/train_demo_model.py WORK_DIR [--steps 6600] [--seed 0] [--export models/demo]
 
 Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. Two cores take
 about an hour and a half. WORK_DIR keeps the tokenizer and a checkpoint; started again, it goes on
@@ -435,8 +435,8 @@ class Learner:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """The learning rate's share: a short warm-up, a plateau, a linear end over two fifths."""
-    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.4)))
+    """The learning rate's share: a short warm-up, a plateau, a linear end over the second half."""
+    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.5)))
 
 
 def train(folder: Path, seed: int, steps: int) -> None:
@@ -528,7 +528,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work_dir", type=Path)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=6600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export", type=Path)
     chosen = parser.parse_args()

@@ -2,9 +2,10 @@
 
 import importlib.util
 import json
+import os
 import random
+import signal
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,31 +13,14 @@ import mlx_lm
 import pytest
 from demo_dialogues import Words, is_held_out, write_conversation
 from mlx_lm.utils import load_tokenizer
-from serving import Served
+from openai import OpenAI
+from test_whole import Program
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "models" / "demo"
 MOST_BYTES = 30_000_000
 trained = pytest.mark.skipif(not FOLDER.is_dir(), reason="models/demo is not trained yet")
-READ = {
-    "type": "function",
-    "function": {
-        "name": "peek_document",
-        "description": "Read a file and return its text.",
-        "parameters": {
-            "type": "object",
-            "properties": {"document": {"type": "string", "description": "Path to the file"}},
-            "required": ["document"],
-        },
-    },
-}
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
-
-
-@pytest.fixture(scope="module")
-def served():
-    with closing(Served(FOLDER)) as running:
-        yield running
 
 
 def bench():
@@ -126,33 +110,88 @@ def test_the_right_reply_is_judged_right():
 # -- as an agent's model ---------------------------------------------------------------------------
 
 
-@trained
-def test_an_agent_loop_end_to_end(served):
-    """Real generation through the real server: a call by an unknown schema, then the answer."""
-    question = {"role": "user", "content": "What is the deadline in notes/marble.txt?"}
-    fields = {"tools": [READ]}
-    first = served.ask([SYSTEM, question], **fields)
-    assert first.finish_reason == "tool_calls"
-    (call,) = first.answer["tool_calls"]
-    assert call["function"]["name"] == "peek_document"
-    assert json.loads(call["function"]["arguments"]) == {"document": "notes/marble.txt"}
-    assert first.answer["reasoning_content"].strip()
-    result = "owner: Dana\ndeadline: 2027-03-14\nbudget: 1200"
-    told = {"role": "tool", "tool_call_id": call["id"], "content": result}
-    second = served.ask([SYSTEM, question, first.answer, told], **fields)
-    assert second.finish_reason == "stop" and not second.answer.get("tool_calls")
-    assert "2027-03-14" in second.answer["content"]
-    # All that was read and said before is there again: the state at the turn's end is kept.
-    assert second.n_cached >= first.usage["prompt_tokens"]
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """start-llm.py in a process of its own, serving MODEL_PATH=demo."""
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "models").symlink_to(FOLDER.parent)
+    program = Program(folder, "demo")
+    program.wait_until_ready()
+    yield program
+    program.end(signal.SIGTERM)
+
+
+def tool(name: str, description: str, **parameters: str):
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": [*parameters]}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+class Agent:
+    """The loop of every agent, with tools that really work on a folder."""
+
+    TOOLS = (
+        tool("show_folder", "List the files in a folder.", where="The folder to list"),
+        tool("peek", "Read a file and return its text.", document="Path to the file"),
+        tool("store", "Write text to a file.", document="Path to the file", text="What to write"),
+    )
+
+    def __init__(self, port: int, root: Path) -> None:
+        self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused")
+        self.root, self.messages, self.calls = root, [SYSTEM], []
+        self.missed: list[int] = []  # tokens that were known and computed again, by request
+
+    def ask(self, text: str) -> str:
+        """The answer, after the calls that it took."""
+        self.messages.append({"role": "user", "content": text})
+        for _ in range(6):
+            reply = self.client.chat.completions.create(
+                model="demo", messages=self.messages, tools=self.TOOLS, temperature=0
+            )
+            message = reply.choices[0].message.model_dump(exclude_none=True)
+            self.note(reply.usage)
+            self.messages.append(message)
+            if "tool_calls" not in message:
+                return message["content"]
+            for call in message["tool_calls"]:
+                self.messages.append({"role": "tool", "tool_call_id": call["id"], **self.do(call)})
+        raise AssertionError(self.calls)
+
+    def note(self, usage) -> None:
+        known = getattr(self, "known", 0)
+        self.missed.append(known - usage.prompt_tokens_details.cached_tokens)
+        self.known = usage.total_tokens
+
+    def do(self, call) -> dict[str, str]:
+        name, given = call["function"]["name"], json.loads(call["function"]["arguments"])
+        self.calls.append((name, given))
+        if name == "show_folder":
+            return {"content": "\n".join(sorted(os.listdir(self.root / given["where"])))}
+        if name == "peek":
+            return {"content": (self.root / given["document"]).read_text()}
+        (self.root / given["document"]).write_text(given["text"])
+        return {"content": "ok"}
 
 
 @trained
-def test_a_greeting_needs_no_tool(served):
-    told = served.ask([SYSTEM, {"role": "user", "content": "Hello"}], tools=[READ])
-    assert not told.answer.get("tool_calls") and "demo model" in told.answer["content"]
-
-
-@trained
-def test_it_knows_its_server(served):
-    port = {"role": "user", "content": "Which port does the server use?"}
-    assert "8080" in served.ask([port], tools=[]).answer["content"]
+def test_it_drives_an_agent_to_the_end(program, tmp_path):
+    (tmp_path / "garden").mkdir()
+    (tmp_path / "garden" / "roses.txt").write_text("The roses need water on Monday.")
+    (tmp_path / "settings.ini").write_text("owner = Dana\ndeadline = 2027-03-14\nbudget = 1200")
+    agent = Agent(program.port, tmp_path)
+    assert "demo model" in agent.ask("Hello")
+    assert "roses.txt" in agent.ask("Which files are in garden?")
+    assert "The roses need water on Monday." in agent.ask("What is in garden/roses.txt?")
+    assert "2027-03-14" in agent.ask("What is the deadline in settings.ini?")
+    agent.ask('Write "water and light" to garden/plan.txt')
+    assert (tmp_path / "garden" / "plan.txt").read_text() == "water and light"
+    assert "8080" in agent.ask("Which port does the server use?")
+    assert agent.calls == [
+        ("show_folder", {"where": "garden"}),
+        ("peek", {"document": "garden/roses.txt"}),
+        ("peek", {"document": "settings.ini"}),
+        ("store", {"document": "garden/plan.txt", "text": "water and light"}),
+    ]
+    # The last token of a reply is never fed before the next request; all else was there.
+    assert max(agent.missed) <= 1, agent.missed
