@@ -24,7 +24,7 @@ from pathlib import Path
 
 import report
 import sections
-from loading import install_and_run, make_demo_model
+from loading import install_and_run, make_tiny_model
 from report import Line
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -74,7 +74,7 @@ class Bench:
 
     def model(self, kind: str, **size: int) -> Path:
         """The folder of a model of this kind and size, fp32, made on first use."""
-        maker = make_demo_model()
+        maker = make_tiny_model()
         recipe = maker.choose_recipe(kind, **size)
         named = "".join(f"-{key}{value}" for key, value in size.items())
         folder = self._models / f"{kind}{named}"

@@ -31,8 +31,8 @@ def install_and_run() -> ModuleType:
     return load_file(ROOT / "install_and_run.py", "install_and_run")
 
 
-def make_demo_model() -> ModuleType:
-    return load_file(ROOT / "scripts" / "make_demo_model.py", "make_demo_model")
+def make_tiny_model() -> ModuleType:
+    return load_file(ROOT / "scripts" / "make_tiny_model.py", "make_tiny_model")
 
 
 def tiny_vision() -> ModuleType:

@@ -22,7 +22,7 @@ from servers import Reply, Server
 
 Body = dict[str, Any]
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-CORPUS = Path(__file__).resolve().parents[1] / "scripts" / "demo_model" / "corpus.txt"
+CORPUS = Path(__file__).resolve().parents[1] / "scripts" / "tiny_model" / "corpus.txt"
 PARAMETERS = {"read": ["path"], "bash": ["command"], "write": ["content", "path"]}
 PARAMETERS |= {"get_weather": ["city"]}
 

@@ -31,8 +31,6 @@ SMALLTALK: Final[dict[str, list[Any]]] = PHRASES["smalltalk"]
 SYSTEMS: Final[list[str]] = SMALLTALK["systems"]
 
 
-
-
 def _english() -> tuple[str, ...]:
     """Some thousand words of Python's language reference, which every Python brings along."""
     from pydoc_data.topics import topics

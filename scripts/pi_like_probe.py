@@ -55,7 +55,7 @@ HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
 HEALTHY_FROM: Final = 3  # ... from this turn on
 STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")  # counters that must not move
 RESULT_CHARS: Final = 160  # of all results for one reply: few, or what is new would look missed
-CORPUS: Final = Path(__file__).resolve().parent / "demo_model" / "corpus.txt"
+CORPUS: Final = Path(__file__).resolve().parent / "tiny_model" / "corpus.txt"
 
 
 class ProbeError(Exception):

@@ -45,7 +45,7 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
 TEMPLATE: Final = Path(__file__).resolve().with_name("demo_chat_template.jinja")
-CORPUS: Final = TEMPLATE.parent / "demo_model" / "corpus.txt"
+CORPUS: Final = TEMPLATE.parent / "tiny_model" / "corpus.txt"
 END: Final = "<|im_end|>"
 PAD: Final = "<|endoftext|>"
 SPECIAL: Final = (PAD, "<|im_start|>", END)

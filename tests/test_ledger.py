@@ -20,7 +20,11 @@ from hypothesis import strategies as st
 from test_render import CHATML, call, chat, said, tiny_tokenizer, tokenizer_of, tool
 from transformers import PreTrainedTokenizerFast
 
-DEMO = Path(__file__).parents[1] / "scripts" / "demo_model" / "chat_template.jinja"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+OURS = {
+    "demo": SCRIPTS / "demo_chat_template.jinja",
+    "planted": SCRIPTS / "tiny_model" / "chat_template.jinja",
+}
 FEW = settings(max_examples=12, deadline=None)
 PLENTY = 10**9  # tokens of room
 
@@ -67,7 +71,7 @@ BENT = {
 {%- if m.role == 'tool' and 'tool' not in turn %}{{ '<|im_start|>results<|im_end|>\\n' }}{% endif %}
 """,
 }
-TINY = ["chatml", "demo", *BENT]
+TINY = ["chatml", *OURS, *BENT]
 MODELS = [f"{name}/tiny" for name in TINY] + [
     *("qwen3/qwen3", "qwen3-coder/qwen3", "qwen3.5/qwen3", "glm-4.7-flash/glm-4", "gemma-4/qwen3")
 ]
@@ -87,8 +91,9 @@ class Spoken:
 
 
 def template_text(name: str) -> str:
-    known = {"chatml": CHATML, "demo": DEMO.read_text("utf-8") if name == "demo" else ""}
-    return known.get(name) or BENT[name] + TURN
+    if name in OURS:
+        return OURS[name].read_text("utf-8")
+    return CHATML if name == "chatml" else BENT[name] + TURN
 
 
 def spoken(model: str, chat_template: str = "", **config: Any) -> Spoken:

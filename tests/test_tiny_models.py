@@ -291,19 +291,19 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def test_command_line_is_quick_repeatable_and_replaces_what_is_stale(tmp_path):
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "demo")]
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "tiny")]
     started = time.monotonic()
     made = subprocess.run(command, check=True, capture_output=True, text=True)
     assert time.monotonic() - started < 10
-    assert made.stdout.startswith("made qwen3 demo model")
+    assert made.stdout.startswith("made qwen3 model")
     assert made.stdout.count("\n") == 1
-    first = digest(tmp_path / "demo")
+    first = digest(tmp_path / "tiny")
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     assert found.stdout.startswith("found ")
-    (tmp_path / "demo" / "config.json").write_text("{}")
+    (tmp_path / "tiny" / "config.json").write_text("{}")
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "LC_ALL": "C"})
-    assert digest(tmp_path / "demo") == first
-    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+    assert digest(tmp_path / "tiny") == first
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
 def test_other_seeds_and_sizes_are_other_models(tmp_path):

@@ -1,4 +1,4 @@
-"""Tiny models for tests, made by scripts/make_demo_model.py: random weights, planted grammar."""
+"""Tiny models for tests, made by scripts/make_tiny_model.py: random weights, planted grammar."""
 
 import functools
 import importlib.util
@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "make_demo_model.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "make_tiny_model.py"
 
 
 @functools.cache
 def load_script() -> ModuleType:
-    """scripts/make_demo_model.py as a module; scripts/ is no package."""
-    spec = importlib.util.spec_from_file_location("make_demo_model", SCRIPT)
+    """scripts/make_tiny_model.py as a module; scripts/ is no package."""
+    spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["make_demo_model"] = module  # before exec: dataclasses look their module up by name
+    sys.modules["make_tiny_model"] = module  # before exec: dataclasses look their module up by name
     spec.loader.exec_module(module)
     return module
 

@@ -1,6 +1,6 @@
 """Make a tiny language model that answers in sentences and well-formed tool calls.
 
-    python make_demo_model.py OUT_DIR [--kind qwen3] [--seed N] [--size demo]
+    python make_tiny_model.py OUT_DIR [--kind qwen3] [--seed N] [--size small]
 
 The weights are random, so the words mean nothing; but a small grammar is planted in them, so that
 every reply closes its thinking, is either text or a tool call, and ends by itself. The same
@@ -41,7 +41,7 @@ from typing import Any, Final
 import numpy as np
 
 KINDS: Final = ("qwen3", "qwen3_5", "qwen3_next", "gemma3_text", "gpt_oss")
-SOURCES: Final = Path(__file__).resolve().parent / "demo_model"
+SOURCES: Final = Path(__file__).resolve().parent / "tiny_model"
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -74,7 +74,7 @@ class Recipe:
 
 SIZES: Final[Mapping[str, Mapping[str, int]]] = {
     "tiny": {},
-    "demo": {"hidden": 192, "head_dim": 32, "mlp": 256},
+    "small": {"hidden": 192, "head_dim": 32, "mlp": 256},
 }
 
 # Random weights have tastes: with these seeds (of 0 to 7) text and calls are both common.
@@ -573,7 +573,7 @@ def _version() -> str:
 
 def made_by(recipe: Recipe) -> str:
     """What config.json's `made_by` says of a folder that this version made from `recipe`."""
-    return f"make_demo_model {_version()} {recipe}"
+    return f"make_tiny_model {_version()} {recipe}"
 
 
 def is_made(folder: Path, recipe: Recipe) -> bool:
@@ -649,13 +649,13 @@ def main() -> None:
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="qwen3")
     parser.add_argument("--seed", type=int, help="default: a good one for the kind")
-    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--size", choices=SIZES, default="small")
     chosen = parser.parse_args()
     recipe = choose_recipe(chosen.kind, size=chosen.size, seed=chosen.seed)
     made = make_model(chosen.out_dir, recipe)
     n_bytes = (chosen.out_dir / "model.safetensors").stat().st_size
     verb = "made" if made else "found"
-    print(f"{verb} {chosen.kind} demo model, {n_bytes / 1e6:.1f} MB: {chosen.out_dir}")
+    print(f"{verb} {chosen.kind} model, {n_bytes / 1e6:.1f} MB: {chosen.out_dir}")
 
 
 if __name__ == "__main__":
