@@ -312,6 +312,9 @@ def batches(folder: Path, seed: int, steps: range) -> Iterator[Batch]:
     process = context.Process(target=produce, args=(queue, folder, seed, steps), daemon=True)
     process.start()
     for _ in steps:
+        while queue.empty():  # get() would wait for ever for one that has died
+            process.join(0.01)
+            assert process.exitcode in (None, 0), "the process that writes batches has ended"
         yield Batch(*(torch.from_numpy(part) for part in queue.get()))
     process.join()
 
