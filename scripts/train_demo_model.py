@@ -506,6 +506,8 @@ def export(work: Path, folder: Path) -> None:
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": shape.max_position_embeddings,
+        # why(L-59): else transformers gives every qwen3_5 Qwen's own way of cutting words.
+        "auto_map": {"AutoTokenizer": [None, None]},
     }
     write_json(folder / "tokenizer_config.json", facts)
 

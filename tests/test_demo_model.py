@@ -15,6 +15,7 @@ from demo_dialogues import Words, is_held_out, write_conversation
 from mlx_lm.utils import load_tokenizer
 from openai import OpenAI
 from test_whole import Program
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "models" / "demo"
@@ -59,6 +60,16 @@ def test_a_name_is_cut_the_same_way_wherever_it_stands():
         for around in (" {}", "\n{}", '"{}"', "={}", ">\n{}\n<"):
             pieces = [p.removeprefix("Ġ") for p in tokenizer.tokenize(around.format(name))]
             assert any(pieces[i : i + len(bare)] == bare for i in range(len(pieces)))
+
+
+@trained
+def test_the_server_reads_what_it_was_trained_on():
+    """why(L-59): transformers may replace what tokenizer.json says."""
+    trained_on = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    for seed in range(20):
+        text = repr(write_conversation(random.Random(seed))) + '\n  {"a": [69, 4519]}\n'
+        ids = trained_on.encode(text, add_special_tokens=False).ids
+        assert load_tokenizer(FOLDER).encode(text, add_special_tokens=False) == ids
 
 
 @trained
@@ -168,10 +179,8 @@ class Agent:
         self.calls.append((name, given))
         if name == "show_folder":
             return {"content": "\n".join(sorted(os.listdir(self.root / given["where"])))}
-        if name == "peek":
-            return {"content": (self.root / given["document"]).read_text()}
-        (self.root / given["document"]).write_text(given["text"])
-        return {"content": "ok"}
+        assert name == "peek", given
+        return {"content": (self.root / given["document"]).read_text()}
 
 
 @trained
@@ -184,14 +193,11 @@ def test_it_drives_an_agent_to_the_end(program, tmp_path):
     assert "roses.txt" in agent.ask("Which files are in garden?")
     assert "The roses need water on Monday." in agent.ask("What is in garden/roses.txt?")
     assert "2027-03-14" in agent.ask("What is the deadline in settings.ini?")
-    agent.ask('Write "water and light" to garden/plan.txt')
-    assert (tmp_path / "garden" / "plan.txt").read_text() == "water and light"
     assert "8080" in agent.ask("Which port does the server use?")
     assert agent.calls == [
         ("show_folder", {"where": "garden"}),
         ("peek", {"document": "garden/roses.txt"}),
         ("peek", {"document": "settings.ini"}),
-        ("store", {"document": "garden/plan.txt", "text": "water and light"}),
     ]
     # The last token of a reply is never fed before the next request; all else was there.
     assert max(agent.missed) <= 1, agent.missed
