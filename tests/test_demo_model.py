@@ -145,7 +145,6 @@ class Agent:
     TOOLS = (
         tool("show_folder", "List the files in a folder.", where="The folder to list"),
         tool("peek", "Read a file and return its text.", document="Path to the file"),
-        tool("store", "Write text to a file.", document="Path to the file", text="What to write"),
     )
 
     def __init__(self, port: int, root: Path) -> None:
