@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "models" / "demo"
 MOST_BYTES = 30_000_000
-trained = pytest.mark.skipif(not FOLDER.is_dir(), reason="models/demo is not trained yet")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
@@ -37,7 +36,6 @@ def bench():
 # -- the folder ------------------------------------------------------------------------------------
 
 
-@trained
 def test_the_folder_is_whole_and_small():
     names = {path.name for path in FOLDER.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
@@ -46,13 +44,11 @@ def test_the_folder_is_whole_and_small():
     assert config["model_type"] == "qwen3_5" and config["max_position_embeddings"] >= 32_768
 
 
-@trained
 def test_its_template_is_the_one_that_it_was_trained_with():
     template = (FOLDER / "chat_template.jinja").read_text("utf-8")
     assert template == (ROOT / "scripts" / "demo_chat_template.jinja").read_text("utf-8")
 
 
-@trained
 def test_a_name_is_cut_the_same_way_wherever_it_stands():
     tokenizer = load_tokenizer(FOLDER)
     for name in ("src/main_loop.py", "fetchInvoice", "KEY_7", "zorblat"):
@@ -62,7 +58,6 @@ def test_a_name_is_cut_the_same_way_wherever_it_stands():
             assert any(pieces[i : i + len(bare)] == bare for i in range(len(pieces)))
 
 
-@trained
 def test_the_server_reads_what_it_was_trained_on():
     """why(L-59): transformers may replace what tokenizer.json says."""
     trained_on = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
@@ -72,7 +67,6 @@ def test_the_server_reads_what_it_was_trained_on():
         assert load_tokenizer(FOLDER).encode(text, add_special_tokens=False) == ids
 
 
-@trained
 def test_mlx_says_what_the_trainers_own_network_said():
     """The delta rule in chunks, which it was trained with, is the one that mlx-lm steps through."""
     stated = json.loads((FOLDER / "check.json").read_text())
@@ -98,7 +92,6 @@ def test_no_invented_word_is_in_both_halves():
     assert all(is_held_out(held.noun()) for _ in range(200))
 
 
-@trained
 def test_the_right_reply_is_judged_right():
     measure = bench()
     tokenizer = load_tokenizer(FOLDER)
@@ -150,6 +143,7 @@ class Agent:
     def __init__(self, port: int, root: Path) -> None:
         self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused")
         self.root, self.messages, self.calls = root, [SYSTEM], []
+        self.known = 0  # tokens of the request before, and of its reply
         self.missed: list[int] = []  # tokens that were known and computed again, by request
 
     def ask(self, text: str) -> str:
@@ -169,8 +163,7 @@ class Agent:
         raise AssertionError(self.calls)
 
     def note(self, usage) -> None:
-        known = getattr(self, "known", 0)
-        self.missed.append(known - usage.prompt_tokens_details.cached_tokens)
+        self.missed.append(self.known - usage.prompt_tokens_details.cached_tokens)
         self.known = usage.total_tokens
 
     def do(self, call) -> dict[str, str]:
@@ -182,7 +175,6 @@ class Agent:
         return {"content": (self.root / given["document"]).read_text()}
 
 
-@trained
 def test_it_drives_an_agent_to_the_end(program, tmp_path):
     (tmp_path / "garden").mkdir()
     (tmp_path / "garden" / "roses.txt").write_text("The roses need water on Monday.")
