@@ -3,6 +3,8 @@
 import base64
 import io
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -166,6 +168,14 @@ class Seeing:
             answer, usage = whole.choices[0].message.model_dump(exclude_none=True), whole.usage
             usage = usage.model_dump()
         return self.note(messages, answer, usage, began=began)
+
+    def at_once(self, ask: Callable[[int], Any], n: int) -> list[Any]:
+        """`n` answers, asked for together and in part decoded together; then all is forgotten."""
+        with ThreadPoolExecutor(n) as pool:
+            replies = list(pool.map(ask, range(n), timeout=60))
+        assert max(len(held) for held, _ in self.calls) > 1, "nothing decoded together"
+        self.forget()
+        return replies
 
     def note(self, messages: list[Message], answer: Message, usage: Any, *, began: int) -> Seen:
         """What the request that ended last was fed."""

@@ -135,10 +135,9 @@ def test_a_cancelled_prefill_is_kept(seeing):
 
 def test_seven_at_once_with_and_without_images(seeing):
     talks = [[SYSTEM, shown(f"number {i}", *[A, B, C][: i % 3], "say it")] for i in range(7)]
-    replies = [None] * len(talks)
 
     def ask(i):
-        replies[i] = (
+        return (
             seeing.openai.chat.completions.create(
                 model="x", messages=talks[i], temperature=0, max_tokens=100 + 5 * i, tools=TOOLS
             )
@@ -146,13 +145,7 @@ def test_seven_at_once_with_and_without_images(seeing):
             .message
         )
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(talks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert max(len(held) for held, _ in seeing.calls) > 1, "nothing decoded together"
-    seeing.forget()
+    replies = seeing.at_once(ask, len(talks))
     for i, talk in enumerate(talks):
         alone = seeing.ask(talk, max_tokens=100 + 5 * i)
         assert seeing.worst(alone) <= seeing.tolerance

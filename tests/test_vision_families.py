@@ -1,7 +1,6 @@
 """Each family of vision models: the same logits as mlx-vlm's own path, cold; the tower once."""
 
 import sys
-import threading
 from hashlib import sha256
 
 import mlx.core as mx
@@ -150,19 +149,12 @@ def test_features_are_taken_again_in_another_conversation(seeing):
 def test_text_alone_and_beside_images_in_one_batch(seeing):
     talks = [[SYSTEM, shown(f"number {i}", *[A, B][: i % 3], "say it")] for i in range(6)]
     asked = {"model": "x", "temperature": 0, "max_tokens": 24, "tools": TOOLS}
-    replies = [None] * len(talks)
 
     def one(i):
         said = seeing.openai.chat.completions.create(messages=talks[i], **asked)
-        replies[i] = said.choices[0].message.content
+        return said.choices[0].message.content
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(talks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert max(len(held) for held, _ in seeing.calls) > 1, "nothing decoded together"
-    seeing.forget()
+    replies = seeing.at_once(one, len(talks))
     for talk, reply in zip(talks, replies, strict=True):
         alone = seeing.ask(talk, max_tokens=24)
         assert seeing.worst(alone) <= seeing.tolerance
