@@ -270,7 +270,7 @@ def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group
 ):
     b, rng = bench("qwen3"), np.random.default_rng(3)
     tickets = [b.submit(words(rng, 200), n=4000) for _ in range(3)]
-    while b.engine.status()["decoding"] < 3 or b.engine.status()["groups"] > 1:
+    while b.engine.report["decoding"] < 3 or b.engine.report["groups"] > 1:
         time.sleep(0.01)
 
     def broken(group, row):
