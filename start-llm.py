@@ -97,6 +97,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple, NotRequired, TypedDict, override
 from urllib.parse import parse_qsl, unquote
 
+import huggingface_hub
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -111,10 +112,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
-from mlx_lm.utils import load_config, load_tokenizer
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_config, load_tokenizer
 from PIL import Image, ImageOps
 from pydantic import AliasPath, BaseModel, Field, ValidationError, ValidationInfo
-from pydantic.functional_validators import BeforeValidator, field_validator
+from pydantic.functional_validators import BeforeValidator, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError, from_json
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
@@ -489,7 +490,7 @@ class SessionLog:
 # Doors   Body, Message, OriginalMessages, KvOffset, FinishReason, Usage, Ending, AnswerShape
 # Doors   parse_json_body, given_fields, checked, without_nulls, Each, Name
 # Doors   ChatRequest, Sampling, ToolChoice, SessionContext
-# Knows CONFIG, ERRORS · Thread any; pure · Budget 400
+# Knows CONFIG, ERRORS · Thread any; pure · Budget 409
 
 Body = dict[str, Any]
 Message = dict[str, Any]
@@ -500,7 +501,6 @@ Name = Annotated[str, Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
 _Offset = Annotated[float, Field(ge=-2, le=2)]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
 _BUDGET: Final = AliasPath("thinking", "budget_tokens")
 type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
 # A step to a fault, and not the name that pydantic gives the branch of a union.
@@ -519,6 +519,16 @@ def parse_json_body(raw: bytes) -> object:
         raise BadRequest(f"the body is not valid JSON: {fault}") from None
 
 
+def _bias_pairs(value: object) -> object:
+    """{"15043": -100} -> ((15043, -100),)."""
+    if isinstance(value, dict) and all(
+        key.isdecimal() and len(key) < 10 and type(bias) in (int, float) and -100 <= bias <= 100
+        for key, bias in value.items()
+    ):
+        return tuple((int(key), bias) for key, bias in value.items())
+    raise PydanticCustomError("bias", "should give token ids numbers from -100 to 100")
+
+
 class Sampling(BaseModel, frozen=True, strict=True):
     """How the next token is chosen. The bare defaults are greedy with everything else off."""
 
@@ -530,7 +540,7 @@ class Sampling(BaseModel, frozen=True, strict=True):
     repetition_context_size: Annotated[int, Field(ge=0)] = 256  # tokens
     presence_penalty: _Offset = 0.0
     frequency_penalty: _Offset = 0.0
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Bias] = {}  # by token id
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_bias_pairs)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # None: another every time
 
 
@@ -1002,11 +1012,11 @@ def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
     match block:
         case {"type": "text", "text": str() as text}:
             return text
-        case {"type": "document", "source": {"type": "text", "data": str() as text}}:
-            return text
         case {"type": "tool_reference", "tool_name": str() as name}:
             function = tools[name]["function"] if name in tools else {"name": name}
             return f"<tool>\n{json.dumps(function, ensure_ascii=False)}\n</tool>"
+        case {"type": "document", "source": {"type": "text", "data": str() as text}}:
+            return text
     raise BadRequest(f"{json.dumps(block):.80} cannot be read here", at=param)
 
 
@@ -1498,7 +1508,7 @@ def reminder(text: str) -> str:
 # text (`<|im_end|>` in a file) is broken up by a noncharacter for rendering, and plain text then.
 # Doors   Template, Rendered, Unspliceable
 # Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
-# Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 484
+# Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 467
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
@@ -1509,7 +1519,6 @@ _FIRST: Final = "zqfirst"
 _WORDS: Final = "zq{}q"  # of message n: letters and digits come through trim and tojson as they are
 _ACT: Final = {"name": "f", "description": "f", "parameters": {"type": "object"}}
 _TOOL: Final[Body] = {"type": "function", "function": _ACT}
-NEAR_SAVES: Final = 16  # messages; of fewer all are rendered
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -1578,7 +1587,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     began = time.monotonic()
     ids = np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
     if (spent := time.monotonic() - began) > 0.0003:  # why(L-60): a core is not ours alone
-        time.sleep(spent / 2)
+        time.sleep(min(spent / 2, 0.01))
     return ids
 
 
@@ -1774,17 +1783,6 @@ def _in_parts(messages: list[Message]) -> list[Message]:
     return [m | {"content": [{"type": "text", "text": m["content"]}]} if p else m for m, p in plain]
 
 
-def _near(past: list[Message], new: list[Message], *how: Any) -> tuple[list[Message], str]:
-    """Head, last question and last steps of a past with much between; the kinds of all messages."""
-    n_head = sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM_ROLES, past))
-    asked = max((at for at, turn in enumerate(past) if turn["role"] == "user"), default=n_head)
-    steps = [at for at, turn in enumerate(past) if turn["role"] == "assistant" and at >= asked]
-    near = [*past[:n_head], *past[asked : asked + 1], *past[steps[-3:][0] :]]
-    shown = [[(m["role"], len(m.get("tool_calls") or ())) for m in some] for some in (near, new)]
-    left_out = asked > n_head, len(steps) > 3, sorted({message["role"] for message in past})
-    return near if len(past) - len(near) >= NEAR_SAVES else past, repr((left_out, shown, how))
-
-
 def _call_like(call: Body, arguments: Body) -> Body:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
@@ -1814,7 +1812,6 @@ class Template:
         self._chat = _ChatTemplate(tokenizer, self._encoder)
         self._without_reply = lru_cache(256)(self._chat.without_reply)
         self.source = self._chat.source  # of all templates where there are several; "" for none
-        self._is_enough = LRUCache(256)  # by kinds of messages; guards itself
         self._tags = (think_start, think_end)
         self._canon = Canon(config, joint=self._chat.joint, tags=self._tags)
         self._ends = _any_of(t.content for i, t in self._encoder.added.items() if i in ends)
@@ -1883,28 +1880,24 @@ class Template:
     ) -> tuple[str, str]:
         # [past][its reply: a nonce][new messages as they are]      -> (closer, end and suffix)
         #                     nonce |closer|end ... suffix ... generation prompt
-        # why(L-44): it may depend on the past. So this very one is rendered, but for what made no
-        # difference where messages of these kinds stood. With words of our own for the new ones,
-        # too, where theirs do not show what is before them.
+        # why(L-44): it may depend on the past: this very one is rendered; with words of our own for
+        # the new messages, too, where theirs do not show what is before them.
         calls = [_call_like(call, {}) for call in past[-1].get("tool_calls", ())]
         reply: Message = {"role": "assistant", "content": "" if calls else _NONCE}
         if calls:
             reply["tool_calls"] = [*calls[:-1], _call_like(calls[-1], {"q": _NONCE})]
-        near, kinds = _near(old := [*past[:-1], reply], new, bool(tools), switches)
+        old = [*map(self._shape, past[:-1]), reply]
 
-        def after(old: Sequence[Message], some: Iterable[Message]) -> str:
-            told = _folded([*map(self._shape, old), *some], self._chat)
-            text = self._chat.attempt(told, *tools, **switches)
-            return text.partition(_NONCE)[2] if text.count(_NONCE) == 1 else ""
+        def after(some: Iterable[Message]) -> str:
+            text = self._chat.attempt(_folded([*old, *some], self._chat), *tools, **switches)
+            if text.count(_NONCE) != 1:
+                raise Unspliceable("nonce" if text else "refused")
+            return text.partition(_NONCE)[2]
 
-        old = near if self._is_enough.get(kinds) else old
-        if not (text := after(old, new)):
-            raise Unspliceable("nonce")
-        if kinds not in self._is_enough and near is not old:
-            self._is_enough[kinds] = text == after(near, new)
+        text = after(new)
         head, shown, _ = text.partition(new[0]["content"] or _NONCE)
         if not (found := self._ends.search(head * bool(shown))):
-            canned = after(old, map(_canned_like, new, count()))
+            canned = after(map(_canned_like, new, count()))
             found = self._ends.search(canned.partition(_WORDS.format(0))[0])
         closer, end = (found.string[: found.start()], found[0]) if found else ("", "")
         if (calls and not end) or not text.startswith(closer + end):
@@ -2797,7 +2790,7 @@ class LRUPromptCache:
 # For people (/v1/status, session logs): a wrong session id costs no hit. One monotonic clock.
 # Doors   SessionIndex, session_id_of, SessionTurnStore, Sent, sent_again, why_not_more
 # Doors   _message_diff, _update_session_turn_store
-# Knows CONFIG, WIRE, CANON, KEY · Owns _sessions_lock, _turns_lock · Thread any · Budget 152
+# Knows CONFIG, WIRE, CANON, KEY · Owns _sessions_lock, _turns_lock · Thread any · Budget 151
 
 _Past = Sequence[object]  # a digest of each message
 _SLACK: Final = 16  # tokens: of a generation prompt, or of a block that is not full
@@ -2849,6 +2842,9 @@ class Sent(NamedTuple):
     def digests(self) -> list[bytes]:
         return [turn.digest for turn in self.turns]
 
+    def likeness(self, said: set[bytes], tokens: TokenArray) -> tuple[int, int]:
+        return len(said.intersection(self.digests)), common_prefix(self.tokens, tokens)
+
 
 class SessionTurnStore:
     """The messages of each session's last request, and of its longest past, as digests."""
@@ -2877,12 +2873,8 @@ class SessionTurnStore:
         """The earlier request with most in common; `own`: of its session only."""
         with self._turns_lock:
             among = [one for one in self._sent if not own or one.session == sent.session]
-
-        def likeness(one: Sent) -> tuple[int, int]:
-            return len({*one.digests} & said), common_prefix(one.tokens, sent.tokens)
-
         said = {*sent.digests}
-        return max(among, key=likeness, default=None)
+        return max(among, key=lambda one: one.likeness(said, sent.tokens), default=None)
 
     def exchange_last(self, session_id: str, digests: _Past, *, only_grows: bool = False) -> int:
         """How many messages are as in the record; `only_grows`: the one that these must extend."""
@@ -2941,8 +2933,7 @@ def _message_diff(before: _Past, now: _Past) -> int:
 
 
 def _update_session_turn_store(store: SessionTurnStore, session_id: str, *, digests: _Past) -> int:
-    """How many messages are as the session's record has them; recorded if they extend it."""
-    # A sub-agent, a title request or an edit under the same id does not: the main record stays.
+    """How many are as the session's record has them; it stays unless these extend it."""
     return store.exchange_last(session_id, digests, only_grows=True)
 
 
@@ -3121,7 +3112,7 @@ class VisionModel(Module):  # type: ignore[misc]
 # a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
 # Doors   LoadedModel, Detokenizer, ModelError
 # Doors   resolve_model, load_model, banner, device_memory_bytes
-# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 197
+# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 203
 
 _DEMO: Final = "demo"
 
@@ -3193,8 +3184,13 @@ def resolve_model(config: Config) -> Path:
     if _is_complete(folder := Path(here / "models" if name == _DEMO else "", name).expanduser()):
         return folder
     script = here / "scripts" / "fetch_model.py"
-    if not script.is_file():
-        raise ModelError(f"MODEL_PATH={name} is no complete model folder, and {script} is missing")
+    if not script.is_file():  # this file was copied alone: then the hub must say what it does
+        try:
+            repo = {"repo_id": name, "allow_patterns": DEFAULT_ALLOW_PATTERNS}
+            return Path(huggingface_hub.snapshot_download(**repo, token=config.hf_token or None))
+        except Exception as error:
+            sentence = f"MODEL_PATH={name} is no complete model folder, and cannot be fetched"
+            raise ModelError(f"{sentence}: {error}") from error
     # HF_TOKEN reaches it as it reached us: through the environment or .env.
     command = [sys.executable, str(script), f"--memory-bytes={device_memory_bytes()}", "--", name]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -3324,7 +3320,7 @@ def banner(model: LoadedModel, config: Config) -> str:
 # used directly and told never to finish a row. Beside decoding, prefill gets a third of the time.
 # Doors Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob, Constraint, avoid
 # Doors think_at_most, follow · Knows CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, VISION, MODEL
-# Thread model, mlx; Ticket and Engine: any · Budget 760
+# Thread model, mlx; Ticket and Engine: any · Budget 764
 
 SLICE_MIN_TOKENS: Final = 64
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
@@ -3506,7 +3502,7 @@ def _processors(job: Job) -> list[LogitsProcessor]:
     s, size = job.sampling, min(job.sampling.repetition_context_size, 1 << 20)
     repetition = s.repetition_penalty if s.repetition_penalty != 1.0 else None
     penalties = (repetition, size, s.presence_penalty, size, s.frequency_penalty, size)
-    bent = make_logits_processors({int(t): bias for t, bias in s.logit_bias.items()}, *penalties)
+    bent = make_logits_processors(dict(s.logit_bias), *penalties)
     return [*bent, *map(_enforced, job.constraints)]
 
 
@@ -3798,8 +3794,7 @@ class Scheduler:
     def _slice_length(self, row: Row) -> int:
         """Tokens of the next slice: to the next stop, and short while others wait their turn."""
         to_stop = min([row.to_prefill, *(stop - row.fed for stop in row.stops[:1])])
-        # seconds until all else is looked at
-        timely = row.speed * (0.4 if len(self.rows) + len(self.waiting) == 1 else 0.2)
+        timely = row.speed * (0.4 if len(self.rows) + len(self.waiting) == 1 else 0.2)  # seconds
         if self._slices:
             timely = min(timely, _affordable(self._slices, row.fed, n_bytes=self._working_bytes))
         length = min(to_stop, max(SLICE_MIN_TOKENS, int(timely)), self.config.prefill_step_size)
@@ -3913,7 +3908,8 @@ def _stops(job: Job, offset: KvOffset, *, has_state: bool) -> list[int]:
     tokens, end, stops = job.prompt.tokens, job.n_prompt - 1, [int(offset)]
     ends = {start + len(view.ids) for start, view in job.images}  # a slice has one image, its last
     fixed = ends | {start for start, _ in job.images if has_state}
-    lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
+    told, spaced = job.boundaries, range(LATTICE_TOKENS, end, LATTICE_TOKENS)
+    lattice = [p for p in spaced if bisect_left(told, p) == bisect_left(told, p + 49)]
     for position in sorted({*fixed, *job.boundaries, *lattice} if has_state else fixed):
         if stops[-1] + 48 * (position not in fixed) < position <= end:
             stops += [] if is_inside_image(tokens, position) else [position]
@@ -3957,7 +3953,7 @@ class Engine:
         self.is_closing = False  # what runs may end, nothing more may begin
         self.memory: dict[str, int] = {}  # bytes by kind; this and the next two as of the last turn
         self.lines: list[tuple[str, dict[str, Any]]] = []  # each behind its tenant
-        self.report: dict[str, Any] = {}  # rows by phase, queue and cache
+        self._report: dict[str, Any] = {}
         self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
 
     def start(self) -> None:
@@ -3983,7 +3979,7 @@ class Engine:
         assert job.n_prompt and job.max_tokens > 0
         if self.is_closing:
             raise NotReady("the server is stopping")
-        if self._inbox.qsize() + self.report["queued"] >= self._config.max_queued_requests:
+        if self._inbox.qsize() + self._report["queued"] >= self._config.max_queued_requests:
             raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
         ticket = Ticket(job)
         self._inbox.put(lambda scheduler: scheduler.waiting.append(ticket))
@@ -4005,6 +4001,10 @@ class Engine:
             _ = self.model  # or it raises
             with suppress(TimeoutError):
                 return answer.result(timeout=IDLE_SECONDS)
+
+    def status(self) -> dict[str, Any]:
+        """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
+        return {"state": self.state, **self._report}
 
     def _run(self, load: _Load, metrics: CacheMetrics) -> None:
         scheduler: Scheduler | None = None
@@ -4072,7 +4072,7 @@ class Engine:
         report |= {"decoding": sum(len(group.rows) for group in groups), "groups": len(groups)}
         report |= {"lines": len(cache.lines), "cache_bytes": cache.nbytes}
         report |= {"cache_max_bytes": cache.max_bytes, "capacity_tokens": self.capacity_tokens}
-        self.report = report | {"kv_bytes_per_token": scheduler.shape.token_bytes}
+        self._report = report | {"kv_bytes_per_token": scheduler.shape.token_bytes}
 
 
 # region 18 SPLIT ==============================================================
@@ -4473,7 +4473,7 @@ class ReplyStream:
 # for the client. And what the server says of itself: health, status, metrics, why reuse stopped.
 # Doors   ServerState, empty_stores, Answer, prepare, token_count, models_body, model_body
 # Doors   health, status_body, metrics_text, explain, drop_cache
-# Knows all · Thread connection; status_body: also main · Budget 571
+# Knows all · Thread connection; status_body: also main · Budget 573
 
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 
@@ -4535,8 +4535,8 @@ class Prepared:
 
     def sent(self, reply: Sequence[int] = ()) -> Sent:
         tokens = np.concatenate([self.job.prompt.tokens, np.asarray(reply, np.int32)])
-        owner, draft = self.job.owner[1], self.draft
-        return Sent(owner, tokens, draft.turns, draft.keys[0], time.monotonic())
+        head, now = self.draft.keys[0], time.monotonic()
+        return Sent(self.job.owner[1], tokens, self.draft.turns, head, now)
 
     def why(self, before: Sent, now: Sent, **known: int) -> Facts:
         """Why no more is reused, by the message: notes are messages, but no turns of their own."""
@@ -4559,7 +4559,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     room = limit - len(rendered.ids)
     if room < 1:
         raise ContextTooLong(len(rendered.ids), limit)
-    if any(int(token) >= loaded.vocab_size for token in request.sampling.logit_bias):
+    if any(token >= loaded.vocab_size for token, _ in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", at="logit_bias")
     is_checked, text = state.config.cache_norm_safety_check, rendered.text
     if is_checked and not _assert_cache_key_safety(_scrub_cache_key(text), text):
@@ -4990,7 +4990,7 @@ def status_body(state: ServerState) -> dict[str, Any]:
         **health(state)[1],
         "started": state.started,
         "uptime_seconds": int(time.time()) - state.started,
-        "engine": {"state": engine.state, **engine.report},
+        "engine": engine.status(),
         "memory": {**engine.memory, "process": psutil.Process().memory_info().rss},
         "requests": [tell() for tell in list(traffic.live.values())],
         "recent": list(traffic.recent),

@@ -210,12 +210,15 @@ def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -
     fields = endless(plain.tokenizer, 256)
 
     def once() -> tuple[float, ...]:
+        """Speeds of both servers, and mlx-lm's before and after them: machines slow down."""
         messages = [{"role": "user", "content": words.text(200)}]
         prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        before = plain.decode_speed(prompt, fields)
         replies = [server.ask(chat(messages, n_out=0, **fields)) for server in servers]
-        return *(reply.decode_speed for reply in replies), plain.decode_speed(prompt, fields)
+        after = plain.decode_speed(prompt, fields)
+        return *(reply.decode_speed for reply in replies), statistics.mean((before, after))
 
-    ours, theirs, plainly = zip(*rounds(bench.times(7), once), strict=True)
+    ours, theirs, plainly = zip(*rounds(bench.times(9), once), strict=True)
     quotient = ratios(ours, plainly)
     yield Line(
         f"decode, one request / mlx_lm.generate, {label} "

@@ -301,42 +301,6 @@ def test_splicing_says_what_the_template_says(model: str, table: list[str]) -> N
     assert len(verdicts["ok"]) == len(list(shapes())) - len(turned_round)
 
 
-def lengthened(shape: Shape, word: str) -> Shape:
-    """The same with four turns before its last question, and six steps behind that."""
-    asked = max(at for at, message in enumerate(shape.old) if message["role"] == "user")
-    head = shape.old[: shape.old[0]["role"] == "system"]
-    turn = [said("user", word), asks(word), result(word), said("assistant", word)]
-    question, rest = shape.old[len(head) : asked + 1], shape.old[asked + 1 :]
-    old = [*head, *turn * 4, *question, *[asks(word), result(word)] * 6, *rest]
-    return replace(shape, old=old)
-
-
-def test_a_long_past_is_rendered_in_part_where_that_says_the_same(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """why(L-44): the second time that messages of the same kinds stand there."""
-    speaker, n_rendered = spoken(model), []
-    attempt = speaker.template._chat.attempt
-
-    def counted(messages: Any, /, *tools: Any, **switches: Any) -> str:
-        n_rendered.extend([len(messages)] * isinstance(messages, list))  # or a canned script
-        return attempt(messages, *tools, **switches)
-
-    monkeypatch.setattr(speaker.template._chat, "attempt", counted)
-    wrong = []
-    for shape in list(shapes())[::3]:
-        for word in ("one", "two"):
-            whole = Whole.of(speaker, lengthened(shape, word))
-            ids = whole.truth.ids.tolist()[: whole.end + 1]
-            n_rendered.clear()
-            verdict = whole.verdict(whole.drafted(ids, ids[-1]))
-            wrong += [shape.name] * (verdict != "ok" and not is_turned_round(model, shape))
-        has_results = any(message["role"] == "tool" for message in shape.new)
-        in_part = len(whole.shape.old) - min(n_rendered) >= start_llm.NEAR_SAVES
-        assert in_part != (model == "numbered/tiny" and has_results), shape.name
-    assert not wrong
-
-
 def test_a_model_may_stop_at_another_token(model: str) -> None:
     """Qwen's <|endoftext|>, GLM's <|user|> before a result: what the template prints there wins."""
     for whole in wholes(model):

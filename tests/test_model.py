@@ -162,10 +162,24 @@ def test_an_incomplete_folder_is_for_the_script(
     for lacking in (weights[1], weights[0], copy / "config.json"):
         lacking.unlink()
         said = refusal(str(copy))
-        assert said == f"MODEL_PATH={copy} is no complete model folder, and {script} is missing"
+        assert said.startswith(f"MODEL_PATH={copy} is no complete model folder, and cannot be")
     monkeypatch.setattr(start_llm, "__file__", str(SOURCE))
     assert refusal(str(copy)) == f"fetch_model.py {copy}: status 2; it says why above"
     assert "it has no config.json, model*.safetensors" in capfd.readouterr().err
+
+
+def test_copied_alone_the_server_asks_the_hub_itself(
+    script: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fetch(**how: Any) -> str:
+        asked.update(how)
+        return str(copy)
+
+    monkeypatch.setattr(start_llm.huggingface_hub, "snapshot_download", fetch)
+    assert resolve_model(Config(model_path="own/er", hf_token="secret")) == copy
+    assert asked["repo_id"] == "own/er" and asked["token"] == "secret"
 
 
 def test_a_broken_index_is_for_the_script(script: Path, copy: Path) -> None:
