@@ -29,17 +29,17 @@ class Shape:
     """What config.json says of the network; the names are mlx-lm's."""
 
     vocab_size: int
-    hidden_size: int = 192
+    hidden_size: int = 256
     intermediate_size: int = 512
     num_hidden_layers: int = 6
     full_attention_interval: int = 2
-    num_attention_heads: int = 3
-    num_key_value_heads: int = 3
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
     head_dim: int = 64
     linear_num_key_heads: int = 4
     linear_num_value_heads: int = 4
     linear_key_head_dim: int = 32
-    linear_value_head_dim: int = 48
+    linear_value_head_dim: int = 64
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-6
     rotary_dim: int = 16
@@ -352,7 +352,8 @@ def plant_copying(network: Network, twins: list[tuple[int, int]]) -> None:
     """
     shape, first, second = network.shape, network.layers[0], network.layers[1]
     assert shape.full_attention_interval == 2 and shape.linear_num_key_heads == 4
-    assert shape.hidden_size == 4 * shape.linear_value_head_dim == 3 * shape.head_dim
+    assert shape.hidden_size == shape.num_attention_heads * shape.head_dim
+    assert shape.hidden_size == shape.linear_num_value_heads * shape.linear_value_head_dim
     embeddings = network.embed_tokens.weight
     bare, spaced = torch.tensor(twins).T
     space = 0.4 * shape.hidden_size**-0.5 * torch.randn(shape.hidden_size)
@@ -394,7 +395,7 @@ COMPARED: Final = (24, 14, 10)  # dimensions of a head for this token, the last,
 
 
 def plant_lookup(attention: Attention, features: Sequence[Tensor], n_turning: int) -> None:
-    """Every head finds the place; each of them brings a third of what stands there.
+    """Every head finds the place; each of them brings a part of what stands there.
 
     `features` (hidden, size) tell of this token, the last, and so on. Of several places the latest
     is preferred: the slowly turning dimensions of queries and keys are constant, so their product
@@ -407,7 +408,7 @@ def plant_lookup(attention: Attention, features: Sequence[Tensor], n_turning: in
     for head in range(attention.heads):
         mixed = torch.randn(size, size)
         mixed = mixed - mixed.mean(1, keepdim=True)  # features are never negative: drop their mean
-        parts = torch.linalg.qr(mixed.T)[0].T.split(COMPARED)
+        parts = torch.linalg.qr(mixed.T)[0].T[: sum(COMPARED)].split(COMPARED)
         of_query, of_key = features[:-1], features[1:]
         queries[head, 0, n_turning:] = torch.cat(
             [part @ one.T for part, one in zip(parts, of_query, strict=True)]

@@ -76,7 +76,7 @@ ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long syst
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.1
 CHARACTERS_PER_TOKEN: Final = 3.4  # about, of a conversation's repr
-MATRIX_RATE: Final = 0.016  # of Muon
+MATRIX_RATE: Final = 0.012  # of Muon
 VECTOR_RATE: Final = 0.003  # of Adam: embeddings, norms, gates
 NEWEST_SHARE: Final = 0.01  # of one step in the mean of the weights, which is what is exported
 KEPT: Final = "checkpoint.pt"
@@ -160,12 +160,22 @@ def template_free_prose() -> str:
     return "\n".join(str(text) for _, text in sorted(topics.items()))
 
 
+@cache
+def program_text() -> str:
+    """Sources of Python's library; not of the modules that benchmarks/demo_model.py takes."""
+    import ast, csv, email.message, http.client, json.decoder, logging, pathlib, textwrap, zipfile
+
+    modules = (ast, csv, email.message, http.client, json.decoder, logging, pathlib, textwrap)
+    return "\n".join(Path(module.__file__).read_text("utf-8") for module in (*modules, zipfile))
+
+
 def filler_text(rng: random.Random, n_chars: int) -> str:
     """Unrelated text of about this length: prose, or lines as agents' instructions have them."""
-    kind = rng.randrange(3)
+    kind = rng.randrange(4)
     if kind == 0:
         return write_system(Words(rng, held_out=False), n_chars // 45 + 1)[:n_chars]
-    prose = template_free_prose() if kind == 1 else CORPUS.read_text("utf-8") * 20
+    sources = (template_free_prose, program_text, lambda: CORPUS.read_text("utf-8") * 20)
+    prose = sources[kind - 1]()
     start = rng.randrange(max(1, len(prose) - n_chars))
     return prose[start : start + n_chars]
 
@@ -237,20 +247,23 @@ def conversation_row(
     Tools and rules are long and teach nothing: one to many exchanges share them.
     """
     most = length * CHARACTERS_PER_TOKEN
+    is_filled = length >= 1024 and rng.random() < 0.45  # mostly instructions, as agents send them
     while True:
         state, n = rng.getrandbits(64), rng.choice((1, 4, 8, 16, 24, 32))
+        n = rng.choice((1, 2, 4, 8)) if is_filled else n
         how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
         conversation = write_conversation(random.Random(state), n_exchanges=n)
         while len(repr(conversation)) > most and len(conversation.exchanges) > 1:
             conversation = replace(conversation, exchanges=conversation.exchanges[:-1])
         n_chars = len(repr(conversation))  # rendering is what takes time
-        if n_chars > 1.2 * most or (n_chars < 0.7 * most and length <= 2048 and rng.random() < 0.9):
+        is_short = n_chars < 0.7 * most and not is_filled
+        if n_chars > 1.2 * most or (is_short and length <= 2048 and rng.random() < 0.9):
             continue
         row = tokens_and_weights(tokenizer, conversation, **how)
         spare = length - len(row[0])
         if spare < 0:
             continue
-        if spare < 100 or (length <= 2048 and rng.random() < 0.7):
+        if spare < 100 or not is_filled:
             return row
         filler = filler_text(rng, int(spare * rng.uniform(2.3, 3.6)))
         system = f"{filler}\n{conversation.system}"
@@ -262,7 +275,7 @@ def row_length(rng: random.Random, step: int) -> int:
     """Short texts first; from step 400 on also long ones."""
     if step < 400:
         return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
-    return rng.choices(ROWS, (32, 46, 17, 3, 2))[0]
+    return rng.choices(ROWS, (25, 42, 22, 8, 3))[0]
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
