@@ -65,7 +65,6 @@ class Exchange:
     thought: str
     answer: str
     quotes: tuple[str, ...] = ()
-    title: str = "A question"
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,11 +335,11 @@ class Offer:
         return str(described).strip().split("\n")[0].split(". ")[0].rstrip(".")
 
     @property
-    def signature(self) -> str:
-        """Its name and parameters, as the chat template lists them and thoughts quote them."""
+    def line(self) -> str:
+        """Purpose, name and parameters, as the chat template lists them and thoughts quote them."""
         schema = self.schema["function"]["parameters"]
         names = [n if n in schema["required"] else f"{n}?" for n in schema["properties"]]
-        return f"{self.name}({', '.join(names)})"
+        return f"{self.purpose}: {self.name}({', '.join(names)})"
 
 
 @dataclass(slots=True)
@@ -404,7 +403,7 @@ def offer_role(words: Words, role_name: str) -> Offer:
     }
     required = list(properties) if rng.random() < 0.93 else []  # some clients require nothing
     label = ""
-    if role_name == "bash" and rng.random() < 0.2 and "description" not in properties:
+    if role_name == "bash" and rng.random() < 0.1 and "description" not in properties:
         label = "description"
         properties[label] = {
             "type": "string",
@@ -448,7 +447,7 @@ def offer_custom(words: Words) -> Custom:
         description += " " + rng.choice(SYSTEMS)
     names = words.distinct(rng.choice((1, 1, 1, 2, 2, 3)), words.key)
     kinds = {n: rng.choice(("string", "string", "string", "integer", "boolean")) for n in names}
-    optional = names[1:] if rng.random() < 0.3 else []
+    optional = names[1:] if rng.random() < 0.2 else []
     properties: Schema = {}
     for n, kind in kinds.items():
         properties[n] = {"type": kind}
@@ -487,7 +486,8 @@ def call_role(desk: Desk, role: str, why: str, result: str, **values: str) -> St
     arguments: dict[str, Any] = {offer.parts[part]: value for part, value in values.items()}
     if offer.label:
         arguments[offer.label] = why.rstrip(".")
-    thought = f"{why.rstrip('.')}: {offer.signature}"
+    # The whole line: which tool it takes is then found word by word, and its name is only copied.
+    thought = f"{why} {offer.line}"
     return Step(thought, offer.name, arguments, result, frozenset({offer.label} - {""}))
 
 
@@ -533,7 +533,7 @@ def read_whole(desk: Desk) -> Exchange:
     step = obtain(desk, file, content)
     answer = told(f"{file} says:", content)
     thought = f"I have the text of {file}. I can answer."
-    return Exchange("read", user, (step,), thought, answer, tuple(lines), f"Reading {file}")
+    return Exchange("read", user, (step,), thought, answer, tuple(lines))
 
 
 def settings(desk: Desk, n: int) -> tuple[list[tuple[str, str]], str, list[str]]:
@@ -566,8 +566,7 @@ def read_key(desk: Desk) -> Exchange:
     user = desk.say("read_key", k=key, f=file)
     thought = f"The result says: {key}{ends[at]}\nI can answer."
     answer = f"The {key} is {value}, says {file}."
-    title = f"{key.capitalize()} in {file}"
-    return Exchange("key", user, (obtain(desk, file, content),), thought, answer, (value,), title)
+    return Exchange("key", user, (obtain(desk, file, content),), thought, answer, (value,))
 
 
 def read_line(desk: Desk) -> Exchange:
@@ -580,7 +579,7 @@ def read_line(desk: Desk) -> Exchange:
     thought = f"The {place} line is: {line}"
     answer = f"The {place} line of {file} is: {line}"
     step = obtain(desk, file, "\n".join(lines))
-    return Exchange("line", user, (step,), thought, answer, (line,), f"The {place} line of {file}")
+    return Exchange("line", user, (step,), thought, answer, (line,))
 
 
 def joined(names: Sequence[str]) -> str:
@@ -610,7 +609,7 @@ def short_file(desk: Desk) -> str:
 
 def look_into(desk: Desk, folder: str, result: str) -> Step:
     """List a folder with what is offered."""
-    why = f"I need to list {folder}."
+    why = f"I need to list {'this folder' if folder == '.' else folder}."
     if "list" in desk.roles:
         return call_role(desk, "list", why, result, folder=folder)
     command = "ls" if folder == "." else f"ls {folder}"
@@ -629,7 +628,7 @@ def list_folder(desk: Desk) -> Exchange:
     answer = told(f"The files in {place}:", found)
     thought = f"I have the list of {place}. I can answer."
     step = look_into(desk, folder, found)
-    return Exchange("list", user, (step,), thought, answer, tuple(names), f"Files in {place}")
+    return Exchange("list", user, (step,), thought, answer, tuple(names))
 
 
 def list_then_read(desk: Desk) -> Exchange:
@@ -646,8 +645,7 @@ def list_then_read(desk: Desk) -> Exchange:
     second = replace(second, thought=f"The {place} file is {name}. {second.thought}")
     thought = f"I have the text of {name}. I can answer."
     answer = f"The {place} file in {folder} is {name}. It says: {content}"
-    title = f"The {place} file in {folder}"
-    return Exchange("chain", user, (first, second), thought, answer, (name, content), title)
+    return Exchange("chain", user, (first, second), thought, answer, (name, content))
 
 
 def follow_file(desk: Desk) -> Exchange:
@@ -662,7 +660,7 @@ def follow_file(desk: Desk) -> Exchange:
     thought = f"I have the text of {other}. I can answer."
     answer = f"{file} names {other}. It says: {content}"
     steps = (obtain(desk, file, pointer), second)
-    return Exchange("chain", user, steps, thought, answer, (other, content), f"Following {file}")
+    return Exchange("chain", user, steps, thought, answer, (other, content))
 
 
 def save(desk: Desk, file: str, content: str) -> Step:
@@ -684,7 +682,7 @@ def write_file(desk: Desk) -> Exchange:
     answer = f"Done: {file} now says: {content}"
     thought = "The file is written. I can answer."
     step = save(desk, file, content)
-    return Exchange("write", user, (step,), thought, answer, (file,), f"Writing {file}")
+    return Exchange("write", user, (step,), thought, answer, (file,))
 
 
 def copy_file(desk: Desk) -> Exchange:
@@ -696,10 +694,7 @@ def copy_file(desk: Desk) -> Exchange:
     second = save(desk, other, content)
     steps = (obtain_plain(desk, file, content), second)
     answer = f"Done: {other} now says: {content}"
-    title = f"Copying {file}"
-    return Exchange(
-        "chain", user, steps, "The file is written. I can answer.", answer, (other,), title
-    )
+    return Exchange("chain", user, steps, "The file is written. I can answer.", answer, (other,))
 
 
 def obtain_plain(desk: Desk, file: str, content: str) -> Step:
@@ -716,7 +711,7 @@ def edit_file(desk: Desk) -> Exchange:
     done = desk.say("edited", f=file)
     step = call_role(desk, "edit", why, done, path=file, old=old, new=new)
     answer = f"Done: I replaced {old} by {new} in {file}."
-    return Exchange("edit", user, (step,), thought, answer, (old, new), f"Editing {file}")
+    return Exchange("edit", user, (step,), thought, answer, (old, new))
 
 
 def search_files(desk: Desk) -> Exchange:
@@ -734,7 +729,7 @@ def search_files(desk: Desk) -> Exchange:
         step = call_role(desk, "bash", why, as_printed(desk, result), command=f"grep -rn {word} .")
     answer = told(f"{word} is found here:", result)
     thought = "I have the result. I can answer."
-    return Exchange("search", user, (step,), thought, answer, tuple(files), f"Searching for {word}")
+    return Exchange("search", user, (step,), thought, answer, tuple(files))
 
 
 def run_command(desk: Desk) -> Exchange:
@@ -753,7 +748,7 @@ def run_command(desk: Desk) -> Exchange:
     )
     thought = "I have the output. I can answer."
     answer = f"The command printed: {output}"
-    return Exchange("bash", user, (step,), thought, answer, (output,), f"Running {command}")
+    return Exchange("bash", user, (step,), thought, answer, (output,))
 
 
 def count_lines(desk: Desk) -> Exchange:
@@ -769,7 +764,7 @@ def count_lines(desk: Desk) -> Exchange:
         command=f"wc -l {file}",
     )
     thought, answer = f"The result says: {n}. I can answer.", f"{file} has {n} lines."
-    return Exchange("bash", user, (step,), thought, answer, (n,), f"Lines of {file}")
+    return Exchange("bash", user, (step,), thought, answer, (n,))
 
 
 def meet_error(desk: Desk) -> Exchange:
@@ -781,7 +776,7 @@ def meet_error(desk: Desk) -> Exchange:
     step = obtain_plain(desk, file, error)
     thought = f"That failed. I say so: {error}"
     answer = f"I could not read {file}: {error}"
-    return Exchange("error", user, (step,), thought, answer, (error,), f"Reading {file}")
+    return Exchange("error", user, (step,), thought, answer, (error,))
 
 
 def argument_value(words: Words, kind: str) -> Any:
@@ -818,8 +813,7 @@ def call_custom(tool: Custom, given: dict[str, Any], result: str) -> Step:
     """The call; arguments in the schema's order."""
     ordered = {name: given[name] for name in tool.kinds if name in given}
     # From the thing on, since it is spelled alike in the wish, here and in the tool's line.
-    thing = tool.offer.purpose.partition(" the ")[2]
-    thought = f"I need the {thing}: {tool.offer.signature}"
+    thought = f"I need the {tool.offer.line.partition(' the ')[2]}"
     return Step(thought, tool.offer.name, ordered, result)
 
 
@@ -853,10 +847,9 @@ def use_custom(desk: Desk) -> Exchange:
     }
     result = outcome(desk)
     step = call_custom(tool, given, result)
-    title = f"{tool.verb.capitalize()} the {tool.thing}"
     user = request_custom(desk, tool, given)
     thought, answer = "I have the result. I can answer.", told("The result:", result)
-    return Exchange("custom", user, (step,), thought, answer, (result,), title)
+    return Exchange("custom", user, (step,), thought, answer, (result,))
 
 
 def use_two(desk: Desk) -> Exchange:
@@ -872,25 +865,24 @@ def use_two(desk: Desk) -> Exchange:
     user = desk.say("use_two", a=asked[0], b=asked[1])
     quotes = tuple(step.result for step in steps)
     answer = f"The results: {quotes[0]} and: {quotes[1]}"
-    title = f"{first.thing.capitalize()} and {second.thing}"
     return Exchange(
-        "chain", user, tuple(steps), "I have both results. I can answer.", answer, quotes, title
+        "chain", user, tuple(steps), "I have both results. I can answer.", answer, quotes
     )
 
 
 # Without a tool ----------------------------------------------------------------------
 
 
-def plain(kind: str, user: str, thought: str, answer: str, title: str = "A question") -> Exchange:
+def plain(kind: str, user: str, thought: str, answer: str) -> Exchange:
     """An exchange that takes no call."""
-    return Exchange(kind, user, (), thought, answer, (answer,), title)
+    return Exchange(kind, user, (), thought, answer, (answer,))
 
 
 def greet(desk: Desk) -> Exchange:
     """Hello, thanks, goodbye."""
     said = desk.rng.choice(SMALLTALK["greetings" if desk.rng.random() < 0.7 else "thanks"])
     user = varied(desk, desk.rng.choice(said["ask"]))
-    return plain("chat", user, "This needs no tool.", said["answer"], "Greeting")
+    return plain("chat", user, "This needs no tool.", said["answer"])
 
 
 def varied(desk: Desk, user: str) -> str:
@@ -908,7 +900,7 @@ def state_fact(desk: Desk) -> Exchange:
     fact = desk.rng.choice(SMALLTALK["facts"])
     user, about = varied(desk, desk.rng.choice(fact["ask"])), fact["about"]
     thought = f"A question about {about}. This needs no tool."
-    return plain("fact", user, thought, fact["answer"], about.capitalize())
+    return plain("fact", user, thought, fact["answer"])
 
 
 def admit(desk: Desk) -> Exchange:
@@ -934,7 +926,7 @@ def calculate(desk: Desk) -> Exchange:
         work = tens_and_ones(a, b, kind)
     name = {"+": ("plus", "+"), "-": ("minus", "-"), "*": ("times", "*", "x")}[kind]
     user = desk.say("calculate", a=a, b=b, o=rng.choice(name))
-    return plain("sum", user, work, f"{a} {name[1]} {b} = {value}", "A small sum")
+    return plain("sum", user, work, f"{a} {name[1]} {b} = {value}")
 
 
 def tens_and_ones(a: int, b: int, kind: str) -> str:
@@ -955,7 +947,7 @@ def say_again(desk: Desk) -> Exchange:
     words = desk.words
     text = desk.rng.choice((words.sentence, words.value, words.noun, words.file))()
     user = desk.say("say_again", x=text)
-    return plain("echo", user, "I repeat it.", text, "Repeating words")
+    return plain("echo", user, "I repeat it.", text)
 
 
 def remember(desk: Desk) -> Exchange:
@@ -965,14 +957,28 @@ def remember(desk: Desk) -> Exchange:
     key, value = desk.rng.choice(pairs)
     told = " ".join(f"The {k} is {v}." for k, v in pairs)
     user = desk.say("remember", t=told, k=key)
-    return plain("recall", user, "The message says it.", f"The {key} is {value}.", f"The {key}")
+    return plain("recall", user, "The message says it.", f"The {key} is {value}.")
 
 
 def decline(desk: Desk) -> Exchange:
     """A wish for which no tool is there."""
     words = desk.words
     user = desk.say("decline", f=words.file(), d=words.folder(), n=words.noun())
-    return plain("decline", user, "No tool can do that.", "I have no tool for that.", "No tool")
+    return plain("decline", user, "No tool can do that.", "I have no tool for that.")
+
+
+def title_of(said: str) -> str:
+    """What a chat is called by: the words that it begins with."""
+    title = " ".join(said.split()[:6]).rstrip("?.!,:;")
+    return title[:1].upper() + title[1:]
+
+
+def name_chat(desk: Desk, frame: str = "") -> Exchange:
+    """A wish for a title of what somebody said, in a `frame` of words that ask for one."""
+    options = possible(desk) | {greet: 1.0, calculate: 1.0, state_fact: 1.0}
+    said = desk.rng.choices(list(options), list(options.values()))[0](desk).user
+    asked = (frame or desk.rng.choice(PHRASES["phrases"]["name_chat"])).format(u=said)
+    return plain("title", asked, "They want a title.", title_of(said))
 
 
 Draws = dict[Callable[[Desk], Exchange], float]
@@ -983,6 +989,7 @@ NO_TOOL: Final[Draws] = {
     calculate: 4.5,
     say_again: 0.7,
     remember: 0.9,
+    name_chat: 0.5,
 }
 
 
@@ -1089,36 +1096,15 @@ def dress(words: Words, exchange: Exchange) -> Exchange:
     return replace(exchange, user=user)
 
 
-TITLE_SYSTEMS: Final = (
-    "You are a title generator. Reply with a short title and nothing else.",
-    "Generate a short title for the conversation, at most six words.",
-    "You write titles. Output only the title.",
-    "Summarize the conversation in a title of 3 to 6 words.",
-)
-
-
 def ask_title(words: Words) -> Conversation:
-    """A client that wants a name for the conversation."""
+    """A client that wants a name for a conversation: its system prompt says so."""
     rng = words.rng
-    desk = offer_tools(words, 2)
-    options = possible(desk) | {greet: 1.0, calculate: 1.0, state_fact: 1.0}
-    about = rng.choices(list(options), list(options.values()))[0](desk)
-    frame = rng.choice(
-        (
-            "{u}",
-            "Generate a title for this conversation:\n\n{u}",
-            "<conversation>\nUser: {u}\n</conversation>\n\nWrite a short title.",
-            "Give this conversation a title: {u}",
-            "Please write a short title for: {u}",
-        )
-    )
-    asked = frame.format(u=about.user)
-    system = rng.choice(TITLE_SYSTEMS) if frame == "{u}" or rng.random() < 0.5 else ""
-    title = about.title
+    exchange = name_chat(offer_tools(words, 2), "{u}" if rng.random() < 0.5 else "")
+    system = rng.choice(PHRASES["titles"])
     if rng.random() < 0.25:
         system = rng.choice(PHRASES["json_titles"])
-        title = json.dumps({"title": title}, ensure_ascii=False)
-    exchange = plain("title", asked, "They want a title.", title, title)
+        answer = json.dumps({"title": exchange.answer}, ensure_ascii=False)
+        exchange = replace(exchange, answer=answer, quotes=(answer,))
     return Conversation(system, [], (exchange,))
 
 
@@ -1130,10 +1116,10 @@ def write_conversation(
     It has `n_exchanges`, or one to four.
     """
     words = Words(rng, held_out)
-    if rng.random() < 0.04:
+    if rng.random() < 0.03:
         return ask_title(words)
     with_tools = rng.random() < 0.82
-    n_customs = rng.choice((0, 1, 2, 3, 4, 6)) if rng.random() < 0.9 else rng.randrange(6, 16)
+    n_customs = rng.choice((0, 0, 1, 2, 2, 3)) if rng.random() < 0.9 else rng.randrange(4, 10)
     desk = offer_tools(words, n_customs) if with_tools else Desk(words)
     if with_tools and not desk.roles and not desk.customs:
         desk.customs.append(offer_custom(words))
@@ -1150,7 +1136,7 @@ def write_conversation(
     exchanges = tuple(dress(words, draw(desk)) for draw in drawn)
     offers = [*desk.roles.values(), *(custom.offer for custom in desk.customs)]
     schemas = {offer.name: offer.schema for offer in offers}
-    if offers and rng.random() < 0.25:
+    if offers and rng.random() < 0.2:
         for _ in range(rng.choice((1, 2, 4, 8))):
             bystander = offer_bystander(words)
             schemas.setdefault(bystander["function"]["name"], bystander)
@@ -1158,7 +1144,7 @@ def write_conversation(
     system = ""
     if rng.random() < 0.8:
         system = write_system(words, rng.choice((1, 1, 2, 3, 5, 8, 14, 24)))
-    if system and offers and rng.random() < 0.2:  # many agents tell of their tools in prose, too
+    if system and offers and rng.random() < 0.1:  # many agents tell of their tools in prose, too
         told = [f"- {offer.name}: {offer.purpose}" for offer in offers]
         system = "\n".join((system, "", "Available tools:", *rng.sample(told, len(told))))
     return Conversation("\n".join(filter(None, (filler, system))), tools, exchanges)

@@ -75,7 +75,7 @@ TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.1
-CHARACTERS_PER_TOKEN: Final = 3.4  # about, of a conversation's repr
+CHARACTERS_PER_TOKEN: Final = 3.6  # about, of a conversation's repr
 MATRIX_RATE: Final = 0.012  # of Muon
 VECTOR_RATE: Final = 0.003  # of Adam: embeddings, norms, gates
 NEWEST_SHARE: Final = 0.01  # of one step in the mean of the weights, which is what is exported
@@ -247,20 +247,20 @@ def conversation_row(
     Tools and rules are long and teach nothing: one to many exchanges share them.
     """
     most = length * CHARACTERS_PER_TOKEN
-    is_filled = length >= 1024 and rng.random() < 0.45  # mostly instructions, as agents send them
+    is_filled = length >= 1024 and rng.random() < 0.35  # mostly instructions, as agents send them
     while True:
-        state, n = rng.getrandbits(64), rng.choice((1, 4, 8, 16, 24, 32))
-        n = rng.choice((1, 2, 4, 8)) if is_filled else n
+        state, n = rng.getrandbits(64), rng.choice((1, 2, 4, 6)) if is_filled else length // 32
         how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
         conversation = write_conversation(random.Random(state), n_exchanges=n)
-        while len(repr(conversation)) > most and len(conversation.exchanges) > 1:
+        while (n_chars := len(repr(conversation))) > most and len(conversation.exchanges) > 1:
             conversation = replace(conversation, exchanges=conversation.exchanges[:-1])
-        n_chars = len(repr(conversation))  # rendering is what takes time
-        is_short = n_chars < 0.7 * most and not is_filled
-        if n_chars > 1.2 * most or (is_short and length <= 2048 and rng.random() < 0.9):
+        is_short = n_chars < 0.75 * most and not is_filled and rng.random() < 0.9
+        if is_short or n_chars > 1.2 * most:  # rendering is what takes time
             continue
         row = tokens_and_weights(tokenizer, conversation, **how)
-        spare = length - len(row[0])
+        while (spare := length - len(row[0])) < 0 and len(conversation.exchanges) > 1:
+            conversation = replace(conversation, exchanges=conversation.exchanges[:-1])
+            row = tokens_and_weights(tokenizer, conversation, **how)
         if spare < 0:
             continue
         if spare < 100 or not is_filled:
@@ -275,7 +275,7 @@ def row_length(rng: random.Random, step: int) -> int:
     """Short texts first; from step 400 on also long ones."""
     if step < 400:
         return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
-    return rng.choices(ROWS, (25, 42, 22, 8, 3))[0]
+    return rng.choices(ROWS, (22, 48, 20, 7, 3))[0]
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
