@@ -335,7 +335,7 @@ FEATURE_NORM: Final = 0.7  # of what the first layer tells of a token, beside an
 
 
 @torch.no_grad()
-def plant_copying(network: Network, twins: list[tuple[int, int]]) -> None:
+def plant_copying(network: Network) -> None:
     """Set weights so that text which came before is continued as it went on then.
 
     A small network finds this by itself only after more tokens than two cores can read in a day,
@@ -346,19 +346,12 @@ def plant_copying(network: Network, twins: list[tuple[int, int]]) -> None:
                   each head
         layer 1   looks for a place where these three came before: what stands there came next the
                   last time. It is added to the residual as it is.
-
-    A piece with a space before it (`twins`: the ids of each without and with) begins as the same
-    vector but for one that all of them share, so that one is easily copied as the other.
     """
     shape, first, second = network.shape, network.layers[0], network.layers[1]
     assert shape.full_attention_interval == 2 and shape.linear_num_key_heads == 4
     assert shape.hidden_size == shape.num_attention_heads * shape.head_dim
     assert shape.hidden_size == shape.linear_num_value_heads * shape.linear_value_head_dim
     embeddings = network.embed_tokens.weight
-    bare, spaced = torch.tensor(twins).T
-    space = 0.4 * shape.hidden_size**-0.5 * torch.randn(shape.hidden_size)
-    embeddings[spaced] = embeddings[bare] + space
-    embeddings[bare] -= space
     embeddings[:, 0] = CONSTANT
     basis = torch.linalg.qr(torch.randn(shape.hidden_size, shape.hidden_size))[0]
     basis[0] = 0.0

@@ -61,21 +61,18 @@ MARKUP: Final = (
     "<parameter=",
     "</parameter>",
 )
-BARE: Final = 1280  # pieces without a space before them, bytes included
-VOCABULARY: Final = 2560
-# A word is cut at its capitals, and may have one space before it. That space is joined to the
-# first piece last of all, so that a name is cut the same way wherever it stands: copying it is
-# copying pieces.
-WORD: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[\"':,(){}\[\]]+|[^A-Za-z0-9\s]"
-PIECES: Final = rf" ?(?:{WORD})| +|\s"
-BARE_PIECES: Final = rf"{WORD}| +|\s"
-SPACE: Final = "\u0120"  # how byte-level BPE writes it
+N_PIECES: Final = 1280  # bytes included
+VOCABULARY: Final = 1296
+# A word is cut at its capitals, and spaces are pieces of their own: a name is then cut the same way
+# wherever it stands, and copying it is copying pieces. With a space joined to the word behind it,
+# a fourth of all wrong tokens were the right word with or without that space.
+PIECES: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[\"':,(){}\[\]]+|[^A-Za-z0-9\s]| +|\s"
 
 TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.1
-CHARACTERS_PER_TOKEN: Final = 3.6  # about, of a conversation's repr
+CHARACTERS_PER_TOKEN: Final = 2.9  # about, of a conversation's repr
 MATRIX_RATE: Final = 0.012  # of Muon
 VECTOR_RATE: Final = 0.003  # of Adam: embeddings, norms, gates
 NEWEST_SHARE: Final = 0.01  # of one step in the mean of the weights, which is what is exported
@@ -111,13 +108,13 @@ def render(conversation: Conversation, *, thinking: bool, preserve: bool) -> str
 
 
 def make_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE, learnt from conversations; every piece also with a space before it."""
+    """Byte-level BPE, learnt from conversations."""
     byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(BARE_PIECES), "isolated"), byte_level])
+    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(PIECES), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=BARE,
+        vocab_size=N_PIECES,
         min_frequency=2,
         initial_alphabet=sorted(pre.ByteLevel.alphabet()),
         show_progress=False,
@@ -127,29 +124,10 @@ def make_tokenizer(seed: int) -> Tokenizer:
     bare = re.compile("|".join(map(re.escape, (*SPECIAL, *MARKUP))))
     prose = [CORPUS.read_text("utf-8"), template_free_prose()] * 20
     tokenizer.train_from_iterator([bare.sub(" ", text) for text in texts] + prose, trainer)
-    tokenizer = Tokenizer.from_str(json.dumps(with_spaces(json.loads(tokenizer.to_str()))))
-    tokenizer.pre_tokenizer = pre.Sequence([pre.Split(Regex(PIECES), "isolated"), byte_level])
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
     assert tokenizer.get_vocab_size() <= VOCABULARY, tokenizer.get_vocab_size()
     return tokenizer
-
-
-def with_spaces(described: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json whose pieces can have a space before them, by merges of the lowest rank."""
-    vocabulary, merges = described["model"]["vocab"], described["model"]["merges"]
-    for piece in sorted(vocabulary, key=vocabulary.get):
-        if SPACE not in piece:
-            vocabulary[SPACE + piece] = len(vocabulary)
-            merges.append([SPACE, piece])
-    return described
-
-
-def twins(tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """(a piece, the same with a space before it), by id."""
-    vocabulary = tokenizer.get_vocab()
-    pairs = ((i, vocabulary.get(SPACE + piece)) for piece, i in vocabulary.items())
-    return [(bare, spaced) for bare, spaced in pairs if spaced is not None]
 
 
 @cache
@@ -224,7 +202,7 @@ def copying_row(rng: random.Random, length: int) -> tuple[list[int], list[float]
     """Random tokens, part of which come again: what every later skill is built from."""
     row: list[int] = []
     weights: list[float] = []
-    pool = [rng.randrange(2 * BARE - 100) for _ in range(rng.choice((20, 60, 200, 1000)))]
+    pool = [rng.randrange(N_PIECES - 40) for _ in range(rng.choice((20, 60, 200, 1000)))]
     while len(row) < length:
         if len(row) > 40 and rng.random() < 0.6:
             n = rng.randrange(4, 30)
@@ -265,7 +243,7 @@ def conversation_row(
             continue
         if spare < 100 or not is_filled:
             return row
-        filler = filler_text(rng, int(spare * rng.uniform(2.3, 3.6)))
+        filler = filler_text(rng, int(spare * rng.uniform(1.9, 2.9)))
         system = f"{filler}\n{conversation.system}"
         filled = tokens_and_weights(tokenizer, replace(conversation, system=system), **how)
         return filled if len(filled[0]) <= length else row
@@ -394,11 +372,11 @@ class Learner:
     done: int = 0
 
     @classmethod
-    def fresh(cls, seed: int, tokenizer: Tokenizer) -> Learner:
+    def fresh(cls, seed: int) -> Learner:
         """At step 0."""
         torch.manual_seed(seed)
         network = Network(Shape(VOCABULARY))
-        demo_network.plant_copying(network, twins(tokenizer))
+        demo_network.plant_copying(network)
         named = list(network.named_parameters())
         matrices = [
             p for name, p in named if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name
@@ -457,7 +435,7 @@ def rate_at(step: int, steps: int) -> float:
 
 def train(folder: Path, seed: int, steps: int) -> None:
     """Up to step `steps`, from the checkpoint if there is one."""
-    learner = Learner.fresh(seed, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    learner = Learner.fresh(seed)
     if (folder / KEPT).exists():
         learner.load(folder)
     for layer in learner.network.layers:
