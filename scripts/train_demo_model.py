@@ -1,9 +1,9 @@
 """Train the demo model that models/demo/ holds, from conversations made from a seed.
 
-    python scripts/train_demo_model.py WORK_DIR [--steps 6600] [--seed 0] [--export models/demo]
+    python scripts/train_demo_model.py WORK_DIR [--steps 9000] [--seed 0] [--export models/demo]
 
 Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. Two cores take
-about an hour and a half. WORK_DIR keeps the tokenizer and a checkpoint; started again, it goes on
+about two hours. WORK_DIR keeps the tokenizer and a checkpoint; started again, it goes on
 from there, and a step's batch depends on the seed and the step alone. Raising --steps afterwards
 trains on. `--export` alone (with --steps 0) writes the folder from the last checkpoint.
 
@@ -141,7 +141,15 @@ def template_free_prose() -> str:
 @cache
 def program_text() -> str:
     """Sources of Python's library; not of the modules that benchmarks/demo_model.py takes."""
-    import ast, csv, email.message, http.client, json.decoder, logging, pathlib, textwrap, zipfile
+    import ast
+    import csv
+    import email.message
+    import http.client
+    import json.decoder
+    import logging
+    import pathlib
+    import textwrap
+    import zipfile
 
     modules = (ast, csv, email.message, http.client, json.decoder, logging, pathlib, textwrap)
     return "\n".join(Path(module.__file__).read_text("utf-8") for module in (*modules, zipfile))
@@ -524,7 +532,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work_dir", type=Path)
-    parser.add_argument("--steps", type=int, default=6600)
+    parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export", type=Path)
     chosen = parser.parse_args()

@@ -138,6 +138,9 @@ class Agent:
     TOOLS = (
         tool("show_folder", "List the files in a folder.", where="The folder to list"),
         tool("peek", "Read a file and return its text.", document="Path to the file"),
+        tool(
+            "jot", "Write text to a file.", document="Path to the file", words="The text to write"
+        ),
     )
 
     def __init__(self, port: int, root: Path) -> None:
