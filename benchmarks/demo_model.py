@@ -174,7 +174,7 @@ def conversations(n: int, seed: int, *, filler_tokens: int) -> Iterator[Conversa
     """Held-out conversations."""
     for i in range(n):
         rng = random.Random(f"held out {seed} {i}")
-        filler = unseen_text(rng, int(filler_tokens * 2.3)) if filler_tokens else ""
+        filler = unseen_text(rng, int(filler_tokens * 2.5)) if filler_tokens else ""
         yield write_conversation(rng, held_out=True, filler=filler)
 
 
