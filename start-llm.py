@@ -3904,15 +3904,15 @@ def _failure(error: Exception, cache: LRUPromptCache) -> ServerError:
 
 
 def _stops(job: Job, offset: KvOffset, *, has_state: bool) -> list[int]:
-    # None close to another, images apart: a call of the model costs more than 48 tokens in one.
+    # None close to another: to save a few tokens is not worth a call of the model.
     tokens, end, stops = job.prompt.tokens, job.n_prompt - 1, [int(offset)]
     ends = {start + len(view.ids) for start, view in job.images}  # a slice has one image, its last
     fixed = ends | {start for start, _ in job.images if has_state}
-    told, spaced = job.boundaries, range(LATTICE_TOKENS, end, LATTICE_TOKENS)
-    lattice = [p for p in spaced if bisect_left(told, p) == bisect_left(told, p + 49)]
+    lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
     for position in sorted({*fixed, *job.boundaries, *lattice} if has_state else fixed):
-        if stops[-1] + 48 * (position not in fixed) < position <= end:
-            stops += [] if is_inside_image(tokens, position) else [position]
+        room = 0 if position in fixed else 4
+        if stops[-1] + room < position <= end and not is_inside_image(tokens, position):
+            stops.append(position)
     return stops[1:] + [end] * (has_state and end - stops[-1] > OPENING_TOKENS)
 
 

@@ -5,7 +5,6 @@ compared, not samples: with sampled tokens a wrong slice went unnoticed.
 """
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -286,16 +285,3 @@ def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group
     monkeypatch.setattr(s.Group, "leave", real)
     ids, _, ticket = b.ask(words(rng, 200))
     assert b.worst(ticket, ids) == 0.0
-
-
-@pytest.mark.parametrize("head_end", [60, 2000, 2047, 2048, 2049, 2096, 2097, 3000])
-def test_where_a_message_ends_there_is_a_checkpoint_whatever_is_spaced_evenly(head_end):
-    """why(L-61): no two within 48 tokens, and it is the evenly spaced one that gives way."""
-    tokens, told = np.zeros(5000, np.int32), (head_end, 4990)
-    job = SimpleNamespace(prompt=SimpleNamespace(tokens=tokens), n_prompt=5000, images=())
-    job.boundaries = told
-    stops = s._stops(job, s.KvOffset(0), has_state=True)
-    assert set(told) <= set(stops) and 4096 in stops
-    assert min(np.diff([0, *stops])) > 48
-    assert not s._stops(job, s.KvOffset(4950), has_state=True)
-    assert not s._stops(job, s.KvOffset(0), has_state=False)

@@ -481,9 +481,8 @@ def test_both_apis_say_the_same_and_share_one_cache(served, sdk):
         )
         assert total(ours.usage) == whole.usage.prompt_tokens
         cached = whole.usage.prompt_tokens_details.cached_tokens
-        # hybrid: from the last checkpoint, which may lie 48 tokens before the generation prompt
-        slack = 56 if "qwen3_5" in served.state.engine.model.model_id else 8
-        assert cached >= whole.usage.prompt_tokens - slack, "the second one prefilled a message"
+        # hybrid: from the last checkpoint, a generation prompt before the end
+        assert cached >= whole.usage.prompt_tokens - 8, "the second one prefilled something"
         messages += react(ours, n)
         history.append(theirs.model_dump(exclude_none=True))
         results = [

@@ -139,12 +139,11 @@ def test_what_it_was_thinking_is_not_changed_by_what_must_follow(served):
 
 def test_a_warm_cache_says_what_a_cold_one_says_and_the_next_turn_is_cached(served):
     asked = {"tools": openai.omit, "response_format": form(TITLE), "max_tokens": LONG}
-    talk = [ASKED[0], user("more words " * 60 + ASKED[1]["content"])]  # some to save (L-61)
     served.forget()
-    cold = served.ask(talk, **asked)
-    warm = served.ask(talk, **asked)
+    cold = served.ask(ASKED, **asked)
+    warm = served.ask(ASKED, **asked)
     assert warm.said == cold.said and warm.n_cached > cold.n_cached
-    later = served.ask([*talk, cold.answer, user("And now?")], tools=openai.omit)
+    later = served.ask([*ASKED, cold.answer, user("And now?")], tools=openai.omit)
     assert later.n_cached >= cold.usage["prompt_tokens"] + cold.n_generated - 1
 
 
