@@ -26,16 +26,19 @@ from engine_bench import Bench  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    """Rows of measured numbers, shown at the end."""
-    rows: list[str] = []
-    yield rows
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        writer = request.config.pluginmanager.getplugin("terminalreporter")
-        writer.write_line("")
-        for row in rows:
-            writer.write_line(row)
+@pytest.fixture
+def table(record_property):
+    """Adds a row of measured numbers, shown at the end whichever process ran the test."""
+    return lambda row: record_property("row", row)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The rows of `table`."""
+    reports = [r for group in terminalreporter.stats.values() for r in group]
+    called = [r for r in reports if getattr(r, "when", None) == "call"]
+    for name, row in (pair for report in called for pair in report.user_properties):
+        if name == "row":
+            terminalreporter.write_line(row)
 
 
 @pytest.fixture(scope="session")

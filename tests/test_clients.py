@@ -393,7 +393,7 @@ def test_what_was_sent_or_generated_before_is_cached(conversation, table):
     row = "{:19} {:8} {} requests  cached {:.4f}  prefilled {} / {}, from the second on {} / {}"
     facts = (len(requests), min(shares), sum(n_prefilled), sum(needed))
     warm = (sum(n_prefilled[1:]), sum(needed[1:]))
-    table.append(row.format(conversation.client, conversation.kind, *facts, *warm))
+    table(row.format(conversation.client, conversation.kind, *facts, *warm))
     assert min(shares) >= LEAST_SHARE, shares
     assert facts[2] <= MOST_RATIO * facts[3]
     most = MOST_RESTATED if conversation.client in RESTATES else MOST_WARM_RATIO
@@ -411,7 +411,7 @@ def test_the_log_has_what_the_model_was_given(conversation):
 def test_no_request_falls_back(conversation, table):
     reasons = Counter(one["fallback"] for one in conversation.records if one["fallback"])
     n, who = len(conversation.records), f"{conversation.client:19} {conversation.kind:8}"
-    table.append(f"{who} {reasons.total()} of {n} requests fall back {dict(reasons) or ''}")
+    table(f"{who} {reasons.total()} of {n} requests fall back {dict(reasons) or ''}")
     assert reasons.total() == conversation.n_fallbacks
     assert conversation.n_fallbacks <= MOST_FALLBACKS * n
 
@@ -534,7 +534,7 @@ def visit(visits, request):
 def test_a_new_session_begins_where_they_all_do(visit, name, table):
     first = visit[DELEGATE][0]
     share = first.usage.cached / len(first.prompt)
-    table.append(f"{name:19} new session: {share:.4f} of {len(first.prompt)} tokens are cached")
+    table(f"{name:19} new session: {share:.4f} of {len(first.prompt)} tokens are cached")
     assert share >= LEAST_NEW_SHARE
 
 
@@ -543,7 +543,7 @@ def test_a_sub_agent_and_loaded_tools_cost_the_main_thread_nothing(visit, name, 
     for words, talk in visit.items():
         pairs = pairwise(talk)
         shares = [after.usage.cached / len(before.tokens) for before, after in pairs]
-        table.append(f"{name:19} {words[:16]}... {len(talk)} requests  cached {min(shares):.4f}")
+        table(f"{name:19} {words[:16]}... {len(talk)} requests  cached {min(shares):.4f}")
         assert min(shares) >= LEAST_SHARE, shares
 
 
@@ -584,7 +584,7 @@ def test_a_client_killed_in_mid_prefill_finds_its_work_again(client, name, kind,
         client.say(kind, HELLO, new=True)
     (told,) = tap.told
     cells = (name, kind, reached, len(told.prompt), told.usage.cached)
-    table.append("{:19} {:8} killed after {} of {} tokens, then {} are cached".format(*cells))
+    table("{:19} {:8} killed after {} of {} tokens, then {} are cached".format(*cells))
     assert reached < len(told.prompt)
     assert told.usage.cached >= LEAST_SHARE * reached
 
@@ -627,7 +627,7 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
     for name, client in zip(names, clients, strict=True):
         if client.WAITS:
             assert f"Hello, {name}." in client.log()
-    table.append(f"{', '.join(names)}: {SLOW_SECONDS} s without a token")
+    table(f"{', '.join(names)}: {SLOW_SECONDS} s without a token")
 
 
 class Eyes(Scribe):
@@ -670,6 +670,6 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
     assert not any(prepared.draft.fallback for prepared, _ in told)
     usages = [end.usage for _, end in told]
     for before, usage in pairwise(usages):
-        table.append(f"{reader} {kind}: cached {usage.cached} of {usage.prompt}")
+        table(f"{reader} {kind}: cached {usage.cached} of {usage.prompt}")
         assert usage.cached >= before.prompt + before.completion - 1
     assert seeing.tower_runs == 1

@@ -1025,7 +1025,7 @@ def oracle(kind, tmp_path_factory):
 def test_what_clients_change_costs_nothing(begin, oracle, cold, table, name):
     scenario, case = SCENARIOS[name], begin()
     scenario.play(case)
-    table.append(
+    table(
         f"{case.kind:12} {name:24} {len(case.real):3} requests  prefilled {case.n_prefilled:6}"
         f"  fewest {case.n_fewest:6}  ratio {case.ratio:.4f}"
     )
@@ -1097,14 +1097,14 @@ def test_the_bar_is_met_by_the_rule_alone(rule, begin_dense, ratio_with, table):
     scenario, case = RULES[rule], begin_dense()
     scenario.play(case)
     without = ratio_with(scenario, DENSE, **{f"rule_{rule}": "off"})
-    table.append(f"{DENSE:12} {rule:24} ratio {case.ratio:.4f}  without this rule {without:.4f}")
+    table(f"{DENSE:12} {rule:24} ratio {case.ratio:.4f}  without this rule {without:.4f}")
     assert case.ratio <= scenario.bar < without
 
 
 def test_stripped_thinking_costs_without_a_ledger(ratio_with, table):
     scenario = SCENARIOS["thinking_kept_in_loop"]
     as_sent = ratio_with(scenario, HYBRID, cache_canonicalize_tool_context=False)
-    table.append(f"{HYBRID:12} thinking_kept_in_loop    rendered as sent {as_sent:.4f}")
+    table(f"{HYBRID:12} thinking_kept_in_loop    rendered as sent {as_sent:.4f}")
     assert as_sent > scenario.bar
 
 

@@ -234,7 +234,7 @@ def test_nothing_is_prefilled_twice(served, cold, kind, table, scenario):
     n_prefilled = prefilled(served.recorder.fed, requests)
     needed = fewest(requests, None if kind == DENSE else served.scribe.turns)
     ratio = n_prefilled / sum(needed)
-    table.append(
+    table(
         f"{kind:12} {scenario.__name__:28} {len(requests):3} requests  "
         f"prefilled {n_prefilled:6}  fewest {sum(needed):6}  ratio {ratio:.4f}"
     )
