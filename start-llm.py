@@ -125,8 +125,7 @@ from transformers import PreTrainedTokenizerBase
 
 # region 01 CONFIG =============================================================
 # Every setting, read once, frozen. In capitals its name is the variable's; no default is elsewhere.
-# Doors   Config, ConfigError, entries, is_loopback
-# Knows - · Thread any; pure · Budget 153
+# Doors   Config, ConfigError, entries, is_loopback · Knows - · Thread any; pure · Budget 150
 
 _Port = Annotated[int, Field(ge=1, le=65_535)]
 _Count = Annotated[int, Field(ge=0)]
@@ -159,10 +158,8 @@ def is_loopback(host: str) -> bool:
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
 
-    not_yet_acting: typing.ClassVar = {
-        *("KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"),
-        "CACHE_SESSION_PARTITIONING",
-    }
+    not_yet_acting: typing.ClassVar = {"KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME"}
+    not_yet_acting |= {"QUANTIZED_KV_START", "CACHE_SESSION_PARTITIONING"}
     # -- model
     model_path: str = ""  # Hugging Face repo or folder; empty: GLM-4.7-Flash on a Mac, else "demo"
     model_family: _Family = "auto"  # which tool-call format is tried first
@@ -281,8 +278,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 # region 02 ERRORS =============================================================
 # What can go wrong while answering: a table of status, type, code and headers by class.
 # Doors   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Overloaded
-# Doors   GenerationFailed, ClientGone
-# Knows - · Thread any; pure · Budget 71
+# Doors   GenerationFailed, ClientGone · Knows - · Thread any; pure · Budget 70
 
 
 class ServerError(Exception):
@@ -354,8 +350,8 @@ class ClientGone(Exception):
 # region 03 LOG ================================================================
 # Console, counters, session logs: one JSON object per line, a folder for each day. Only these hold
 # what a client wrote, only while ENABLE_REQUEST_LOGGING is on, and only their owner can read them.
-# Doors   log, start_logging, request_line, show_progress, Facts, Traffic, CacheMetrics, SessionLog
-# Knows CONFIG · Owns _CACHE_METRICS_LOCK · Thread any · Budget 130
+# Doors   log, start_logging, request_line, show_progress, Facts, CacheMetrics, SessionLog
+# Knows CONFIG · Owns _CACHE_METRICS_LOCK · Thread any · Budget 121
 
 Facts = dict[str, Any]  # of a request, as the log, the page and Prometheus say them
 log: Final = logging.getLogger("start-llm")
@@ -397,15 +393,6 @@ def show_progress(name: str, *, done: int, of: int) -> None:
         bar = "#" * (40 * done // of)
         text = f"{name} [{bar:40}] {done:,} of {of:,} tokens" if done < of else ""
         _CONSOLE.print(text.ljust(_CONSOLE.width - 1), end="\r", markup=False, highlight=False)
-
-
-class Traffic:
-    """Requests under way and the last ones, as facts; written and copied in single steps."""
-
-    def __init__(self) -> None:
-        self.live: dict[str, Callable[[], Facts]] = {}  # by request id
-        self.recent: deque[Facts] = deque(maxlen=200)
-        self.divergences: deque[Facts] = deque(maxlen=20)
 
 
 class CacheMetrics:
@@ -488,9 +475,8 @@ class SessionLog:
 # "1" is no number). Null means absent. Unknown fields pass; one that would change the answer and
 # that we cannot honour is refused. Messages stay plain dicts, with one spelling for each thing.
 # Doors   Body, Message, OriginalMessages, KvOffset, FinishReason, Usage, Ending, AnswerShape
-# Doors   parse_json_body, given_fields, checked, without_nulls, Each, Name
-# Doors   ChatRequest, Sampling, ToolChoice, SessionContext
-# Knows CONFIG, ERRORS · Thread any; pure · Budget 409
+# Doors   parse_json_body, given_fields, checked, without_nulls, Each, Name, Sampling, ToolChoice
+# Doors   ChatRequest, SessionContext · Knows CONFIG, ERRORS · Thread any; pure · Budget 408
 
 Body = dict[str, Any]
 Message = dict[str, Any]
@@ -1122,10 +1108,9 @@ def anthropic_error(error: ServerError) -> Body:
 # Images of a request -> their bytes, with a mark in their place.
 # A mark is a digest of the image between two noncharacters, a word like any other to CANON, the
 # ledger and the chat template. Only where tokens are made, the model's own stand for it.
-# Doors Picture, pictured · Knows CONFIG, ERRORS, WIRE · Thread connection · Budget 73
+# Doors Picture, pictured · Knows CONFIG, ERRORS, WIRE · Thread connection · Budget 71
 
 MAX_PIXELS: Final = 64_000_000  # of one image; a file of a few kB can hold more than memory does
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 class Picture(NamedTuple):
@@ -1137,14 +1122,13 @@ class Picture(NamedTuple):
     def opened(self) -> Image.Image:
         """RGB pixels, upright; of a GIF the first frame. Raises BadRequest."""
         try:
-            image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
+            image = Image.open(io.BytesIO(self.data), formats=("PNG", "JPEG", "WEBP", "GIF"))
             if (n_pixels := math.prod(image.size)) <= MAX_PIXELS:
                 upright = ImageOps.exif_transpose(image).convert("RGBA")
                 white = Image.new("RGBA", upright.size, "white")  # behind what is transparent
                 return Image.alpha_composite(white, upright).convert("RGB")
         except Exception as fault:  # Pillow's plugins raise what they like
-            sentence = f"is no {', '.join(_FORMATS)} image that can be read"
-            raise BadRequest(sentence, at=self.at) from fault
+            raise BadRequest("is no PNG, JPEG, WEBP, GIF that can be read", at=self.at) from fault
         raise BadRequest(f"has {n_pixels:,} pixels, more than {MAX_PIXELS:,}", at=self.at)
 
 
@@ -1979,7 +1963,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 231
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 247
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -2025,6 +2009,7 @@ class Draft:
     past: Transcript | None = None
     kept: int = 0  # tokens of the past
     fallback: str = ""  # why a longer past was not replayed
+    holds: Callable[[], bool] = lambda: True  # takes long; if not, it must be drafted once more
 
 
 def _chain(world: bytes, turns: Iterable[Turn]) -> tuple[bytes, ...]:
@@ -2037,11 +2022,11 @@ class Ledger:
 
     ALTERNATIVES: Final = 4  # transcripts under one key
     TRIES: Final = 3  # pasts, the longest first, before a request is rendered as sent
-    MAX_HEADS: Final = 256
+    MAX_HEADS: Final = 256  # messages and what they tell; as many worlds that misled a guess
 
     def __init__(self, config: Config, metrics: CacheMetrics, *, healing: HealingStore) -> None:
         self._config, self._metrics, self._healing = config, metrics, healing
-        self._heads = LRUCache(self.MAX_HEADS)  # (messages, what they tell) by key; guards itself
+        self._heads, self._misled = LRUCache(self.MAX_HEADS), LRUCache(self.MAX_HEADS)  # by key
         self._ledger_lock = threading.Lock()
         # Guarded by _ledger_lock; least recently used first, parents behind their children
         self._pasts: OrderedDict[bytes, list[Transcript]] = OrderedDict()
@@ -2154,10 +2139,25 @@ class Ledger:
             raise Unspliceable("thinking is not preserved")
         old = [turn.message for turn in draft.turns[:depth]]
         before = replace(past.rendered, ids=np.concatenate(past.ids))
-        healed = OriginalMessages(tuple(_heal_messages(new, self._healing)))
-        rest = replace(request, messages=healed)
-        rendered = template.splice(rest, old, before=before, is_cut=is_cut)
-        return replace(draft, rendered=rendered, told=told, past=past, kept=len(before.ids))
+        rest = replace(request, messages=OriginalMessages((*_heal_messages(new, self._healing),)))
+        splice = partial(template.splice, rest, before=before, is_cut=is_cut)
+        draft = replace(draft, told=told, past=past, kept=len(before.ids))
+        # why(L-63): what follows a past is nearly always said by these of its messages alone.
+        asked = max((i for i, message in enumerate(old) if message["role"] == "user"), default=0)
+        *_, step = [0, *(i for i, message in enumerate(old[:-4]) if message["role"] == "assistant")]
+        few = [message for i, message in enumerate(old) if i in (0, asked) or i >= step]
+        if 2 * len(few) < len(old) and draft.keys[0] not in self._misled:
+            with suppress(Unspliceable):
+                draft = replace(draft, rendered=splice(few))
+                return replace(draft, holds=partial(self._holds, draft, partial(splice, old)))
+        return replace(draft, rendered=splice(old))
+
+    def _holds(self, guess: Draft, whole: Callable[[], Rendered]) -> bool:
+        with suppress(Unspliceable):
+            if (said := whole()) == guess.rendered and np.array_equal(said.ids, guess.rendered.ids):
+                return True
+        self._misled[guess.keys[0]] = True
+        return False
 
     def _as_sent(self, request: ChatRequest, template: Template, *, draft: Draft) -> Draft:
         """All messages rendered; the head as it was first rendered for anybody."""
@@ -2790,7 +2790,7 @@ class LRUPromptCache:
 # For people (/v1/status, session logs): a wrong session id costs no hit. One monotonic clock.
 # Doors   SessionIndex, session_id_of, SessionTurnStore, Sent, sent_again, why_not_more
 # Doors   _message_diff, _update_session_turn_store
-# Knows CONFIG, WIRE, CANON, KEY · Owns _sessions_lock, _turns_lock · Thread any · Budget 151
+# Knows CONFIG, WIRE, CANON, KEY · Owns _sessions_lock, _turns_lock · Thread any · Budget 150
 
 _Past = Sequence[object]  # a digest of each message
 _SLACK: Final = 16  # tokens: of a generation prompt, or of a block that is not full
@@ -3110,9 +3110,8 @@ class VisionModel(Module):  # type: ignore[misc]
 # What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
 # Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
 # a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
-# Doors   LoadedModel, Detokenizer, ModelError
-# Doors   resolve_model, load_model, banner, device_memory_bytes
-# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 203
+# Doors LoadedModel, Detokenizer, ModelError, resolve_model, load_model, banner, device_memory_bytes
+# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 201
 
 _DEMO: Final = "demo"
 
@@ -3320,7 +3319,7 @@ def banner(model: LoadedModel, config: Config) -> str:
 # used directly and told never to finish a row. Beside decoding, prefill gets a third of the time.
 # Doors Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob, Constraint, avoid
 # Doors think_at_most, follow · Knows CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, VISION, MODEL
-# Thread model, mlx; Ticket and Engine: any · Budget 764
+# Thread model, mlx; Ticket and Engine: any · Budget 756
 
 SLICE_MIN_TOKENS: Final = 64
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
@@ -3423,7 +3422,7 @@ class Ticket:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.marks = [time.monotonic()]  # the engine's: when submitted, admitted, decoding
-        self.wish: EndReason | None = None
+        self.wish: EndReason | None = None  # ends the row if it still runs; its KV is kept
         self.match = "-"  # what it reuses, once that is known
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.put, self.n_unread = self._events.put, self._events.qsize
@@ -3438,10 +3437,6 @@ class Ticket:
         """Waiting, prefill and decode, as far as they are."""
         submitted, admitted, decoding, ended = [*self.marks, *[time.monotonic()] * 2][:4]
         return admitted - submitted, decoding - admitted, ended - decoding
-
-    def close(self, wish: EndReason = "cancelled") -> None:
-        """End the row if it still runs ("stop": the reply is complete); its KV is kept."""
-        self.wish = wish
 
 
 def _if_finite(tokens: mx.array, logprobs: mx.array) -> mx.array:
@@ -3953,7 +3948,7 @@ class Engine:
         self.is_closing = False  # what runs may end, nothing more may begin
         self.memory: dict[str, int] = {}  # bytes by kind; this and the next two as of the last turn
         self.lines: list[tuple[str, dict[str, Any]]] = []  # each behind its tenant
-        self._report: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}  # rows by phase, queue and cache, likewise
         self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
 
     def start(self) -> None:
@@ -3979,7 +3974,7 @@ class Engine:
         assert job.n_prompt and job.max_tokens > 0
         if self.is_closing:
             raise NotReady("the server is stopping")
-        if self._inbox.qsize() + self._report["queued"] >= self._config.max_queued_requests:
+        if self._inbox.qsize() + self.report["queued"] >= self._config.max_queued_requests:
             raise Overloaded(f"{self._config.max_queued_requests} requests are waiting already")
         ticket = Ticket(job)
         self._inbox.put(lambda scheduler: scheduler.waiting.append(ticket))
@@ -4001,10 +3996,6 @@ class Engine:
             _ = self.model  # or it raises
             with suppress(TimeoutError):
                 return answer.result(timeout=IDLE_SECONDS)
-
-    def status(self) -> dict[str, Any]:
-        """State, rows by phase, queue and cache as of the last turn; safe to serialise."""
-        return {"state": self.state, **self._report}
 
     def _run(self, load: _Load, metrics: CacheMetrics) -> None:
         scheduler: Scheduler | None = None
@@ -4072,7 +4063,7 @@ class Engine:
         report |= {"decoding": sum(len(group.rows) for group in groups), "groups": len(groups)}
         report |= {"lines": len(cache.lines), "cache_bytes": cache.nbytes}
         report |= {"cache_max_bytes": cache.max_bytes, "capacity_tokens": self.capacity_tokens}
-        self._report = report | {"kv_bytes_per_token": scheduler.shape.token_bytes}
+        self.report = report | {"kv_bytes_per_token": scheduler.shape.token_bytes}
 
 
 # region 18 SPLIT ==============================================================
@@ -4083,8 +4074,7 @@ class Engine:
 # back. White space before a tag belongs to the tag; after one, newlines are dropped until the first
 # text of that kind, so that a reply of calls alone has no content. All else is as generated, but a
 # `</think>` nobody opened and a `<think>` inside thinking are dropped: they are never content.
-# Doors   _ReasoningStreamSplitter, Tags, Piece
-# Knows - · Thread any; pure · Budget 96
+# Doors   _ReasoningStreamSplitter, Tags, Piece · Knows - · Thread any; pure · Budget 95
 
 TextKind = Literal["reasoning", "content"]
 
@@ -4181,8 +4171,7 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings
-# Knows WIRE, SPLIT · Thread any; pure · Budget 289
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 288
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4469,11 +4458,10 @@ class ReplyStream:
 #     prepare: render, check, constrain, submit      (may still be a 400)
 #     listen:  tokens -> text -> stop strings -> reasoning | content | calls -> bodies
 #     close:   note the turn, log it, then the last words
-# Streamed or whole, an answer reads the same deltas; None while nothing is new: HTTP then looks
-# for the client. And what the server says of itself: health, status, metrics, why reuse stopped.
+# Streamed or whole, an answer reads the same deltas; None while nothing is new: HTTP then looks.
 # Doors   ServerState, empty_stores, Answer, prepare, token_count, models_body, model_body
 # Doors   health, status_body, metrics_text, explain, drop_cache
-# Knows all · Thread connection; status_body: also main · Budget 573
+# Knows all · Thread connection; status_body: also main · Budget 582
 
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 
@@ -4500,7 +4488,9 @@ class ServerState:
     SESSION_INDEX: SessionIndex
     SESSION_TURN_STORE: SessionTurnStore
     session_log: SessionLog
-    traffic: Traffic
+    live: dict[str, Callable[[], Facts]]  # requests under way, by id
+    recent: deque[Facts]  # the last ones; like the others, written and copied in single steps
+    divergences: deque[Facts]
     started: int  # Unix seconds
     tenant: str = ""  # whose stores these are, where they are kept apart
     tenants: dict[str, ServerState] = field(default_factory=dict)  # all that were asked for
@@ -4521,7 +4511,9 @@ def empty_stores(config: Config, metrics: CacheMetrics) -> dict[str, Any]:
         "LEDGER": Ledger(config, metrics, healing=healing),
         "SESSION_INDEX": SessionIndex(config),
         "SESSION_TURN_STORE": SessionTurnStore(),
-        "traffic": Traffic(),
+        "live": {},
+        "recent": deque(maxlen=200),
+        "divergences": deque(maxlen=20),
     }
 
 
@@ -4628,7 +4620,9 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 
 def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     """POST /v1/messages/count_tokens: what the prompt of this very request would have."""
-    draft = _draft(state, _seen(state, request)[0], limit=state.engine.model.limit)
+    seen, limit = _seen(state, request)[0], state.engine.model.limit
+    while not (draft := _draft(state, seen, limit=limit)).holds():
+        pass
     return {"input_tokens": len(draft.rendered.ids)}
 
 
@@ -4789,7 +4783,13 @@ class Answer:
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
             with suppress(OSError):  # why(L-35): rendering must not slow down those who stream
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        self._prepared = prepare(state, request)
+        while True:
+            self._prepared = prepare(state, request)
+            self._ticket = state.engine.submit(self._prepared.job)
+            time.sleep(0.0005)  # why(L-63): or this thread would keep the model's from beginning
+            if self._prepared.draft.holds():
+                break
+            self._ticket.wish = "cancelled"
         self._request = request = self._prepared.request
         self._listener = Listener(self._prepared)
         model, name, now = self._prepared.loaded.model_id, request.request_id, int(time.time())
@@ -4797,17 +4797,16 @@ class Answer:
         self._shape: AnswerShape | AnthropicEvents = AnthropicEvents(name, request.model or model)
         if request.kind != "messages":
             self._shape = AnswerShape(request.kind, name, model, now, request.include_usage)
-        self._ticket = state.engine.submit(self._prepared.job)
         self._first_token_at: float | None = None
         self._logprobs: list[Body] = []  # those that have not left yet
         self._cached: int | None = None  # known as soon as the model starts on it
         self._done = 0  # tokens of the prompt
         self._end: Finished | None = None
-        state.traffic.live[request.request_id] = self._live
+        state.live[request.request_id] = self._live
 
     def close(self) -> None:
-        self._ticket.close()
-        self._state.traffic.live.pop(self._request.request_id, None)
+        self._ticket.wish = "cancelled"
+        self._state.live.pop(self._request.request_id, None)
         if self._end is None:
             self._tell(Finished("cancelled", self._cached or 0, "-"))
 
@@ -4866,7 +4865,7 @@ class Answer:
             self._logprobs.append({**self._logprob(event.id, value), "top_logprobs": top})
         deltas = self._listener.hear(event.id)
         if self._listener.is_over:
-            self._ticket.close("stop")
+            self._ticket.wish = "stop"
         return deltas
 
     def _logprob(self, token: int, logprob: float) -> Body:
@@ -4945,7 +4944,7 @@ class Answer:
         said = full if self._state.config.enable_request_logging else said
         log.warning("id=%s: about %d tokens were prefilled again: %s", name, again, said)
         facts = {"time": time.time(), "id": name, "session": sent.session}
-        self._state.traffic.divergences.append({**facts, "again": again, "why": full})
+        self._state.divergences.append({**facts, "again": again, "why": full})
 
     def _tell(self, end: Finished) -> Facts:
         """Say that the request is over, to all who count or show it."""
@@ -4957,7 +4956,7 @@ class Answer:
         facts |= {"replayed": draft.kept, "fallback": draft.fallback or None}
         log.info(request_line(**facts, **state.metrics.snapshot()))
         state.metrics.observe(facts)
-        state.traffic.recent.append({"time": time.time(), **facts})
+        state.recent.append({"time": time.time(), **facts})
         return facts
 
     def _about(self) -> Facts:
@@ -4984,17 +4983,17 @@ def health(state: ServerState) -> tuple[int, dict[str, Any]]:
 
 def status_body(state: ServerState) -> dict[str, Any]:
     """GET /v1/status: everything that can be seen of the server, as of this moment."""
-    engine, traffic, now = state.engine, state.traffic, time.monotonic()
+    engine, now = state.engine, time.monotonic()
     state.SESSION_TURN_STORE.forget(now - (state.config.ledger_ttl_seconds or math.inf))
     body: dict[str, Any] = {
         **health(state)[1],
         "started": state.started,
         "uptime_seconds": int(time.time()) - state.started,
-        "engine": engine.status(),
+        "engine": {"state": engine.state, **engine.report},
         "memory": {**engine.memory, "process": psutil.Process().memory_info().rss},
-        "requests": [tell() for tell in list(traffic.live.values())],
-        "recent": list(traffic.recent),
-        "divergences": list(traffic.divergences),
+        "requests": [tell() for tell in list(state.live.values())],
+        "recent": list(state.recent),
+        "divergences": list(state.divergences),
         "cache": [line for owner, line in engine.lines if state.tenant in ("", owner)],
         "sessions": state.SESSION_INDEX.snapshot(now),
         "ledger": {**state.LEDGER.snapshot(now), "healing": len(state.HEALING_STORE)},
@@ -5017,7 +5016,8 @@ def metrics_text(state: ServerState) -> bytes:
 
 def explain(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     """POST /v1/cache/explain: what it would reuse, and why no more. Nothing is run."""
-    prepared = prepare(state, request)
+    while not (prepared := prepare(state, request)).draft.holds():
+        pass
     draft, prompt, why = prepared.draft, prepared.job.prompt, None
     reuse = state.engine.ask(lambda scheduler: scheduler.cache.find(prompt))
     if draft.keys:
@@ -5454,7 +5454,7 @@ def _drain(state: ServerState, servers: list[LLMServer]) -> None:
         server.server_close()
     for seconds in (state.config.shutdown_grace_seconds, 2.0):  # the last to say that it is cut
         ends = time.monotonic() + seconds
-        while time.monotonic() < ends and any(x.traffic.live for x in [*state.tenants.values()]):
+        while time.monotonic() < ends and any(x.live for x in [*state.tenants.values()]):
             time.sleep(0.02)
         state.engine.stop()  # a second time it does nothing
 

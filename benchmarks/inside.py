@@ -132,7 +132,7 @@ class InProcess:
 
     def status(self) -> Body:
         time.sleep(0.3)  # the model thread publishes after its turn
-        status: Body = self._state.engine.status()
+        status: Body = self._state.engine.report
         return status
 
     def forget(self) -> None:

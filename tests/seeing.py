@@ -228,7 +228,7 @@ class Seeing:
 
     @property
     def is_hybrid(self) -> bool:
-        return self.state.engine.status()["kv_bytes_per_token"] < 300
+        return self.state.engine.report["kv_bytes_per_token"] < 300
 
     def worst(self, one: Seen) -> float:
         """Largest difference to a cold run of the plain model over all tokens of the reply."""
@@ -250,12 +250,10 @@ class Seeing:
     def forget(self) -> None:
         """An empty server and an empty record; what images look like is still known."""
         engine = self.state.engine
-        wait_until(
-            lambda: not any(engine.status()[k] for k in ("queued", "prefilling", "decoding"))
-        )
+        wait_until(lambda: not any(engine.report[k] for k in ("queued", "prefilling", "decoding")))
         clear_cache(self.state.engine)
         forget_pasts(self.state)
-        wait_until(lambda: self.state.engine.status()["lines"] == 0)
+        wait_until(lambda: self.state.engine.report["lines"] == 0)
         self.requests.clear()
         self.seen.clear()
         self.calls.clear()

@@ -318,7 +318,7 @@ class Served(Client):
     def forget(self) -> None:
         """An empty cache and an empty record."""
         clear_cache(self.state.engine)
-        wait_until(lambda: self.state.engine.status()["lines"] == 0)
+        wait_until(lambda: self.state.engine.report["lines"] == 0)
         self.recorder.fed.clear()
         self.exchanges.clear()
         self.given_up.clear()

@@ -86,7 +86,7 @@ def cancelled(b, rng):
     ticket = b.submit(past, boundaries=[1000, 2000])
     while not isinstance(event := ticket.next_event(60), s.Progress) or event.done < 500:
         pass
-    ticket.close()
+    ticket.wish = "cancelled"
     b.finish(ticket)
     ids, end, ticket = b.ask(past, boundaries=[1000, 2000])
     assert end.cached >= 500 or not end.cached, "kept"
@@ -270,7 +270,7 @@ def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group
 ):
     b, rng = bench("qwen3"), np.random.default_rng(3)
     tickets = [b.submit(words(rng, 200), n=4000) for _ in range(3)]
-    while b.engine.status()["decoding"] < 3 or b.engine.status()["groups"] > 1:
+    while b.engine.report["decoding"] < 3 or b.engine.report["groups"] > 1:
         time.sleep(0.01)
 
     def broken(group, row):
@@ -278,7 +278,7 @@ def test_a_failure_while_a_row_leaves_its_group_is_told_to_all_rows_of_the_group
 
     real = s.Group.leave
     monkeypatch.setattr(s.Group, "leave", broken)
-    tickets[0].close()
+    tickets[0].wish = "cancelled"
     for ticket in tickets:
         while not isinstance(event := ticket.next_event(20), s.ServerError):
             assert isinstance(event, s.Progress | s.Token)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +404,33 @@ def test_generated_tokens_are_replayed_not_rendered_again(model: str) -> None:
         news = result(f"r{n}") if n % 2 else said("user", f"more{n}")
         messages = [*messages, reply, news]
     assert server.n_fallbacks() == 0
+
+
+class Everywhere:
+    """As if a guess had been wrong in every world."""
+
+    def __contains__(self, _world: object) -> bool:
+        return True
+
+
+def test_a_guess_counts_if_the_whole_past_says_the_same(model: str) -> None:
+    """What is used in the end is what is rendered behind all messages, guessed at or not."""
+    server, sure = Server(model), Server(model)
+    sure.book._misled = Everywhere()
+    messages, n_wrong, n_guesses = [SYSTEM, USER], 0, 0
+    for n in range(16):
+        while not (draft := server.draft(messages, tools=[tool()])).holds():
+            n_wrong += 1
+        n_guesses += isinstance(draft.holds, partial)
+        truth = sure.draft(messages, tools=[tool()])
+        assert draft.rendered == truth.rendered and not isinstance(truth.holds, partial)
+        assert draft.rendered.ids.tolist() == truth.rendered.ids.tolist()
+        reply = said("assistant", f"answer{n}") if n % 4 == 3 else asks(f"ask{n}")
+        for each, drafted in ((server, draft), (sure, truth)):
+            each.say(drafted, reply)
+        messages = [*messages, reply, said("user", f"more{n}") if n % 4 == 3 else result(f"r{n}")]
+    assert n_wrong == (model == "numbered/tiny")  # once, and then it is guessed at no more
+    assert (n_guesses > 4) != n_wrong
 
 
 def test_a_retry_is_rendered_behind_the_past_before(model: str) -> None:

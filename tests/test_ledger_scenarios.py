@@ -180,7 +180,7 @@ class Case:
     def evict(self) -> None:
         """All KV is lost; what was said is not."""
         clear_cache(self.served.state.engine)
-        wait_until(lambda: self.served.state.engine.status()["lines"] == 0)
+        wait_until(lambda: self.served.state.engine.report["lines"] == 0)
         self.epochs.append([])
 
     @property

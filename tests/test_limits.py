@@ -25,7 +25,7 @@ def slowly(seconds_per_token):
 
 def check_it_still_works(b, kind, prompts):
     """Nothing is left running, and each prompt, warm by now or not, is answered exactly."""
-    wait_until(lambda: not any(b.engine.status()[key] for key in ("prefilling", "decoding")))
+    wait_until(lambda: not any(b.engine.report[key] for key in ("prefilling", "decoding")))
     for prompt in prompts:
         ids, _, ticket = b.ask(prompt, n=4)
         assert is_exact(b, kind, ticket, ids)
@@ -85,7 +85,7 @@ def test_who_does_not_read_is_dropped_and_the_others_go_on(bench, monkeypatch):
     prompt = words(rng, 100)
     ids, _, ticket = b.ask(prompt, n=40)
     assert is_exact(b, "qwen3", ticket, ids)
-    wait_until(lambda: b.engine.status()["decoding"] == 0)
+    wait_until(lambda: b.engine.report["decoding"] == 0)
     ids, end = b.outcome(deaf)
     assert end.reason == "cancelled" and len(ids) < 100
 
@@ -133,7 +133,7 @@ def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
         if ids:
             assert is_exact(b, "qwen3", ticket, ids[:200])
     held = b.engine.memory["running"] + b.engine.memory["cache"]
-    assert held <= b.engine.status()["cache_max_bytes"]
+    assert held <= b.engine.report["cache_max_bytes"]
     check_it_still_works(b, "qwen3", prompts[:2])
 
 
@@ -145,7 +145,7 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
     past += b.ask(past, n=4)[0]
     b.model.before_call = lambda fed: time.sleep(0.02 * (sum(len(one.tokens) for one in fed) < 4))
     running = b.submit(words(rng, capacity * 45 // 100), n=100)
-    wait_until(lambda: b.engine.status()["decoding"] == 1)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
     on = b.submit(past + words(rng, capacity * 22 // 100), n=8)
     ids, end = b.outcome(on, 60)
     assert isinstance(end, s.Finished) and end.cached == len(past), end
@@ -293,7 +293,7 @@ def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(bench, 
     b, prompt = bench("qwen3"), words(np.random.default_rng(10), 100)
     b.model.before_call = lambda fed: time.sleep(0.01)
     running = b.submit(prompt, n=4000)
-    wait_until(lambda: b.engine.status()["decoding"])
+    wait_until(lambda: b.engine.report["decoding"])
 
     def broken(_self):
         raise RuntimeError("planted: /secret/path")

@@ -621,7 +621,7 @@ def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
         object.__setattr__(
             served.state, "config", config.model_copy(update={"keepalive_seconds": 10.0})
         )
-    wait_until(lambda: served.state.engine.status()["decoding"] == 0)
+    wait_until(lambda: served.state.engine.report["decoding"] == 0)
 
 
 def test_head_and_query_are_answered(served):

@@ -162,7 +162,7 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(folder, m
         with ThreadPoolExecutor(1) as pool:
             body = chat(max_tokens=100_000, logit_bias={str(served_end(folder)): -100})
             waiting = pool.submit(post, port, "/v1/chat/completions", body)
-            wait_until(lambda: state.engine.status()["decoding"])
+            wait_until(lambda: state.engine.report["decoding"])
             monkeypatch.setattr(s.LRUPromptCache, "sweep", broken)
             code, _, answer = waiting.result(timeout=10)
         assert code == 503 and b"secret" not in answer

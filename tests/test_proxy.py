@@ -540,7 +540,7 @@ class Lab:
             return answer.status, answer.read().decode()
 
     def is_idle(self) -> bool:
-        status = self.served.state.engine.status()
+        status = self.served.state.engine.report
         return not (status["queued"] or status["prefilling"] or status["decoding"])
 
 

@@ -8,9 +8,12 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import start_llm as s
 from fewest import Fed, Request, common_prefix, fewest, prefilled
 from serving import Exchange, Message, Served, Talk, joined, user, wait_until
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
@@ -242,6 +245,47 @@ def test_nothing_is_prefilled_twice(served, cold, kind, table, scenario):
     check_usage(served, exchanges, n_prefilled=n_prefilled)
     for one in to_repeat:
         assert cold.ask(one.messages, **one.fields).said == one.said
+
+
+def test_a_wrong_guess_is_taken_back_before_a_word_leaves(served, cold, monkeypatch):
+    """The client gets what a cold server says; the same template is guessed at no more."""
+    splice, asked = s.Template.splice, []
+
+    def misled(self, request, past, **how):
+        rendered = splice(self, request, past, **how)
+        asked.append(len(past))
+        if len(past) < 15:  # the whole past has more messages
+            ids = np.append(rendered.ids, rendered.ids[-1])
+            rendered = replace(rendered, text=f"{rendered.text}.", ids=ids)
+        return rendered
+
+    talk = Talk(served, 77)
+    for _ in range(11):
+        talk.step()
+    monkeypatch.setattr(served.state.LEDGER, "_misled", {})
+    monkeypatch.setattr(s.Template, "splice", misled)
+    n_before = served.state.metrics.snapshot()["ledger_seam_fallback"]
+    body = {"messages": talk.messages, "tools": TOOLS}
+    request = {"config": served.state.config, "request_id": "1", "headers": {}}
+    counted = s.token_count(served.state, s.ChatRequest.from_chat(body, **request))
+    assert len(asked) == 3 and asked[0] < asked[1] == asked[2]
+    served.state.LEDGER._misled.clear()
+    submit, tickets = served.state.engine.submit, []
+
+    def submitted(job):
+        tickets.append((submit(job), [ticket.wish for ticket, _ in tickets]))
+        return tickets[-1][0]
+
+    monkeypatch.setattr(served.state.engine, "submit", submitted)
+    one, again = talk.step(), talk.step()
+    assert len(tickets) == 3 and tickets[1][1] == ["cancelled"]
+    assert len(asked) == 7 and min(asked[4:]) > 15
+    for exchange in (one, again):
+        truth = cold.ask(exchange.messages, **exchange.fields)
+        assert truth.said == exchange.said
+        assert truth.usage["prompt_tokens"] == exchange.usage["prompt_tokens"]
+    assert counted["input_tokens"] == one.usage["prompt_tokens"]
+    assert served.state.metrics.snapshot()["ledger_seam_fallback"] == n_before
 
 
 # -- what a client sees besides --------------------------------------------------------------------

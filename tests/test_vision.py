@@ -124,7 +124,7 @@ def test_a_cancelled_prefill_is_kept(seeing):
     finally:
         seeing.before_call = lambda: None
         go_on.set()
-    wait_until(lambda: not seeing.state.engine.status()["prefilling"])
+    wait_until(lambda: not seeing.state.engine.report["prefilling"])
     done = sum(n for _, n in seeing.calls)
     assert done < len(seeing.prompt(long)) - 200, "nothing was left to do"
     one = seeing.ask(long)

@@ -25,7 +25,7 @@ def served(request, tmp_path_factory):
 def empty(served):
     ask(served, "DELETE", "/v1/cache")
     served.state.SESSION_TURN_STORE._sent.clear()
-    served.state.traffic.divergences.clear()
+    served.state.divergences.clear()
 
 
 def ask(served, method, path, body=None, **headers):
@@ -69,7 +69,7 @@ def test_every_phase_of_a_request_is_seen_and_afterwards_it_is_among_the_recent(
             seen.setdefault(one["phase"], []).append(one)
 
     def status_requests():
-        return [tell() for tell in list(served.state.traffic.live.values())]
+        return [tell() for tell in list(served.state.live.values())]
 
     messages = [SYSTEM, user(words(1500))]
     with served.holding(look):
