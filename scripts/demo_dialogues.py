@@ -1108,12 +1108,32 @@ def ask_title(words: Words) -> Conversation:
     return Conversation(system, [], (exchange,))
 
 
+# How much more often than they are measured some are practised: those that are hard and rare.
+PRACTICE: Final[Draws] = {
+    write_file: 3.0,
+    edit_file: 3.0,
+    read_line: 3.0,
+    name_chat: 2.5,
+    list_then_read: 2.0,
+    copy_file: 2.0,
+    use_two: 1.5,
+    list_folder: 1.3,
+    **dict.fromkeys((say_again, remember, calculate), 0.7),
+    **dict.fromkeys((greet, admit, state_fact), 0.5),
+}
+
+
 def write_conversation(
-    rng: random.Random, *, held_out: bool = False, filler: str = "", n_exchanges: int = 0
+    rng: random.Random,
+    *,
+    held_out: bool = False,
+    filler: str = "",
+    n_exchanges: int = 0,
+    practice: bool = False,
 ) -> Conversation:
     """One conversation; `filler` is put in front of it, in the system prompt.
 
-    It has `n_exchanges`, or one to four.
+    It has `n_exchanges`, or one to four; where it is for `practice`, hard ones come more often.
     """
     words = Words(rng, held_out)
     if rng.random() < 0.03:
@@ -1131,6 +1151,8 @@ def write_conversation(
     }
     if not desk.roles:
         options[decline] = 0.04 * total
+    if practice:
+        options = {draw: weight * PRACTICE.get(draw, 1.0) for draw, weight in options.items()}
     n = n_exchanges or rng.choice((1, 1, 2, 2, 3, 4))
     drawn = rng.choices(list(options), list(options.values()), k=n)
     exchanges = tuple(dress(words, draw(desk)) for draw in drawn)

@@ -238,7 +238,7 @@ def conversation_row(
     while True:
         state, n = rng.getrandbits(64), rng.choice((1, 2, 4, 6)) if is_filled else length // 32
         how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
-        conversation = write_conversation(random.Random(state), n_exchanges=n)
+        conversation = write_conversation(random.Random(state), n_exchanges=n, practice=True)
         while (n_chars := len(repr(conversation))) > most and len(conversation.exchanges) > 1:
             conversation = replace(conversation, exchanges=conversation.exchanges[:-1])
         is_short = n_chars < 0.75 * most and not is_filled and rng.random() < 0.9
