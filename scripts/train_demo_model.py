@@ -1,9 +1,9 @@
 """Train the demo model that models/demo/ holds, from conversations made from a seed.
 
-    python scripts/train_demo_model.py WORK_DIR [--steps 9000] [--seed 0] [--export models/demo]
+    python scripts/train_demo_model.py WORK_DIR [--steps 12000] [--seed 0] [--export models/demo]
 
 Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. Two cores take
-about two hours. WORK_DIR keeps the tokenizer and a checkpoint; started again, it goes on
+about three hours. WORK_DIR keeps the tokenizer and a checkpoint; started again, it goes on
 from there, and a step's batch depends on the seed and the step alone. Raising --steps afterwards
 trains on. `--export` alone (with --steps 0) writes the folder from the last checkpoint.
 
@@ -533,7 +533,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work_dir", type=Path)
-    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export", type=Path)
     chosen = parser.parse_args()
