@@ -1108,6 +1108,18 @@ def ask_title(words: Words) -> Conversation:
     return Conversation(system, [], (exchange,))
 
 
+def wishes(desk: Desk, *, share: float) -> Draws:
+    """What may be asked of all that there is; `share`: of what needs no tool."""
+    options = possible(desk)
+    total = sum(options.values()) or 1.0
+    options |= {
+        draw: weight / sum(NO_TOOL.values()) * total * share for draw, weight in NO_TOOL.items()
+    }
+    if not desk.roles:
+        options[decline] = 0.04 * total
+    return options
+
+
 # How much more often than they are measured some are practised: those that are hard and rare.
 PRACTICE: Final[Draws] = {
     write_file: 3.0,
@@ -1143,14 +1155,7 @@ def write_conversation(
     desk = offer_tools(words, n_customs) if with_tools else Desk(words)
     if with_tools and not desk.roles and not desk.customs:
         desk.customs.append(offer_custom(words))
-    options = possible(desk)
-    total = sum(options.values()) or 1.0
-    share = 0.25 if with_tools else 1.0
-    options |= {
-        draw: weight / sum(NO_TOOL.values()) * total * share for draw, weight in NO_TOOL.items()
-    }
-    if not desk.roles:
-        options[decline] = 0.04 * total
+    options = wishes(desk, share=0.25 if with_tools else 1.0)
     if practice:
         options = {draw: weight * PRACTICE.get(draw, 1.0) for draw, weight in options.items()}
     n = n_exchanges or rng.choice((1, 1, 2, 2, 3, 4))
