@@ -1963,7 +1963,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 247
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 248
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -2153,6 +2153,7 @@ class Ledger:
         return replace(draft, rendered=splice(old))
 
     def _holds(self, guess: Draft, whole: Callable[[], Rendered]) -> bool:
+        time.sleep(0.0005)  # why(L-63): or this thread would keep the model's from beginning
         with suppress(Unspliceable):
             if (said := whole()) == guess.rendered and np.array_equal(said.ids, guess.rendered.ids):
                 return True
@@ -4461,7 +4462,7 @@ class ReplyStream:
 # Streamed or whole, an answer reads the same deltas; None while nothing is new: HTTP then looks.
 # Doors   ServerState, empty_stores, Answer, prepare, token_count, models_body, model_body
 # Doors   health, status_body, metrics_text, explain, drop_cache
-# Knows all · Thread connection; status_body: also main · Budget 582
+# Knows all · Thread connection; status_body: also main · Budget 581
 
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 
@@ -4786,7 +4787,6 @@ class Answer:
         while True:
             self._prepared = prepare(state, request)
             self._ticket = state.engine.submit(self._prepared.job)
-            time.sleep(0.0005)  # why(L-63): or this thread would keep the model's from beginning
             if self._prepared.draft.holds():
                 break
             self._ticket.wish = "cancelled"
