@@ -1467,8 +1467,8 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
 
 def _notes(turn: Turn, canon: Canon) -> tuple[Volatile, ...]:
     """The texts of a late message that is nothing but notes; none if it is more than that."""
-    text, late = turn.message["content"], any(r.name == "late_system" for r in canon.rules)
-    if late and turn.role in SYSTEM_ROLES and "\ufdd1" not in text:
+    text, may_be = turn.message["content"], turn.role in SYSTEM_ROLES
+    if may_be and "\ufdd1" not in text and any(r.name == "late_system" for r in canon.rules):
         return (Volatile("late_system", "transient", reminder(text)),)
     is_bare = turn.role == "user" and not turn.canonical["content"].strip()
     return tuple(turn.notes) if is_bare else ()
@@ -1795,12 +1795,12 @@ class Template:
         self._config, self._encoder = config, _Encoder(tokenizer)
         self._chat = _ChatTemplate(tokenizer, self._encoder)
         self._without_reply = lru_cache(256)(self._chat.without_reply)
+        self._opening = lru_cache(256)(lambda role, on: self._chat.prompt(role, json.loads(on)))
         self.source = self._chat.source  # of all templates where there are several; "" for none
-        self._tags = (think_start, think_end)
+        self._tags, self._lost = (think_start, think_end), set[str]()  # kinds named in the log
         self._canon = Canon(config, joint=self._chat.joint, tags=self._tags)
         self._ends = _any_of(t.content for i, t in self._encoder.added.items() if i in ends)
         self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
-        self._lost: set[str] = set()  # kinds already named in the log; only grows
         if config.normalize_write_tool_content_for_prompt:
             log.warning("NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT: the model cannot see its writes")
         if self.source and not self._chat.has_system:
@@ -1913,7 +1913,7 @@ class Template:
     ) -> Rendered:
         """Counts in pieces of the text: where a message begins, tokens do too."""
         encode, (start, end) = partial(self._encoder.pictured, images=request.image_ids), self._tags
-        opening = self._chat.prompt(last["role"], self._switches(request))
+        opening = self._opening(last["role"], json.dumps(self._switches(request), sort_keys=True))
         ending = opening if text.endswith(opening) else ""
         users = [found.start() for found in self._chat.find_user.finditer(text)]
         # why(L-51): among these a new session in the same folder parts from the one before it.

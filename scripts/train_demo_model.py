@@ -1,11 +1,14 @@
 """Train the demo model that models/demo/ holds, from conversations made from a seed.
 
     python scripts/train_demo_model.py WORK_DIR [--steps 12000] [--seed 0] [--export models/demo]
+        [--start FOLDER] [--rate 1.0]
 
 Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. Two cores take
-about three hours. WORK_DIR keeps the tokenizer and a checkpoint; started again, it goes on
-from there, and a step's batch depends on the seed and the step alone. Raising --steps afterwards
-trains on. `--export` alone (with --steps 0) writes the folder from the last checkpoint.
+about three hours, six where they cannot multiply bfloat16. WORK_DIR keeps the tokenizer and a
+checkpoint; started again, it goes on from there, and a step's batch depends on the seed and the
+step alone. Raising --steps afterwards trains on. `--start` begins with the weights and the
+tokenizer of an exported folder (take another seed, for other conversations), `--rate` is a share
+of the learning rates. `--export` alone (with --steps 0) writes the folder from the last checkpoint.
 
 Most of a conversation is given to the model and not learnt: the loss counts what the assistant
 says, and a few tokens of the rest. Batches are of a few fixed shapes, for torch.compile; a text
@@ -234,7 +237,7 @@ def conversation_row(
     Tools and rules are long and teach nothing: one to many exchanges share them.
     """
     most = length * CHARACTERS_PER_TOKEN
-    is_filled = length >= 1024 and rng.random() < 0.35  # mostly instructions, as agents send them
+    is_filled = length >= 1024 and rng.random() < 0.25  # mostly instructions, as agents send them
     while True:
         state, n = rng.getrandbits(64), rng.choice((1, 2, 4, 6)) if is_filled else length // 32
         how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
@@ -327,7 +330,7 @@ def orthogonal(gradients: Tensor) -> Tensor:
 
     (n, rows, columns) with rows <= columns: matrices of one shape in one go.
     """
-    x = gradients.bfloat16()
+    x = gradients.to(demo_network.PRODUCT)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         square = x @ x.mT
@@ -381,11 +384,14 @@ class Learner:
     done: int = 0
 
     @classmethod
-    def fresh(cls, seed: int) -> Learner:
-        """At step 0."""
+    def fresh(cls, seed: int, start: Path | None) -> Learner:
+        """At step 0, with the weights of the folder `start` or with planted ones."""
         torch.manual_seed(seed)
         network = Network(Shape(VOCABULARY))
-        demo_network.plant_copying(network)
+        if start:
+            network.load_state_dict(exported(start))
+        else:
+            demo_network.plant_copying(network)
         named = list(network.named_parameters())
         matrices = [
             p for name, p in named if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name
@@ -437,14 +443,14 @@ class Learner:
         return float(losses[said].detach().mean()), float(right)
 
 
-def rate_at(step: int, steps: int) -> float:
+def rate_at(step: int, steps: int, highest: float) -> float:
     """The learning rate's share: a short warm-up, a plateau, a linear end over the second half."""
-    return min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.5)))
+    return highest * min(1.0, (step + 1) / 60, max(0.02, (steps - step) / (steps * 0.5)))
 
 
-def train(folder: Path, seed: int, steps: int) -> None:
-    """Up to step `steps`, from the checkpoint if there is one."""
-    learner = Learner.fresh(seed)
+def train(folder: Path, chosen: argparse.Namespace) -> None:
+    """Up to the chosen step, from the checkpoint if there is one."""
+    learner = Learner.fresh(chosen.seed, chosen.start)
     if (folder / KEPT).exists():
         learner.load(folder)
     for layer in learner.network.layers:
@@ -456,13 +462,13 @@ def train(folder: Path, seed: int, steps: int) -> None:
         TextColumn("{task.fields[note]}"),
     )
     with log, Progress(*columns) as bar:
-        task = bar.add_task("training", total=steps, completed=learner.done, note="")
-        for batch in batches(folder, seed, range(learner.done, steps)):
+        task = bar.add_task("training", total=chosen.steps, completed=learner.done, note="")
+        for batch in batches(folder, chosen.seed, range(learner.done, chosen.steps)):
             began = time.monotonic()
             # A long row is rare: compiling for it takes longer than it saves.
             stance = "default" if batch.tokens.shape[1] <= 2048 else "force_eager"
             with torch.compiler.set_stance(stance):
-                loss, right = learner.learn(batch, rate_at(learner.done, steps))
+                loss, right = learner.learn(batch, rate_at(learner.done, chosen.steps, chosen.rate))
             learner.done += 1
             seconds = time.monotonic() - began
             facts = {
@@ -475,11 +481,21 @@ def train(folder: Path, seed: int, steps: int) -> None:
             log.write(json.dumps(facts) + "\n")
             log.flush()
             bar.update(task, completed=learner.done, note=f"loss {loss:.3f} right {right:.1%}")
-            if learner.done % 100 == 0 or learner.done == steps:
+            if learner.done % 100 == 0 or learner.done == chosen.steps:
                 learner.save(folder)
 
 
 # The folder ----------------------------------------------------------------------------
+
+PREFIX: Final = "language_model.model."  # of our names, in a folder that mlx-lm reads
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    """The weights that `export` wrote."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    return {name.removeprefix(PREFIX): value for name, value in weights.items()}
 
 
 def export(work: Path, folder: Path) -> None:
@@ -489,7 +505,7 @@ def export(work: Path, folder: Path) -> None:
     kept = torch.load(work / KEPT, weights_only=True)
     folder.mkdir(parents=True, exist_ok=True)
     # In float32, which CPUs multiply faster than what is half as long.
-    weights = {f"language_model.model.{name}": value for name, value in kept["mean"].items()}
+    weights = {PREFIX + name: value for name, value in kept["mean"].items()}
     save_file(weights, folder / "model.safetensors", {"format": "mlx"})
     write_json(folder / "check.json", own_logits(kept["mean"]))
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
@@ -535,19 +551,26 @@ def main() -> None:
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path)
+    parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--export", type=Path)
     chosen = parser.parse_args()
     work: Path = chosen.work_dir
     work.mkdir(parents=True, exist_ok=True)
     assert all(length % CHUNK == 0 for length in ROWS)
     if not (work / "tokenizer.json").exists():
-        make_tokenizer(chosen.seed).save(str(work / "tokenizer.json"))
+        tokenizer = (
+            Tokenizer.from_file(str(chosen.start / "tokenizer.json"))
+            if chosen.start
+            else make_tokenizer(chosen.seed)
+        )
+        tokenizer.save(str(work / "tokenizer.json"))
     if chosen.steps:
         # Keep freed memory: giving it back and taking it again costs a page fault for each 4 kB.
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)
         torch._dynamo.config.cache_size_limit = 64
-        train(work, chosen.seed, chosen.steps)
+        train(work, chosen)
     if chosen.export:
         export(work, chosen.export)
 
