@@ -124,18 +124,26 @@ class Words:
 
     def invented(self) -> str:
         """A word that no language has."""
-        rng = self.rng
         while True:
-            n = rng.choice((1, 2, 2, 2, 3))
-            parts = [
-                rng.choice(POOLS["onsets"])
-                + rng.choice(POOLS["vowels"])
-                + rng.choice(POOLS["codas"])
-                for _ in range(n)
-            ]
-            word = "".join(parts)
+            word = self.syllables() if self.rng.random() < 0.5 else self.spliced()
             if len(word) > 3 and is_held_out(word) == self.held_out:
                 return word
+
+    def syllables(self) -> str:
+        """One to three of them."""
+        rng = self.rng
+        pools = [POOLS[name] for name in ("onsets", "vowels", "codas")]
+        n = rng.choice((1, 2, 2, 2, 3))
+        return "".join(rng.choice(pool) for _ in range(n) for pool in pools)
+
+    def spliced(self) -> str:
+        """The beginning of one English word and the end of another.
+
+        No piece is then always followed by the same other one, which would be learnt by heart.
+        """
+        rng = self.rng
+        one, other = rng.choice(ENGLISH), rng.choice(ENGLISH)
+        return one[: rng.randrange(1, len(one))] + other[rng.randrange(1, len(other)) :]
 
     def noun(self) -> str:
         """A common, a less common, or an invented word.
@@ -219,9 +227,13 @@ class Words:
         def chosen(found: re.Match[str]) -> str:
             return self.noun() if found[1] == "*" else self.rng.choice(found[1].split("|"))
 
-        while "{" in pattern:  # the innermost first
-            pattern = re.sub(r"\{([^{}]*)\}", chosen, pattern)
-        return pattern
+        while True:
+            text = pattern
+            while "{" in text:  # the innermost first
+                text = re.sub(r"\{([^{}]*)\}", chosen, text)
+            told = re.findall(r"\w{4,}", text.lower())
+            if len(set(told)) == len(told):  # nobody says "the text of the text file"
+                return text
 
     def sentence(self) -> str:
         """A line of prose without a meaning, from a few patterns."""
@@ -706,7 +718,7 @@ def edit_file(desk: Desk) -> Exchange:
     """One text of a file replaced by another."""
     words = desk.words
     file, (old, new) = words.file(), words.distinct(2, words.value)
-    user = desk.say("edit_file", o=old, n=new, f=file)
+    user = desk.say("edit_file", o=worded(old), n=worded(new), f=file)
     why, thought = f"I need to edit {file}.", "The file is changed. I can answer."
     done = desk.say("edited", f=file)
     step = call_role(desk, "edit", why, done, path=file, old=old, new=new)
@@ -735,7 +747,8 @@ def search_files(desk: Desk) -> Exchange:
 def run_command(desk: Desk) -> Exchange:
     """A command that the user spells out, or means."""
     words, rng = desk.words, desk.rng
-    parts = {"n": words.noun(), "f": words.file(), "d": words.folder(), "v": words.number()}
+    parts = {"n": words.noun(), "m": words.noun(), "v": words.number()}
+    parts |= {"f": words.file(), "d": words.folder()}
     command = desk.say("command", **parts)
     user = desk.say("run_command", x=command)
     output = (
@@ -791,16 +804,21 @@ def spoken(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (bool, int)) else str(value)
 
 
+def worded(value: Any) -> str:
+    """A value within a sentence: in quotes if nobody could tell where it ends."""
+    return f'"{value}"' if " " in str(value) else spoken(value)
+
+
 def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
     """A wish for this very tool: by what it does, with all it needs."""
     rng = desk.rng
     (value, *more) = given.values()
     if not more and not isinstance(value, bool) and rng.random() < 0.4:
         return desk.say(
-            "ask_plainly", v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, x=spoken(value)
+            "ask_plainly", v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, x=worded(value)
         )
     pairs = [
-        (name.replace("_", " ") if rng.random() < 0.15 else name, spoken(value))
+        (name.replace("_", " ") if rng.random() < 0.15 else name, worded(value))
         for name, value in given.items()
     ]
     form = rng.choice(("{} {}", "{} {}", "{} = {}", "{}: {}", "{} set to {}"))
@@ -833,8 +851,8 @@ def outcome(desk: Desk) -> str:
 
 
 def told(opening: str, text: str) -> str:
-    """A text after some words, always in a paragraph of its own: how long it is shows later."""
-    return f"{opening}\n\n{text}"
+    """A text after some words, fenced: the fence stands where the result's own end stands."""
+    return f"{opening}\n\n```\n{text}\n```"
 
 
 def use_custom(desk: Desk) -> Exchange:
@@ -859,7 +877,7 @@ def use_two(desk: Desk) -> Exchange:
     for tool in (first, second):
         given = {n: argument_value(desk.words, tool.kinds[n]) for n in tool.required}
         result = desk.rng.choice((desk.words.sentence, desk.words.value))()
-        said = joined([f"{name} {spoken(value)}" for name, value in given.items()])
+        said = joined([f"{name} {worded(value)}" for name, value in given.items()])
         asked.append(f"{tool.verb} the {tool.thing} with {said}")
         steps.append(call_custom(tool, given, result))
     user = desk.say("use_two", a=asked[0], b=asked[1])
@@ -1130,8 +1148,9 @@ PRACTICE: Final[Draws] = {
     copy_file: 2.0,
     use_two: 1.5,
     list_folder: 1.3,
-    **dict.fromkeys((say_again, remember, calculate), 0.7),
-    **dict.fromkeys((greet, admit, state_fact), 0.5),
+    use_custom: 1.3,
+    **dict.fromkeys((say_again, remember, calculate), 0.5),
+    **dict.fromkeys((greet, admit, state_fact), 0.35),
 }
 
 
