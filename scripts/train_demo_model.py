@@ -1,14 +1,15 @@
 """Train the demo model that models/demo/ holds, from conversations made from a seed.
 
     python scripts/train_demo_model.py WORK_DIR [--steps 12000] [--seed 0] [--export models/demo]
-        [--start FOLDER] [--rate 1.0]
+        [--start FOLDER] [--rate 1.0] [--blend FOLDER]
 
 Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. Two cores take
 about three hours, six where they cannot multiply bfloat16. WORK_DIR keeps the tokenizer and a
 checkpoint; started again, it goes on from there, and a step's batch depends on the seed and the
 step alone. Raising --steps afterwards trains on. `--start` begins with the weights and the
 tokenizer of an exported folder (take another seed, for other conversations), `--rate` is a share
-of the learning rates. `--export` alone (with --steps 0) writes the folder from the last checkpoint.
+of the learning rates. `--export` alone (with --steps 0) writes the folder from the last checkpoint;
+with `--blend` half-way between that and the weights of another folder.
 
 Most of a conversation is given to the model and not learnt: the loss counts what the assistant
 says, and a few tokens of the rest. Batches are of a few fixed shapes, for torch.compile; a text
@@ -498,16 +499,21 @@ def exported(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX): value for name, value in weights.items()}
 
 
-def export(work: Path, folder: Path) -> None:
-    """models/demo as mlx-lm and the server read it, from the last checkpoint."""
+def export(work: Path, folder: Path, blend: Path | None) -> None:
+    """models/demo as mlx-lm and the server read it, from the last checkpoint.
+
+    Half of it, and half of the weights of `blend`: what more training forgot and what it taught.
+    """
     from safetensors.torch import save_file
 
-    kept = torch.load(work / KEPT, weights_only=True)
+    mean = torch.load(work / KEPT, weights_only=True)["mean"]
+    if blend:
+        mean = {name: (mean[name] + value) / 2 for name, value in exported(blend).items()}
     folder.mkdir(parents=True, exist_ok=True)
     # In float32, which CPUs multiply faster than what is half as long.
-    weights = {PREFIX + name: value for name, value in kept["mean"].items()}
+    weights = {PREFIX + name: value for name, value in mean.items()}
     save_file(weights, folder / "model.safetensors", {"format": "mlx"})
-    write_json(folder / "check.json", own_logits(kept["mean"]))
+    write_json(folder / "check.json", own_logits(mean))
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
     shutil.copyfile(work / "tokenizer.json", folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
@@ -554,6 +560,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path)
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--export", type=Path)
+    parser.add_argument("--blend", type=Path)
     chosen = parser.parse_args()
     work: Path = chosen.work_dir
     work.mkdir(parents=True, exist_ok=True)
@@ -572,7 +579,7 @@ def main() -> None:
         torch._dynamo.config.cache_size_limit = 64
         train(work, chosen)
     if chosen.export:
-        export(work, chosen.export)
+        export(work, chosen.export, chosen.blend)
 
 
 if __name__ == "__main__":
