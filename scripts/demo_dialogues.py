@@ -1070,6 +1070,7 @@ def offer_tools(words: Words, n_customs: int) -> Desk:
         (
             ("read",),
             ("bash",),
+            ("list",),
             ("read", "list"),
             ("read", "write", "bash", "edit"),
             tuple(ROLES),

@@ -75,6 +75,8 @@ PIECES: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[\"':,(){}\[\]]+|[^A-Za-z0-
 
 TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
+# How often a row is mostly instructions, as agents send them.
+FILLED_SHARE: Final = {512: 0.0, 1024: 0.2, 2048: 0.4, 4096: 0.7, 8192: 0.8}
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.1
 CHARACTERS_PER_TOKEN: Final = 2.9  # about, of a conversation's repr
@@ -238,7 +240,7 @@ def conversation_row(
     Tools and rules are long and teach nothing: one to many exchanges share them.
     """
     most = length * CHARACTERS_PER_TOKEN
-    is_filled = length >= 1024 and rng.random() < 0.25  # mostly instructions, as agents send them
+    is_filled = rng.random() < FILLED_SHARE[length]
     while True:
         state, n = rng.getrandbits(64), rng.choice((1, 2, 4, 6)) if is_filled else length // 32
         how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
@@ -266,7 +268,7 @@ def row_length(rng: random.Random, step: int) -> int:
     """Short texts first; from step 400 on also long ones."""
     if step < 400:
         return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
-    return rng.choices(ROWS, (22, 48, 20, 7, 3))[0]
+    return rng.choices(ROWS, (19, 45, 20, 10, 6))[0]
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
