@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/demo_model.py [MODEL_DIR] [--conversations 200] [--filler 16000]
 
 Words of these conversations (files, tools, arguments, keys, values) occur in none that it learnt
-from; `--filler` puts so many tokens of unrelated text (sources of Python's library, which it never
-saw either) into each system prompt. Every reply is generated at temperature 0 after the right past.
+from; `--filler` begins each system prompt with so many tokens of unrelated text (sources of
+Python's library, which it never saw either), the same for twenty conversations. Every reply is
+generated at temperature 0 after the right past.
 
     well-formed   of the replies that should call: one whole call of an offered tool, with every
                   required argument and no unknown one
@@ -49,6 +50,7 @@ CALL: Final = re.compile(
 )
 ARGUMENT: Final = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
 MAX_TOKENS: Final = 250
+SHARING: Final = 20  # conversations with the same filler, which is then read once
 PREFILL_TOKENS: Final = 512
 
 
@@ -127,24 +129,35 @@ class Speaker:
 
     def __init__(self, folder: Path) -> None:
         self.model, self.tokenizer = mlx_lm.load(str(folder))[:2]
-        self.read: list[int] = []
-        self.cache: list[Any] = make_prompt_cache(self.model)
+        self.open([])
+
+    def open(self, tokens: list[int]) -> None:
+        """Read how the next conversations begin."""
+        self.read, self.cache = [], make_prompt_cache(self.model)
+        self.prefill(tokens)
+        self.opening = (tokens, copy.deepcopy(self.cache))
+
+    def tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """The prompt for a reply."""
+        return list(self.tokenizer.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=True,
+            preserve_thinking=True, return_dict=False,
+        ))  # fmt: skip
 
     def reply(self, case: Case) -> str:
         """The most likely reply, without its end mark."""
-        tokens = self.tokenizer.apply_chat_template(
-            case.messages, tools=case.tools or None, add_generation_prompt=True,
-            preserve_thinking=True, return_dict=False,
-        )  # fmt: skip
+        tokens = self.tokens(case.messages, case.tools)
         if tokens[: len(self.read)] != self.read or len(tokens) <= len(self.read):
-            self.read, self.cache = [], make_prompt_cache(self.model)
+            self.read, self.cache = copy.deepcopy(self.opening)
+            if tokens[: len(self.read)] != self.read:  # wishes for a title have no filler
+                self.read, self.cache = [], make_prompt_cache(self.model)
         # All but the last token stay; what is generated goes into a copy.
         self.prefill(tokens[len(self.read) : -1])
-        self.read = tokens[:-1]
         return self.generate(tokens[-1], copy.deepcopy(self.cache))
 
     def prefill(self, tokens: list[int]) -> None:
-        """Read tokens into the cache."""
+        """Read on."""
+        self.read = self.read + tokens
         for start in range(0, len(tokens), PREFILL_TOKENS):
             part = mx.array(tokens[start : start + PREFILL_TOKENS])[None]
             self.model.model(part, cache=self.cache)
@@ -170,11 +183,16 @@ def unseen_text(rng: random.Random, n_chars: int) -> str:
     return sources[start : start + n_chars]
 
 
-def conversations(n: int, seed: int, *, filler_tokens: int) -> Iterator[Conversation]:
-    """Held-out conversations."""
-    for i in range(n):
-        rng = random.Random(f"held out {seed} {i}")
-        filler = unseen_text(rng, int(filler_tokens * 2.5)) if filler_tokens else ""
+def conversations(speaker: Speaker, chosen: argparse.Namespace) -> Iterator[Conversation]:
+    """Held-out conversations, whose beginning the speaker has read."""
+    filler = ""
+    for i in range(chosen.conversations):
+        if chosen.filler and i % SHARING == 0:
+            rng = random.Random(f"filler {chosen.seed} {i}")
+            filler = unseen_text(rng, int(chosen.filler * 2.5))
+            messages = [{"role": "system", "content": filler}, {"role": "user", "content": ""}]
+            speaker.open(speaker.tokens(messages, [])[:-40])  # without what ends the prompt
+        rng = random.Random(f"held out {chosen.seed} {i}")
         yield write_conversation(rng, held_out=True, filler=filler)
 
 
@@ -190,9 +208,7 @@ def table(counts: Mapping[str, Counter[bool]]) -> str:
 def verdicts(speaker: Speaker, chosen: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
     """What each reply counts for: (kind, what is counted, whether it is good)."""
     began = time.monotonic()
-    for conversation in conversations(
-        chosen.conversations, chosen.seed, filler_tokens=chosen.filler
-    ):
+    for conversation in conversations(speaker, chosen):
         if chosen.seconds and time.monotonic() - began > chosen.seconds:
             return
         for case in cases(conversation):

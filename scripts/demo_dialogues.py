@@ -987,7 +987,7 @@ def decline(desk: Desk) -> Exchange:
 
 def title_of(said: str) -> str:
     """What a chat is called by: the words that it begins with."""
-    title = " ".join(said.split()[:6]).rstrip("?.!,:;")
+    title = " ".join(said.split()[:6]).rstrip("?.!,:; ")
     return title[:1].upper() + title[1:]
 
 

@@ -76,7 +76,7 @@ PIECES: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[\"':,(){}\[\]]+|[^A-Za-z0-
 TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
 # How often a row is mostly instructions, as agents send them.
-FILLED_SHARE: Final = {512: 0.0, 1024: 0.2, 2048: 0.4, 4096: 0.7, 8192: 0.8}
+FILLED_SHARE: Final = {512: 0.0, 1024: 0.15, 2048: 0.3, 4096: 0.5, 8192: 0.7}
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.1
 CHARACTERS_PER_TOKEN: Final = 2.9  # about, of a conversation's repr
@@ -268,7 +268,7 @@ def row_length(rng: random.Random, step: int) -> int:
     """Short texts first; from step 400 on also long ones."""
     if step < 400:
         return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
-    return rng.choices(ROWS, (19, 45, 20, 10, 6))[0]
+    return rng.choices(ROWS, (21, 46, 20, 9, 4))[0]
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
