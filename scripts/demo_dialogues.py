@@ -342,9 +342,9 @@ class Offer:
 
     @property
     def purpose(self) -> str:
-        """The first sentence of its description."""
+        """The first sentence of its description, as the chat template takes it."""
         described = self.schema["function"]["description"]
-        return str(described).strip().split("\n")[0].split(". ")[0].rstrip(".")
+        return str(described).strip().split("\n")[0].split(". ")[0].split(" (")[0].rstrip(".")
 
     @property
     def line(self) -> str:

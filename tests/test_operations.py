@@ -255,7 +255,7 @@ def test_while_it_stops_nobody_new_is_served(program, folder):
     assert kept.getresponse().read()
     with streaming(program.port, 3000, served_end(folder)) as response:
         program.process.send_signal(signal.SIGTERM)
-        wait_until(is_refused)
+        wait_until(is_refused, seconds=5)  # a port is let go within 0.5 s, on a machine with time
         kept.request("POST", "/v1/chat/completions", json.dumps(chat(max_tokens=3)))
         assert kept.getresponse().status == 503
         assert b"[DONE]" in response.read()
