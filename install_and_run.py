@@ -235,6 +235,7 @@ def drop_half_installed(venv: Path) -> "list[str]":
 def pip_install(venv: Path, packages: Packages) -> None:
     """Install with pip's own progress on the terminal. Raises SetupError when it fails."""
     command = [venv_python(venv), "-m", "pip", "install", "--disable-pip-version-check"]
+    command.append("--no-compile")  # of 22,000 modules few are ever imported, and those once
     for name in packages.files[:-1]:  # each of these names the lock itself
         command += ["-r", str(ROOT / name)]
     environ = dict(os.environ, PIP_NO_INPUT="1", PIP_USER="0")

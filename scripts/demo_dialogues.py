@@ -4,7 +4,7 @@
     write_conversation(random.Random(7), held_out=True)    one to be measured on
 
 Every invented word (file, folder, tool, argument, key, value) belongs to one of two halves by its
-checksum, so the words of a held-out conversation occur in none that was learnt from. A tool's
+checksum, so the words of a held-out conversation are words of none that was learnt from. A tool's
 description says in plain words what it does: that is how a tool with an unknown name is found.
 
 Standard library only; the trainer and the benchmark render these with the model's own template.
@@ -122,10 +122,17 @@ class Words:
         """A word of a fixed pool; an invented one if the pool has none of this half."""
         return self.ours(lambda: self.rng.choice(pool))
 
+    def practised(self, share: float) -> bool:
+        """Whether to draw what is hard: now and then to learn from, never to be measured on."""
+        return not self.held_out and self.rng.random() < share
+
     def invented(self) -> str:
         """A word that no language has."""
         while True:
-            word = self.syllables() if self.rng.random() < 0.5 else self.spliced()
+            if self.practised(0.35):
+                word = self.glued()
+            else:
+                word = self.syllables() if self.rng.random() < 0.5 else self.spliced()
             if len(word) > 3 and is_held_out(word) == self.held_out:
                 return word
 
@@ -144,6 +151,17 @@ class Words:
         rng = self.rng
         one, other = rng.choice(ENGLISH), rng.choice(ENGLISH)
         return one[: rng.randrange(1, len(one))] + other[rng.randrange(1, len(other)) :]
+
+    def glued(self) -> str:
+        """A word of any half and another one, or a part of it.
+
+        Common words are one piece to the model: one that occurred in no word that is learnt from
+        could not be said at all (L-66).
+        """
+        rng = self.rng
+        one = rng.choice(ENGLISH if rng.random() < 0.7 else POOLS["nouns"])
+        other = rng.choice(ENGLISH) if rng.random() < 0.4 else self.syllables()
+        return one + other if rng.random() < 0.5 else other + one
 
     def noun(self) -> str:
         """A common, a less common, or an invented word.
@@ -171,6 +189,8 @@ class Words:
     def value(self) -> str:
         """What may stand behind a key: a word, a number, a code, a name, a date, an address."""
         rng, noun = self.rng, self.noun
+        if self.practised(0.15):
+            return " ".join(noun() for _ in range(rng.choice((2, 2, 3))))
         kinds: tuple[Callable[[], str], ...] = (
             *(noun, noun, noun, noun, noun, self.number, self.number, self.number),
             lambda: f"{noun().upper()[:4]}-{rng.randrange(10000)}",
@@ -179,7 +199,7 @@ class Words:
             lambda: f"{noun()}@{noun()}.{rng.choice(('com', 'org', 'net'))}",
             lambda: "".join(rng.choice(POOLS["letters"]) for _ in range(rng.randrange(4, 13))),
         )
-        return rng.choice(kinds)()
+        return kinds[-1]() if self.practised(0.06) else rng.choice(kinds)()
 
     def date(self) -> str:
         """A day of some year near ours."""
@@ -457,7 +477,8 @@ def offer_custom(words: Words) -> Custom:
     description = f"{verb.capitalize()} the {thing} {about}."
     if rng.random() < 0.2:
         description += " " + rng.choice(SYSTEMS)
-    names = words.distinct(rng.choice((1, 1, 1, 2, 2, 3)), words.key)
+    n_names = rng.choice((2, 3, 4)) if words.practised(0.3) else rng.choice((1, 1, 1, 2, 2, 3))
+    names = words.distinct(n_names, words.key)
     kinds = {n: rng.choice(("string", "string", "string", "integer", "boolean")) for n in names}
     optional = names[1:] if rng.random() < 0.2 else []
     properties: Schema = {}
@@ -540,12 +561,19 @@ def read_whole(desk: Desk) -> Exchange:
     words, rng = desk.words, desk.rng
     file = words.file()
     lines = [words.sentence() for _ in range(rng.choice((1, 1, 1, 2, 3, 4)))]
+    if words.practised(0.2):  # a text that has a word of its own name
+        lines[0] = lines[0].replace(words.of(re.findall(r"\w+", lines[0])), stem_of(file), 1)
     content = "\n".join(lines)
     user = desk.say("read_whole", x=file)
     step = obtain(desk, file, content)
     answer = told(f"{file} says:", content)
     thought = f"I have the text of {file}. I can answer."
     return Exchange("read", user, (step,), thought, answer, tuple(lines))
+
+
+def stem_of(file: str) -> str:
+    """The first word of a file's name."""
+    return re.split(r"[._-]", file.rsplit("/", 1)[-1])[0]
 
 
 def settings(desk: Desk, n: int) -> tuple[list[tuple[str, str]], str, list[str]]:
@@ -1082,6 +1110,8 @@ def offer_tools(words: Words, n_customs: int) -> Desk:
     )
     if n_customs and rng.random() < 0.3:
         wanted = ()
+    if words.practised(0.2):
+        wanted = tuple(ROLES)
     taken: set[str] = set()
     for role in wanted:
         offer = offer_role(words, role)
@@ -1139,17 +1169,33 @@ def wishes(desk: Desk, *, share: float) -> Draws:
     return options
 
 
+def in_prose(desk: Desk) -> list[str]:
+    """What many agents' instructions tell of the tools, too, and not in the tools' own words."""
+    words, rng = desk.words, desk.rng
+    told: list[str] = []
+    for role, offer in desk.roles.items():
+        purpose = offer.purpose
+        if words.practised(0.6):
+            purpose = words.described(rng.choice(ROLES[role].descriptions)).rstrip(".")
+        if words.practised(0.4):
+            purpose += f" ({', '.join(words.distinct(3, words.noun))}, etc.)"
+        told.append(f"- {offer.name}: {purpose}")
+    told += [f"- {custom.offer.name}: {custom.offer.purpose}" for custom in desk.customs]
+    return rng.sample(told, len(told))
+
+
 # How much more often than they are measured some are practised: those that are hard and rare.
 PRACTICE: Final[Draws] = {
     write_file: 3.0,
-    edit_file: 3.0,
+    edit_file: 6.0,
+    search_files: 3.0,
     read_line: 3.0,
     name_chat: 2.5,
     list_then_read: 2.0,
     copy_file: 2.0,
     use_two: 1.5,
     list_folder: 1.3,
-    use_custom: 1.3,
+    use_custom: 1.5,
     **dict.fromkeys((say_again, remember, calculate), 0.5),
     **dict.fromkeys((greet, admit, state_fact), 0.35),
 }
@@ -1168,7 +1214,7 @@ def write_conversation(
     It has `n_exchanges`, or one to four; where it is for `practice`, hard ones come more often.
     """
     words = Words(rng, held_out)
-    if rng.random() < 0.03:
+    if rng.random() < 0.03 or words.practised(0.03):
         return ask_title(words)
     with_tools = rng.random() < 0.82
     n_customs = rng.choice((0, 0, 1, 2, 2, 3)) if rng.random() < 0.9 else rng.randrange(4, 10)
@@ -1191,7 +1237,6 @@ def write_conversation(
     system = ""
     if rng.random() < 0.8:
         system = write_system(words, rng.choice((1, 1, 2, 3, 5, 8, 14, 24)))
-    if system and offers and rng.random() < 0.1:  # many agents tell of their tools in prose, too
-        told = [f"- {offer.name}: {offer.purpose}" for offer in offers]
-        system = "\n".join((system, "", "Available tools:", *rng.sample(told, len(told))))
+    if system and offers and (words.practised(0.15) or rng.random() < 0.1):
+        system = "\n".join((system, "", "Available tools:", *in_prose(desk)))
     return Conversation("\n".join(filter(None, (filler, system))), tools, exchanges)

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import pytest
 
@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folders of tiny models, by kind."""
-    return lambda kind: tiny_model(kind, tmp_path_factory.getbasetemp())
+    return lambda kind, **size: tiny_model(kind, tmp_path_factory.getbasetemp(), **size)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def bench(models, monkeypatch):
     """Make engines to be stopped in the end."""
     made = []
 
-    def make(kind, **settings):
-        made.append(Bench(models(kind), monkeypatch, **settings))
+    def make(kind, size=MappingProxyType({}), **settings):
+        made.append(Bench(models(kind, **size), monkeypatch, **settings))
         return made[-1]
 
     yield make

@@ -103,14 +103,14 @@ def test_memory_stays_below_its_limit_whatever_is_asked_at_once(bench, monkeypat
 
     monkeypatch.setattr(mx, "reset_peak_memory", noted)
     reset()
-    limit = 48 << 20
+    limit = 32 << 20
     b, rng = bench(kind, memory_limit_bytes=limit), np.random.default_rng(5)
     base = mx.get_active_memory() - (1 << 20)  # both models, but what the limit counts for one
-    most = min(b.engine.capacity_tokens - 100, 6000)
-    shared = words(rng, 1000)
+    most = min(b.engine.capacity_tokens - 100, 4000)
+    shared = words(rng, 500)
     for _ in range(3):
-        lengths = rng.integers(10, most - 1000, 10).tolist()
-        tickets = [b.submit(shared + words(rng, n), n=32) for n in [*lengths, most - 1000]]
+        lengths = rng.integers(10, most - 500, 10).tolist()
+        tickets = [b.submit(shared + words(rng, n), n=32) for n in [*lengths, most - 500]]
         results = [b.outcome(ticket, 120) for ticket in tickets]
         assert all(isinstance(end, s.Finished) for _, end in results)
     noted()
@@ -121,7 +121,7 @@ def test_memory_stays_below_its_limit_whatever_is_asked_at_once(bench, monkeypat
 
 
 def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
-    b, rng = bench("qwen3", memory_limit_bytes=13 << 20), np.random.default_rng(6)
+    b, rng = bench("qwen3", memory_limit_bytes=7 << 20), np.random.default_rng(6)
     capacity = b.engine.capacity_tokens
     prompts = [words(rng, 100) for _ in range(6)]
     tickets = [b.submit(prompt, n=capacity // 2) for prompt in prompts]
@@ -139,7 +139,7 @@ def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
 
 def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
     """Its own KV is the last to be evicted for it, and nothing is while rows leave no room."""
-    b, rng = bench("qwen3", memory_limit_bytes=16 << 20), np.random.default_rng(2)
+    b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(2)
     capacity = b.engine.capacity_tokens
     past = words(rng, capacity * 35 // 100)
     past += b.ask(past, n=4)[0]
@@ -154,7 +154,7 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
 
 
 def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
-    b, rng = bench("qwen3", memory_limit_bytes=16 << 20), np.random.default_rng(3)
+    b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(3)
     shared = words(rng, b.engine.capacity_tokens * 4 // 10)
     prompts = [shared + words(rng, 300) for _ in range(3)]
     prompts = [prompt + b.ask(prompt, n=4)[0] + words(rng, 20) for prompt in prompts]
@@ -262,9 +262,9 @@ def test_an_exception_anywhere_costs_no_more_than_the_requests_it_met(
     bench, monkeypatch, kind, owner, name
 ):
     b, rng = bench(kind, batch_max_rows=3), np.random.default_rng(9)
-    past = words(rng, 600)
-    first, _, _ = b.ask(past, n=4, boundaries=(400,))
-    prompts = [past + first + words(rng, 20), past[:400] + words(rng, 50), words(rng, 300)]
+    past = words(rng, 300)
+    first, _, _ = b.ask(past, n=4, boundaries=(200,))
+    prompts = [past + first + words(rng, 20), past[:200] + words(rng, 30), words(rng, 150)]
     real, n_met = getattr(owner, name), 0
     for fail_at in (1, 2, 4):
         left = [fail_at]
@@ -277,7 +277,7 @@ def test_an_exception_anywhere_costs_no_more_than_the_requests_it_met(
             return real(*args, **how)
 
         monkeypatch.setattr(owner, name, broken)
-        tickets = [b.submit(prompt, n=6, boundaries=(400,)) for prompt in prompts]
+        tickets = [b.submit(prompt, n=6, boundaries=(200,)) for prompt in prompts]
         results = [b.outcome(ticket) for ticket in tickets]
         monkeypatch.setattr(owner, name, real)
         n_met += left[0] <= 0

@@ -76,7 +76,15 @@ def test_a_flood_is_refused_before_the_headers_in_the_clients_own_shape(folder):
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
     monkeypatch.setattr(s, "BACKLOG_EVENTS", 200)
-    with serving(folder) as served, socket.socket() as deaf:
+    accept = s.LLMServer.get_request
+
+    def accepted(server):  # the system buffers megabytes, which take long to fill
+        connection, address = accept(server)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        return connection, address
+
+    monkeypatch.setattr(s.LLMServer, "get_request", accepted)
+    with serving(folder, idle_connection_seconds=5) as served, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         deaf.connect(("127.0.0.1", served.state.config.mlx_port))
         stop_never = {"logit_bias": {str(served.scribe.end): -100}}
