@@ -17,6 +17,7 @@ import random
 import re
 import tomllib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,15 +32,15 @@ SMALLTALK: Final[dict[str, list[Any]]] = PHRASES["smalltalk"]
 SYSTEMS: Final[list[str]] = SMALLTALK["systems"]
 
 
-def _english() -> tuple[str, ...]:
-    """Some thousand words of Python's language reference, which every Python brings along."""
+def _english(at_least: int) -> tuple[str, ...]:
+    """Words of Python's language reference, which every Python brings along; so often, or more."""
     from pydoc_data.topics import topics
 
-    found = {word for text in topics.values() for word in re.findall(r"\b[a-z]{4,10}\b", str(text))}
-    return tuple(sorted(found))
+    found = Counter(re.findall(r"\b[a-z]{4,10}\b", " ".join(map(str, topics.values()))))
+    return tuple(sorted(word for word, n in found.items() if n >= at_least))
 
 
-ENGLISH: Final = _english()
+ENGLISH: Final = _english(1)  # some thousand
 
 # What a conversation is -----------------------------------------------------------
 
@@ -103,6 +104,10 @@ def is_held_out(word: str) -> bool:
     return zlib.crc32(word.lower().encode()) % 5 == 0
 
 
+# So frequent that they are one piece to the model, and yet words of nothing that is learnt from.
+UNSAID: Final = tuple(filter(is_held_out, _english(10)))
+
+
 @dataclass(frozen=True, slots=True)
 class Words:
     """Draws words of one half, and things made of them."""
@@ -129,7 +134,7 @@ class Words:
     def invented(self) -> str:
         """A word that no language has."""
         while True:
-            if self.practised(0.35):
+            if self.practised(0.5):
                 word = self.glued()
             else:
                 word = self.syllables() if self.rng.random() < 0.5 else self.spliced()
@@ -159,9 +164,10 @@ class Words:
         could not be said at all (L-66).
         """
         rng = self.rng
-        one = rng.choice(ENGLISH if rng.random() < 0.7 else POOLS["nouns"])
+        one = rng.choice(rng.choice((UNSAID, UNSAID, ENGLISH, POOLS["nouns"])))
         other = rng.choice(ENGLISH) if rng.random() < 0.4 else self.syllables()
-        return one + other if rng.random() < 0.5 else other + one
+        first, then = (one, other) if rng.random() < 0.5 else (other, one)
+        return first + rng.choice((then, then.capitalize(), then.capitalize()))
 
     def noun(self) -> str:
         """A common, a less common, or an invented word.
@@ -199,7 +205,7 @@ class Words:
             lambda: f"{noun()}@{noun()}.{rng.choice(('com', 'org', 'net'))}",
             lambda: "".join(rng.choice(POOLS["letters"]) for _ in range(rng.randrange(4, 13))),
         )
-        return kinds[-1]() if self.practised(0.06) else rng.choice(kinds)()
+        return kinds[-1]() if self.practised(0.1) else rng.choice(kinds)()
 
     def date(self) -> str:
         """A day of some year near ours."""
@@ -477,10 +483,10 @@ def offer_custom(words: Words) -> Custom:
     description = f"{verb.capitalize()} the {thing} {about}."
     if rng.random() < 0.2:
         description += " " + rng.choice(SYSTEMS)
-    n_names = rng.choice((2, 3, 4)) if words.practised(0.3) else rng.choice((1, 1, 1, 2, 2, 3))
+    n_names = rng.choice((2, 3, 4)) if words.practised(0.4) else rng.choice((1, 1, 1, 2, 2, 3))
     names = words.distinct(n_names, words.key)
     kinds = {n: rng.choice(("string", "string", "string", "integer", "boolean")) for n in names}
-    optional = names[1:] if rng.random() < 0.2 else []
+    optional = names[1:] if rng.random() < 0.2 or words.practised(0.3) else []
     properties: Schema = {}
     for n, kind in kinds.items():
         properties[n] = {"type": kind}
@@ -1186,16 +1192,16 @@ def in_prose(desk: Desk) -> list[str]:
 
 # How much more often than they are measured some are practised: those that are hard and rare.
 PRACTICE: Final[Draws] = {
-    write_file: 3.0,
-    edit_file: 6.0,
-    search_files: 3.0,
-    read_line: 3.0,
-    name_chat: 2.5,
+    write_file: 2.5,
+    edit_file: 9.0,
+    search_files: 4.0,
+    read_line: 2.5,
+    name_chat: 5.0,
     list_then_read: 2.0,
     copy_file: 2.0,
     use_two: 1.5,
     list_folder: 1.3,
-    use_custom: 1.5,
+    use_custom: 2.0,
     **dict.fromkeys((say_again, remember, calculate), 0.5),
     **dict.fromkeys((greet, admit, state_fact), 0.35),
 }
@@ -1214,7 +1220,7 @@ def write_conversation(
     It has `n_exchanges`, or one to four; where it is for `practice`, hard ones come more often.
     """
     words = Words(rng, held_out)
-    if rng.random() < 0.03 or words.practised(0.03):
+    if rng.random() < 0.03 or words.practised(0.05):
         return ask_title(words)
     with_tools = rng.random() < 0.82
     n_customs = rng.choice((0, 0, 1, 2, 2, 3)) if rng.random() < 0.9 else rng.randrange(4, 10)

@@ -7,7 +7,6 @@ block where it was first told, rendered with no server code. What was prefilled 
 model's own calls, and the logits of every reply are those of a cold run of the reported tokens.
 """
 
-import copy
 import json
 import os
 import random
@@ -29,9 +28,8 @@ import start_llm as s
 from fewest import Request, common_prefix, fewest, prefilled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm import load
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
+from oracle import Oracle
 from serving import (
     Exchange,
     Message,
@@ -975,47 +973,9 @@ def cold(kind, witness, tmp_path_factory):
         yield reply
 
 
-class Oracle:
-    """The plain model on exactly these tokens: no server code, no cache but what it fed itself."""
-
-    SLICE = 96
-
-    def __init__(self, folder: Path) -> None:
-        self._model = load(str(folder))[0]
-        self._caches: dict[bytes, list] = {}  # after whole slices, by the tokens so far
-
-    def check(self, heard: Heard, *, tolerance: float) -> None:
-        """The log-probabilities are those of a cold run, and the words the likeliest by them."""
-        warm = np.array(heard.logprobs)
-        cold = self._logprobs((*heard.prompt, *heard.ids[:-1]), n=len(warm))
-        said = np.isfinite(warm)
-        if not said.all():  # a word was banned: the others are likelier
-            cold = np.where(said, cold, -np.inf)
-            cold -= np.logaddexp.reduce(cold, axis=-1, keepdims=True)
-            tolerance = max(tolerance, 1e-5)
-        assert np.abs(cold[said] - warm[said]).max() <= tolerance
-        assert heard.is_scripted or cold.argmax(axis=-1).tolist() == heard.ids
-
-    def _logprobs(self, tokens: tuple[int, ...], *, n: int) -> np.ndarray:
-        """The last n rows."""
-        ids = np.array(tokens, np.int32)
-        ends = range((len(ids) - n) // self.SLICE * self.SLICE, 0, -self.SLICE)
-        done = next((end for end in ends if ids[:end].tobytes() in self._caches), 0)
-        known = self._caches.get(ids[:done].tobytes())
-        cache = copy.deepcopy(known) if known else make_prompt_cache(self._model)
-        rows = np.empty((0, 0))
-        for end in range(done + self.SLICE, len(ids) + self.SLICE, self.SLICE):
-            logits = self._model(mx.array(ids[None, end - self.SLICE : end]), cache=cache)[0]
-            logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-            rows = np.concatenate([rows.reshape(-1, logprobs.shape[1]), logprobs])[-n:]
-            if end <= len(ids):
-                self._caches[ids[:end].tobytes()] = copy.deepcopy(cache)
-        return rows
-
-
 @pytest.fixture(scope="module")
 def oracle(kind, tmp_path_factory):
-    return Oracle(tiny_model(kind, tmp_path_factory.getbasetemp()))
+    return Oracle(tiny_model(kind, tmp_path_factory.getbasetemp()), at_once=96)
 
 
 # -- what holds in all of them ---------------------------------------------------------------------
@@ -1030,12 +990,25 @@ def test_what_clients_change_costs_nothing(begin, oracle, cold, table, name):
         f"  fewest {case.n_fewest:6}  ratio {case.ratio:.4f}"
     )
     for heard in case.heard:
-        oracle.check(heard, tolerance=TOLERANCE.get(case.kind, 0.0))
+        check_said(oracle, heard, tolerance=TOLERANCE.get(case.kind, 0.0))
     later = case.heard[len(case.heard) // 2]
     assert later.is_scripted or cold(later) == later.ids
     assert case.n_fallbacks == 0
     assert case.ratio <= scenario.bar
     check_as_meant(case, is_plain=scenario.is_plain)
+
+
+def check_said(oracle: Oracle, heard: Heard, *, tolerance: float) -> None:
+    """The log-probabilities are those of a cold run, and the words the likeliest by them."""
+    warm = np.array(heard.logprobs)
+    cold = oracle.logprobs((*heard.prompt, *heard.ids[:-1]), n=len(warm))
+    said = np.isfinite(warm)
+    if not said.all():  # a word was banned: the others are likelier
+        cold = np.where(said, cold, -np.inf)
+        cold -= np.logaddexp.reduce(cold, axis=-1, keepdims=True)
+        tolerance = max(tolerance, 1e-5)
+    assert np.abs(cold[said] - warm[said]).max() <= tolerance
+    assert heard.is_scripted or cold.argmax(axis=-1).tolist() == heard.ids
 
 
 def check_as_meant(case: Case, *, is_plain: bool) -> None:
