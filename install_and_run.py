@@ -377,7 +377,7 @@ GATES = (
     Gate("mypy", ("-m", "mypy")),
     Gate("floorplan", ("scripts/floorplan.py",)),
     Gate("vulture", ("-m", "vulture")),
-    Gate("pytest", ("-m", "pytest", "-n", "2", "--dist", "loadfile")),
+    Gate("pytest", ("-m", "pytest", "-n", "2", "--dist", "worksteal")),
 )
 
 
