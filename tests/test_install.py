@@ -350,7 +350,7 @@ def ran(venv, tmp_path, monkeypatch):
 
 def test_all_gates_run_and_pytest_is_last(venv, ran, capfd):
     assert install.run_gates(venv, ["-k", "kv"]) == 0
-    assert len(ran()) == len(install.GATES) and ran()[-1] == "-m pytest -n 2 --dist loadfile -k kv"
+    assert len(ran()) == len(install.GATES) and ran()[-1] == "-m pytest -n 2 --dist worksteal -k kv"
     assert "6 of 6 gates passed" in capfd.readouterr().out.splitlines()[-1]
 
 
