@@ -104,7 +104,7 @@ def is_held_out(word: str) -> bool:
     return zlib.crc32(word.lower().encode()) % 5 == 0
 
 
-# So frequent that they are one piece to the model, and yet words of nothing that is learnt from.
+# Many are one piece to the model, being frequent, and yet words of nothing that is learnt from.
 UNSAID: Final = tuple(filter(is_held_out, _english(10)))
 
 
@@ -161,7 +161,7 @@ class Words:
         """A word of any half and another one, or a part of it.
 
         Common words are one piece to the model: one that occurred in no word that is learnt from
-        could not be said at all (L-66).
+        could not be said at all (L-66). A capital keeps the tokenizer from joining across the seam.
         """
         rng = self.rng
         one = rng.choice(rng.choice((UNSAID, UNSAID, ENGLISH, POOLS["nouns"])))
