@@ -161,13 +161,14 @@ class Words:
         """A word of any half and another one, or a part of it.
 
         Common words are one piece to the model: one that occurred in no word that is learnt from
-        could not be said at all (L-66). A capital keeps the tokenizer from joining across the seam.
+        could not be said at all (L-66). A capital or a sign keeps the tokenizer from joining across
+        the seam.
         """
         rng = self.rng
-        one = rng.choice(rng.choice((UNSAID, UNSAID, ENGLISH, POOLS["nouns"])))
+        one = rng.choice(rng.choice((UNSAID, UNSAID, UNSAID, ENGLISH, POOLS["nouns"])))
         other = rng.choice(ENGLISH) if rng.random() < 0.4 else self.syllables()
         first, then = (one, other) if rng.random() < 0.5 else (other, one)
-        return first + rng.choice((then, then.capitalize(), then.capitalize()))
+        return first + rng.choice((then, then.capitalize(), then.capitalize(), f"_{then}"))
 
     def noun(self) -> str:
         """A common, a less common, or an invented word.
@@ -483,7 +484,7 @@ def offer_custom(words: Words) -> Custom:
     description = f"{verb.capitalize()} the {thing} {about}."
     if rng.random() < 0.2:
         description += " " + rng.choice(SYSTEMS)
-    n_names = rng.choice((2, 3, 4)) if words.practised(0.4) else rng.choice((1, 1, 1, 2, 2, 3))
+    n_names = rng.choice((2, 3, 4)) if words.practised(0.5) else rng.choice((1, 1, 1, 2, 2, 3))
     names = words.distinct(n_names, words.key)
     kinds = {n: rng.choice(("string", "string", "string", "integer", "boolean")) for n in names}
     optional = names[1:] if rng.random() < 0.2 or words.practised(0.3) else []
@@ -1133,10 +1134,18 @@ def offer_tools(words: Words, n_customs: int) -> Desk:
     return desk
 
 
+def skills(words: Words) -> list[str]:
+    """What agents list in a reminder: it reads like tools, and is none."""
+    rng = words.rng
+    patterns = [pattern for role in ROLES.values() for pattern in role.descriptions]
+    names = words.distinct(rng.choice((2, 4, 8, 16)), words.noun)
+    return [f"- {name}: {words.described(rng.choice(patterns))}" for name in names]
+
+
 def dress(words: Words, exchange: Exchange) -> Exchange:
     """What clients put around a user's words."""
     rng = words.rng
-    if rng.random() > 0.12:
+    if rng.random() > 0.12 and not words.practised(0.15):
         return exchange
     stamp = f"{words.date()} {rng.randrange(24):02}:{rng.randrange(60):02}"
     around = (
@@ -1147,7 +1156,10 @@ def dress(words: Words, exchange: Exchange) -> Exchange:
         "{u}\n",
         "<context>\n{s}\n</context>\n\n{u}",
     )
-    user = rng.choice(around).format(s=rng.choice(SYSTEMS), t=stamp, u=exchange.user)
+    form, rules = rng.choice(around), rng.choice(SYSTEMS)
+    if words.practised(0.5):
+        rules = "\n".join((rules, *skills(words)))
+    user = form.format(s=rules, t=stamp, u=exchange.user)
     return replace(exchange, user=user)
 
 
@@ -1235,7 +1247,7 @@ def write_conversation(
     exchanges = tuple(dress(words, draw(desk)) for draw in drawn)
     offers = [*desk.roles.values(), *(custom.offer for custom in desk.customs)]
     schemas = {offer.name: offer.schema for offer in offers}
-    if offers and rng.random() < 0.2:
+    if offers and (rng.random() < 0.2 or words.practised(0.15)):
         for _ in range(rng.choice((1, 2, 4, 8))):
             bystander = offer_bystander(words)
             schemas.setdefault(bystander["function"]["name"], bystander)

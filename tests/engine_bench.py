@@ -52,7 +52,9 @@ class Bench:
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])
-        return SimpleNamespace(model=self.model, vision=None, eos_ids=frozenset(), nbytes=1 << 20)
+        template = SimpleNamespace(forget=lambda: None)  # what an idle engine tells it
+        known = {"vision": None, "eos_ids": frozenset(), "nbytes": 1 << 20, "template": template}
+        return SimpleNamespace(model=self.model, **known)
 
     def submit(self, tokens, n=8, boundaries=(), **fields):
         job = s.Job(

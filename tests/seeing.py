@@ -20,7 +20,16 @@ from fewest import Request, Turns, fewest
 from mlx_lm.utils import load_tokenizer
 from mlx_vlm.utils import load_model, load_processor
 from PIL import Image
-from serving import Message, _with_objects, clear_cache, forget_pasts, free_port, joined, wait_until
+from serving import (
+    Message,
+    _with_objects,
+    clear_cache,
+    forget_pasts,
+    free_port,
+    joined,
+    wait_until,
+    wait_until_idle,
+)
 from tiny_models import TOOLS
 from tiny_vision import PHRASE
 
@@ -254,8 +263,7 @@ class Seeing:
 
     def forget(self) -> None:
         """An empty server and an empty record; what images look like is still known."""
-        engine = self.state.engine
-        wait_until(lambda: not any(engine.report[k] for k in ("queued", "prefilling", "decoding")))
+        wait_until_idle(self.state.engine)
         clear_cache(self.state.engine)
         forget_pasts(self.state)
         wait_until(lambda: self.state.engine.report["lines"] == 0)

@@ -35,6 +35,11 @@ def wait_until(condition: Callable[[], object], *, seconds: float = 30.0) -> Non
         time.sleep(0.01)
 
 
+def wait_until_idle(engine: s.Engine) -> None:
+    """Until no request runs or waits. The model thread is asked: its report may be 0.25 s old."""
+    wait_until(lambda: not engine.ask(lambda scheduler: scheduler.busy))
+
+
 def _go_on(_rows: list[Fed]) -> None:
     """Nothing holds the model."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from engine_bench import GREEDY, words
-from serving import wait_until
+from serving import wait_until, wait_until_idle
 
 TOLERANCE = {"qwen3": 0.0, "qwen3_5": 0.0, "gemma3_text": 1e-4}
 
@@ -25,7 +25,7 @@ def slowly(seconds_per_token):
 
 def check_it_still_works(b, kind, prompts):
     """Nothing is left running, and each prompt, warm by now or not, is answered exactly."""
-    wait_until(lambda: not any(b.engine.report[key] for key in ("prefilling", "decoding")))
+    wait_until_idle(b.engine)
     for prompt in prompts:
         ids, _, ticket = b.ask(prompt, n=4)
         assert is_exact(b, kind, ticket, ids)
@@ -85,7 +85,7 @@ def test_who_does_not_read_is_dropped_and_the_others_go_on(bench, monkeypatch):
     prompt = words(rng, 100)
     ids, _, ticket = b.ask(prompt, n=40)
     assert is_exact(b, "qwen3", ticket, ids)
-    wait_until(lambda: b.engine.report["decoding"] == 0)
+    wait_until_idle(b.engine)
     ids, end = b.outcome(deaf)
     assert end.reason == "cancelled" and len(ids) < 100
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 from pydantic import TypeAdapter
-from serving import Served, wait_until
+from serving import Served, wait_until_idle
 from start_llm import AnthropicEvents, BadRequest, Ending, Usage, anthropic_error, from_anthropic
 from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
 
@@ -621,7 +621,7 @@ def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
         object.__setattr__(
             served.state, "config", config.model_copy(update={"keepalive_seconds": 10.0})
         )
-    wait_until(lambda: served.state.engine.report["decoding"] == 0)
+    wait_until_idle(served.state.engine)
 
 
 def test_head_and_query_are_answered(served):

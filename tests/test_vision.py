@@ -14,7 +14,7 @@ import pytest
 import start_llm as s
 from mlx_vlm.models.qwen3_5 import gated_delta
 from seeing import Seeing, data_url, picture, shown
-from serving import wait_until
+from serving import wait_until_idle
 from tiny_models import TOOLS
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 
@@ -124,7 +124,7 @@ def test_a_cancelled_prefill_is_kept(seeing):
     finally:
         seeing.before_call = lambda: None
         go_on.set()
-    wait_until(lambda: not seeing.state.engine.report["prefilling"])
+    wait_until_idle(seeing.state.engine)
     done = sum(n for _, n in seeing.calls)
     assert done < len(seeing.prompt(long)) - 200, "nothing was left to do"
     one = seeing.ask(long)
