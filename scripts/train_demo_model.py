@@ -28,6 +28,7 @@ import os
 import random
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -305,10 +306,19 @@ def coin(rng: random.Random) -> torch.Generator:
 def produce(queue: Any, folder: Path, seed: int, steps: range) -> None:
     """The process that writes batches while the other one learns."""
     torch.set_num_threads(1)
+    threading.Thread(target=end_with_trainer, daemon=True).start()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for step in steps:
         batch = make_batch(tokenizer, seed, step)
         queue.put((batch.tokens.numpy(), batch.weights.numpy(), batch.positions.numpy()))
+
+
+def end_with_trainer() -> None:
+    """A trainer that is killed cannot end the process that writes its batches."""
+    trainer = multiprocessing.parent_process()
+    assert trainer
+    trainer.join()
+    os._exit(1)
 
 
 def batches(folder: Path, seed: int, steps: range) -> Iterator[Batch]:

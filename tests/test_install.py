@@ -191,7 +191,15 @@ def test_half_a_venv_is_made_again(venv, monkeypatch):
     (venv / "pyvenv.cfg").unlink()
     install.prepare(venv, install.RUN)
     assert made[0][1:] == ["-m", "venv", "--clear", str(venv)]
-    assert "install" in made[1]
+    assert made[1][-1] == install.PIP and "requirements.txt" in made[2][-1]
+
+
+def test_the_pip_that_python_brings_will_do(venv, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "call", lambda command, **_: int(command[-1] == install.PIP))
+    (venv / "pyvenv.cfg").unlink()
+    install.prepare(venv, install.RUN)
+    assert install.is_installed(venv, install.RUN)
+    assert "going on with the pip that Python brought" in capsys.readouterr().out
 
 
 # Stamps -------------------------------------------------------------------------------------------
@@ -350,7 +358,7 @@ def ran(venv, tmp_path, monkeypatch):
 
 def test_all_gates_run_and_pytest_is_last(venv, ran, capfd):
     assert install.run_gates(venv, ["-k", "kv"]) == 0
-    assert len(ran()) == len(install.GATES) and ran()[-1] == "-m pytest -n 2 --dist worksteal -k kv"
+    assert len(ran()) == len(install.GATES) and ran()[-1] == "-m pytest -n 3 --dist worksteal -k kv"
     assert "6 of 6 gates passed" in capfd.readouterr().out.splitlines()[-1]
 
 
