@@ -461,7 +461,7 @@ ABOUT: Final = ("of a {m}", "for a {m}", "in the {m}", "of one {m}")
 def offer_bystander(words: Words) -> Schema:
     """A tool that agents bring along and nobody here asks for."""
     rng = words.rng
-    chosen = rng.choice(PHRASES["bystanders"])
+    chosen = rng.choice(PHRASES["decoys" if words.practised(0.4) else "bystanders"])
     name = words.of(chosen["names"])
     description = " ".join((chosen["description"], *rng.sample(SYSTEMS, rng.choice((0, 0, 1, 3)))))
     kinds = ("string", "string", "integer", "boolean", "array", "object")
@@ -1138,8 +1138,9 @@ def skills(words: Words) -> list[str]:
     """What agents list in a reminder: it reads like tools, and is none."""
     rng = words.rng
     patterns = [pattern for role in ROLES.values() for pattern in role.descriptions]
-    names = words.distinct(rng.choice((2, 4, 8, 16)), words.noun)
-    return [f"- {name}: {words.described(rng.choice(patterns))}" for name in names]
+    names = words.distinct(rng.choice((2, 4, 8, 16, 32)), words.noun)
+    lines = [f"- {name}: {words.described(rng.choice(patterns))}" for name in names]
+    return [f"{line} {rng.choice(SYSTEMS)}" if rng.random() < 0.4 else line for line in lines]
 
 
 def dress(words: Words, exchange: Exchange) -> Exchange:
