@@ -45,7 +45,7 @@ WHAT NEVER HAPPENS
 THREADS AND LOCKS
     model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
     connection      one each, of low priority: parse, render, wait for events, write
-    accept          one per address;  proxy pump  says what LiteLLM's keeper says;  main  waits
+    accept          one per address;  main  waits
     locks are leaves, private to the object that owns what they guard; none is held while waiting
 """
 
@@ -65,7 +65,6 @@ import logging
 import marshal
 import math
 import os
-import platform
 import queue
 import re
 import resource
@@ -97,7 +96,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple, NotRequired, TypedDict, override
 from urllib.parse import parse_qsl, unquote
 
-import huggingface_hub
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -112,10 +110,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_config, load_tokenizer
+from mlx_lm.utils import load_config, load_tokenizer
 from PIL import Image, ImageOps
 from pydantic import AliasPath, BaseModel, Field, ValidationError, ValidationInfo
-from pydantic.functional_validators import BeforeValidator, PlainValidator, field_validator
+from pydantic.functional_validators import BeforeValidator, field_validator
 from pydantic_core import PydanticCustomError, from_json
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
@@ -485,8 +483,11 @@ KvOffset = typing.NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
 Name = Annotated[str, Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-_TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_BiasKey = Annotated[_TokenId, Field(strict=False)]  # JSON's keys are text
 _Offset = Annotated[float, Field(ge=-2, le=2)]
+_TextPart = TypedDict("_TextPart", {"type": Literal["text"], "text": str})  # noqa: UP013
+_Thought = TypedDict("_Thought", {"type": Literal["thinking"], "thinking": str})  # noqa: UP013
 _BUDGET: Final = AliasPath("thinking", "budget_tokens")
 type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
 # A step to a fault, and not the name that pydantic gives the branch of a union.
@@ -505,16 +506,6 @@ def parse_json_body(raw: bytes) -> object:
         raise BadRequest(f"the body is not valid JSON: {fault}") from None
 
 
-def _bias_pairs(value: object) -> object:
-    """{"15043": -100} -> ((15043, -100),)."""
-    if isinstance(value, dict) and all(
-        key.isdecimal() and len(key) < 10 and type(bias) in (int, float) and -100 <= bias <= 100
-        for key, bias in value.items()
-    ):
-        return tuple((int(key), bias) for key, bias in value.items())
-    raise PydanticCustomError("bias", "should give token ids numbers from -100 to 100")
-
-
 class Sampling(BaseModel, frozen=True, strict=True):
     """How the next token is chosen. The bare defaults are greedy with everything else off."""
 
@@ -526,18 +517,8 @@ class Sampling(BaseModel, frozen=True, strict=True):
     repetition_context_size: Annotated[int, Field(ge=0)] = 256  # tokens
     presence_penalty: _Offset = 0.0
     frequency_penalty: _Offset = 0.0
-    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_bias_pairs)] = ()
+    logit_bias: Mapping[_BiasKey, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # None: another every time
-
-
-class _TextPart(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class _ThinkingPart(TypedDict):
-    type: Literal["thinking"]
-    thinking: str
 
 
 class _ImagePart(TypedDict):
@@ -562,7 +543,7 @@ class _Tool(TypedDict):
 
 class _WireMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[str | Each[_TextPart | _ThinkingPart | _ImagePart] | None]
+    content: NotRequired[str | Each[_TextPart | _Thought | _ImagePart] | None]
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
@@ -598,7 +579,9 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of
 
 
 class _CompletionBody(BaseModel, strict=True):
-    prompt: Name | Annotated[_TokenIds, Field(min_length=1, fail_fast=True, strict=False)]
+    prompt: (
+        Name | Annotated[tuple[_TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)]
+    )
     response_format: dict[Literal["type"], Literal["text"]] = {}
     logprobs: None = None  # of chats only
 
@@ -1184,16 +1167,14 @@ def _data(part: Body, config: Config) -> bytes:
 # Knows WIRE, MESSAGES · Thread any · Budget 60
 
 
-def _as_js(number: str) -> float:
-    """A JSON number as a JavaScript client writes it again: 2.0 is 2, and so 2**53 + 1 is 2**53."""
-    return int(value) if (value := float(number)).is_integer() else value
-
-
 def canonical_json(arguments: object) -> str:
     """Tool arguments, text or parsed, without what clients change: white space, order, numbers."""
+    # JavaScript writes 2.0 as 2, and 2**53 + 1 as 2**53.
+    numbers: Body = {"parse_int": lambda n: int(float(n))}
+    numbers["parse_float"] = lambda n: int(f) if (f := float(n)).is_integer() else f
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        parsed = json.loads(text or "{}", parse_int=lambda n: int(float(n)), parse_float=_as_js)
+        parsed = json.loads(text or "{}", **numbers)
         return json.dumps(parsed or {}, sort_keys=True)
     except (ValueError, OverflowError, RecursionError):
         return str(arguments)
@@ -1490,8 +1471,8 @@ def reminder(text: str) -> str:
 # canned conversations are rendered at construction, and what comes out is believed. What it cannot
 # say is said another way (folded, merged, flattened), or named once in the log. Markup in client
 # text (`<|im_end|>` in a file) is broken up by a noncharacter for rendering, and plain text then.
-# Doors   Template, Rendered, Unspliceable
-# Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries
+# Doors   Template, Rendered, Unspliceable, _probe_preserve_thinking_support
+# Doors   _compute_msg_token_boundaries
 # Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 467
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
@@ -2279,8 +2260,8 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # past (L-03). Copies are contiguous and evaluated: a view pins its whole parent buffer (L-06).
 # Doors   KvCache, KvShape, Span, StateSnapshot, GROWTH_TOKENS, measure_kv, _kv_cache_offset
 # Doors   evaluate, reserve, lend_span, take_span, copy_span, to_batch, row_from_batch
-# Doors   snapshot_state, restore_state, recurrent_handles, like_upstream, row_offsets
-# Knows WIRE · Thread model only; mlx · Budget 212
+# Doors   snapshot_state, restore_state, note_states, noted_states, recurrent_handles
+# Doors   like_upstream, row_offsets · Knows WIRE · Thread model only; mlx · Budget 264
 
 KvCache = list[Any]  # one upstream cache object per layer
 GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
@@ -2293,6 +2274,7 @@ class KvShape(NamedTuple):
     state_bytes: int  # one snapshot of all state leaves at most
     has_state: bool  # some layers cannot be rewound
     can_batch: bool  # every layer has an upstream batch form
+    can_note: bool  # its recurrent layers note states inside a call
 
 
 class StateSnapshot(NamedTuple):
@@ -2371,14 +2353,14 @@ class _RecurrentCache(ArraysCache):  # type: ignore[misc]
 
 def like_upstream(layer: Any) -> Any:
     """mlx-lm's cache of the kind of an empty one of mlx-vlm. Raises ValueError."""
-    match type(layer).__name__:
+    match kind := type(layer).__name__:
         case "KVCache":
             return KVCache()
         case "ArraysCache":
             return _RecurrentCache(len(layer.cache))
         case "RotatingKVCache":
             return mlx_lm.models.cache.RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
-    raise ValueError(f"a cache of kind {type(layer).__name__} is not known here")
+    raise ValueError(f"a cache of kind {kind} is not known here")
 
 
 def row_offsets(cache: KvCache) -> mx.array:
@@ -2397,7 +2379,58 @@ def measure_kv(model: Any) -> KvShape:
     state_bytes = sum(leaf.nbytes // leaf.keys.shape[2] * leaf.max_size for leaf in windows)
     state_bytes += sum(leaf.nbytes for leaf in state if leaf not in windows)
     can_batch = all(hasattr(layer, "merge") for layer in cache)
-    return KvShape(token_bytes, state_bytes, bool(state), can_batch)
+    can_note = bool(state) and _made_to_note(model)
+    return KvShape(token_bytes, state_bytes, bool(state), can_batch, can_note)
+
+
+def _note_taker(kind: Any) -> Any:
+    """This kind of layer; where its cache has `ends`, it runs in parts and notes states (L-61)."""
+
+    def call(self: Any, x: mx.array, *args: Any, **named: Any) -> Any:
+        leaf: Any = next((y for y in (*args, *named.values()) if isinstance(y, ArraysCache)), None)
+        if not (ends := getattr(leaf, "ends", ())):
+            return kind.__call__(self, x, *args, **named)
+        outputs, leaf.ends = [], ()
+        for part in mx.split(x, [end for end in ends if end < x.shape[1]], axis=1):
+            outputs.append(kind.__call__(self, part, *args, **named))
+            leaf.notes.append(list(leaf.cache))
+        return mx.concatenate(outputs, axis=1)
+
+    return type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _made_to_note(model: Any) -> bool:
+    """Have the innermost layers with a cache do so; False: they cannot, or not rightly."""
+    fields = ((x, inspect.signature(type(x).__call__).parameters) for x in model.modules())
+    takers = {id(layer): layer for layer, names in fields if "cache" in names}
+    inner = [x for x in takers.values() if len(takers.keys() & set(map(id, x.modules()))) == 1]
+    for layer in inner:
+        layer.__class__ = _note_taker(type(layer))
+    noted, first, tokens = make_prompt_cache(model), make_prompt_cache(model), mx.array([[0, 1]])
+    note_states(noted, [1])
+    with suppress(Exception):  # models may call their layers in other ways
+        model(tokens, cache=noted), model(tokens[:, :1], cache=first)
+        states = (tree_flatten(x.leaves) for x in (noted_states(noted)[0], snapshot_state(first)))
+        pairs = [(x, y) for (_, x), (_, y) in zip(*states, strict=True) if x is not None]
+        if all(mx.abs(x - y).max() <= 0.05 * mx.abs(y).max() for x, y in pairs):
+            return True
+    for layer in inner:
+        layer.__class__ = type(layer).__base__
+    return False
+
+
+def note_states(cache: KvCache, ends: Sequence[int]) -> None:
+    """Have the next call note its recurrent states behind so many tokens each, ascending."""
+    for leaf in _leaves(cache, "state"):
+        leaf.ends, leaf.notes = ends, []
+
+
+def noted_states(cache: KvCache) -> list[StateSnapshot]:
+    """One for each of the `ends`, in their order, and perhaps one more; they are forgotten."""
+    notes = list(zip(*(leaf.notes for leaf in _leaves(cache, "state")), strict=True))
+    note_states(cache, ())
+    handles = ([ArraysCache.from_state((x, None, None)) for x in arrays] for arrays in notes)
+    return list(map(snapshot_state, handles))
 
 
 def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
@@ -2843,9 +2876,6 @@ class Sent(NamedTuple):
     def digests(self) -> list[bytes]:
         return [turn.digest for turn in self.turns]
 
-    def likeness(self, said: set[bytes], tokens: TokenArray) -> tuple[int, int]:
-        return len(said.intersection(self.digests)), common_prefix(self.tokens, tokens)
-
 
 class SessionTurnStore:
     """The messages of each session's last request, and of its longest past, as digests."""
@@ -2875,7 +2905,8 @@ class SessionTurnStore:
         with self._turns_lock:
             among = [one for one in self._sent if not own or one.session == sent.session]
         said = {*sent.digests}
-        return max(among, key=lambda one: one.likeness(said, sent.tokens), default=None)
+        alike = [(len(said & {*x.digests}), common_prefix(x.tokens, sent.tokens)) for x in among]
+        return among[alike.index(max(alike))] if among else None
 
     def exchange_last(self, session_id: str, digests: _Past, *, only_grows: bool = False) -> int:
         """How many messages are as in the record; `only_grows`: the one that these must extend."""
@@ -3121,24 +3152,12 @@ class ModelError(Exception):
     """Why there is no model, in one sentence; main() prints it and exits 2."""
 
 
-class Markup(NamedTuple):
-    """The strings and ids with a meaning of their own in a reply; None where a model has none."""
-
-    think_start: str | None
-    think_end: str | None
-    think_end_ids: tuple[int, ...]
-    tool_call_start: str | None
-    tool_call_end: str | None  # "" for formats that have no closing tag
-    tool_parser: Callable[[str, Any], Any] | None  # mlx-lm's: (text, tools) -> call or calls
-    hidden_ids: frozenset[int]  # never shown as text: special tokens without a meaning above
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """Facts that hold as long as the process. `model` is for the model thread alone."""
 
     model: Any
-    tokenizer: Any  # mlx-lm's TokenizerWrapper
+    tokenizer: Any  # mlx-lm's TokenizerWrapper: it knows what tags a reply has
     template: Template
     model_id: str  # what clients see: the repository, the folder's name, or "demo"
     path: Path
@@ -3149,7 +3168,7 @@ class LoadedModel:
     context_length: int  # tokens the model was made for
     limit: int  # tokens of prompt and reply together: the smaller of that and MAX_KV_SIZE
     eos_ids: frozenset[int]
-    markup: Markup
+    hidden_ids: frozenset[int]  # never shown as text: special tokens without a meaning in a reply
 
     @property
     def vision(self) -> VisionModel | None:
@@ -3184,15 +3203,12 @@ def resolve_model(config: Config) -> Path:
     if _is_complete(folder := Path(here / "models" if name == _DEMO else "", name).expanduser()):
         return folder
     script = here / "scripts" / "fetch_model.py"
-    if not script.is_file():  # this file was copied alone: then the hub must say what it does
-        try:
-            repo = {"repo_id": name, "allow_patterns": DEFAULT_ALLOW_PATTERNS}
-            return Path(huggingface_hub.snapshot_download(**repo, token=config.hf_token or None))
-        except Exception as error:
-            sentence = f"MODEL_PATH={name} is no complete model folder, and cannot be fetched"
-            raise ModelError(f"{sentence}: {error}") from error
     # HF_TOKEN reaches it as it reached us: through the environment or .env.
     command = [sys.executable, str(script), f"--memory-bytes={device_memory_bytes()}", "--", name]
+    if not script.is_file():  # this file was copied alone: then the hub must say what it does
+        fetch = "import sys, huggingface_hub as hub\ntry: print(hub.snapshot_download(sys.argv[1]))"
+        fetch += "\nexcept Exception as e: sys.exit(f'no complete folder, nor fetched: {e}')"
+        command = [sys.executable, "-c", fetch, name]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     atexit.register(process.terminate)  # it does not go on when we are told to stop
     said, _ = process.communicate()
@@ -3202,7 +3218,7 @@ def resolve_model(config: Config) -> Path:
 
 
 def _chosen(config: Config) -> str:
-    is_apple_silicon = (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    is_apple_silicon = (os.uname().sysname, os.uname().machine) == ("Darwin", "arm64")
     tuned_for = "lmstudio-community/GLM-4.7-Flash-MLX-4bit"
     return config.model_path or (tuned_for if is_apple_silicon else _DEMO)
 
@@ -3221,8 +3237,7 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         model, tokenizer, facts = _parts(path, config)
         facts = {**facts, **(facts.get("text_config") or {})}
         name = _chosen(config)
-        markup = _markup(tokenizer)
-        tags = {"think_start": markup.think_start or "", "think_end": markup.think_end or ""}
+        tags = {name: getattr(tokenizer, name) or "" for name in ("think_start", "think_end")}
         template = Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids)
         if isinstance(model, VisionModel):
             model.phrase = template.image_phrase() or model.phrase
@@ -3247,7 +3262,7 @@ def load_model(path: Path, config: Config) -> LoadedModel:
             context_length=context_length,
             limit=min(context_length, config.max_kv_size),
             eos_ids=frozenset(tokenizer.eos_token_ids),
-            markup=markup,
+            hidden_ids=_hidden_ids(tokenizer),
         )
     except Exception as error:  # mlx and transformers raise what they like
         log.debug("loading %s", path, exc_info=True)
@@ -3277,7 +3292,7 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
     return stated or (tokenizer_length if tokenizer_length < 2**31 else 32_768)  # 1e30: unknown
 
 
-def _markup(tokenizer: Any) -> Markup:
+def _hidden_ids(tokenizer: Any) -> frozenset[int]:
     marks = ("think_start", "think_end", "tool_call_start", "tool_call_end")
     shown = {i for mark in marks for i in getattr(tokenizer, f"{mark}_tokens") or ()}
     parser = tokenizer.tool_parser
@@ -3285,10 +3300,7 @@ def _markup(tokenizer: Any) -> Markup:
     grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     shown |= {i for i, text in special.items() if text in grammar or re.escape(text) in grammar}
-    hidden = frozenset(special.keys() - shown | tokenizer.eos_token_ids)
-    facts: Body = {mark: getattr(tokenizer, mark) for mark in marks}
-    facts |= {"think_end_ids": tuple(tokenizer.think_end_tokens or ()), "tool_parser": parser}
-    return Markup(**facts, hidden_ids=hidden)
+    return frozenset(special.keys() - shown | tokenizer.eos_token_ids)
 
 
 def device_memory_bytes() -> int:
@@ -3311,16 +3323,14 @@ def banner(model: LoadedModel, config: Config) -> str:
 
 # region 17 ENGINE =============================================================
 # The model thread: admit, prefill in slices, decode in groups, give every row's KV back.
-#
 #     inbox -> waiting -> prefill (one slice at a time) -> decode (one step per group) -> put back
-#
 # A lone row decodes where its KV lies: no merge, no copy. Rows of like length decode as one batch;
 # a short row never pays for a long one's padding. mlx-lm's BatchGenerator merges all on insertion
 # (measured: a lone 32k row then needs its KV twice), so the batch inside it, GenerationBatch, is
 # used directly and told never to finish a row. Beside decoding, prefill gets a third of the time.
-# Doors Engine, Ticket, Job, Progress, Token, Finished, Event, Logprob, Constraint, avoid
+# Doors Engine, Ticket, Job, Token, Finished, Event, Logprob, Constraint, avoid
 # Doors think_at_most, follow · Knows CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, VISION, MODEL
-# Thread model, mlx; Ticket and Engine: any · Budget 756
+# Thread model, mlx; Ticket and Engine: any · Budget 768
 
 SLICE_MIN_TOKENS: Final = 64
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
@@ -3329,7 +3339,7 @@ HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for
 FEATURE_SHARE: Final = 8  # this part of the KV budget, for what the tower made of images
 OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
-IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back
+IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back; 60 while KV is held
 BACKLOG_EVENTS: Final = 4096  # that a client may leave unread before it is dropped
 NO_TOKEN: Final = -1  # in the place of one that nothing could be sampled for
 _malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", int)  # of glibc; else nothing
@@ -3340,7 +3350,7 @@ EndReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 type Course = Generator[Next, list[int]]  # yields what may come, is sent the tokens that came
 type Constraint = Callable[[], Course]  # a course for each row
-type Event = Progress | Token | Finished | ServerError  # the last: nothing of the request is kept
+type Event = int | Token | Finished | ServerError  # int: of the prompt's tokens, so many have KV
 type _Load = Callable[[], LoadedModel]
 
 
@@ -3392,12 +3402,6 @@ class Job:
     @property
     def n_prompt(self) -> int:
         return len(self.prompt.tokens)
-
-
-class Progress(NamedTuple):
-    """Prompt tokens whose KV exists."""
-
-    done: int
 
 
 class Token(NamedTuple):
@@ -3559,14 +3563,18 @@ def _model_for(loaded: LoadedModel, rows: Sequence[Row]) -> Callable[..., Any]:
     return lambda tokens, cache: vision(tokens, cache, shifts=[row.shift(row.fed) for row in rows])
 
 
-def _feed(row: Row, tokens: TokenArray, *, loaded: LoadedModel) -> str | None:
-    """The next tokens of a prompt; if they end with an image, the counter to bump."""
-    for start, view in row.job.images:
-        if row.fed <= start < row.fed + len(tokens):
-            at = row.fed + row.shift(row.fed)
-            return str(loaded.model.look(tokens, view, cache=row.cache, at=at))
-    _model_for(loaded, [row])(mx.array(tokens)[None], cache=row.cache)
-    return None
+def _feed(row: Row, tokens: TokenArray, *, loaded: LoadedModel, cache: LRUPromptCache) -> bool:
+    """The next tokens of a prompt; whether they end with an image."""
+    at, seen = row.fed + row.shift(row.fed), ""
+    with _noting(row, len(tokens), cache=cache):
+        for start, view in row.job.images:
+            if row.fed <= start < row.fed + len(tokens):
+                seen = loaded.model.look(tokens, view, cache=row.cache, at=at)
+                cache.metrics.bump(seen)
+        if not seen:
+            _model_for(loaded, [row])(mx.array(tokens)[None], cache=row.cache)
+        evaluate(row.cache)
+    return bool(seen)
 
 
 class Group:
@@ -3752,13 +3760,13 @@ class Scheduler:
         offset = _kv_cache_offset(cache, recorded=reuse.depth)
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
-        stops = _stops(job, offset, has_state=self.shape.has_state)
+        stops = _stops(job, offset, shape=self.shape)
         row = Row(ticket, job, line, cache, offset, reuse, stops, self._speed)
         row.shifts = {at: self.loaded.model.places(view)[1] for at, view in job.images}
         line.lender, line.end, line.owner = row.read_span, offset, job.owner
         ticket.match = reuse.match(job.n_prompt)
         self.rows.append(row)
-        ticket.put(Progress(offset))
+        ticket.put(offset)
 
     def _prefill(self, row: Row) -> None:
         """One slice; what little is left then goes with the first decode step."""
@@ -3767,9 +3775,7 @@ class Scheduler:
             mx.reset_peak_memory()
             pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
             pending = pending[: self._slice_length(row)]
-            if seen := _feed(row, pending, loaded=self.loaded):
-                self.cache.metrics.bump(seen)
-            evaluate(row.cache)
+            seen = _feed(row, pending, loaded=self.loaded, cache=self.cache)
             row.fed += len(pending)
             if len(pending) >= SLICE_MIN_TOKENS and not seen:
                 self._slices.append((row.fed, (mx.get_peak_memory() - before) / len(pending)))
@@ -3780,7 +3786,7 @@ class Scheduler:
             row.speed = self._speed = len(pending) / max(row.served - began, 1e-6)
             owed = self._owed_seconds if self.groups else 0.0
             self._owed_seconds = owed + (row.served - began) * DECODE_SHARE
-            row.ticket.put(Progress(row.fed))
+            row.ticket.put(row.fed)
         if row.stops and row.fed == row.stops[0]:
             row.stops.pop(0)
             self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
@@ -3805,7 +3811,8 @@ class Scheduler:
         """Decode in the group whose rows are most alike in length, or in one of its own."""
         others = self.groups if self.shape.can_batch else []
         row.ticket.marks.append(time.monotonic())
-        group = Group(self.loaded, row)
+        with _noting(row, row.job.n_prompt - row.fed, cache=self.cache):
+            group = Group(self.loaded, row)
         row.line.end = row.fed
         hosts = [x for x in others if x.padding_with(row.fed) <= self.config.batch_padding_max]
         host = min(hosts, key=lambda x: x.padding_with(row.fed), default=None)
@@ -3899,17 +3906,29 @@ def _failure(error: Exception, cache: LRUPromptCache) -> ServerError:
     return Overloaded("memory ran out on this request; with fewer at once it may fit")
 
 
-def _stops(job: Job, offset: KvOffset, *, has_state: bool) -> list[int]:
-    # None close to another: to save a few tokens is not worth a call of the model.
-    tokens, end, stops = job.prompt.tokens, job.n_prompt - 1, [int(offset)]
-    ends = {start + len(view.ids) for start, view in job.images}  # a slice has one image, its last
-    fixed = ends | {start for start, _ in job.images if has_state}
-    lattice = range(LATTICE_TOKENS, end, LATTICE_TOKENS)
-    for position in sorted({*fixed, *job.boundaries, *lattice} if has_state else fixed):
-        room = 0 if position in fixed else 4
-        if stops[-1] + room < position <= end and not is_inside_image(tokens, position):
-            stops.append(position)
-    return stops[1:] + [end] * (has_state and end - stops[-1] > OPENING_TOKENS)
+def _stops(job: Job, offset: KvOffset, *, shape: KvShape) -> list[int]:
+    stops = {start + len(view.ids) for start, view in job.images}  # a slice has one image, its last
+    if shape.has_state:
+        stops.update(start for start, _ in job.images)
+        stops.update(() if shape.can_note else _checkpoints(job, offset, end=job.n_prompt))
+    return sorted(stop for stop in stops if offset < stop < job.n_prompt)
+
+
+def _checkpoints(job: Job, start: int, *, end: int) -> list[int]:
+    """Positions behind `start`, up to `end`, at which a state is worth its bytes; ascending."""
+    tokens, lattice = job.prompt.tokens, range(LATTICE_TOKENS, end + 1, LATTICE_TOKENS)
+    places = {min(at, job.n_prompt - 1) for at in (*job.boundaries, *lattice)}
+    return [at for at in sorted(places) if start < at <= end and not is_inside_image(tokens, at)]
+
+
+@contextmanager
+def _noting(row: Row, n_tokens: int, *, cache: LRUPromptCache) -> Iterator[None]:
+    """Inside, the row is fed these tokens; states on the way become checkpoints of its line."""
+    layers, places = row.cache, _checkpoints(row.job, row.fed, end=row.fed + n_tokens)
+    note_states(layers, [at - row.fed for at in places])
+    yield
+    for at, snapshot in zip(places, noted_states(layers), strict=False):
+        cache.add_checkpoint(row.line, at, snapshot=snapshot)
 
 
 def _affordable(slices: Iterable[tuple[int, float]], depth: int, *, n_bytes: int) -> float:
@@ -4029,12 +4048,13 @@ class Engine:
             mx.clear_streams()  # why(L-20): streams left behind can abort the process at exit
 
     def _serve(self, scheduler: Scheduler) -> None:
-        looked = time.monotonic()
+        looked = worked = time.monotonic()
         while self.state == "ready":
             self._receive(scheduler, wait_seconds=0 if scheduler.busy else IDLE_SECONDS)
             if scheduler.busy:
                 scheduler.turn()
-            else:
+                worked = time.monotonic()  # why(L-67): who comes back soon finds its buffers
+            elif not scheduler.cache.lines or time.monotonic() - worked > 60 * IDLE_SECONDS:
                 if not scheduler.cache.lines:  # why(L-56): what it saves is little beside prefill
                     scheduler.loaded.template.forget()
                 mx.clear_cache()
@@ -4246,12 +4266,11 @@ class ToolFormat(NamedTuple):
     parse: Any = None  # foreign formats only: mlx-lm's (text inside, tools) -> call or calls
 
     @classmethod
-    def detect(
-        cls, template: str, family: str, *, start: str | None, end: str | None, parse: Any
-    ) -> ToolFormat | None:
+    def detect(cls, template: str, family: str, *, tokenizer: Any) -> ToolFormat | None:
         """Read it off a chat template and what mlx-lm found in it; None: no tool calls."""
+        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or "\0"
         if start and start != "<tool_call>":
-            return cls(start, end or "\0", "foreign", parse=parse)
+            return cls(start, end, "foreign", parse=tokenizer.tool_parser)
         text = template.replace("\\n", "\n")  # Jinja strings spell it out
         if "<tool_call>" not in text:
             return None
@@ -4552,16 +4571,15 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     room = limit - len(rendered.ids)
     if room < 1:
         raise ContextTooLong(len(rendered.ids), limit)
-    if any(token >= loaded.vocab_size for token, _ in request.sampling.logit_bias):
+    if any(token >= loaded.vocab_size for token in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", at="logit_bias")
     is_checked, text = state.config.cache_norm_safety_check, rendered.text
     if is_checked and not _assert_cache_key_safety(_scrub_cache_key(text), text):
         log.warning("the diagnostic key drops more than a tenth of the prompt")
     form = None
     if request.tool_choice.mode != "none":  # there are tools, then
-        marks, source = loaded.markup, loaded.template.source
-        tags = {"start": marks.tool_call_start, "end": marks.tool_call_end}
-        form = ToolFormat.detect(source, loaded.family, **tags, parse=marks.tool_parser)
+        source = loaded.template.source
+        form = ToolFormat.detect(source, loaded.family, tokenizer=loaded.tokenizer)
     thinks = rendered.starts_in_reasoning
     named = zip(draft.turns, draft.keys[1:], strict=False)
     head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
@@ -4650,8 +4668,8 @@ def _constraints(
     """What the request demands of its reply. Raises BadRequest: that cannot be had."""
     if request.kind == "completion":
         return
-    marks, encode, (mode, name) = loaded.markup, loaded.template.encode, request.tool_choice
-    calls, end = encode(marks.tool_call_start or ""), marks.think_end_ids
+    marks, encode, (mode, name) = loaded.tokenizer, loaded.template.encode, request.tool_choice
+    calls, end = encode(marks.tool_call_start or ""), list(marks.think_end_tokens or ())
     budget = request.thinking_budget or request.max_tokens
     start = encode(marks.think_start or "")[:1] if request.thinking and not in_reasoning else []
     thinks = in_reasoning or start  # the reply itself may begin with a thought, then by `start`
@@ -4736,14 +4754,14 @@ class Listener:
 
     def __init__(self, prepared: Prepared) -> None:
         request, loaded, form = prepared.request, prepared.loaded, prepared.tool_format
-        markup, thinks = loaded.markup, prepared.draft.rendered.starts_in_reasoning
-        tags = Tags(markup.think_start, markup.think_end, form and form.start)
+        known, thinks = loaded.tokenizer, prepared.draft.rendered.starts_in_reasoning
+        tags = Tags(known.think_start, known.think_end, form and form.start)
         tags = Tags() if request.kind == "completion" else tags
         call_ids = (f"call_{uuid.uuid4().hex[:24]}" for _ in count())
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
         offered = request.tools + request.deferred
         self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids)
-        self._detokenizer = Detokenizer(loaded.tokenizer.backend_tokenizer, markup.hidden_ids)
+        self._detokenizer = Detokenizer(known.backend_tokenizer, loaded.hidden_ids)
         self.stops = StopStrings(request.stop)
         ids = [loaded.template.encode(tag) for tag in filter(None, tags)]
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
@@ -4839,7 +4857,7 @@ class Answer:
             while self._end is None:
                 deltas: list[Body] = []
                 match self._ticket.next_event(TICK_SECONDS):
-                    case Progress(done):
+                    case int(done):
                         self._cached = done if self._cached is None else self._cached
                         self._done, n_prompt = done, self._prepared.job.n_prompt
                         show_progress(self._request.request_id[:8], done=done, of=n_prompt)
@@ -4983,22 +5001,16 @@ def health(state: ServerState) -> tuple[int, dict[str, Any]]:
 
 def status_body(state: ServerState) -> dict[str, Any]:
     """GET /v1/status: everything that can be seen of the server, as of this moment."""
-    engine, now = state.engine, time.monotonic()
+    engine, now, since = state.engine, time.monotonic(), state.started
     state.SESSION_TURN_STORE.forget(now - (state.config.ledger_ttl_seconds or math.inf))
-    body: dict[str, Any] = {
-        **health(state)[1],
-        "started": state.started,
-        "uptime_seconds": int(time.time()) - state.started,
-        "engine": {"state": engine.state, **engine.report},
-        "memory": {**engine.memory, "process": psutil.Process().memory_info().rss},
-        "requests": [tell() for tell in list(state.live.values())],
-        "recent": list(state.recent),
-        "divergences": list(state.divergences),
-        "cache": [line for owner, line in engine.lines if state.tenant in ("", owner)],
-        "sessions": state.SESSION_INDEX.snapshot(now),
-        "ledger": {**state.LEDGER.snapshot(now), "healing": len(state.HEALING_STORE)},
-        "counters": state.metrics.snapshot(),
-    }
+    body = {**health(state)[1], "started": since, "uptime_seconds": int(time.time()) - since}
+    body |= {"engine": {"state": engine.state, **engine.report}}
+    body |= {"memory": {**engine.memory, "process": psutil.Process().memory_info().rss}}
+    body |= {"requests": [tell() for tell in list(state.live.values())]}
+    body |= {"recent": list(state.recent), "divergences": list(state.divergences)}
+    body |= {"cache": [line for owner, line in engine.lines if state.tenant in ("", owner)]}
+    body |= {"sessions": state.SESSION_INDEX.snapshot(now), "counters": state.metrics.snapshot()}
+    body |= {"ledger": {**state.LEDGER.snapshot(now), "healing": len(state.HEALING_STORE)}}
     with suppress(NotReady):
         loaded = engine.model
         body["model"] = {"id": loaded.model_id, "family": loaded.family, "bytes": loaded.nbytes}
@@ -5356,7 +5368,7 @@ class Handler(BaseHTTPRequestHandler):
 # the model thread: arrays may not change threads before they are computed. LiteLLM is kept by
 # scripts/litellm_beside.py, a process whose stdin is a lifeline: it closes however the server ends.
 # Doors   build_state, proxy_beside, main
-# Knows CONFIG, LOG, MODEL, ENGINE, ANSWER, HTTP · Thread main; _pass_on: pump · Budget 144
+# Knows CONFIG, LOG, MODEL, ENGINE, ANSWER, HTTP · Thread main · Budget 144
 
 
 def build_state(config: Config) -> ServerState:
@@ -5387,12 +5399,6 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     return servers
 
 
-def _pass_on(lines: Iterable[bytes]) -> None:
-    for line in lines:  # level and words, till the keeper ends
-        level, _, words = line.decode(errors="replace").rstrip().partition(" ")
-        log.log(int(level), "%s", words)
-
-
 @contextmanager
 def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Iterator[None]:
     """Inside, LiteLLM comes up and serves beside us; outside, nothing of it is left."""
@@ -5405,18 +5411,12 @@ def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Itera
     order = config.model_dump(mode="json") | {"program": str(program), "model_id": model_id}
     order |= {"context_length": context_length, "api_key": "".join(entries(config.api_key)[:1])}
     # A session of its own: Ctrl-C is for the server, which then ends its proxy.
-    how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-    with subprocess.Popen([sys.executable, keeper], start_new_session=True, **how) as process:
-        assert process.stdin and process.stdout
-        pump = threading.Thread(target=_pass_on, args=(process.stdout,), name="proxy pump")
-        pump.start()
-        try:
-            with suppress(BrokenPipeError):  # dead already; its traceback is on the console
-                process.stdin.write(json.dumps(order).encode() + b"\n")
-            yield
-        finally:
-            process.stdin.close()
-            pump.join()
+    how: dict[str, Any] = {"stdin": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
+    with subprocess.Popen([sys.executable, keeper], **how) as process:  # closes its stdin, waits
+        assert process.stdin
+        with suppress(BrokenPipeError):  # dead already; its traceback is on the console
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+        yield
 
 
 def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Event) -> int:

@@ -1,8 +1,8 @@
-"""Keep LiteLLM running beside a start-llm.py, which starts this program and listens to it.
+"""Keep LiteLLM running beside a start-llm.py, which starts this program.
 
 stdin     one line of JSON, an `Order`, with keys in it. Then it stays open as a lifeline: when it
           closes, because the server ended in whatever way, LiteLLM ends, and so does this program.
-stdout    a line for each thing that the log should say: its level as a number, a space, the words
+stderr    the server's: lines of log like its own
 files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, readable for their owner alone
 
 LiteLLM is a program of its own, never imported, in an environment of its own: keys and databases
@@ -60,6 +60,7 @@ class Order:
     proxy_api_key: str
     proxy_startup_wait_seconds: float
     log_root: str
+    log_level: str
     cors_origins: str  # web pages that may ask the server
 
     @classmethod
@@ -239,14 +240,22 @@ def wait_for_the_end(over: threading.Event) -> None:
     over.set()
 
 
+def start_logging(level: str) -> None:
+    """As the server's lines look, in a file and on a terminal."""
+    logging.raiseExceptions = False  # who read them may be gone with a server that was killed
+    form, clock = "%(asctime)s %(levelname)-7s %(message)s", None
+    if sys.stderr.isatty():
+        form, clock = "[%(asctime)s] %(levelname)-8s %(message)s", "%X"
+    logging.basicConfig(level=level, format=form, datefmt=clock)
+
+
 def main() -> None:
-    logging.raiseExceptions = False  # a server that was killed reads no more
-    logging.basicConfig(level="INFO", format="%(levelno)d %(message)s", stream=sys.stdout)
     line, over = sys.stdin.readline(), threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: over.set())
     threading.Thread(target=wait_for_the_end, args=(over,), daemon=True).start()
     if line:
         order = Order.from_json(line)
+        start_logging(order.log_level)
         files = Path(order.log_root).resolve() / f"litellm-{order.proxy_port}"
         command = [sys.executable, order.program, "--config", f"{files}.json"]
         command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]

@@ -78,7 +78,7 @@ class Bench:
             assert event is not None, "nothing happened for too long"
             if isinstance(event, s.Token):
                 ids.append(event.id)
-            elif not isinstance(event, s.Progress):
+            elif not isinstance(event, int):
                 return ids, event
 
     def finish(self, ticket, timeout=20):

@@ -28,7 +28,7 @@ class Clock:
 
 def make_cache(*, has_state=False, max_bytes=1 << 30, clock=None, **settings):
     config = s.Config(**{"prompt_cache_max_entries_global": 1000, **settings})
-    shape = s.KvShape(token_bytes=16, state_bytes=8, has_state=has_state, can_batch=True)
+    shape = s.KvShape(16, state_bytes=8, has_state=has_state, can_batch=True, can_note=False)
     return s.LRUPromptCache(
         config, shape, max_bytes=max_bytes, metrics=s.CacheMetrics(), clock=clock or Clock()
     )

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,10 +160,10 @@ def test_an_incomplete_folder_is_for_the_script(
 ) -> None:
     assert resolve_model(Config(model_path=str(copy))) == copy
     weights = sorted(copy.glob("model*.safetensors"))
+    script.write_text("raise SystemExit(7)")
     for lacking in (weights[1], weights[0], copy / "config.json"):
         lacking.unlink()
-        said = refusal(str(copy))
-        assert said.startswith(f"MODEL_PATH={copy} is no complete model folder, and cannot be")
+        assert refusal(str(copy)) == f"fetch_model.py {copy}: status 7; it says why above"
     monkeypatch.setattr(start_llm, "__file__", str(SOURCE))
     assert refusal(str(copy)) == f"fetch_model.py {copy}: status 2; it says why above"
     assert "it has no config.json, model*.safetensors" in capfd.readouterr().err
@@ -171,27 +172,32 @@ def test_an_incomplete_folder_is_for_the_script(
 def test_copied_alone_the_server_asks_the_hub_itself(
     script: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    hub = f"def snapshot_download(name):\n    return {str(copy)!r} if name == 'own/er' else ''\n"
+    (script.parent / "huggingface_hub.py").write_text(hub)
+    monkeypatch.setenv("PYTHONPATH", str(script.parent))
+    assert resolve_model(Config(model_path="own/er")) == copy
 
-    def fetch(**how: Any) -> str:
-        asked.update(how)
-        return str(copy)
 
-    monkeypatch.setattr(start_llm.huggingface_hub, "snapshot_download", fetch)
-    assert resolve_model(Config(model_path="own/er", hf_token="secret")) == copy
-    assert asked["repo_id"] == "own/er" and asked["token"] == "secret"
+def test_copied_alone_it_says_why_the_hub_has_nothing(
+    script: Path, copy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "config.json").unlink()
+    assert refusal(str(copy)) == f"fetch_model.py {copy}: status 1; it says why above"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("no complete folder, nor fetched: ")
 
 
 def test_a_broken_index_is_for_the_script(script: Path, copy: Path) -> None:
+    script.write_text("raise SystemExit(7)")
     for text in ("{", "[]", '{"weight_map": 7}', '{"weight_map": {"a": "/x"}}'):
         (copy / "model.safetensors.index.json").write_text(text)
-        assert "no complete model folder" in refusal(str(copy))
+        assert "status 7" in refusal(str(copy))
 
 
 def test_without_a_setting_the_platform_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_llm.platform, "machine", lambda: "arm64")
     for system, name in (("Darwin", "GLM-4.7-Flash"), ("Linux", "demo")):
-        monkeypatch.setattr(start_llm.platform, "system", lambda system=system: system)
+        here = SimpleNamespace(sysname=system, machine="arm64")
+        monkeypatch.setattr(start_llm.os, "uname", lambda here=here: here)
         assert name in start_llm._chosen(Config())
         assert start_llm._chosen(Config(model_path="a/b")) == "a/b"
 
@@ -211,14 +217,13 @@ def test_the_facts_of_a_model(loaded: LoadedModel, tiny: Path) -> None:
     assert loaded.vocab_size == len(loaded.tokenizer)
     n_params = get_total_parameters(loaded.model)
     assert loaded.nbytes == 4 * n_params
-    markup = loaded.markup
-    assert (markup.think_start, markup.think_end) == ("<think>", "</think>")
-    assert markup.think_end_ids == (ids["</think>"],)
-    assert (markup.tool_call_start, markup.tool_call_end) == ("<tool_call>", "</tool_call>")
-    assert markup.tool_parser is not None
-    call = markup.tool_parser('{"name": "f", "arguments": {"x": 1}}', None)
+    marks = loaded.tokenizer
+    assert (marks.think_start, marks.think_end) == ("<think>", "</think>")
+    assert marks.think_end_tokens == (ids["</think>"],)
+    assert (marks.tool_call_start, marks.tool_call_end) == ("<tool_call>", "</tool_call>")
+    call = marks.tool_parser('{"name": "f", "arguments": {"x": 1}}', None)
     assert call == {"name": "f", "arguments": {"x": 1}}
-    assert markup.hidden_ids == {ids[name] for name in SPECIAL}
+    assert loaded.hidden_ids == {ids[name] for name in SPECIAL}
 
 
 def test_the_smaller_of_model_and_setting_limits_the_context(tiny: Path) -> None:
@@ -321,7 +326,7 @@ def test_the_context_length(facts: dict[str, Any], tokenizer_length: int, expect
 
 
 def detokenizer_of(loaded: Any) -> Any:
-    return Detokenizer(loaded.tokenizer.backend_tokenizer, loaded.markup.hidden_ids)
+    return Detokenizer(loaded.tokenizer.backend_tokenizer, loaded.hidden_ids)
 
 
 def spoken(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
@@ -338,7 +343,7 @@ def test_text_of_a_reply_is_what_decoding_it_at_once_gives(loaded: LoadedModel) 
 
 def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(loaded: LoadedModel) -> None:
     rng = random.Random(7)
-    hidden = loaded.markup.hidden_ids
+    hidden = loaded.hidden_ids
     for _ in range(500):
         ids = [rng.randrange(len(loaded.tokenizer)) for _ in range(rng.randrange(40))]
         shown = [token for token in ids if token not in hidden]
@@ -385,14 +390,12 @@ def test_special_tokens_that_a_tool_parser_reads_are_not_hidden() -> None:
 
     class Tokenizer:
         tool_parser = staticmethod(parse_tool_call)
-        think_start = think_end = think_start_tokens = think_end_tokens = None
-        tool_call_start, tool_call_end = "<|tool_calls_section_begin|>", ""
+        think_start_tokens = think_end_tokens = None
         tool_call_start_tokens, tool_call_end_tokens = (0,), None
         added_tokens_decoder = added
         eos_token_ids = frozenset({9})
 
-    markup = start_llm._markup(Tokenizer())
-    assert markup.hidden_ids == {2, 9}
+    assert start_llm._hidden_ids(Tokenizer()) == {2, 9}
 
 
 # -- the banner --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jinja2.sandbox
@@ -557,8 +558,13 @@ def test_text_between_and_after_calls_is_content() -> None:
 # -- formats -------------------------------------------------------------------
 
 
+def speaking(start: str | None, end: str | None = None, parse: Any = None) -> Any:
+    """What mlx-lm's tokenizer says of calls."""
+    return SimpleNamespace(tool_call_start=start, tool_call_end=end, tool_parser=parse)
+
+
 def foreign(start: str, end: str, parse: Callable[[str, Any], Any]) -> ToolFormat:
-    found = ToolFormat.detect("", "generic", start=start, end=end, parse=parse)
+    found = ToolFormat.detect("", "generic", tokenizer=speaking(start, end, parse))
     assert found and found.dialect == "foreign"
     return found
 
@@ -606,7 +612,7 @@ def test_formats_are_read_off_the_template() -> None:
     def detect(
         template: str, start: str | None = None, family: str = "generic"
     ) -> tuple[str, str] | None:
-        found = ToolFormat.detect(template, family, start=start, end=None, parse=None)
+        found = ToolFormat.detect(template, family, tokenizer=speaking(start))
         return (found.dialect, found.gap) if found else None
 
     assert detect("'<tool_call>\\n<function=' + name") == ("qwen", "\n")
@@ -677,8 +683,8 @@ REAL_ARGUMENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_templates_calls_are_read_back(name: str) -> None:
     template = real_template(name)
-    tags = {"start": "<tool_call>", "end": "</tool_call>"}
-    tool_format = ToolFormat.detect(template, "generic", **tags, parse=None)
+    known = speaking("<tool_call>", "</tool_call>")
+    tool_format = ToolFormat.detect(template, "generic", tokenizer=known)
     assert tool_format and tool_format.dialect == REAL[name]
     calls = [
         {"type": "function", "function": {"name": tool_name, "arguments": arguments}}
@@ -714,13 +720,8 @@ def test_gemma_calls_are_read_by_mlx_lms_parser() -> None:
     text = render(template, [{"role": "user", "content": "q"}, answer], bos_token="")
     text = text[text.index("<|tool_call>", text.index("<|turn>model")) :]
     text = text[: text.index("<tool_call|>") + len("<tool_call|>")]
-    tool_format = ToolFormat.detect(
-        template,
-        "generic",
-        start=gemma4.tool_call_start,
-        end=gemma4.tool_call_end,
-        parse=gemma4.parse_tool_call,
-    )
+    known = speaking(gemma4.tool_call_start, gemma4.tool_call_end, gemma4.parse_tool_call)
+    tool_format = ToolFormat.detect(template, "generic", tokenizer=known)
     assert tool_format
     reply = read(text, list(range(len(text))), tool_format=tool_format)
     assert calls_of(reply) == [("read", arguments)]

@@ -405,7 +405,7 @@ def at_rest(program: Program) -> dict[str, float]:
         return not any(engine[key] for key in ("queued", "prefilling", "decoding", "lines"))
 
     wait_until(is_idle, seconds=60)
-    time.sleep(2.5)  # an idle engine gives unused buffers back within a second
+    time.sleep(2.5)  # an idle engine without KV gives unused buffers back within a second
     process = psutil.Process(program.process.pid)
     with process.oneshot():
         return {
