@@ -3203,17 +3203,17 @@ def resolve_model(config: Config) -> Path:
     if _is_complete(folder := Path(here / "models" if name == _DEMO else "", name).expanduser()):
         return folder
     script = here / "scripts" / "fetch_model.py"
-    # HF_TOKEN reaches it as it reached us: through the environment or .env.
     command = [sys.executable, str(script), f"--memory-bytes={device_memory_bytes()}", "--", name]
     if not script.is_file():  # this file was copied alone: then the hub must say what it does
         fetch = "import sys, huggingface_hub as hub\ntry: print(hub.snapshot_download(sys.argv[1]))"
-        fetch += "\nexcept Exception as e: sys.exit(f'no complete folder, nor fetched: {e}')"
+        fetch += "\nexcept Exception as e: sys.exit(print('incomplete, and not fetched:', e) or 1)"
         command = [sys.executable, "-c", fetch, name]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     atexit.register(process.terminate)  # it does not go on when we are told to stop
     said, _ = process.communicate()
     if process.returncode:
-        raise ModelError(f"{script.name} {name}: status {process.returncode}; it says why above")
+        why = " ".join(said.split()) or f"{script.name} says why above ({process.returncode})"
+        raise ModelError(f"MODEL_PATH={name}: {why}")
     return Path(said.splitlines()[-1])
 
 

@@ -17,7 +17,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -74,7 +73,7 @@ def tell(progress: str) -> None:
 
 def default_name() -> str:
     """What start-llm.py serves when MODEL_PATH is unset."""
-    is_apple_silicon = (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    is_apple_silicon = (os.uname().sysname, os.uname().machine) == ("Darwin", "arm64")
     return DEFAULT_ON_APPLE if is_apple_silicon else DEMO
 
 

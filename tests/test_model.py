@@ -163,9 +163,9 @@ def test_an_incomplete_folder_is_for_the_script(
     script.write_text("raise SystemExit(7)")
     for lacking in (weights[1], weights[0], copy / "config.json"):
         lacking.unlink()
-        assert refusal(str(copy)) == f"fetch_model.py {copy}: status 7; it says why above"
+        assert refusal(str(copy)) == f"MODEL_PATH={copy}: fetch_model.py says why above (7)"
     monkeypatch.setattr(start_llm, "__file__", str(SOURCE))
-    assert refusal(str(copy)) == f"fetch_model.py {copy}: status 2; it says why above"
+    assert refusal(str(copy)) == f"MODEL_PATH={copy}: fetch_model.py says why above (2)"
     assert "it has no config.json, model*.safetensors" in capfd.readouterr().err
 
 
@@ -182,16 +182,15 @@ def test_copied_alone_it_says_why_the_hub_has_nothing(
     script: Path, copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (copy / "config.json").unlink()
-    assert refusal(str(copy)) == f"fetch_model.py {copy}: status 1; it says why above"
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("no complete folder, nor fetched: ")
+    assert refusal(str(copy)).startswith(f"MODEL_PATH={copy}: incomplete, and not fetched: ")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_broken_index_is_for_the_script(script: Path, copy: Path) -> None:
     script.write_text("raise SystemExit(7)")
     for text in ("{", "[]", '{"weight_map": 7}', '{"weight_map": {"a": "/x"}}'):
         (copy / "model.safetensors.index.json").write_text(text)
-        assert "status 7" in refusal(str(copy))
+        assert "above (7)" in refusal(str(copy))
 
 
 def test_without_a_setting_the_platform_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

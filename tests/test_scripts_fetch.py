@@ -12,6 +12,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fetch_model
@@ -363,9 +364,9 @@ def test_the_program_fails_with_one_sentence(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_without_a_name_it_fetches_what_the_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_model.platform, "machine", lambda: "arm64")
     for system in ("Darwin", "Linux"):
-        monkeypatch.setattr(fetch_model.platform, "system", lambda system=system: system)
+        here = SimpleNamespace(sysname=system, machine="arm64")
+        monkeypatch.setattr(os, "uname", lambda here=here: here)
         assert fetch_model.default_name() == start_llm._chosen(start_llm.Config())
 
 
