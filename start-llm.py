@@ -2387,7 +2387,7 @@ def _note_taker(kind: Any) -> Any:
     """This kind of layer; where its cache has `ends`, it runs in parts and notes states (L-61)."""
 
     def call(self: Any, x: mx.array, *args: Any, **named: Any) -> Any:
-        leaf: Any = next((y for y in (*args, *named.values()) if isinstance(y, ArraysCache)), None)
+        leaf: Any = named.get("cache", args[-1] if args else None)  # every step asks
         if not (ends := getattr(leaf, "ends", ())):
             return kind.__call__(self, x, *args, **named)
         outputs, leaf.ends = [], ()
