@@ -7,7 +7,7 @@ import numpy as np
 import start_llm as s
 from mlx_lm import load
 from oracle import Oracle
-from serving import Recorder
+from serving import PATIENCE, Recorder
 
 VOCAB = 300  # plain text tokens of the tiny models' vocabulary
 GREEDY = s.Sampling(
@@ -48,7 +48,7 @@ class Bench:
         self.metrics = s.CacheMetrics()
         self.engine = s.Engine(config, self.metrics, load=self._load)
         self.engine.start()
-        assert self.engine.settled.wait(60) and self.engine.trouble is None
+        assert self.engine.settled.wait(PATIENCE) and self.engine.trouble is None
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])
@@ -70,7 +70,7 @@ class Bench:
         self.asked[ticket] = list(tokens)
         return ticket
 
-    def outcome(self, ticket, timeout=30):
+    def outcome(self, ticket, timeout=PATIENCE):
         """(ids, Finished or the error): how a request went, whatever way that was."""
         ids = []
         while True:
@@ -81,7 +81,7 @@ class Bench:
             elif not isinstance(event, int):
                 return ids, event
 
-    def finish(self, ticket, timeout=20):
+    def finish(self, ticket, timeout=PATIENCE):
         ids, end = self.outcome(ticket, timeout)
         assert isinstance(end, s.Finished), str(end)
         return ids, end

@@ -21,6 +21,7 @@ from mlx_lm.utils import load_tokenizer
 from mlx_vlm.utils import load_model, load_processor
 from PIL import Image
 from serving import (
+    PATIENCE,
     Message,
     _with_objects,
     clear_cache,
@@ -103,7 +104,7 @@ class Seeing:
         how = {"args": (self.state, s._listen(config, self.state)), "kwargs": {"stop": self._stop}}
         self._main = threading.Thread(target=s._serve, daemon=True, **how)
         self._main.start()
-        assert engine.settled.wait(60) and engine.trouble is None, engine.trouble
+        assert engine.settled.wait(PATIENCE) and engine.trouble is None, engine.trouble
         self.url = f"http://127.0.0.1:{port}"
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
         self.anthropic = anthropic.Anthropic(base_url=self.url, api_key="x", max_retries=0)
@@ -183,7 +184,7 @@ class Seeing:
     def at_once(self, ask: Callable[[int], Any], n: int) -> list[Any]:
         """`n` answers, asked for together and in part decoded together; then all is forgotten."""
         with ThreadPoolExecutor(n) as pool:
-            replies = list(pool.map(ask, range(n), timeout=60))
+            replies = list(pool.map(ask, range(n), timeout=PATIENCE))
         assert max(len(held) for held, _ in self.calls) > 1, "nothing decoded together"
         self.forget()
         return replies
@@ -277,5 +278,5 @@ class Seeing:
         self.openai.close()
         self.anthropic.close()
         self._stop.set()
-        self._main.join(timeout=30)
+        self._main.join(timeout=PATIENCE)
         assert not self._main.is_alive(), "the server did not stop"

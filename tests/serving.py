@@ -18,6 +18,7 @@ from mlx_lm.utils import load_tokenizer
 from tiny_models import TOOLS, WORDS
 
 Message = dict[str, Any]
+PATIENCE = 240.0  # seconds for what will come: a machine may be busy with other tests
 MOST_TOKENS = 400  # of a reply; the planted grammar ends nearly all of them long before
 
 
@@ -27,12 +28,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(condition: Callable[[], object], *, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], *, seconds: float = PATIENCE) -> None:
     """Raises AssertionError when the condition has not come true in time."""
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, "what was waited for did not come"
         time.sleep(0.01)
+
+
+def connections() -> int:
+    """Threads that serve one."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
 def wait_until_idle(engine: s.Engine) -> None:
@@ -303,7 +309,7 @@ class Served(Client):
             target=s._serve, args=(self.state, servers), kwargs={"stop": self._stop}, daemon=True
         )
         self._main.start()
-        assert engine.settled.wait(60), "the model was never loaded"
+        assert engine.settled.wait(PATIENCE), "the model was never loaded"
         assert engine.trouble is None, engine.trouble
 
     def _mark(self) -> int:
@@ -317,7 +323,7 @@ class Served(Client):
     def close(self) -> None:
         super().close()
         self._stop.set()
-        self._main.join(timeout=30)
+        self._main.join(timeout=PATIENCE)
         assert not self._main.is_alive(), "the server did not stop"
 
     def forget(self) -> None:

@@ -35,7 +35,16 @@ from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 from scripted import Posted, Said, Script, Told, Wiretap, call, reply, spelled
 from seeing import Seeing, picture
-from serving import Message, Scribe, Served, forget_pasts, free_port, wait_until
+from serving import (
+    PATIENCE,
+    Message,
+    Scribe,
+    Served,
+    connections,
+    forget_pasts,
+    free_port,
+    wait_until,
+)
 from tiny_models import DENSE, HYBRID, tiny_model
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 
@@ -210,7 +219,7 @@ def held(client: Client, name: str, kind: str, served: Served) -> Conversation:
         for words, texts in script_of:
             n_replies += len(texts)
             client.say(kind, words)
-            wait_until(lambda n=n_replies: len(tap.told) >= n, seconds=100)
+            wait_until(lambda n=n_replies: len(tap.told) >= n)
     return Conversation(
         client=name,
         kind=kind,
@@ -287,7 +296,7 @@ def proxies(servers):
     with ExitStack() as stack:
         urls = {kind: stack.enter_context(proxied(served)) for kind, served in servers.items()}
         for url in urls.values():
-            wait_until(lambda url=url: answers(url), seconds=90)
+            wait_until(lambda url=url: answers(url))
         yield urls
 
 
@@ -456,7 +465,7 @@ def post(served: Served, body: dict[str, Any]) -> None:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         answer.read()
 
 
@@ -553,11 +562,6 @@ PATIENT = ["claude-code-2.1.328", "pi"]
 HELLO = "Just say hello."
 
 
-def connections() -> int:
-    """Threads that serve one."""
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @cases(PATIENT)
 def test_a_client_killed_in_mid_prefill_finds_its_work_again(client, name, kind, servers, table):
@@ -567,14 +571,14 @@ def test_a_client_killed_in_mid_prefill_finds_its_work_again(client, name, kind,
     def hold(rows: list[Fed]) -> None:
         if rows[0].at > 0 and not gone.is_set():
             held.append(rows[0])
-            gone.wait(60)
+            gone.wait(PATIENCE)
 
     with pytest.MonkeyPatch.context() as patch:
         Script(patch, served.scribe, {"": [spelled(served.scribe, reply("Short.", GOODBYE))]})
         tap, n_connections = Wiretap(patch, served), connections()
         with served.holding(hold):
             with client.saying(kind, HELLO, new=True) as process:
-                wait_until(lambda: held, seconds=60)
+                wait_until(lambda: held)
                 process.kill()
             wait_until(lambda: connections() <= n_connections)
             gone.set()
@@ -608,18 +612,18 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
         ]
         for served in servers.values():
             forget(served)
-            stack.enter_context(served.holding(lambda _rows: goes_on.wait(2 * SLOW_SECONDS)))
+            stack.enter_context(served.holding(lambda _rows: goes_on.wait(PATIENCE)))
         script, tap = Script(patch, scribe, scenes), Wiretap(patch, servers[DENSE])
         pool = stack.enter_context(ThreadPoolExecutor(len(names)))
         where = [KINDS[at % 2] for at in range(len(names))]
         works = [
-            pool.submit(client.say, kind, words, seconds=2 * SLOW_SECONDS)
+            pool.submit(client.say, kind, words, seconds=PATIENCE)
             for client, kind, words in zip(clients, where, scenes, strict=True)
         ]
-        wait_until(lambda: len(tap.posted) == len(names), seconds=60)
+        wait_until(lambda: len(tap.posted) == len(names))
         time.sleep(SLOW_SECONDS)
         goes_on.set()
-        wait_until(lambda: len(tap.told) == len(names), seconds=60)
+        wait_until(lambda: len(tap.told) == len(names))
         for work in works:
             work.result()
     assert {script.opening(told.prompt) for told in tap.told} == set(scenes)
@@ -662,8 +666,8 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
         with running(reader, {kind: seeing.url}, tmp_path) as client:
             for work in tmp_path.glob("work-*"):
                 (work / "pic.png").write_bytes(picture(7))
-            client.say(kind, "Look at pic.png and say what is on it.", seconds=100)
-            client.say(kind, "And what else is there?", seconds=100)
+            client.say(kind, "Look at pic.png and say what is on it.", seconds=PATIENCE)
+            client.say(kind, "And what else is there?", seconds=PATIENCE)
     finally:
         seeing.close()
     assert [len(prepared.job.images) for prepared, _ in told] == [0, 1, 1]

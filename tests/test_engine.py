@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from engine_bench import words
+from serving import PATIENCE
 
 KINDS = ("qwen3", "qwen3_5", "gemma3_text")
 TOLERANCE = {"gemma3_text": 1e-4}
@@ -122,7 +123,7 @@ def long_beside_short(b, rng):
     """A 16k row decodes while rows of 300 to 5,000 tokens come and go."""
     lengths = (16_000, 300, 5_000, 700)
     tickets = [b.submit(words(rng, n), n=40 if n > 4000 else 15) for n in lengths]
-    out = [(t, *b.finish(t, timeout=120)) for t in tickets]
+    out = [(t, *b.finish(t, timeout=PATIENCE)) for t in tickets]
     past = b.asked[tickets[0]] + out[0][1] + words(rng, 12)
     ids, end, ticket = b.ask(past)
     assert end.cached == len(past) - 12

@@ -18,7 +18,7 @@ import pytest
 import start_llm as s
 from PIL import Image
 from seeing import data_url, picture
-from serving import Served
+from serving import PATIENCE, Served
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "fetch_image.py"
 A = picture(1)
@@ -141,7 +141,7 @@ def test_a_text_model_through_both_apis(models, placeholder, tmp_path):
     ask = {"model": "x", "max_tokens": 8, "messages": [{"role": "user", "content": block}]}
     with contextlib.closing(Served(models("qwen3"), log_root=str(tmp_path), **settings)) as served:
         url = served._sdk.base_url
-        said = httpx.post(f"{url}chat/completions", json=chat, timeout=30)
+        said = httpx.post(f"{url}chat/completions", json=chat, timeout=PATIENCE)
         sdk = anthropic.Anthropic(base_url=str(url)[:-4], api_key="x", max_retries=0)
         refused = pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\]")
         with sdk, contextlib.nullcontext() if placeholder else refused:

@@ -31,12 +31,14 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 from oracle import Oracle
 from serving import (
+    PATIENCE,
     Exchange,
     Message,
     Scribe,
     Served,
     Talk,
     clear_cache,
+    connections,
     forget_pasts,
     joined,
     user,
@@ -162,7 +164,7 @@ class Case:
         gone = threading.Event()
         self._witness.script = spelled(self.scribe, script)
         n_words = len(self._witness.script) * 2 // 3
-        self._witness.before_word = lambda n: n < n_words or gone.wait(30)
+        self._witness.before_word = lambda n: n < n_words or gone.wait(PATIENCE)
         fields = {"tools": TOOLS, "temperature": 0, "seed": SCRIPTED}
         with self.served.stream(sent, **fields) as chunks:
             partial_reply, n_before = joined(until_words(chunks))[0], connections()
@@ -240,11 +242,6 @@ def until_words(chunks: Iterable) -> Iterator:
         yield chunk
         if any(choice.delta.content for choice in chunk.choices):
             return
-
-
-def connections() -> int:
-    """Threads that serve one."""
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
 # -- clients ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 from pydantic import TypeAdapter
-from serving import Served, wait_until_idle
+from serving import PATIENCE, Served, wait_until_idle
 from start_llm import AnthropicEvents, BadRequest, Ending, Usage, anthropic_error, from_anthropic
 from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
 
@@ -607,7 +607,7 @@ def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
     object.__setattr__(served.state, "config", config)
     try:
         with (
-            served.holding(lambda _fed: gate.wait(20)),
+            served.holding(lambda _fed: gate.wait(PATIENCE)),
             httpx.stream(
                 "POST", f"http://127.0.0.1:{port}/v1/messages?beta=true", json=body
             ) as answer,

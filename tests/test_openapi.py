@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from serving import Served, free_port, user
+from serving import PATIENCE, Served, free_port, user
 from tiny_models import DENSE, TOOLS, tiny_model
 
 FILE = Path(s.__file__).resolve().parent / "web" / "openapi.json"
@@ -63,7 +63,7 @@ def ask(served, method, path, body: Any = None, **headers: str) -> Answer:
     config = served if isinstance(served, s.Config) else served.state.config
     payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     with closing(
-        http.client.HTTPConnection("127.0.0.1", config.mlx_port, timeout=60)
+        http.client.HTTPConnection("127.0.0.1", config.mlx_port, timeout=PATIENCE)
     ) as connection:
         connection.request(method, path, payload, headers)
         response = connection.getresponse()
@@ -367,7 +367,7 @@ def test_every_answer_is_one_that_the_description_allows(served, label, mode):
     )
     @given(operation.as_strategy(generation_mode=mode))
     def ask_it(case):
-        response = case.call(base_url=url, timeout=60)
+        response = case.call(base_url=url, timeout=PATIENCE)
         case.validate_response(response, checks=CHECKS)
         check_it_is_decent(response.content)
         if response.status_code == 200 and case.body is not NOT_SET:  # what is taken is described

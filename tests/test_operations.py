@@ -13,7 +13,7 @@ from itertools import product
 
 import pytest
 import start_llm as s
-from serving import SYSTEM, Scribe, Served, free_port, user, wait_until
+from serving import PATIENCE, SYSTEM, Scribe, Served, free_port, user, wait_until
 from test_watch import ask, status, words
 from test_whole import Program
 from tiny_models import DENSE, TOOLS, tiny_model
@@ -34,7 +34,7 @@ def serving(folder, **settings):
 
 def post(port, path, body, **headers):
     """(status, headers, body as bytes)."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     with closing(connection):
         connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
@@ -95,8 +95,8 @@ def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
         assert served.ask([SYSTEM, user(words(50))], max_tokens=40).n_generated
         if not stream:  # there is nothing to read yet: it may go on until it leaves
             deaf.close()
-        wait_until(lambda: status(served)["engine"]["decoding"] == 0, seconds=60)
-        wait_until(lambda: not status(served)["requests"], seconds=90)
+        wait_until(lambda: status(served)["engine"]["decoding"] == 0)
+        wait_until(lambda: not status(served)["requests"])
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -161,7 +161,7 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(folder, m
     main = threading.Thread(target=lambda: statuses.append(s._serve(state, servers, stop=stop)))
     main.start()
     try:
-        assert state.engine.settled.wait(60)
+        assert state.engine.settled.wait(PATIENCE)
         wait_until(lambda: state.engine.state == "ready")
 
         def broken(_self):
@@ -172,20 +172,20 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(folder, m
             waiting = pool.submit(post, port, "/v1/chat/completions", body)
             wait_until(lambda: state.engine.report["decoding"])
             monkeypatch.setattr(s.LRUPromptCache, "sweep", broken)
-            code, _, answer = waiting.result(timeout=10)
+            code, _, answer = waiting.result(timeout=PATIENCE)
         assert code == 503 and b"secret" not in answer
         if exits:
-            main.join(10)
+            main.join(PATIENCE)
             assert statuses == [1]
         else:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
             connection.request("GET", "/health")
             response = connection.getresponse()
             assert response.status == 503 and json.loads(response.read())["error"]
             assert main.is_alive()
     finally:
         stop.set()
-        main.join(20)
+        main.join(PATIENCE)
     assert not main.is_alive()
 
 
@@ -207,7 +207,7 @@ def program(tmp_path, folder, request):
 
 @contextmanager
 def streaming(port, max_tokens, stop_id):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     with closing(connection):
         body = chat(stream=True, max_tokens=max_tokens, logit_bias={str(stop_id): -100})
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -218,7 +218,8 @@ def streaming(port, max_tokens, stop_id):
         yield response
 
 
-# A machine may be slow: what is not about the time allowed to running replies has a minute of it.
+# A machine may be slow: what is not about the time allowed to running replies has a minute of it,
+# and half of that is soon.
 patient = pytest.mark.parametrize("program", [{"SHUTDOWN_GRACE_SECONDS": "60"}], indirect=True)
 
 
@@ -228,7 +229,7 @@ def test_a_running_reply_may_end_before_the_server_does(program, folder):
         program.process.send_signal(signal.SIGTERM)
         text = response.read()
     assert b'"finish_reason": "length"' in text and text.rstrip().endswith(b"data: [DONE]")
-    assert program.process.wait(timeout=20) == 0
+    assert program.process.wait(timeout=PATIENCE) == 0
 
 
 @pytest.mark.parametrize("program", [{"SHUTDOWN_GRACE_SECONDS": "0.5"}], indirect=True)
@@ -236,18 +237,19 @@ def test_a_reply_that_takes_too_long_is_cut_with_an_error(program, folder):
     with streaming(program.port, 100_000, served_end(folder)) as response:
         program.process.send_signal(signal.SIGTERM)
         began, text = time.monotonic(), response.read()
-    assert time.monotonic() - began < 5 and b'"error"' in text
-    assert program.process.wait(timeout=20) == 0
+    assert time.monotonic() - began < 30 and b'"error"' in text
+    assert program.process.wait(timeout=PATIENCE) == 0
     assert "Traceback" not in program.said
 
 
+@patient
 def test_a_second_order_is_obeyed_at_once(program, folder):
     with streaming(program.port, 100_000, served_end(folder)):
         program.process.send_signal(signal.SIGTERM)
         time.sleep(0.7)
         assert program.process.poll() is None
         program.process.send_signal(signal.SIGTERM)
-        assert program.process.wait(timeout=2) == 128 + signal.SIGTERM
+        assert program.process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
 @patient
@@ -258,16 +260,16 @@ def test_while_it_stops_nobody_new_is_served(program, folder):
             return False
         return True
 
-    kept = http.client.HTTPConnection("127.0.0.1", program.port, timeout=10)
+    kept = http.client.HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE)
     kept.request("GET", "/health")
     assert kept.getresponse().read()
     with streaming(program.port, 3000, served_end(folder)) as response:
         program.process.send_signal(signal.SIGTERM)
-        wait_until(is_refused, seconds=5)  # a port is let go within 0.5 s, on a machine with time
+        wait_until(is_refused, seconds=30)  # a port is let go within 0.5 s, on a machine with time
         kept.request("POST", "/v1/chat/completions", json.dumps(chat(max_tokens=3)))
         assert kept.getresponse().status == 503
         assert b"[DONE]" in response.read()
-    assert program.process.wait(timeout=20) == 0
+    assert program.process.wait(timeout=PATIENCE) == 0
 
 
 def test_a_killed_server_leaves_its_port_free_at_once(program, folder, tmp_path):
@@ -282,7 +284,7 @@ def test_a_killed_server_leaves_its_port_free_at_once(program, folder, tmp_path)
 
 def test_a_second_server_on_one_port_says_so_in_one_sentence(program, folder, tmp_path):
     second = Program(tmp_path / "second", folder, port=program.port)
-    assert second.process.wait(timeout=30) == 2
+    assert second.process.wait(timeout=PATIENCE) == 2
     (line,) = second.said.strip().splitlines()
     assert str(program.port) in line and "taken" in line
 

@@ -27,7 +27,7 @@ import psutil
 import pytest
 import start_llm as s
 from litellm_beside import Keeper, Order, is_open, settings_for
-from serving import Client, Served, Talk, free_port, functions_of, user, wait_until
+from serving import PATIENCE, Client, Served, Talk, free_port, functions_of, user, wait_until
 from start_llm import Config, proxy_beside
 from test_messages import SYSTEM, as_chat, ask, react, text, total
 from test_messages import user as blocks
@@ -138,7 +138,7 @@ class Pump:
 
     def stop(self) -> None:
         self._stop.set()
-        self.thread.join(20)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 
 
@@ -227,7 +227,7 @@ def test_a_port_of_somebody_else_is_left_alone(pump, said, tmp_path, with_pid_fi
             (tmp_path / "logs").mkdir()
             (tmp_path / "logs" / "litellm-0.pid").write_text(f"{foreign.pid} 1")
         running = pump(LISTENS, port=port)
-        running.thread.join(20)
+        running.thread.join(PATIENCE)
         assert not running.thread.is_alive()
         assert foreign.poll() is None
         assert f"(pid {foreign.pid})" in said.text
@@ -240,7 +240,7 @@ def test_one_whose_server_lives_is_left_alone(pump, said):
     running = pump(LISTENS)
     first = running.wait_until_up()
     second = pump(LISTENS, port=running.port)  # of a second server, with the same folder
-    second.thread.join(20)
+    second.thread.join(PATIENCE)
     assert not second.thread.is_alive()
     assert running.pid == first
     assert f"(pid {first})" in said.text
@@ -329,12 +329,12 @@ class Beside:
                 and len(children(recursive=True)) == 3
             )
 
-        wait_until(is_whole, seconds=60)
+        wait_until(is_whole)
         return children(recursive=True)
 
     def end(self) -> int:
         """As a server that was told to: its exit status."""
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=PATIENCE)
         return self.process.returncode
 
 
@@ -522,18 +522,18 @@ class Lab:
         self._stop = threading.Event()
         self._pump = threading.Thread(target=keeper.keep_running, args=(self._stop,), daemon=True)
         self._pump.start()
-        wait_until(lambda: is_open(self.port), seconds=120)
+        wait_until(lambda: is_open(self.port))
         self.client = Client(self.port)
 
     def close(self) -> None:
         self._stop.set()
-        self._pump.join(20)
+        self._pump.join(PATIENCE)
         self.client.close()
         self.served.close()
         self.stub.shutdown()
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body), headers)
             answer = connection.getresponse()
@@ -618,14 +618,14 @@ def test_who_leaves_while_tokens_come_is_noticed_by_the_server(lab):
         with lab.client.stream([user("Go on.")], max_tokens=1000) as chunks:
             next(iter(chunks))
             wait_until(lambda: not lab.is_idle())
-        wait_until(lab.is_idle, seconds=10)
+        wait_until(lab.is_idle)
 
 
 def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab):
     body = {"messages": [user("Slow.")], "stream": True, "max_tokens": 3, "model": "any"}
-    connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=PATIENCE)
     go = threading.Event()
-    with contextlib.closing(connection), lab.served.holding(lambda _: go.wait(30)):
+    with contextlib.closing(connection), lab.served.holding(lambda _: go.wait(PATIENCE)):
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
         answer = connection.getresponse()
         while answer.readline() != b": ping\n":
@@ -642,7 +642,7 @@ def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
 def test_no_web_page_reads_what_it_says_but_those_that_may_ask_the_server(lab):
     told = {}
     for page in ("https://evil.example", "null", PAGE):
-        connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=PATIENCE)
         with contextlib.closing(connection):
             connection.request("GET", "/v1/models", headers={"Origin": page})
             told[page] = connection.getresponse().headers["access-control-allow-origin"]

@@ -17,7 +17,7 @@ import pytest
 import start_llm as s
 from fewest import Fed, Request, common_prefix, fewest, prefilled
 from oracle import Oracle
-from serving import Exchange, Message, Served, Talk, joined, user, wait_until
+from serving import PATIENCE, Exchange, Message, Served, Talk, connections, joined, user, wait_until
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
 
 MOST = 1.02  # prefilled / fewest
@@ -194,11 +194,11 @@ def give_up_halfway(served: Served, messages: list[Message]) -> None:
         if rows[0].at >= len(prompt) // 2:
             held.append(rows[0])
             halfway.set()
-            gone.wait(30)
+            gone.wait(PATIENCE)
 
     with served.holding(hold):
         with served.stream(messages, tools=TOOLS, temperature=0):
-            assert halfway.wait(30)
+            assert halfway.wait(PATIENCE)
             n_connections = connections()
         wait_until(lambda: connections() < n_connections)
         gone.set()
@@ -206,11 +206,6 @@ def give_up_halfway(served: Served, messages: list[Message]) -> None:
     reached = held[0].at + len(held[0].tokens)
     assert reached < len(prompt) * 3 // 4
     served.given_up.append(Request(prompt, reached=reached))
-
-
-def connections() -> int:
-    """Threads that serve one."""
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
 # -- what holds in all of them ---------------------------------------------------------------------
@@ -316,7 +311,7 @@ def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
     alone = served.ask(talks[3].messages, seed=3, **wanted)
     served.forget()
     everyone_asked = threading.Event()
-    with served.holding(lambda _rows: everyone_asked.wait(30)), ExitStack() as streams:
+    with served.holding(lambda _rows: everyone_asked.wait(PATIENCE)), ExitStack() as streams:
         opened = [
             streams.enter_context(served.stream(talk.messages, seed=seed, **wanted))
             for seed, talk in enumerate(talks)
@@ -339,7 +334,7 @@ def test_arguments_leave_before_the_last_token_of_their_call_is_generated(served
 
     def hold(rows: list[Fed]) -> None:
         if rows[0].at == last - 1:
-            in_time.append(arrived.wait(10))
+            in_time.append(arrived.wait(PATIENCE))
 
     with served.holding(hold), served.stream(asked.messages, **asked.fields) as chunks:
         for chunk in chunks:

@@ -21,6 +21,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from serving import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages?beta=true"
@@ -151,7 +152,7 @@ def test_a_stream_stays_a_stream_and_is_written_down(proxied):
     def reply(asked: Asked) -> None:
         asked.start_stream()
         asked.send_chunk("data: früh\n\n".encode())
-        assert first_came.wait(5)
+        assert first_came.wait(PATIENCE)
         asked.send_chunk(b"data: [DONE]\n\n")
         asked.send_chunk(b"")
 
@@ -222,7 +223,7 @@ def test_when_the_client_leaves_the_server_is_left_too(proxied):
     with proxy.connect() as connection:
         connection.request("POST", CHAT, b"{}")
         wait_until(lambda: proxy.fake.seen)
-    assert was_left.wait(5)
+    assert was_left.wait(PATIENCE)
     (record,) = proxy.records()
     assert record["response"]["trouble"] == "the client left"
     assert record["response"]["status"] == 0

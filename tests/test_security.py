@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 import start_llm as s
-from serving import Served, free_port, user, wait_until
+from serving import PATIENCE, Served, free_port, user, wait_until
 from tiny_models import DENSE, tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -476,7 +476,7 @@ def test_a_byte_now_and_then_holds_no_slot_for_ever(name):
         other = pool.submit(status, port)  # its turn comes, though the first never hangs up
         dribble(connection, sent[n_at_once:])
         assert time.monotonic() - began > IDLE * 2  # no sooner than promised
-        assert other.result(timeout=10) == 200
+        assert other.result(timeout=PATIENCE) == 200
 
 
 def test_what_comes_steadily_and_in_time_is_served_and_a_long_answer_is_not_cut(monkeypatch):

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import SYSTEM, Served, Talk, user, wait_until
+from serving import PATIENCE, SYSTEM, Served, Talk, user, wait_until
 from tiny_models import DENSE, HYBRID, TOOLS, WORDS, tiny_model
 
 COUNTERS = ("vlm_retreat", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
@@ -30,7 +30,9 @@ def empty(served):
 
 def ask(served, method, path, body=None, **headers):
     """(status, body as JSON where it is some)."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.state.config.mlx_port, timeout=30)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", served.state.config.mlx_port, timeout=PATIENCE
+    )
     with closing(connection):
         payload = None if body is None else json.dumps(body)
         connection.request(method, path, payload, headers)
@@ -140,7 +142,7 @@ def test_what_only_saves_time_goes_with_the_last_line(served):
     time.sleep(1.5)  # an idle engine looks each second
     assert all(memo.made for memo in memos)
     ask(served, "DELETE", "/v1/cache")
-    wait_until(lambda: not any(memo.made for memo in memos), seconds=5)
+    wait_until(lambda: not any(memo.made for memo in memos))
 
 
 def test_metrics_are_prometheus_and_count_what_happened(served):

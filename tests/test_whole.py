@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import start_llm
-from serving import SYSTEM, Client, Scribe, Talk, free_port, user, wait_until
+from serving import PATIENCE, SYSTEM, Client, Scribe, Talk, free_port, user, wait_until
 from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
 
 N_DISCONNECTS = 390  # with the malformed ones and some that are right: 500 mixed requests
@@ -66,7 +66,7 @@ class Program:
 
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
         """(status, body); status 0 while nobody listens."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         with contextlib.closing(connection):
             try:
                 connection.request("GET", path)
@@ -87,13 +87,13 @@ class Program:
                 seen.append(answer)
             return status == 200
 
-        wait_until(is_ready, seconds=60)
+        wait_until(is_ready)
         return seen
 
     def end(self, number: int) -> int:
         """Send a signal; the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
         "API_KEY": start(model, MLX_HOST="0.0.0.0"),
     }
     for named, program in refused.items():
-        assert program.process.wait(timeout=60) == 2
+        assert program.process.wait(timeout=PATIENCE) == 2
         (sentence,) = program.said.strip().splitlines()
         assert sentence.startswith("start-llm: ")
         assert named in sentence
@@ -190,7 +190,7 @@ def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, ho
     port = free_port()
     program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(port))
     program.wait_until_ready()
-    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{port}" in program.said, seconds=120)
+    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{port}" in program.said)
     family = psutil.Process(program.process.pid).children(recursive=True)
     if how == "killed":
         program.end(signal.SIGKILL)
@@ -228,7 +228,7 @@ def leave(port: int, end: int, *, seed: int) -> None:
     rng = random.Random(seed)
     message = endless_request(rng, end)
     n_sent = rng.choice((0, rng.randrange(100), rng.randrange(len(message)), *[len(message)] * 3))
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.sendall(message[:n_sent])
         if rng.random() < 0.5:
             connection.settimeout(rng.random() ** 3)
@@ -374,7 +374,7 @@ def malformed() -> list[tuple[bytes, set[int]]]:
 
 def answer_to(port: int, message: bytes) -> tuple[int, dict[str, Any]]:
     """(status, body) of the response to raw bytes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         with contextlib.suppress(ConnectionError):  # an answer may come before all is sent
             connection.sendall(message)
         response = http.client.HTTPResponse(connection)
@@ -404,7 +404,7 @@ def at_rest(program: Program) -> dict[str, float]:
         engine = program.get("/v1/status")[1]["engine"]
         return not any(engine[key] for key in ("queued", "prefilling", "decoding", "lines"))
 
-    wait_until(is_idle, seconds=60)
+    wait_until(is_idle)
     time.sleep(2.5)  # an idle engine without KV gives unused buffers back within a second
     process = psutil.Process(program.process.pid)
     with process.oneshot():
