@@ -2261,7 +2261,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   KvCache, KvShape, Span, StateSnapshot, GROWTH_TOKENS, measure_kv, _kv_cache_offset
 # Doors   evaluate, reserve, lend_span, take_span, copy_span, to_batch, row_from_batch
 # Doors   snapshot_state, restore_state, note_states, noted_states, recurrent_handles
-# Doors   like_upstream, row_offsets · Knows WIRE · Thread model only; mlx · Budget 264
+# Doors   like_upstream, row_offsets · Knows WIRE · Thread model only; mlx · Budget 265
 
 KvCache = list[Any]  # one upstream cache object per layer
 GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
@@ -2386,13 +2386,14 @@ def measure_kv(model: Any) -> KvShape:
 def _note_taker(kind: Any) -> Any:
     """This kind of layer; where its cache has `ends`, it runs in parts and notes states (L-61)."""
 
-    def call(self: Any, x: mx.array, *args: Any, **named: Any) -> Any:
+    def call(self: Any, *args: Any, **named: Any) -> Any:
         leaf: Any = named.get("cache", args[-1] if args else None)  # every step asks
         if not (ends := getattr(leaf, "ends", ())):
-            return kind.__call__(self, x, *args, **named)
+            return kind.__call__(self, *args, **named)
+        x, *rest = args or (named.pop(next(iter(named))),)  # by name, too, it is the first
         outputs, leaf.ends = [], ()
         for part in mx.split(x, [end for end in ends if end < x.shape[1]], axis=1):
-            outputs.append(kind.__call__(self, part, *args, **named))
+            outputs.append(kind.__call__(self, part, *rest, **named))
             leaf.notes.append(list(leaf.cache))
         return mx.concatenate(outputs, axis=1)
 
@@ -3862,8 +3863,7 @@ class Scheduler:
             evaluate(row.cache)
             self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
             prompt = row.prompt_fed(self.config.prompt_cache_block_size)
-            span = take_span(row.cache, row.fed)
-            row.cache = []
+            span, row.cache = take_span(row.cache, row.fed), []
             self.cache.put_back(row.line, prompt, span=span)
         self.rows.remove(row)
         facts = row.reuse.depth, row.ticket.match, row.reuse.shared, row.ticket.seconds()
