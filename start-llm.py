@@ -1174,8 +1174,7 @@ def canonical_json(arguments: object) -> str:
     numbers["parse_float"] = lambda n: int(f) if (f := float(n)).is_integer() else f
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        parsed = json.loads(text or "{}", **numbers)
-        return json.dumps(parsed or {}, sort_keys=True)
+        return json.dumps(json.loads(text or "{}", **numbers) or {}, sort_keys=True)
     except (ValueError, OverflowError, RecursionError):
         return str(arguments)
 
@@ -3447,9 +3446,9 @@ class Ticket:
 
 def _if_finite(tokens: mx.array, logprobs: mx.array) -> mx.array:
     """The tokens `(n,)`, but NO_TOKEN for rows of which the model made NaN or infinities."""
-    # why(L-54): one such logit makes NaN of all log-probabilities, also of the one sampled.
+    # why(L-54): one such logit makes NaN, which is above nothing, of the one sampled, too.
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return mx.where(mx.isfinite(chosen), tokens.astype(mx.int32), NO_TOKEN)
+    return mx.where(chosen > -mx.inf, tokens.astype(mx.int32), NO_TOKEN)
 
 
 def _greedy(logprobs: mx.array) -> mx.array:
@@ -4801,7 +4800,7 @@ class Answer:
         self._began = time.monotonic()
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
             with suppress(OSError):  # why(L-35): rendering must not slow down those who stream
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
         while True:
             self._prepared = prepare(state, request)
             self._ticket = state.engine.submit(self._prepared.job)
@@ -5055,7 +5054,7 @@ def drop_cache(state: ServerState, session: str | None) -> dict[str, Any]:
 # after them, an error event. Who may ask is settled before a byte of the body is read: `Host` tells
 # a name that was rebound to us, `Origin` a web page, and a browser lets no page forge either.
 # Doors   LLMServer, Handler
-# Knows CONFIG, ERRORS, LOG, WIRE, MESSAGES, ANSWER · Thread connection · Budget 311
+# Knows CONFIG, ERRORS, LOG, WIRE, MESSAGES, ANSWER · Thread connection · Budget 312
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
 _PREFLIGHT: Final = ("OPTIONS", "*")
@@ -5159,13 +5158,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self._config = self.server.state.config
-        self.connection.settimeout(self._config.idle_connection_seconds)
+        self.connection.settimeout(self.server.state.config.idle_connection_seconds)
         self._incoming = _Incoming(self.connection, "rb")
         self.rfile = io.BufferedReader(self._incoming)
 
     def handle_one_request(self) -> None:
-        idle = self._incoming.patience = self._config.idle_connection_seconds
+        idle = self._incoming.patience = self.server.state.config.idle_connection_seconds
         self._incoming.due = time.monotonic() + 2 * idle
         self.is_unread = True  # the request, or a part of it, as far as is known
         self._headers_sent, self._cors = False, dict[str, str]()
@@ -5182,22 +5180,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         """The error boundary: only a lost connection gets through, to `LLMServer.handle_error`."""
-        try:
-            self._admit()
-            self._route()
-        except ServerError as error:
-            self._send_error_body(error)
-        except (ClientGone, ConnectionError, TimeoutError):
-            raise
-        except Exception:
-            log.exception("unexpected failure in %s", self.requestline)
-            self._send_error_body(ServerError("the server failed on this request"))
+        with ExitStack() as self._held:  # until the last word has left
+            try:
+                self._admit()
+                self._route()
+            except ServerError as error:
+                self._send_error_body(error)
+            except (ClientGone, ConnectionError, TimeoutError):
+                raise
+            except Exception:
+                log.exception("unexpected failure in %s", self.requestline)
+                self._send_error_body(ServerError("the server failed on this request"))
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
 
     def _admit(self) -> None:
         """Refuse names, pages, bodies and keys, in this order, before the body is read."""
-        config, host, origin = self._config, self._header("Host"), self._header("Origin")
+        config = self.server.state.config
+        host, origin = self._header("Host"), self._header("Origin")
         self._framing = "chunked" if self.request_version > "HTTP/1.0" else None  # of a stream
         own = entries(f"localhost,127.0.0.1,[::1],{config.mlx_host},{config.allowed_hosts}".lower())
         own += [f"{name}:{config.mlx_port}" for name in own]
@@ -5234,7 +5234,7 @@ class Handler(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers:  # whatever it says: not chunked is malformed
             self.close_connection |= "Content-Length" in self.headers  # RFC 9112 section 6.3
             return -1
-        return _allowed(int(length), self._config.max_body_bytes)
+        return _allowed(int(length), self.server.state.config.max_body_bytes)
 
     def handle_expect_100(self) -> bool:
         return True  # and nothing more: what is refused is not invited, `_read` does that
@@ -5243,13 +5243,13 @@ class Handler(BaseHTTPRequestHandler):
         """The whole body as a request. Raises ClientGone when it ends early."""
         if self._framing and self._header("Expect") == "100-continue":
             super().handle_expect_100()
-        rfile, length = self.rfile, self._length
-        chunks = _chunks(rfile, self._config.max_body_bytes) if length < 0 else [rfile.read(length)]
+        rfile, length, config = self.rfile, self._length, self.server.state.config
+        chunks = _chunks(rfile, config.max_body_bytes) if length < 0 else [rfile.read(length)]
         if len(raw := b"".join(chunks)) < length:
             raise ClientGone
         self.is_unread = False
         body, request_id = parse_json_body(raw), uuid.uuid4().hex
-        return parse(body, self._config, request_id=request_id, headers=dict(self.headers))
+        return parse(body, config, request_id=request_id, headers=dict(self.headers))
 
     def _route(self) -> None:
         method, path = self._asked
@@ -5295,18 +5295,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
         request = self._read(parse)
-        with closing(Answer(self._state, request)) as answer:
-            if not request.stream:
-                for body in self._new(answer.whole()):
-                    self._send_json(200, body)
-                return
-            kind = "text/event-stream; charset=utf-8"
-            self._begin(200, Content_Type=kind, Transfer_Encoding=self._framing)
-            for body in self._new(answer.chunks()):
-                self._send_event(body)
-            if request.kind != "messages":
-                self._write_chunk(b"data: [DONE]\n\n")
-            self._write_chunk(b"")
+        answer = self._held.enter_context(closing(Answer(self._state, request)))
+        if not request.stream:
+            for body in self._new(answer.whole()):
+                self._send_json(200, body)
+            return
+        kind = "text/event-stream; charset=utf-8"
+        self._begin(200, Content_Type=kind, Transfer_Encoding=self._framing)
+        for body in self._new(answer.chunks()):
+            self._send_event(body)
+        if request.kind != "messages":
+            self._write_chunk(b"data: [DONE]\n\n")
+        self._write_chunk(b"")
 
     def _new(self, bodies: Iterable[Body | None]) -> Iterator[Body]:
         """Those that are not None. Raises ClientGone if the other end closed meanwhile."""
@@ -5452,7 +5452,7 @@ def _drain(state: ServerState, servers: list[LLMServer]) -> None:
     for server in servers:  # those who are connected stay so
         server.shutdown()
         server.server_close()
-    for seconds in (state.config.shutdown_grace_seconds, 2.0):  # the last to say that it is cut
+    for seconds in (state.config.shutdown_grace_seconds, 5.0):  # the last to say that it is cut
         ends = time.monotonic() + seconds
         while time.monotonic() < ends and any(x.live for x in [*state.tenants.values()]):
             time.sleep(0.02)
