@@ -1498,9 +1498,7 @@ def _hide(value: Any, markup: re.Pattern[str]) -> Any:
         return markup.sub(lambda token: token[0][0] + _BREAK + token[0][1:], doubled)
     if isinstance(value, dict):
         return {_hide(key, markup): _hide(item, markup) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_hide(item, markup) for item in value]
-    return value
+    return [_hide(item, markup) for item in value] if isinstance(value, list | tuple) else value
 
 
 class _Encoder:  # remembers pieces between added tokens: to encode history again is to look it up
@@ -3687,7 +3685,7 @@ class Scheduler:
         return list(dict.fromkeys(row.group for row in self.rows if row.group))
 
     def turn(self) -> None:
-        """End what is over, admit what fits, one decode step per group, one prefill slice."""
+        """End what is over, admit what fits, a decode step per group, a slice or who can join."""
         self._end_unwanted()
         for ticket in list(self.waiting):
             if len(self.rows) >= self.config.batch_max_rows or not self._admit(ticket):
@@ -3696,13 +3694,15 @@ class Scheduler:
         for group in self.groups:
             self._guarded(list(group.rows), partial(self._decode, group))
         self._owed_seconds = max(0.0, self._owed_seconds - (time.monotonic() - began))
-        if rows := self.prefilling:
+        while rows := self.prefilling:
             # The one that needs least time; waiting counts for a row, so that none starves.
             row = min(rows, key=lambda row: row.to_prefill / row.speed + row.served / 2)
-            # Decoding gets its due first, but waits for one about to join: a step costs the same.
+            # why(L-68): decoding gets its due, but waits for who can join: a step costs the same.
             borrowed_seconds = 3.0 if row.to_prefill / row.speed < 0.5 else 0.0
             if not self.groups or self._owed_seconds <= borrowed_seconds:
                 self._guarded([row], partial(self._prefill, row))
+            if not row.group or time.monotonic() - began > 0.2:
+                break
 
     def _admit(self, ticket: Ticket) -> bool:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
@@ -4577,8 +4577,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         log.warning("the diagnostic key drops more than a tenth of the prompt")
     form = None
     if request.tool_choice.mode != "none":  # there are tools, then
-        source = loaded.template.source
-        form = ToolFormat.detect(source, loaded.family, tokenizer=loaded.tokenizer)
+        form = ToolFormat.detect(loaded.template.source, loaded.family, tokenizer=loaded.tokenizer)
     thinks = rendered.starts_in_reasoning
     named = zip(draft.turns, draft.keys[1:], strict=False)
     head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")

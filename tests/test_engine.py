@@ -4,6 +4,7 @@ The oracle is the plain model on the same tokens with a fresh cache, no server c
 compared, not samples: with sampled tokens a wrong slice went unnoticed.
 """
 
+import threading
 import time
 
 import numpy as np
@@ -226,6 +227,22 @@ def test_a_prompt_that_goes_on_from_one_still_in_prefill_harms_neither(bench, ki
     for ticket in tickets:
         ids, _ = b.finish(ticket)
         assert b.worst(ticket, ids) == 0.0
+
+
+def test_who_comes_together_decodes_together(bench):
+    """Prompts of one slice each: hardly a step goes by with some of them, while others wait."""
+    b, everyone, widths = bench("qwen3"), threading.Event(), []
+
+    def noted(fed):
+        everyone.wait(PATIENCE)
+        widths.append(len(fed))
+
+    b.model.before_call = noted
+    tickets = [b.submit(words(np.random.default_rng(n), 100), n=20) for n in range(8)]
+    everyone.set()
+    for ticket in tickets:
+        assert b.worst(ticket, b.finish(ticket)[0]) == 0.0
+    assert sum(1 < width < 8 for width in widths[: widths.index(8)]) < 3  # one by one it is six
 
 
 def test_a_failure_while_starting_costs_that_request_and_nothing_after_it(bench, monkeypatch):
