@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -214,7 +215,8 @@ def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -
         messages = [{"role": "user", "content": words.text(200)}]
         prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         before = plain.decode_speed(prompt, fields)
-        replies = [server.ask(chat(messages, n_out=0, **fields)) for server in servers]
+        body = chat(messages, n_out=0, **fields)
+        replies = in_any_order(servers, lambda server: server.ask(body))
         after = plain.decode_speed(prompt, fields)
         return *(reply.decode_speed for reply in replies), statistics.mean((before, after))
 
@@ -238,7 +240,7 @@ def at_once_lines(bench: Bench, plain: Plain, servers: list[Server], label: str)
     def once() -> list[list[Reply]]:
         talks = [[{"role": "user", "content": words.text(150)}] for _ in range(8)]
         bodies = [chat(talk, n_out=0, **fields) for talk in talks]
-        return [ask_together(server, bodies) for server in servers]
+        return in_any_order(servers, lambda server: ask_together(server, bodies))
 
     ours, theirs = zip(*rounds(bench.times(7), once), strict=True)
     for what, speed in (("while all decode", speed_together), ("all in all", speed_in_all)):
@@ -252,6 +254,12 @@ def at_once_lines(bench: Bench, plain: Plain, servers: list[Server], label: str)
             met=statistics.median(quotient) >= 1.0,
             values={"ours": mine, "theirs": other},
         )
+
+
+def in_any_order[T](servers: list[Server], ask: Callable[[Server], T]) -> list[T]:
+    """What each said, in the servers' order; who is asked first is drawn, lest it matter."""
+    said = {id(server): ask(server) for server in random.sample(servers, len(servers))}
+    return [said[id(server)] for server in servers]
 
 
 def ask_together(server: Server, bodies: list[Any]) -> list[Reply]:
