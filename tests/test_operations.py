@@ -242,6 +242,26 @@ def test_a_reply_that_takes_too_long_is_cut_with_an_error(program, folder):
     assert "Traceback" not in program.said
 
 
+def test_a_request_is_under_way_until_its_error_has_left(folder, monkeypatch):
+    """Who waits for requests to end, as at a stop, would else take the error from the client."""
+    live, send = [], s.Handler._send_error_body
+
+    def noted(handler, error):
+        live.append(len(served.state.live))
+        send(handler, error)
+
+    def broken(_fed):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s.Handler, "_send_error_body", noted)
+    with serving(folder) as served:
+        port = served.state.config.mlx_port
+        with served.holding(broken):
+            code, _, _ = post(port, "/v1/chat/completions", chat(max_tokens=3))
+        assert (code, live) == (500, [1])
+        wait_until(lambda: not served.state.live)
+
+
 @patient
 def test_a_second_order_is_obeyed_at_once(program, folder):
     with streaming(program.port, 100_000, served_end(folder)):
