@@ -2525,8 +2525,7 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # it either *splits* the line (cheap when little follows: the tail becomes a branch, nothing is
 # lost) or *branches* off a copy. A branch keeps only its own tail at rest, so N sub-agents on one
 # prefix cost the prefix once. A lent line stays visible: its prompt is known before it is computed,
-# so a request with the same prefix can wait for it. Tried and dropped: segments between branch
-# points. One conversation growing, the common case, then copied its whole prefix at each turn.
+# so a request with the same prefix can wait for it.
 # Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 300
 
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
@@ -3633,6 +3632,7 @@ class Group:
             if len(group.rows) == 1:
                 group.batch.prompt_cache = to_batch(group.batch.prompt_cache)
         self.batch.extend(other.batch)
+        evaluate(self.batch.prompt_cache)  # why(L-69): or one more copy is made in the same launch
         self._before = None
         self.rows += other.rows
 
@@ -3644,6 +3644,7 @@ class Group:
         if len(self.rows) > 1:
             row.cache = row_from_batch(self.batch.prompt_cache, index)
             self.batch.filter([i for i in range(len(self.rows)) if i != index])
+            evaluate(self.batch.prompt_cache)
         self.rows.remove(row)
         if len(self.rows) == 1:  # back to buffers of its own, which can be put back without a copy
             self.batch.prompt_cache = row_from_batch(self.batch.prompt_cache, 0)

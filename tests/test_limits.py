@@ -121,6 +121,39 @@ def test_memory_stays_below_its_limit_whatever_is_asked_at_once(bench, monkeypat
     assert b.metrics.snapshot()["evicted_for_room"] > 0, "it was never tight: this tested nothing"
 
 
+def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table):
+    # why(L-69): all its KV is in one layer here, so that joined, padded and grown it is a chain
+    taken = {"absorb": [], "step": [], "leave": []}
+
+    def measured(change, parts):
+        def measuring(group, *args):
+            before, held = mx.get_active_memory(), group.nbytes
+            mx.reset_peak_memory()
+            result = change(group, *args)
+            mx.synchronize()
+            parts.append((mx.get_peak_memory() - before) / max(held, group.nbytes))
+            return result
+
+        return measuring
+
+    for name, parts in taken.items():
+        monkeypatch.setattr(s.Group, name, measured(getattr(s.Group, name), parts))
+    decode = s.Scheduler._decode
+
+    def together(scheduler, group):
+        if not scheduler.waiting and not scheduler.prefilling:
+            decode(scheduler, group)
+
+    monkeypatch.setattr(s.Scheduler, "_decode", together)
+    b, rng = bench("gemma3_text"), np.random.default_rng(8)
+    tickets = [b.submit(words(rng, 3500 + n), n=90) for n in range(0, 120, 20)]
+    assert all(isinstance(b.outcome(ticket, PATIENCE)[1], s.Finished) for ticket in tickets)
+    for name, parts in taken.items():
+        table(f"group {name:7s} {len(parts):3d} times, at most {max(parts):.2f} of its KV besides")
+    assert len(taken["absorb"]) == 5
+    assert all(max(parts) < 2.1 for parts in taken.values())
+
+
 def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
     b, rng = bench("qwen3", memory_limit_bytes=7 << 20), np.random.default_rng(6)
     capacity = b.engine.capacity_tokens
