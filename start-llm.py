@@ -89,7 +89,7 @@ from functools import lru_cache, partial
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
-from itertools import accumulate, batched, chain, count, islice, product, takewhile
+from itertools import accumulate, batched, chain, count, groupby, islice, product, takewhile
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from types import MappingProxyType
@@ -646,7 +646,7 @@ def _thinking(said: Body, switches: Body, *, default: bool) -> Body:
         raise BadRequest("this is not a request's to set", at=f"chat_template_kwargs.{name}")
     levels = []
     places = map("".join, product(("", "metadata."), _THINKING_NAMES, _THINKING_PARTS))
-    for place in ("chat_template_kwargs.enable_thinking", *places):
+    for place in (*map("chat_template_kwargs.".__add__, ("enable_thinking", "thinking")), *places):
         value = said.get(place)
         if value is None or (isinstance(value, dict) and place.endswith(_OBJECTS)):
             continue
@@ -704,6 +704,15 @@ def _message(index: int, wire: _WireMessage) -> Message:
         raise BadRequest(wrong, at=f"messages[{index}].content")
     thoughts = message.pop("reasoning_content", message.pop("reasoning", thoughts))
     return without_nulls({"content": "", **message, "reasoning_content": thoughts})
+
+
+def _in_order(messages: Iterable[Message]) -> Iterator[Message]:
+    """Results in their calls' order (L-70): clients send them as they end, templates drop ids."""
+    places: dict[str | None, int] = {}
+    for _, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+        some = sorted(run, key=lambda m: places.get(m.get("tool_call_id"), len(places)))
+        places = {call.get("id"): n for n, call in enumerate(some[-1].get("tool_calls", ()))}
+        yield from some
 
 
 def _tools(asked: _ChatBody) -> Body:
@@ -776,7 +785,7 @@ class ChatRequest:
             max_tokens=asked.max_completion_tokens or asked.max_tokens or config.default_max_tokens,
             stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             include_usage=bool(asked.stream_options.get("include_usage")),
-            messages=OriginalMessages(tuple(map(_message, count(), asked.messages))),
+            messages=OriginalMessages((*_in_order(map(_message, count(), asked.messages)),)),
             thinking_budget=asked.thinking_budget,
             schema=_schema(asked.response_format),
             **_tools(asked),
@@ -1202,8 +1211,8 @@ class HealingStore:
 
     def thought_of(self, reply: Message) -> str:
         """The thinking that led to this reply; "" where none is known."""
-        by_words = self._thoughts.get(reply_digest(reply))  # which a client may change
-        return str(by_words or self._named.get(reply.get("thought_id"), ""))
+        named = self._named.get(reply.get("thought_id"))  # the same words may have had others
+        return str(named or self._thoughts.get(reply_digest(reply), ""))
 
     def __len__(self) -> int:
         return len(self._thoughts)
@@ -2249,8 +2258,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 
 
 # region 12 KV =================================================================
-# The only room that knows what a KV layer looks like.
-# Everything here works on the leaves of a model's cache; a layer (CacheList) may hold several.
+# The only room that knows what a KV layer looks like. It may hold several leaves (CacheList).
 # *Attention* leaves (KVCache) can be cut at any position; every other leaf (recurrent state,
 # sliding window) is *state*: known only where a snapshot was taken. At rest attention KV lives in
 # a Span, free of cache objects: writing to one array object through two caches overwrote a stored
@@ -2258,7 +2266,7 @@ def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
 # Doors   KvCache, KvShape, Span, StateSnapshot, GROWTH_TOKENS, measure_kv, _kv_cache_offset
 # Doors   evaluate, reserve, lend_span, take_span, copy_span, to_batch, row_from_batch
 # Doors   snapshot_state, restore_state, note_states, noted_states, recurrent_handles
-# Doors   like_upstream, row_offsets · Knows WIRE · Thread model only; mlx · Budget 265
+# Doors   like_upstream, row_offsets · Knows WIRE · Thread model only; mlx · Budget 267
 
 KvCache = list[Any]  # one upstream cache object per layer
 GROWTH_TOKENS: Final = 256  # upstream grows buffers by this step; ours end on the same grid
@@ -2441,6 +2449,10 @@ def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
 
 def snapshot_state(cache: KvCache, *, row: int = 0) -> StateSnapshot:
     """Copy a row's state leaves, if there are any: evaluated, independent of the cache."""
+    for leaf in _leaves(cache, "state"):  # a slice leaves more of a window than is read again
+        if (more := getattr(leaf, "_idx", 0) - getattr(leaf, "max_size", 1 << 60)) > 0:
+            leaf.keys, leaf.values = leaf._trim(more, leaf.keys), leaf._trim(more, leaf.values)
+            leaf._idx = leaf.max_size
     states = [leaf.state for leaf in _leaves(cache, "state")]
     leaves = _each_array(states, lambda array: mx.contiguous(array[row : row + 1]))
     mx.eval(leaves)
@@ -2461,8 +2473,7 @@ def restore_state(cache: KvCache, snapshot: StateSnapshot) -> None:
 
 
 def reserve(cache: KvCache, tokens: int, *, roomy: int) -> None:
-    """Grow attention buffers, but empty ones, that cannot hold `tokens`, to `roomy` at once."""
-    # Upstream copies a full buffer every 256 tokens; growing at each turn is no better (L-33).
+    """Grow attention buffers, but empty ones, that cannot hold `tokens`, to `roomy` (L-33)."""
     for leaf in _leaves(cache, "attention"):
         if leaf.keys is not None and leaf.keys.shape[2] < tokens:
             leaf.keys = _grown(leaf.keys, roomy)
@@ -2517,15 +2528,12 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 
 # region 13 CACHE ==============================================================
 # Lines, checkpoints, branches: the deepest exact prefix, and who owns its bytes.
-#
 #     line A  [0 ............................ end)      root: owns all its KV
 #     line B            [start ........ end)            branch: owns what follows A's first `start`
-#
 # A request that extends a line takes its buffers and writes on in place; one that diverges inside
 # it either *splits* the line (cheap when little follows: the tail becomes a branch, nothing is
 # lost) or *branches* off a copy. A branch keeps only its own tail at rest, so N sub-agents on one
-# prefix cost the prefix once. A lent line stays visible: its prompt is known before it is computed,
-# so a request with the same prefix can wait for it.
+# prefix cost the prefix once. A lent line stays visible: who has the same prefix can wait for it.
 # Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 300
 
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
@@ -2662,7 +2670,7 @@ class LRUPromptCache:
         return own if line.parent is None else self._copy(line.parent, line.start).join(own)
 
     def _movable(self, line: Line | None, depth: int) -> int:
-        if line is None or line.lender is not None or line.end - depth > depth:
+        if line is None or line.lender or not line.start < depth >= line.end - depth:
             return 0
         return depth - line.start + self._movable(line.parent, line.start)  # tokens, uncopied
 
@@ -2710,11 +2718,6 @@ class LRUPromptCache:
             line.checkpoints = line.checkpoints_to(line.end)
             line.parent, line.start = None, 0
         line.span = span if line.parent is None else span.cut(line.start, line.end)
-        budget = self.max_bytes * CHECKPOINT_SHARE
-        # dropped where they are densest; the first (system prompt) and the last two stay
-        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
-            densest = min(range(1, len(at) - 2), key=lambda i: at[i + 1] - at[i - 1])
-            del line.checkpoints[at[densest]]
         self.evict_to_fit(0)
 
     def drop(self, line: Line) -> None:
@@ -2734,6 +2737,11 @@ class LRUPromptCache:
     def add_checkpoint(self, line: Line, position: int, *, snapshot: StateSnapshot) -> None:
         if self._shape.has_state:
             line.checkpoints[position] = snapshot
+        budget = self.max_bytes * CHECKPOINT_SHARE
+        # dropped where they are densest; the first (system prompt) and the last two stay
+        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
+            densest = min(range(1, len(at) - 2), key=lambda i: at[i + 1] - at[i - 1])
+            del line.checkpoints[at[densest]]
 
     def _enter(self, line: Line) -> Line:
         line.last_used = self.clock()
@@ -2767,9 +2775,10 @@ class LRUPromptCache:
         """Bytes at rest; what rows hold is theirs to count."""
         return sum(line.nbytes for line in self.lines)
 
-    def evict_to_fit(self, extra_bytes: int, keep: Line | None = None) -> bool:
-        """Evict, but not the line they go on from, until `extra_bytes` more fit; False: never."""
-        extra_bytes -= self._movable(keep, keep.end if keep else 0) * self._shape.token_bytes
+    def evict_to_fit(self, extra_bytes: int, keep: Line | None = None, *, depth: int = 0) -> bool:
+        """Evict until so much more fits, but not what is moved of [0, depth) of a line."""
+        keep = keep if (moved := self._movable(keep, depth)) else None
+        extra_bytes -= moved * self._shape.token_bytes
         limit = self._config.prompt_cache_max_entries_global
         while len(self._resting()) > limit and self._evict_one(keep):
             pass
@@ -3137,8 +3146,7 @@ class VisionModel(Module):  # type: ignore[misc]
 # region 16 MODEL ==============================================================
 # Load the model and state the facts that other rooms need of it.
 # What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
-# Text comes from DecodeStream, which equals tokenizer.decode(). Of mlx-lm's own, the BPE one loses
-# a leading space and prints "!" for padding ids, the general one decodes a line again for each id.
+# Text comes from DecodeStream, which equals tokenizer.decode(); mlx-lm's own do not (L-72).
 # Doors LoadedModel, Detokenizer, ModelError, resolve_model, load_model, banner, device_memory_bytes
 # Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 201
 
@@ -3321,10 +3329,9 @@ def banner(model: LoadedModel, config: Config) -> str:
 # region 17 ENGINE =============================================================
 # The model thread: admit, prefill in slices, decode in groups, give every row's KV back.
 #     inbox -> waiting -> prefill (one slice at a time) -> decode (one step per group) -> put back
-# A lone row decodes where its KV lies: no merge, no copy. Rows of like length decode as one batch;
-# a short row never pays for a long one's padding. mlx-lm's BatchGenerator merges all on insertion
-# (measured: a lone 32k row then needs its KV twice), so the batch inside it, GenerationBatch, is
-# used directly and told never to finish a row. Beside decoding, prefill gets a third of the time.
+# A lone row decodes where its KV lies. Rows of like length decode as one batch; a short row never
+# pays for a long one's padding. mlx-lm's BatchGenerator merges all on insertion (a lone 32k row
+# needs its KV twice): the GenerationBatch inside it is used, and told never to finish a row.
 # Doors Engine, Ticket, Job, Token, Finished, Event, Logprob, Constraint, avoid
 # Doors think_at_most, follow · Knows CONFIG, ERRORS, LOG, WIRE, KEY, KV, CACHE, VISION, MODEL
 # Thread model, mlx; Ticket and Engine: any · Budget 768
@@ -3693,7 +3700,7 @@ class Scheduler:
                 break
         began = time.monotonic()
         for group in self.groups:
-            self._guarded(list(group.rows), partial(self._decode, group))
+            self.guarded(list(group.rows), partial(self._decode, group))
         self._owed_seconds = max(0.0, self._owed_seconds - (time.monotonic() - began))
         while rows := self.prefilling:
             # The one that needs least time; waiting counts for a row, so that none starves.
@@ -3701,7 +3708,7 @@ class Scheduler:
             # why(L-68): decoding gets its due, but waits for who can join: a step costs the same.
             borrowed_seconds = 3.0 if row.to_prefill / row.speed < 0.5 else 0.0
             if not self.groups or self._owed_seconds <= borrowed_seconds:
-                self._guarded([row], partial(self._prefill, row))
+                self.guarded([row], partial(self._prefill, row))
             if not row.group or time.monotonic() - began > 0.2:
                 break
 
@@ -3715,10 +3722,10 @@ class Scheduler:
                 for row in [row for row in self.rows if row.line is reuse.line]:
                     row.stops = sorted({*row.stops, min(reuse.promised, row.job.n_prompt - 1)})
                 return True
-            keep = reuse.line if reuse.layer == "line" else None
             needed = self.running_bytes + _row_bytes(self.shape, job.n_prompt)
             fits = partial(self.cache.evict_to_fit, needed)  # but evict nothing where it cannot
-            if needed <= self.cache.max_bytes and (fits(keep) or (not self.rows and fits())):
+            may_fit = needed <= self.cache.max_bytes
+            if may_fit and (fits(reuse.line, depth=reuse.depth) or (not self.rows and fits())):
                 self._start(ticket)
             elif self.rows:
                 return False  # they will give bytes back
@@ -3739,14 +3746,10 @@ class Scheduler:
 
     def hold_limit(self) -> None:
         """Rows grow as they decode: what rests gives way, then the row begun last, its KV kept."""
-        while not self._can_copy(max([0, *(x.nbytes for x in self.groups)]) // 2) and self.rows[1:]:
+        lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])
+        while not self.cache.evict_to_fit(self.running_bytes + lacking) and self.rows[1:]:
             row = max(self.rows, key=lambda row: row.ticket.marks[1])
-            self._guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
-
-    def _can_copy(self, n_bytes: int) -> bool:
-        """Evict until two copies fit besides, as rows that join or leave a group need them."""
-        lacking = max(0, 2 * n_bytes - self._working_bytes)
-        return self.cache.evict_to_fit(self.running_bytes + lacking)
+            self.guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
 
     def _start(self, ticket: Ticket) -> None:
         ticket.marks.append(time.monotonic())
@@ -3783,10 +3786,11 @@ class Scheduler:
             mx.clear_cache()
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
             row.line.end = row.fed
-            row.served = time.monotonic()
-            row.speed = self._speed = len(pending) / max(row.served - began, 1e-6)
-            owed = self._owed_seconds if self.groups else 0.0
-            self._owed_seconds = owed + (row.served - began) * DECODE_SHARE
+            took = time.monotonic() - began
+            # why(L-71): not "now", or a long prompt would wait its own length for each slice
+            row.served = min(row.served + 8 * took, began + took)
+            row.speed = self._speed = len(pending) / max(took, 1e-6)
+            self._owed_seconds = took * DECODE_SHARE + (self._owed_seconds if self.groups else 0.0)
             row.ticket.put(row.fed)
         if row.stops and row.fed == row.stops[0]:
             row.stops.pop(0)
@@ -3817,7 +3821,9 @@ class Scheduler:
         row.line.end = row.fed
         hosts = [x for x in others if x.padding_with(row.fed) <= self.config.batch_padding_max]
         host = min(hosts, key=lambda x: x.padding_with(row.fed), default=None)
-        if host and self._can_copy(host.nbytes + group.nbytes):
+        lacking = 2 * (host.nbytes + group.nbytes) - self._working_bytes if host else 0  # L-69
+        needed = self.running_bytes + max(0, lacking)
+        if host and needed <= self.cache.max_bytes and self.cache.evict_to_fit(needed):
             host.absorb(group)
 
     def _decode(self, group: Group) -> None:
@@ -3849,14 +3855,12 @@ class Scheduler:
                 log.warning("a reply ends after GENERATION_WATCHDOG_SECONDS (%g)", deadline)
                 reason = "deadline"
             if reason:
-                self._guarded([row], partial(self._finish, row, reason))
+                self.guarded([row], partial(self._finish, row, reason))
 
     def _finish(self, row: Row, end: EndReason | ServerError) -> None:
         """Put the row's KV back, then tell the connection: its next request must find it."""
-        if row.group:
-            self._can_copy(row.group.nbytes * (len(row.group.rows) > 1))
-            if before := row.group.leave(row):
-                self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
+        if row.group and (before := row.group.leave(row)):
+            self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
         if row.fed == 0:
             self.cache.drop(row.line)
         else:
@@ -3869,7 +3873,7 @@ class Scheduler:
         facts = row.reuse.depth, row.ticket.match, row.reuse.shared, row.ticket.seconds()
         row.ticket.put(end if isinstance(end, ServerError) else Finished(end, *facts))
 
-    def _guarded(self, touched: list[Row], action: Callable[[], None]) -> None:
+    def guarded(self, touched: list[Row], action: Callable[[], None]) -> None:
         """Run one action; if it raises, the rows it touched fail, and the engine goes on."""
         # why(L-17): what an exception interrupted may be half written; nothing of it is kept.
         try:
@@ -3902,7 +3906,8 @@ def _failure(error: Exception, cache: LRUPromptCache) -> ServerError:
     """What a client is told of it. MLX says only in words that memory ran out."""
     if not isinstance(error, MemoryError) and "alloc" not in str(error):
         return GenerationFailed("the model failed on this request")
-    cache.evict_to_fit(cache.max_bytes // 2)  # the next one shall have more room
+    with suppress(Exception):  # what is evicted in part is copied
+        cache.evict_to_fit(cache.max_bytes // 2)  # the next one shall have more room
     return Overloaded("memory ran out on this request; with fewer at once it may fit")
 
 
@@ -3940,11 +3945,7 @@ def _affordable(slices: Iterable[tuple[int, float]], depth: int, *, n_bytes: int
 
 
 def _remaining_prefill(tokens: TokenArray, offset: KvOffset) -> TokenArray:
-    """Prompt tokens still to prefill: all but the last, which the first decode step feeds.
-
-    tokens  [0 ....... offset)[offset ....... n-1)[n-1]
-             in the cache      to prefill          to decode
-    """
+    """Prompt tokens still to prefill: all but the last, which the first decode step feeds."""
     return tokens[offset : len(tokens) - 1]
 
 
@@ -4061,7 +4062,7 @@ class Engine:
                 _malloc_trim(0)  # why(L-53): glibc keeps what is freed until it is asked
             if not scheduler.busy or time.monotonic() - looked > 0.25:
                 looked = time.monotonic()
-                scheduler.hold_limit()
+                scheduler.guarded([], scheduler.hold_limit)
                 scheduler.cache.sweep()
                 self._publish(scheduler)
 
@@ -4756,7 +4757,7 @@ class Listener:
         known, thinks = loaded.tokenizer, prepared.draft.rendered.starts_in_reasoning
         tags = Tags(known.think_start, known.think_end, form and form.start)
         tags = Tags() if request.kind == "completion" else tags
-        call_ids = (f"call_{uuid.uuid4().hex[:24]}" for _ in count())
+        call_ids = (uuid.uuid4().hex[:9] for _ in count())  # why(L-75): not any name will do
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
         offered = request.tools + request.deferred
         self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids)
@@ -5345,9 +5346,9 @@ class Handler(BaseHTTPRequestHandler):
             self._send_json(error.status, body, **error.headers)
 
     def _send_event(self, body: Body) -> None:
-        """Anthropic's events have a name, which is their type."""
+        """Anthropic's events have a name, which is their type. In ASCII: U+2028 may end lines."""
         name = f"event: {body['type']}\n" if "type" in body else ""
-        self._write_chunk(f"{name}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode())
+        self._write_chunk(f"{name}data: {json.dumps(body)}\n\n".encode())
 
     def _write_chunk(self, payload: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(payload), payload) if self._framing else payload)
@@ -5363,10 +5364,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 # region 22 MAIN ===============================================================
-# Build the state, listen, load, serve, stop.
-# The server listens before the model is loaded: `/health` says 503 until it is. Loading happens on
-# the model thread: arrays may not change threads before they are computed. LiteLLM is kept by
-# scripts/litellm_beside.py, a process whose stdin is a lifeline: it closes however the server ends.
+# Build the state, listen, load, serve, stop. `/health` says 503 until the model is loaded, which
+# happens on the model thread: arrays may not change threads before they are computed. LiteLLM is
+# kept by scripts/litellm_beside.py: its stdin, a lifeline, closes however the server ends.
 # Doors   build_state, proxy_beside, main
 # Knows CONFIG, LOG, MODEL, ENGINE, ANSWER, HTTP · Thread main · Budget 144
 

@@ -74,3 +74,13 @@ def test_context_too_long_says_both_numbers_in_the_words_agents_match():
 def test_headers_belong_to_one_error():
     assert Overloaded("full").headers == {"Retry-After": "2"}
     assert ServerError("x").headers == {}
+
+
+def test_an_event_is_one_line_to_whoever_reads_lines():
+    body, written = {"text": "a\u2028b\u0085c\ud83d\u00e9"}, []
+    handler = object.__new__(start_llm.Handler)
+    handler._write_chunk = written.append
+    handler._send_event(body)  # half of a surrogate pair included: models do spell them
+    (event,) = written
+    assert len(event.decode().splitlines()) == 2
+    assert json.loads(event.removeprefix(b"data: ")) == body

@@ -285,6 +285,15 @@ def test_what_the_client_thinks_is_never_replaced(echo: dict) -> None:
     assert healed["reasoning_content"] == "I say otherwise"
 
 
+def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_since() -> None:
+    store = start_llm.HealingStore()
+    for thought in ("the sky is blue", "two is even"):
+        store.remember(reply("yes", thought=thought))
+    name = start_llm.thought_id("the sky is blue")
+    assert store.thought_of(reply("yes", thought_id=name)) == "the sky is blue"
+    assert store.thought_of(reply("yes", thought_id="unknown")) == "two is even"
+
+
 def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
     store = start_llm.HealingStore()
     store.remember(reply("same words", thought="because"))

@@ -154,6 +154,93 @@ def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table):
     assert all(max(parts) < 2.1 for parts in taken.values())
 
 
+def test_who_parts_from_a_large_line_takes_its_buffers(bench):
+    b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(1)  # why(L-73)
+    past = words(rng, int(b.engine.capacity_tokens * 0.7))
+    ids, _, _ = b.ask(past, n=20)
+    ids, end, ticket = b.ask(past + ids[:-10] + words(rng, 20), n=4)
+    assert end.cached >= len(past)
+    assert is_exact(b, "qwen3", ticket, ids)
+
+
+def test_nothing_is_evicted_for_a_join_that_cannot_be(bench):
+    b, rng = bench("qwen3", memory_limit_bytes=6 << 20), np.random.default_rng(1)  # why(L-73)
+    small, large = (int(b.engine.capacity_tokens * share) for share in (0.1, 0.36))
+    rests = words(rng, small)
+    b.ask(rests, n=4)
+    tickets = [b.submit(words(rng, large), n=60) for _ in range(2)]
+    assert all(isinstance(b.outcome(ticket, PATIENCE)[1], s.Finished) for ticket in tickets)
+    _, end, _ = b.ask(rests + words(rng, 10), n=2)
+    assert end.cached == small
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "qwen3_5"])
+def test_a_state_taken_on_the_way_is_no_larger_than_one_at_the_end(bench, kind):
+    b, rng = bench(kind), np.random.default_rng(1)  # why(L-74)
+    b.ask(words(rng, 900), n=2, boundaries=[500])
+    most = b.engine.ask(lambda scheduler: scheduler.shape.state_bytes)
+    taken = b.engine.ask(
+        lambda x: [p.nbytes for y in x.cache.lines for p in y.checkpoints.values()]
+    )
+    assert len(taken) >= 2
+    assert max(taken) <= most
+
+
+def test_checkpoints_of_a_row_being_read_keep_to_their_share(bench, monkeypatch):
+    b, rng = bench("qwen3_5", memory_limit_bytes=(1 << 20) + 1_600_000), np.random.default_rng(1)
+    held, add = [], s.LRUPromptCache.add_checkpoint  # why(L-74)
+
+    def noted(cache, line, *args, **named):
+        add(cache, line, *args, **named)
+        held.append(line.state_bytes / cache.max_bytes)
+
+    monkeypatch.setattr(s.LRUPromptCache, "add_checkpoint", noted)
+    prompt = words(rng, 1500)
+    b.ask(prompt, n=2, boundaries=list(range(5, 1500, 5)))
+    assert len(held) > 100
+    assert max(held) <= s.CHECKPOINT_SHARE
+    ids, end, ticket = b.ask(prompt + words(rng, 5), n=4)
+    assert end.cached >= 1400
+    assert is_exact(b, "qwen3_5", ticket, ids)
+
+
+def test_memory_that_runs_out_while_room_is_made_ends_one_request_only(bench, monkeypatch):
+    b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(1)
+    some = int(b.engine.capacity_tokens * 0.15)
+    head = words(rng, 2 * some)
+    for _ in range(2):  # what one of them goes on from must be copied to be evicted in part
+        b.ask(head + words(rng, some), n=2)
+
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            patch.setattr(s.Span, "cut", fail)
+            raise RuntimeError("[malloc] Unable to allocate 7 bytes.")
+
+        b.model.before_call = fail
+        end = b.outcome(b.submit(words(rng, 100)), PATIENCE)[1]
+        b.model.before_call = slowly(0)
+    assert isinstance(end, s.Overloaded)
+    check_it_still_works(b, "qwen3", [words(rng, 50)])
+
+
+def test_a_long_prompt_gets_its_share_beside_short_ones_without_end(bench):
+    b, rng = bench("qwen3", prefill_step_size=64), np.random.default_rng(1)  # why(L-71)
+    b.model.before_call = slowly(0.001)
+    b.ask(words(rng, 200), n=1)  # it knows its speed
+    long, n_short = b.submit(words(rng, 1200), n=1), 0
+    short = [b.submit(words(rng, 100), n=1) for _ in range(2)]
+
+    def is_there(scheduler):
+        return long in [*scheduler.waiting, *(row.ticket for row in scheduler.rows)]
+
+    while n_short < 250 and b.engine.ask(is_there):
+        b.outcome(short.pop(0), PATIENCE)
+        short.append(b.submit(words(rng, 100), n=1))
+        n_short += 1
+    assert 20 < n_short < 200  # of a hundred tokens each; its share would be 96, without it 400
+
+
 def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
     b, rng = bench("qwen3", memory_limit_bytes=7 << 20), np.random.default_rng(6)
     capacity = b.engine.capacity_tokens

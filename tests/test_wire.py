@@ -1,6 +1,7 @@
 """WIRE: what a body may say, what it means, how a fault is named, what an answer looks like."""
 
 import copy
+import itertools
 import json
 import re
 from inspect import signature
@@ -750,3 +751,36 @@ def test_completion_answers_are_what_the_sdk_expects():
     ]
     assert shape.ping()["choices"][0]["text"] == ""
     assert len(shape.end(ending)) == 1
+
+
+# -- results of parallel calls ---------------------------------------------------------------------
+
+
+def calls(*ids):
+    functions = [{"id": i, "type": "function", "function": {"name": "f"}} for i in ids]
+    return {"role": "assistant", "tool_calls": functions}
+
+
+def result(name):
+    return {"role": "tool", "tool_call_id": name, "content": f"of {name}"}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abcx")))
+def test_results_stand_in_the_order_of_their_calls_whatever_order_they_ended_in(order):
+    user = {"role": "user", "content": "go on"}
+    some = [user, calls(*"abc"), *map(result, order), user, calls("d"), result("d"), user]
+    read = chat(messages=some).messages
+    assert [m["content"] for m in read[2:6]] == ["of a", "of b", "of c", "of x"]
+    assert [m["role"] for m in read] == [m["role"] for m in some]
+    assert read[8]["content"] == "of d"
+
+
+def test_results_without_their_calls_stay_as_they_came():
+    some = [result("b"), result("a"), {"role": "user", "content": "and?"}]
+    assert [m["content"] for m in chat(messages=some).messages] == ["of b", "of a", "and?"]
+
+
+def test_a_template_s_own_switch_for_thinking_is_heard():
+    for name in ("thinking", "enable_thinking"):
+        assert chat(chat_template_kwargs={name: False}).thinking is False
+        assert chat(chat_template_kwargs={name: True}).thinking is True
