@@ -3338,6 +3338,7 @@ def banner(model: LoadedModel, config: Config) -> str:
 
 SLICE_MIN_TOKENS: Final = 64
 DECODE_SHARE: Final = 2.0  # seconds of decoding for one of prefill beside it
+WAITING_SHARE: Final = 8.0  # why(L-71): seconds of waiting that one of prefill makes good
 WAIT_GAIN_TOKENS: Final = 64  # a prefix another row is computing is worth waiting for from here on
 HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for the reply
 FEATURE_SHARE: Final = 8  # this part of the KV budget, for what the tower made of images
@@ -3746,7 +3747,7 @@ class Scheduler:
 
     def hold_limit(self) -> None:
         """Rows grow as they decode: what rests gives way, then the row begun last, its KV kept."""
-        lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])
+        lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])  # L-69
         while not self.cache.evict_to_fit(self.running_bytes + lacking) and self.rows[1:]:
             row = max(self.rows, key=lambda row: row.ticket.marks[1])
             self.guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
@@ -3787,8 +3788,7 @@ class Scheduler:
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
             row.line.end = row.fed
             took = time.monotonic() - began
-            # why(L-71): not "now", or a long prompt would wait its own length for each slice
-            row.served = min(row.served + 8 * took, began + took)
+            row.served = min(row.served + WAITING_SHARE * took, began + took)
             row.speed = self._speed = len(pending) / max(took, 1e-6)
             self._owed_seconds = took * DECODE_SHARE + (self._owed_seconds if self.groups else 0.0)
             row.ticket.put(row.fed)
@@ -3906,7 +3906,7 @@ def _failure(error: Exception, cache: LRUPromptCache) -> ServerError:
     """What a client is told of it. MLX says only in words that memory ran out."""
     if not isinstance(error, MemoryError) and "alloc" not in str(error):
         return GenerationFailed("the model failed on this request")
-    with suppress(Exception):  # what is evicted in part is copied
+    with suppress(RuntimeError, MemoryError):  # what is evicted in part is copied
         cache.evict_to_fit(cache.max_bytes // 2)  # the next one shall have more room
     return Overloaded("memory ran out on this request; with fewer at once it may fit")
 
