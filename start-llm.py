@@ -1171,7 +1171,7 @@ def _data(part: Body, config: Config) -> bytes:
 
 # region 07 HEAL ===============================================================
 # Put back the thinking that a client stripped from a reply which the ledger does not cover, found
-# by what a client does keep: a signature, or content and calls. What it thinks itself stays.
+# by what clients keep: a signature, or what was said to what. What they think themselves stays.
 # Doors   HealingStore, _heal_messages, reply_digest, canonical_json
 # Knows WIRE, MESSAGES · Thread any · Budget 60
 
@@ -1198,34 +1198,34 @@ def reply_digest(message: Message) -> bytes:
 
 
 class HealingStore:
-    """Thinking by reply_digest() and thought_id(); what was used least recently is forgotten."""
+    """Thinking by thought_id() and by what was said to what (L-76); the least used goes first."""
 
     CAP: Final = 2000  # replies
 
     def __init__(self) -> None:
         self._thoughts, self._named = LRUCache(self.CAP), LRUCache(self.CAP)  # guard themselves
 
-    def remember(self, reply: Message) -> None:
-        if thought := reply.get("reasoning_content"):
-            self._thoughts[reply_digest(reply)] = self._named[thought_id(thought)] = thought
+    def remember(self, reply: Message, answered: bytes) -> None:
+        if words := reply.get("reasoning_content"):
+            self._thoughts[answered, reply_digest(reply)] = self._named[thought_id(words)] = words
 
-    def thought_of(self, reply: Message) -> str:
-        """The thinking that led to this reply; "" where none is known."""
-        named = self._named.get(reply.get("thought_id"))  # the same words may have had others
-        return str(named or self._thoughts.get(reply_digest(reply), ""))
+    def thought_of(self, reply: Message, answered: bytes) -> str:
+        """The thinking that led to this reply to the turn of that digest; "" if none is known."""
+        named = self._named.get(reply.get("thought_id"))
+        return str(named or self._thoughts.get((answered, reply_digest(reply)), ""))
 
     def __len__(self) -> int:
         return len(self._thoughts)
 
 
-def _heal_messages(messages: Iterable[Message], store: HealingStore) -> list[Message]:
-    """The same messages; replies that came back without their thinking have it again."""
-    healed = []
-    for message in messages:
+def _heal_messages(
+    messages: Iterable[Message], store: HealingStore, *, answered: Iterable[bytes]
+) -> Iterator[Message]:
+    """The same messages, replies with their thinking again. `answered`: the turn before each."""
+    for message, turn in zip(messages, answered, strict=False):
         is_bare = message["role"] == "assistant" and not message.get("reasoning_content")
-        thought = store.thought_of(message) if is_bare and len(store) else ""
-        healed.append({**message, "reasoning_content": thought} if thought else message)
-    return healed
+        thought = store.thought_of(message, turn) if is_bare and len(store) else ""
+        yield {**message, "reasoning_content": thought} if thought else message
 
 
 # region 08 CANON ==============================================================
@@ -1950,7 +1950,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 248
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 249
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -1997,6 +1997,10 @@ class Draft:
     kept: int = 0  # tokens of the past
     fallback: str = ""  # why a longer past was not replayed
     holds: Callable[[], bool] = lambda: True  # takes long; if not, it must be drafted once more
+
+    @property
+    def answered(self) -> list[bytes]:  # the digest before each turn, and before the reply
+        return [b"", *(turn.digest for turn in self.turns)]
 
 
 def _chain(world: bytes, turns: Iterable[Turn]) -> tuple[bytes, ...]:
@@ -2051,16 +2055,12 @@ class Ledger:
             n_pasts = sum(map(len, self._pasts.values()))
             return {"transcripts": n_pasts, "heads": len(self._heads), "bytes": self._nbytes}
 
-    def record(
-        self, draft: Draft, template: Template, *, reply: Message, generated: Generated
-    ) -> None:
+    def record(self, draft: Draft, *, reply: Turn, generated: Generated) -> None:
         """Remember a whole reply under the form in which the client will send it back."""
-        turn, past = template.canonical([reply])[0], draft.past
-        self._healing.remember(turn.message)
-        keys = (*draft.keys, *_chain(draft.keys[-1], [turn])[1:])
+        past, keys = draft.past, (*draft.keys, *_chain(draft.keys[-1], [reply])[1:])
         own = np.concatenate([draft.rendered.ids[draft.kept :], np.array(generated.ids, np.int32)])
         thoughts, before = (past.thoughts, past.ids) if past else ((), ())
-        thoughts += tuple(one.thought for one in [*draft.turns, turn][len(thoughts) :])
+        thoughts += tuple(one.thought for one in [*draft.turns, reply][len(thoughts) :])
         pins = () if past and past.told.pins is draft.told.pins else draft.told.pins
         n_pointers = len(generated.hashes) + 2 * len(thoughts)
         new = Transcript(
@@ -2126,7 +2126,8 @@ class Ledger:
             raise Unspliceable("thinking is not preserved")
         old = [turn.message for turn in draft.turns[:depth]]
         before = replace(past.rendered, ids=np.concatenate(past.ids))
-        rest = replace(request, messages=OriginalMessages((*_heal_messages(new, self._healing),)))
+        healed = _heal_messages(new, self._healing, answered=draft.answered[depth:])
+        rest = replace(request, messages=OriginalMessages(tuple(healed)))
         splice = partial(template.splice, rest, before=before, is_cut=is_cut)
         draft = replace(draft, told=told, past=past, kept=len(before.ids))
         # why(L-63): what follows a past is nearly always said by these of its messages alone.
@@ -2156,7 +2157,7 @@ class Ledger:
             # why(L-38): the first rendering stays, or a new id would move all that follows it.
             head, told = self._heads.setdefault(draft.keys[n_head], (head, told))
         rest, told = _tell(turns, n_head, known=told)
-        messages = _heal_messages([*head, *rest], self._healing)
+        messages = [*_heal_messages([*head, *rest], self._healing, answered=draft.answered)]
         return replace(draft, rendered=template.prompt(request, messages), told=told)
 
 
@@ -4911,21 +4912,20 @@ class Answer:
         heard, draft, job = self._listener, self._prepared.draft, self._prepared.job
         if not draft.keys or end.reason not in ("stop", "length"):
             return
-        template, ids, now = self._prepared.loaded.template, heard.ids, time.monotonic()
-        reply, is_thinking = heard.stream.message(), heard.splitter.is_thinking
+        ids, reply, is_thinking = heard.ids, heard.stream.message(), heard.splitter.is_thinking
         reply["content"] = reply["content"] or ""
+        said = self._prepared.loaded.template.canonical([reply])[0]
         ended = ids[-1] if ids and ids[-1] in self._prepared.loaded.eos_ids else None
         # Cut in a thought or a call: the template prints what is not in the KV.
         is_cut = is_thinking or "tool_calls" in reply or not reply["content"]
         # Nor can one go on from a reply of which the client has less than the model said.
         is_whole = not heard.is_over and not (ended is None and is_cut)
         if is_whole:
-            hashes, session = job.prompt.hashes, job.owner[1]
+            hashes, session, now = job.prompt.hashes, job.owner[1], time.monotonic()
             whole = Generated(ids=ids, hashes=hashes, ended=ended, session=session, at=now)
-            self._state.LEDGER.record(draft, template, reply=reply, generated=whole)
-        # cut or stopped behind its thinking; or a client has its id and may bring only that
-        if (self._request.kind == "messages" or not is_whole) and not is_thinking:
-            self._state.HEALING_STORE.remember(template.canonical([reply])[0].message)
+            self._state.LEDGER.record(draft, reply=said, generated=whole)
+        if not is_thinking:  # that is all that was thought, though more might have been said
+            self._state.HEALING_STORE.remember(said.message, draft.answered[-1])
 
     def _note_turn(self, end: Finished) -> None:
         """Before the last words: the client's next request may be here right after them."""

@@ -16,6 +16,7 @@ from test_render import call, said
 QUICK = settings(max_examples=60, deadline=None)
 THOROUGH = settings(max_examples=200, deadline=None)
 TAGS = ("<think>", "</think>")
+ASKED = b"digest of what is answered"
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 # -0.0, 2.0, 1e21, 2**53 + 1 and keys that look like indices: what a JavaScript client rewrites.
@@ -192,8 +193,8 @@ def test_the_replies_used_least_recently_are_forgotten(steps: list) -> None:
         for at, (step, n) in enumerate(steps):
             if step == "keep":
                 oracle[n] = f"thought {at}"
-                store.remember(reply(f"r{n}", thought=oracle[n]))
-            assert store.thought_of(reply(f"r{n}")) == oracle.get(n, "")
+                store.remember(reply(f"r{n}", thought=oracle[n]), ASKED)
+            assert store.thought_of(reply(f"r{n}"), ASKED) == oracle.get(n, "")
             if n in oracle:
                 oracle.move_to_end(n)
             while len(oracle) > 4:
@@ -204,16 +205,16 @@ def test_the_replies_used_least_recently_are_forgotten(steps: list) -> None:
 def test_the_store_holds_two_thousand_replies() -> None:
     store = start_llm.HealingStore()
     for n in range(2005):
-        store.remember(reply(f"r{n}", thought=f"t{n}"))
+        store.remember(reply(f"r{n}", thought=f"t{n}"), ASKED)
     assert len(store) == store.CAP == 2000
-    assert store.thought_of(reply("r4")) == ""
-    assert store.thought_of(reply("r5")) == "t5"
+    assert store.thought_of(reply("r4"), ASKED) == ""
+    assert store.thought_of(reply("r5"), ASKED) == "t5"
 
 
 def test_a_reply_without_thinking_is_not_kept() -> None:
     store = start_llm.HealingStore()
-    store.remember(reply("x"))
-    store.remember(reply("y", reasoning_content=""))
+    store.remember(reply("x"), ASKED)
+    store.remember(reply("y", reasoning_content=""), ASKED)
     assert len(store) == 0
 
 
@@ -224,8 +225,8 @@ def test_many_threads_share_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(seed: int) -> bool:
         for n in range(300):
             name = f"r{(n * seed) % 97}"
-            store.remember(reply(name, thought=f"of {name}"))
-            if store.thought_of(reply(name)) not in {"", f"of {name}"}:
+            store.remember(reply(name, thought=f"of {name}"), ASKED)
+            if store.thought_of(reply(name), ASKED) not in {"", f"of {name}"}:
                 return False
         return True
 
@@ -257,16 +258,16 @@ def as_parsed(message: dict) -> dict:
 )
 def test_thinking_comes_back_however_it_was_dropped(echo: dict) -> None:
     store = start_llm.HealingStore()
-    store.remember(reply("so it is", thought="because"))
-    [healed] = start_llm._heal_messages([as_parsed(echo)], store)
+    store.remember(reply("so it is", thought="because"), ASKED)
+    [healed] = start_llm._heal_messages([as_parsed(echo)], store, answered=[ASKED])
     assert healed == reply("so it is", thought="because")
 
 
 def test_a_call_without_words_is_healed_through_its_arguments() -> None:
     store = start_llm.HealingStore()
-    store.remember(reply("", '{"n": 2.0, "1": "\\u00e9"}', thought="because"))
+    store.remember(reply("", '{"n": 2.0, "1": "\\u00e9"}', thought="because"), ASKED)
     echo = reply("", '{"1":"é","n":2}')
-    [healed] = start_llm._heal_messages([echo], store)
+    [healed] = start_llm._heal_messages([echo], store, answered=[ASKED])
     assert healed["reasoning_content"] == "because"
     assert healed["tool_calls"] == echo["tool_calls"]
 
@@ -280,23 +281,33 @@ def test_a_call_without_words_is_healed_through_its_arguments() -> None:
 )
 def test_what_the_client_thinks_is_never_replaced(echo: dict) -> None:
     store = start_llm.HealingStore()
-    store.remember(reply("so it is", thought="because"))
-    [healed] = start_llm._heal_messages([as_parsed(echo)], store)
+    store.remember(reply("so it is", thought="because"), ASKED)
+    [healed] = start_llm._heal_messages([as_parsed(echo)], store, answered=[ASKED])
     assert healed["reasoning_content"] == "I say otherwise"
 
 
 def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_since() -> None:
     store = start_llm.HealingStore()
     for thought in ("the sky is blue", "two is even"):
-        store.remember(reply("yes", thought=thought))
+        store.remember(reply("yes", thought=thought), ASKED)
     name = start_llm.thought_id("the sky is blue")
-    assert store.thought_of(reply("yes", thought_id=name)) == "the sky is blue"
-    assert store.thought_of(reply("yes", thought_id="unknown")) == "two is even"
+    assert store.thought_of(reply("yes", thought_id=name), b"") == "the sky is blue"
+    assert store.thought_of(reply("yes", thought_id="unknown"), ASKED) == "two is even"
+
+
+def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
+    """A client's own examples are full of "yes"; no thought of ours led to them."""
+    store = start_llm.HealingStore()
+    for asked, thought in ((b"is the sky blue?", "it is day"), (b"is two even?", "two halves")):
+        store.remember(reply("yes", thought=thought), asked)
+    asked = [b"", b"is the sky blue?", b"are you there?", b"is two even?"]
+    healed = start_llm._heal_messages([reply("yes")] * 4, store, answered=asked)
+    assert [m.get("reasoning_content") for m in healed] == [None, "it is day", None, "two halves"]
 
 
 def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
     store = start_llm.HealingStore()
-    store.remember(reply("same words", thought="because"))
+    store.remember(reply("same words", thought="because"), ASKED)
     messages = [
         said("system", "same words"),
         said("user", "same words"),
@@ -305,7 +316,7 @@ def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
         reply("other words"),
     ]
     before = copy.deepcopy(messages)
-    healed = start_llm._heal_messages(messages, store)
+    healed = [*start_llm._heal_messages(messages, store, answered=[ASKED] * 5)]
     assert messages == before
     assert [m.get("reasoning_content") for m in healed] == [None, None, "because", None, None]
     assert [{**m, "reasoning_content": 0} for m in healed] == [

@@ -259,8 +259,8 @@ class Whole:
         before = book.draft(chat(old[:-1], **fields), template, room=PLENTY, now=0.0)
         ids = np.array(reply_ids, np.int32)
         before = replace(before, rendered=replace(before.rendered, ids=ids))
-        [reply] = chat([old[-1]]).messages
-        book.record(before, template, reply=reply, generated=generated((), ended))
+        [reply] = template.canonical(chat([old[-1]]).messages)
+        book.record(before, reply=reply, generated=generated((), ended))
         return book.draft(self.request, template, room=PLENTY, now=0.0)
 
     def verdict(self, draft: start_llm.Draft) -> str:
@@ -368,11 +368,12 @@ class Server:
         self, draft: start_llm.Draft, reply: dict, *, words: str = "", session: str = ""
     ) -> list[int]:
         """Record a reply; the tokens of prompt and reply."""
-        speaker, [message] = self.speaker, chat([reply]).messages
+        speaker, [turn] = self.speaker, self.speaker.template.canonical(chat([reply]).messages)
         end = speaker.call_end if "tool_calls" in reply else speaker.ends[0]
         ids = [*speaker.template.encode(words or f"~{json.dumps(reply)}~"), end]
         record = generated(ids, end, session=session, at=self.now)
-        self.book.record(draft, speaker.template, reply=message, generated=record)
+        self.book.record(draft, reply=turn, generated=record)
+        self.book._healing.remember(turn.message, draft.answered[-1])
         return [*draft.rendered.ids.tolist(), *ids]
 
     def text(self, draft: start_llm.Draft) -> str:

@@ -844,13 +844,17 @@ def literal_markup(case: Case) -> None:
 
 
 def edited(case: Case) -> None:
-    """One character of a past message, far back and then nearer; all of it is told as it is now."""
+    """One character of a past message, far back and then nearer; all of it is told as it is now.
+
+    The thinking behind its answer was about something else, and stays away (L-76).
+    """
     agent = Agent(case, Thoughtless(dropped))
     for _ in range(3):
         agent.step(**CALLS)
     for at in (1, 5):
         text = agent.messages[at]["content"]
         agent.messages[at] = {**agent.messages[at], "content": text.replace("e", "E", 1)}
+        agent.messages[at + 1] = dropped({**agent.messages[at + 1]})
         agent.step(**CALLS)
 
 
@@ -1237,7 +1241,8 @@ class Desk:
         self._tokenizer, self._template, self._end = tokenizer, template, end
         self.keeps_thinking = "preserve_thinking" in template.source
         self.metrics = s.CacheMetrics()
-        self._ledger = s.Ledger(s.Config(), self.metrics, healing=s.HealingStore())
+        self._healing = s.HealingStore()
+        self._ledger = s.Ledger(s.Config(), self.metrics, healing=self._healing)
 
     def draft(self, messages: list[Message], *, room: int = 1 << 30) -> s.Draft:
         body = {"messages": messages, "tools": TOOLS}
@@ -1260,7 +1265,9 @@ class Desk:
         generated = s.Generated(
             ids=[*ids, self._end], ended=self._end, session="", at=1.0, hashes=()
         )
-        self._ledger.record(draft, self._template, reply=message, generated=generated)
+        [turn] = self._template.canonical([message])
+        self._ledger.record(draft, reply=turn, generated=generated)
+        self._healing.remember(turn.message, draft.answered[-1])
 
 
 ARTIFACTS = Path(
