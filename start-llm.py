@@ -4329,10 +4329,11 @@ class ReplyStream:
         *,
         tools: Sequence[Tool],
         ids: Iterator[str],  # for its calls
+        most: int | None = None,  # calls
     ) -> None:
         self._splitter, self._format = splitter, tool_format or ToolFormat("", "\0", "foreign")
-        self._tools, self._ids = list(tools), ids
-        self._offered = _parameters_by_name(tools)
+        self._parse: Any = lambda body: _listed(self._format.parse(body, list(tools)))[:most]
+        self._ids, self._offered = ids, _parameters_by_name(tools)
         self._deltas: list[Body] = []
         self._calls: list[Body] = []  # the last may be open: its name is known and was offered
         self.n_calls = 0  # complete ones
@@ -4466,8 +4467,8 @@ class ReplyStream:
             yield
         body, _, self._unread = self._unread.partition(start)[2].partition(end)
         try:
-            found = _listed(self._format.parse(body, self._tools))
-            calls = [(call["name"], _json(dict(call.get("arguments") or {}))) for call in found]
+            found = ((call["name"], call.get("arguments") or {}) for call in self._parse(body))
+            calls = [(name, _json(dict(arguments))) for name, arguments in found]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return
         for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
@@ -4761,12 +4762,12 @@ class Listener:
         call_ids = (uuid.uuid4().hex[:9] for _ in count())  # why(L-75): not any name will do
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
         offered = request.tools + request.deferred
-        self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids)
+        self._most = None if request.parallel_tool_calls else 1  # calls
+        self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids, most=self._most)
         self._detokenizer = Detokenizer(known.backend_tokenizer, loaded.hidden_ids)
         self.stops = StopStrings(request.stop)
         ids = [loaded.template.encode(tag) for tag in filter(None, tags)]
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
-        self._one_call = not request.parallel_tool_calls
         self._eos_ids = loaded.eos_ids
         self.n_reasoning = 0
         self.ids: list[int] = []
@@ -4774,7 +4775,7 @@ class Listener:
     @property
     def is_over(self) -> bool:
         """The reply is complete although the model would go on."""
-        return bool(self.stops.hit) or (self._one_call and self.stream.n_calls > 0)
+        return bool(self.stops.hit) or self.stream.n_calls == self._most
 
     def hear(self, token: int) -> list[Body]:
         """What this token adds; nothing once the reply is over."""
@@ -4921,8 +4922,7 @@ class Answer:
         # Nor can one go on from a reply of which the client has less than the model said.
         is_whole = not heard.is_over and not (ended is None and is_cut)
         if is_whole:
-            hashes, session, now = job.prompt.hashes, job.owner[1], time.monotonic()
-            whole = Generated(ids=ids, hashes=hashes, ended=ended, session=session, at=now)
+            whole = Generated(ids, job.prompt.hashes, ended, job.owner[1], time.monotonic())
             self._state.LEDGER.record(draft, reply=said, generated=whole)
         if not is_thinking:  # that is all that was thought, though more might have been said
             self._state.HEALING_STORE.remember(said.message, draft.answered[-1])

@@ -61,11 +61,16 @@ class Reply(NamedTuple):
 
 
 def stream(
-    tools: list[Any] = TOOLS, tool_format: ToolFormat = NATIVE, *, in_reasoning: bool = False
+    tools: list[Any] = TOOLS,
+    tool_format: ToolFormat = NATIVE,
+    *,
+    in_reasoning: bool = False,
+    most: int | None = None,
 ) -> ReplyStream:
     tags = Tags(think_start="<think>", think_end="</think>", tool_start=tool_format.start)
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
-    return ReplyStream(splitter, tool_format, tools=tools, ids=map("call_{}".format, count()))
+    ids = map("call_{}".format, count())
+    return ReplyStream(splitter, tool_format, tools=tools, ids=ids, most=most)
 
 
 def read(text: str, cuts: list[int] | None = None, **how: Any) -> Reply:
@@ -582,6 +587,14 @@ def test_a_foreign_format_is_read_by_its_parser_at_the_calls_end() -> None:
     assert calls_of(read("x[[read", tool_format=bracketed)) == [("read", {"text": "read"})]
     twice = read("[[read]] [[read write]]", tool_format=bracketed)
     assert [name for name, _ in calls_of(twice)] == ["read", "read", "write"]
+
+
+def test_of_several_calls_in_one_block_no_more_are_sent_than_may_be() -> None:
+    """`parallel_tool_calls: false`: a block is read at its end, when all its calls are there."""
+    both = [{"name": name, "arguments": {"n": 1}} for name in ("read", "write")]
+    bracketed = foreign("[[", "]]", lambda body, tools: both)
+    assert calls_of(read("[[two]]", tool_format=bracketed, most=1)) == [("read", {"n": 1})]
+    assert len(read("[[two]]", tool_format=bracketed).tool_calls) == 2
 
 
 def test_a_foreign_format_without_an_end_ends_with_the_reply() -> None:
