@@ -197,10 +197,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     generation_watchdog_seconds: _Seconds = 600.0  # from when the model starts on it; 0 = none
     queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0 = as long as it takes
     memory_limit_bytes: _Count = 0  # model, KV and buffers; 0 = 0.9 of what the device recommends
-    kv_bits: Annotated[Literal["4", "8", "off"], _Lower] = "off"
-    kv_group_size: Literal["32", "64", "128"] = "64"  # values per quantisation group
-    kv_quant_scheme: Annotated[Literal["uniform", "turboquant"], _Lower] = "uniform"
-    quantized_kv_start: _Count = 5000  # token position where quantisation begins
     # -- prompt cache
     prompt_cache_max_bytes: _Count = 0  # bytes; 0 = a share of what the device recommends
     prompt_cache_max_entries_global: _Count = 24  # 0 = nothing is reused
@@ -226,7 +222,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     rule_operator_note: _RuleClass = "transient"  # what LiteLLM makes of a late system message
     rule_late_system: _RuleClass = "transient"  # system messages behind the first user message
     cache_vlm_image_identity: bool = True  # false: nothing from an image on is ever reused
-    cache_session_partitioning: bool = True  # kept for old .env files; the lookup is global
     cache_norm_safety_check: bool = False  # complain when the canonical text shrank by 10 %
     normalize_write_tool_content_for_prompt: bool = False  # a digest instead of written content
     # -- sampling, where the request says nothing
@@ -265,12 +260,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         except ValidationError as error:
             faults = [(str(f["loc"][0]), f["msg"].removeprefix("Input ")) for f in error.errors()]
         raise ConfigError("\n".join(f"{n.upper()}={texts[n]!r}: {want}" for n, want in faults))
-
-    @classmethod
-    def set_without_effect(cls, env: Mapping[str, str | None]) -> list[str]:
-        """Names in `env`, sorted, of settings that later work will use and nothing reads yet."""
-        said = {name: (env.get(name) or "").strip().lower() for name in cls.not_yet_acting}
-        return sorted(name for name, value in said.items() if value not in ("", "false", "off"))
 
 
 # region 02 ERRORS =============================================================
@@ -484,6 +473,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 Name = Annotated[str, Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[tuple[_TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)]
 _BiasKey = Annotated[_TokenId, Field(strict=False)]  # JSON's keys are text
 _Offset = Annotated[float, Field(ge=-2, le=2)]
 _TextPart = TypedDict("_TextPart", {"type": Literal["text"], "text": str})  # noqa: UP013
@@ -579,9 +569,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of
 
 
 class _CompletionBody(BaseModel, strict=True):
-    prompt: (
-        Name | Annotated[tuple[_TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)]
-    )
+    prompt: Name | _TokenIds
     response_format: dict[Literal["type"], Literal["text"]] = {}
     logprobs: None = None  # of chats only
 
@@ -1343,8 +1331,7 @@ class Canon:
     """The rules as configured, and how this model's template joins text parts and tags thinking."""
 
     def __init__(self, config: Config, *, joint: str, tags: tuple[str, str]) -> None:
-        known = _RULES if config.cache_canonicalize_tool_context else ()
-        rules = (rule._replace(kind=getattr(config, f"rule_{rule.name}")) for rule in known)
+        rules = (rule._replace(kind=getattr(config, f"rule_{rule.name}")) for rule in _RULES)
         self.rules = tuple(rule for rule in rules if rule.kind != "off")
         self.joint, self._tags = joint, tags
         self.memo: Memo[Turn] = Memo(32_000_000)  # clients resend it all
@@ -2535,11 +2522,12 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # it either *splits* the line (cheap when little follows: the tail becomes a branch, nothing is
 # lost) or *branches* off a copy. A branch keeps only its own tail at rest, so N sub-agents on one
 # prefix cost the prefix once. A lent line stays visible: who has the same prefix can wait for it.
-# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 300
+# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 320
 
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
 CHECKPOINT_SHARE: Final = 0.25  # of the byte budget, for one line's checkpoints
+FEW_CHECKPOINTS: Final = 8  # of a line: more of them give way before any KV does
 
 
 class Prompt(NamedTuple):
@@ -2606,6 +2594,7 @@ class LRUPromptCache:
     metrics: CacheMetrics
     clock: Callable[[], float] = time.monotonic
     lines: list[Line] = field(default_factory=list)
+    _claim: tuple[Line | None, int] = (None, 0)  # [0, depth) of it, while room is made
 
     def find(self, prompt: Prompt) -> Reuse:
         """The deepest exact prefix held, short of the last token."""
@@ -2719,6 +2708,10 @@ class LRUPromptCache:
             line.checkpoints = line.checkpoints_to(line.end)
             line.parent, line.start = None, 0
         line.span = span if line.parent is None else span.cut(line.start, line.end)
+        limit = self._config.prompt_cache_max_entries_global
+        keep = line if limit and line.end > line.start else None  # why(L-78): it will be continued
+        while len(self._resting()) > limit and self._evict_one(keep):
+            pass
         self.evict_to_fit(0)
 
     def drop(self, line: Line) -> None:
@@ -2738,11 +2731,18 @@ class LRUPromptCache:
     def add_checkpoint(self, line: Line, position: int, *, snapshot: StateSnapshot) -> None:
         if self._shape.has_state:
             line.checkpoints[position] = snapshot
-        budget = self.max_bytes * CHECKPOINT_SHARE
-        # dropped where they are densest; the first (system prompt) and the last two stay
-        while len(at := sorted(line.checkpoints)) > 3 and line.state_bytes > budget:
-            densest = min(range(1, len(at) - 2), key=lambda i: at[i + 1] - at[i - 1])
-            del line.checkpoints[at[densest]]
+        while line.state_bytes > self.max_bytes * CHECKPOINT_SHARE and self._thin([line]):
+            pass
+
+    def _thin(self, lines: list[Line], *, few: int = 3, spare: int = 0) -> bool:
+        """Drop a checkpoint where they are densest, but the first (system prompt) and last two."""
+        for line in sorted(lines, key=lambda line: line.state_bytes)[-1:]:  # where they are largest
+            at = sorted(line.checkpoints)
+            inner = [i for i in range(1, len(at) - 2) if at[i] != spare and len(at) > few]
+            if inner:
+                del line.checkpoints[at[min(inner, key=lambda i: at[i + 1] - at[i - 1])]]
+                return True
+        return False
 
     def _enter(self, line: Line) -> Line:
         line.last_used = self.clock()
@@ -2777,15 +2777,18 @@ class LRUPromptCache:
         return sum(line.nbytes for line in self.lines)
 
     def evict_to_fit(self, extra_bytes: int, keep: Line | None = None, *, depth: int = 0) -> bool:
-        """Evict until so much more fits, but not what is moved of [0, depth) of a line."""
-        keep = keep if (moved := self._movable(keep, depth)) else None
-        extra_bytes -= moved * self._shape.token_bytes
-        limit = self._config.prompt_cache_max_entries_global
-        while len(self._resting()) > limit and self._evict_one(keep):
-            pass
-        while self.nbytes + extra_bytes > self.max_bytes and self._evict_one(keep, per_byte=True):
-            pass
-        return self.nbytes + extra_bytes <= self.max_bytes
+        """Evict until so much more fits, but not [0, depth) of a line: what is moved needs none."""
+        while keep and depth <= keep.start:
+            keep = keep.parent
+        self._claim = keep, depth
+        while True:
+            moved = self._movable(keep, depth)
+            fits = self.nbytes + extra_bytes - moved * self._shape.token_bytes <= self.max_bytes
+            spared = keep if moved else None
+            thin = partial(self._thin, self.lines, few=FEW_CHECKPOINTS, spare=depth)  # L-77
+            if fits or not (thin() or self._evict_one(spared, per_byte=True)):
+                self._claim = None, 0
+                return fits
 
     def sweep(self) -> None:
         """Evict lines unused for longer than the TTL."""
@@ -2799,8 +2802,10 @@ class LRUPromptCache:
         return [line for line in self.lines if line.lender is None]
 
     def _evict_one(self, keep: Line | None, *, per_byte: bool = False) -> bool:
-        lines = sorted({*self._resting()} - {keep}, key=partial(self._value, per_byte=per_byte))
-        has_gone = any(map(self._evict, lines))
+        # why(L-78): without what is behind its branches, a line is still an entry
+        lines = {x for x in self._resting() if per_byte or not self._branches(x)} - {keep}
+        by_value = sorted(lines, key=partial(self._value, per_byte=per_byte))
+        has_gone = any(map(self._evict, by_value))
         self.metrics.bump("evicted_for_room", has_gone)
         return has_gone
 
@@ -2812,8 +2817,9 @@ class LRUPromptCache:
         return work * chance / (max(line.nbytes, 1) if per_byte else 1)
 
     def _needed(self, line: Line) -> int:
-        """The depth below which branches need the line's KV."""
-        return max((branch.start for branch in self._branches(line)), default=0)
+        """The depth below which branches need the line's KV, or a request that will be one."""
+        claimed, depth = self._claim
+        return max([depth * (claimed is line), *(x.start for x in self._branches(line))])
 
     def _evict(self, line: Line) -> bool:
         """Forget a resting line but for what its branches need; False if they need all of it."""
@@ -3747,11 +3753,13 @@ class Scheduler:
         return sum(prefilling) + sum(group.nbytes for group in self.groups)
 
     def hold_limit(self) -> None:
-        """Rows grow as they decode: what rests gives way, then the row begun last, its KV kept."""
-        lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])  # L-69
-        while not self.cache.evict_to_fit(self.running_bytes + lacking) and self.rows[1:]:
+        """Rows grow as they decode: where all is theirs, the row begun last ends, its KV kept."""
+        while self.running_bytes > self.cache.max_bytes and self.rows[1:]:
             row = max(self.rows, key=lambda row: row.ticket.marks[1])
             self.guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
+        # why(L-79): room for copies (L-69) is made of what rests, and of no row
+        lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])
+        self.cache.evict_to_fit(self.running_bytes + lacking)
 
     def _start(self, ticket: Ticket) -> None:
         ticket.marks.append(time.monotonic())
@@ -3966,7 +3974,6 @@ class Engine:
         self._loaded: LoadedModel | None = None
         self.state: Literal["loading", "ready", "dead"] = "loading"
         self.trouble: str | None = None  # why there is no model (any more), in one sentence
-        self.settled = threading.Event()  # the model is loaded, or refused
         self.is_closing = False  # what runs may end, nothing more may begin
         self.memory: dict[str, int] = {}  # bytes by kind; this and the next two as of the last turn
         self.lines: list[tuple[str, dict[str, Any]]] = []  # each behind its tenant
@@ -4021,7 +4028,6 @@ class Engine:
 
     def _run(self, load: _Load, metrics: CacheMetrics) -> None:
         scheduler: Scheduler | None = None
-        trouble = "the model thread has stopped"
         try:
             loaded = load()
             scheduler = Scheduler(loaded, self._config, metrics=metrics)
@@ -4032,17 +4038,15 @@ class Engine:
             self._publish(scheduler)
             self._loaded = loaded
             self.state = "ready" if self.state == "loading" else "dead"
-            self.settled.set()
             with wired_limit(loaded.model):
                 self._serve(scheduler)
         except ModelError as error:
-            trouble = str(error)
+            self.trouble = str(error)
         except Exception:
             log.exception("the model thread died")
-            trouble = "the model thread died; the log says why"
+            self.trouble = "the model thread died; the log says why"
         finally:
-            self.trouble, self.state = trouble, "dead"
-            self.settled.set()
+            self.state = "dead"
             if scheduler is not None:  # nobody may be left waiting; before, nobody could submit
                 self._receive(scheduler, wait_seconds=0)
                 for ticket in [*scheduler.waiting, *(row.ticket for row in scheduler.rows)]:
@@ -4648,11 +4652,9 @@ def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
 
 
 def _prompt(state: ServerState, draft: Draft) -> Prompt:
-    """The tokens under a root that stands for all else: weights, KV storage, whose it is."""
-    config, revision = state.config, state.engine.model.revision
-    facts = (revision, config.kv_bits, config.kv_group_size, config.kv_quant_scheme, state.tenant)
-    root = sha256(repr(facts).encode()).digest()
-    size, ids = config.prompt_cache_block_size, draft.rendered.ids
+    """The tokens under a root that stands for all else: the weights, and whose it is."""
+    root = sha256(repr((state.engine.model.revision, state.tenant)).encode()).digest()
+    size, ids = state.config.prompt_cache_block_size, draft.rendered.ids
     known = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()
     return Prompt(root, ids, _block_hashes(ids, size, root=root, known=known))
 
@@ -4768,7 +4770,6 @@ class Listener:
         self.stops = StopStrings(request.stop)
         ids = [loaded.template.encode(tag) for tag in filter(None, tags)]
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
-        self._eos_ids = loaded.eos_ids
         self.n_reasoning = 0
         self.ids: list[int] = []
 
@@ -4783,8 +4784,7 @@ class Listener:
             return []
         self.ids.append(token)
         self.n_reasoning += self.splitter.is_thinking
-        text = "" if token in self._eos_ids else self._detokenizer.feed(token)
-        if not text:
+        if not (text := self._detokenizer.feed(token)):
             return []
         # A tag the model means is a token of its own; the same characters in others are a quote.
         literal = bool(self._tag_ids) and token not in self._tag_ids and not self.stops.held
@@ -4920,8 +4920,7 @@ class Answer:
         # Cut in a thought or a call: the template prints what is not in the KV.
         is_cut = is_thinking or "tool_calls" in reply or not reply["content"]
         # Nor can one go on from a reply of which the client has less than the model said.
-        is_whole = not heard.is_over and not (ended is None and is_cut)
-        if is_whole:
+        if not heard.is_over and not (ended is None and is_cut):
             whole = Generated(ids, job.prompt.hashes, ended, job.owner[1], time.monotonic())
             self._state.LEDGER.record(draft, reply=said, generated=whole)
         if not is_thinking:  # that is all that was thought, though more might have been said
@@ -5390,8 +5389,6 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
         except OSError as error:
             if servers and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 continue
-            for server in servers:
-                server.server_close()
             why = f"cannot listen on {host}:{port}: {error.strerror or error}"
             if error.errno == errno.EADDRINUSE:
                 why = f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
@@ -5424,7 +5421,7 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
     for server in servers:
         threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     state.engine.start()
-    while not stop.is_set() and not state.engine.settled.wait(0.1):
+    while state.engine.state == "loading" and not stop.wait(0.1):
         pass
     with ExitStack() as beside:
         if is_loaded := state.engine.state == "ready":
@@ -5463,7 +5460,7 @@ def main() -> int:
     """Run the server; returns the exit status: 0 stopped, 1 the model died, 2 cannot start."""
     usage = "Settings, as MODEL_PATH, are environment variables or lines of .env: see .env.example."
     argparse.ArgumentParser(description=usage).parse_args()
-    settings = {**dotenv_values(Path(__file__).resolve().parent / ".env"), **os.environ}
+    written = dotenv_values(Path(__file__).resolve().parent / ".env")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one; macOS gives 256
     wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
     with suppress(ValueError, OSError):
@@ -5481,10 +5478,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, told_to_stop)
     signal.signal(signal.SIGTERM, told_to_stop)
     try:
-        config = Config.from_env(settings)
+        config = Config.from_env({**written, **os.environ})
         start_logging(config)
-        for name in Config.set_without_effect(settings):
-            log.warning("%s is set, but nothing acts on it yet", name)
+        known = {name.upper() for name in Config.model_fields}
+        for name in sorted({*written} - known | {*os.environ} & Config.not_yet_acting):
+            log.warning("%s is set, but nothing acts on it", name)
         state = build_state(config)
         servers = _listen(config, state)
     except ConfigError as error:

@@ -85,7 +85,8 @@ class InProcess:
         config = self._server.Config(model_path=str(folder), log_root=log_root)
         self._state = self._server.build_state(config)
         self._state.engine.start()
-        self._state.engine.settled.wait()
+        while self._state.engine.state == "loading":
+            time.sleep(0.01)
         self.tokenizer = self._state.engine.model.tokenizer
         self.weights = self._state.engine.model.nbytes
 

@@ -7,7 +7,7 @@ import numpy as np
 import start_llm as s
 from mlx_lm import load
 from oracle import Oracle
-from serving import PATIENCE, Recorder
+from serving import PATIENCE, Recorder, wait_until
 
 VOCAB = 300  # plain text tokens of the tiny models' vocabulary
 GREEDY = s.Sampling(
@@ -48,7 +48,8 @@ class Bench:
         self.metrics = s.CacheMetrics()
         self.engine = s.Engine(config, self.metrics, load=self._load)
         self.engine.start()
-        assert self.engine.settled.wait(PATIENCE) and self.engine.trouble is None
+        wait_until(lambda: self.engine.state != "loading")
+        assert self.engine.trouble is None
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])

@@ -104,7 +104,8 @@ class Seeing:
         how = {"args": (self.state, s._listen(config, self.state)), "kwargs": {"stop": self._stop}}
         self._main = threading.Thread(target=s._serve, daemon=True, **how)
         self._main.start()
-        assert engine.settled.wait(PATIENCE) and engine.trouble is None, engine.trouble
+        wait_until(lambda: engine.state != "loading")
+        assert engine.trouble is None, engine.trouble
         self.url = f"http://127.0.0.1:{port}"
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
         self.anthropic = anthropic.Anthropic(base_url=self.url, api_key="x", max_retries=0)

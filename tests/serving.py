@@ -309,7 +309,7 @@ class Served(Client):
             target=s._serve, args=(self.state, servers), kwargs={"stop": self._stop}, daemon=True
         )
         self._main.start()
-        assert engine.settled.wait(PATIENCE), "the model was never loaded"
+        wait_until(lambda: engine.state != "loading")
         assert engine.trouble is None, engine.trouble
 
     def _mark(self) -> int:

@@ -7,6 +7,7 @@ buffer or a lost tail shows as a wrong number.
 import random
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -26,9 +27,11 @@ class Clock:
         return self.now
 
 
-def make_cache(*, has_state=False, max_bytes=1 << 30, clock=None, **settings):
+def make_cache(*, has_state=False, max_bytes=1 << 30, clock=None, token_bytes=16, **settings):
     config = s.Config(**{"prompt_cache_max_entries_global": 1000, **settings})
-    shape = s.KvShape(16, state_bytes=8, has_state=has_state, can_batch=True, can_note=False)
+    shape = s.KvShape(
+        token_bytes, state_bytes=8, has_state=has_state, can_batch=True, can_note=False
+    )
     return s.LRUPromptCache(
         config, shape, max_bytes=max_bytes, metrics=s.CacheMetrics(), clock=clock or Clock()
     )
@@ -255,6 +258,106 @@ def test_eviction_is_by_value_and_keeps_what_branches_need():
     assert cache.nbytes <= cache.max_bytes
     _, often = begin(cache, [*prefix, *range(3000, 3300), 1, 2])
     assert often.depth >= 1300, "the line that was used most was evicted first"
+
+
+def make_room(cache, tokens, n_more=0):
+    """As a request does before it starts; what it was promised, and whether all fits."""
+    reuse = cache.find(prompt_of(tokens))
+    n_bytes = 8 * (len(tokens) + n_more)
+    return reuse, cache.evict_to_fit(n_bytes, reuse.line, depth=reuse.depth)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_room_for_a_request_is_never_made_of_what_it_goes_on_from(has_state, seed):
+    """Extended, branched, cut short; its line old or young, and by itself or among branches."""
+    rng, clock = random.Random(seed), Clock()
+    cache = make_cache(has_state=has_state, max_bytes=8 * 3000, token_bytes=8, clock=clock)
+    pasts, n_evicting, n_reused = [], 0, 0
+    for _ in range(120):
+        base = rng.choice(pasts[-6:]) if pasts and rng.random() < 0.8 else []
+        cut = rng.choice([len(base), rng.randrange(len(base) + 1)])
+        tokens = base[:cut] + [rng.randrange(1, 9) for _ in range(rng.randrange(1, 900))]
+        tokens = tokens[:2400]
+        clock.now += rng.choice([0, 0, 900])
+        before = cache.metrics.snapshot()["evicted_for_room"]
+        promised, fits = make_room(cache, tokens)
+        n_evicting += cache.metrics.snapshot()["evicted_for_room"] > before
+        row, reuse = begin(cache, tokens)
+        if fits:
+            assert reuse.depth >= promised.depth
+            n_reused += reuse.depth > 0
+        while len(row.filled) < len(tokens):
+            advance(cache, row, rng.choice([100, 400, 10_000]), checkpoint=True)
+        pasts.append(end(cache, row, [9]))
+        check(cache, [])
+    assert n_evicting > 10 and n_reused > 10
+
+
+def test_a_long_line_gives_up_its_end_and_not_the_beginning_that_is_asked_for():
+    clock = Clock()
+    cache = make_cache(max_bytes=8 * 3000, token_bytes=8, clock=clock)
+    converse(cache, list(range(1, 1801)), [1])
+    young, _ = converse(cache, list(range(3000, 4000)), [1])
+    for line in cache.lines:
+        line.last_used -= 900 * (line.prompt.tokens[0] == 1)
+    promised, fits = make_room(cache, [*range(1, 701), *range(5000, 5200)])
+    assert fits and promised.depth == 700
+    assert begin(cache, [*range(1, 701), *range(5000, 5200)])[1].depth == 700
+    assert cache.find(prompt_of([*young, 1])).depth == len(young)
+
+
+def test_a_new_conversation_among_many_old_ones_is_kept_from_turn_to_turn():
+    """No entry is free: not the conversation that is going on must make room for the next one."""
+    clock = Clock()
+    cache = make_cache(prompt_cache_max_entries_global=24, clock=clock)
+    for i in range(24):
+        converse(cache, [10_000 * i + j for j in range(1, 3000)], [1])
+    for line in cache.lines:
+        line.uses = 10
+    clock.now += 600
+    past: list[int] = []
+    for turn in range(4):
+        new = range(500_000 + 300 * turn, 500_300 + 300 * turn)
+        n_known, (past, reuse) = len(past), converse(cache, [*past, *new], [7] * 20)
+        assert reuse.depth == n_known
+        assert len(cache.lines) <= 24
+
+
+def test_one_entry_too_many_costs_one_line_and_no_other_its_end():
+    cache = make_cache(prompt_cache_max_entries_global=3)
+    head = list(range(1, 1001))
+    main, _ = converse(cache, [*head, *range(5000, 7000)], [1])
+    converse(cache, [*head, *range(9000, 12_000)], [1])
+    for line in cache.lines:
+        line.last_used -= 200 * (line.parent is None)
+    for start in (20_000, 30_000):
+        converse(cache, list(range(start, start + 3600)), [1])
+    assert len(cache.lines) == 3
+    assert cache.find(prompt_of([*main, 1])).depth == len(main)
+
+
+@pytest.mark.parametrize("max_bytes", [150_000, 1 << 30])
+def test_checkpoints_give_way_before_any_kv_does_and_only_where_room_is_short(max_bytes):
+    """Five agents in turn, a checkpoint for each message: half the budget is enough for all KV."""
+    cache = make_cache(has_state=True, max_bytes=max_bytes, token_bytes=8)
+    pasts = [[10_000 * i + j for j in range(300)] for i in range(5)]
+    for turn, i in product(range(12), range(5)):
+        tokens = pasts[i] + [10_000 * i + 1000 + 100 * turn + j for j in range(60)]
+        make_room(cache, tokens)
+        row, reuse = begin(cache, tokens)
+        assert reuse.depth == (len(pasts[i]) if turn else 0)
+        for at in range(reuse.depth + 15, len(tokens) + 1, 15):
+            advance(cache, row, at - len(row.filled))
+            snapshot = s.StateSnapshot((tuple(tokens[:at]),), 2000)
+            cache.add_checkpoint(row.line, at, snapshot=snapshot)
+        cache.put_back(row.line, prompt_of(tokens), span=span_of(tokens))
+        pasts[i] = tokens
+        check(cache, [])
+    assert cache.metrics.snapshot()["evicted_for_room"] == 0
+    held = [len(line.checkpoints) for line in cache.lines]
+    assert len(held) == 5
+    assert max(held) <= 12 if max_bytes == 150_000 else min(held) > 50
 
 
 def test_requests_cancelled_before_they_fed_anything_push_nothing_out():

@@ -274,6 +274,22 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
     assert isinstance(b.outcome(running, 60)[1], s.Finished)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_first):
+    """All KV fits; that copies of it would not is no reason to end one of them (L-79)."""
+    b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(4)
+    large = words(rng, int(b.engine.capacity_tokens * 0.9)), 60
+    requests = [(words(rng, 20), 40 if is_first else 400), large]
+    requests.sort(key=lambda one: len(one[0]), reverse=is_first)
+    b.model.before_call = lambda fed: time.sleep(0.01 * (sum(len(one.tokens) for one in fed) < 4))
+    tickets = [b.submit(requests[0][0], n=requests[0][1])]
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    tickets.append(b.submit(requests[1][0], n=requests[1][1]))
+    for ticket, (_, n_out) in zip(tickets, requests, strict=True):
+        ids, end = b.outcome(ticket, 120)
+        assert isinstance(end, s.Finished) and len(ids) == n_out, end
+
+
 def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(3)
     shared = words(rng, b.engine.capacity_tokens * 4 // 10)
@@ -293,7 +309,7 @@ def test_a_model_that_leaves_no_room_for_kv_is_refused_in_a_sentence(models, mon
 
     engine = s.Engine(s.Config(memory_limit_bytes=1 << 20), s.CacheMetrics(), load=load)
     engine.start()
-    assert engine.settled.wait(PATIENCE)
+    wait_until(lambda: engine.state != "loading")
     assert "MEMORY_LIMIT_BYTES" in engine.trouble
     engine.stop()
 
