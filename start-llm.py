@@ -561,6 +561,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of
     n: Literal[1] = 1
     best_of: Literal[1] = 1
     echo: Literal[False] = False
+    continue_final_message: Literal[False] = False
     suffix: Literal[""] = ""
     audio: None = None
     modalities: list[Literal["text"]] = []
@@ -866,7 +867,7 @@ class AnswerShape(NamedTuple):
 # understand is passed over. A tool with `defer_loading` is no part of the prompt's head: its
 # definition stands where a `tool_reference` names it, and what was said before stays (L-48).
 # Doors   any_request, from_anthropic, AnthropicEvents, anthropic_error, thought_id
-# Knows CONFIG, ERRORS, WIRE · Thread any; pure · Budget 222
+# Knows CONFIG, ERRORS, WIRE · Thread any; pure · Budget 224
 
 # Anthropic runs all but "custom" itself; a model that is not made to call one does without.
 _KINDS: Final = "^(custom$|web_search_|web_fetch_|code_execution_|tool_search_|mcp_|advisor_)"
@@ -982,7 +983,9 @@ def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
             function = tools[name]["function"] if name in tools else {"name": name}
             return f"<tool>\n{json.dumps(function, ensure_ascii=False)}\n</tool>"
         case {"type": "document", "source": {"type": "text", "data": str() as text}}:
-            return text
+            return "\n".join([*filter(None, (block.get("title"), block.get("context"))), text])
+        case {"type": "document"}:
+            return "[a document that cannot be read here: extract its text with a tool]"
     raise BadRequest(f"{json.dumps(block):.80} cannot be read here", at=param)
 
 
@@ -2784,9 +2787,8 @@ class LRUPromptCache:
         while True:
             moved = self._movable(keep, depth)
             fits = self.nbytes + extra_bytes - moved * self._shape.token_bytes <= self.max_bytes
-            spared = keep if moved else None
             thin = partial(self._thin, self.lines, few=FEW_CHECKPOINTS, spare=depth)  # L-77
-            if fits or not (thin() or self._evict_one(spared, per_byte=True)):
+            if fits or not (thin() or self._evict_one(keep if moved else None, per_byte=True)):
                 self._claim = None, 0
                 return fits
 
@@ -2804,8 +2806,7 @@ class LRUPromptCache:
     def _evict_one(self, keep: Line | None, *, per_byte: bool = False) -> bool:
         # why(L-78): without what is behind its branches, a line is still an entry
         lines = {x for x in self._resting() if per_byte or not self._branches(x)} - {keep}
-        by_value = sorted(lines, key=partial(self._value, per_byte=per_byte))
-        has_gone = any(map(self._evict, by_value))
+        has_gone = any(map(self._evict, sorted(lines, key=partial(self._value, per_byte=per_byte))))
         self.metrics.bump("evicted_for_room", has_gone)
         return has_gone
 
@@ -2977,9 +2978,7 @@ def _message_diff(before: _Past, now: _Past) -> int:
     return sum(takewhile(bool, map(lambda old, new: old == new, before, now)))
 
 
-def _update_session_turn_store(store: SessionTurnStore, session_id: str, *, digests: _Past) -> int:
-    """How many are as the session's record has them; it stays unless these extend it."""
-    return store.exchange_last(session_id, digests, only_grows=True)
+_update_session_turn_store = partial(SessionTurnStore.exchange_last, only_grows=True)
 
 
 # region 15 VISION =============================================================
@@ -3753,12 +3752,11 @@ class Scheduler:
         return sum(prefilling) + sum(group.nbytes for group in self.groups)
 
     def hold_limit(self) -> None:
-        """Rows grow as they decode: where all is theirs, the row begun last ends, its KV kept."""
+        """Rows grow as they decode: if all is theirs, that begun last ends, its KV kept (L-79)."""
         while self.running_bytes > self.cache.max_bytes and self.rows[1:]:
             row = max(self.rows, key=lambda row: row.ticket.marks[1])
             self.guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
-        # why(L-79): room for copies (L-69) is made of what rests, and of no row
-        lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])
+        lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])  # L-69
         self.cache.evict_to_fit(self.running_bytes + lacking)
 
     def _start(self, ticket: Ticket) -> None:
@@ -4129,7 +4127,7 @@ class _ReasoningStreamSplitter:
         self._pattern = regex.compile("|".join(map(regex.escape, filter(None, tags))) or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._started: set[TextKind] = set()  # kinds of which some text has left
-        self._after_tag = in_reasoning  # a tag came since the last text
+        self.after_tag = in_reasoning  # a tag came since the last text
         self._held = ""  # white space or half a tag, until it is known what follows
         self.in_call = False  # all text is "tool" pieces, until who reads the calls says `resume`
 
@@ -4153,20 +4151,20 @@ class _ReasoningStreamSplitter:
     def restore(self, text: str) -> list[Piece]:
         """Take text as it is, in the kind the reply is in: nothing in it is a tag."""
         text = self._held + text
-        if self._after_tag and self._kind not in self._started:
+        if self.after_tag and self._kind not in self._started:
             text = text.lstrip("\n")
         end = len(text.rstrip())
         self._held = text[end:]
         if not end:
             return []
         self._started.add(self._kind)
-        self._after_tag = False
+        self.after_tag = False
         return [Piece(self._kind, text[:end])]
 
     def finish(self) -> list[Piece]:
         """What was held back: half a tag at the end of a reply is text."""
         pieces = self.restore("")
-        if self._held and not self._after_tag:  # white space that follows only a tag goes with it
+        if self._held and not self.after_tag:  # white space that follows only a tag goes with it
             pieces.append(Piece(self._kind, self._held))
         return pieces
 
@@ -4187,7 +4185,7 @@ class _ReasoningStreamSplitter:
         return [*pieces, *self.restore(text)]
 
     def _turn_to(self, kind: TextKind) -> None:
-        self._kind, self._held, self._after_tag = kind, "", True
+        self._kind, self._held, self.after_tag = kind, "", True
 
 
 # region 19 TOOLS ==============================================================
@@ -4198,7 +4196,7 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 288
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 290
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4249,7 +4247,8 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
 _NAME: Final = rf"(?:\s+)?<tool_call>\s*(?:{'|'.join(d.name for d in _DIALECTS.values())})"
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
-_CHARACTER: Final = r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
+_UNIT: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
+_CHARACTER: Final = rf'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u{_UNIT})'  # never half a surrogate pair
 _KEY: Final = rf'\s*"(?:{_CHARACTER})*"\s*:'
 _JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
     "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
@@ -4788,6 +4787,10 @@ class Listener:
             return []
         # A tag the model means is a token of its own; the same characters in others are a quote.
         literal = bool(self._tag_ids) and token not in self._tag_ids and not self.stops.held
+        now = self.splitter  # why(L-80): stop strings end what is said, not thoughts and files
+        if now.is_thinking or now.in_call or (now.after_tag and text.isspace()):
+            text, self.stops.held = self.stops.held + text, ""
+            return self.stream.feed(text, literal=literal)
         return self.stream.feed(self.stops.feed(text), literal=literal)
 
     def finish(self) -> list[Body]:
@@ -4891,7 +4894,8 @@ class Answer:
     def _logprob(self, token: int, logprob: float) -> Body:
         """OpenAI writes -9999.0 for a token that cannot come; JSON has no -Infinity."""
         text = str(self._prepared.loaded.tokenizer.decode([token]))
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        known = None if "\ufffd" in text else list(text.encode())  # it is a part of a character
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": known}
 
     def _take_logprobs(self) -> Body | None:
         entries, self._logprobs = self._logprobs, []
@@ -4933,7 +4937,7 @@ class Answer:
         if end.reason == "deadline":  # nothing half-done is recorded
             return
         store, messages = state.SESSION_TURN_STORE, self._request.messages
-        stable = _update_session_turn_store(store, job.owner[1], digests=digests)
+        stable = _update_session_turn_store(store, job.owner[1], digests)
         facts |= {"parent": self._request.session.parent, "stable_prefix_msg_count": stable}
         state.SESSION_INDEX.note(job.owner[1], facts, at=time.monotonic())
         start = store.exchange_last(job.owner[1], [hash(marshal.dumps(m, 2)) for m in messages])
@@ -5054,7 +5058,7 @@ def drop_cache(state: ServerState, session: str | None) -> dict[str, Any]:
 # after them, an error event. Who may ask is settled before a byte of the body is read: `Host` tells
 # a name that was rebound to us, `Origin` a web page, and a browser lets no page forge either.
 # Doors   LLMServer, Handler
-# Knows CONFIG, ERRORS, LOG, WIRE, MESSAGES, ANSWER · Thread connection · Budget 312
+# Knows CONFIG, ERRORS, LOG, WIRE, MESSAGES, ANSWER · Thread connection · Budget 314
 
 _LINE_LIMIT: Final = 1 << 12  # of a chunk-size line or a trailer
 _PREFLIGHT: Final = ("OPTIONS", "*")
@@ -5295,6 +5299,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _generate(self, parse: Callable[..., ChatRequest]) -> None:
         request = self._read(parse)
+        if request.kind == "messages" and request.messages[-1]["role"] == "assistant":
+            raise BadRequest("no reply can be begun for the model (prefill)", at="messages")
         answer = self._held.enter_context(closing(Answer(self._state, request)))
         if not request.stream:
             for body in self._new(answer.whole()):
@@ -5397,7 +5403,7 @@ def _listen(config: Config, state: ServerState) -> list[LLMServer]:
 
 
 @contextmanager
-def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Iterator[None]:
+def proxy_beside(config: Config, model: dict[str, Any]) -> Iterator[None]:
     """Inside, LiteLLM comes up and serves beside us; outside, nothing of it is left."""
     keeper = Path(__file__).resolve().parent / "scripts" / "litellm_beside.py"
     program = Path(sys.executable).with_name("litellm")
@@ -5405,8 +5411,8 @@ def proxy_beside(config: Config, *, model_id: str, context_length: int) -> Itera
         log.info("no proxy: ENABLE_PROXY is off, LiteLLM is not installed, or no %s", keeper)
         yield
         return
-    order = config.model_dump(mode="json") | {"program": str(program), "model_id": model_id}
-    order |= {"context_length": context_length, "api_key": "".join(entries(config.api_key)[:1])}
+    order = config.model_dump(mode="json") | {"program": str(program), "model_id": model["id"]}
+    order |= model | {"api_key": "".join(entries(config.api_key)[:1])}
     # A session of its own: Ctrl-C is for the server, which then ends its proxy.
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
     with subprocess.Popen([sys.executable, keeper], **how) as process:  # closes its stdin, waits
@@ -5428,17 +5434,14 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
             gc.collect()
             gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
             sys.stderr.write(banner(state.engine.model, state.config) + "\n")
-            own = models_body(state)["data"][0]
-            model = {"model_id": own["id"], "context_length": own["context_length"]}
-            beside.enter_context(proxy_beside(state.config, **model))
+            beside.enter_context(proxy_beside(state.config, models_body(state)["data"][0]))
             lives_on = not state.config.exit_on_engine_death
             while not stop.is_set() and (lives_on or state.engine.state == "ready"):
                 list(map(status_body, [*state.tenants.values()]))  # asked, it forgets what is old
                 stop.wait(0.5)
-        trouble = state.engine.trouble if not stop.is_set() else None
         _drain(state, servers)
-    if trouble:
-        sys.stderr.write(f"start-llm: {trouble}\n")
+    if state.engine.trouble and not stop.is_set():
+        sys.stderr.write(f"start-llm: {state.engine.trouble}\n")
         return 1 if is_loaded else 2
     return 0
 
@@ -5462,9 +5465,8 @@ def main() -> int:
     argparse.ArgumentParser(description=usage).parse_args()
     written = dotenv_values(Path(__file__).resolve().parent / ".env")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one; macOS gives 256
-    wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     getattr(ctypes.CDLL(None), "mallopt", min)(-8, 1)  # why(L-53): one arena for all threads
     stop = threading.Event()
 

@@ -262,7 +262,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", default=DEFAULT_URL)
-    parser.add_argument("--key", default=os.environ.get("API_KEY", ""), help="default: API_KEY")
+    key = os.environ.get("API_KEY", "").partition(",")[0].strip()
+    parser.add_argument("--key", default=key, help="default: the first of API_KEY")
     parser.add_argument("--system", default="", help="a system prompt")
     parser.add_argument("--no-tools", action="store_true", help="offer the model no tools")
     chosen = parser.parse_args()

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,75 @@ def test_stop_strings_hold_back_no_more_than_they_must():
     machine = s.StopStrings(("STOP",))
     assert machine.feed("and ST") == "and "
     assert machine.feed("AY ") == "STAY "
+
+
+WRITE = {
+    "type": "function",
+    "function": {"name": "write", "parameters": {"properties": {"content": {"type": "string"}}}},
+}
+CALL = ["<tool_call>", '\n{"name": "write", "arguments": {"content": "# T\\n', "```", 'py"}}\n']
+
+
+def heard(monkeypatch, pieces, *, stop, thinks=True):
+    """What a listener makes of tokens, one for each of these texts: the message, what stopped."""
+    texts = SimpleNamespace(feed=lambda token: pieces[token], finish=lambda: "")
+    monkeypatch.setattr(s, "Detokenizer", lambda *_: texts)
+    known = SimpleNamespace(think_start="<think>", think_end="</think>", backend_tokenizer=None)
+    template = SimpleNamespace(encode=lambda text: [pieces.index(text) if text in pieces else -1])
+    prepared = SimpleNamespace(
+        request=SimpleNamespace(
+            kind="chat", tools=(WRITE,), deferred=(), stop=stop, parallel_tool_calls=True
+        ),
+        loaded=SimpleNamespace(tokenizer=known, template=template, hidden_ids=frozenset()),
+        tool_format=s.ToolFormat("<tool_call>", "</tool_call>", "hermes", "\n"),
+        draft=SimpleNamespace(rendered=SimpleNamespace(starts_in_reasoning=thinks)),
+    )
+    listener = s.Listener(prepared)
+    for token in range(len(pieces)):
+        listener.hear(token)
+    listener.finish()
+    message = listener.stream.message()
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    return message.get("reasoning_content"), message["content"], calls, listener.stops.hit
+
+
+def test_stop_strings_end_what_is_said_and_not_what_is_thought(monkeypatch):
+    thought = [
+        "I see.",
+        "\n\n",
+        "Observa",
+        "tion: it",
+        " is 4.",
+        "</think>",
+        "\n\n",
+        "It is",
+        " 4.",
+    ]
+    whole = "I see.\n\nObservation: it is 4.", "It is 4.", []
+    for stop in ("\n\n", "Observation", "see"):
+        assert heard(monkeypatch, thought, stop=(stop,)) == (*whole, "")
+        said = [*thought, f"{stop} and", " more"]
+        assert heard(monkeypatch, said, stop=(stop,)) == (*whole, stop)
+    assert heard(monkeypatch, ["a", "\n\n", "b"], stop=("\n\n",), thinks=False)[1] == "a"
+
+
+def test_stop_strings_cut_no_call_in_two(monkeypatch):
+    """Half a file must not be written: after "stop" clients run what they got."""
+    said = ["Done", " soon", *CALL, "</tool_call>"]
+    written = '{"content": "# T\\n```py"}'
+    reply = heard(monkeypatch, said, stop=("```", "soon!"), thinks=False)
+    assert reply == (None, "Done soon", [written], "")
+    reply = heard(monkeypatch, [*said, "and ```"], stop=("```",), thinks=False)
+    assert reply == (None, "Done soonand ", [written], "```")
+
+
+def test_the_bytes_of_a_part_of_a_character_are_not_told():
+    """A client joins the bytes of all tokens: those of U+FFFD would be others."""
+    texts = {1: "é", 2: "\ufffd"}
+    loaded = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: texts[ids[0]]))
+    answer = SimpleNamespace(_prepared=SimpleNamespace(loaded=loaded))
+    assert s.Answer._logprob(answer, 1, -0.5)["bytes"] == [195, 169]
+    assert s.Answer._logprob(answer, 2, -0.5)["bytes"] is None
 
 
 @pytest.mark.parametrize("wanted", [True, False])

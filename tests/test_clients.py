@@ -275,7 +275,7 @@ def proxied(served: Served) -> Iterator[str]:
     own = {"enable_proxy": True, "proxy_port": free_port(), "log_root": f"{config.log_root}-proxy"}
     config = config.model_copy(update=own)
     loaded = served.state.engine.model
-    with s.proxy_beside(config, model_id=loaded.model_id, context_length=loaded.limit):
+    with s.proxy_beside(config, {"id": loaded.model_id, "context_length": loaded.limit}):
         yield f"http://127.0.0.1:{config.proxy_port}"
 
 

@@ -97,6 +97,21 @@ def test_a_tool_conversation_is_the_same_chat():
     ]
 
 
+def test_a_document_nobody_can_read_is_told_and_costs_no_session():
+    """Claude Code sends a PDF that it read as a document in a tool result, in each request."""
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    note = {"type": "text", "media_type": "text/plain", "data": "signed"}
+    told = {"type": "document", "title": "A", "context": "of 2020", "source": note}
+    result = {"type": "tool_result", "tool_use_id": "t1"}
+    unread = {"type": "document", "source": pdf}
+    ((_, found, _), (_, shown, _)) = said(
+        user({**result, "content": [text("PDF file read: a.pdf"), unread]}, told)
+    )
+    assert found[0] == "PDF file read: a.pdf"
+    assert "cannot be read" in found[1]
+    assert shown == ["A\nof 2020\nsigned"]
+
+
 def test_order_and_emptiness_survive():
     empty = {"type": "tool_result", "tool_use_id": "t"}
     assert said(user(text("a"), empty, text("b")), user(text("c"))) == [
@@ -570,6 +585,8 @@ def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk):
     assert "prompt is too long" in str(too_long.value)
     with pytest.raises(anthropic.NotFoundError):
         sdk.get("/v1/messages/nothing", cast_to=httpx.Response)
+    with pytest.raises(anthropic.BadRequestError, match="messages"):  # a prefill is not continued
+        ask(sdk, [user(text("JSON, please")), reply(text("{"))], stream=True)
 
     def fail(_fed):
         raise RuntimeError("planted")

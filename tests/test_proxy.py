@@ -283,7 +283,7 @@ import conftest, start_llm as s
 sys.executable, fields = sys.argv[1], json.loads(sys.argv[2])
 config = s.Config(**fields)
 s.start_logging(config)
-with s.proxy_beside(config, model_id="m", context_length=1):
+with s.proxy_beside(config, {"id": "m", "context_length": 1}):
     sys.stdin.read()
 """
 
@@ -439,7 +439,7 @@ def test_without_a_part_there_is_one_line_and_no_proxy(monkeypatch, said, tmp_pa
     monkeypatch.setattr(s, "__file__", str(file))
     fields = {"enable_proxy": lacks != "nothing", "proxy_port": free_port()}
     config = Config(log_root=str(tmp_path / "logs"), **fields)
-    with proxy_beside(config, model_id="m", context_length=1):
+    with proxy_beside(config, {"id": "m", "context_length": 1}):
         pass
     assert said.text.count("no proxy") == 1
     assert not (tmp_path / "logs").exists()

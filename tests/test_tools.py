@@ -518,6 +518,10 @@ def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text(
     [
         ('{"text": "a\\', {"text": "a"}),
         ('{"text": "a\\u00e', {"text": "a"}),
+        ('{"text": "a\\ud83d', {"text": "a"}),  # half an emoji, which SDKs refuse
+        ('{"text": "a\\ud83d\\u', {"text": "a"}),
+        ('{"text": "a\\uD83D\\uDE00b', {"text": "a😀b"}),
+        ('{"text": "a\\ud83d no pair"}', {"text": "a"}),
         ('{"text": "a"', {"text": "a"}),
         ('{"text": "a", "n', {"text": "a"}),
         ('{"text": "a", "n": ', {"text": "a"}),
