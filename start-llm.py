@@ -983,8 +983,8 @@ def _text(block: Body, tools: Mapping[str, Body], *, param: str) -> str:
             function = tools[name]["function"] if name in tools else {"name": name}
             return f"<tool>\n{json.dumps(function, ensure_ascii=False)}\n</tool>"
         case {"type": "document", "source": {"type": "text", "data": str() as text}}:
-            return "\n".join([*filter(None, (block.get("title"), block.get("context"))), text])
-        case {"type": "document"}:
+            return text
+        case {"type": "document", "source": {"type": "base64" | "url" | "file"}}:
             return "[a document that cannot be read here: extract its text with a tool]"
     raise BadRequest(f"{json.dumps(block):.80} cannot be read here", at=param)
 
@@ -2553,6 +2553,7 @@ class Line:
     checkpoints: dict[int, StateSnapshot] = field(default_factory=dict)
     lender: Callable[[int], Span] | None = None  # copies [0, n) from the row that holds the KV
     owner: tuple[str, str] = ("", "")  # tenant and session that used it last
+    head: int = 0  # where its instructions end, which others share
     number: int = field(init=False, default_factory=count(1).__next__)
     last_used: float = 0.0
     uses: int = 0
@@ -2738,11 +2739,11 @@ class LRUPromptCache:
             pass
 
     def _thin(self, lines: list[Line], *, few: int = 3, spare: int = 0) -> bool:
-        """Drop a checkpoint where they are densest, but the first (system prompt) and last two."""
+        """Drop a checkpoint where they are densest, but the first, the head's and the last two."""
         for line in sorted(lines, key=lambda line: line.state_bytes)[-1:]:  # where they are largest
             at = sorted(line.checkpoints)
-            inner = [i for i in range(1, len(at) - 2) if at[i] != spare and len(at) > few]
-            if inner:
+            inner = [i for i in range(1, len(at) - 2) if at[i] not in (spare, line.head)]
+            if inner and len(at) > few:
                 del line.checkpoints[at[min(inner, key=lambda i: at[i + 1] - at[i - 1])]]
                 return True
         return False
@@ -2804,8 +2805,7 @@ class LRUPromptCache:
         return [line for line in self.lines if line.lender is None]
 
     def _evict_one(self, keep: Line | None, *, per_byte: bool = False) -> bool:
-        # why(L-78): without what is behind its branches, a line is still an entry
-        lines = {x for x in self._resting() if per_byte or not self._branches(x)} - {keep}
+        lines = {x for x in self._resting() if per_byte or not self._branches(x)} - {keep}  # L-78
         has_gone = any(map(self._evict, sorted(lines, key=partial(self._value, per_byte=per_byte))))
         self.metrics.bump("evicted_for_room", has_gone)
         return has_gone
@@ -3300,7 +3300,8 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
     rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) == "yarn":
         stated = max(stated, int(rope.get("original_max_position_embeddings", 0) * rope["factor"]))
-    return stated or (tokenizer_length if tokenizer_length < 2**31 else 32_768)  # 1e30: unknown
+    unknown = 131_072 if facts.get("model_type") == "gemma3_text" else 32_768  # left out by 4B on
+    return stated or (tokenizer_length if tokenizer_length < 2**31 else unknown)  # or 1e30
 
 
 def _hidden_ids(tokenizer: Any) -> frozenset[int]:
@@ -3776,6 +3777,7 @@ class Scheduler:
         row = Row(ticket, job, line, cache, offset, reuse, stops, self._speed)
         row.shifts = {at: self.loaded.model.places(view)[1] for at, view in job.images}
         line.lender, line.end, line.owner = row.read_span, offset, job.owner
+        line.head = min(job.boundaries, default=0)
         ticket.match = reuse.match(job.n_prompt)
         self.rows.append(row)
         ticket.put(offset)
@@ -4247,16 +4249,16 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
 _NAME: Final = rf"(?:\s+)?<tool_call>\s*(?:{'|'.join(d.name for d in _DIALECTS.values())})"
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
-_UNIT: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
-_CHARACTER: Final = rf'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u{_UNIT})'  # never half a surrogate pair
-_KEY: Final = rf'\s*"(?:{_CHARACTER})*"\s*:'
+_HEX: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
+_ESC: Final = rf'["\\/bfnrt]|u{_HEX}'  # any other is "raw": models write \d, \users, half a pair
+_CHAR: Final = rf'[^"\\\x00-\x1f]|\\(?:{_ESC})'
+_KEY: Final = rf'\s*"(?:{_CHAR})*"\s*:'
 _JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
     "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
     "}": rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})",
     "[": rf"{_VALUE}|\s*(?P<close>\])",
     "]": rf"\s*,{_VALUE}|\s*(?P<close>\])",
-    # "raw": line breaks and `\d`, which JSON forbids but models write.
-    '"': rf'(?:{_CHARACTER})+|(?P<raw>[\x00-\x1f]|\\(?=[^"\\/bfnrtu]))|(?P<close>")',
+    '"': rf'(?:{_CHAR})+|(?P<raw>[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}})))|(?P<close>")',
 }
 _CLOSED: Final = str.maketrans("{[", "}]")
 
@@ -4783,8 +4785,7 @@ class Listener:
             return []
         self.ids.append(token)
         self.n_reasoning += self.splitter.is_thinking
-        if not (text := self._detokenizer.feed(token)):
-            return []
+        text = self._detokenizer.feed(token)
         # A tag the model means is a token of its own; the same characters in others are a quote.
         literal = bool(self._tag_ids) and token not in self._tag_ids and not self.stops.held
         now = self.splitter  # why(L-80): stop strings end what is said, not thoughts and files
@@ -4891,8 +4892,7 @@ class Answer:
             self._ticket.wish = "stop"
         return deltas
 
-    def _logprob(self, token: int, logprob: float) -> Body:
-        """OpenAI writes -9999.0 for a token that cannot come; JSON has no -Infinity."""
+    def _logprob(self, token: int, logprob: float) -> Body:  # OpenAI's -9999.0: it cannot come
         text = str(self._prepared.loaded.tokenizer.decode([token]))
         known = None if "\ufffd" in text else list(text.encode())  # it is a part of a character
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": known}

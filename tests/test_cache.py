@@ -360,6 +360,22 @@ def test_checkpoints_give_way_before_any_kv_does_and_only_where_room_is_short(ma
     assert max(held) <= 12 if max_bytes == 150_000 else min(held) > 50
 
 
+def test_thinning_leaves_the_end_of_the_head_that_sessions_share():
+    """It is close to the first message, and not the first: the lattice begins inside the head."""
+    cache = make_cache(has_state=True, max_bytes=5000)
+    head = list(range(1, 141))
+    row, _ = begin(cache, [*head, *range(1000, 1400)])
+    row.line.head = len(head)
+    for at in (20, 40, 140, 145, *range(150, 540, 10)):
+        advance(cache, row, at - len(row.filled), checkpoint=True)
+    advance(cache, row, 1000)
+    end(cache, row, [1])
+    assert cache.evict_to_fit(480)
+    (line,) = cache.lines
+    assert len(line.checkpoints) < 30
+    assert begin(cache, [*head, *range(2000, 2100)])[1].depth == len(head)
+
+
 def test_requests_cancelled_before_they_fed_anything_push_nothing_out():
     cache = make_cache(prompt_cache_max_entries_global=8)
     rows = [begin(cache, list(range(300)) + [1000 + i] * 700) for i in range(3)]

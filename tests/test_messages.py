@@ -101,7 +101,7 @@ def test_a_document_nobody_can_read_is_told_and_costs_no_session():
     """Claude Code sends a PDF that it read as a document in a tool result, in each request."""
     pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
     note = {"type": "text", "media_type": "text/plain", "data": "signed"}
-    told = {"type": "document", "title": "A", "context": "of 2020", "source": note}
+    told = {"type": "document", "source": note}
     result = {"type": "tool_result", "tool_use_id": "t1"}
     unread = {"type": "document", "source": pdf}
     ((_, found, _), (_, shown, _)) = said(
@@ -109,7 +109,7 @@ def test_a_document_nobody_can_read_is_told_and_costs_no_session():
     )
     assert found[0] == "PDF file read: a.pdf"
     assert "cannot be read" in found[1]
-    assert shown == ["A\nof 2020\nsigned"]
+    assert shown == ["signed"]
 
 
 def test_order_and_emptiness_survive():

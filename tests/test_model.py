@@ -297,6 +297,7 @@ def test_the_revision_names_the_weights(loaded: LoadedModel, copy: Path) -> None
         ({"n_positions": 1024}, 10**30, 1024),
         ({}, 8192, 8192),
         ({}, 10**30, 32768),
+        ({"model_type": "gemma3_text"}, 10**30, 131072),
         (
             {"max_position_embeddings": 40960,
              "rope_scaling": {"rope_type": "yarn", "factor": 4.0,

@@ -499,7 +499,7 @@ def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
         ('{"n": 1, key: 2}}', {"n": 1}, ", key: 2}}</tool_call> ok"),
         ('{"items": [1, 2,]}}', {"items": [1, 2]}, ",]}}</tool_call> ok"),
         ('{"text": "say "hi""}}', {"text": "say "}, 'hi""}}</tool_call> ok'),
-        ('{"text": "\\u12"}}', {"text": ""}, '\\u12"}}</tool_call> ok'),
+        ('{"text": "\\u12"}}', {"text": "\\u12"}, " ok"),
         ('{"items": [{"n": 1}}', {"items": [{"n": 1}]}, " ok"),  # only the brackets are wrong
     ],
 )
@@ -521,7 +521,6 @@ def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text(
         ('{"text": "a\\ud83d', {"text": "a"}),  # half an emoji, which SDKs refuse
         ('{"text": "a\\ud83d\\u', {"text": "a"}),
         ('{"text": "a\\uD83D\\uDE00b', {"text": "a😀b"}),
-        ('{"text": "a\\ud83d no pair"}', {"text": "a"}),
         ('{"text": "a"', {"text": "a"}),
         ('{"text": "a", "n', {"text": "a"}),
         ('{"text": "a", "n": ', {"text": "a"}),
@@ -536,6 +535,20 @@ def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text(
 def test_json_cut_off_is_closed(cut: str, arguments: dict[str, Any]) -> None:
     reply = read('<tool_call>\n{"name": "read", "arguments": ' + cut)
     assert calls_of(reply) == [("read", arguments)]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [r"/[\ud800-\udbff]/g", r"ok \ud83d cut", r"\documentclass{a} \usepackage{b}", r"C:\users\me"],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 500])
+def test_a_backslash_that_begins_no_escape_is_a_backslash(written: str, size: int) -> None:
+    """What is behind it must not be lost: clients run a call that is whole but for its end."""
+    body = f'{{"text": "{written}", "n": 1}}'
+    text = f'<tool_call>\n{{"name": "read", "arguments": {body}}}\n</tool_call>'
+    reply = read(text, list(range(0, len(text), size)))
+    assert calls_of(reply) == [("read", {"text": written, "n": 1})]
+    assert reply.content is None
 
 
 def test_generated_json_is_kept_as_it_is() -> None:
