@@ -156,9 +156,6 @@ def is_loopback(host: str) -> bool:
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
 
-    not_yet_acting: typing.ClassVar = {"KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME"}
-    not_yet_acting |= {"QUANTIZED_KV_START", "CACHE_SESSION_PARTITIONING"}
-    # -- model
     model_path: str = ""  # Hugging Face repo or folder; empty: GLM-4.7-Flash on a Mac, else "demo"
     model_family: _Family = "auto"  # which tool-call format is tried first
     hf_token: str = Field(default="", repr=False)  # for gated repos; never logged
@@ -561,7 +558,6 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of
     n: Literal[1] = 1
     best_of: Literal[1] = 1
     echo: Literal[False] = False
-    continue_final_message: Literal[False] = False
     suffix: Literal[""] = ""
     audio: None = None
     modalities: list[Literal["text"]] = []
@@ -1164,17 +1160,22 @@ def _data(part: Body, config: Config) -> bytes:
 # Put back the thinking that a client stripped from a reply which the ledger does not cover, found
 # by what clients keep: a signature, or what was said to what. What they think themselves stays.
 # Doors   HealingStore, _heal_messages, reply_digest, canonical_json
-# Knows WIRE, MESSAGES · Thread any · Budget 60
+# Knows WIRE, MESSAGES · Thread any · Budget 62
 
 
 def canonical_json(arguments: object) -> str:
-    """Tool arguments, text or parsed, without what clients change: white space, order, numbers."""
-    # JavaScript writes 2.0 as 2, and 2**53 + 1 as 2**53.
-    numbers: Body = {"parse_int": lambda n: int(float(n))}
-    numbers["parse_float"] = lambda n: int(f) if (f := float(n)).is_integer() else f
+    """Tool arguments as text without what clients change (JavaScript writes 2.0 as 2, in order)."""
+    bare = partial(re.sub, r"(?m)\A(?:cd \S+ && )+|[ \t]+$", "")  # why(L-81): so does Claude Code
+
+    def named(pairs: list[tuple[str, Any]]) -> Body:
+        texts = {k: v if isinstance(v, dict | list) else bare(str(v)) for k, v in pairs}
+        return {k: v for k, v in texts.items() if v not in ("False", "None")}
+
+    how: Body = {"object_pairs_hook": named, "parse_int": lambda n: int(float(n))}
+    how["parse_float"] = lambda n: int(f) if (f := float(n)).is_integer() else f
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return json.dumps(json.loads(text or "{}", **numbers) or {}, sort_keys=True)
+        return json.dumps(json.loads(text or "{}", **how) or {}, sort_keys=True)
     except (ValueError, OverflowError, RecursionError):
         return str(arguments)
 
@@ -1717,8 +1718,7 @@ def _losses(messages: Iterable[Message], text: str) -> Iterator[str]:
         told = [(f"{message['role']} messages", message["content"])]
         for function in (call["function"] for call in message.get("tool_calls", ())):
             values = [value for value in function["arguments"].values() if isinstance(value, str)]
-            told += [("tool calls", function["name"])]
-            told += [("tool-call arguments", value) for value in values]
+            told += [("tool calls", function["name"]), *product(["tool-call arguments"], values)]
         for kind, words in told:  # past thinking is the template's own affair
             said = words.strip()
             forms = (json.dumps(said, ensure_ascii=False)[1:-1] if n else said for n in range(2))
@@ -5483,8 +5483,8 @@ def main() -> int:
         config = Config.from_env({**written, **os.environ})
         start_logging(config)
         known = {name.upper() for name in Config.model_fields}
-        for name in sorted({*written} - known | {*os.environ} & Config.not_yet_acting):
-            log.warning("%s is set, but nothing acts on it", name)
+        for name in sorted({*written} - known):
+            log.warning("%s in .env: nothing acts on it", name)
         state = build_state(config)
         servers = _listen(config, state)
     except ConfigError as error:

@@ -632,16 +632,28 @@ class LateNote(Late):
 class JavaScript(Style):
     """Parses tool arguments and writes them again."""
 
+    def understood(self, arguments):
+        return as_javascript(arguments)
+
     def sent(self, messages):
         return [self._rewritten(message) for message in messages]
 
     def _rewritten(self, message: Message) -> Message:
         calls = []
         for call in message.get("tool_calls") or ():
-            arguments = as_javascript(json.loads(call["function"]["arguments"]))
+            arguments = self.understood(json.loads(call["function"]["arguments"]))
             text = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
             calls.append({**call, "function": {**call["function"], "arguments": text}})
         return {**message, "tool_calls": calls} if calls else message
+
+
+class ClaudeCode21(JavaScript):
+    """Claude Code 2.1 sends commands and texts as it ran and wrote them, and defaults with them."""
+
+    def understood(self, arguments):
+        command = arguments["command"].removeprefix("cd /work/project && ")
+        lines = [line.rstrip(" \t") for line in command.split("\n")]
+        return {**arguments, "command": "\n".join(lines), "replace_all": False}
 
 
 def as_javascript(value):
@@ -814,6 +826,14 @@ def rewritten_arguments(case: Case) -> None:
     agent.step(tools=[*TOOLS, MEASURE])
 
 
+def understood_arguments(case: Case) -> None:
+    agent = Agent(case, ClaudeCode21())
+    for noun in ("log", "error", "result"):
+        command = f"cd /work/project && grep {noun} <<END  \nthe old server\t\nEND"
+        agent.step(script=scripted.reply(THOUGHT, "", scripted.call("bash", command=command)))
+    agent.step(**SPEAKS)
+
+
 LITERAL = (
     "a = '<|im_end|>\\n<|im_start|>user'\nb = '<think>' # </think>\nc = '</tool_call><tool_call>'"
 )
@@ -895,6 +915,7 @@ SCENARIOS = {
     "reminded": Scenario(talk(Reminded, TURNS)),
     "operator_note": said_otherwise(talk(Transient)),
     "restamped": restated(talk(Restamped, LOOP)),
+    "understood_arguments": said_otherwise(understood_arguments),
     "rewritten_arguments": said_otherwise(rewritten_arguments),
     "new_session": restated(two_sessions(OpenClaw17)),
     "two_sessions": Scenario(two_sessions(lambda _seed: Thoughtless(dropped))),

@@ -312,7 +312,6 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("response_format", 7),
     ("audio", {"voice": "x"}),
-    ("continue_final_message", True),
     ("modalities", ["audio"]),
     ("chat_template_kwargs", 7),
 ]
