@@ -3,8 +3,9 @@
     python scripts/train_demo_model.py WORK_DIR [--steps 12000] [--seed 0] [--export models/demo]
         [--start FOLDER] [--rate 1.0] [--blend FOLDER]
 
-Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. Two cores take
-about three hours, six where they cannot multiply bfloat16. WORK_DIR keeps the tokenizer and a
+Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. A step takes two
+cores 0.7 to 1 s, 2.5 s where they cannot multiply bfloat16. Half the steps are not enough: copying
+words that were never seen comes late (models/demo/README.md). WORK_DIR keeps the tokenizer and a
 checkpoint; started again, it goes on from there, and a step's batch depends on the seed and the
 step alone. Raising --steps afterwards trains on. `--start` begins with the weights and the
 tokenizer of an exported folder (take another seed, for other conversations), `--rate` is a share
