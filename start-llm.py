@@ -1165,7 +1165,7 @@ def _data(part: Body, config: Config) -> bytes:
 
 def canonical_json(arguments: object) -> str:
     """Tool arguments as text without what clients change (JavaScript writes 2.0 as 2, in order)."""
-    bare = partial(re.sub, r"(?m)\A(?:cd \S+ && )+|[ \t]+$", "")  # why(L-81): so does Claude Code
+    bare = partial(re.sub, r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$", "")  # as Claude Code (L-81)
 
     def named(pairs: list[tuple[str, Any]]) -> Body:
         texts = {k: v if isinstance(v, dict | list) else bare(str(v)) for k, v in pairs}

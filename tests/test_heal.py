@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -137,6 +138,14 @@ ECHOED = (
 def test_what_clients_were_seen_to_rewrite(written: str, echoed: str) -> None:
     assert start_llm.canonical_json(written) == start_llm.canonical_json(echoed)
     assert start_llm.canonical_json(None) == start_llm.canonical_json("{}")
+
+
+def test_a_name_takes_no_longer_than_its_text() -> None:
+    """A run of blanks that ends no line must not be looked at from each of them."""
+    long = " " * 300_000 + "x" + "\t" * 300_000 + "cd a && " * 50_000
+    began = time.process_time()
+    assert start_llm.canonical_json({"command": long, "content": long})
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
