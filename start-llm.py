@@ -4334,7 +4334,7 @@ class ReplyStream:
         *,
         tools: Sequence[Tool],
         ids: Iterator[str],  # for its calls
-        most: int | None = None,  # calls
+        most: int = sys.maxsize,  # calls
     ) -> None:
         self._splitter, self._format = splitter, tool_format or ToolFormat("", "\0", "foreign")
         self._parse: Any = lambda body: _listed(self._format.parse(body, list(tools)))[:most]
@@ -4765,7 +4765,7 @@ class Listener:
         call_ids = (uuid.uuid4().hex[:9] for _ in count())  # why(L-75): not any name will do
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
         offered = request.tools + request.deferred
-        self._most = None if request.parallel_tool_calls else 1  # calls
+        self._most = sys.maxsize if request.parallel_tool_calls else 1  # calls
         self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids, most=self._most)
         self._detokenizer = Detokenizer(known.backend_tokenizer, loaded.hidden_ids)
         self.stops = StopStrings(request.stop)
@@ -4777,7 +4777,7 @@ class Listener:
     @property
     def is_over(self) -> bool:
         """The reply is complete although the model would go on."""
-        return bool(self.stops.hit) or self.stream.n_calls == self._most
+        return bool(self.stops.hit) or self.stream.n_calls >= self._most
 
     def hear(self, token: int) -> list[Body]:
         """What this token adds; nothing once the reply is over."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
@@ -65,7 +66,7 @@ def stream(
     tool_format: ToolFormat = NATIVE,
     *,
     in_reasoning: bool = False,
-    most: int | None = None,
+    most: int = sys.maxsize,
 ) -> ReplyStream:
     tags = Tags(think_start="<think>", think_end="</think>", tool_start=tool_format.start)
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
