@@ -204,6 +204,23 @@ def test_checkpoints_of_a_row_being_read_keep_to_their_share(bench, monkeypatch)
     assert is_exact(b, "qwen3_5", ticket, ids)
 
 
+def test_the_end_of_the_head_is_there_for_another_session_when_checkpoints_are_few(
+    bench, monkeypatch
+):
+    monkeypatch.setattr(s, "LATTICE_TOKENS", 100)  # it begins inside the head; why(L-77)
+    b, rng = bench("qwen3_5"), np.random.default_rng(1)
+    head = words(rng, 280)
+    b.ask(head + words(rng, 700), n=2, boundaries=[280, 285, 290, 600])
+
+    def thin(scheduler):
+        while scheduler.cache._thin(scheduler.cache.lines, few=4):
+            pass
+
+    b.engine.ask(thin)
+    _, end, _ = b.ask(head + words(rng, 50), n=2, boundaries=[280])
+    assert end.cached == 280
+
+
 def test_memory_that_runs_out_while_room_is_made_ends_one_request_only(bench, monkeypatch):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(1)
     some = int(b.engine.capacity_tokens * 0.15)
