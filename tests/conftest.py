@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
+import hypothesis
 import pytest
+
+# Examples are not timed: hypothesis would fail one that the machine was too busy for.
+hypothesis.settings.register_profile("any-pace", deadline=None)
+hypothesis.settings.load_profile("any-pace")
 
 SOURCE = Path(os.environ.get("START_LLM") or Path(__file__).parents[1] / "start-llm.py")
 

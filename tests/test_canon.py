@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_render import call, chat, said
 
 CAPTURES = Path(os.environ.get("CAPTURES") or Path(__file__).parents[2] / "captures")
-QUICK = settings(max_examples=80, deadline=None)
+QUICK = settings(max_examples=80)
 TAGS = ("<think>", "</think>")
 KINDS = ("telemetry", "pinned", "transient", "off")
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_render import call, said
 
-QUICK = settings(max_examples=60, deadline=None)
-THOROUGH = settings(max_examples=200, deadline=None)
+QUICK = settings(max_examples=60)
+THOROUGH = settings(max_examples=200)
 TAGS = ("<think>", "</think>")
 ASKED = b"digest of what is answered"
 

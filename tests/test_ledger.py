@@ -25,7 +25,7 @@ OURS = {
     "demo": SCRIPTS / "demo_chat_template.jinja",
     "planted": SCRIPTS / "tiny_model" / "chat_template.jinja",
 }
-FEW = settings(max_examples=12, deadline=None)
+FEW = settings(max_examples=12)
 PLENTY = 10**9  # tokens of room
 
 # -- the templates, and where their models stop ------------------------------------------

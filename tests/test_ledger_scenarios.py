@@ -1366,9 +1366,7 @@ def check_it_was_told_last(text: str, prompt: str) -> None:
 
 
 DICE = st.integers(0, 1 << 32).map(random.Random)  # more various than st.randoms()
-RANDOM = settings(
-    max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+RANDOM = settings(max_examples=70, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @RANDOM

@@ -362,7 +362,6 @@ def test_every_answer_is_one_that_the_description_allows(served, label, mode):
         phases=[Phase.generate],
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(operation.as_strategy(generation_mode=mode))
@@ -484,7 +483,6 @@ def spoiled(body: Any, place: tuple[Any, ...], raw: bytes) -> bytes:
     phases=[Phase.generate],
     derandomize=True,
     database=None,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 @given(st.data())

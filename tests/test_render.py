@@ -22,9 +22,7 @@ ARTIFACTS = Path(
     os.environ.get("MODEL_ARTIFACTS")
     or Path(__file__).parents[2].joinpath("shared", "model-artifacts")
 )
-BENT = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+BENT = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 CHATML = """\
 {%- if tools %}{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}

@@ -96,7 +96,7 @@ def any_of(schemas):
     return {"anyOf": schemas}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.recursive(leaves, grown, max_leaves=4),
     st.sampled_from([0, 1.0]),

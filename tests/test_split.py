@@ -8,9 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from start_llm import Piece, Tags, _ReasoningStreamSplitter
 
-settings.register_profile("any-pace", deadline=None)  # the machine may be busy
-settings.load_profile("any-pace")
-
 TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
 SNIPPETS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<thin", "</", "<", ">", "<tool_call",

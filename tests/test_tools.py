@@ -22,9 +22,6 @@ from start_llm import (
     tool_openings,
 )
 
-settings.register_profile("any-pace", deadline=None)  # the machine may be busy
-settings.load_profile("any-pace")
-
 ARTIFACTS = Path(
     os.environ.get("MODEL_ARTIFACTS") or Path(__file__).parents[2] / "shared" / "model-artifacts"
 )
