@@ -76,24 +76,23 @@ import subprocess
 import sys
 import threading
 import time
-import typing
 import uuid
 from bisect import bisect_left
+from calendar import day_abbr, day_name, month_abbr, month_name
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import date, datetime
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from itertools import accumulate, batched, chain, count, groupby, islice, product, takewhile
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, NamedTuple, NotRequired, TypedDict, override
+from typing import Annotated, Any, Final, Literal, NamedTuple, NewType, NotRequired, TypedDict
 from urllib.parse import parse_qsl, unquote
 
 import mlx.core as mx
@@ -110,11 +109,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
-from mlx_lm.utils import load_config, load_tokenizer
 from PIL import Image, ImageOps
-from pydantic import AliasPath, BaseModel, Field, ValidationError, ValidationInfo
-from pydantic.functional_validators import BeforeValidator, field_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError, ValidationError, from_json
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
 from rich.logging import RichHandler
@@ -125,7 +122,6 @@ from transformers import PreTrainedTokenizerBase
 # Every setting, read once, frozen. In capitals its name is the variable's; no default is elsewhere.
 # Doors   Config, ConfigError, entries, is_loopback · Knows - · Thread any; pure · Budget 150
 
-_Port = Annotated[int, Field(ge=1, le=65_535)]
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
@@ -165,7 +161,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     # -- server
     api_key: str = Field(default="", repr=False)  # keys, one of which each request needs
     mlx_host: str = "127.0.0.1"  # address to listen on; loopback means both 127.0.0.1 and ::1
-    mlx_port: _Port = 8080  # TCP port
+    mlx_port: Annotated[int, Field(ge=1, le=65_535)] = 8080  # TCP port
     max_connections: Annotated[int, Field(ge=1, le=900)] = 256  # open sockets
     max_queued_requests: _Positive = 256  # requests waiting for the model
     max_body_bytes: _Positive = 67_108_864  # bytes of one request body (64 MiB)
@@ -182,7 +178,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     # -- proxy
     enable_proxy: bool = True  # LiteLLM beside the server, where it is installed
     proxy_model_id: str = ""  # name shown through LiteLLM; empty: the model's own
-    proxy_port: _Port = 4000  # TCP port
+    proxy_port: Annotated[int, Field(ge=1, le=65_535)] = 4000  # TCP port
     proxy_api_key: str = Field(default="", repr=False)  # that its clients need; empty: none
     proxy_host: str = "127.0.0.1"  # address LiteLLM listens on
     proxy_startup_wait_seconds: _Seconds = 2.0  # between two log lines while it starts; 0 = none
@@ -269,7 +265,7 @@ class ServerError(Exception):
     """Becomes an OpenAI error object; `param`: the field at fault, as in "messages[3].content"."""
 
     status: int = 500
-    type: typing.ClassVar[str] = "server_error"
+    type: str = "server_error"
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = {}
@@ -312,13 +308,13 @@ class NotServed(BadRequest):
 class NotReady(ServerError):
     """The model is loading, or its thread is dead."""
 
-    status, code, headers = 503, "model_not_ready", MappingProxyType({"Retry-After": "5"})
+    status, code, headers = 503, "model_not_ready", {"Retry-After": "5"}
 
 
 class Overloaded(ServerError):
     """The queue is full. Not a 429, which clients take for a quota and hammer on."""
 
-    status, code, headers = 503, "queue_full", MappingProxyType({"Retry-After": "2"})
+    status, code, headers = 503, "queue_full", {"Retry-After": "2"}
 
 
 class GenerationFailed(ServerError):
@@ -387,10 +383,8 @@ class CacheMetrics:
         self._registry = registry = prometheus.CollectorRegistry()
         name, what = "start_llm_requests", "Requests by what they reused and how they ended"
         self._ended = prometheus.Counter(name, what, ("match", "finish"), registry=registry)
-        self._histograms = {
-            key: prometheus.Histogram(f"start_llm_{key}", what, buckets=limits, registry=registry)
-            for key, what, limits in _HISTOGRAMS
-        }
+        made = partial(prometheus.Histogram, namespace="start_llm", registry=registry)
+        self._histograms = [made(key, what, buckets=limits) for key, what, limits in _HISTOGRAMS]
         names = "vlm_retreat hybrid_trim_miss exact_key_rejected_by_model_lcp ledger_seam_fallback "
         names += "telemetry_dropped evicted_for_room evicted_idle vlm_tower_runs vlm_feature_hits"
         self._counts = Counter(dict.fromkeys(names.split(), 0))
@@ -405,7 +399,7 @@ class CacheMetrics:
             return
         share = facts["cached"] / facts["prompt"]
         values = (facts["ttft_ms"] / 1000, facts["prefill"], facts["decode"], share)
-        for histogram, value in zip(self._histograms.values(), values, strict=True):
+        for histogram, value in zip(self._histograms, values, strict=True):
             histogram.observe(value)
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
@@ -434,12 +428,13 @@ class SessionLog:
         safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
         if not safe or safe != session_id:  # harmless in a file name; the digest tells them apart
             safe += f"-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
-        path = Path(self._config.log_root, f"{now:%Y-%m-%d}", f"cache-session-{safe}.log")
+        folder = Path(self._config.log_root).expanduser() / f"{now:%Y-%m-%d}"
+        path = folder / f"cache-session-{safe}.log"
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-                self._prune(now.date())
+            if not folder.exists():
+                folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+                self._prune(folder.parent, now.date())
             with open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
                 file.write(line.encode("utf-8", "replace"))  # one write: threads' lines never mix
         except (OSError, TypeError, ValueError, RecursionError) as error:
@@ -447,8 +442,8 @@ class SessionLog:
                 self._complained.set()
                 log.warning("session log %s cannot be written: %s", path, error)
 
-    def _prune(self, today: date) -> None:
-        for folder in Path(self._config.log_root).glob("????-??-??"):
+    def _prune(self, root: Path, today: date) -> None:
+        for folder in root.glob("????-??-??"):
             with suppress(ValueError):
                 if 0 < self._config.log_keep_days < (today - date.fromisoformat(folder.name)).days:
                     shutil.rmtree(folder)
@@ -464,15 +459,14 @@ class SessionLog:
 
 Body = dict[str, Any]
 Message = dict[str, Any]
-OriginalMessages = typing.NewType("OriginalMessages", tuple[Message, ...])
-KvOffset = typing.NewType("KvOffset", int)
+OriginalMessages = NewType("OriginalMessages", tuple[Message, ...])
+KvOffset = NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
 Name = Annotated[str, Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[tuple[_TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)]
 _BiasKey = Annotated[_TokenId, Field(strict=False)]  # JSON's keys are text
-_Offset = Annotated[float, Field(ge=-2, le=2)]
 _TextPart = TypedDict("_TextPart", {"type": Literal["text"], "text": str})  # noqa: UP013
 _Thought = TypedDict("_Thought", {"type": Literal["thinking"], "thinking": str})  # noqa: UP013
 _BUDGET: Final = AliasPath("thinking", "budget_tokens")
@@ -502,8 +496,8 @@ class Sampling(BaseModel, frozen=True, strict=True):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # 0 = off
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0  # 1 = off
     repetition_context_size: Annotated[int, Field(ge=0)] = 256  # tokens
-    presence_penalty: _Offset = 0.0
-    frequency_penalty: _Offset = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Mapping[_BiasKey, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # None: another every time
 
@@ -610,10 +604,9 @@ _THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
 # No switches of a template but arguments of applying one: not a request's to set.
 _NO_SWITCHES: Final = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a cache, of a user
-    *("session_id", "conversation_id", "thread_id", "chat_id", "metadata.session_id"),
-    *("metadata.conversation_id", "metadata.thread_id", "metadata.chat_id", "metadata.user_id"),
-    *("x-claude-code-session-id", "x-session-id", "thread-id", "session-id"),
-    *("prompt_cache_key", "user"),
+    "session_id conversation_id thread_id chat_id metadata.session_id metadata.conversation_id "
+    "metadata.thread_id metadata.chat_id metadata.user_id x-claude-code-session-id x-session-id "
+    "thread-id session-id prompt_cache_key user"
 )
 
 
@@ -639,10 +632,9 @@ def _thinking(said: Body, switches: Body, *, default: bool) -> Body:
             raise BadRequest(f"{value!r:.60} is none of {', '.join(_THINKING_LEVELS)}", at=place)
         levels.append(level)
     thinks = levels[0] != "off" if levels else default
-    effort = next((level for level in levels if level not in ("off", "on")), None)
-    switches = {"reasoning_effort": effort if thinks else None, **without_nulls(switches)}
-    switches = without_nulls({**switches, "enable_thinking": None})
-    return {"thinking": thinks, "template_kwargs": switches}
+    effort = next((level for level in levels if thinks and level not in ("off", "on")), None)
+    switches = {"reasoning_effort": effort, **without_nulls(switches), "enable_thinking": None}
+    return {"thinking": thinks, "template_kwargs": without_nulls(switches)}
 
 
 class SessionContext(NamedTuple):
@@ -657,7 +649,7 @@ def _session(said: Body, headers: Mapping[str, str]) -> SessionContext:
     claude = re.search(r'"session_id"\s*:\s*"([^"]+)"', str(places.get("metadata.user_id")))
     places["metadata.user_id"] = claude and claude[1]
     ids = {name: str(v)[:256] for name, v in places.items() if v and type(v) in (str, int)}
-    session_id = next(filter(None, map(ids.get, _SESSION_PLACES)), None)
+    session_id = next(filter(None, map(ids.get, _SESSION_PLACES.split())), None)
     parent = ids.get("x-parent-session-id") or ids.get("x-codex-parent-thread-id")
     if agent := ids.get("x-claude-code-agent-id"):  # shares its parent's session id
         session_id, parent = f"{session_id}/{agent}", session_id
@@ -696,7 +688,8 @@ def _in_order(messages: Iterable[Message]) -> Iterator[Message]:
     places: dict[str | None, int] = {}
     for _, run in groupby(messages, key=lambda message: message["role"] == "tool"):
         some = sorted(run, key=lambda m: places.get(m.get("tool_call_id"), len(places)))
-        places = {call.get("id"): n for n, call in enumerate(some[-1].get("tool_calls", ()))}
+        calls = (call for message in some for call in message.get("tool_calls", ()))
+        places = {call.get("id"): n for n, call in enumerate(calls)}
         yield from some
 
 
@@ -913,17 +906,12 @@ def from_anthropic(body: object, config: Config, **how: Any) -> ChatRequest:
         messages += _said(message["role"], message["content"], **where)
     choice, kind = asked.tool_choice, asked.tool_choice.get("type", "auto")
     kinds = {"any": "required", "tool": {"function": {"name": choice.get("name")}}}
-    chat: Body = {
-        "thinking": {"type": "disabled"},  # unless the request says otherwise
-        **given,
-        "messages": messages,
-        "tools": list(tools.values()),
-        "tool_choice": kinds.get(str(kind), kind),
-        "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
-        "stop": asked.stop_sequences,
-        "reasoning_effort": asked.output_config.get("effort"),
-        "response_format": asked.output_config.get("format", given.get("output_format")),
-    }
+    chat: Body = {"thinking": {"type": "disabled"}, **given}  # unless the request says otherwise
+    chat |= {"messages": messages, "tools": list(tools.values()), "stop": asked.stop_sequences}
+    chat |= {"tool_choice": kinds.get(str(kind), kind)}
+    chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+    chat["reasoning_effort"] = asked.output_config.get("effort")
+    chat["response_format"] = asked.output_config.get("format", given.get("output_format"))
     return replace(ChatRequest.from_chat(chat, config, **how), kind="messages")
 
 
@@ -1000,8 +988,6 @@ def thought_id(thought: str) -> str:
 class AnthropicEvents:
     """One answer as Anthropic says it; `whole` gives the message that the events build."""
 
-    _STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
     def __init__(self, request_id: str, model: str) -> None:
         self._head: Body = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
         self._head |= {"model": model, "stop_reason": None, "stop_sequence": None}
@@ -1061,7 +1047,8 @@ class AnthropicEvents:
     def whole(self, _message: Body, ending: Ending) -> Body:
         """The chat's message has been said already, in the order in which it was generated."""
         list(self._end_block())
-        reason = "stop_sequence" if ending.stop else self._STOPS[ending.finish]
+        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        reason = "stop_sequence" if ending.stop else reasons[ending.finish]
         return self._message(ending.usage, stop_reason=reason, stop_sequence=ending.stop)
 
     def _message(self, usage: Usage, **stops: str | None) -> Body:
@@ -1160,7 +1147,7 @@ def _data(part: Body, config: Config) -> bytes:
 # Put back the thinking that a client stripped from a reply which the ledger does not cover, found
 # by what clients keep: a signature, or what was said to what. What they think themselves stays.
 # Doors   HealingStore, _heal_messages, reply_digest, canonical_json
-# Knows WIRE, MESSAGES · Thread any · Budget 62
+# Knows WIRE, MESSAGES · Thread any · Budget 65
 
 
 def canonical_json(arguments: object) -> str:
@@ -1192,31 +1179,34 @@ def reply_digest(message: Message) -> bytes:
 class HealingStore:
     """Thinking by thought_id() and by what was said to what (L-76); the least used goes first."""
 
-    CAP: Final = 2000  # replies
+    CAP: Final = 2000  # names
 
     def __init__(self) -> None:
         self._thoughts, self._named = LRUCache(self.CAP), LRUCache(self.CAP)  # guard themselves
 
-    def remember(self, reply: Message, answered: bytes) -> None:
+    def remember(self, reply: Message, answered: Iterable[bytes]) -> None:
         if words := reply.get("reasoning_content"):
-            self._thoughts[answered, reply_digest(reply)] = self._named[thought_id(words)] = words
+            self._named[thought_id(words)] = words
+            for name in answered:
+                self._thoughts[name, reply_digest(reply)] = words
 
-    def thought_of(self, reply: Message, answered: bytes) -> str:
-        """The thinking that led to this reply to the turn of that digest; "" if none is known."""
-        named = self._named.get(reply.get("thought_id"))
-        return str(named or self._thoughts.get((answered, reply_digest(reply)), ""))
+    def thought_of(self, reply: Message, answered: Iterable[bytes]) -> str:
+        """The thinking that led to this reply; "" if none is known. The best name goes first."""
+        # why(L-85): the same words to the same turn are said in other conversations, too.
+        words = (self._thoughts.get((name, reply_digest(reply))) for name in answered)
+        return str(self._named.get(reply.get("thought_id")) or next(filter(None, words), ""))
 
     def __len__(self) -> int:
         return len(self._thoughts)
 
 
 def _heal_messages(
-    messages: Iterable[Message], store: HealingStore, *, answered: Iterable[bytes]
+    messages: Iterable[Message], store: HealingStore, *, answered: Iterable[Iterable[bytes]]
 ) -> Iterator[Message]:
-    """The same messages, replies with their thinking again. `answered`: the turn before each."""
-    for message, turn in zip(messages, answered, strict=False):
+    """The same messages, replies with their thinking again. `answered`: what stands before each."""
+    for message, before in zip(messages, answered, strict=False):
         is_bare = message["role"] == "assistant" and not message.get("reasoning_content")
-        thought = store.thought_of(message, turn) if is_bare and len(store) else ""
+        thought = store.thought_of(message, before) if is_bare and len(store) else ""
         yield {**message, "reasoning_content": thought} if thought else message
 
 
@@ -1229,7 +1219,7 @@ def _heal_messages(
 # Inside code fences and tool results the same words are somebody's data. `value` is what varies.
 # Messages of only such blocks, and late system messages, become notes behind the one before them.
 # Doors   Canon, Turn, Memo, SYSTEM_ROLES, replaced, reminder, stilling, _canonicalize_messages
-# Knows CONFIG, WIRE, HEAL · Thread any; pure · Budget 244
+# Knows CONFIG, WIRE, HEAL · Thread any; pure · Budget 247
 
 SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 _USER: Final = frozenset({"user"})
@@ -1254,6 +1244,14 @@ _REMINDER: Final = r"<system-reminder>(?:(?!</?system-reminder>)[\s\S])*</system
 _OPENERS: Final = ("<system-reminder>", "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>")
 _CLOSERS: Final = ("</system-reminder>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>")
 _REST: Final = r"(?P<value>[^\n\ufdd1]+)"  # of a line, or as far as an image
+# why(L-83): a day or a time, and not what the line says behind it, which may be instructions.
+_NAMES: Final = "|".join(filter(None, (*day_name, *day_abbr, *month_name, *month_abbr)))
+_MOMENT: Final = (
+    r"\**(?: is|:)[ \t*]+(?P<value>(?:[\d \t:.,/+()\u2013\u2014-]|(?<=\d)(?:T(?=\d)|Z\b|[a-z]{2}\b)"
+    rf"|[AaPp]\.?[Mm]\b|at\b|UTC|GMT|[A-Z]{{1,3}}[SD]?T\b|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+"
+    r"(?<=[\w)]))"
+)
+_TODAY: Final = r"(?:the )?current date(?:time)?(?:(?: and |/| )time)?|today's date|today"
 _FENCED: Final = frozenset({"message_id", "inbound_context"})  # in code fences by the client
 _RULES: Final = tuple(
     Rule(name, roles, re.compile(expression, re.MULTILINE))
@@ -1265,9 +1263,9 @@ _RULES: Final = tuple(
         ("inbound_context", SYSTEM_ROLES, _INBOUND),  # in some of OpenClaw's runs, absent in others
         # why(L-39): minute stamps in front of user messages; on replay some become another prefix.
         ("timestamp", _USER, rf"\A(?P<value>\[{_STAMP}\] |{_ROUTED})"),
-        ("current_time", _BOTH, rf"^(?:Current time(?: is|:)|Reference UTC:)[ \t]+{_REST}"),
+        ("current_time", _BOTH, rf"^[ \t*-]*(?i:(?:the )?current time|reference utc){_MOMENT}"),
         # why(L-40): a day ends, and everything behind the date is prefilled again.
-        ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*(?:Current|Today's) date(?: is|:)[ \t]+{_REST}"),
+        ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*(?i:{_TODAY}){_MOMENT}"),
         ("git_status", SYSTEM_ROLES, r"^gitStatus: (?P<value>[\s\S]+)\Z"),
         # why(L-41): a line of figures about a sub-agent or a session.
         ("runtime", _USER, rf"^Stats: runtime {_REST}"),
@@ -1310,17 +1308,16 @@ class Turn:
         return chain(self.head, (n for n in self.fields if n.kind == "transient"), self.tail)
 
 
+@dataclass(eq=False)
 class Memo[Value]:
     """What was made under a name, kept; when full it begins anew. What a race loses is remade."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most  # bytes
-        self.made: dict[str | bytes, Value] = {}
-        self.nbytes = 0  # about
+    most: int  # bytes
+    made: dict[str | bytes, Value] = field(default_factory=dict)
+    nbytes: int = 0  # about
 
     def of(self, name: str | bytes, make: Callable[[], Value]) -> Value:
-        made = self.made.get(name)
-        if made is None:
+        if (made := self.made.get(name)) is None:
             made = self.made[name] = make()
             self.nbytes += 2 * len(name) + 700  # why(L-56): as measured, the name included
             if self.nbytes > self.most:
@@ -1341,9 +1338,8 @@ class Canon:
         self.memo: Memo[Turn] = Memo(32_000_000)  # clients resend it all
 
     def still(self, message: Message) -> Turn:
-        """Both copies of one message; where it stands is not known here."""
-        name = marshal.dumps(message, 2)  # version 2: equal values are equal bytes
-        return self.memo.of(name, partial(self._stilled, message))
+        """Both copies of a message, wherever it stands; equal ones are equal bytes in version 2."""
+        return self.memo.of(marshal.dumps(message, 2), partial(self._stilled, message))
 
     def _stilled(self, message: Message) -> Turn:
         role, content = message["role"], message["content"]
@@ -1358,8 +1354,7 @@ class Canon:
         text = ""
         for part in filter(None, parts):  # as the template joins them; a block has its own lines
             is_block = text.endswith(_CLOSERS) or part.startswith(_OPENERS)
-            joint = self.joint if "\n" in self.joint or not is_block else "\n"
-            text += joint * bool(text) + part
+            text += (self.joint if "\n" in self.joint or not is_block else "\n") * bool(text) + part
         return _turn({**message, "content": text}, tuple(_fields(text, rules)), n_dropped=n_dropped)
 
     def _reply(self, message: Message, content: str) -> Turn:
@@ -1432,8 +1427,7 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
     turns: list[Turn] = []
     for message in messages:
         turn, before = canon.still(message), turns[-1].role if turns else "system"
-        notes = () if before in SYSTEM_ROLES else _notes(turn, canon)
-        if not notes:
+        if not (notes := () if before in SYSTEM_ROLES else _notes(turn, canon)):
             turns.append(turn)
         elif before == "assistant":
             turns.append(_turn({"role": "user", "content": "\n\n".join(n.value for n in notes)}))
@@ -1470,9 +1464,8 @@ def reminder(text: str) -> str:
 # canned conversations are rendered at construction, and what comes out is believed. What it cannot
 # say is said another way (folded, merged, flattened), or named once in the log. Markup in client
 # text (`<|im_end|>` in a file) is broken up by a noncharacter for rendering, and plain text then.
-# Doors   Template, Rendered, Unspliceable, _probe_preserve_thinking_support
-# Doors   _compute_msg_token_boundaries
-# Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 467
+# Doors   _probe_preserve_thinking_support, _compute_msg_token_boundaries, Unspliceable
+# Doors Template, Rendered · Knows CONFIG, ERRORS, LOG, WIRE, CANON · Thread any · Budget 467
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BROKEN: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # the character itself is doubled
@@ -1494,8 +1487,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def _hide(value: Any, markup: re.Pattern[str]) -> Any:
     """A copy of a JSON value with markup broken up; strings without any are shared."""
     if isinstance(value, str):
-        doubled = value.replace(_BREAK, _BREAK * 2)
-        return markup.sub(lambda token: token[0][0] + _BREAK + token[0][1:], doubled)
+        return markup.sub(lambda t: t[0][0] + _BREAK + t[0][1:], value.replace(_BREAK, _BREAK * 2))
     if isinstance(value, dict):
         return {_hide(key, markup): _hide(item, markup) for key, item in value.items()}
     return [_hide(item, markup) for item in value] if isinstance(value, list | tuple) else value
@@ -1675,12 +1667,10 @@ def _compute_msg_token_boundaries(tokens: np.ndarray, chat: _ChatTemplate) -> tu
 def _parse_arguments(call: dict[str, Any], *, hides_writes: bool) -> dict[str, Any]:
     """The call with an object for arguments (text crashes templates); `_raw` holds what is none."""
     function = call["function"]
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        parsed = None
+    if isinstance(arguments := function.get("arguments") or {}, str):
         with suppress(BadRequest):
-            parsed = parse_json_body(arguments.encode())
-        arguments = parsed if isinstance(parsed, dict) else {"_raw": arguments}
+            arguments = parse_json_body(arguments.encode())
+        arguments = arguments if isinstance(arguments, dict) else {"_raw": function["arguments"]}
     written = arguments.get("content")
     if hides_writes and function["name"].lower() in _WRITERS and isinstance(written, str):
         digest = sha256(written.encode()).hexdigest()[:12]
@@ -1776,6 +1766,7 @@ class Template:
         self.source = self._chat.source  # of all templates where there are several; "" for none
         self._tags, self._lost = (think_start, think_end), set[str]()  # kinds named in the log
         self._canon = Canon(config, joint=self._chat.joint, tags=self._tags)
+        self.canonical = partial(_canonicalize_messages, canon=self._canon)
         self._ends = _any_of(t.content for i, t in self._encoder.added.items() if i in ends)
         self._hide = partial(_hide, markup=self._encoder.markup(self.source, *self._tags))
         if config.normalize_write_tool_content_for_prompt:
@@ -1810,9 +1801,6 @@ class Template:
     def forget(self) -> None:
         self._canon.memo.forget()
         self._encoder.memo.forget()
-
-    def canonical(self, messages: Iterable[Message]) -> tuple[Turn, ...]:
-        return _canonicalize_messages(messages, self._canon)
 
     def world(self, request: ChatRequest) -> bytes:
         """What a recorded past depends on beside its messages: template, tools, switches."""
@@ -1940,7 +1928,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 249
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 260
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -1960,9 +1948,15 @@ class Transcript:  # one prompt and the reply to it, as tokens
     used: float  # seconds on the caller's clock
     nbytes: int  # texts are counted as much as the tokens that tell them
 
-    def fits(self, turns: Sequence[Turn]) -> bool:
-        """Whether all thinking that the client sent is what was generated there."""
-        return all(map(lambda turn, own: turn.thought in ("", own), turns, self.thoughts))
+    def fits(self, turns: Sequence[Turn], session: str) -> bool:
+        """Whether what it was told and thought is this conversation's, too."""
+        # why(L-85): under one key lie all conversations that begin with the same words.
+        said = {note.value for turn in turns for note in turn.notes}
+        reminders = (note for note in self.told.notes if note.startswith("<system-reminder>"))
+        is_ours = self.reply.session == session or said.issuperset(reminders)
+        return is_ours and all(
+            map(lambda turn, own: turn.thought in ("", own), turns, self.thoughts)
+        )
 
 
 class Generated(NamedTuple):
@@ -1989,8 +1983,12 @@ class Draft:
     holds: Callable[[], bool] = lambda: True  # takes long; if not, it must be drafted once more
 
     @property
-    def answered(self) -> list[bytes]:  # the digest before each turn, and before the reply
-        return [b"", *(turn.digest for turn in self.turns)]
+    def answered(self) -> list[tuple[bytes, bytes]]:
+        """Names of what stands before each turn, and before the reply: all of it, and its end."""
+        # Tool results are no part of the first: clients clear and shorten them later.
+        links = (b"" if turn.role == "tool" else turn.digest for turn in self.turns)
+        whole = accumulate(links, lambda key, link: sha256(key + link).digest(), initial=b"")
+        return [*zip(whole, [b"", *(turn.digest for turn in self.turns)], strict=True)]
 
 
 def _chain(world: bytes, turns: Iterable[Turn]) -> tuple[bytes, ...]:
@@ -2019,9 +2017,8 @@ class Ledger:
         turns = template.canonical(request.messages)
         self._metrics.bump("telemetry_dropped", sum(turn.n_dropped for turn in turns))
         plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
-        why = ""
-        found = self._candidates(plain, session=request.session.session_id or "", now=now)
-        for past in islice(found, self.TRIES):
+        why, session = "", request.session.session_id or ""
+        for past in islice(self._candidates(plain, session=session, now=now), self.TRIES):
             try:
                 draft = self._replay(request, template, past=past, draft=plain)
                 break
@@ -2100,7 +2097,7 @@ class Ledger:
             self._touch(draft.keys)
             known = [list(self._pasts.get(key, ())) for key in draft.keys[newest:0:-1]]
         for pasts in known:
-            if fits := [past for past in pasts if past.fits(draft.turns)]:
+            if fits := [past for past in pasts if past.fits(draft.turns, session)]:
                 best = max(fits, key=lambda past: (past.reply.session == session, past.used))
                 best.used = now
                 yield best
@@ -2161,22 +2158,24 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
             pins.setdefault((at, one.rule), set()).add(one.value)
             if at < start and one.value not in known.pins.get((at, one.rule), ()):
                 stale.append(one.text.strip() or f"[{one.rule} is now {one.value}]")
-    lines = "\n".join(dict.fromkeys(stale))
-    missed = [n for turn in turns[:start] for n in turn.notes if n.value not in known.notes]
+    old = [note for turn in turns[:start] for note in turn.notes]
+    missed = [note for note in old if note.value not in known.notes]
     wanted = {note.value for turn in turns for note in turn.notes}
-    # what was told, and since then only what the client still sends, is not repeated
-    heard = set(takewhile(wanted.__contains__, reversed(known.notes)))
+    # why(L-84): what was told of late is not repeated if it moved; said twice, it is told twice
+    moved = Counter(takewhile(wanted.__contains__, reversed(known.notes)))
+    moved.subtract(note.value for note in old)
     newest = max((i for i, turn in enumerate(turns) if turn.role in _ASKING), default=-1)
     messages, notes = [], list(known.notes)
     for at, turn in enumerate(turns[start:], start):
         tail = (*turn.tail, *missed) if at == newest else turn.tail
         carried = [note for note in turn.fields if note.kind == "transient"]
-        news = dict.fromkeys(n.value for n in (*turn.head, *carried, *tail) if n.value not in heard)
+        here = dict.fromkeys(n.value for n in (*turn.head, *carried, *tail))
+        news = [value for value in here if moved[value] < 1]
         content = replaced(turn.message["content"], [n for n in carried if n.value not in news])
         above, below = ([n.value for n in some if n.value in news] for some in (turn.head, tail))
-        said = [*above, content, *below, lines if at == newest else ""]
+        said = [*above, content, *below, "\n".join(dict.fromkeys(stale)) if at == newest else ""]
         messages.append({**turn.message, "content": "\n\n".join(filter(None, said))})
-        heard.update(news)
+        moved.subtract(here.keys() - set(news))
         notes += news
     fresh = {place: values for place, values in pins.items() if known.pins.get(place) != values}
     return messages, _Told({**known.pins, **fresh} if fresh else known.pins, tuple(notes))
@@ -2186,9 +2185,8 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
 # What a prefix is called: chained hashes of exact model tokens, under a root for whatever else
 # changes KV. In place of an image's tokens stand marks, negative numbers made of its digest: from
 # there on another image is another prefix (G1). Scrubbed texts are for people: none finds any KV.
-# Doors   TokenArray, common_prefix, _inject_image_markers, image_starts, is_inside_image
-# Doors   _block_hashes, _scrub_cache_key, _assert_cache_key_safety
-# Knows - · Thread any; pure · Budget 64
+# Doors common_prefix, _inject_image_markers, image_starts, is_inside_image, _scrub_cache_key
+# Doors _block_hashes, _assert_cache_key_safety, TokenArray · Knows - · Thread any; pure · Budget 64
 
 TokenArray = npt.NDArray[np.int32]
 _VOLATILE: Final = (
@@ -2238,9 +2236,7 @@ def _block_hashes(
 
 def _scrub_cache_key(text: str) -> str:
     """A prompt's text without what changes from request to request. For diagnosis only."""
-    for field_pattern, stilled in _VOLATILE:
-        text = field_pattern.sub(stilled, text)
-    return text
+    return reduce(lambda said, rule: rule[0].sub(rule[1], said), _VOLATILE, text)
 
 
 def _assert_cache_key_safety(key_text: str, model_text: str) -> bool:
@@ -2341,10 +2337,8 @@ class _RecurrentCache(ArraysCache):  # type: ignore[misc]
         output, self[index] = args[1](self[index], None)[:2]
         return output, self[index]
 
-    def extract(self, idx: int) -> typing.Self:
-        row = type(self)(len(self.cache))
-        row.cache = [array[idx : idx + 1] for array in self.cache]
-        return row
+    def extract(self, idx: int) -> Any:
+        return self.from_state(([array[idx : idx + 1] for array in self.cache], None, None))
 
 
 def like_upstream(layer: Any) -> Any:
@@ -2525,7 +2519,7 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # it either *splits* the line (cheap when little follows: the tail becomes a branch, nothing is
 # lost) or *branches* off a copy. A branch keeps only its own tail at rest, so N sub-agents on one
 # prefix cost the prefix once. A lent line stays visible: who has the same prefix can wait for it.
-# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 320
+# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 324
 
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
@@ -2598,7 +2592,8 @@ class LRUPromptCache:
     metrics: CacheMetrics
     clock: Callable[[], float] = time.monotonic
     lines: list[Line] = field(default_factory=list)
-    _claim: tuple[Line | None, int] = (None, 0)  # [0, depth) of it, while room is made
+    # [0, depth) of a line, and the bytes that lack, while room is made
+    _claim: tuple[Line | None, int, int] = (None, 0, sys.maxsize)
 
     def find(self, prompt: Prompt) -> Reuse:
         """The deepest exact prefix held, short of the last token."""
@@ -2615,9 +2610,8 @@ class LRUPromptCache:
             return common_prefix(a.tokens, b.tokens)
         # Chained hashes agree up to the block where the tokens part, so bisection finds it.
         blocks = range(min(len(a.hashes), len(b.hashes)))
-        n_same = bisect_left(blocks, 1, key=lambda i: a.hashes[i] != b.hashes[i])
         size = self._config.prompt_cache_block_size
-        at = n_same * size
+        at = size * bisect_left(blocks, 1, key=lambda i: a.hashes[i] != b.hashes[i])
         return at + common_prefix(a.tokens[at : at + size], b.tokens[at : at + size])
 
     def _reusable(self, line: Line, prompt: Prompt) -> Reuse:
@@ -2647,8 +2641,7 @@ class LRUPromptCache:
             line = line.parent
         if line is None:
             return self._enter(Line(prompt)), None
-        line.uses += 1
-        line.last_used = self.clock()
+        line.uses, line.last_used = line.uses + 1, self.clock()
         if (span := self._move(line, depth)) is None:
             span = self._copy(line, depth)
             line = self._enter(Line(prompt, parent=line, start=depth, end=depth))
@@ -2709,8 +2702,7 @@ class LRUPromptCache:
         line.lender, line.prompt, line.end = None, prompt, len(prompt.tokens)
         line.last_used = self.clock()
         if line.start < max(SHARE_MIN_TOKENS, line.end // SHARE_MIN_PART):
-            line.checkpoints = line.checkpoints_to(line.end)
-            line.parent, line.start = None, 0
+            line.checkpoints, line.parent, line.start = line.checkpoints_to(line.end), None, 0
         line.span = span if line.parent is None else span.cut(line.start, line.end)
         limit = self._config.prompt_cache_max_entries_global
         keep = line if limit and line.end > line.start else None  # why(L-78): it will be continued
@@ -2784,22 +2776,23 @@ class LRUPromptCache:
         """Evict until so much more fits, but not [0, depth) of a line: what is moved needs none."""
         while keep and depth <= keep.start:
             keep = keep.parent
-        self._claim = keep, depth
+        thin = partial(self._thin, self.lines, few=FEW_CHECKPOINTS, spare=depth)  # L-77
         while True:
             moved = self._movable(keep, depth)
-            fits = self.nbytes + extra_bytes - moved * self._shape.token_bytes <= self.max_bytes
-            thin = partial(self._thin, self.lines, few=FEW_CHECKPOINTS, spare=depth)  # L-77
-            if fits or not (thin() or self._evict_one(keep if moved else None, per_byte=True)):
-                self._claim = None, 0
-                return fits
+            lacks = self.nbytes + extra_bytes - moved * self._shape.token_bytes - self.max_bytes
+            self._claim = keep, depth, lacks
+            if lacks <= 0 or not (
+                thin() or self._evict_one(keep if moved else None, per_byte=True)
+            ):
+                self._claim = None, 0, sys.maxsize
+                return lacks <= 0
 
     def sweep(self) -> None:
         """Evict lines unused for longer than the TTL."""
         oldest = self.clock() - (self._config.prompt_cache_ttl_seconds or math.inf)
         for line in self._resting():
             if line.last_used < oldest and not self._branches(line):
-                self._forget(line)
-                self.metrics.bump("evicted_idle")
+                self.metrics.bump("evicted_idle", self._evict(line))
 
     def _resting(self) -> list[Line]:
         return [line for line in self.lines if line.lender is None]
@@ -2819,13 +2812,24 @@ class LRUPromptCache:
 
     def _needed(self, line: Line) -> int:
         """The depth below which branches need the line's KV, or a request that will be one."""
-        claimed, depth = self._claim
-        return max([depth * (claimed is line), *(x.start for x in self._branches(line))])
+        claimed, depth, _ = self._claim
+        kept = (x.start for x in self._branches(line) if x.lender is None)  # rows have their own
+        return max([depth * (claimed is line), *kept])
 
     def _evict(self, line: Line) -> bool:
         """Forget a resting line but for what its branches need; False if they need all of it."""
         if (depth := self._needed(line)) == line.end:
             return False
+        # why(L-87): of a line of which a little lacks, an eighth at least goes, its newest tokens.
+        n_bytes = max(self._claim[2], line.nbytes // 8)
+        keep = line.end - 1 - n_bytes // max(self._shape.token_bytes, 1)
+        if self._shape.has_state:
+            keep = max(line.checkpoints_to(keep), default=0)
+        if keep - line.start >= SHARE_MIN_TOKENS:
+            depth = max(depth, keep)
+        for branch in [x for x in self._branches(line) if x.start > depth]:  # rows have it all
+            branch.checkpoints, branch.parent = branch.checkpoints_to(branch.end), None
+            branch.start = 0
         if depth and line.span is not None:
             self._shorten(line, depth, span=line.span.cut(0, depth - line.start))
         else:
@@ -2857,21 +2861,20 @@ class SessionIndex:
     MOST: Final = 10_000  # sessions
 
     def __init__(self, config: Config) -> None:
-        self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
-        self._max_idle_seconds = config.prompt_cache_session_max_idle_seconds or math.inf
-        self._sessions_lock = threading.Lock()
+        self._config, self._sessions_lock = config, threading.Lock()
         self._sessions = LRUCache(self.MOST)  # (time of the last turn, turns) by id
 
     def note(self, session_id: str, facts: Mapping[str, object], *, at: float) -> None:
+        most = max(1, self._config.prompt_cache_max_entries_per_session)
         with self._sessions_lock:
             turns = self._sessions.get(session_id, (at, []))[1]
-            self._sessions[session_id] = at, [*turns, facts][-self._max_turns :]
+            self._sessions[session_id] = at, [*turns, facts][-most:]
 
     def snapshot(self, now: float, *, newest: int = 20) -> list[dict[str, Any]]:
         """The sessions used last, the newest first; those that are idle are forgotten."""
         with self._sessions_lock:
             for name, (at, _) in self._sessions.items():
-                if now - at > self._max_idle_seconds:
+                if now - at > (self._config.prompt_cache_session_max_idle_seconds or math.inf):
                     del self._sessions[name]
             last = islice(self._sessions.items(), newest)
             return [{"id": name, "idle_seconds": now - at, "turns": v} for name, (at, v) in last]
@@ -2958,8 +2961,7 @@ def _difference(before: Sent, now: Sent) -> dict[str, Any]:
     """Where the messages part, by the number of the turn; nothing where one only goes on."""
     if before.head != now.head:
         return {"sentence": "the tools, or switches that the template renders first, are others"}
-    at = _message_diff(before.digests, now.digests)
-    if at == len(now.turns):
+    if (at := _message_diff(before.digests, now.digests)) == len(now.turns):
         return {}
     if at == len(before.turns):
         return {"message": at, "sentence": "the last reply came back changed"}
@@ -3028,11 +3030,10 @@ def _both_ways(mask: mx.array, image: mx.array) -> mx.array:
 class VisionModel(Module):  # type: ignore[misc]
     """A model of mlx-vlm that is called as one of mlx-lm: `(tokens, cache=...)` -> logits."""
 
-    def __init__(self, path: Path, *, trust_remote_code: bool) -> None:
+    def __init__(self, path: Path, **trust: bool) -> None:
         super().__init__()
         from mlx_vlm import utils
 
-        trust = {"trust_remote_code": trust_remote_code}
         self.whole = utils.load_model(path, **trust)
         self._processor: Any = utils.load_processor(path, False, **trust)
         self._processor.tokenizer.backend_tokenizer.post_processor = None  # no <bos> at each image
@@ -3060,8 +3061,7 @@ class VisionModel(Module):  # type: ignore[misc]
             return replace(known, picture=picture)
         inputs = self._read(picture)
         real = np.ravel(inputs.pop("input_ids")).astype(np.int32)
-        inside = np.flatnonzero(real == self.image_token)
-        if not inside.size:
+        if not (inside := np.flatnonzero(real == self.image_token)).size:
             raise BadRequest("this model's processor makes no tokens of it", at=picture.at)
         image = slice(int(inside[0]), int(inside[-1]) + 1)
         ids = _inject_image_markers(real, image, digest=digest)[image]
@@ -3246,8 +3246,7 @@ def load_model(path: Path, config: Config) -> LoadedModel:
     """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
     try:
         model, tokenizer, facts = _parts(path, config)
-        facts = {**facts, **(facts.get("text_config") or {})}
-        name = _chosen(config)
+        name, facts = _chosen(config), {**facts, **(facts.get("text_config") or {})}
         tags = {name: getattr(tokenizer, name) or "" for name in ("think_start", "think_end")}
         template = Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids)
         if isinstance(model, VisionModel):
@@ -3286,11 +3285,10 @@ def _parts(path: Path, config: Config) -> Any:
     trust: Body = {"trust_remote_code": config.trust_remote_code}
     if config.model_kind == "text" or (config.model_kind == "auto" and not has_vision(path)):
         return mlx_lm.load(str(path), trust, return_config=True, **trust)
-    facts, told = load_config(path), {**trust}
-    template = path / "chat_template.json"  # of processors; tokenizers pass it over
-    if template.is_file():
+    facts, told = mlx_lm.utils.load_config(path), {**trust}
+    if (template := path / "chat_template.json").is_file():  # a processor's; no tokenizer reads it
         told |= json.loads(template.read_bytes())
-    tokenizer = load_tokenizer(path, told, eos_token_ids=facts.get("eos_token_id"))
+    tokenizer = mlx_lm.utils.load_tokenizer(path, told, eos_token_ids=facts.get("eos_token_id"))
     return VisionModel(path, **trust), tokenizer, facts
 
 
@@ -3354,12 +3352,10 @@ LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back; 60 while KV is held
 BACKLOG_EVENTS: Final = 4096  # that a client may leave unread before it is dropped
 NO_TOKEN: Final = -1  # in the place of one that nothing could be sampled for
-_malloc_trim: Final = getattr(ctypes.CDLL(None), "malloc_trim", int)  # of glibc; else nothing
 _GONE: Final = "the model cannot be used any more; the server's log says why"
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and the top alternatives
 EndReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 type Course = Generator[Next, list[int]]  # yields what may come, is sent the tokens that came
 type Constraint = Callable[[], Course]  # a course for each row
 type Event = int | Token | Finished | ServerError  # int: of the prompt's tokens, so many have KV
@@ -3379,11 +3375,12 @@ def avoid(ids: Sequence[int]) -> Course:
     yield Next(ids, only=False, n_places=sys.maxsize)
 
 
-def think_at_most(n_tokens: int, *, start: Sequence[int], end: int) -> Course:
-    """`end` after so many tokens of a thought, opened by the prompt or by what comes first."""
+def think_at_most(n_tokens: int, *, start: Sequence[int], ends: Sequence[int]) -> Course:
+    """The first of `ends` after so many tokens of a thought in which none of them came."""
+    # The prompt opened it, or `start`, in what comes first. A call ends it, too (L-82).
     said = yield Next([], only=False, n_places=n_tokens + len(start))
-    if said[: len(start)] == start and end not in said:
-        yield Next([end])
+    if said[: len(start)] == start and not {*ends} & {*said}:
+        yield Next(ends[:1])
     yield from avoid([])
 
 
@@ -3444,16 +3441,16 @@ class Ticket:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.put, self.n_unread = self._events.put, self._events.qsize
 
+    def seconds(self) -> tuple[float, float, float]:
+        """Waiting, prefill and decode, as far as they are."""
+        submitted, admitted, decoding, ended = [*self.marks, *[time.monotonic()] * 2][:4]
+        return admitted - submitted, decoding - admitted, ended - decoding
+
     def next_event(self, timeout: float) -> Event | None:
         """The next event, or None when nothing happened for `timeout` seconds."""
         with suppress(queue.Empty):
             return self._events.get(timeout=timeout)
         return None
-
-    def seconds(self) -> tuple[float, float, float]:
-        """Waiting, prefill and decode, as far as they are."""
-        submitted, admitted, decoding, ended = [*self.marks, *[time.monotonic()] * 2][:4]
-        return admitted - submitted, decoding - admitted, ended - decoding
 
 
 def _if_finite(tokens: mx.array, logprobs: mx.array) -> mx.array:
@@ -3488,7 +3485,7 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     return sample
 
 
-def _enforced(constraint: Constraint) -> LogitsProcessor:
+def _enforced(constraint: Constraint) -> Callable[[mx.array, mx.array], mx.array]:
     """Reads what came only when the constraint wants to know: reading waits for the model."""
     course, seen, due = constraint(), 0, 0
     mask: mx.array | None = None
@@ -3510,7 +3507,7 @@ def _enforced(constraint: Constraint) -> LogitsProcessor:
     return bend
 
 
-def _processors(job: Job) -> list[LogitsProcessor]:
+def _processors(job: Job) -> list[Callable[[mx.array, mx.array], mx.array]]:
     s, size = job.sampling, min(job.sampling.repetition_context_size, 1 << 20)
     repetition = s.repetition_penalty if s.repetition_penalty != 1.0 else None
     penalties = (repetition, size, s.presence_penalty, size, s.frequency_penalty, size)
@@ -3533,11 +3530,14 @@ class Row:
     shifts: dict[int, int] = field(default_factory=dict)  # of positions behind an image, by its own
     out: list[int] = field(default_factory=list)
     group: Group | None = None
-    served: float = field(default_factory=time.monotonic)  # when its last prefill slice ended
 
     @property
     def to_prefill(self) -> int:
         return self.job.n_prompt - 1 - self.fed
+
+    @property
+    def to_stop(self) -> int:  # somebody may wait for that
+        return min([self.to_prefill, *(stop - self.fed for stop in self.stops[:1])])
 
     def shift(self, at: int) -> int:
         """By how much the images before this position of the prompt move what follows them."""
@@ -3594,8 +3594,7 @@ class Group:
 
     def __init__(self, loaded: LoadedModel, row: Row) -> None:
         """Feed what is left of the row's prompt, and tell its first token."""
-        processors = _processors(row.job)
-        tokens = row.job.prompt.tokens
+        processors, tokens = _processors(row.job), row.job.prompt.tokens
         # penalties see the cached tokens too; an image's marks are none
         context = tokens[:-1][tokens[:-1] >= 0].tolist() if processors else []
         rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
@@ -3615,8 +3614,7 @@ class Group:
         bounds = [StopSequences()], [1 << 60]  # tokens: it finishes no row itself
         self.batch = GenerationBatch(first, [0], mx.array(tokens[-1:]), row.cache, *rules, *bounds)
         self.batch.model = model
-        row.fed = len(tokens)
-        row.group, row.cache = self, []
+        row.fed, row.group, row.cache = len(tokens), self, []
         # why(L-46): told before step() launches the second, which takes a CPU as long as computing.
         (token,) = self.batch._next_tokens.tolist()
         row.tell(token, logprobs=self.batch._next_logprobs[0])
@@ -3671,8 +3669,7 @@ class Scheduler:
     """Everything that happens on the model thread, one `turn` at a time."""
 
     def __init__(self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics) -> None:
-        self.loaded, self.config = loaded, config
-        self.shape = measure_kv(loaded.model)
+        self.loaded, self.config, self.shape = loaded, config, measure_kv(loaded.model)
         self.limit = config.memory_limit_bytes or int(device_memory_bytes() * 0.9)
         free = self.limit - loaded.nbytes
         budget = min(config.prompt_cache_max_bytes or free, int(free * 0.55))
@@ -3680,11 +3677,10 @@ class Scheduler:
         if loaded.vision:
             loaded.vision.max_bytes = budget // FEATURE_SHARE
             budget -= loaded.vision.max_bytes
-        self._slices: deque[tuple[int, float]] = deque(maxlen=32)  # ends; such bytes per token
+        self._slices: deque[tuple[int, float, float]] = deque(maxlen=32)  # end, bytes/token, speed
         self.cache = LRUPromptCache(config, self.shape, max_bytes=budget, metrics=metrics)
-        self.waiting: list[Ticket] = []
-        self.rows: list[Row] = []
-        self._owed_seconds, self._speed = 0.0, 2000.0  # due to decoding; tokens per second at first
+        self.waiting, self.rows = list[Ticket](), list[Row]()
+        self._owed_seconds = self._credit = 0.0  # due to decoding, and to the oldest of prefills
         spaced_bytes = (HEADROOM_SHARE + 1) * max(self.shape.token_bytes, 1)
         self.capacity_tokens = (budget - _row_bytes(self.shape, 0)) * HEADROOM_SHARE // spaced_bytes
 
@@ -3711,8 +3707,8 @@ class Scheduler:
             self.guarded(list(group.rows), partial(self._decode, group))
         self._owed_seconds = max(0.0, self._owed_seconds - (time.monotonic() - began))
         while rows := self.prefilling:
-            # The one that needs least time; waiting counts for a row, so that none starves.
-            row = min(rows, key=lambda row: row.to_prefill / row.speed + row.served / 2)
+            # why(L-71): the one that ends first, but a share of the time is the oldest one's.
+            row = min(rows, key=lambda x: x.ticket.marks[0] if self._credit > 0 else x.to_stop)
             # why(L-68): decoding gets its due, but waits for who can join: a step costs the same.
             borrowed_seconds = 3.0 if row.to_prefill / row.speed < 0.5 else 0.0
             if not self.groups or self._owed_seconds <= borrowed_seconds:
@@ -3722,23 +3718,24 @@ class Scheduler:
 
     def _admit(self, ticket: Ticket) -> bool:
         """Start a waiting job unless it had better wait; False: nor may those behind it start."""
-        job = ticket.job
         try:
-            reuse = self.cache.find(job.prompt)
+            reuse = self.cache.find(ticket.job.prompt)
             if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
                 # A running row will soon hold more of this prompt; it is told where to stop.
                 for row in [row for row in self.rows if row.line is reuse.line]:
                     row.stops = sorted({*row.stops, min(reuse.promised, row.job.n_prompt - 1)})
                 return True
-            needed = self.running_bytes + _row_bytes(self.shape, job.n_prompt)
+            needed = self.running_bytes + _row_bytes(self.shape, ticket.job.n_prompt)
             fits = partial(self.cache.evict_to_fit, needed)  # but evict nothing where it cannot
             may_fit = needed <= self.cache.max_bytes
             if may_fit and (fits(reuse.line, depth=reuse.depth) or (not self.rows and fits())):
                 self._start(ticket)
             elif self.rows:
-                return False  # they will give bytes back
+                return (
+                    time.monotonic() - ticket.marks[0] < 30
+                )  # smaller ones may pass, not for ever
             else:
-                ticket.put(_no_room(self, job.n_prompt))
+                ticket.put(_no_room(self, ticket.job.n_prompt))
         except Exception as error:
             log.exception("a request could not be started")
             self.cache.mend()
@@ -3773,12 +3770,12 @@ class Scheduler:
         offset = _kv_cache_offset(cache, recorded=reuse.depth)
         assert offset == reuse.depth, "the cache is not as deep as the lookup said"
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
+        speed = self._slices[-1][2] if self._slices else 2000.0  # at first
         stops = _stops(job, offset, shape=self.shape)
-        row = Row(ticket, job, line, cache, offset, reuse, stops, self._speed)
+        row = Row(ticket, job, line, cache, offset, reuse, stops, speed)
         row.shifts = {at: self.loaded.model.places(view)[1] for at, view in job.images}
         line.lender, line.end, line.owner = row.read_span, offset, job.owner
-        line.head = min(job.boundaries, default=0)
-        ticket.match = reuse.match(job.n_prompt)
+        line.head, ticket.match = min(job.boundaries, default=0), reuse.match(job.n_prompt)
         self.rows.append(row)
         ticket.put(offset)
 
@@ -3790,15 +3787,15 @@ class Scheduler:
             pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
             pending = pending[: self._slice_length(row)]
             seen = _feed(row, pending, loaded=self.loaded, cache=self.cache)
-            row.fed += len(pending)
-            if len(pending) >= SLICE_MIN_TOKENS and not seen:
-                self._slices.append((row.fed, (mx.get_peak_memory() - before) / len(pending)))
+            row.fed = row.line.end = row.fed + len(pending)
+            took = time.monotonic() - began
+            if len(pending) >= SLICE_MIN_TOKENS and not seen:  # less measures the call
+                row.speed = len(pending) / max(took, 1e-6)
+                n_bytes = (mx.get_peak_memory() - before) / len(pending)
+                self._slices.append((row.fed, n_bytes, row.speed))
             mx.clear_cache()
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
-            row.line.end = row.fed
-            took = time.monotonic() - began
-            row.served = min(row.served + WAITING_SHARE * took, began + took)
-            row.speed = self._speed = len(pending) / max(took, 1e-6)
+            self._credit += took if self._credit <= 0 else -took * WAITING_SHARE
             self._owed_seconds = took * DECODE_SHARE + (self._owed_seconds if self.groups else 0.0)
             row.ticket.put(row.fed)
         if row.stops and row.fed == row.stops[0]:
@@ -3809,7 +3806,7 @@ class Scheduler:
 
     def _slice_length(self, row: Row) -> int:
         """Tokens of the next slice: to the next stop, and short while others wait their turn."""
-        to_stop = min([row.to_prefill, *(stop - row.fed for stop in row.stops[:1])])
+        to_stop = row.to_stop
         timely = row.speed * (0.4 if len(self.rows) + len(self.waiting) == 1 else 0.2)  # seconds
         if self._slices:
             timely = min(timely, _affordable(self._slices, row.fed, n_bytes=self._working_bytes))
@@ -3847,8 +3844,7 @@ class Scheduler:
                 self._finish(row, "length")
 
     def _end_unwanted(self) -> None:
-        now = time.monotonic()
-        patience = self.config.queue_timeout_seconds or math.inf
+        now, patience = time.monotonic(), self.config.queue_timeout_seconds or math.inf
         for ticket in list(self.waiting):
             if ticket.wish or now - ticket.marks[0] > patience:
                 self.waiting.remove(ticket)
@@ -3856,6 +3852,8 @@ class Scheduler:
                 ticket.put(Finished("cancelled") if ticket.wish else Overloaded(late))
         deadline = self.config.generation_watchdog_seconds or math.inf
         for row in list(self.rows):
+            if row.group is None and row.fed == row.reuse.depth:  # it still waits for its turn
+                row.ticket.marks[1] = now
             reason = row.ticket.wish
             if row.ticket.n_unread() > BACKLOG_EVENTS:
                 log.warning("a client is dropped that does not read its reply")
@@ -3870,7 +3868,7 @@ class Scheduler:
         """Put the row's KV back, then tell the connection: its next request must find it."""
         if row.group and (before := row.group.leave(row)):
             self.cache.add_checkpoint(row.line, row.fed - 1, snapshot=before)
-        if row.fed == 0:
+        if row.fed == 0 or NO_TOKEN in row.out:  # the last turn saw NaN, though the client left
             self.cache.drop(row.line)
         else:
             evaluate(row.cache)
@@ -3945,10 +3943,10 @@ def _noting(row: Row, n_tokens: int, *, cache: LRUPromptCache) -> Iterator[None]
         cache.add_checkpoint(row.line, at, snapshot=snapshot)
 
 
-def _affordable(slices: Iterable[tuple[int, float]], depth: int, *, n_bytes: int) -> float:
+def _affordable(slices: Iterable[tuple[float, ...]], depth: int, *, n_bytes: int) -> float:
     """Tokens of a slice from there on that the working memory has room for."""
     # why(L-55): where attention scores are kept, a token costs bytes with its depth.
-    depths, costs = np.array([*slices]).T
+    depths, costs, _ = np.array([*slices]).T
     slope = np.polyfit(depths, costs, 1)[0] if np.ptp(depths) else 0.0
     return float(n_bytes / max(2 * (costs.mean() + max(slope, 0.0) * (depth - depths.mean())), 1.0))
 
@@ -3971,6 +3969,7 @@ class Engine:
         self._config = config
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(None, self._run, "model", (load, metrics), daemon=True)
+        self.start = self._thread.start
         self._loaded: LoadedModel | None = None
         self.state: Literal["loading", "ready", "dead"] = "loading"
         self.trouble: str | None = None  # why there is no model (any more), in one sentence
@@ -3979,9 +3978,6 @@ class Engine:
         self.lines: list[tuple[str, dict[str, Any]]] = []  # each behind its tenant
         self.report: dict[str, Any] = {}  # rows by phase, queue and cache, likewise
         self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """End the thread after the current turn; running requests fail."""
@@ -4064,7 +4060,7 @@ class Engine:
                 if not scheduler.cache.lines:  # why(L-56): what it saves is little beside prefill
                     scheduler.loaded.template.forget()
                 mx.clear_cache()
-                _malloc_trim(0)  # why(L-53): glibc keeps what is freed until it is asked
+                getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # why(L-53): glibc must be asked
             if not scheduler.busy or time.monotonic() - looked > 0.25:
                 looked = time.monotonic()
                 scheduler.guarded([], scheduler.hold_limit)
@@ -4101,7 +4097,7 @@ class Engine:
 # back. White space before a tag belongs to the tag; after one, newlines are dropped until the first
 # text of that kind, so that a reply of calls alone has no content. All else is as generated, but a
 # `</think>` nobody opened and a `<think>` inside thinking are dropped: they are never content.
-# Doors   _ReasoningStreamSplitter, Tags, Piece · Knows - · Thread any; pure · Budget 95
+# Doors   _ReasoningStreamSplitter, Tags, Piece · Knows - · Thread any; pure · Budget 99
 
 TextKind = Literal["reasoning", "content"]
 
@@ -4112,6 +4108,7 @@ class Tags(NamedTuple):
     think_start: str | None = None
     think_end: str | None = None
     tool_start: str | None = None
+    forgetful: str | None = None  # what begins a call where a model forgets `tool_start`
 
 
 class Piece(NamedTuple):
@@ -4126,7 +4123,8 @@ class _ReasoningStreamSplitter:
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
         self._tags = tags
-        self._pattern = regex.compile("|".join(map(regex.escape, filter(None, tags))) or "(?!)")
+        spelled = ("|".join(map(regex.escape, filter(None, some))) for some in (tags, tags[3:]))
+        self._all, self._untagged = (regex.compile(pattern or "(?!)") for pattern in spelled)
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._started: set[TextKind] = set()  # kinds of which some text has left
         self.after_tag = in_reasoning  # a tag came since the last text
@@ -4141,7 +4139,9 @@ class _ReasoningStreamSplitter:
         """What is certain now. `literal`: no tag token came, what looks like a tag is text."""
         if self.in_call:
             return [Piece("tool", text)] if text else []
-        return self.restore(text) if literal else self._scan(text)
+        # why(L-82): Qwen3-Coder forgets the tag, but in a thought it may be quoting.
+        quoted = literal and self.is_thinking
+        return self.restore(text) if quoted else self._scan(text, literal=literal)
 
     def resume(self, rest: str, *, called: bool) -> list[Piece]:
         """Go on after a call with what followed it; if it was one, it closed the thinking."""
@@ -4170,16 +4170,16 @@ class _ReasoningStreamSplitter:
             pieces.append(Piece(self._kind, self._held))
         return pieces
 
-    def _scan(self, text: str) -> list[Piece]:
+    def _scan(self, text: str, *, literal: bool = False) -> list[Piece]:
         text, self._held = self._held + text, ""
         pieces: list[Piece] = []
-        while match := self._pattern.search(text, partial=True):
+        while match := (self._untagged if literal else self._all).search(text, partial=True):
             pieces += self.restore(text[: match.start()])
             if match.partial:
                 self._held += match[0]
                 return pieces
             text = text[match.end() :]
-            if match[0] == self._tags.tool_start:
+            if match[0] in self._tags[2:]:
                 self.in_call = True
                 held, self._held = self._held, ""
                 return [*pieces, Piece("tool", held + match[0] + text)]
@@ -4198,13 +4198,13 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 290
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 306
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 _TYPES: Final = (str, bool, int, float, list, dict, type(None))
 _TYPE_NAMES: Final = ("string", "boolean", "integer", "number", "array", "object", "null")
-_JSON_TYPES: Final = MappingProxyType(dict(zip(_TYPES, _TYPE_NAMES, strict=True)))
+_JSON_TYPES: Final = {kind: name for name, kind in zip(_TYPE_NAMES, _TYPES, strict=True)}
 _PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # Jinja prints them
 
 
@@ -4237,7 +4237,9 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         sign="<arg_key>",
         opening="{name}{gap}{required}",  # without it `read` might still become `read_file`
         name=r'(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>)',
-        key=r"\s*(?:<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>|(?P<end></tool_call>))",
+        # why(L-82): a tag comes twice, or the one before the value is left out
+        key=r"\s*(?:(?:<arg_key>)+(?P<key>[^<]+)(?:</arg_key>\s*)+(?:<arg_value>|(?=[^<\s]))"
+        r"|(?P<end></tool_call>))",
         value_end=r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)",
     ),
     "hermes": _Dialect(
@@ -4246,19 +4248,29 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
 }
-_NAME: Final = rf"(?:\s+)?<tool_call>\s*(?:{'|'.join(d.name for d in _DIALECTS.values())})"
+_OPENED: Final = r"<tool_call>\s*|(?=<function=[^<>]+>\s*<(?:parameter=|/function>))"
+_NAME: Final = rf"(?:\s+)?(?:{_OPENED})(?:{'|'.join(d.name for d in _DIALECTS.values())})"
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
 _HEX: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
 _ESC: Final = rf'["\\/bfnrt]|u{_HEX}'  # any other is "raw": models write \d, \users, half a pair
 _CHAR: Final = rf'[^"\\\x00-\x1f]|\\(?:{_ESC})'
 _KEY: Final = rf'\s*"(?:{_CHAR})*"\s*:'
+# why(L-86): a quote that nothing follows which could, in a string, is one that was not escaped.
+_STRING: Final = (
+    rf'(?:{_CHAR})+|(?P<raw>[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))|"(?=\s*(?:[^\s,}}\]<]'
+    r'|<(?!/?tool_call>)(?=(?s:.{11}))%s)))|(?P<close>"(?=\s*(?:(?:,\s*)?[}\]]|</?tool_call>|,%s)))'
+)
+_KEYLESS: Final = (
+    rf'|,\s*(?:[^\s"}}\]]|"(?:{_CHAR})*(?:[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))|"\s*[^\s:]))'
+)
 _JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
     "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
     "}": rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})",
     "[": rf"{_VALUE}|\s*(?P<close>\])",
     "]": rf"\s*,{_VALUE}|\s*(?P<close>\])",
-    '"': rf'(?:{_CHAR})+|(?P<raw>[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}})))|(?P<close>")',
+    ']"': _STRING % ("", ""),  # a string in an array; in an object, where a key comes next
+    '}"': _STRING % (_KEYLESS, _KEY),
 }
 _CLOSED: Final = str.maketrans("{[", "}]")
 
@@ -4343,18 +4355,19 @@ class ReplyStream:
         self._calls: list[Body] = []  # the last may be open: its name is known and was offered
         self.n_calls = 0  # complete ones
         self._reading: Iterator[None] | None = None  # of the open call; pauses for more text
-        self._unread = ""
-        self._json = ""  # what this piece of it added to the arguments
+        self._unread = self._json = ""  # of that call; what this piece added to its arguments
         self._ended = False  # no more text will come
 
     def feed(self, text: str, *, literal: bool = False) -> list[Body]:
         """What is certain now; `literal` as in `_ReasoningStreamSplitter.feed`."""
         return self._route(self._splitter.feed(text, literal=literal))
 
-    def finish(self) -> list[Body]:
+    def finish(self, *, closes: bool = True) -> list[Body]:
         """What was held back; an open call gives what there is, as valid JSON, or as text."""
         self._ended = True
-        open_call = [Piece("tool", "")] if self._splitter.in_call else []
+        # Unless it `closes`: Claude Code runs whatever is valid, half a file, too (L-86).
+        is_left = len(self._calls) > self.n_calls and not closes
+        open_call = [Piece("tool", "")] if self._splitter.in_call and not is_left else []
         return self._route(open_call) + self._route(self._splitter.finish())
 
     def message(self) -> Body:
@@ -4408,7 +4421,7 @@ class ReplyStream:
         if self._format.dialect == "foreign":
             yield from self._read_foreign()
         elif (match := (yield from self._take(_NAME))) is None:  # a tag, but no call
-            self._unread = self._unread.partition(self._format.start)[2]
+            self._unread = self._unread.lstrip()[1:]  # what it opens with is text, then
         else:
             name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
             if name in self._offered:
@@ -4457,13 +4470,17 @@ class ReplyStream:
     def _read_json(self) -> Iterator[None]:
         """JSON as generated; members leave when their values begin: closing all makes it valid."""
         opened = "{"  # a key of `_JSON` for each thing that is open, outermost first
-        while opened and (match := (yield from self._take(_JSON[opened[-1]]))):
+        inside = "{"  # the last of them, with what it is in if that is a string
+        while opened and (match := (yield from self._take(_JSON[inside]))):
             kind, text = match.lastgroup, match[0]
             inside = opened[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
             opened = opened[:-1] + ("" if kind == "close" else inside)
+            inside = opened[-2:] if opened[-1:] == '"' else opened[-1:]
             self._json += _json(text)[1:-1] if kind == "raw" else text
         self._json += opened[::-1].translate(_CLOSED)
-        yield from self._take(r"\s*[}\]]*\s*</tool_call>")  # also where a bracket was forgotten
+        # also where a bracket was forgotten, or the tag; another may stand in the same block (L-82)
+        yield from self._take(r"\s*[}\]]*\s*(?:</tool_call>|(?=[^\s}\]<{]|<[^/]|\{.{6}))")
+        self._unread = "<tool_call>" * self._unread.startswith('{"name"') + self._unread
 
     def _read_foreign(self) -> Iterator[None]:
         """A call, or several, for mlx-lm's parser: only at the end it can read them."""
@@ -4533,16 +4550,10 @@ class ServerState:
 
 def empty_stores(config: Config, metrics: CacheMetrics) -> dict[str, Any]:
     """What remembers requests, by its field of ServerState."""
-    healing = HealingStore()
-    return {
-        "HEALING_STORE": healing,
-        "LEDGER": Ledger(config, metrics, healing=healing),
-        "SESSION_INDEX": SessionIndex(config),
-        "SESSION_TURN_STORE": SessionTurnStore(),
-        "live": {},
-        "recent": deque(maxlen=200),
-        "divergences": deque(maxlen=20),
-    }
+    stores: dict[str, Any] = {"HEALING_STORE": (healing := HealingStore())}
+    stores |= {"LEDGER": Ledger(config, metrics, healing=healing)}
+    stores |= {"SESSION_INDEX": SessionIndex(config), "SESSION_TURN_STORE": SessionTurnStore()}
+    return {**stores, "live": {}, "recent": deque(maxlen=200), "divergences": deque(maxlen=20)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -4576,8 +4587,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     request, views = _seen(state, request)
     draft = _draft(state, request, limit=limit)
     rendered = draft.rendered
-    room = limit - len(rendered.ids)
-    if room < 1:
+    if (room := limit - len(rendered.ids)) < 1:
         raise ContextTooLong(len(rendered.ids), limit)
     if any(token >= loaded.vocab_size for token in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", at="logit_bias")
@@ -4590,10 +4600,14 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     thinks = rendered.starts_in_reasoning
     named = zip(draft.turns, draft.keys[1:], strict=False)
     head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
+    # The tokens stand under a root for all else: the weights, and whose it is.
+    root = sha256(repr((loaded.revision, state.tenant)).encode()).digest()
+    ids, size = rendered.ids, state.config.prompt_cache_block_size
+    hashes = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()
     job = Job(
-        prompt=_prompt(state, draft),
-        images=tuple((at, views[int(rendered.ids[at])]) for at in image_starts(rendered.ids)),
-        owner=(state.tenant, session_id_of(request.session, rendered.ids, first_words=head)),
+        prompt=Prompt(root, ids, _block_hashes(ids, size, root=root, known=hashes)),
+        images=tuple((at, views[int(ids[at])]) for at in image_starts(ids)),
+        owner=(state.tenant, session_id_of(request.session, ids, first_words=head)),
         boundaries=_checkpoint_positions(rendered),
         max_tokens=min(request.max_tokens, room),
         sampling=request.sampling,
@@ -4601,7 +4615,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
         constraints=tuple(_constraints(loaded, request, in_reasoning=thinks, tool_format=form)),
     )
     if views and state.config.vlm_cache_debug:
-        log.info("images at %s, tokens %s", image_starts(rendered.ids), rendered.ids[:64].tolist())
+        log.info("images at %s, tokens %s", image_starts(ids), ids[:64].tolist())
     return Prepared(request, loaded, draft, form, job)
 
 
@@ -4652,14 +4666,6 @@ def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     return {"input_tokens": len(draft.rendered.ids)}
 
 
-def _prompt(state: ServerState, draft: Draft) -> Prompt:
-    """The tokens under a root that stands for all else: the weights, and whose it is."""
-    root = sha256(repr((state.engine.model.revision, state.tenant)).encode()).digest()
-    size, ids = state.config.prompt_cache_block_size, draft.rendered.ids
-    known = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()
-    return Prompt(root, ids, _block_hashes(ids, size, root=root, known=known))
-
-
 def _checkpoint_positions(rendered: Rendered) -> tuple[int, ...]:
     """Ends of the head and of the messages, the last user's, and what a tool loop adds to it."""
     last_user = rendered.last_user_start or 0
@@ -4675,14 +4681,15 @@ def _constraints(
         return
     marks, encode, (mode, name) = loaded.tokenizer, loaded.template.encode, request.tool_choice
     calls, end = encode(marks.tool_call_start or ""), list(marks.think_end_tokens or ())
-    budget = request.thinking_budget or request.max_tokens
+    budget = request.max_tokens if (n := request.thinking_budget) is None else max(n, 1)
     start = encode(marks.think_start or "")[:1] if request.thinking and not in_reasoning else []
     thinks = in_reasoning or start  # the reply itself may begin with a thought, then by `start`
-    if mode == "none" and len(calls) == 1:
+    call = calls if len(calls) == 1 else []  # one token, or no one can know
+    if mode == "none" and call:
         # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
-        yield partial(avoid, calls)
+        yield partial(avoid, call)
     if thinks and len(end) == 1 and budget < request.max_tokens:
-        yield partial(think_at_most, budget, start=start, end=end[0])
+        yield partial(think_at_most, budget, start=start, ends=[*end, *call])
     if mode in ("required", "named"):
         if tool_format is None:
             raise BadRequest("this model's template knows no calls", at="tool_choice")
@@ -4695,12 +4702,10 @@ def _constraints(
         answer = f"BLANKS? (@json{or_calls})"
     else:
         return
-    thought = f"<[^{','.join(map(str, [*end[:1], *loaded.eos_ids]))}]>* {_spelled(end)}"
+    thought = f"<[^{','.join(map(str, [*end[:1], *call, *loaded.eos_ids]))}]>* {_spelled(end)}"
     before = thought if in_reasoning else f"({_spelled(start)} {thought})?" if start else ""
-    tags = (marks.think_start, marks.think_end, marks.tool_call_start, marks.tool_call_end)
-    guide = _guide(loaded.tokenizer, tags=tags, eos_ids=loaded.eos_ids)
-    schema = json.dumps(request.schema or {})
-    yield partial(follow, _compiled(guide, f"{before} {answer}", schema=schema))
+    made = _compiled(_guide(marks), f"{before} {answer}", schema=json.dumps(request.schema or {}))
+    yield partial(follow, made)
 
 
 def _spelled(ids: Iterable[int]) -> str:
@@ -4709,13 +4714,14 @@ def _spelled(ids: Iterable[int]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _guide(tokenizer: Any, *, tags: tuple[str | None, ...], eos_ids: frozenset[int]) -> Any:
+def _guide(known: Any) -> Any:
     """What compiles for this tokenizer: tags are markup, never a part of a JSON string."""
     import llguidance  # only for who asks: it takes 0.2 s, and what follows up to a second
 
-    copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    copy = Tokenizer.from_str(known.backend_tokenizer.to_str())
+    tags = (known.think_start, known.think_end, known.tool_call_start, known.tool_call_end)
     copy.add_special_tokens([tag for tag in tags if tag and copy.token_to_id(tag) is not None])
-    words = llguidance.LLTokenizer(copy.to_str(), eos_token=sorted(eos_ids))
+    words = llguidance.LLTokenizer(copy.to_str(), eos_token=sorted(known.eos_token_ids))
     return partial(llguidance.LLMatcher, words, log_level=0)
 
 
@@ -4760,7 +4766,8 @@ class Listener:
     def __init__(self, prepared: Prepared) -> None:
         request, loaded, form = prepared.request, prepared.loaded, prepared.tool_format
         known, thinks = loaded.tokenizer, prepared.draft.rendered.starts_in_reasoning
-        tags = Tags(known.think_start, known.think_end, form and form.start)
+        forgetful = "<function=" if form and form.dialect == "qwen" else None
+        tags = Tags(known.think_start, known.think_end, form and form.start, forgetful)
         tags = Tags() if request.kind == "completion" else tags
         call_ids = (uuid.uuid4().hex[:9] for _ in count())  # why(L-75): not any name will do
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
@@ -4769,7 +4776,7 @@ class Listener:
         self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids, most=self._most)
         self._detokenizer = Detokenizer(known.backend_tokenizer, loaded.hidden_ids)
         self.stops = StopStrings(request.stop)
-        ids = [loaded.template.encode(tag) for tag in filter(None, tags)]
+        ids = [loaded.template.encode(tag) for tag in filter(None, tags[:3])]
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
         self.n_reasoning = 0
         self.ids: list[int] = []
@@ -4794,17 +4801,16 @@ class Listener:
             return self.stream.feed(text, literal=literal)
         return self.stream.feed(self.stops.feed(text), literal=literal)
 
-    def finish(self) -> list[Body]:
+    def finish(self, *, closes: bool) -> list[Body]:
         rest = self.stops.feed(self._detokenizer.finish(), is_last=True)
-        return self.stream.feed(rest) + self.stream.finish()
+        return self.stream.feed(rest) + self.stream.finish(closes=closes)
 
 
 class Answer:
     """One request on its way, to be closed. Making one raises what can still be a status code."""
 
     def __init__(self, state: ServerState, request: ChatRequest) -> None:
-        self._state = state
-        self._began = time.monotonic()
+        self._state, self._began = state, time.monotonic()
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
             with suppress(OSError):  # why(L-35): rendering must not slow down those who stream
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
@@ -4876,7 +4882,8 @@ class Answer:
                     case Finished("cancelled"):
                         raise ClientGone
                     case Finished() as end:
-                        self._end, deltas = end, self._listener.finish()
+                        is_whole = end.reason == "stop" or self._request.kind != "messages"
+                        self._end, deltas = end, self._listener.finish(closes=is_whole)
                         self._remember(end)
                         self._note_turn(end)
                 yield deltas
@@ -5102,8 +5109,7 @@ class LLMServer(ThreadingTCPServer):
         super().shutdown_request(request)
         self._slots.release()
 
-    @override
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, _request: Any, client_address: Any) -> None:
         # Connections break; that is worth a line, not a traceback on the console.
         log.debug("connection from %s ended badly: %r", client_address, sys.exception())
 
@@ -5221,9 +5227,8 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.command.replace("HEAD", "GET"), path.rstrip("/") or "/"
         self._asked = _PREFLIGHT if self._cors and self.command == "OPTIONS" else asked
         key = "" if self._asked in _NO_KEY else _right_key(self.headers, entries(config.api_key))
-        is_apart = key and config.cache_isolation == "key"
-        tenant = sha256(key.encode()).hexdigest()[:16] if is_apart else ""  # "" is everybody
-        self._state = self.server.state.of(tenant)
+        own_key = key if config.cache_isolation == "key" else ""  # whose stores; "": everybody's
+        self._state = self.server.state.of(own_key and sha256(own_key.encode()).hexdigest()[:16])
 
     def _header(self, name: str) -> str:
         return " ".join(self.headers.get(name, "").lower().split())
@@ -5267,12 +5272,6 @@ class Handler(BaseHTTPRequestHandler):
         if (body := routes[method](self)) is not None:
             self._send_json(200, body)
 
-    def _send_front(self) -> None:
-        if "text/html" in self._header("Accept"):
-            self._send_file("index.html", "text/html; charset=utf-8")
-        else:
-            self._send_json(*health(self.server.state))
-
     def _send_file(self, name: str, kind: str) -> None:
         try:
             payload = (Path(__file__).resolve().parent / "web" / name).read_bytes()
@@ -5280,9 +5279,13 @@ class Handler(BaseHTTPRequestHandler):
             raise NotServed(404, f"web/{name} is missing beside start-llm.py") from None
         self._send(200, payload, kind=kind)
 
-    _ROUTES: typing.ClassVar[Mapping[tuple[str, str], Callable[[Handler], object]]] = {
+    _ROUTES: Mapping[tuple[str, str], Callable[[Handler], object]] = {
         _PREFLIGHT: lambda h: h._begin(204),
-        ("GET", "/"): _send_front,
+        ("GET", "/"): lambda h: (
+            h._send_file("index.html", "text/html; charset=utf-8")
+            if "text/html" in h._header("Accept")
+            else h._send_json(*health(h.server.state))
+        ),
         ("GET", "/health"): lambda h: h._send_json(*health(h.server.state)),
         ("GET", "/openapi.json"): lambda h: h._send_file("openapi.json", "application/json"),
         ("GET", "/metrics"): lambda h: h._send(200, metrics_text(h._state), kind=_METRICS),
@@ -5358,14 +5361,12 @@ class Handler(BaseHTTPRequestHandler):
     def _write_chunk(self, payload: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(payload), payload) if self._framing else payload)
 
-    @override
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+    def send_error(self, code: int, message: str | None = None, *_more: str | None) -> None:
         """The stdlib's own refusals (bad request line, headers too long), in our error shape."""
         self._send_error_body(NotServed(code, message or "the request could not be understood"))
 
-    @override
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug("%s %s", self.client_address[0], format % args)
+    def log_message(self, pattern: str, *args: Any) -> None:
+        log.debug("%s %s", self.client_address[0], pattern % args)
 
 
 # region 22 MAIN ===============================================================
@@ -5463,7 +5464,6 @@ def main() -> int:
     """Run the server; returns the exit status: 0 stopped, 1 the model died, 2 cannot start."""
     usage = "Settings, as MODEL_PATH, are environment variables or lines of .env: see .env.example."
     argparse.ArgumentParser(description=usage).parse_args()
-    written = dotenv_values(Path(__file__).resolve().parent / ".env")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one; macOS gives 256
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
@@ -5480,14 +5480,14 @@ def main() -> int:
     signal.signal(signal.SIGINT, told_to_stop)
     signal.signal(signal.SIGTERM, told_to_stop)
     try:
+        written = dotenv_values(Path(__file__).resolve().parent / ".env")
         config = Config.from_env({**written, **os.environ})
         start_logging(config)
-        known = {name.upper() for name in Config.model_fields}
-        for name in sorted({*written} - known):
+        for name in sorted({*written} - {name.upper() for name in Config.model_fields}):
             log.warning("%s in .env: nothing acts on it", name)
         state = build_state(config)
         servers = _listen(config, state)
-    except ConfigError as error:
+    except (ConfigError, UnicodeDecodeError) as error:  # of .env: not UTF-8
         sys.stderr.write(f"start-llm: {error}\n")
         return 2
     return _serve(state, servers, stop=stop)

@@ -176,7 +176,7 @@ class Words:
         Of thousands: were they few, guessing one would be learnt, and not looking it up.
         """
         roll = self.rng.random()
-        if roll < 0.6:
+        if roll < 0.6 and not self.practised(0.5):
             return self.of(POOLS["nouns"] if roll < 0.2 else ENGLISH)
         return self.invented()
 

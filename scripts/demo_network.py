@@ -13,7 +13,6 @@ there), the recurrence runs in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -41,7 +40,7 @@ class Shape:
     linear_num_value_heads: int = 4
     linear_key_head_dim: int = 32
     linear_value_head_dim: int = 64
-    linear_conv_kernel_dim: int = 4
+    linear_conv_kernel_dim: int = 8
     rms_norm_eps: float = 1e-6
     rotary_dim: int = 16
     rope_theta: float = 4.0**8
@@ -340,6 +339,18 @@ class Network(nn.Module):
 
 CONSTANT: Final = 0.35  # dimension 0 of every embedding: a bias, where the layers have none
 FEATURE_NORM: Final = 0.7  # of what the first layer tells of a token, beside an embedding's 1.0
+# How much is told, and how much of that each head compares: of this token, of the one before it,
+# and so on. Seven, because spaces are tokens: behind three of them all "in the" are alike.
+TOLD: Final = (52, 44, 34, 26, 20, 16, 12)
+COMPARED: Final = (20, 12, 7, 4, 2, 2, 1)
+RECENCY: Final = 0.28  # of each slowly turning dimension, beside 4.6 for all that is compared
+
+
+class Features(NamedTuple):
+    """Directions of the residual that tell which token stands here, before it, and so on."""
+
+    here: list[Tensor]  # (hidden, TOLD[i]) of the token i places back
+    next: list[Tensor]  # the same as seen from the place behind it
 
 
 @torch.no_grad()
@@ -349,80 +360,74 @@ def plant_copying(network: Network) -> None:
     A small network finds this by itself only after more tokens than two cores can read in a day,
     and nearly all that the demo does is copying. So training begins with it, and shapes it:
 
-        layer 0   tells of each token which it is, and which the three before it were: a constant
-                  key that the delta rule overwrites at once, and one tap of the convolution for
-                  each head
-        layer 1   looks for a place where these three came before: what stands there came next the
-                  last time. It is added to the residual as it is.
+        layer 0   tells of each token which it is, and which the seven before it were: a constant
+                  key that the delta rule overwrites at once, and a tap of the convolution for each
+        layer 1   looks for a place where these came before: what stands there came next the last
+                  time. It is added to the residual as it is.
     """
     shape, first, second = network.shape, network.layers[0], network.layers[1]
-    assert shape.full_attention_interval == 2 and shape.linear_num_key_heads == 4
+    assert shape.full_attention_interval == 2 and shape.linear_conv_kernel_dim == len(TOLD) + 1
     assert shape.hidden_size == shape.num_attention_heads * shape.head_dim
     assert shape.hidden_size == shape.linear_num_value_heads * shape.linear_value_head_dim
     embeddings = network.embed_tokens.weight
     embeddings[:, 0] = CONSTANT
     basis = torch.linalg.qr(torch.randn(shape.hidden_size, shape.hidden_size))[0]
     basis[0] = 0.0
-    plant_features(first.linear_attn, basis)
-    features = basis.view(-1, shape.linear_num_key_heads, shape.linear_value_head_dim)
-    plant_lookup(second.self_attn, features.unbind(1), shape.rotary_dim)
+    plant_lookup(second.self_attn, plant_features(first.linear_attn, basis), shape.rotary_dim)
 
 
-def plant_features(linear: GatedDeltaNet, basis: Tensor) -> None:
-    """Head 0 tells of this token, head 1 of the one before, and so on."""
-    size, keys = linear.dv, 2 * linear.key_size
+def plant_features(linear: GatedDeltaNet, basis: Tensor) -> Features:
+    """The first channels tell of this token, the next ones of the token before, and so on."""
+    keys = 2 * linear.key_size
     qkv = linear.in_proj_qkv.weight
     qkv.mul_(0.02)
     qkv[:keys, 0] = 1.0
-    reads = 1.5 * torch.randn(size, qkv.shape[1]) * qkv.shape[1] ** -0.5
-    reads[:, 0] = 0.0
     taps = linear.conv1d.weight[..., 0]
     taps.mul_(0.02)
     taps[:keys, -1] = 1.0
-    for head in range(linear.heads):
-        rows = slice(keys + head * size, keys + (head + 1) * size)
-        qkv[rows] = reads
-        taps[rows, -1 - head] = 1.0
+    reads = 1.5 * torch.randn(TOLD[0], qkv.shape[1]) * qkv.shape[1] ** -0.5
+    reads[:, 0] = 0.0
+    told, at = [], 0
+    for back, n in enumerate((TOLD[0], *TOLD)):
+        channels = slice(keys + at, keys + at + n)
+        qkv[channels] = reads[:n]
+        taps[channels, -1 - back] = 1.0
+        told.append(basis[:, at : at + n])
+        at += n
     for projection, at_constant in ((linear.in_proj_z, 0.5), (linear.in_proj_b, 1.0)):
         projection.weight.mul_(0.02)
         projection.weight[:, 0] = at_constant
     linear.in_proj_a.weight[:, 0] = 2.0
-    norm = 2.1 * size**0.5  # of what one head gives
+    norm = 2.1 * linear.dv**0.5  # of what one head gives
     linear.out_proj.weight.copy_(basis * (FEATURE_NORM / norm))
+    return Features([one[:, :n] for one, n in zip(told, TOLD, strict=False)], told[1:])
 
 
-RECENCY: Final = 0.28  # of each slowly turning dimension, beside 4.6 for all that is compared
-COMPARED: Final = (24, 14, 10)  # dimensions of a head for this token, the last, and the one before
-
-
-def plant_lookup(attention: Attention, features: Sequence[Tensor], n_turning: int) -> None:
+def plant_lookup(attention: Attention, features: Features, n_turning: int) -> None:
     """Every head finds the place; each of them brings a part of what stands there.
 
-    `features` (hidden, size) tell of this token, the last, and so on. Of several places the latest
-    is preferred: the slowly turning dimensions of queries and keys are constant, so their product
-    is largest at a distance of nothing.
+    Of several places the latest is preferred: the slowly turning dimensions of queries and keys
+    are constant, so their product is largest at a distance of nothing.
     """
     queries = attention.q_proj.weight.view(attention.heads, 2, attention.size, -1)
     keys = attention.k_proj.weight.view(attention.heads, attention.size, -1)
     queries.mul_(0.02)
-    size = features[0].shape[1]
     for head in range(attention.heads):
-        mixed = torch.randn(size, size)
-        mixed = mixed - mixed.mean(1, keepdim=True)  # features are never negative: drop their mean
-        parts = torch.linalg.qr(mixed.T)[0].T[: sum(COMPARED)].split(COMPARED)
-        of_query, of_key = features[:-1], features[1:]
-        queries[head, 0, n_turning:] = torch.cat(
-            [part @ one.T for part, one in zip(parts, of_query, strict=True)]
-        )
-        keys[head, n_turning:] = torch.cat(
-            [part @ one.T for part, one in zip(parts, of_key, strict=True)]
-        )
-        for turning in (queries[head, 0, :n_turning], keys[head, :n_turning]):
-            turning.zero_()
-            turning[3 : n_turning // 2, 0] = RECENCY
+        parts = [chosen(told, n) for told, n in zip(TOLD, COMPARED, strict=True)]
+        for weight, told in ((queries[head, 0], features.here), (keys[head], features.next)):
+            compared = [part @ one.T for part, one in zip(parts, told, strict=True)]
+            weight[n_turning:] = torch.cat(compared)
+            weight[:n_turning] = 0.0
+            weight[3 : n_turning // 2, 0] = RECENCY
     attention.q_norm.weight.fill_(2.4)
     attention.k_norm.weight.fill_(2.4)
     whole = torch.eye(attention.heads * attention.size)
     whole[0] = 0.0
     attention.v_proj.weight.copy_(whole)
     attention.o_proj.weight.copy_(0.8 * whole)
+
+
+def chosen(size: int, n: int) -> Tensor:
+    """(n, size): orthonormal, and without the mean, because features are never negative."""
+    mixed = torch.randn(size, size)
+    return torch.linalg.qr((mixed - mixed.mean(1, keepdim=True)).T)[0].T[:n]

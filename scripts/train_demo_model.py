@@ -77,6 +77,8 @@ PIECES: Final = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]|[\"':,(){}\[\]]+|[^A-Za-z0-
 
 TOKENS_PER_BATCH: Final = 4096
 ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long system prompts
+# From which step on, how often each.
+LENGTHS: Final = ((0, (60, 36, 4, 0, 0)), (4000, (32, 46, 18, 3, 1)), (7000, (21, 46, 20, 9, 4)))
 # How often a row is mostly instructions, as agents send them.
 FILLED_SHARE: Final = {512: 0.0, 1024: 0.15, 2048: 0.3, 4096: 0.5, 8192: 0.7}
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
@@ -267,10 +269,9 @@ def conversation_row(
 
 
 def row_length(rng: random.Random, step: int) -> int:
-    """Short texts first; from step 400 on also long ones."""
-    if step < 400:
-        return rng.choices(ROWS, (3, 5, 2, 0, 0))[0]
-    return rng.choices(ROWS, (21, 46, 20, 9, 4))[0]
+    """Short texts first: what is said there is new twice as often, for the same time."""
+    shares = next(shares for start, shares in reversed(LENGTHS) if step >= start)
+    return rng.choices(ROWS, shares)[0]
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:

@@ -58,7 +58,7 @@ def heard(monkeypatch, pieces, *, stop, thinks=True):
     listener = s.Listener(prepared)
     for token in range(len(pieces)):
         listener.hear(token)
-    listener.finish()
+    listener.finish(closes=True)
     message = listener.stream.message()
     calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     return message.get("reasoning_content"), message["content"], calls, listener.stops.hit

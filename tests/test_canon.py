@@ -181,6 +181,18 @@ FIELDS = [
         *("12:00", "12:01", "Current time is V."),
     ),
     Field(
+        *("current_time", said("system", "You help.\n- The current time is V.\nBe brief.")),
+        *("2026-11-20 10:05:07.123456", "2026-11-21T09:00:00+01:00", "The current time is V."),
+    ),
+    Field(
+        *("current_date", said("system", "**Current date and time:** V (the user's)")),
+        *("Friday, November 20th, 2026, 9:03 PM", "Sat, 21 Nov 2026 at 10:00 CET", "V (the"),
+    ),
+    Field(
+        *("current_date", said("system", "Today is V. You are an assistant.")),
+        *("Friday, 20 November 2026", "Saturday, 21 November 2026", "Today is V. You are"),
+    ),
+    Field(
         *("current_date", said("system", "## Temporal Context\nCurrent date: V\nTime zone: UTC")),
         *(*DAYS, "Current date: V"),
     ),
@@ -224,6 +236,17 @@ FIELDS = [
     Field("late_system", said("developer", "<total>V</total>"), "9", "8", before=ASKED),
 ]
 WORDED = [field for field in FIELDS if field.alone]  # found by its words, not by its place
+
+
+@pytest.mark.parametrize("clock", ["Current time: 10:05", "Current date: 2026-11-20"])
+@pytest.mark.parametrize(
+    "behind", [". You work for {}.", ", and you work for {}", " - {}", " ({})"]
+)
+def test_what_a_line_says_behind_the_clock_is_not_the_clocks(clock: str, behind: str) -> None:
+    lines = [clock + behind.format(name) for name in ("Acme", "Globex")]
+    assert names([said("system", lines[0])]) != names([said("system", lines[1])])
+    (turn,) = start_llm._canonicalize_messages([said("system", lines[0])], canon())
+    assert [field.value for field in turn.fields] == [clock.partition(": ")[2]]
 
 
 def rule_named(name: str) -> start_llm.Rule:

@@ -18,7 +18,7 @@ from test_render import call, said
 QUICK = settings(max_examples=60)
 THOROUGH = settings(max_examples=200)
 TAGS = ("<think>", "</think>")
-ASKED = b"digest of what is answered"
+ASKED = (b"digest of what is answered",)
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 # -0.0, 2.0, 1e21, 2**53 + 1 and keys that look like indices: what a JavaScript client rewrites.
@@ -323,7 +323,7 @@ def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_si
     for thought in ("the sky is blue", "two is even"):
         store.remember(reply("yes", thought=thought), ASKED)
     name = start_llm.thought_id("the sky is blue")
-    assert store.thought_of(reply("yes", thought_id=name), b"") == "the sky is blue"
+    assert store.thought_of(reply("yes", thought_id=name), ()) == "the sky is blue"
     assert store.thought_of(reply("yes", thought_id="unknown"), ASKED) == "two is even"
 
 
@@ -331,10 +331,19 @@ def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
     """A client's own examples are full of "yes"; no thought of ours led to them."""
     store = start_llm.HealingStore()
     for asked, thought in ((b"is the sky blue?", "it is day"), (b"is two even?", "two halves")):
-        store.remember(reply("yes", thought=thought), asked)
-    asked = [b"", b"is the sky blue?", b"are you there?", b"is two even?"]
+        store.remember(reply("yes", thought=thought), (asked,))
+    asked = [(b"",), (b"is the sky blue?",), (b"are you there?",), (b"is two even?",)]
     healed = start_llm._heal_messages([reply("yes")] * 4, store, answered=asked)
     assert [m.get("reasoning_content") for m in healed] == [None, "it is day", None, "two halves"]
+
+
+def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_since() -> None:
+    store = start_llm.HealingStore()
+    for conversation in (b"Ann's", b"Bob's"):
+        store.remember(reply("hello", thought=f"{conversation!r} greets"), (conversation, b"hi"))
+    names = [(b"Ann's", b"hi"), (b"Bob's", b"hi"), (b"an edited one", b"hi")]
+    thoughts = [store.thought_of(reply("hello"), name) for name in names]
+    assert thoughts == [f"{who!r} greets" for who in (b"Ann's", b"Bob's", b"Bob's")]
 
 
 def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:

@@ -407,6 +407,51 @@ def test_generated_tokens_are_replayed_not_rendered_again(model: str) -> None:
     assert server.n_fallbacks() == 0
 
 
+def note(words: str) -> str:
+    return f"<system-reminder>\n{words}\n</system-reminder>"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_note_said_again_after_another_is_told_again(is_late: bool) -> None:
+    """The client keeps all three where they are: the mode that holds is the last (L-84)."""
+    server, messages = Server(), [SYSTEM]
+    for n, mode in enumerate(("MODE plan", "MODE edit", "MODE plan")):
+        text = f"task {n}" if is_late else f"task {n}\n\n{note(mode)}"
+        messages += [said("user", text)]
+        messages += [said("system", mode)] * is_late
+        draft = server.draft(messages)
+        server.say(draft, FINE)
+        messages += [FINE]
+    modes = ["plan", "edit", "plan"]
+    assert re.findall(r"MODE (\w+)", server.text(draft)) == modes
+    as_sent = Server().draft(messages[:-1])
+    assert re.findall(r"MODE (\w+)", server.text(as_sent)) == modes
+
+
+def test_a_note_that_moves_is_told_once() -> None:
+    server, past = Server(), [SYSTEM]
+    for n in range(4):
+        asked = said("user", f"task {n}")
+        draft = server.draft([*past, said("user", f"task {n}\n\n{note('MODE plan')}")])
+        server.say(draft, FINE)
+        past += [asked, FINE]
+    assert server.text(draft).count("MODE plan") == 1
+
+
+def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
+    """Ann and Bob begin with the same words and get the same reply (L-85)."""
+    server, hello = Server(), said("assistant", "Hello! How can I help?")
+
+    def begin(name: str) -> list:
+        return [SYSTEM, said("user", "hi"), said("system", f"The user is {name}.")]
+
+    for name in ("Ann", "Bob"):
+        server.say(server.draft(begin(name)), hello, session="sha1:same")
+        server.now += 1
+    draft = server.draft([*begin("Ann"), hello, said("user", "who am I?")])
+    assert re.findall(r"The user is (\w+)", server.text(draft)) == ["Ann"] and draft.past
+
+
 class Everywhere:
     """As if a guess had been wrong in every world."""
 

@@ -278,6 +278,16 @@ def test_nothing_is_bent_where_nothing_is_asked(dense):
     assert len(asked(tool_choice="none")) == len(constraints(dense)) == 1
 
 
+@pytest.mark.parametrize("asked", [{"tool_choice": "required"}, {"response_format": form(TITLE)}])
+def test_a_thought_that_something_must_follow_holds_no_call(dense, asked):
+    (call,), (end,) = dense.scribe.ids("<tool_call>"), dense.scribe.ids("</think>")
+    (constraint,) = constraints(dense, tools=TOOLS, **asked)
+    course = constraint()
+    first = next(course).ids
+    thinking = [first, *(course.send([token]).ids for token in dense.scribe.ids("hm, so"))]
+    assert all(flags[end] and not flags[call] for flags in thinking)
+
+
 @pytest.mark.parametrize("wrong", [-1, "5", 1.5, True])
 def test_a_budget_that_is_no_number_of_tokens_is_refused(dense, wrong):
     with pytest.raises(s.BadRequest) as refused:
@@ -327,10 +337,11 @@ def test_what_is_avoided_never_comes(reply, ids):
 
 @given(replies, st.integers(1, 6), st.booleans())
 def test_thinking_ends_after_its_budget_and_only_if_it_thinks(reply, n, opens):
-    start, end = [6] * opens, 7
-    seen = bent(lambda: s.think_at_most(n, start=start, end=end), [7, 6], reply)
+    start, end, call = [6] * opens, 7, 5
+    seen = bent(lambda: s.think_at_most(n, start=start, ends=[end, call]), [7, 6], reply)
     place = len(start) + n
-    is_due = len(reply) >= place and reply[: len(start)] == start and end not in reply[:place]
+    is_over = {end, call} & {*reply[:place]}  # into a call no end of a thought is written
+    is_due = len(reply) >= place and reply[: len(start)] == start and not is_over
     expected = [EVERY] * len(seen)
     if is_due:
         expected[place] = {end}
@@ -342,7 +353,7 @@ def test_a_constraint_reads_the_reply_only_when_it_must():
         def __init__(self, size):
             self.size = size
 
-    processor = s._enforced(lambda: s.think_at_most(5, start=[], end=7))
+    processor = s._enforced(lambda: s.think_at_most(5, start=[], ends=[7]))
     for size in range(3, 8):
         processor(Unread(size), mx.zeros((1, 8)))
     with pytest.raises(TypeError):  # now it looks

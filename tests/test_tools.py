@@ -65,7 +65,8 @@ def stream(
     in_reasoning: bool = False,
     most: int = sys.maxsize,
 ) -> ReplyStream:
-    tags = Tags(think_start="<think>", think_end="</think>", tool_start=tool_format.start)
+    forgetful = "<function=" if tool_format.dialect == "qwen" else None
+    tags = Tags("<think>", "</think>", tool_format.start, forgetful)
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())
     return ReplyStream(splitter, tool_format, tools=tools, ids=ids, most=most)
@@ -263,7 +264,7 @@ def test_a_call_to_a_tool_that_was_not_offered_is_text(
         ("<tool_call>\n<function=read>", "}"),
         (write_qwen("read", {"text": "a"}).partition("\n</function>")[0], "\\n</parameter>"),
         ('<tool_call>{"name": "read", "arguments": {"n": 1', '"n": 1}'),
-        ('<tool_call>{"name": "read", "arguments": {"text": "a"', "}"),
+        ('<tool_call>{"name": "read", "arguments": {"text": "a"', '"}'),
     ],
 )
 def test_a_model_caught_in_blanks_is_not_waited_for(opened: str, settled: str) -> None:
@@ -436,9 +437,47 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
             [{"n": 5}, {}],
         ),
         ("<tool_call>read<arg_key>n</arg_key><arg_value>5</tool_call>", [{"n": 5}]),
+        # Tags that were forgotten, or came twice (L-82).
+        ("<function=read>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>", [{"n": 5}]),
+        ("<function=read>\n<parameter=n>\n5\n</parameter>\n</function>", [{"n": 5}]),
+        ("\n\n<function=read>\n</function>\n</tool_call>", [{}]),
+        (
+            "<tool_call>\n<function=read>\n<parameter=n>\n5\n</parameter>\n</function>\n"
+            "<function=read>\n<parameter=n>\n6\n</parameter>\n</function>\n</tool_call>",
+            [{"n": 5}, {"n": 6}],
+        ),
+        ("<tool_call>read<arg_key>text</arg_key>a.py</arg_value></tool_call>", [{"text": "a.py"}]),
+        (
+            "<tool_call>read<arg_key>n</arg_key></arg_key><arg_value>5</arg_value></tool_call>",
+            [{"n": 5}],
+        ),
+        (
+            '<tool_call>\n{"name": "read", "arguments": {"n": 1}}\n'
+            '{"name": "read", "arguments": {"n": 2}}\n</tool_call>',
+            [{"n": 1}, {"n": 2}],
+        ),
+        (
+            '<tool_call>{"name": "read", "arguments": {"n": 1}}\n'
+            '<tool_call>{"name": "read", "arguments": {"n": 2}}</tool_call>',
+            [{"n": 1}, {"n": 2}],
+        ),
         ("<tool_call>read</tool_call>", [{}]),
         ("<tool_call>\nread\n</tool_call>", [{}]),
         # JSON that is almost JSON.
+        (
+            '<tool_call>{"name": "read", "arguments": {"text": "say "hi"", "n": 1}}</tool_call>',
+            [{"text": 'say "hi"', "n": 1}],
+        ),
+        (
+            '<tool_call>{"name": "read", "arguments": {"text": "print("a", b)\\nf("c", "d")\\n"}}'
+            "</tool_call>",
+            [{"text": 'print("a", b)\nf("c", "d")\n'}],
+        ),
+        (
+            '<tool_call>{"name": "read", "arguments": {"text": "<a href="x"></a>", "items": ["a", '
+            '"b"]}}</tool_call>',
+            [{"text": '<a href="x"></a>', "items": ["a", "b"]}],
+        ),
         (
             '<tool_call>{"name":"read","arguments":{"text":"a\nb \\d \\u00e9"}}</tool_call>',
             [{"text": "a\nb \\d é"}],
@@ -466,6 +505,8 @@ def test_calls_as_models_write_them(text: str, calls: list[dict[str, Any]] | Non
         "<tool_call>read the file</tool_call>",
         "<tool_call>\nread",
         "<tool_call>\n<function=read",
+        "A call begins with <function=read> and ends with </function>.",
+        "Write <function=unknown>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
         '<tool_call>\n{"name": "read", "argu',
         '<tool_call>{"nam": "read"}</tool_call>',
         '<tool_call>{"name": "read"}</tool_call>',
@@ -496,7 +537,6 @@ def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
     [
         ('{"n": 1, key: 2}}', {"n": 1}, ", key: 2}}</tool_call> ok"),
         ('{"items": [1, 2,]}}', {"items": [1, 2]}, ",]}}</tool_call> ok"),
-        ('{"text": "say "hi""}}', {"text": "say "}, 'hi""}}</tool_call> ok'),
         ('{"text": "\\u12"}}', {"text": "\\u12"}, " ok"),
         ('{"items": [{"n": 1}}', {"items": [{"n": 1}]}, " ok"),  # only the brackets are wrong
     ],
@@ -560,6 +600,30 @@ def test_a_call_in_an_unclosed_think_block_is_a_call_and_closes_it() -> None:
     reply = read(f"I look.\n{call}\n</think>\n\nDone.", in_reasoning=True)
     assert (reply.reasoning, reply.content) == ("I look.", "Done.")
     assert calls_of(reply) == [("read", {"text": "</think>"})]
+
+
+def test_a_call_without_its_tag_is_one_in_what_is_said_but_not_in_a_thought() -> None:
+    call = "<function=read>\n<parameter=n>\n5\n</parameter>\n</function>"
+    for cuts in ([len(call)], range(1, len(call) + 1)):
+        replies, thoughts = stream(), stream(in_reasoning=True)
+        for start, end in pairwise([0, *cuts]):  # in tokens that are no tag's
+            replies.feed(call[start:end], literal=True)
+            thoughts.feed(call[start:end], literal=True)
+        replies.finish(), thoughts.finish()
+        (spoken,) = replies.message()["tool_calls"]
+        assert spoken["function"] == {"name": "read", "arguments": '{"n": 5}'}
+        assert thoughts.message() == {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": call,
+        }
+
+
+def test_what_follows_a_quoted_tag_is_still_read() -> None:
+    text = "Use <function=foo> so.\n\n" + write_qwen("read", {"n": 1}).removeprefix("<tool_call>\n")
+    for cuts in ([], list(range(len(text)))):
+        reply = read(text, cuts)
+        assert (reply.content, calls_of(reply)) == ("Use <function=foo> so.", [("read", {"n": 1})])
 
 
 def test_a_call_quoted_in_a_thought_stays_there() -> None:
