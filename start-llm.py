@@ -2827,9 +2827,8 @@ class LRUPromptCache:
             keep = max(line.checkpoints_to(keep), default=0)
         if keep - line.start >= SHARE_MIN_TOKENS:
             depth = max(depth, keep)
-        for branch in [x for x in self._branches(line) if x.start > depth]:  # rows have it all
-            branch.checkpoints, branch.parent = branch.checkpoints_to(branch.end), None
-            branch.start = 0
+        for x in [x for x in self._branches(line) if x.start > depth]:  # their rows have it all
+            x.checkpoints, x.parent, x.start = x.checkpoints_to(x.end), None, 0
         if depth and line.span is not None:
             self._shorten(line, depth, span=line.span.cut(0, depth - line.start))
         else:
@@ -3376,8 +3375,7 @@ def avoid(ids: Sequence[int]) -> Course:
 
 
 def think_at_most(n_tokens: int, *, start: Sequence[int], ends: Sequence[int]) -> Course:
-    """The first of `ends` after so many tokens of a thought in which none of them came."""
-    # The prompt opened it, or `start`, in what comes first. A call ends it, too (L-82).
+    """The first of `ends` (L-82) if none came in `n_tokens` of a thought that `start` may open."""
     said = yield Next([], only=False, n_places=n_tokens + len(start))
     if said[: len(start)] == start and not {*ends} & {*said}:
         yield Next(ends[:1])
@@ -4198,7 +4196,7 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 306
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 308
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4256,14 +4254,13 @@ _HEX: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-
 _ESC: Final = rf'["\\/bfnrt]|u{_HEX}'  # any other is "raw": models write \d, \users, half a pair
 _CHAR: Final = rf'[^"\\\x00-\x1f]|\\(?:{_ESC})'
 _KEY: Final = rf'\s*"(?:{_CHAR})*"\s*:'
+_RAW: Final = rf"[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))"
 # why(L-86): a quote that nothing follows which could, in a string, is one that was not escaped.
 _STRING: Final = (
-    rf'(?:{_CHAR})+|(?P<raw>[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))|"(?=\s*(?:[^\s,}}\]<]'
-    r'|<(?!/?tool_call>)(?=(?s:.{11}))%s)))|(?P<close>"(?=\s*(?:(?:,\s*)?[}\]]|</?tool_call>|,%s)))'
+    rf'(?:{_CHAR})+|(?P<raw>{_RAW}|"(?=\s*(?:[^\s,}}\]<]|<(?!/?tool_call>)(?=(?s:.{{11}}))%s)))'
+    r'|(?P<close>"(?=\s*(?:(?:,\s*)?[}\]]|</?tool_call>|,%s)))'
 )
-_KEYLESS: Final = (
-    rf'|,\s*(?:[^\s"}}\]]|"(?:{_CHAR})*(?:[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))|"\s*[^\s:]))'
-)
+_KEYLESS: Final = rf'|,\s*(?:[^\s"}}\]]|"(?:{_CHAR})*(?:{_RAW}|"\s*[^\s:]))'
 _JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
     "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
     "}": rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})",
@@ -4272,6 +4269,7 @@ _JSON: Final = {  # what may come next, in what: `{` is an object without member
     ']"': _STRING % ("", ""),  # a string in an array; in an object, where a key comes next
     '}"': _STRING % (_KEYLESS, _KEY),
 }
+_GEMMA_KEY: Final = r'<\|"\|>(?s:.*?)<\|"\|>(*SKIP)(*FAIL)|(?<=[{,])\s*([\w.$@/-]+)(?=:)'
 _CLOSED: Final = str.maketrans("{[", "}]")
 
 
@@ -4488,6 +4486,8 @@ class ReplyStream:
         while not self._ended and end not in self._unread.partition(start)[2]:
             yield
         body, _, self._unread = self._unread.partition(start)[2].partition(end)
+        if start == "<|tool_call>":  # why(L-82): of Gemma's keys its parser knows \w+ alone
+            body = regex.sub(_GEMMA_KEY, r'<|"|>\1<|"|>', body)
         try:
             found = ((call["name"], call.get("arguments") or {}) for call in self._parse(body))
             calls = [(name, _json(dict(arguments))) for name, arguments in found]
@@ -5487,8 +5487,8 @@ def main() -> int:
             log.warning("%s in .env: nothing acts on it", name)
         state = build_state(config)
         servers = _listen(config, state)
-    except (ConfigError, UnicodeDecodeError) as error:  # of .env: not UTF-8
-        sys.stderr.write(f"start-llm: {error}\n")
+    except (ConfigError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"start-llm: {'.env: ' * isinstance(error, ValueError)}{error}\n")
         return 2
     return _serve(state, servers, stop=stop)
 

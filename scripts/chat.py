@@ -124,7 +124,7 @@ def unreachable(url: str, error: Exception) -> str:
     """What to do about a server that does not answer."""
     if isinstance(error, ConnectionRefusedError):
         return f"No server answers at {url}. Start one with: python3.12 install_and_run.py"
-    return f"The server at {url} went away: {error or type(error).__name__}"
+    return f"The server at {url} went away: {str(error) or type(error).__name__}"
 
 
 def refusal(status: int, body: bytes) -> str:
@@ -206,11 +206,11 @@ class Chat:
             self.console.print(f"(stopped after {MOST_CALLS} calls)", style="yellow")
         except (ChatError, KeyboardInterrupt) as error:
             del self.messages[before:]
-            self.console.print(f"\n{error or 'stopped'}", style="red", markup=False)
+            self.console.print(f"\n{str(error) or 'stopped'}", style="red", markup=False)
 
     def hear(self) -> Answer:
         """One reply, shown as it comes."""
-        answer, began = Answer(), time.monotonic()
+        answer, began, is_whole = Answer(), time.monotonic(), False
         body: Body = {
             "model": "any",
             "messages": self.messages,
@@ -222,10 +222,13 @@ class Chat:
                 raise ChatError(f"The server says: {chunk['error'].get('message', 'error')}")
             answer.usage = chunk.get("usage") or answer.usage
             for choice in chunk.get("choices", ()):
+                is_whole = is_whole or bool(choice.get("finish_reason"))
                 shown = answer.take(choice.get("delta", {}))
                 if answer.first_seconds is None and (shown.plain or answer.calls):
                     answer.first_seconds = time.monotonic() - began
                 self.console.print(shown, end="", soft_wrap=True)
+        if not is_whole:
+            raise ChatError(f"The server at {self.server.url} went away in mid-answer.")
         self.console.print()
         self.console.print(answer.cost(), style="dim cyan", markup=False, highlight=False)
         return answer
@@ -268,7 +271,8 @@ def main() -> None:
     parser.add_argument("--no-tools", action="store_true", help="offer the model no tools")
     chosen = parser.parse_args()
     console = Console()
-    server = Server(chosen.url.rstrip("/"), chosen.key)
+    url = chosen.url if "://" in chosen.url else f"http://{chosen.url}"
+    server = Server(url.rstrip("/"), chosen.key)
     chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
     try:
         greeting = f"{server.model()} · /new forgets the conversation, /quit leaves"

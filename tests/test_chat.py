@@ -66,6 +66,16 @@ def test_a_missing_server_is_one_clear_sentence(how, tmp_path):
     assert "Traceback" not in said
 
 
+def test_half_an_answer_is_none(tmp_path, monkeypatch):
+    def stream(self, body):
+        yield {"choices": [{"delta": {"content": "Half an ans"}, "finish_reason": None}]}
+
+    monkeypatch.setattr(chat.Server, "stream", stream)
+    talk = chat.Chat(chat.Server("http://here"), Console(file=StringIO()), tmp_path, [])
+    talk.ask("hello")
+    assert talk.messages == [] and "went away in mid-answer" in talk.console.file.getvalue()
+
+
 def test_a_refusal_is_told_in_the_servers_words():
     assert chat.refusal(503, b'{"error": {"message": "loading"}}') == "The server says 503: loading"
     assert chat.refusal(500, b"<html>") == "The server says 500."

@@ -95,6 +95,16 @@ def told_by_main(monkeypatch, written, environ):
     return [line.partition(" in .env: nothing acts on it")[0] for line in told]
 
 
+def test_an_env_file_in_another_encoding_is_one_sentence(monkeypatch, capsys):
+    def read(path):
+        return {"A": b"\xe8".decode("utf-8")}
+
+    monkeypatch.setattr(start_llm, "dotenv_values", read)
+    monkeypatch.setattr("sys.argv", ["start-llm.py"])
+    assert start_llm.main() == 2
+    assert capsys.readouterr().err.startswith("start-llm: .env: 'utf-8' codec can't decode")
+
+
 def test_a_copied_example_changes_nothing_and_warns_of_nothing(monkeypatch):
     env = dotenv_values(EXAMPLE)
     assert env

@@ -307,6 +307,109 @@ def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_f
         assert isinstance(end, s.Finished) and len(ids) == n_out, end
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("qwen3", 8 << 20), ("qwen3_5", 16 << 20)])
+def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit):
+    """They need 103 % of the KV bytes: what lacks goes, not a whole conversation (L-87)."""
+    b, rng = bench(kind, memory_limit_bytes=limit), np.random.default_rng(1)
+    capacity = b.engine.capacity_tokens
+    pasts = [words(rng, int(capacity * share)) for share in (0.55, 0.48)]
+    for turn in range(3):
+        for i, past in enumerate(pasts):
+            ids, end, ticket = b.ask(past, n=8, boundaries=[1000, len(past) - 3])
+            assert turn == 0 or end.cached > len(past) // 2, (turn, i, end.cached, len(past))
+            if turn == 2:
+                assert is_exact(b, kind, ticket, ids)
+            pasts[i] = past + ids + words(rng, 20)
+
+
+def test_a_running_branch_keeps_no_second_copy_of_its_prefix(bench):
+    b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(4)
+    capacity = b.engine.capacity_tokens
+    old = words(rng, capacity * 58 // 100)
+    b.ask(old, n=2)
+    cut = capacity * 27 // 100
+    running, most = b.submit(old[:cut] + words(rng, 40), n=capacity * 65 // 100), 0
+
+    def held(scheduler):
+        scheduler.hold_limit()  # as it does every quarter of a second
+        return scheduler.cache.nbytes + scheduler.running_bytes, bool(scheduler.rows)
+
+    n_bytes, is_running = b.engine.ask(held)
+    while is_running:
+        most = max(most, n_bytes)
+        n_bytes, is_running = b.engine.ask(held)
+    assert isinstance(b.outcome(running, PATIENCE)[1], s.Finished)
+    assert most <= 1.02 * b.engine.report["cache_max_bytes"]
+    ids, end, ticket = b.ask(old[:cut] + words(rng, 10), n=4)
+    assert end.cached == cut and is_exact(b, "qwen3", ticket, ids)
+
+
+def test_prompts_that_come_together_are_not_all_answered_last(bench):
+    """One after the other, but for the share of the oldest (L-71)."""
+    b, rng = bench("qwen3", prefill_step_size=64), np.random.default_rng(1)
+    b.model.before_call = slowly(0.0005)
+    b.ask(words(rng, 200), n=1)  # it knows its speed
+    n_fed = [sum(len(one.tokens) for one in b.model.fed)]
+    tickets = [b.submit(words(rng, 1000), n=1) for _ in range(6)]
+    when = {}
+    while len(when) < len(tickets):
+        for ticket in tickets:
+            event = ticket.next_event(0.001)
+            if isinstance(event, s.Finished):
+                when[ticket] = sum(len(one.tokens) for one in b.model.fed) - n_fed[0]
+    share = sorted(n / (6 * 1000) for n in when.values())
+    assert share[0] < 0.4 and sum(share) / 6 < 0.75, share  # in turns: 0.9 and more for each
+
+
+def test_a_small_request_passes_one_that_waits_for_room(bench):
+    b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(1)
+    capacity = b.engine.capacity_tokens
+    b.model.before_call = lambda fed: time.sleep(0.01 * (sum(len(one.tokens) for one in fed) < 5))
+    running = b.submit(words(rng, capacity * 45 // 100), n=200)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    large = b.submit(words(rng, capacity * 55 // 100), n=4)
+    small = b.submit(words(rng, 60), n=4)
+    assert isinstance(b.outcome(small, PATIENCE)[1], s.Finished)
+    assert b.engine.ask(lambda x: [row.ticket for row in x.rows]) == [running]
+    for ticket in (running, large):
+        assert isinstance(b.outcome(ticket, 60)[1], s.Finished)
+
+
+def test_the_deadline_does_not_count_what_waits_to_be_read(bench):
+    b, rng = bench("qwen3", generation_watchdog_seconds=3.0), np.random.default_rng(1)
+    pauses = [5.0]
+    b.model.before_call = lambda _fed: time.sleep(pauses.pop() if pauses else 0)
+    tickets = [b.submit(words(rng, n), n=2) for n in (90, 300)]
+    first, second = (b.outcome(ticket, PATIENCE)[1] for ticket in tickets)
+    assert (first.reason, second.reason) == ("deadline", "length")
+    assert second.seconds[0] >= 2.0  # it waited
+
+
+def test_no_number_is_kept_when_the_client_leaves_in_that_very_turn(bench, monkeypatch):
+    b, rng = bench("qwen3"), np.random.default_rng(1)
+    prompt, broken = words(rng, 300), [True]
+    plain, tell = b.model.plain, s.Row.tell
+
+    class Broken:
+        def __call__(self, tokens, cache=None):
+            logits = plain(tokens, cache=cache)
+            return logits * float("nan") if broken else logits
+
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
+    def leave(row, token, *, logprobs):
+        tell(row, token, logprobs=logprobs)
+        if token == s.NO_TOKEN and broken:
+            row.ticket.wish = "cancelled"
+            broken.clear()
+
+    monkeypatch.setattr(b.model, "plain", Broken())
+    monkeypatch.setattr(s.Row, "tell", leave)
+    assert b.outcome(b.submit(prompt, n=5), PATIENCE)[1].reason == "cancelled"
+    assert not b.engine.ask(lambda x: x.cache.lines)
+
+
 def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(3)
     shared = words(rng, b.engine.capacity_tokens * 4 // 10)

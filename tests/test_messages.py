@@ -618,6 +618,26 @@ def test_a_call_that_was_cut_is_not_reported_as_one_to_run(served, sdk):
         assert cut.stop_reason == "max_tokens"
 
 
+def test_a_call_that_was_cut_stays_open_for_a_client_that_runs_what_is_valid(served, sdk):
+    """Claude Code does not look at the stop reason (L-86)."""
+    port = served.state.config.mlx_port
+    question = {"messages": [user(text("What is in the readme?"))], "tool_choice": {"type": "any"}}
+    whole = ask(sdk, stream=False, **question)
+    n_out, n_open = whole.usage.output_tokens, 0
+    for n in range(n_out - 8, n_out - 1):
+        body = {**GREEDY, "system": SYSTEM, "tools": OFFERED, **question, "max_tokens": n}
+        body |= {"stream": True, "temperature": 0}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/messages?beta=true", json=body, timeout=60)
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if "data: " in line]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        said = "".join(d["partial_json"] for d in deltas if d["type"] == "input_json_delta")
+        if said:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(said)
+            n_open += 1
+    assert n_open
+
+
 def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
     port = served.state.config.mlx_port
     gate = threading.Event()

@@ -806,7 +806,7 @@ def test_a_real_templates_calls_are_read_back(name: str) -> None:
 def test_gemma_calls_are_read_by_mlx_lms_parser() -> None:
     gemma4 = pytest.importorskip("mlx_lm.tool_parsers.gemma4")
     template = real_template("gemma-4")
-    arguments = {"text": 'a "b"\n{c}', "n": 5, "items": [1, 2]}
+    arguments = {"text": 'a "b"\n{c,-n:1}', "n": 5, "items": [1, 2], "-n": True, "a.b": {"c-d": 0}}
     call = {"type": "function", "function": {"name": "read", "arguments": arguments}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     text = render(template, [{"role": "user", "content": "q"}, answer], bos_token="")

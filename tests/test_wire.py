@@ -775,6 +775,17 @@ def test_results_stand_in_the_order_of_their_calls_whatever_order_they_ended_in(
     assert read[8]["content"] == "of d"
 
 
+def test_results_of_calls_in_several_messages_stand_in_the_order_of_all_of_them():
+    user = {"role": "user", "content": "quickly"}
+    for some in (
+        [calls("a"), calls("b", "c"), result("a"), result("b"), result("c")],
+        [calls("a"), calls("b", "c"), result("c"), result("a"), result("b")],
+        [calls("a", "b", "c"), user, result("c"), result("a"), result("b")],
+    ):
+        read = chat(messages=[user, *some]).messages
+        assert [m["content"] for m in read[-3:]] == ["of a", "of b", "of c"]
+
+
 def test_results_without_their_calls_stay_as_they_came():
     some = [result("b"), result("a"), {"role": "user", "content": "and?"}]
     assert [m["content"] for m in chat(messages=some).messages] == ["of b", "of a", "and?"]
