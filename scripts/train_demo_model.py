@@ -1,16 +1,16 @@
 """Train the demo model that models/demo/ holds, from conversations made from a seed.
 
-    python scripts/train_demo_model.py WORK_DIR [--steps 12000] [--seed 0] [--export models/demo]
+    python scripts/train_demo_model.py WORK_DIR [--steps 20000] [--seed 0] [--export models/demo]
         [--start FOLDER] [--rate 1.0] [--blend FOLDER]
 
 Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. A step takes two
 cores 0.7 to 1 s, 2.5 s where they cannot multiply bfloat16. Half the steps are not enough: copying
 words that were never seen comes late (models/demo/README.md). WORK_DIR keeps the tokenizer and a
 checkpoint; started again, it goes on from there, and a step's batch depends on the seed and the
-step alone. Raising --steps afterwards trains on. `--start` begins with the weights and the
-tokenizer of an exported folder (take another seed, for other conversations), `--rate` is a share
-of the learning rates. `--export` alone (with --steps 0) writes the folder from the last checkpoint;
-with `--blend` half-way between that and the weights of another folder.
+step alone. Raising --steps afterwards trains on; up to half of the smaller number it is the same
+run. `--start` begins with the weights and the tokenizer of a folder that this script exported
+(take another seed, for other conversations), `--rate` is a share of the learning rates. `--export` alone (with --steps 0) writes the folder from the last
+checkpoint; with `--blend` half-way between that and the weights of another folder.
 
 Most of a conversation is given to the model and not learnt: the loss counts what the assistant
 says, and a few tokens of the rest. Batches are of a few fixed shapes, for torch.compile; a text
@@ -569,7 +569,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work_dir", type=Path)
-    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path)
     parser.add_argument("--rate", type=float, default=1.0)
