@@ -9,8 +9,9 @@ words that were never seen comes late (models/demo/README.md). WORK_DIR keeps th
 checkpoint; started again, it goes on from there, and a step's batch depends on the seed and the
 step alone. Raising --steps afterwards trains on; up to half of the smaller number it is the same
 run. `--start` begins with the weights and the tokenizer of a folder that this script exported
-(take another seed, for other conversations), `--rate` is a share of the learning rates. `--export` alone (with --steps 0) writes the folder from the last
-checkpoint; with `--blend` half-way between that and the weights of another folder.
+(take another seed, for other conversations), `--rate` is a share of the learning rates. `--export`
+alone (with --steps 0) writes the folder from the last checkpoint; with `--blend` half-way between
+that and the weights of another folder.
 
 Most of a conversation is given to the model and not learnt: the loss counts what the assistant
 says, and a few tokens of the rest. Batches are of a few fixed shapes, for torch.compile; a text
