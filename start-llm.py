@@ -428,7 +428,7 @@ class SessionLog:
         safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
         if not safe or safe != session_id:  # harmless in a file name; the digest tells them apart
             safe += f"-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
-        folder = Path(self._config.log_root).expanduser() / f"{now:%Y-%m-%d}"
+        folder = Path(os.path.expanduser(self._config.log_root), f"{now:%Y-%m-%d}")
         path = folder / f"cache-session-{safe}.log"
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
@@ -1179,7 +1179,7 @@ def reply_digest(message: Message) -> bytes:
 class HealingStore:
     """Thinking by thought_id() and by what was said to what (L-76); the least used goes first."""
 
-    CAP: Final = 2000  # names
+    CAP: Final = 4000  # names, two of each reply
 
     def __init__(self) -> None:
         self._thoughts, self._named = LRUCache(self.CAP), LRUCache(self.CAP)  # guard themselves
@@ -1247,9 +1247,9 @@ _REST: Final = r"(?P<value>[^\n\ufdd1]+)"  # of a line, or as far as an image
 # why(L-83): a day or a time, and not what the line says behind it, which may be instructions.
 _NAMES: Final = "|".join(filter(None, (*day_name, *day_abbr, *month_name, *month_abbr)))
 _MOMENT: Final = (
-    r"\**(?: is|:)[ \t*]+(?P<value>(?:[\d \t:.,/+()\u2013\u2014-]|(?<=\d)(?:T(?=\d)|Z\b|[a-z]{2}\b)"
-    rf"|[AaPp]\.?[Mm]\b|at\b|UTC|GMT|[A-Z]{{1,3}}[SD]?T\b|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+"
-    r"(?<=[\w)]))"
+    r"\**(?: is|:)[ \t*]++(?P<value>(?:[\d \t\xa0\u202f:.,/+()\u2013\u2014-]|(?<=\d)(?:T(?=\d)|Z\b"
+    rf"|[a-z]{{2}}\b)|[AaPp]\.?[Mm]\b|(?:at|o[fn]|the)\b|UTC|GMT|[A-Z]{{1,3}}[SD]?T\b"
+    rf"|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)]))"
 )
 _TODAY: Final = r"(?:the )?current date(?:time)?(?:(?: and |/| )time)?|today's date|today"
 _FENCED: Final = frozenset({"message_id", "inbound_context"})  # in code fences by the client
@@ -1951,12 +1951,9 @@ class Transcript:  # one prompt and the reply to it, as tokens
     def fits(self, turns: Sequence[Turn], session: str) -> bool:
         """Whether what it was told and thought is this conversation's, too."""
         # why(L-85): under one key lie all conversations that begin with the same words.
-        said = {note.value for turn in turns for note in turn.notes}
-        reminders = (note for note in self.told.notes if note.startswith("<system-reminder>"))
-        is_ours = self.reply.session == session or said.issuperset(reminders)
-        return is_ours and all(
-            map(lambda turn, own: turn.thought in ("", own), turns, self.thoughts)
-        )
+        said = {note.value for turn in turns[: len(self.thoughts)] for note in turn.notes}
+        is_ours = self.reply.session == session or said.issubset(self.told.notes)
+        return is_ours and all(map(lambda t, own: t.thought in ("", own), turns, self.thoughts))
 
 
 class Generated(NamedTuple):
@@ -2821,18 +2818,18 @@ class LRUPromptCache:
         if (depth := self._needed(line)) == line.end:
             return False
         # why(L-87): of a line of which a little lacks, an eighth at least goes, its newest tokens.
-        n_bytes = max(self._claim[2], line.nbytes // 8)
-        keep = line.end - 1 - n_bytes // max(self._shape.token_bytes, 1)
-        if self._shape.has_state:
-            keep = max(line.checkpoints_to(keep), default=0)
-        if keep - line.start >= SHARE_MIN_TOKENS:
+        lost, size = max(self._claim[2], line.nbytes // 8), self._shape.token_bytes or 1
+        keep = line.end - 1 - lost // size
+        keep = max(line.checkpoints_to(keep), default=0) if self._shape.has_state else keep
+        if SHARE_MIN_TOKENS <= keep - line.start <= self.max_bytes // 2 // size:  # it is copied
             depth = max(depth, keep)
         for x in [x for x in self._branches(line) if x.start > depth]:  # their rows have it all
-            x.checkpoints, x.parent, x.start = x.checkpoints_to(x.end), None, 0
-        if depth and line.span is not None:
-            self._shorten(line, depth, span=line.span.cut(0, depth - line.start))
-        else:
-            self._forget(line)
+            x.parent, x.start = (line, depth) if depth else (line.parent, line.start)
+        with suppress(RuntimeError, MemoryError):  # of the copy that a part takes: all goes
+            if depth and line.span is not None:
+                self._shorten(line, depth, span=line.span.cut(0, depth - line.start))
+                return True
+        self.drop(line)
         return True
 
 
@@ -3533,10 +3530,6 @@ class Row:
     def to_prefill(self) -> int:
         return self.job.n_prompt - 1 - self.fed
 
-    @property
-    def to_stop(self) -> int:  # somebody may wait for that
-        return min([self.to_prefill, *(stop - self.fed for stop in self.stops[:1])])
-
     def shift(self, at: int) -> int:
         """By how much the images before this position of the prompt move what follows them."""
         return sum(shift for start, shift in self.shifts.items() if start < at)
@@ -3697,7 +3690,7 @@ class Scheduler:
     def turn(self) -> None:
         """End what is over, admit what fits, a decode step per group, a slice or who can join."""
         self._end_unwanted()
-        for ticket in list(self.waiting):
+        for ticket in self.waiting[: self.config.batch_max_rows]:
             if len(self.rows) >= self.config.batch_max_rows or not self._admit(ticket):
                 break
         began = time.monotonic()
@@ -3706,7 +3699,7 @@ class Scheduler:
         self._owed_seconds = max(0.0, self._owed_seconds - (time.monotonic() - began))
         while rows := self.prefilling:
             # why(L-71): the one that ends first, but a share of the time is the oldest one's.
-            row = min(rows, key=lambda x: x.ticket.marks[0] if self._credit > 0 else x.to_stop)
+            row = min(rows, key=lambda x: x.ticket.marks[0] if self._credit > 0 else x.to_prefill)
             # why(L-68): decoding gets its due, but waits for who can join: a step costs the same.
             borrowed_seconds = 3.0 if row.to_prefill / row.speed < 0.5 else 0.0
             if not self.groups or self._owed_seconds <= borrowed_seconds:
@@ -3729,9 +3722,7 @@ class Scheduler:
             if may_fit and (fits(reuse.line, depth=reuse.depth) or (not self.rows and fits())):
                 self._start(ticket)
             elif self.rows:
-                return (
-                    time.monotonic() - ticket.marks[0] < 30
-                )  # smaller ones may pass, not for ever
+                return time.monotonic() - ticket.marks[0] < 30  # smaller ones may pass
             else:
                 ticket.put(_no_room(self, ticket.job.n_prompt))
         except Exception as error:
@@ -3779,11 +3770,12 @@ class Scheduler:
 
     def _prefill(self, row: Row) -> None:
         """One slice; what little is left then goes with the first decode step."""
+        began = time.monotonic()
         if row.to_prefill > OPENING_TOKENS or row.stops:
-            began, before = time.monotonic(), mx.get_active_memory()
+            before = mx.get_active_memory()
             mx.reset_peak_memory()
             pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
-            pending = pending[: self._slice_length(row)]
+            pending = pending[: _slice_length(self, row)]
             seen = _feed(row, pending, loaded=self.loaded, cache=self.cache)
             row.fed = row.line.end = row.fed + len(pending)
             took = time.monotonic() - began
@@ -3793,7 +3785,6 @@ class Scheduler:
                 self._slices.append((row.fed, n_bytes, row.speed))
             mx.clear_cache()
             reserve(row.cache, row.job.n_prompt, roomy=_with_headroom(row.job.n_prompt))
-            self._credit += took if self._credit <= 0 else -took * WAITING_SHARE
             self._owed_seconds = took * DECODE_SHARE + (self._owed_seconds if self.groups else 0.0)
             row.ticket.put(row.fed)
         if row.stops and row.fed == row.stops[0]:
@@ -3801,20 +3792,9 @@ class Scheduler:
             self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
         if row.to_prefill <= OPENING_TOKENS and not row.stops:
             self._begin_decode(row)
-
-    def _slice_length(self, row: Row) -> int:
-        """Tokens of the next slice: to the next stop, and short while others wait their turn."""
-        to_stop = row.to_stop
-        timely = row.speed * (0.4 if len(self.rows) + len(self.waiting) == 1 else 0.2)  # seconds
-        if self._slices:
-            timely = min(timely, _affordable(self._slices, row.fed, n_bytes=self._working_bytes))
-        length = min(to_stop, max(SLICE_MIN_TOKENS, int(timely)), self.config.prefill_step_size)
-        # Those who wait for this stop would not wait for so small a rest, and prefill it each.
-        if to_stop - length < WAIT_GAIN_TOKENS:
-            return to_stop
-        while is_inside_image(row.job.prompt.tokens, row.fed + length):
-            length -= 1
-        return length or to_stop  # which is the image's end
+        took = time.monotonic() - began
+        self._credit += took if self._credit <= 0 else -took * WAITING_SHARE
+        self._credit *= bool({*self.prefilling} - {row})  # alone, it owes nobody
 
     def _begin_decode(self, row: Row) -> None:
         """Decode in the group whose rows are most alike in length, or in one of its own."""
@@ -3896,6 +3876,21 @@ class Scheduler:
             self.cache.drop(row.line)
             row.cache, row.group = [], None
             row.ticket.put(error)
+
+
+def _slice_length(work: Scheduler, row: Row) -> int:
+    """Tokens of the next slice: to the next stop, and short while others wait their turn."""
+    to_stop = min([row.to_prefill, *(stop - row.fed for stop in row.stops[:1])])
+    timely = row.speed * (0.4 if len(work.rows) + len(work.waiting) == 1 else 0.2)  # seconds
+    if work._slices:
+        timely = min(timely, _affordable(work._slices, row.fed, n_bytes=work._working_bytes))
+    length = min(to_stop, max(SLICE_MIN_TOKENS, int(timely)), work.config.prefill_step_size)
+    # Those who wait for this stop would not wait for so small a rest, and prefill it each.
+    if to_stop - length < WAIT_GAIN_TOKENS:
+        return to_stop
+    while is_inside_image(row.job.prompt.tokens, row.fed + length):
+        length -= 1
+    return length or to_stop  # which is the image's end
 
 
 def _no_room(scheduler: Scheduler, n_tokens: int) -> ServerError:
@@ -4095,7 +4090,7 @@ class Engine:
 # back. White space before a tag belongs to the tag; after one, newlines are dropped until the first
 # text of that kind, so that a reply of calls alone has no content. All else is as generated, but a
 # `</think>` nobody opened and a `<think>` inside thinking are dropped: they are never content.
-# Doors   _ReasoningStreamSplitter, Tags, Piece · Knows - · Thread any; pure · Budget 99
+# Doors   _ReasoningStreamSplitter, Tags, Piece · Knows - · Thread any; pure · Budget 102
 
 TextKind = Literal["reasoning", "content"]
 
@@ -4106,7 +4101,7 @@ class Tags(NamedTuple):
     think_start: str | None = None
     think_end: str | None = None
     tool_start: str | None = None
-    forgetful: str | None = None  # what begins a call where a model forgets `tool_start`
+    forgetful: str | None = None  # a pattern: what begins a call where `tool_start` is forgotten
 
 
 class Piece(NamedTuple):
@@ -4121,8 +4116,8 @@ class _ReasoningStreamSplitter:
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
         self._tags = tags
-        spelled = ("|".join(map(regex.escape, filter(None, some))) for some in (tags, tags[3:]))
-        self._all, self._untagged = (regex.compile(pattern or "(?!)") for pattern in spelled)
+        spelled = [*map(regex.escape, filter(None, tags[:3])), tags.forgetful or "(?!)"]
+        self._all, self._untagged = regex.compile("|".join(spelled)), regex.compile(spelled[-1])
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._started: set[TextKind] = set()  # kinds of which some text has left
         self.after_tag = in_reasoning  # a tag came since the last text
@@ -4137,8 +4132,7 @@ class _ReasoningStreamSplitter:
         """What is certain now. `literal`: no tag token came, what looks like a tag is text."""
         if self.in_call:
             return [Piece("tool", text)] if text else []
-        # why(L-82): Qwen3-Coder forgets the tag, but in a thought it may be quoting.
-        quoted = literal and self.is_thinking
+        quoted = literal and self.is_thinking  # L-82: only what is said may lack its tag
         return self.restore(text) if quoted else self._scan(text, literal=literal)
 
     def resume(self, rest: str, *, called: bool) -> list[Piece]:
@@ -4177,11 +4171,15 @@ class _ReasoningStreamSplitter:
                 self._held += match[0]
                 return pieces
             text = text[match.end() :]
-            if match[0] in self._tags[2:]:
+            is_line = self.after_tag or not self._started or "\n" in self._held  # begins
+            if match[0] in self._tags[:2]:
+                self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
+            elif is_line or match[0] in self._tags:
                 self.in_call = True
                 held, self._held = self._held, ""
                 return [*pieces, Piece("tool", held + match[0] + text)]
-            self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
+            else:  # in the middle of a line: it is spoken of
+                pieces += self.restore(match[0])
         return [*pieces, *self.restore(text)]
 
     def _turn_to(self, kind: TextKind) -> None:
@@ -4196,7 +4194,7 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 308
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 310
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4235,8 +4233,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         sign="<arg_key>",
         opening="{name}{gap}{required}",  # without it `read` might still become `read_file`
         name=r'(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>)',
-        # why(L-82): a tag comes twice, or the one before the value is left out
-        key=r"\s*(?:(?:<arg_key>)+(?P<key>[^<]+)(?:</arg_key>\s*)+(?:<arg_value>|(?=[^<\s]))"
+        key=r"\s*(?:(?:<arg_key>){1,3}(?P<key>[^<]+)(?:</arg_key>\s*){1,3}(?:<arg_value>|(?=[^<\s]))"
         r"|(?P<end></tool_call>))",
         value_end=r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)",
     ),
@@ -4246,8 +4243,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
 }
-_OPENED: Final = r"<tool_call>\s*|(?=<function=[^<>]+>\s*<(?:parameter=|/function>))"
-_NAME: Final = rf"(?:\s+)?(?:{_OPENED})(?:{'|'.join(d.name for d in _DIALECTS.values())})"
+_NAME: Final = rf"(?:\s+)?(?:<tool_call>\s*)?(?:{'|'.join(d.name for d in _DIALECTS.values())})"
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
 _HEX: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
@@ -4255,21 +4251,20 @@ _ESC: Final = rf'["\\/bfnrt]|u{_HEX}'  # any other is "raw": models write \d, \u
 _CHAR: Final = rf'[^"\\\x00-\x1f]|\\(?:{_ESC})'
 _KEY: Final = rf'\s*"(?:{_CHAR})*"\s*:'
 _RAW: Final = rf"[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))"
-# why(L-86): a quote that nothing follows which could, in a string, is one that was not escaped.
+# why(L-86): a quote inside a string that nothing follows which could is one that was not escaped.
 _STRING: Final = (
-    rf'(?:{_CHAR})+|(?P<raw>{_RAW}|"(?=\s*(?:[^\s,}}\]<]|<(?!/?tool_call>)(?=(?s:.{{11}}))%s)))'
-    r'|(?P<close>"(?=\s*(?:(?:,\s*)?[}\]]|</?tool_call>|,%s)))'
+    rf'(?:{_CHAR})+|(?P<raw>{_RAW}|"(?=[^\s,}}\]<]|\s\s*[^\s,}}\]"/<]|<(?!/?tool_call>)(?s:.{{11}})%s))'
+    r'|(?P<close>"(?=\s*(?:[}\]]|</?tool_call>|,%s)|\s\s*["/]))'
 )
-_KEYLESS: Final = rf'|,\s*(?:[^\s"}}\]]|"(?:{_CHAR})*(?:{_RAW}|"\s*[^\s:]))'
 _JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
     "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
     "}": rf"\s*,{_KEY}{_VALUE}|\s*(?P<close>\}})",
     "[": rf"{_VALUE}|\s*(?P<close>\])",
     "]": rf"\s*,{_VALUE}|\s*(?P<close>\])",
     ']"': _STRING % ("", ""),  # a string in an array; in an object, where a key comes next
-    '}"': _STRING % (_KEYLESS, _KEY),
+    '}"': _STRING % (r'|\s*,\s*(?:\w+\s*[^\s\w:]|[^\s"\w}\]/])', r'\s*(?:["}\]/]|\w+\s*:)'),
 }
-_GEMMA_KEY: Final = r'<\|"\|>(?s:.*?)<\|"\|>(*SKIP)(*FAIL)|(?<=[{,])\s*([\w.$@/-]+)(?=:)'
+_BARE: Final = r'(?:<\|"\|>(?s:.*?)<\|"\|>|"[^"]*")(*SKIP)(*FAIL)|(?<=[{,])\s*([\w.$@/-]+)(?=:)'
 _CLOSED: Final = str.maketrans("{[", "}]")
 
 
@@ -4295,6 +4290,12 @@ class ToolFormat(NamedTuple):
         dialect = min(spoken, key=lambda name: name not in family)  # "glm" is in "glm4"
         gap = "\n" if regex.search(r"(<tool_call>|</arg_key>)\n", text) else ""
         return cls("<tool_call>", "</tool_call>", dialect, gap)
+
+    def forgetful(self, tools: Sequence[Tool]) -> str | None:
+        """A pattern of what opens a call where the tag is forgotten (L-82), if models do that."""
+        names = "|".join(map(regex.escape, _parameters_by_name(tools)))
+        opened = rf"<function=(?:{names})>(?=\s{{0,40}}<(?:parameter=|/function>))"
+        return opened if names and self.dialect == "qwen" else None
 
 
 def tool_openings(form: ToolFormat, tools: Sequence[Tool], *, name: str | None = None) -> list[str]:
@@ -4419,7 +4420,7 @@ class ReplyStream:
         if self._format.dialect == "foreign":
             yield from self._read_foreign()
         elif (match := (yield from self._take(_NAME))) is None:  # a tag, but no call
-            self._unread = self._unread.lstrip()[1:]  # what it opens with is text, then
+            self._unread = self._unread.partition(self._format.start)[2]
         else:
             name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
             if name in self._offered:
@@ -4476,9 +4477,8 @@ class ReplyStream:
             inside = opened[-2:] if opened[-1:] == '"' else opened[-1:]
             self._json += _json(text)[1:-1] if kind == "raw" else text
         self._json += opened[::-1].translate(_CLOSED)
-        # also where a bracket was forgotten, or the tag; another may stand in the same block (L-82)
-        yield from self._take(r"\s*[}\]]*\s*(?:</tool_call>|(?=[^\s}\]<{]|<[^/]|\{.{6}))")
-        self._unread = "<tool_call>" * self._unread.startswith('{"name"') + self._unread
+        # also where a bracket was forgotten, or the tag (L-82)
+        yield from self._take(r"\s*[}\]]*\s*(?:</tool_call>|(?=<tool_call>))")
 
     def _read_foreign(self) -> Iterator[None]:
         """A call, or several, for mlx-lm's parser: only at the end it can read them."""
@@ -4487,7 +4487,7 @@ class ReplyStream:
             yield
         body, _, self._unread = self._unread.partition(start)[2].partition(end)
         if start == "<|tool_call>":  # why(L-82): of Gemma's keys its parser knows \w+ alone
-            body = regex.sub(_GEMMA_KEY, r'<|"|>\1<|"|>', body)
+            body = regex.sub(_BARE, r'<|"|>\1<|"|>', body)
         try:
             found = ((call["name"], call.get("arguments") or {}) for call in self._parse(body))
             calls = [(name, _json(dict(arguments))) for name, arguments in found]
@@ -4766,7 +4766,7 @@ class Listener:
     def __init__(self, prepared: Prepared) -> None:
         request, loaded, form = prepared.request, prepared.loaded, prepared.tool_format
         known, thinks = loaded.tokenizer, prepared.draft.rendered.starts_in_reasoning
-        forgetful = "<function=" if form and form.dialect == "qwen" else None
+        forgetful = form and form.forgetful(request.tools + request.deferred)
         tags = Tags(known.think_start, known.think_end, form and form.start, forgetful)
         tags = Tags() if request.kind == "completion" else tags
         call_ids = (uuid.uuid4().hex[:9] for _ in count())  # why(L-75): not any name will do
@@ -5488,7 +5488,7 @@ def main() -> int:
         state = build_state(config)
         servers = _listen(config, state)
     except (ConfigError, UnicodeDecodeError) as error:
-        sys.stderr.write(f"start-llm: {'.env: ' * isinstance(error, ValueError)}{error}\n")
+        sys.stderr.write(f"start-llm: {'.env: ' * isinstance(error, UnicodeError)}{error}\n")
         return 2
     return _serve(state, servers, stop=stop)
 

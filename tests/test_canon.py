@@ -249,6 +249,11 @@ def test_what_a_line_says_behind_the_clock_is_not_the_clocks(clock: str, behind:
     assert [field.value for field in turn.fields] == [clock.partition(": ")[2]]
 
 
+def test_a_clock_of_blanks_alone_takes_no_time() -> None:
+    for text in ("Current time: " + " " * 100_000, "Current time: " + "EST " * 30_000 + "_"):
+        assert canon().still(said("user", text)).message["content"] == text
+
+
 def rule_named(name: str) -> start_llm.Rule:
     return next(rule for rule in start_llm._RULES if rule.name == name)
 

@@ -234,11 +234,11 @@ def test_the_replies_used_least_recently_are_forgotten(steps: list) -> None:
             assert len(store) == len(oracle)
 
 
-def test_the_store_holds_two_thousand_replies() -> None:
+def test_the_store_holds_four_thousand_names() -> None:
     store = start_llm.HealingStore()
-    for n in range(2005):
+    for n in range(4005):
         store.remember(reply(f"r{n}", thought=f"t{n}"), ASKED)
-    assert len(store) == store.CAP == 2000
+    assert len(store) == store.CAP == 4000
     assert store.thought_of(reply("r4"), ASKED) == ""
     assert store.thought_of(reply("r5"), ASKED) == "t5"
 

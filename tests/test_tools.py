@@ -65,8 +65,7 @@ def stream(
     in_reasoning: bool = False,
     most: int = sys.maxsize,
 ) -> ReplyStream:
-    forgetful = "<function=" if tool_format.dialect == "qwen" else None
-    tags = Tags("<think>", "</think>", tool_format.start, forgetful)
+    tags = Tags("<think>", "</think>", tool_format.start, tool_format.forgetful(tools))
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())
     return ReplyStream(splitter, tool_format, tools=tools, ids=ids, most=most)
@@ -452,11 +451,6 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
             [{"n": 5}],
         ),
         (
-            '<tool_call>\n{"name": "read", "arguments": {"n": 1}}\n'
-            '{"name": "read", "arguments": {"n": 2}}\n</tool_call>',
-            [{"n": 1}, {"n": 2}],
-        ),
-        (
             '<tool_call>{"name": "read", "arguments": {"n": 1}}\n'
             '<tool_call>{"name": "read", "arguments": {"n": 2}}</tool_call>',
             [{"n": 1}, {"n": 2}],
@@ -469,9 +463,9 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
             [{"text": 'say "hi"', "n": 1}],
         ),
         (
-            '<tool_call>{"name": "read", "arguments": {"text": "print("a", b)\\nf("c", "d")\\n"}}'
+            '<tool_call>{"name": "read", "arguments": {"text": "print("a", b) f("c")", "n": 1}}'
             "</tool_call>",
-            [{"text": 'print("a", b)\nf("c", "d")\n'}],
+            [{"text": 'print("a", b) f("c")', "n": 1}],
         ),
         (
             '<tool_call>{"name": "read", "arguments": {"text": "<a href="x"></a>", "items": ["a", '
@@ -536,6 +530,9 @@ def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
     ("written", "arguments", "rest"),
     [
         ('{"n": 1, key: 2}}', {"n": 1}, ", key: 2}}</tool_call> ok"),
+        ('{"text": "a", n: 2}}', {"text": "a"}, ", n: 2}}</tool_call> ok"),
+        ('{"text": "a" "n": 2}}', {"text": "a"}, '"n": 2}}</tool_call> ok'),
+        ('{"text": "a", // n\n"n": 2}}', {"text": "a"}, ', // n\n"n": 2}}</tool_call> ok'),
         ('{"items": [1, 2,]}}', {"items": [1, 2]}, ",]}}</tool_call> ok"),
         ('{"text": "\\u12"}}', {"text": "\\u12"}, " ok"),
         ('{"items": [{"n": 1}}', {"items": [{"n": 1}]}, " ok"),  # only the brackets are wrong
@@ -619,11 +616,37 @@ def test_a_call_without_its_tag_is_one_in_what_is_said_but_not_in_a_thought() ->
         }
 
 
-def test_what_follows_a_quoted_tag_is_still_read() -> None:
-    text = "Use <function=foo> so.\n\n" + write_qwen("read", {"n": 1}).removeprefix("<tool_call>\n")
-    for cuts in ([], list(range(len(text)))):
-        reply = read(text, cuts)
-        assert (reply.content, calls_of(reply)) == ("Use <function=foo> so.", [("read", {"n": 1})])
+QUOTED = [
+    "Use <function=foo> so.",
+    "Format: `<function=NAME><parameter=KEY>`. Now I read.",
+    "Mention of `<function=` here, and of <function=read> there.",
+    "Write <function=read>\n<parameter=text>...</parameter> to read.",
+    "The syntax:\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>",
+]
+
+
+@pytest.mark.parametrize("said", QUOTED)
+def test_what_is_said_of_calls_is_no_call_and_hides_none(said: str) -> None:
+    for call in (
+        write_qwen("read", {"n": 1}),
+        write_qwen("read", {"n": 1})[len("<tool_call>\n") :],
+    ):
+        text = f"{said}\n\n{call}"
+        for cuts in ([], list(range(len(text)))):
+            reply = read(text, cuts)
+            assert (reply.content, calls_of(reply)) == (said, [("read", {"n": 1})])
+
+
+def test_a_tag_that_is_spoken_of_holds_nothing_back() -> None:
+    replies, words = stream(), "and so it goes on, word by word. " * 50
+    replies.feed("Mention of `<function=` here, ", literal=True)
+    held = 0
+    for n, letter in enumerate(words, 1):
+        replies.feed(letter, literal=True)
+        held = max(
+            held, n - len(replies.message()["content"]) + len("Mention of `<function=` here, ")
+        )
+    assert held <= 2
 
 
 def test_a_call_quoted_in_a_thought_stays_there() -> None:
