@@ -498,7 +498,7 @@ def test_a_reply_of_no_numbers_is_an_error_and_nothing_of_it_is_kept(bench, kind
 STEPS = [
     *((s.LRUPromptCache, name) for name in ("find", "acquire", "put_back", "add_checkpoint")),
     *((s.LRUPromptCache, name) for name in ("_move", "_copy", "_split", "_shorten", "_enter")),
-    *((s.Scheduler, name) for name in ("_start", "_prefill", "_slice_length")),
+    *((s.Scheduler, name) for name in ("_start", "_prefill")),
     *((s.Scheduler, name) for name in ("_begin_decode", "_decode", "_finish")),
     *((s.Group, name) for name in ("__init__", "step", "absorb", "leave", "padding_with")),
     *((s.Row, name) for name in ("tell", "read_span")),
@@ -506,6 +506,7 @@ STEPS = [
     *((s, name) for name in ("snapshot_state", "restore_state", "_kv_cache_offset", "_stops")),
     *((s, name) for name in ("make_prompt_cache", "row_from_batch", "to_batch", "_block_hashes")),
     *((s, name) for name in ("_processors", "_sampler", "recurrent_handles", "_remaining_prefill")),
+    (s, "_slice_length"),
 ]
 
 
