@@ -4469,12 +4469,12 @@ class ReplyStream:
     def _read_json(self) -> Iterator[None]:
         """JSON as generated; members leave when their values begin: closing all makes it valid."""
         opened = "{"  # a key of `_JSON` for each thing that is open, outermost first
-        inside = "{"  # the last of them, with what it is in if that is a string
-        while opened and (match := (yield from self._take(_JSON[inside]))):
+        where = "{"  # the last of them, with what it is in if that is a string
+        while opened and (match := (yield from self._take(_JSON[where]))):
             kind, text = match.lastgroup, match[0]
             inside = opened[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
             opened = opened[:-1] + ("" if kind == "close" else inside)
-            inside = opened[-2:] if opened[-1:] == '"' else opened[-1:]
+            where = opened[-2:] if opened[-1:] == '"' else opened[-1:]
             self._json += _json(text)[1:-1] if kind == "raw" else text
         self._json += opened[::-1].translate(_CLOSED)
         # also where a bracket was forgotten, or the tag (L-82)

@@ -250,7 +250,7 @@ def test_what_a_line_says_behind_the_clock_is_not_the_clocks(clock: str, behind:
 
 
 def test_a_clock_of_blanks_alone_takes_no_time() -> None:
-    for text in ("Current time: " + " " * 100_000, "Current time: " + "EST " * 30_000 + "_"):
+    for text in ("Current time: " + " " * 1_000_000, "Current time: " + "EST " * 30_000 + "_"):
         assert canon().still(said("user", text)).message["content"] == text
 
 
