@@ -334,7 +334,9 @@ def test_a_running_branch_keeps_no_second_copy_of_its_prefix(bench):
         scheduler.hold_limit()  # as it does every quarter of a second
         return scheduler.cache.nbytes + scheduler.running_bytes, bool(scheduler.rows)
 
+    wait_until(lambda: b.engine.report["decoding"] == 1)
     n_bytes, is_running = b.engine.ask(held)
+    assert is_running
     while is_running:
         most = max(most, n_bytes)
         n_bytes, is_running = b.engine.ask(held)
