@@ -370,8 +370,7 @@ def request_line(**values: object) -> str:
 def show_progress(name: str, *, done: int, of: int) -> None:
     """On a terminal, in the last line, until something else is said there."""
     if _CONSOLE.is_terminal:
-        bar = "#" * (40 * done // of)
-        text = f"{name} [{bar:40}] {done:,} of {of:,} tokens" if done < of else ""
+        text = f"{name} [{'#' * (40 * done // of):40}] {done:,} of {of:,} tokens" * (done < of)
         _CONSOLE.print(text.ljust(_CONSOLE.width - 1), end="\r", markup=False, highlight=False)
 
 
@@ -395,12 +394,11 @@ class CacheMetrics:
 
     def observe(self, facts: Facts) -> None:
         self._ended.labels(facts["match"], facts["finish"]).inc()
-        if facts["finish"] in ("cancelled", "failed"):  # it has no times
-            return
-        share = facts["cached"] / facts["prompt"]
-        values = (facts["ttft_ms"] / 1000, facts["prefill"], facts["decode"], share)
-        for histogram, value in zip(self._histograms, values, strict=True):
-            histogram.observe(value)
+        if facts["finish"] not in ("cancelled", "failed"):  # they have no times
+            share = facts["cached"] / facts["prompt"]
+            values = (facts["ttft_ms"] / 1000, facts["prefill"], facts["decode"], share)
+            for histogram, value in zip(self._histograms, values, strict=True):
+                histogram.observe(value)
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         now = prometheus.CollectorRegistry()
@@ -464,25 +462,40 @@ KvOffset = NewType("KvOffset", int)
 FinishReason = Literal["stop", "length", "tool_calls"]
 Name = Annotated[str, Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds = Annotated[tuple[_TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)]
-_BiasKey = Annotated[_TokenId, Field(strict=False)]  # JSON's keys are text
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_BiasKey = Annotated[_Token, Field(strict=False)]  # JSON's keys are text
 _TextPart = TypedDict("_TextPart", {"type": Literal["text"], "text": str})  # noqa: UP013
 _Thought = TypedDict("_Thought", {"type": Literal["thinking"], "thinking": str})  # noqa: UP013
 _BUDGET: Final = AliasPath("thinking", "budget_tokens")
 type Each[T] = Annotated[list[T], Field(fail_fast=True)]  # a million faults cost no more than one
 # A step to a fault, and not the name that pydantic gives the branch of a union.
 _is_step: Final = re.compile(r"\d+|(?!(str|int|bool)$)[a-z][a-z_]*").fullmatch
+_THINKING_NAMES: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
+_OBJECTS: Final = ("metadata", "chat_template_kwargs", "thinking", "reasoning")
+_THINKING_PARTS: Final = ("", ".enabled", ".effort", ".level", ".type")
+_THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
+    **dict.fromkeys(("off", "none", "disabled", "false"), "off"),
+    **dict.fromkeys(("on", "enabled", "adaptive", "between_tools", "auto", "true"), "on"),
+    **dict.fromkeys(("minimal", "low"), "low"),
+    "medium": "medium",
+    **dict.fromkeys(("high", "xhigh", "max"), "high"),
+}
+# No switches of a template but arguments of applying one: not a request's to set.
+_NO_SWITCHES: Final = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+_SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a cache, of a user
+    "session_id conversation_id thread_id chat_id metadata.session_id metadata.conversation_id "
+    "metadata.thread_id metadata.chat_id metadata.user_id x-claude-code-session-id x-session-id "
+    "thread-id session-id prompt_cache_key user"
+)
 
 
 def parse_json_body(raw: bytes) -> object:
     """The JSON value in `raw`; lone surrogates (JS cuts emoji in half) become U+FFFD."""
     with suppress(ValueError):
         return from_json(raw, allow_inf_nan=False)
-    try:  # a lone surrogate is a fault above but not here, and UTF-16 can write it
+    try:  # a lone surrogate is a fault above but not here
         text = json.dumps(json.loads(raw.decode()), ensure_ascii=False)
-        mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return from_json(mended, allow_inf_nan=False)
+        return from_json(re.sub(r"[\ud800-\udfff]", "\ufffd", text), allow_inf_nan=False)
     except (ValueError, RecursionError) as fault:
         raise BadRequest(f"the body is not valid JSON: {fault}") from None
 
@@ -548,8 +561,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of
     chat_template_kwargs: Body = {}
     response_format: Body = {}
     thinking_budget: Annotated[int | None, Field(ge=0, validation_alias=_BUDGET)] = None
-    # What we cannot do, with the values that do not ask for it.
-    n: Literal[1] = 1
+    n: Literal[1] = 1  # from here on: what we cannot do, with the values that do not ask for it
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     suffix: Literal[""] = ""
@@ -560,7 +572,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of
 
 
 class _CompletionBody(BaseModel, strict=True):
-    prompt: Name | _TokenIds
+    prompt: Name | Annotated[tuple[_Token, ...], Field(min_length=1, fail_fast=True, strict=False)]
     response_format: dict[Literal["type"], Literal["text"]] = {}
     logprobs: None = None  # of chats only
 
@@ -591,25 +603,6 @@ def checked[T](build: Callable[..., T], given: Body) -> T:
     raise BadRequest(" or ".join(wants), at=param)  # several: a union's branches
 
 
-_THINKING_NAMES: Final = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
-_OBJECTS: Final = ("metadata", "chat_template_kwargs", "thinking", "reasoning")
-_THINKING_PARTS: Final = ("", ".enabled", ".effort", ".level", ".type")
-_THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
-    **dict.fromkeys(("off", "none", "disabled", "false"), "off"),
-    **dict.fromkeys(("on", "enabled", "adaptive", "between_tools", "auto", "true"), "on"),
-    **dict.fromkeys(("minimal", "low"), "low"),
-    "medium": "medium",
-    **dict.fromkeys(("high", "xhigh", "max"), "high"),
-}
-# No switches of a template but arguments of applying one: not a request's to set.
-_NO_SWITCHES: Final = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-_SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a cache, of a user
-    "session_id conversation_id thread_id chat_id metadata.session_id metadata.conversation_id "
-    "metadata.thread_id metadata.chat_id metadata.user_id x-claude-code-session-id x-session-id "
-    "thread-id session-id prompt_cache_key user"
-)
-
-
 def _by_path(fields: Body, above: str = "") -> Iterator[tuple[str, Any]]:
     """Each field by its path, as in "metadata.user_id"."""
     for name, value in fields.items():
@@ -622,14 +615,12 @@ def _thinking(said: Body, switches: Body, *, default: bool) -> Body:
     """Whether to think, and template switches. The first spelling that says anything wins."""
     for name in switches.keys() & ({"messages", *_NO_SWITCHES} - {"documents"}):
         raise BadRequest("this is not a request's to set", at=f"chat_template_kwargs.{name}")
-    levels = []
-    places = map("".join, product(("", "metadata."), _THINKING_NAMES, _THINKING_PARTS))
-    for place in (*map("chat_template_kwargs.".__add__, ("enable_thinking", "thinking")), *places):
-        value = said.get(place)
-        if value is None or (isinstance(value, dict) and place.endswith(_OBJECTS)):
+    levels, places = [], map("".join, product(("", "metadata."), _THINKING_NAMES, _THINKING_PARTS))
+    for at in (*map("chat_template_kwargs.".__add__, ("enable_thinking", "thinking")), *places):
+        if (value := said.get(at)) is None or (isinstance(value, dict) and at.endswith(_OBJECTS)):
             continue
         if (level := _THINKING_LEVELS.get(str(value).lower())) is None:
-            raise BadRequest(f"{value!r:.60} is none of {', '.join(_THINKING_LEVELS)}", at=place)
+            raise BadRequest(f"{value!r:.60} is none of {', '.join(_THINKING_LEVELS)}", at=at)
         levels.append(level)
     thinks = levels[0] != "off" if levels else default
     effort = next((level for level in levels if thinks and level not in ("off", "on")), None)
@@ -901,9 +892,8 @@ def from_anthropic(body: object, config: Config, **how: Any) -> ChatRequest:
     asked = checked(_MessagesBody, given)
     tools = dict(_chat_tools(asked.tools))
     messages = _said("system", asked.system, tools=tools, param="system") if asked.system else []
-    for index, message in enumerate(asked.messages):
-        where: Body = {"tools": tools, "param": f"messages[{index}].content"}
-        messages += _said(message["role"], message["content"], **where)
+    for i, m in enumerate(asked.messages):
+        messages += _said(m["role"], m["content"], tools=tools, param=f"messages[{i}].content")
     choice, kind = asked.tool_choice, asked.tool_choice.get("type", "auto")
     kinds = {"any": "required", "tool": {"function": {"name": choice.get("name")}}}
     chat: Body = {"thinking": {"type": "disabled"}, **given}  # unless the request says otherwise
@@ -1024,19 +1014,18 @@ class AnthropicEvents:
         return {"type": f"content_block_{kind}", "index": len(self._blocks), **more}
 
     def _end_block(self) -> Iterator[Body]:
-        if not (block := self._open):
-            return
-        if block["type"] == "tool_use":
-            with suppress(BadRequest):  # what no reader of JSON takes
-                block["input"] = parse_json_body((self._said or "{}").encode())
-        else:
-            block[block["type"]] = self._said
-        if block["type"] == "thinking":
-            signature = block["signature"] = thought_id(self._said)
-            yield self._event("delta", delta={"type": "signature_delta", "signature": signature})
-        yield self._event("stop")
-        self._blocks.append(block)
-        self._open, self._said = {}, ""
+        if block := self._open:
+            if block["type"] == "tool_use":
+                with suppress(BadRequest):  # what no reader of JSON takes
+                    block["input"] = parse_json_body((self._said or "{}").encode())
+            else:
+                block[block["type"]] = self._said
+            if block["type"] == "thinking":
+                name = block["signature"] = thought_id(self._said)
+                yield self._event("delta", delta={"type": "signature_delta", "signature": name})
+            yield self._event("stop")
+            self._blocks.append(block)
+            self._open, self._said = {}, ""
 
     def end(self, ending: Ending) -> list[Body]:
         events, message = [*self._end_block()], self.whole({}, ending)
@@ -1062,9 +1051,8 @@ class AnthropicEvents:
 def anthropic_error(error: ServerError) -> Body:
     """The error in Anthropic's shape; the words of a prompt too long are those agents look for."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kinds |= {413: "request_too_large", 503: "overloaded_error"}
-    kind = kinds.get(error.status, error.type.replace("server_error", "api_error"))
-    message = str(error)
+    kinds |= {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+    kind, message = kinds.get(error.status, error.type), str(error)
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.n_prompt} tokens > {error.limit} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
@@ -1170,8 +1158,7 @@ def canonical_json(arguments: object) -> str:
 def reply_digest(message: Message) -> bytes:
     """What names a reply: its content and its calls. Not its thinking, and no call's id."""
     name = sha256(message["content"].encode())
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
+    for function in (call["function"] for call in message.get("tool_calls", ())):
         name.update(f"\0{function['name']}\0{canonical_json(function.get('arguments'))}".encode())
     return name.digest()
 
@@ -1221,11 +1208,6 @@ def _heal_messages(
 # Doors   Canon, Turn, Memo, SYSTEM_ROLES, replaced, reminder, stilling, _canonicalize_messages
 # Knows CONFIG, WIRE, HEAL · Thread any; pure · Budget 247
 
-SYSTEM_ROLES: Final = frozenset({"system", "developer"})
-_USER: Final = frozenset({"user"})
-_BOTH: Final = SYSTEM_ROLES | _USER
-_SYSTEMS: Final = frozenset({"late_system", "operator_note"})  # rules of notes by the system
-
 
 class Rule(NamedTuple):  # one volatile field
     name: str  # its setting is RULE_<NAME>
@@ -1234,6 +1216,10 @@ class Rule(NamedTuple):  # one volatile field
     kind: str = "off"  # as configured
 
 
+SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+_USER: Final = frozenset({"user"})
+_BOTH: Final = SYSTEM_ROLES | _USER
+_SYSTEMS: Final = frozenset({"late_system", "operator_note"})  # rules of notes by the system
 _STAMP: Final = r"[FMSTW][a-z]{2} \d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?(?: [\w:+/-]+)?"
 _ROUTED: Final = r"\[Inter-session message\] sourceSession=[^\n]*\n[^\n]*\n"
 _INBOUND: Final = (
@@ -1409,14 +1395,13 @@ def replaced(text: str, fields: Iterable[Volatile]) -> str:
     """The text without its volatile values: a sentinel for a pinned one, nothing for a block."""
     said, end = "", 0
     for one in fields:
-        if one.start < end:  # inside the one before
-            continue
-        said, end = said + text[end : one.start], one.end
-        if one.kind == "transient":  # it goes with the line breaks around it
-            said, rest = said.rstrip("\n"), text[end:].lstrip("\n")
-            said, end = said + "\n\n" * bool(said and rest), len(text) - len(rest)
-        elif not one.text:
-            said += f"__STABLE_{'MSG_ID' if one.rule == 'message_id' else one.rule.upper()}__"
+        if one.start >= end:  # else it is inside the one before
+            said, end = said + text[end : one.start], one.end
+            if one.kind == "transient":  # it goes with the line breaks around it
+                said, rest = said.rstrip("\n"), text[end:].lstrip("\n")
+                said, end = said + "\n\n" * bool(said and rest), len(text) - len(rest)
+            elif not one.text:
+                said += f"__STABLE_{'MSG_ID' if one.rule == 'message_id' else one.rule.upper()}__"
     return said + text[end:]
 
 
@@ -1444,8 +1429,7 @@ def _notes(turn: Turn, canon: Canon) -> tuple[Volatile, ...]:
     text, may_be = turn.message["content"], turn.role in SYSTEM_ROLES
     if may_be and "\ufdd1" not in text and any(r.name == "late_system" for r in canon.rules):
         return (Volatile("late_system", "transient", reminder(text)),)
-    is_bare = turn.role == "user" and not turn.canonical["content"].strip()
-    return tuple(turn.notes) if is_bare else ()
+    return (*turn.notes,) if turn.role == "user" and not turn.canonical["content"].strip() else ()
 
 
 def stilling(before: str, now: str) -> str | None:
@@ -1480,8 +1464,7 @@ _TOOL: Final[Body] = {"type": "function", "function": _ACT}
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Leftmost, then longest: as a tokenizer matches its added tokens."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len)[::-1])) or '(?!)'})")
 
 
 def _hide(value: Any, markup: re.Pattern[str]) -> Any:
@@ -1552,6 +1535,7 @@ class _ChatTemplate:  # as a function, and what became of canned conversations
         self.source = named if isinstance(named, str) else "\n".join(named.values())
         if not self._says("user") and _FIRST in self.attempt("parts"):  # LLaVA's loses plain texts
             self._apply = lambda m, /, **how: tokenizer.apply_chat_template(_in_parts(m), **how)
+        self.source = self.source or self.attempt("user")  # of DeepSeek-V3.2 it is Python
         self.thinking = _probe_thinking(self)  # switches for off, switches for on
         self.preserve = _probe_preserve_thinking_support(self)
         self.has_system = self._says("system user")
@@ -1568,8 +1552,7 @@ class _ChatTemplate:  # as a function, and what became of canned conversations
         inner = ((row, at) for row in rows for at in range(1, len(row)) if row[at] in self.firsts)
         self.echoes = {(row[0], at, row[at]) for row, at in inner}  # one opening, not two
         dress = tool[len(user) :] if tool.startswith(user) else ""  # results as user messages
-        is_user = f"{re.escape(user)}(?!{re.escape(dress or _BREAK)})"
-        self.find_user = re.compile(is_user if user else "(?!)")
+        self.find_user = re.compile(f"{re.escape(user) or '(?!)'}(?!{re.escape(dress or _BREAK)})")
 
     def render(self, messages: list[Message], *, tools: list[Body], switches: Body) -> str:
         """Raises BadRequest with the template's own sentence when it refuses."""
@@ -1777,9 +1760,8 @@ class Template:
     def image_phrase(self) -> str:  # that it prints for an image; "" where it cannot be asked
         first, last = _canned("parts")[0]["content"]
         shown = self._chat.attempt([{"role": "user", "content": [first, {"type": "image"}, last]}])
-        phrase = re.search(rf"{_FIRST}(.*?){_WORDS.format(0)}", shown, re.DOTALL)
-        joint = self._chat.joint
-        return phrase[1].removeprefix(joint).removesuffix(joint) if phrase else ""
+        said = re.search(rf"{_FIRST}(.*?){_WORDS.format(0)}", shown, re.DOTALL)
+        return said[1].removeprefix(self._chat.joint).removesuffix(self._chat.joint) if said else ""
 
     def encode(self, text: str) -> list[int]:
         """The tokenizer's ids; markup is markup, and no special tokens are added."""
@@ -1788,13 +1770,11 @@ class Template:
     def raw(self, prompt: str | Sequence[int]) -> Rendered:
         """A completion's prompt. Raises BadRequest: it is empty, or an id is not the model's."""
         whole, text = self._encoder.whole, prompt if isinstance(prompt, str) else ""
-        tokens = whole.encode_batch_fast([text])[0].ids if text else list(map(int, prompt))
-        known = range(whole.get_vocab_size())
-        if not tokens:
+        ids = np.array(whole.encode_batch_fast([text])[0].ids if text else [*prompt], np.int32)
+        if not ids.size:
             raise BadRequest("the prompt is empty", param="prompt")
-        if strange := [token for token in tokens if token not in known]:
+        if len(strange := ids[(ids < 0) | (ids >= whole.get_vocab_size())]):
             raise BadRequest(f"{strange[0]} is not a token of this model", at="prompt")
-        ids = np.array(tokens, np.int32)
         boundaries = _compute_msg_token_boundaries(ids, self._chat)
         return Rendered(text=text, ids=ids, boundaries=boundaries, generation_start=len(ids))
 
@@ -1813,9 +1793,8 @@ class Template:
     ) -> Rendered:
         """The request's messages behind `past`, whose tokens `before` has. Raises Unspliceable."""
         # They begin with the template's own end token, in place of the one that ended the reply.
-        tools, switches = self._hide(request.tools), self._switches(request)
-        fresh = list(map(self._shape, request.messages))
-        closer, text = self._behind(past, fresh, tools=tools, switches=switches)
+        fresh, switches = list(map(self._shape, request.messages)), self._switches(request)
+        closer, text = self._behind(past, fresh, tools=self._hide(request.tools), switches=switches)
         if any(_losses(fresh, text)):
             raise Unspliceable("lost text")
         if is_cut and past[-1].get("tool_calls"):
@@ -1883,22 +1862,16 @@ class Template:
         users = [found.start() for found in self._chat.find_user.finditer(text)]
         # why(L-51): among these a new session in the same folder parts from the one before it.
         notes = re.compile("</system-reminder>").finditer(text, *(users[:2] or [len(text)]))
-        known = before or Rendered(
-            note_ends=tuple(len(encode(text[: note.end()])) for note in islice(notes, 4)),
-            system_end=len(encode(text[: users[0]])) if users else 0,
-        )
+        ends = (len(encode(text[: note.end()])) for note in islice(notes, 4))
+        head = text[: users[0]] if users else ""
+        known = before or Rendered(note_ends=tuple(ends), system_end=len(encode(head)))
         kept, ids = len(known.ids), np.concatenate([known.ids, encode(text)])
         begins = _compute_msg_token_boundaries(ids[kept:], self._chat)
         last_user = len(ids) - len(encode(text[users[-1] :])) if users else known.last_user_start
-        return replace(
-            known,
-            text=_BROKEN.sub(r"\1", text),
-            ids=ids,
-            boundaries=(*known.boundaries, *(kept + begin for begin in begins)),
-            last_user_start=last_user,
-            generation_start=len(ids) - len(encode(ending)),
-            starts_in_reasoning=bool(start) and ending.rfind(start) > ending.rfind(end),
-        )
+        told: Body = {"ids": ids, "boundaries": (*known.boundaries, *(kept + n for n in begins))}
+        told |= {"last_user_start": last_user, "generation_start": len(ids) - len(encode(ending))}
+        thinks = bool(start) and ending.rfind(start) > ending.rfind(end)
+        return replace(known, text=_BROKEN.sub(r"\1", text), starts_in_reasoning=thinks, **told)
 
     def _shape(self, message: Message) -> Message:
         """A copy in words this template understands, with what looks like markup broken up."""
@@ -1909,6 +1882,9 @@ class Template:
         if calls := shaped.pop("tool_calls", None):  # some templates take [] for a call
             hides = self._config.normalize_write_tool_content_for_prompt
             shaped["tool_calls"] = [_parse_arguments(call, hides_writes=hides) for call in calls]
+            if ".thinking" in self.source:  # gpt-oss's shows text and thought alike, but not both
+                told = filter(None, (message.get("reasoning_content"), content))
+                shaped |= {"content": "\n\n".join(told), "thinking": ""}
         hidden: Message = self._hide(shaped)
         if role == "assistant" and "reasoning_content" not in message:
             # it may have come back with its thinking: those two tags are the real ones again
@@ -2134,13 +2110,12 @@ class Ledger:
 
     def _as_sent(self, request: ChatRequest, template: Template, *, draft: Draft) -> Draft:
         """All messages rendered; the head as it was first rendered for anybody."""
-        turns = draft.turns
-        n_head = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
-        head, told = _tell(turns[:n_head], 0, known=_Told())
-        if told.pins and any(turn.role in _ASKING for turn in turns):  # somewhere to restate
+        n_head = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, draft.turns))
+        head, told = _tell(draft.turns[:n_head], 0, known=_Told())
+        if told.pins and any(turn.role in _ASKING for turn in draft.turns):  # somewhere to restate
             # why(L-38): the first rendering stays, or a new id would move all that follows it.
             head, told = self._heads.setdefault(draft.keys[n_head], (head, told))
-        rest, told = _tell(turns, n_head, known=told)
+        rest, told = _tell(draft.turns, n_head, known=told)
         messages = [*_heal_messages([*head, *rest], self._healing, answered=draft.answered)]
         return replace(draft, rendered=template.prompt(request, messages), told=told)
 
@@ -2302,12 +2277,11 @@ class Span(NamedTuple):
 
 def _grown(buffer: mx.array, length: int) -> mx.array:
     """A buffer for `length` tokens that begins as this one; a larger one is on the growth grid."""
-    if buffer.shape[2] >= length:
-        return buffer
-    lacks = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS - buffer.shape[2]
-    larger = mx.pad(buffer, [(0, 0), (0, 0), (0, lacks), (0, 0)])
-    mx.eval(larger)
-    return larger
+    if buffer.shape[2] < length:
+        lacks = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS - buffer.shape[2]
+        buffer = mx.pad(buffer, [(0, 0), (0, 0), (0, lacks), (0, 0)])
+        mx.eval(buffer)
+    return buffer
 
 
 def _leaves(cache: KvCache, kind: Literal["attention", "state"]) -> list[Any]:
@@ -2417,8 +2391,7 @@ def noted_states(cache: KvCache) -> list[StateSnapshot]:
     """One for each of the `ends`, in their order, and perhaps one more; they are forgotten."""
     notes = list(zip(*(leaf.notes for leaf in _leaves(cache, "state")), strict=True))
     note_states(cache, ())
-    handles = ([ArraysCache.from_state((x, None, None)) for x in arrays] for arrays in notes)
-    return list(map(snapshot_state, handles))
+    return [snapshot_state([ArraysCache.from_state((x, None, None)) for x in one]) for one in notes]
 
 
 def _kv_cache_offset(cache: KvCache, *, recorded: int) -> KvOffset:
@@ -2778,9 +2751,8 @@ class LRUPromptCache:
             moved = self._movable(keep, depth)
             lacks = self.nbytes + extra_bytes - moved * self._shape.token_bytes - self.max_bytes
             self._claim = keep, depth, lacks
-            if lacks <= 0 or not (
-                thin() or self._evict_one(keep if moved else None, per_byte=True)
-            ):
+            kept = keep if moved else None
+            if lacks <= 0 or not (thin() or self._evict_one(kept, per_byte=True)):
                 self._claim = None, 0, sys.maxsize
                 return lacks <= 0
 
@@ -2894,7 +2866,6 @@ class SessionTurnStore:
     """The messages of each session's last request, and of its longest past, as digests."""
 
     MOST: Final = 2_000  # records, two for a session; the least recently used go first
-    MOST_TOKENS: Final = 2_000_000  # of requests that are kept whole
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()  # guards both
@@ -2906,7 +2877,7 @@ class SessionTurnStore:
         with self._turns_lock:
             self._sent = [x for x in self._sent if sent.digests[: len(x.turns)] != x.digests]
             self._sent.append(sent)
-            while sum(len(one.tokens) + 4_000 for one in self._sent) > self.MOST_TOKENS:
+            while sum(len(one.tokens) + 4_000 for one in self._sent) > 2_000_000:  # tokens
                 self._sent.pop(0)
 
     def forget(self, before: float) -> None:
@@ -2991,8 +2962,7 @@ _KEPT: Final = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepst
 _KNOWN: Final = ("position_ids", "rope_deltas", "attention_mask_4d")  # said at each call; not read
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """An image as one model reads it."""
 
     picture: Picture
@@ -3054,7 +3024,7 @@ class VisionModel(Module):  # type: ignore[misc]
         """The image as tokens; one that was not seen lately is decoded. Raises BadRequest."""
         known: View | None = self._views.get(digest)
         if known:
-            return replace(known, picture=picture)
+            return known._replace(picture=picture)
         inputs = self._read(picture)
         real = np.ravel(inputs.pop("input_ids")).astype(np.int32)
         if not (inside := np.flatnonzero(real == self.image_token)).size:
@@ -3064,7 +3034,7 @@ class VisionModel(Module):  # type: ignore[misc]
         text = partial(self._processor.tokenizer.decode, skip_special_tokens=False)
         shown = f"\ufdd1{digest}\ufdd2".join(map(text, (real[: image.start], real[image.stop :])))
         view = View(picture, digest, shown, ids, real, image, inputs.get("image_grid_thw"))
-        self._views[digest] = replace(view, picture=Picture(b"", ""))
+        self._views[digest] = view._replace(picture=Picture(b"", ""))
         return view
 
     def try_out(self) -> None:  # raises what it can
@@ -3081,8 +3051,7 @@ class VisionModel(Module):  # type: ignore[misc]
             log.debug("an image cannot be prepared", exc_info=True)
             raise BadRequest("this model cannot take an image like this", at=picture.at) from fault
 
-    def make_cache(self) -> KvCache:
-        """mlx-lm's caches, in the place of mlx-vlm's own."""
+    def make_cache(self) -> KvCache:  # mlx-lm's caches, in the place of mlx-vlm's own
         return list(map(like_upstream, make_prompt_cache(self.whole.language_model)))
 
     def __call__(self, tokens: mx.array, cache: KvCache, *, shifts: Sequence[int] = (0,)) -> Any:
@@ -3134,10 +3103,9 @@ class VisionModel(Module):  # type: ignore[misc]
             inputs = self._read(view.picture)  # again: nobody holds the pixels of all who wait
             arrays = {n: mx.array(v) for n, v in inputs.items() if n != "input_ids"}
             made = self.whole.get_input_embeddings(ids, mask=mx.ones_like(ids), **arrays).to_dict()
-            made = {name: part for name, part in made.items() if part is not None}
-            if unknown := made.keys() - {*_KEPT, *_KNOWN}:
+            if unknown := {n for n, v in made.items() if v is not None} - {*_KEPT, *_KNOWN}:
                 raise NotImplementedError(f"its layers want {unknown}, which nothing here feeds")
-            kept = {name: made[name] for name in _KEPT if name in made}
+            kept = {n: made[n] for n in _KEPT if made.get(n) is not None}
             mx.eval(kept)
         self._features[view.digest] = kept
         while self.feature_bytes > self.max_bytes:
@@ -3153,6 +3121,16 @@ class VisionModel(Module):  # type: ignore[misc]
 # Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 201
 
 _DEMO: Final = "demo"
+_MARKS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+_MORE_MARKS: Final[Iterable[tuple[str, ...]]] = (  # the last is a token that none but these have
+    ("[THINK]", "[/THINK]"),  # Magistral
+    (
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        "<|channel|>commentary to=functions.",
+        "<|call|>",
+    ),
+)
 
 
 class ModelError(Exception):
@@ -3242,6 +3220,7 @@ def load_model(path: Path, config: Config) -> LoadedModel:
     """Read weights and tokenizer, on the model thread, where they must stay. Raises ModelError."""
     try:
         model, tokenizer, facts = _parts(path, config)
+        _teach(tokenizer)
         name, facts = _chosen(config), {**facts, **(facts.get("text_config") or {})}
         tags = {name: getattr(tokenizer, name) or "" for name in ("think_start", "think_end")}
         template = Template(tokenizer, config, **tags, ends=tokenizer.eos_token_ids)
@@ -3288,6 +3267,16 @@ def _parts(path: Path, config: Config) -> Any:
     return VisionModel(path, **trust), tokenizer, facts
 
 
+def _teach(tokenizer: Any) -> None:
+    """Tell mlx-lm's wrapper what marks a reply has where it does not know them (L-88)."""
+    for marks in (marks for marks in _MORE_MARKS if marks[-1] in tokenizer.get_vocab()):
+        for name, mark in zip(_MARKS, marks, strict=False):
+            ids = tokenizer.encode(mark, add_special_tokens=False)
+            vars(tokenizer).update({f"_{name}": mark, f"_{name}_tokens": tuple(ids)})
+            if name == "tool_call_end":
+                tokenizer.add_eos_token(mark)
+
+
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
     """Tokens. Configs state the length before YaRN (Qwen3) or after (DeepSeek): the larger one."""
     stated = int(facts.get("max_position_embeddings") or facts.get("n_positions") or 0)
@@ -3299,8 +3288,7 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
 
 
 def _hidden_ids(tokenizer: Any) -> frozenset[int]:
-    marks = ("think_start", "think_end", "tool_call_start", "tool_call_end")
-    shown = {i for mark in marks for i in getattr(tokenizer, f"{mark}_tokens") or ()}
+    shown = {i for mark in _MARKS for i in getattr(tokenizer, f"{mark}_tokens") or ()}
     parser = tokenizer.tool_parser
     # A special token that the parser's own source names is grammar (gemma4's <|"|> quotes).
     grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
@@ -3358,9 +3346,7 @@ type Event = int | Token | Finished | ServerError  # int: of the prompt's tokens
 type _Load = Callable[[], LoadedModel]
 
 
-class Next(NamedTuple):
-    """What may come in the next `n_places`: these ids only, or any but these."""
-
+class Next(NamedTuple):  # what may come in the next `n_places`: these ids only, or any but these
     ids: Sequence[int] | npt.NDArray[np.bool_]  # or, of each id, whether it is one of them
     only: bool = True
     n_places: int = 1
@@ -3511,9 +3497,7 @@ def _processors(job: Job) -> list[Callable[[mx.array, mx.array], mx.array]]:
 
 
 @dataclass(eq=False, slots=True)
-class Row:
-    """A request on the model. Its KV is exactly prompt + `out`, cut at `fed`."""
-
+class Row:  # a request on the model; its KV is exactly prompt + `out`, cut at `fed`
     ticket: Ticket
     job: Job  # the ticket's
     line: Line
@@ -3568,21 +3552,18 @@ def _model_for(loaded: LoadedModel, rows: Sequence[Row]) -> Callable[..., Any]:
 
 def _feed(row: Row, tokens: TokenArray, *, loaded: LoadedModel, cache: LRUPromptCache) -> bool:
     """The next tokens of a prompt; whether they end with an image."""
-    at, seen = row.fed + row.shift(row.fed), ""
+    at = row.fed + row.shift(row.fed)
+    views = [view for start, view in row.job.images if row.fed <= start < row.fed + len(tokens)]
     with _noting(row, len(tokens), cache=cache):
-        for start, view in row.job.images:
-            if row.fed <= start < row.fed + len(tokens):
-                seen = loaded.model.look(tokens, view, cache=row.cache, at=at)
-                cache.metrics.bump(seen)
-        if not seen:
+        for view in views:
+            cache.metrics.bump(loaded.model.look(tokens, view, cache=row.cache, at=at))
+        if not views:
             _model_for(loaded, [row])(mx.array(tokens)[None], cache=row.cache)
         evaluate(row.cache)
-    return bool(seen)
+    return bool(views)
 
 
-class Group:
-    """Rows that decode together: one on its own buffers, or several in upstream's batch form."""
-
+class Group:  # rows decoding together: one on its own buffers, or several in upstream's batch form
     def __init__(self, loaded: LoadedModel, row: Row) -> None:
         """Feed what is left of the row's prompt, and tell its first token."""
         processors, tokens = _processors(row.job), row.job.prompt.tokens
@@ -3656,9 +3637,7 @@ class Group:
         return before
 
 
-class Scheduler:
-    """Everything that happens on the model thread, one `turn` at a time."""
-
+class Scheduler:  # everything that happens on the model thread, one `turn` at a time
     def __init__(self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics) -> None:
         self.loaded, self.config, self.shape = loaded, config, measure_kv(loaded.model)
         self.limit = config.memory_limit_bytes or int(device_memory_bytes() * 0.9)
@@ -3860,8 +3839,7 @@ class Scheduler:
 
     def guarded(self, touched: list[Row], action: Callable[[], None]) -> None:
         """Run one action; if it raises, the rows it touched fail, and the engine goes on."""
-        # why(L-17): what an exception interrupted may be half written; nothing of it is kept.
-        try:
+        try:  # why(L-17): what an exception interrupted may be half written; nothing of it is kept.
             action()
         except Exception as error:
             log.exception("the model failed on %d request(s)", len(touched))
@@ -3882,8 +3860,12 @@ def _slice_length(work: Scheduler, row: Row) -> int:
     """Tokens of the next slice: to the next stop, and short while others wait their turn."""
     to_stop = min([row.to_prefill, *(stop - row.fed for stop in row.stops[:1])])
     timely = row.speed * (0.4 if len(work.rows) + len(work.waiting) == 1 else 0.2)  # seconds
-    if work._slices:
-        timely = min(timely, _affordable(work._slices, row.fed, n_bytes=work._working_bytes))
+    if work._slices:  # no more than the working memory has room for
+        # why(L-55): where attention scores are kept, a token costs bytes with its depth.
+        depths, costs, _ = np.array([*work._slices]).T
+        slope = np.polyfit(depths, costs, 1)[0] if np.ptp(depths) else 0.0
+        cost = costs.mean() + max(slope, 0.0) * (row.fed - depths.mean())
+        timely = min(timely, work._working_bytes / max(2 * cost, 1.0))
     length = min(to_stop, max(SLICE_MIN_TOKENS, int(timely)), work.config.prefill_step_size)
     # Those who wait for this stop would not wait for so small a rest, and prefill it each.
     if to_stop - length < WAIT_GAIN_TOKENS:
@@ -3934,14 +3916,6 @@ def _noting(row: Row, n_tokens: int, *, cache: LRUPromptCache) -> Iterator[None]
     yield
     for at, snapshot in zip(places, noted_states(layers), strict=False):
         cache.add_checkpoint(row.line, at, snapshot=snapshot)
-
-
-def _affordable(slices: Iterable[tuple[float, ...]], depth: int, *, n_bytes: int) -> float:
-    """Tokens of a slice from there on that the working memory has room for."""
-    # why(L-55): where attention scores are kept, a token costs bytes with its depth.
-    depths, costs, _ = np.array([*slices]).T
-    slope = np.polyfit(depths, costs, 1)[0] if np.ptp(depths) else 0.0
-    return float(n_bytes / max(2 * (costs.mean() + max(slope, 0.0) * (depth - depths.mean())), 1.0))
 
 
 def _remaining_prefill(tokens: TokenArray, offset: KvOffset) -> TokenArray:
@@ -4090,18 +4064,24 @@ class Engine:
 # back. White space before a tag belongs to the tag; after one, newlines are dropped until the first
 # text of that kind, so that a reply of calls alone has no content. All else is as generated, but a
 # `</think>` nobody opened and a `<think>` inside thinking are dropped: they are never content.
-# Doors   _ReasoningStreamSplitter, Tags, Piece · Knows - · Thread any; pure · Budget 102
+# Doors _ReasoningStreamSplitter, Tags, Piece, HARMONY · Knows - · Thread any; pure · Budget 110
 
 TextKind = Literal["reasoning", "content"]
+_HEADERS: Final = (
+    r"<\|end\|>|(?:<\|start\|>)?assistant(?= to=|<\|ch)"
+    r"|<\|channel\|>(?:[^<]|<\|c){0,200}<\|message\|>"
+)
+# why(L-88): by what ends a thought: all that parts such a reply; what begins a turn; a text in it.
+HARMONY: Final = {"<|end|>": (_HEADERS, "<|start|>assistant", "<|channel|>final<|message|>")}
 
 
 class Tags(NamedTuple):
-    """The texts that part a reply; None where a model has no such thing."""
+    """Patterns of what parts a reply, none in another; None where a model has no such thing."""
 
     think_start: str | None = None
-    think_end: str | None = None
     tool_start: str | None = None
-    forgetful: str | None = None  # a pattern: what begins a call where `tool_start` is forgotten
+    forgetful: str | None = None  # what begins a call where `tool_start` is forgotten
+    think_end: str | None = None  # the last: of two that fit it is the other
 
 
 class Piece(NamedTuple):
@@ -4115,9 +4095,9 @@ class _ReasoningStreamSplitter:
     """Parts one reply; the prompt may have ended `in_reasoning`. `feed` it, `finish` it once."""
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
-        self._tags = tags
-        spelled = [*map(regex.escape, filter(None, tags[:3])), tags.forgetful or "(?!)"]
-        self._all, self._untagged = regex.compile("|".join(spelled)), regex.compile(spelled[-1])
+        named = (f"(?P<{name}>{tag})" for name, tag in tags._asdict().items() if tag)
+        self._all = regex.compile("|".join(named) or "(?!)")
+        self._untagged = regex.compile(tags.forgetful or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._started: set[TextKind] = set()  # kinds of which some text has left
         self.after_tag = in_reasoning  # a tag came since the last text
@@ -4172,9 +4152,9 @@ class _ReasoningStreamSplitter:
                 return pieces
             text = text[match.end() :]
             is_line = self.after_tag or not self._started or "\n" in self._held  # begins
-            if match[0] in self._tags[:2]:
-                self._turn_to("reasoning" if match[0] == self._tags.think_start else "content")
-            elif is_line or match[0] in self._tags:
+            if match.lastgroup in ("think_start", "think_end"):
+                self._turn_to("reasoning" if match.lastgroup == "think_start" else "content")
+            elif is_line or match.lastgroup == "tool_start":
                 self.in_call = True
                 held, self._held = self._held, ""
                 return [*pieces, Piece("tool", held + match[0] + text)]
@@ -4191,10 +4171,12 @@ class _ReasoningStreamSplitter:
 #     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
 #     <tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>
 #     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+#     <invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n</invoke>
+#     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 310
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 328
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4210,7 +4192,7 @@ def _compile(pattern: str) -> Any:
     return regex.compile(pattern.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
-class _Dialect(NamedTuple):  # one way to write a call between `<tool_call>` and `</tool_call>`
+class _Dialect(NamedTuple):  # one way to write a call
     sign: str  # in templates that speak it
     opening: str  # what begins a call: its {name}, bare or as {json}
     name: str  # a pattern of what comes before the arguments, JSON's `{` included
@@ -4223,7 +4205,7 @@ class _Dialect(NamedTuple):  # one way to write a call between `<tool_call>` and
 _DIALECTS: Final = {  # the sign of the last is in all of them
     "qwen": _Dialect(
         sign="<function=",
-        opening="{gap}<function={name}>{gap}",
+        opening="<tool_call>{gap}<function={name}>{gap}",
         name=r"<function=(?P<qwen>[^\s<>]+)>",
         key=r"\s*(?:<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=.))|</function>|(?P<end></tool_call>))",
         value_end=r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
@@ -4231,19 +4213,36 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
     ),
     "glm": _Dialect(
         sign="<arg_key>",
-        opening="{name}{gap}{required}",  # without it `read` might still become `read_file`
-        name=r'(?P<glm>[^\s<>{}"]+)\s*(?=<arg_key>|</tool_call>)',
+        opening="<tool_call>{name}{gap}{required}",  # or `read` might become `read_file`
+        name=r'(?P<glm>[^\s<>{}"]{1,200})\s*(?=<arg_key>|</tool_call>)',
         key=r"\s*(?:(?:<arg_key>){1,3}(?P<key>[^<]+)(?:</arg_key>\s*){1,3}(?:<arg_value>|(?=[^<\s]))"
         r"|(?P<end></tool_call>))",
         value_end=r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)",
     ),
+    "minimax": _Dialect(  # several calls between its two tags
+        sign="<invoke name=",
+        opening='<minimax:tool_call>\n<invoke name="{name}">\n',
+        name=r'<invoke name="?(?P<minimax>[^\s<>"]+)"?>',
+        key=r'\s*(?:<parameter name="?(?P<key>[^<>"\n]+)"?>|(?P<end></invoke>)'
+        r"(?:\s*</minimax:tool_call>|(?=\s*<invoke ))|</invoke>|(?P<end></minimax:tool_call>))",
+        value_end=r"</parameter>(?=\s*(?:<parameter |</invoke>))"
+        r"|(?=</invoke>\s*</minimax:tool_call>\s*\0)",
+    ),
+    "harmony": _Dialect(  # gpt-oss; the recipient may stand before the channel or behind it
+        sign="<|channel|>",
+        opening="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        name=r"(?:<\|channel\|>\w{1,20})?\s*to=functions\.(?P<harmony>[\w.-]{1,200})"
+        r"(?:[^{<]|<\|c){0,99}<\|message\|>\s*\{",
+    ),
     "hermes": _Dialect(
         sign="<tool_call>",
-        opening='{gap}{{"name": {json}, "arguments":',
+        opening='<tool_call>{gap}{{"name": {json}, "arguments":',
         name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
     ),
 }
-_NAME: Final = rf"(?:\s+)?(?:<tool_call>\s*)?(?:{'|'.join(d.name for d in _DIALECTS.values())})"
+_NAME: Final = (
+    rf"(?:\s+)?(?:<(?:minimax:)?tool_call>\s*)?(?:{'|'.join(d.name for d in _DIALECTS.values())})"
+)
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
 _HEX: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
@@ -4280,29 +4279,30 @@ class ToolFormat(NamedTuple):
     @classmethod
     def detect(cls, template: str, family: str, *, tokenizer: Any) -> ToolFormat | None:
         """Read it off a chat template and what mlx-lm found in it; None: no tool calls."""
-        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or "\0"
-        if start and start != "<tool_call>":
-            return cls(start, end, "foreign", parse=tokenizer.tool_parser)
-        text = template.replace("\\n", "\n")  # Jinja strings spell it out
-        if "<tool_call>" not in text:
-            return None
-        spoken = [name for name, dialect in _DIALECTS.items() if dialect.sign in text]
+        start, text = tokenizer.tool_call_start, template.replace("\\n", "\n")  # Jinja's strings
+        known = start or "<tool_call>" * ("<tool_call>" in text) or "\0"
+        fits = ((name, d.sign) for name, d in _DIALECTS.items() if d.opening.startswith(known))
+        spoken, end = [name for name, sign in fits if sign in text], tokenizer.tool_call_end or "\0"
+        if not spoken:
+            return cls(start, end, "foreign", parse=tokenizer.tool_parser) if start else None
         dialect = min(spoken, key=lambda name: name not in family)  # "glm" is in "glm4"
         gap = "\n" if regex.search(r"(<tool_call>|</arg_key>)\n", text) else ""
-        return cls("<tool_call>", "</tool_call>", dialect, gap)
+        return cls(known, end, dialect, gap)
 
     def forgetful(self, tools: Sequence[Tool]) -> str | None:
         """A pattern of what opens a call where the tag is forgotten (L-82), if models do that."""
         names = "|".join(map(regex.escape, _parameters_by_name(tools)))
-        opened = rf"<function=(?:{names})>(?=\s{{0,40}}<(?:parameter=|/function>))"
-        return opened if names and self.dialect == "qwen" else None
+        bare = {"qwen": rf"<function=(?:{names})>(?=\s{{0,40}}<(?:parameter=|/function>))"}
+        bare["minimax"] = rf'<invoke name="?(?:{names})"?>(?=\s{{0,40}}<(?:parameter |/invoke>))'
+        bare["harmony"] = r"(?:<\|channel\|>\w{1,20}\s{1,9})?to=functions\."
+        return bare.get(self.dialect) if names else None
 
 
 def tool_openings(form: ToolFormat, tools: Sequence[Tool], *, name: str | None = None) -> list[str]:
     """What opens a call of each tool, or of `name` alone, up to where a model's own token ends."""
     if form.dialect == "foreign":
         return [form.start]
-    opening, offered = form.start + _DIALECTS[form.dialect].opening, _parameters_by_name(tools)
+    opening, offered = _DIALECTS[form.dialect].opening, _parameters_by_name(tools)
     keys = {n: "<arg_key>" * bool(offered[n].get("required")) for n in offered if name in (None, n)}
     return [opening.format(name=n, json=_json(n), gap=form.gap, required=keys[n]) for n in keys]
 
@@ -4446,8 +4446,7 @@ class ReplyStream:
             if match["key"]:
                 key = match["key"].strip()
                 self._json += f"{comma}{_json(key)}: "
-                comma = ", "
-                schema = schemas.get(key, parameters.get("additionalProperties"))
+                comma, schema = ", ", schemas.get(key, parameters.get("additionalProperties"))
                 yield from self._read_value(dialect.value_end, _schema_types(schema))
         self._json += "}"
 
@@ -4489,8 +4488,7 @@ class ReplyStream:
         if start == "<|tool_call>":  # why(L-82): of Gemma's keys its parser knows \w+ alone
             body = regex.sub(_BARE, r'<|"|>\1<|"|>', body)
         try:
-            found = ((call["name"], call.get("arguments") or {}) for call in self._parse(body))
-            calls = [(name, _json(dict(arguments))) for name, arguments in found]
+            calls = [(x["name"], _json(dict(x.get("arguments") or {}))) for x in self._parse(body)]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return
         for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
@@ -4514,9 +4512,8 @@ TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is n
 @contextmanager
 def kept_awake(config: Config) -> Iterator[None]:
     """KEEP_AWAKE: macOS does not sleep inside; elsewhere there is no `caffeinate` to run."""
-    command = shutil.which("caffeinate") if config.keep_awake else None
     with ExitStack() as inside:
-        if command:
+        if config.keep_awake and (command := shutil.which("caffeinate")):
             inside.callback(inside.enter_context(subprocess.Popen([command, "-i"])).terminate)
         yield
 
@@ -4556,8 +4553,7 @@ def empty_stores(config: Config, metrics: CacheMetrics) -> dict[str, Any]:
     return {**stores, "live": {}, "recent": deque(maxlen=200), "divergences": deque(maxlen=20)}
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     request: ChatRequest  # with marks for its images
     loaded: LoadedModel
     draft: Draft
@@ -4682,9 +4678,10 @@ def _constraints(
     marks, encode, (mode, name) = loaded.tokenizer, loaded.template.encode, request.tool_choice
     calls, end = encode(marks.tool_call_start or ""), list(marks.think_end_tokens or ())
     budget = request.max_tokens if (n := request.thinking_budget) is None else max(n, 1)
-    start = encode(marks.think_start or "")[:1] if request.thinking and not in_reasoning else []
+    start = encode(marks.think_start or "") if request.thinking and not in_reasoning else []
     thinks = in_reasoning or start  # the reply itself may begin with a thought, then by `start`
     call = calls if len(calls) == 1 else []  # one token, or no one can know
+    _, lead, final = HARMONY.get(marks.think_end, ("", "\n\n", ""))  # a call's, a text's
     if mode == "none" and call:
         # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
         yield partial(avoid, call)
@@ -4694,12 +4691,13 @@ def _constraints(
         if tool_format is None:
             raise BadRequest("this model's template knows no calls", at="tool_choice")
         openings = tool_openings(tool_format, request.tools + request.deferred, name=name)
-        gaps = ["\n\n"] * bool(thinks) + [""] * (not in_reasoning)
+        gaps = [lead] * bool(thinks) + [""] * (not in_reasoning)
         texts = (_spelled(encode(gap + opening)) for gap in gaps for opening in openings)
         answer = f"({' | '.join(texts)}) <[*]>*"
     elif request.schema is not None:
-        or_calls = f" | {_spelled(calls)} <[*]>*" if tool_format and calls else ""
-        answer = f"BLANKS? (@json{or_calls})"
+        or_calls = f" | BLANKS? {_spelled(calls)} <[*]>*" if tool_format and calls else ""
+        opened = f"({_spelled(encode(lead))})? {_spelled(encode(final))}" if final else "BLANKS?"
+        answer = f"({opened} @json{or_calls})"
     else:
         return
     thought = f"<[^{','.join(map(str, [*end[:1], *call, *loaded.eos_ids]))}]>* {_spelled(end)}"
@@ -4708,8 +4706,7 @@ def _constraints(
     yield partial(follow, made)
 
 
-def _spelled(ids: Iterable[int]) -> str:
-    """Tokens as a grammar of llguidance writes them."""
+def _spelled(ids: Iterable[int]) -> str:  # tokens as a grammar of llguidance writes them
     return " ".join(f"<[{token}]>" for token in ids)
 
 
@@ -4740,9 +4737,7 @@ def _compiled(guide: Any, start: str, *, schema: str) -> Any:
     return matcher
 
 
-class StopStrings:
-    """Text up to the first stop string; what may still become one is held back."""
-
+class StopStrings:  # text up to the first stop string; what may still become one is held back
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self.held = stops, ""
         self.hit = ""  # the one that came
@@ -4766,17 +4761,19 @@ class Listener:
     def __init__(self, prepared: Prepared) -> None:
         request, loaded, form = prepared.request, prepared.loaded, prepared.tool_format
         known, thinks = loaded.tokenizer, prepared.draft.rendered.starts_in_reasoning
-        forgetful = form and form.forgetful(request.tools + request.deferred)
-        tags = Tags(known.think_start, known.think_end, form and form.start, forgetful)
-        tags = Tags() if request.kind == "completion" else tags
+        offered = request.tools + request.deferred
+        words = [known.think_start, form and form.start, known.think_end]
+        words = [None] * 3 if request.kind == "completion" else words
+        start, call, end = (word and regex.escape(word) for word in words)
+        ends = HARMONY.get(words[2], [end])[0]
+        tags = Tags(start, call, form and form.forgetful(offered), ends)
         call_ids = (uuid.uuid4().hex[:9] for _ in count())  # why(L-75): not any name will do
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
-        offered = request.tools + request.deferred
         self._most = sys.maxsize if request.parallel_tool_calls else 1  # calls
         self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids, most=self._most)
         self._detokenizer = Detokenizer(known.backend_tokenizer, loaded.hidden_ids)
         self.stops = StopStrings(request.stop)
-        ids = [loaded.template.encode(tag) for tag in filter(None, tags[:3])]
+        ids = [loaded.template.encode(word) for word in filter(None, words)]
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()
         self.n_reasoning = 0
         self.ids: list[int] = []
@@ -4962,10 +4959,9 @@ class Answer:
         """Say why, where much that this session had sent before was prefilled again."""
         store = self._state.SESSION_TURN_STORE
         before = store.nearest(sent, own=True)
-        again = sent_again(before, sent, cached=end.cached) if before else 0
         store.send(sent)
-        if before is None or again < 512:  # tokens; not worth a sentence
-            return
+        if before is None or (again := sent_again(before, sent, cached=end.cached)) < 512:
+            return  # so few tokens are not worth a sentence
         why = self._prepared.why(before, sent, cached=end.cached, held=end.held)
         name, said = self._request.request_id[:8], why.get("sentence", "it was sent elsewhere")
         full = f"{said}: {why['was']!r} is now {why['is']!r}" if "was" in why else said
@@ -5263,6 +5259,8 @@ class Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         method, path = self._asked
         path = re.sub("(?<=^/v1/models/).*", "*", path)
+        if self._asked == ("GET", "/") and "text/html" not in self._header("Accept"):
+            path = "/health"  # the page is for browsers
         routes = {taken: route for (taken, at), route in self._ROUTES.items() if at == path}
         if not routes:
             raise NotServed(404, f"there is nothing at {path[:200]}")
@@ -5281,11 +5279,7 @@ class Handler(BaseHTTPRequestHandler):
 
     _ROUTES: Mapping[tuple[str, str], Callable[[Handler], object]] = {
         _PREFLIGHT: lambda h: h._begin(204),
-        ("GET", "/"): lambda h: (
-            h._send_file("index.html", "text/html; charset=utf-8")
-            if "text/html" in h._header("Accept")
-            else h._send_json(*health(h.server.state))
-        ),
+        ("GET", "/"): lambda h: h._send_file("index.html", "text/html; charset=utf-8"),
         ("GET", "/health"): lambda h: h._send_json(*health(h.server.state)),
         ("GET", "/openapi.json"): lambda h: h._send_file("openapi.json", "application/json"),
         ("GET", "/metrics"): lambda h: h._send(200, metrics_text(h._state), kind=_METRICS),
@@ -5388,18 +5382,16 @@ def build_state(config: Config) -> ServerState:
 def _listen(config: Config, state: ServerState) -> list[LLMServer]:
     """Bind every address; the second loopback may be missing. Raises ConfigError if taken."""
     slots, port = threading.BoundedSemaphore(config.max_connections), config.mlx_port
-    servers: list[LLMServer] = []
-    both = ("127.0.0.1", "::1")  # `localhost` may mean either
+    servers, both = list[LLMServer](), ("127.0.0.1", "::1")  # `localhost` may mean either
     for host in both if config.mlx_host in ("localhost", *both) else (config.mlx_host,):
         try:
             servers.append(LLMServer((host, port), state, slots=slots))
         except OSError as error:
             if servers and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 continue
-            why = f"cannot listen on {host}:{port}: {error.strerror or error}"
-            if error.errno == errno.EADDRINUSE:
-                why = f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
-            raise ConfigError(why) from error
+            other = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            taken = f"port {port} on {host} is taken: start-llm runs already? Or set MLX_PORT"
+            raise ConfigError(taken if error.errno == errno.EADDRINUSE else other) from error
     return servers
 
 

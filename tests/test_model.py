@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx_lm
 import pytest
 import start_llm
 from start_llm import Config, Detokenizer, LoadedModel, ModelError, load_model, resolve_model
@@ -413,3 +414,18 @@ def test_the_banner_says_what_runs_and_how_to_choose(loaded: LoadedModel, tiny: 
 
 def test_the_device_has_memory() -> None:
     assert start_llm.device_memory_bytes() > 100_000_000
+
+
+def test_marks_that_mlx_lm_does_not_know(tmp_path: Path) -> None:
+    """Magistral's thoughts: special tokens, which would not be shown either."""
+    write_tokenizer(tmp_path)
+    known = mlx_lm.utils.load_tokenizer(tmp_path)
+    start_llm._teach(known)
+    assert known.think_start is None or known.think_start == "<think>"
+    before = known.eos_token_ids.copy()
+    known.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    start_llm._teach(known)
+    assert (known.think_start, known.think_end) == ("[THINK]", "[/THINK]")
+    assert known.decode(known.think_end_tokens) == "[/THINK]"
+    assert known.eos_token_ids == before
+    assert start_llm._hidden_ids(known).isdisjoint(known.think_start_tokens)

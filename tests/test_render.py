@@ -15,6 +15,7 @@ import pytest
 import start_llm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -603,6 +604,19 @@ def test_source_is_the_text_of_every_template() -> None:
     named.chat_template = {"default": CHATML, "tool_use": ALTERNATING}
     source = make_template(named).source
     assert CHATML in source and ALTERNATING in source
+
+
+def test_a_template_may_be_a_function() -> None:
+    """Of DeepSeek-V3.2, for one, mlx-lm brings the template in Python."""
+
+    def written(messages: list, *, add_generation_prompt: bool = False, **_how: object) -> str:
+        said = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return said + "<|im_start|>assistant\n" * add_generation_prompt
+
+    told = TokenizerWrapper(tiny_tokenizer(None), chat_template=written)
+    rendered = make_template(told).prompt(chat([said("user", "Hello.")]))
+    text = "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered.ids.tolist() == told.encode(text, add_special_tokens=False)
 
 
 def test_raw_encodes_as_the_tokenizer_does_by_default() -> None:

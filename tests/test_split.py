@@ -166,6 +166,10 @@ def test_a_model_without_tags_has_only_content() -> None:
 
 
 def test_tags_of_other_models() -> None:
-    tags = Tags(think_start="<|channel>thought", think_end="<channel|>", tool_start="<|tool_call>")
+    tags = Tags(
+        think_start=re.escape("<|channel>thought"),
+        think_end=re.escape("<channel|>"),
+        tool_start=re.escape("<|tool_call>"),
+    )
     texts = split(list("<|channel>thought\nwhy<channel|>ok<|tool_call>call:f{}"), tags=tags)
     assert texts == {"reasoning": "why", "content": "ok", "tool": "<|tool_call>call:f{}"}

@@ -65,7 +65,8 @@ def stream(
     in_reasoning: bool = False,
     most: int = sys.maxsize,
 ) -> ReplyStream:
-    tags = Tags("<think>", "</think>", tool_format.start, tool_format.forgetful(tools))
+    start = re.escape(tool_format.start)
+    tags = Tags("<think>", start, tool_format.forgetful(tools), "</think>")
     splitter = _ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())
     return ReplyStream(splitter, tool_format, tools=tools, ids=ids, most=most)
@@ -205,6 +206,52 @@ def test_calls_come_back_as_they_were_made(calls: list[Any], cuts: list[int], sa
     assert calls_of(reply) == [(name, arguments) for _, name, arguments in calls]
     assert (reply.content, reply.reasoning) == (said or None, "why")
     assert len({call["id"] for call in reply.tool_calls}) == len(calls)
+
+
+MINIMAX = ToolFormat("<minimax:tool_call>", "</minimax:tool_call>", "minimax")
+
+
+def write_minimax(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """All in one block, as its template prints them."""
+    written = ""
+    for name, arguments in calls:
+        values = [f'<parameter name="{k}">{bare(v)}</parameter>\n' for k, v in arguments.items()]
+        written += f'<invoke name="{name}">\n{"".join(values)}</invoke>\n'
+    return f"<minimax:tool_call>\n{written}</minimax:tool_call>"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["write", "read"]), ARGUMENTS), min_size=1, max_size=3),
+    CUTS,
+    st.sampled_from(["", "Hello."]),
+    st.sampled_from(["", "\nBye."]),
+)
+def test_minimax_calls_keep_their_blanks(
+    calls: list[Any], cuts: list[int], said: str, after: str
+) -> None:
+    text = f"{said}\n{write_minimax(calls)}{after}"
+    reply = read("why</think>" + text, cuts, in_reasoning=True, tool_format=MINIMAX)
+    assert calls_of(reply) == calls
+    assert (reply.content, reply.reasoning) == (
+        said + after.strip("\n" * (not said)) or None,
+        "why",
+    )
+    template = "{% if tools %}" + write_minimax([("NAME", {"a": 1})])
+    known = speaking("<minimax:tool_call>", "</minimax:tool_call>")
+    assert ToolFormat.detect(template, "generic", tokenizer=known) == MINIMAX
+    opened = tool_openings(MINIMAX, TOOLS, name=calls[0][0])
+    assert write_minimax(calls).startswith(tuple(opened))
+
+
+def test_minimax_calls_that_are_nearly_right() -> None:
+    """None is a word in a text; the outer tag is forgotten; the block is cut."""
+    whole = write_minimax([("write", {"text": "None", "maybe": "  x"})])
+    inner = whole.removeprefix("<minimax:tool_call>\n").removesuffix("</minimax:tool_call>")
+    for text in (whole, inner, whole.partition("</invoke>")[0]):
+        assert calls_of(read(text, tool_format=MINIMAX)) == [
+            ("write", {"text": "None", "maybe": "  x"})
+        ]
+    assert calls_of(read("See `<invoke name=x>`.", tool_format=MINIMAX)) == []
 
 
 REPLIES = st.lists(

@@ -552,6 +552,12 @@ def test_the_template_switch_wins_and_the_others_pass_through():
     assert chat(extra_body={"thinking": "off"}, thinking="on").thinking
 
 
+def test_a_thinking_budget_is_where_anthropic_has_it_and_nowhere_else() -> None:
+    given = {"thinking": {"type": "enabled", "budget_tokens": 5}}
+    assert chat(**given, thinking_budget=9).thinking_budget == 5
+    assert chat(thinking_budget=9).thinking_budget is None
+
+
 ARGUMENTS = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - FREE
 
 
