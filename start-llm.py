@@ -3118,7 +3118,7 @@ class VisionModel(Module):  # type: ignore[misc]
 # What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
 # Text comes from DecodeStream, which equals tokenizer.decode(); mlx-lm's own do not (L-72).
 # Doors LoadedModel, Detokenizer, ModelError, resolve_model, load_model, banner, device_memory_bytes
-# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 201
+# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 202
 
 _DEMO: Final = "demo"
 _MARKS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
@@ -3269,8 +3269,10 @@ def _parts(path: Path, config: Config) -> Any:
 
 def _teach(tokenizer: Any) -> None:
     """Tell mlx-lm's wrapper what marks a reply has where it does not know them (L-88)."""
-    for marks in (marks for marks in _MORE_MARKS if marks[-1] in tokenizer.get_vocab()):
-        for name, mark in zip(_MARKS, marks, strict=False):
+    vocabulary = {} if tokenizer.think_start else tokenizer.get_vocab()
+    for marks in _MORE_MARKS:
+        is_new = marks[-1] in vocabulary and not (marks[2:] and tokenizer.tool_call_start)
+        for name, mark in zip(_MARKS, marks if is_new else (), strict=False):
             ids = tokenizer.encode(mark, add_special_tokens=False)
             vars(tokenizer).update({f"_{name}": mark, f"_{name}_tokens": tuple(ids)})
             if name == "tool_call_end":
@@ -4152,9 +4154,10 @@ class _ReasoningStreamSplitter:
                 return pieces
             text = text[match.end() :]
             is_line = self.after_tag or not self._started or "\n" in self._held  # begins
-            if match.lastgroup in ("think_start", "think_end"):
-                self._turn_to("reasoning" if match.lastgroup == "think_start" else "content")
-            elif is_line or match.lastgroup == "tool_start":
+            tag = match.lastgroup if is_line or match[0] != "assistant" else None  # or it is a word
+            if tag in ("think_start", "think_end"):
+                self._turn_to("reasoning" if tag == "think_start" else "content")
+            elif is_line or tag == "tool_start":
                 self.in_call = True
                 held, self._held = self._held, ""
                 return [*pieces, Piece("tool", held + match[0] + text)]
@@ -4207,7 +4210,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         sign="<function=",
         opening="<tool_call>{gap}<function={name}>{gap}",
         name=r"<function=(?P<qwen>[^\s<>]+)>",
-        key=r"\s*(?:<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=.))|</function>|(?P<end></tool_call>))",
+        key=r"\s*(?:<parameter=(?P<key>[^<>\n]{1,200})>(?:\n|(?=.))|</function>|(?P<end></tool_call>))",
         value_end=r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
         r"|\n?(?=</function>\s*</tool_call>\s*(?:<tool_call>|\0))",
     ),
@@ -4223,7 +4226,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         sign="<invoke name=",
         opening='<minimax:tool_call>\n<invoke name="{name}">\n',
         name=r'<invoke name="?(?P<minimax>[^\s<>"]+)"?>',
-        key=r'\s*(?:<parameter name="?(?P<key>[^<>"\n]+)"?>|(?P<end></invoke>)'
+        key=r'\s*(?:<parameter name="?(?P<key>[^<>"\n]{1,200})"?>|(?P<end></invoke>)'
         r"(?:\s*</minimax:tool_call>|(?=\s*<invoke ))|</invoke>|(?P<end></minimax:tool_call>))",
         value_end=r"</parameter>(?=\s*(?:<parameter |</invoke>))"
         r"|(?=</invoke>\s*</minimax:tool_call>\s*\0)",
@@ -4420,7 +4423,7 @@ class ReplyStream:
         if self._format.dialect == "foreign":
             yield from self._read_foreign()
         elif (match := (yield from self._take(_NAME))) is None:  # a tag, but no call
-            self._unread = self._unread.partition(self._format.start)[2]
+            self._unread = self._unread.partition(self._format.start.split()[-1])[2]
         else:
             name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
             if name in self._offered:
@@ -4695,9 +4698,9 @@ def _constraints(
         texts = (_spelled(encode(gap + opening)) for gap in gaps for opening in openings)
         answer = f"({' | '.join(texts)}) <[*]>*"
     elif request.schema is not None:
-        or_calls = f" | BLANKS? {_spelled(calls)} <[*]>*" if tool_format and calls else ""
-        opened = f"({_spelled(encode(lead))})? {_spelled(encode(final))}" if final else "BLANKS?"
-        answer = f"({opened} @json{or_calls})"
+        lead = f"({_spelled(encode(lead))})?" if final else "BLANKS?"
+        or_calls = f" | {lead} {_spelled(calls)} <[*]>*" if tool_format and calls else ""
+        answer = f"({lead} {_spelled(encode(final))} @json{or_calls})"
     else:
         return
     thought = f"<[^{','.join(map(str, [*end[:1], *call, *loaded.eos_ids]))}]>* {_spelled(end)}"
@@ -4799,6 +4802,8 @@ class Listener:
         return self.stream.feed(self.stops.feed(text), literal=literal)
 
     def finish(self, *, closes: bool) -> list[Body]:
+        if self.stream.n_calls >= self._most:  # what is held stands behind the last call
+            return []
         rest = self.stops.feed(self._detokenizer.finish(), is_last=True)
         return self.stream.feed(rest) + self.stream.finish(closes=closes)
 

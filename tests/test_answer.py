@@ -38,21 +38,24 @@ WRITE = {
     "type": "function",
     "function": {"name": "write", "parameters": {"properties": {"content": {"type": "string"}}}},
 }
+HERMES = s.ToolFormat("<tool_call>", "</tool_call>", "hermes", "\n")
+MINIMAX = s.ToolFormat("<minimax:tool_call>", "</minimax:tool_call>", "minimax")
 CALL = ["<tool_call>", '\n{"name": "write", "arguments": {"content": "# T\\n', "```", 'py"}}\n']
 
 
-def heard(monkeypatch, pieces, *, stop, thinks=True):
+ASKED = {"kind": "chat", "tools": (WRITE,), "deferred": (), "parallel_tool_calls": True}
+
+
+def heard(monkeypatch, pieces, *, stop=(), thinks=True, form=HERMES, **fields):
     """What a listener makes of tokens, one for each of these texts: the message, what stopped."""
     texts = SimpleNamespace(feed=lambda token: pieces[token], finish=lambda: "")
     monkeypatch.setattr(s, "Detokenizer", lambda *_: texts)
     known = SimpleNamespace(think_start="<think>", think_end="</think>", backend_tokenizer=None)
     template = SimpleNamespace(encode=lambda text: [pieces.index(text) if text in pieces else -1])
     prepared = SimpleNamespace(
-        request=SimpleNamespace(
-            kind="chat", tools=(WRITE,), deferred=(), stop=stop, parallel_tool_calls=True
-        ),
+        request=SimpleNamespace(**{**ASKED, "stop": stop, **fields}),
         loaded=SimpleNamespace(tokenizer=known, template=template, hidden_ids=frozenset()),
-        tool_format=s.ToolFormat("<tool_call>", "</tool_call>", "hermes", "\n"),
+        tool_format=form,
         draft=SimpleNamespace(rendered=SimpleNamespace(starts_in_reasoning=thinks)),
     )
     listener = s.Listener(prepared)
@@ -92,6 +95,23 @@ def test_stop_strings_cut_no_call_in_two(monkeypatch):
     assert reply == (None, "Done soon", [written], "")
     reply = heard(monkeypatch, [*said, "and ```"], stop=("```",), thinks=False)
     assert reply == (None, "Done soonand ", [written], "```")
+
+
+def test_nothing_of_a_call_too_many_is_said(monkeypatch):
+    invoke = [
+        "\n<invoke",
+        ' name="write">\n<parameter name="content">',
+        "x</parameter>",
+        "</invoke>",
+    ]
+    said = ["I look.", "\n", "<minimax:tool_call>", *invoke, *invoke, "\n</minimax:tool_call>"]
+    for parallel in (True, False):
+        how = {"form": MINIMAX, "parallel_tool_calls": parallel, "thinks": False}
+        wanted = (None, "I look.", ['{"content": "x"}'] * (2 if parallel else 1), "")
+        assert heard(monkeypatch, said, **how) == wanted
+    said = [*CALL, "<tool_call>", '{"name": "write", "arguments": {}}', "</tool_call>"]
+    reply = heard(monkeypatch, said, thinks=False, parallel_tool_calls=False)
+    assert reply[1:3] == (None, ['{"content": "# T\\n```py"}'])
 
 
 def test_the_bytes_of_a_part_of_a_character_are_not_told():

@@ -166,6 +166,19 @@ def test_what_is_said_is_all_that_is_said():
     assert split(["Plain."])["content"] == "Plain."
 
 
+def test_the_words_of_the_format_may_be_spoken_of():
+    final = "The header is `assistant to=functions.read` and so on."
+    assert split([THOUGHT, "<|channel|>final<|message|>", final])["content"] == final
+    thought = "Plan:\nto=functions.read, says the assistant to=functions.read, then\n done."
+    text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+    for pieces in (
+        [text, "<|channel|>final<|message|>ok"],
+        [*text, *"<|channel|>final<|message|>ok"],
+    ):
+        message = split(pieces)
+        assert (message["reasoning_content"], message["content"]) == (thought, "ok")
+
+
 def test_a_call_that_was_not_offered_is_no_call():
     header = "<|channel|>commentary to=functions.rm json<|message|>"
     message = split([header, '{"a": 1}'])
@@ -221,6 +234,19 @@ def test_a_loop_that_is_rendered_keeps_its_thinking(served):
         prompt = served.scribe.decode([token for one in fed for token in one.tokens])
         said = "\n\n".join(filter(None, ("It must be read.", content)))
         assert f"<|channel|>analysis<|message|>{said}<|end|>" in prompt
+
+
+def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
+    loaded = served.state.engine.model
+    form = s.ToolFormat.detect(loaded.template.source, loaded.family, tokenizer=loaded.tokenizer)
+    body = {"messages": [user("q")], "tools": TOOLS, "response_format": {"type": "json_object"}}
+    request = s.ChatRequest.from_chat(body, s.Config(), request_id="r", headers={})
+    (course,) = s._constraints(loaded, request, in_reasoning=False, tool_format=form)
+    for header in (HEADERS[0], HEADERS[1]):
+        (matcher,) = course.args
+        matcher = matcher.deep_copy()
+        said = served.scribe.encode(THOUGHT + header + ARGUMENTS, add_special_tokens=False)
+        assert matcher.validate_tokens(said) == len(said)
 
 
 def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):

@@ -421,9 +421,12 @@ def test_marks_that_mlx_lm_does_not_know(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     known = mlx_lm.utils.load_tokenizer(tmp_path)
     start_llm._teach(known)
-    assert known.think_start is None or known.think_start == "<think>"
+    assert known.think_start == "<think>"
     before = known.eos_token_ids.copy()
-    known.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    known.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "<|call|>"]})
+    start_llm._teach(known)  # what is known stays
+    assert (known.think_start, known.tool_call_start) == ("<think>", "<tool_call>")
+    known._think_start = None
     start_llm._teach(known)
     assert (known.think_start, known.think_end) == ("[THINK]", "[/THINK]")
     assert known.decode(known.think_end_tokens) == "[/THINK]"
