@@ -213,10 +213,13 @@ def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -
     def once() -> tuple[float, ...]:
         """Speeds of both servers, and mlx-lm's before and after them: machines slow down."""
         messages = [{"role": "user", "content": words.text(200)}]
-        prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        before = plain.decode_speed(prompt, fields)
         body = chat(messages, n_out=0, **fields)
+        told = {"tools": body["tools"], **body["chat_template_kwargs"]}
+        prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **told)
+        before = plain.decode_speed(prompt, fields)
         replies = in_any_order(servers, lambda server: server.ask(body))
+        # All decode behind the same tokens: attention to more of them takes longer.
+        assert {reply.n_prompt for reply in replies} == {len(prompt)}, "another prompt"
         after = plain.decode_speed(prompt, fields)
         return *(reply.decode_speed for reply in replies), statistics.mean((before, after))
 
