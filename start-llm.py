@@ -1235,7 +1235,7 @@ _NAMES: Final = "|".join(filter(None, (*day_name, *day_abbr, *month_name, *month
 _MOMENT: Final = (
     r"\**(?: is|:)[ \t*]++(?P<value>(?:[\d \t\xa0\u202f:.,/+()\u2013\u2014-]|(?<=\d)(?:T(?=\d)|Z\b"
     rf"|[a-z]{{2}}\b)|[AaPp]\.?[Mm]\b|(?:at|o[fn]|the)\b|UTC|GMT|[A-Z]{{1,3}}[SD]?T\b"
-    rf"|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)]))"
+    rf"|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)])(?<!\b(?:at|o[fn]))(?<!\bthe))"
 )
 _TODAY: Final = r"(?:the )?current date(?:time)?(?:(?: and |/| )time)?|today's date|today"
 _FENCED: Final = frozenset({"message_id", "inbound_context"})  # in code fences by the client
@@ -2796,6 +2796,7 @@ class LRUPromptCache:
         if SHARE_MIN_TOKENS <= keep - line.start <= self.max_bytes // 2 // size:  # it is copied
             depth = max(depth, keep)
         for x in [x for x in self._branches(line) if x.start > depth]:  # their rows have it all
+            x.checkpoints |= {n: c for n, c in line.checkpoints.items() if depth < n <= x.start}
             x.parent, x.start = (line, depth) if depth else (line.parent, line.start)
         with suppress(RuntimeError, MemoryError):  # of the copy that a part takes: all goes
             if depth and line.span is not None:
@@ -3671,7 +3672,7 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
     def turn(self) -> None:
         """End what is over, admit what fits, a decode step per group, a slice or who can join."""
         self._end_unwanted()
-        for ticket in self.waiting[: self.config.batch_max_rows]:
+        for ticket in self.waiting[:32]:  # each takes a lookup
             if len(self.rows) >= self.config.batch_max_rows or not self._admit(ticket):
                 break
         began = time.monotonic()
@@ -4228,14 +4229,14 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'<invoke name="?(?P<minimax>[^\s<>"]+)"?>',
         key=r'\s*(?:<parameter name="?(?P<key>[^<>"\n]{1,200})"?>|(?P<end></invoke>)'
         r"(?:\s*</minimax:tool_call>|(?=\s*<invoke ))|</invoke>|(?P<end></minimax:tool_call>))",
-        value_end=r"</parameter>(?=\s*(?:<parameter |</invoke>))"
+        value_end=r"</parameter>(?=\s*(?:<parameter |</invoke>|</minimax:tool_call>))"
         r"|(?=</invoke>\s*</minimax:tool_call>\s*\0)",
     ),
     "harmony": _Dialect(  # gpt-oss; the recipient may stand before the channel or behind it
         sign="<|channel|>",
         opening="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        name=r"(?:<\|channel\|>\w{1,20})?\s*to=functions\.(?P<harmony>[\w.-]{1,200})"
-        r"(?:[^{<]|<\|c){0,99}<\|message\|>\s*\{",
+        name=r"(?:<\|channel\|>\w{1,20})?\s*to=functions\.(?P<harmony>[\w.-]{1,200}+)"
+        r"(?:[^{<]|<\|c){0,99}+<\|message\|>\s*\{",
     ),
     "hermes": _Dialect(
         sign="<tool_call>",
@@ -4255,8 +4256,8 @@ _KEY: Final = rf'\s*"(?:{_CHAR})*"\s*:'
 _RAW: Final = rf"[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))"
 # why(L-86): a quote inside a string that nothing follows which could is one that was not escaped.
 _STRING: Final = (
-    rf'(?:{_CHAR})+|(?P<raw>{_RAW}|"(?=[^\s,}}\]<]|\s\s*[^\s,}}\]"/<]|<(?!/?tool_call>)(?s:.{{11}})%s))'
-    r'|(?P<close>"(?=\s*(?:[}\]]|</?tool_call>|,%s)|\s\s*["/]))'
+    rf'(?:{_CHAR})+|(?P<raw>{_RAW}|"(?=[^\s,}}\]<]|\s\s*(?:[^\s,}}\]"/<]|/[^/*])'
+    r'|<(?!/?tool_call>)(?s:.{11})%s))|(?P<close>"(?=\s*(?:[}\]]|</?tool_call>|,%s)|\s\s*(?:"|/[/*])))'
 )
 _JSON: Final = {  # what may come next, in what: `{` is an object without members yet, `}` one with
     "{": rf"{_KEY}{_VALUE}|\s*(?P<close>\}})",
@@ -4480,7 +4481,7 @@ class ReplyStream:
             self._json += _json(text)[1:-1] if kind == "raw" else text
         self._json += opened[::-1].translate(_CLOSED)
         # also where a bracket was forgotten, or the tag (L-82)
-        yield from self._take(r"\s*[}\]]*\s*(?:</tool_call>|(?=<tool_call>))")
+        yield from self._take(r"\s*[}\]]*\s*(?:</tool_call>|(?=<tool_call>|[^\s}\]<]))")
 
     def _read_foreign(self) -> Iterator[None]:
         """A call, or several, for mlx-lm's parser: only at the end it can read them."""

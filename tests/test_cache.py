@@ -324,6 +324,28 @@ def test_a_new_conversation_among_many_old_ones_is_kept_from_turn_to_turn():
         assert len(cache.lines) <= 24
 
 
+@pytest.mark.parametrize("head", [0, 2000])
+def test_a_running_branch_takes_the_checkpoints_of_the_line_that_is_evicted(head):
+    """It has that KV in its own buffers, and brings it back: others still begin behind it."""
+    cache = make_cache(has_state=True)
+    past = list(range(9000))
+    row, _ = begin(cache, past)
+    row.line.head = head
+    for count in (2000, 2000, 5000):
+        advance(cache, row, count, checkpoint=True)
+    end(cache, row)
+    branch, reuse = begin(cache, [*past[:4000], *range(20_000, 20_500)])
+    assert reuse.depth == 4000
+    advance(cache, branch, 400)
+    cache.max_bytes = 10_000
+    cache.evict_to_fit(5000)
+    cache.max_bytes = 1 << 30
+    advance(cache, branch, 100)
+    end(cache, branch)
+    for depth in (2000, 4000):
+        assert cache.find(prompt_of([*past[:depth], *range(30_000, 30_100)])).depth == depth
+
+
 def test_one_entry_too_many_costs_one_line_and_no_other_its_end():
     cache = make_cache(prompt_cache_max_entries_global=3)
     head = list(range(1, 1001))

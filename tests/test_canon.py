@@ -240,13 +240,20 @@ WORDED = [field for field in FIELDS if field.alone]  # found by its words, not b
 
 @pytest.mark.parametrize("clock", ["Current time: 10:05", "Current date: 2026-11-20"])
 @pytest.mark.parametrize(
-    "behind", [". You work for {}.", ", and you work for {}", " - {}", " ({})"]
+    "behind", [". You work for {}.", ", and you work for {}", " - {}", " ({})", " on the {}"]
 )
 def test_what_a_line_says_behind_the_clock_is_not_the_clocks(clock: str, behind: str) -> None:
     lines = [clock + behind.format(name) for name in ("Acme", "Globex")]
     assert names([said("system", lines[0])]) != names([said("system", lines[1])])
     (turn,) = start_llm._canonicalize_messages([said("system", lines[0])], canon())
     assert [field.value for field in turn.fields] == [clock.partition(": ")[2]]
+
+
+@pytest.mark.parametrize("said_so", ["Today is the day we ship.", "Today is on hold.", "Today: at"])
+def test_words_that_join_a_date_are_none(said_so: str) -> None:
+    assert names([said("system", said_so)]) != names([said("system", "Today is another.")])
+    (turn,) = start_llm._canonicalize_messages([said("system", said_so)], canon())
+    assert not turn.fields
 
 
 def test_a_clock_of_blanks_alone_takes_no_time() -> None:

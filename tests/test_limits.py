@@ -377,6 +377,18 @@ def test_a_small_request_passes_one_that_waits_for_room(bench):
         assert isinstance(b.outcome(ticket, 60)[1], s.Finished)
 
 
+def test_those_who_wait_for_a_prefix_keep_no_row_free_from_others(bench):
+    b, rng = bench("qwen3", batch_max_rows=3, prefill_step_size=64), np.random.default_rng(1)
+    b.model.before_call = slowly(0.002)
+    head = words(rng, 1500)
+    family = [b.submit(head + words(rng, 10), n=2) for _ in range(4)]
+    stranger = b.submit(words(rng, 20), n=2)
+    assert isinstance(b.outcome(stranger, PATIENCE)[1], s.Finished)
+    assert b.engine.ask(lambda x: len(x.waiting)) == 3
+    for ticket in family:
+        assert isinstance(b.outcome(ticket, PATIENCE)[1], s.Finished)
+
+
 def test_the_deadline_does_not_count_what_waits_to_be_read(bench):
     b, rng = bench("qwen3", generation_watchdog_seconds=3.0), np.random.default_rng(1)
     pauses = [5.0]

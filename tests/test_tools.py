@@ -247,10 +247,15 @@ def test_minimax_calls_that_are_nearly_right() -> None:
     """None is a word in a text; the outer tag is forgotten; the block is cut."""
     whole = write_minimax([("write", {"text": "None", "maybe": "  x"})])
     inner = whole.removeprefix("<minimax:tool_call>\n").removesuffix("</minimax:tool_call>")
-    for text in (whole, inner, whole.partition("</invoke>")[0]):
-        assert calls_of(read(text, tool_format=MINIMAX)) == [
-            ("write", {"text": "None", "maybe": "  x"})
-        ]
+    for text in (
+        whole,
+        inner,
+        whole.partition("</invoke>")[0],
+        whole.replace("</invoke>\n", "") + "ok",
+    ):
+        reply = read(text, tool_format=MINIMAX)
+        assert calls_of(reply) == [("write", {"text": "None", "maybe": "  x"})]
+        assert (reply.content or "") in ("", "ok")
     assert calls_of(read("See `<invoke name=x>`.", tool_format=MINIMAX)) == []
 
 
@@ -520,6 +525,11 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
             [{"text": '<a href="x"></a>', "items": ["a", "b"]}],
         ),
         (
+            '<tool_call>{"name": "read", "arguments": {"text": "grep "a" /etc/x", "n": 3}}'
+            "</tool_call>",
+            [{"text": 'grep "a" /etc/x', "n": 3}],
+        ),
+        (
             '<tool_call>{"name":"read","arguments":{"text":"a\nb \\d \\u00e9"}}</tool_call>',
             [{"text": "a\nb \\d é"}],
         ),
@@ -582,6 +592,7 @@ def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
         ('{"text": "a", // n\n"n": 2}}', {"text": "a"}, ', // n\n"n": 2}}</tool_call> ok'),
         ('{"items": [1, 2,]}}', {"items": [1, 2]}, ",]}}</tool_call> ok"),
         ('{"text": "\\u12"}}', {"text": "\\u12"}, " ok"),
+        ('{"text": "a" /* n */, "n": 2}}', {"text": "a"}, ' /* n */, "n": 2}}</tool_call> ok'),
         ('{"items": [{"n": 1}}', {"items": [{"n": 1}]}, " ok"),  # only the brackets are wrong
     ],
 )
@@ -631,6 +642,12 @@ def test_a_backslash_that_begins_no_escape_is_a_backslash(written: str, size: in
     reply = read(text, list(range(0, len(text), size)))
     assert calls_of(reply) == [("read", {"text": written, "n": 1})]
     assert reply.content is None
+
+
+def test_text_behind_a_call_without_its_end_is_that_text_alone() -> None:
+    reply = read('<tool_call>{"name": "read", "arguments": {"n": 1}}\n\nNow I wait.')
+    assert calls_of(reply) == [("read", {"n": 1})]
+    assert reply.content == "Now I wait."
 
 
 def test_generated_json_is_kept_as_it_is() -> None:
