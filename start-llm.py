@@ -3572,7 +3572,8 @@ class Group:  # rows decoding together: one on its own buffers, or several in up
         processors, tokens = _processors(row.job), row.job.prompt.tokens
         # penalties see the cached tokens too; an image's marks are none
         context = tokens[:-1][tokens[:-1] >= 0].tolist() if processors else []
-        rest = mx.array(_remaining_prefill(tokens, KvOffset(row.fed)))[None]
+        offset = _kv_cache_offset(row.cache, recorded=row.fed)
+        rest = mx.array(_remaining_prefill(tokens, offset))[None]
         self.rows = [row]
         model = _model_for(loaded, self.rows)
         # why(L-47): a call of its own pays on the CPU: the last layer skips rows nobody samples.
@@ -3756,8 +3757,8 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         if row.to_prefill > OPENING_TOKENS or row.stops:
             before = mx.get_active_memory()
             mx.reset_peak_memory()
-            pending = _remaining_prefill(row.job.prompt.tokens, KvOffset(row.fed))
-            pending = pending[: _slice_length(self, row)]
+            offset = _kv_cache_offset(row.cache, recorded=row.fed)
+            pending = _remaining_prefill(row.job.prompt.tokens, offset)[: _slice_length(self, row)]
             seen = _feed(row, pending, loaded=self.loaded, cache=self.cache)
             row.fed = row.line.end = row.fed + len(pending)
             took = time.monotonic() - began
