@@ -3777,7 +3777,8 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
             self._begin_decode(row)
         took = time.monotonic() - began
         self._credit += took if self._credit <= 0 else -took * WAITING_SHARE
-        self._credit *= bool({*self.prefilling} - {row})  # alone, it owes nobody
+        if not {*self.prefilling} - {row}:  # alone: as much as a slice of it, paid in advance
+            self._credit = -0.2 * WAITING_SHARE
 
     def _begin_decode(self, row: Row) -> None:
         """Decode in the group whose rows are most alike in length, or in one of its own."""

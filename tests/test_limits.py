@@ -258,6 +258,23 @@ def test_a_long_prompt_gets_its_share_beside_short_ones_without_end(bench):
     assert 20 < n_short < 200  # of a hundred tokens each; its share would be 96, without it 400
 
 
+def test_a_short_prompt_is_read_at_a_stretch_beside_a_long_one(bench):
+    b, rng = bench("qwen3", prefill_step_size=64), np.random.default_rng(1)  # why(L-71)
+    b.model.before_call = slowly(0.001)
+    long = b.submit(words(rng, 1500), n=1)
+    wait_until(lambda: b.engine.report["prefilling"] == 1)
+    prompt = words(rng, 300)
+    short = b.submit(prompt, n=1)
+    for ticket in (short, long):
+        assert isinstance(b.outcome(ticket, PATIENCE)[1], s.Finished)
+    ours = [
+        i
+        for i, one in enumerate(b.model.fed)
+        if len(one.tokens) > 1 and [*one.tokens] == prompt[one.at : one.at + len(one.tokens)]
+    ]
+    assert len(ours) > 3 and ours[-1] - ours[0] == len(ours) - 1, ours
+
+
 def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
     b, rng = bench("qwen3", memory_limit_bytes=7 << 20), np.random.default_rng(6)
     capacity = b.engine.capacity_tokens
