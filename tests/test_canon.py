@@ -251,7 +251,6 @@ def test_what_a_line_says_behind_the_clock_is_not_the_clocks(clock: str, behind:
 
 @pytest.mark.parametrize("said_so", ["Today is the day we ship.", "Today is on hold.", "Today: at"])
 def test_words_that_join_a_date_are_none(said_so: str) -> None:
-    assert names([said("system", said_so)]) != names([said("system", "Today is another.")])
     (turn,) = start_llm._canonicalize_messages([said("system", said_so)], canon())
     assert not turn.fields
 

@@ -247,15 +247,15 @@ def test_minimax_calls_that_are_nearly_right() -> None:
     """None is a word in a text; the outer tag is forgotten; the block is cut."""
     whole = write_minimax([("write", {"text": "None", "maybe": "  x"})])
     inner = whole.removeprefix("<minimax:tool_call>\n").removesuffix("</minimax:tool_call>")
-    for text in (
-        whole,
-        inner,
-        whole.partition("</invoke>")[0],
-        whole.replace("</invoke>\n", "") + "ok",
+    for text, said in (
+        (whole, None),
+        (inner, None),
+        (whole.partition("</invoke>")[0], None),
+        (whole.replace("</invoke>\n", "") + "ok", "ok"),
     ):
         reply = read(text, tool_format=MINIMAX)
         assert calls_of(reply) == [("write", {"text": "None", "maybe": "  x"})]
-        assert (reply.content or "") in ("", "ok")
+        assert reply.content == said
     assert calls_of(read("See `<invoke name=x>`.", tool_format=MINIMAX)) == []
 
 
