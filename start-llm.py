@@ -1979,6 +1979,7 @@ class Ledger:
     def __init__(self, config: Config, metrics: CacheMetrics, *, healing: HealingStore) -> None:
         self._config, self._metrics, self._healing = config, metrics, healing
         self._heads, self._misled = LRUCache(self.MAX_HEADS), LRUCache(self.MAX_HEADS)  # by key
+        self._offered = LRUCache(32)  # lists of tools in their first order, by what is in them
         self._ledger_lock = threading.Lock()
         # Guarded by _ledger_lock; least recently used first, parents behind their children
         self._pasts: OrderedDict[bytes, list[Transcript]] = OrderedDict()
@@ -1987,7 +1988,9 @@ class Ledger:
     def draft(self, request: ChatRequest, template: Template, *, room: int, now: float) -> Draft:
         """The prompt of a chat: the longest past that can be replayed, and the rest rendered."""
         # What would not fit into `room` tokens goes without past thinking. Raises BadRequest.
-        turns = template.canonical(request.messages)
+        texts = sorted(json.dumps(tool, sort_keys=True) for tool in request.tools)  # why(L-89)
+        tools = self._offered.setdefault(sha256(str(texts).encode()).digest(), request.tools)
+        request, turns = replace(request, tools=tools), template.canonical(request.messages)
         self._metrics.bump("telemetry_dropped", sum(turn.n_dropped for turn in turns))
         plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
         why, session = "", request.session.session_id or ""
@@ -2059,8 +2062,8 @@ class Ledger:
         with self._ledger_lock:
             for key, pasts in list(self._pasts.items()):
                 self._keep(key, [p for p in pasts if session not in (None, p.reply.session)])
-            if session is None:
-                self._heads.clear()
+            for known in (self._heads, self._offered) if session is None else ():
+                known.clear()
 
     def _candidates(self, draft: Draft, *, session: str, now: float) -> Iterator[Transcript]:
         """Pasts that end in a reply and leave a newest message to render, the longest first."""
@@ -2750,8 +2753,7 @@ class LRUPromptCache:
         while True:
             moved = self._movable(keep, depth)
             lacks = self.nbytes + extra_bytes - moved * self._shape.token_bytes - self.max_bytes
-            self._claim = keep, depth, lacks
-            kept = keep if moved else None
+            self._claim, kept = (keep, depth, lacks), keep if moved else None
             if lacks <= 0 or not (thin() or self._evict_one(kept, per_byte=True)):
                 self._claim = None, 0, sys.maxsize
                 return lacks <= 0
@@ -4745,8 +4747,7 @@ def _compiled(guide: Any, start: str, *, schema: str) -> Any:
 
 class StopStrings:  # text up to the first stop string; what may still become one is held back
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops, self.held = stops, ""
-        self.hit = ""  # the one that came
+        self._stops, self.held, self.hit = stops, "", ""  # the one that came
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
         """What can leave now; nothing any more after a hit."""
@@ -5210,8 +5211,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _admit(self) -> None:
         """Refuse names, pages, bodies and keys, in this order, before the body is read."""
-        config = self.server.state.config
-        host, origin = self._header("Host"), self._header("Origin")
+        config, host, origin = self.server.state.config, *map(self._header, ("Host", "Origin"))
         self._framing = "chunked" if self.request_version > "HTTP/1.0" else None  # of a stream
         own = entries(f"localhost,127.0.0.1,[::1],{config.mlx_host},{config.allowed_hosts}".lower())
         own += [f"{name}:{config.mlx_port}" for name in own]

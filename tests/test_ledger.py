@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -752,6 +753,40 @@ def test_a_head_is_shared_by_all_who_begin_alike(model: str) -> None:
     assert other.rendered.ids.tolist()[: other.rendered.system_end] == shared_ids
     assert restated(server.text(other)) == ["id-2"]
     assert server.book.snapshot(server.now)["heads"] == 1
+
+
+def named(name: str, **fields: Any) -> dict:
+    function = tool()["function"] | {"name": name} | fields
+    return {"type": "function", "function": function}
+
+
+def turned(value: Any) -> Any:
+    """The same JSON, the keys of each object backwards."""
+    if isinstance(value, dict):
+        return {key: turned(item) for key, item in reversed(value.items())}
+    return value
+
+
+def test_the_same_tools_in_another_order_move_nothing(model: str) -> None:
+    """Nor in another order of their keys: they are told as they were first."""
+    server = Server(model)
+    tools = [named("look"), named("list"), named("write")]
+    past = server.say(server.draft([SYSTEM, USER], tools=tools), FINE)
+    messages = [SYSTEM, USER, FINE, NEXT]
+    first = server.draft(messages, tools=tools)
+    assert starts_with(first, past)
+    for order in (*permutations(tools), turned(tools[0:1]) + tools[1:]):
+        draft = server.draft(messages, tools=list(order))
+        assert draft.rendered.ids.tolist() == first.rendered.ids.tolist()
+    others = [tools[:2], [*tools, tools[0]], [*tools[:2], named("write", description="Writes.")]]
+    for other in others:
+        draft = server.draft(messages, tools=other)
+        assert not starts_with(draft, past) and draft.past is None
+        cold = Server(model).draft(messages, tools=other)
+        assert draft.rendered.ids.tolist() == cold.rendered.ids.tolist()
+    server.book.forget(None)
+    backwards = server.draft(messages, tools=tools[::-1])
+    assert backwards.rendered.ids.tolist() != first.rendered.ids.tolist()
 
 
 SECTION = """\
