@@ -2741,8 +2741,7 @@ class LRUPromptCache:
         return rows
 
     @property
-    def nbytes(self) -> int:
-        """Bytes at rest; what rows hold is theirs to count."""
+    def nbytes(self) -> int:  # at rest; what rows hold is theirs to count
         return sum(line.nbytes for line in self.lines)
 
     def evict_to_fit(self, extra_bytes: int, keep: Line | None = None, *, depth: int = 0) -> bool:
@@ -3296,7 +3295,7 @@ def _hidden_ids(tokenizer: Any) -> frozenset[int]:
     shown = {i for mark in _MARKS for i in getattr(tokenizer, f"{mark}_tokens") or ()}
     parser = tokenizer.tool_parser
     # A special token that the parser's own source names is grammar (gemma4's <|"|> quotes).
-    grammar = inspect.getsource(sys.modules[parser.__module__]) if parser else ""
+    grammar = inspect.getsource(sys.modules[parser.__module__]) + "[CALL_ID]" if parser else ""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     shown |= {i for i, text in special.items() if text in grammar or re.escape(text) in grammar}
     return frozenset(special.keys() - shown | tokenizer.eos_token_ids)
@@ -3718,8 +3717,7 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         return True
 
     @property
-    def running_bytes(self) -> int:
-        """Of KV that rows hold, or will when their prompts are read."""
+    def running_bytes(self) -> int:  # of KV that rows hold, or will when their prompts are read
         prefilling = (_row_bytes(self.shape, row.job.n_prompt) for row in self.prefilling)
         return sum(prefilling) + sum(group.nbytes for group in self.groups)
 
@@ -4142,8 +4140,7 @@ class _ReasoningStreamSplitter:
         self.after_tag = False
         return [Piece(self._kind, text[:end])]
 
-    def finish(self) -> list[Piece]:
-        """What was held back: half a tag at the end of a reply is text."""
+    def finish(self) -> list[Piece]:  # what was held back: half a tag at the end of a reply is text
         pieces = self.restore("")
         if self._held and not self.after_tag:  # white space that follows only a tag goes with it
             pieces.append(Piece(self._kind, self._held))
@@ -4184,7 +4181,7 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 328
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 333
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4242,6 +4239,11 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r"(?:<\|channel\|>\w{1,20})?\s*to=functions\.(?P<harmony>[\w.-]{1,200}+)"
         r"(?:[^{<]|<\|c){0,99}+<\|message\|>\s*\{",
     ),
+    "mistral": _Dialect(  # from v11 on; that one names the call, too
+        "[ARGS]",
+        "[TOOL_CALLS]{name}{gap}",
+        r"(?:\[TOOL_CALLS\]\s*)?(?P<mistral>[^\s[\]{}]{1,200}+)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]\s*\{",
+    ),
     "hermes": _Dialect(
         sign="<tool_call>",
         opening='<tool_call>{gap}{{"name": {json}, "arguments":',
@@ -4281,7 +4283,7 @@ class ToolFormat(NamedTuple):
     start: str
     end: str  # NUL, which never comes, where only the reply's end ends a call
     dialect: str  # "foreign": none of ours
-    gap: str = ""  # what the template prints around the name
+    gap: str = ""  # what the template prints around the name, or behind it
     parse: Any = None  # foreign formats only: mlx-lm's (text inside, tools) -> call or calls
 
     @classmethod
@@ -4294,8 +4296,8 @@ class ToolFormat(NamedTuple):
         if not spoken:
             return cls(start, end, "foreign", parse=tokenizer.tool_parser) if start else None
         dialect = min(spoken, key=lambda name: name not in family)  # "glm" is in "glm4"
-        gap = "\n" if regex.search(r"(<tool_call>|</arg_key>)\n", text) else ""
-        return cls(known, end, dialect, gap)
+        gap = regex.search(r"(?<=<tool_call>|</arg_key>)\n|\[CALL_ID\]|\[ARGS\]", text)
+        return cls(known, end, dialect, gap[0] if gap else "")
 
     def forgetful(self, tools: Sequence[Tool]) -> str | None:
         """A pattern of what opens a call where the tag is forgotten (L-82), if models do that."""
@@ -4512,7 +4514,7 @@ class ReplyStream:
 # Streamed or whole, an answer reads the same deltas; None while nothing is new: HTTP then looks.
 # Doors   ServerState, empty_stores, Answer, prepare, token_count, models_body, model_body
 # Doors   health, status_body, metrics_text, explain, drop_cache
-# Knows all · Thread connection; status_body: also main · Budget 581
+# Knows all · Thread connection; status_body: also main · Budget 576
 
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 
@@ -4786,8 +4788,7 @@ class Listener:
         self.ids: list[int] = []
 
     @property
-    def is_over(self) -> bool:
-        """The reply is complete although the model would go on."""
+    def is_over(self) -> bool:  # the reply is complete although the model would go on
         return bool(self.stops.hit) or self.stream.n_calls >= self._most
 
     def hear(self, token: int) -> list[Body]:
@@ -4846,8 +4847,7 @@ class Answer:
         if self._end is None:
             self._tell(Finished("cancelled", self._cached or 0, "-"))
 
-    def whole(self) -> Iterator[Body | None]:
-        """None while waiting, then the one body."""
+    def whole(self) -> Iterator[Body | None]:  # None while waiting, then the one body
         for deltas in self._listen():
             for delta in deltas:
                 self._shape.say(delta)

@@ -6,8 +6,10 @@ first that any scene has, choose the scene, and the n-th reply comes after n rep
 model would have said is noted first.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from fewest import Fed
+from mlx_lm.utils import load_tokenizer
 from serving import Scribe, Served
 
 
@@ -152,3 +155,40 @@ def call(name: str, **arguments: str) -> str:
         f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
     )
     return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+def in_turn(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
+    """An empty list: texts put there are the replies, in the order in which they are asked for."""
+    replies: list[str] = []
+    processors = s._processors
+
+    def scripted(job: s.Job) -> list[Any]:
+        words = served.scribe.encode(replies.pop(0), add_special_tokens=False)
+        n_before: list[int] = []
+
+        def force(tokens: mx.array, logits: mx.array) -> mx.array:
+            n_before.append(len(tokens))
+            word = words[min(len(tokens) - n_before[0], len(words) - 1)]
+            return mx.where(mx.arange(logits.shape[-1]) == word, logits, -mx.inf)
+
+        return [*processors(job), force]
+
+    patch.setattr(s, "_processors", scripted)
+    return replies
+
+
+def dressed(folder: Path, renamed: Mapping[str, str], *, template: str, end: str) -> Path:
+    """A tiny model's folder, its special tokens renamed, with a template and one end token."""
+    for file in folder.iterdir():
+        text = "" if file.suffix == ".safetensors" else file.read_text("utf-8")
+        for old, new in renamed.items():
+            text = text.replace(old, new)
+        if text:
+            file.write_text(text, "utf-8")
+    ends = load_tokenizer(folder).convert_tokens_to_ids(end)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        facts = json.loads(file.read_bytes())
+        assert ends in facts["eos_token_id"]
+        file.write_text(json.dumps(facts | {"eos_token_id": [ends]}), "utf-8")
+    (folder / "chat_template.jinja").write_text(template.strip(), "utf-8")
+    return folder

@@ -5,15 +5,14 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
+import scripted
 import serving
 import start_llm as s
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.utils import load_tokenizer
 from serving import Served, functions_of, user
-from tiny_models import TOOLS
+from tiny_models import TOOLS, tiny_model
 
 RENAMED = {
     "<|im_start|>": "<|start|>",
@@ -70,25 +69,9 @@ TEMPLATE = """
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A sliding-window model of random weights that writes Harmony."""
-    from tiny_models import tiny_model
-
-    made = tmp_path_factory.mktemp("harmony")
-    for file in tiny_model("gpt_oss", made).iterdir():
-        text = "" if file.suffix == ".safetensors" else file.read_text("utf-8")
-        for old, new in RENAMED.items():
-            text = text.replace(old, new)
-        if text:
-            file.write_text(text, "utf-8")
-    (path,) = [file.parent for file in made.rglob("config.json")]
-    for file in (path / "config.json", path / "generation_config.json"):
-        facts = json.loads(file.read_bytes())
-        ended = facts["eos_token_id"]  # <|end|> ends no reply, nor does, by this list, <|call|>
-        returns = load_tokenizer(path).convert_tokens_to_ids("<|return|>")
-        file.write_text(json.dumps(facts | {"eos_token_id": [returns]}), "utf-8")
-        assert returns in ended
-    (path / "chat_template.jinja").write_text(TEMPLATE.strip(), "utf-8")
-    return path
+    """A sliding-window model of random weights; <|end|> ends none of its replies."""
+    made = tiny_model("gpt_oss", tmp_path_factory.mktemp("harmony"))
+    return scripted.dressed(made, RENAMED, template=TEMPLATE, end="<|return|>")
 
 
 @pytest.fixture
@@ -101,23 +84,7 @@ def served(folder, monkeypatch):
 
 @pytest.fixture
 def script(served, monkeypatch):
-    """Replies, in the order in which they will be asked for; the KV is of what was really said."""
-    replies: list[str] = []
-    processors = s._processors
-
-    def forced(job):
-        words = served.scribe.encode(replies.pop(0), add_special_tokens=False)
-        n_before: list[int] = []
-
-        def force(tokens, logits):
-            n_before.append(len(tokens))
-            word = words[min(len(tokens) - n_before[0], len(words) - 1)]
-            return mx.where(mx.arange(logits.shape[-1]) == word, logits, -mx.inf)
-
-        return [*processors(job), force]
-
-    monkeypatch.setattr(s, "_processors", forced)
-    return replies
+    return scripted.in_turn(served, monkeypatch)
 
 
 THOUGHT = "<|channel|>analysis<|message|>The file must be read.<|end|><|start|>assistant"

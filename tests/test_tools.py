@@ -259,6 +259,46 @@ def test_minimax_calls_that_are_nearly_right() -> None:
     assert calls_of(read("See `<invoke name=x>`.", tool_format=MINIMAX)) == []
 
 
+def write_mistral(name: str, arguments: dict[str, Any], gap: str) -> str:
+    own = "[CALL_ID]aB3dE6gH9" * (gap == "[CALL_ID]")
+    return f"[TOOL_CALLS]{name}{own}[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
+
+
+@pytest.mark.parametrize("gap", ["[CALL_ID]", "[ARGS]"])
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["write", "read"]), ARGUMENTS), min_size=1, max_size=3
+    ),
+    cuts=CUTS,
+    said=st.sampled_from(["", "Hello.", "a [ARGS] b"]),
+)
+def test_mistral_calls_leave_as_they_grow(
+    gap: str, calls: list[Any], cuts: list[int], said: str
+) -> None:
+    form = ToolFormat("[TOOL_CALLS]", "\0", "mistral", gap)
+    written = [write_mistral(*call, gap) for call in calls]
+    reply = read(said + "".join(written), cuts, tool_format=form)
+    assert calls_of(reply) == calls
+    assert reply.content == (said or None)
+    found = ToolFormat.detect(
+        written[0], "generic", tokenizer=speaking("[TOOL_CALLS]", "", lambda *_: [])
+    )
+    assert found == form
+    assert written[0].startswith(tuple(tool_openings(form, TOOLS, name=calls[0][0])))
+    grown = calls_in(
+        stream(tool_format=form).feed(write_mistral("write", {"text": "ab"}, gap)[:-2])
+    )
+    assert "".join(f["arguments"] for f in grown) == '{"text": "ab'
+    other = write_mistral("unknown", calls[0][1], gap)
+    assert read(other, cuts, tool_format=form).content == other
+
+
+def test_mistral_lists_of_calls_are_for_mlx_lm() -> None:
+    known = speaking("[TOOL_CALLS]", "", lambda *_: [])
+    found = ToolFormat.detect("'[TOOL_CALLS][' + calls", "generic", tokenizer=known)
+    assert found and found.dialect == "foreign"
+
+
 REPLIES = st.lists(
     CALLS.map(lambda call: call[0](call[1], call[2]))
     | st.tuples(st.sampled_from(WRITERS), ARGUMENTS).map(lambda call: call[0]("unknown", call[1]))
