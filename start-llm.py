@@ -2757,8 +2757,7 @@ class LRUPromptCache:
                 self._claim = None, 0, sys.maxsize
                 return lacks <= 0
 
-    def sweep(self) -> None:
-        """Evict lines unused for longer than the TTL."""
+    def sweep(self) -> None:  # evict lines unused for longer than the TTL
         oldest = self.clock() - (self._config.prompt_cache_ttl_seconds or math.inf)
         for line in self._resting():
             if line.last_used < oldest and not self._branches(line):
@@ -4181,7 +4180,7 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 333
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 334
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4304,6 +4303,7 @@ class ToolFormat(NamedTuple):
         names = "|".join(map(regex.escape, _parameters_by_name(tools)))
         bare = {"qwen": rf"<function=(?:{names})>(?=\s{{0,40}}<(?:parameter=|/function>))"}
         bare["minimax"] = rf'<invoke name="?(?:{names})"?>(?=\s{{0,40}}<(?:parameter |/invoke>))'
+        bare["mistral"] = rf"(?:{names})(?:\[CALL_ID\]\w{{1,40}}+)?\[ARGS\]"  # one tag for several
         bare["harmony"] = r"(?:<\|channel\|>\w{1,20}\s{1,9})?to=functions\."
         return bare.get(self.dialect) if names else None
 
@@ -4514,7 +4514,7 @@ class ReplyStream:
 # Streamed or whole, an answer reads the same deltas; None while nothing is new: HTTP then looks.
 # Doors   ServerState, empty_stores, Answer, prepare, token_count, models_body, model_body
 # Doors   health, status_body, metrics_text, explain, drop_cache
-# Knows all · Thread connection; status_body: also main · Budget 576
+# Knows all · Thread connection; status_body: also main · Budget 575
 
 TICK_SECONDS: Final = 0.25  # between two looks at the client while nothing is new
 

@@ -289,6 +289,8 @@ def test_mistral_calls_leave_as_they_grow(
         stream(tool_format=form).feed(write_mistral("write", {"text": "ab"}, gap)[:-2])
     )
     assert "".join(f["arguments"] for f in grown) == '{"text": "ab'
+    once = written[0] + "".join(call.removeprefix("[TOOL_CALLS]") for call in written[1:])
+    assert calls_of(read(once, cuts, tool_format=form)) == calls
     other = write_mistral("unknown", calls[0][1], gap)
     assert read(other, cuts, tool_format=form).content == other
 
