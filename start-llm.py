@@ -3293,7 +3293,7 @@ def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
 def _hidden_ids(tokenizer: Any) -> frozenset[int]:
     shown = {i for mark in _MARKS for i in getattr(tokenizer, f"{mark}_tokens") or ()}
     parser = tokenizer.tool_parser
-    # A special token that the parser's own source names is grammar (gemma4's <|"|> quotes).
+    # A special token that the parser's source names is grammar (gemma4's <|"|>), and that of L-90.
     grammar = inspect.getsource(sys.modules[parser.__module__]) + "[CALL_ID]" if parser else ""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     shown |= {i for i, text in special.items() if text in grammar or re.escape(text) in grammar}

@@ -7,7 +7,8 @@ model would have said is noted first.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import serving
 import start_llm as s
 from fewest import Fed
 from mlx_lm.utils import load_tokenizer
@@ -175,6 +177,24 @@ def in_turn(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
 
     patch.setattr(s, "_processors", scripted)
     return replies
+
+
+def heard(patch: pytest.MonkeyPatch) -> list[int]:
+    """An empty list that every token of every reply is added to."""
+    tokens: list[int] = []
+    hear = s.Listener.hear
+    patch.setattr(
+        s.Listener, "hear", lambda self, token: (tokens.append(token), hear(self, token))[1]
+    )
+    return tokens
+
+
+@contextmanager
+def serving_dressed(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A server of such a folder; the scribe is a plain tokenizer: the format is another."""
+    patch.setattr(serving, "Scribe", load_tokenizer)
+    with closing(Served(folder)) as served:
+        yield served
 
 
 def dressed(folder: Path, renamed: Mapping[str, str], *, template: str, end: str) -> Path:

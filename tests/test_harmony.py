@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import scripted
-import serving
 import start_llm as s
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import Served, functions_of, user
+from serving import functions_of, user
 from tiny_models import TOOLS, tiny_model
 
 RENAMED = {
@@ -76,10 +75,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def served(folder, monkeypatch):
-    monkeypatch.setattr(serving, "Scribe", serving.load_tokenizer)
-    one = Served(folder)
-    yield one
-    one.close()
+    with scripted.serving_dressed(folder, monkeypatch) as one:
+        yield one
 
 
 @pytest.fixture
@@ -217,11 +214,7 @@ def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
 
 
 def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):
-    tokens: list[int] = []
-    hear = s.Listener.hear
-    monkeypatch.setattr(
-        s.Listener, "hear", lambda self, token: (tokens.append(token), hear(self, token))[1]
-    )
+    tokens = scripted.heard(monkeypatch)
     served.ask([user("Read it.")], tool_choice="required", max_tokens=300)
     text = served.scribe.decode(tokens).rpartition("<|end|><|start|>assistant")[2]
     text = text.removeprefix("<|start|>assistant")

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import scripted
-import serving
-import start_llm as s
 from serving import Served, functions_of, user
 from tiny_models import DENSE, tiny_model
 
@@ -58,10 +56,8 @@ def folder(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def served(folder, monkeypatch):
-    monkeypatch.setattr(serving, "Scribe", serving.load_tokenizer)
-    one = Served(folder)
-    yield one
-    one.close()
+    with scripted.serving_dressed(folder, monkeypatch) as one:
+        yield one
 
 
 def header(served: Served, name: str = "read") -> str:
@@ -94,11 +90,7 @@ def test_an_agent_loop_prefills_only_what_is_new(served, monkeypatch):
 
 
 def test_a_forced_call_opens_as_the_model_does(served, monkeypatch):
-    tokens: list[int] = []
-    hear = s.Listener.hear
-    monkeypatch.setattr(
-        s.Listener, "hear", lambda self, token: (tokens.append(token), hear(self, token))[1]
-    )
+    tokens = scripted.heard(monkeypatch)
     choice = {"type": "function", "function": {"name": "read"}}
     served.ask([user("Read it.")], tool_choice=choice, max_tokens=40)
     begins = header(served).removesuffix("abcDEF123[ARGS]")
