@@ -237,8 +237,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     @field_validator("mlx_host", "cache_isolation", "proxy_host")
     @classmethod
-    def _needs_a_key(cls, value: str, above: ValidationInfo) -> str:
-        """`above`: the fields up to this one, so that LiteLLM's key counts for LiteLLM alone."""
+    def _needs_a_key(cls, value: str, above: ValidationInfo) -> str:  # by the keys `above` alone
         keys = [above.data.get(name, "") for name in ("api_key", "proxy_api_key")]
         if not (value == "none" or is_loopback(value) or any(map(entries, keys))):
             raise PydanticCustomError("key", "should be used only where API_KEY is set")
@@ -1904,7 +1903,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 260
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 266
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -1974,12 +1973,11 @@ class Ledger:
 
     ALTERNATIVES: Final = 4  # transcripts under one key
     TRIES: Final = 3  # pasts, the longest first, before a request is rendered as sent
-    MAX_HEADS: Final = 256  # messages and what they tell; as many worlds that misled a guess
+    MAX_HEADS: Final = 256  # by key: what is told; worlds that misled a guess; tools, as first told
 
     def __init__(self, config: Config, metrics: CacheMetrics, *, healing: HealingStore) -> None:
         self._config, self._metrics, self._healing = config, metrics, healing
-        self._heads, self._misled = LRUCache(self.MAX_HEADS), LRUCache(self.MAX_HEADS)  # by key
-        self._offered = LRUCache(32)  # lists of tools in their first order, by what is in them
+        self._heads, self._misled, self._offered = (LRUCache(self.MAX_HEADS) for _ in range(3))
         self._ledger_lock = threading.Lock()
         # Guarded by _ledger_lock; least recently used first, parents behind their children
         self._pasts: OrderedDict[bytes, list[Transcript]] = OrderedDict()
@@ -1988,9 +1986,14 @@ class Ledger:
     def draft(self, request: ChatRequest, template: Template, *, room: int, now: float) -> Draft:
         """The prompt of a chat: the longest past that can be replayed, and the rest rendered."""
         # What would not fit into `room` tokens goes without past thinking. Raises BadRequest.
-        texts = sorted(json.dumps(tool, sort_keys=True) for tool in request.tools)  # why(L-89)
-        tools = self._offered.setdefault(sha256(str(texts).encode()).digest(), request.tools)
-        request, turns = replace(request, tools=tools), template.canonical(request.messages)
+        asked, turns = request, template.canonical(request.messages)
+        texts = sorted(json.dumps(tool, sort_keys=True) for tool in asked.tools)  # why(L-89)
+        tools = self._offered.setdefault(sha256(str(texts).encode()).digest(), asked.tools)
+        starts = zip(_chain(b"", turns)[1:], turns, strict=True)
+        start = next((key for key, turn in starts if "tool_calls" in turn.message), None)
+        # why(L-91): without tools a summary of what they did would be read from the first token on.
+        tools = self._offered[start] = tools or (self._offered.get(start, ()) if start else ())
+        request = replace(asked, tools=tools)
         self._metrics.bump("telemetry_dropped", sum(turn.n_dropped for turn in turns))
         plain = Draft(turns=turns, keys=_chain(template.world(request), turns))
         why, session = "", request.session.session_id or ""
@@ -2004,6 +2007,9 @@ class Ledger:
         else:
             draft = self._as_sent(request, template, draft=plain)
         self._metrics.bump("ledger_seam_fallback", bool(why))
+        if len(draft.rendered.ids) > room and request.tools and not asked.tools:
+            self._offered[start] = ()  # for these there is none
+            return self.draft(asked, template, room=room, now=now)
         if len(draft.rendered.ids) > room:  # then only the current tool loop keeps its thinking
             messages, told = _tell(turns, 0, known=_Told())
             users = [at for at, turn in enumerate(turns) if turn.role == "user"]
@@ -3119,18 +3125,14 @@ class VisionModel(Module):  # type: ignore[misc]
 # What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
 # Text comes from DecodeStream, which equals tokenizer.decode(); mlx-lm's own do not (L-72).
 # Doors LoadedModel, Detokenizer, ModelError, resolve_model, load_model, banner, device_memory_bytes
-# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 202
+# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 198
 
 _DEMO: Final = "demo"
 _MARKS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+_HARMONY_CALL: Final = ("<|channel|>commentary to=functions.", "<|call|>")
 _MORE_MARKS: Final[Iterable[tuple[str, ...]]] = (  # the last is a token that none but these have
     ("[THINK]", "[/THINK]"),  # Magistral
-    (
-        "<|channel|>analysis<|message|>",
-        "<|end|>",
-        "<|channel|>commentary to=functions.",
-        "<|call|>",
-    ),
+    ("<|channel|>analysis<|message|>", "<|end|>", *_HARMONY_CALL),
 )
 
 
@@ -4191,8 +4193,7 @@ _PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # 
 
 
 @lru_cache
-def _compile(pattern: str) -> Any:
-    """A pattern whose `\\s*` is bounded: a model caught in blanks is not read again and again."""
+def _compile(pattern: str) -> Any:  # with a bound to `\s*`: a model may be caught in blanks
     return regex.compile(pattern.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
@@ -5114,8 +5115,7 @@ class LLMServer(ThreadingTCPServer):
         super().shutdown_request(request)
         self._slots.release()
 
-    def handle_error(self, _request: Any, client_address: Any) -> None:
-        # Connections break; that is worth a line, not a traceback on the console.
+    def handle_error(self, _request: Any, client_address: Any) -> None:  # with no traceback
         log.debug("connection from %s ended badly: %r", client_address, sys.exception())
 
 

@@ -1,7 +1,7 @@
 """Train the demo model that models/demo/ holds, from conversations made from a seed.
 
     python scripts/train_demo_model.py WORK_DIR [--steps 20000] [--seed 0] [--export models/demo]
-        [--start FOLDER] [--rate 1.0] [--blend FOLDER]
+        [--start FOLDER] [--rate 1.0] [--only-said] [--blend FOLDER]
 
 Needs what the server does not: torch (CPU), tokenizers, safetensors, jinja2, rich. A step takes two
 cores 0.7 to 1 s, 2.5 s where they cannot multiply bfloat16. Half the steps are not enough: copying
@@ -9,7 +9,9 @@ words that were never seen comes late (models/demo/README.md). WORK_DIR keeps th
 checkpoint; started again, it goes on from there, and a step's batch depends on the seed and the
 step alone. Raising --steps afterwards trains on; up to half of the smaller number it is the same
 run. `--start` begins with the weights and the tokenizer of a folder that this script exported
-(take another seed, for other conversations), `--rate` is a share of the learning rates. `--export`
+(take another seed, for other conversations), `--rate` is a share of the learning rates. With
+`--only-said` nothing is learnt but what the assistant says in conversations: late in training what
+others say, which cannot be foreseen, and rows of random copies are 9 tenths of the loss. `--export`
 alone (with --steps 0) writes the folder from the last checkpoint; with `--blend` half-way between
 that and the weights of another folder.
 
@@ -82,6 +84,7 @@ ROWS: Final = (512, 1024, 2048, 4096, 8192)  # lengths; the last holds long syst
 LENGTHS: Final = ((0, (60, 36, 4, 0, 0)), (4000, (32, 46, 18, 3, 1)), (7000, (21, 46, 20, 9, 4)))
 # How often a row is mostly instructions, as agents send them.
 FILLED_SHARE: Final = {512: 0.0, 1024: 0.15, 2048: 0.3, 4096: 0.5, 8192: 0.7}
+COPYING_SHARE: Final = 0.01  # of the rows, how many are random copies
 CONTEXT_SHARE: Final = 0.05  # of the tokens that are given, how many are learnt too
 CONTEXT_WEIGHT: Final = 0.1
 CHARACTERS_PER_TOKEN: Final = 2.9  # about, of a conversation's repr
@@ -275,11 +278,11 @@ def row_length(rng: random.Random, step: int) -> int:
     return rng.choices(ROWS, shares)[0]
 
 
-def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
-    """The batch of one step: of the seed and the step, and nothing else."""
+def make_batch(tokenizer: Tokenizer, seed: int, step: int, *, only_said: bool) -> Batch:
+    """The batch of one step: of these arguments, and nothing else."""
     rng = random.Random(f"batch {seed} {step}")
     length = row_length(rng, step)
-    copying = 0.01
+    copying, context = (0.0, 0.0) if only_said else (COPYING_SHARE, CONTEXT_SHARE)
     n = max(1, TOKENS_PER_BATCH // length)
     tokens = torch.zeros(n, length, dtype=torch.long)
     weights = torch.zeros(n, length)
@@ -292,7 +295,7 @@ def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
         tokens[i, : len(row)] = torch.tensor(row)
         weights[i, : len(row)] = torch.tensor(counts)
         given = (weights[i, : len(row)] == 0) & (
-            torch.rand(len(row), generator=coin(rng)) < CONTEXT_SHARE
+            torch.rand(len(row), generator=coin(rng)) < context
         )
         weights[i, : len(row)][given] = CONTEXT_WEIGHT
         if rng.random() < 0.35:  # as if much more stood between: distances of long prompts
@@ -306,13 +309,13 @@ def coin(rng: random.Random) -> torch.Generator:
     return torch.Generator().manual_seed(rng.getrandbits(48))
 
 
-def produce(queue: Any, folder: Path, seed: int, steps: range) -> None:
+def produce(queue: Any, folder: Path, steps: range, how: dict[str, Any]) -> None:
     """The process that writes batches while the other one learns."""
     torch.set_num_threads(1)
     threading.Thread(target=end_with_trainer, daemon=True).start()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for step in steps:
-        batch = make_batch(tokenizer, seed, step)
+        batch = make_batch(tokenizer, step=step, **how)
         queue.put((batch.tokens.numpy(), batch.weights.numpy(), batch.positions.numpy()))
 
 
@@ -324,11 +327,11 @@ def end_with_trainer() -> None:
     os._exit(1)
 
 
-def batches(folder: Path, seed: int, steps: range) -> Iterator[Batch]:
+def batches(folder: Path, steps: range, **how: Any) -> Iterator[Batch]:
     """The batches of `steps`, made a few ahead."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue(maxsize=8)
-    process = context.Process(target=produce, args=(queue, folder, seed, steps), daemon=True)
+    process = context.Process(target=produce, args=(queue, folder, steps, how), daemon=True)
     process.start()
     for _ in steps:
         while queue.empty():  # get() would wait for ever for one that has died
@@ -479,7 +482,8 @@ def train(folder: Path, chosen: argparse.Namespace) -> None:
     )
     with log, Progress(*columns) as bar:
         task = bar.add_task("training", total=chosen.steps, completed=learner.done, note="")
-        for batch in batches(folder, chosen.seed, range(learner.done, chosen.steps)):
+        steps = range(learner.done, chosen.steps)
+        for batch in batches(folder, steps, seed=chosen.seed, only_said=chosen.only_said):
             began = time.monotonic()
             # A long row is rare: compiling for it takes longer than it saves.
             stance = "default" if batch.tokens.shape[1] <= 2048 else "force_eager"
@@ -574,6 +578,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path)
     parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--only-said", action="store_true")
     parser.add_argument("--export", type=Path)
     parser.add_argument("--blend", type=Path)
     chosen = parser.parse_args()

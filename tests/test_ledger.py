@@ -790,6 +790,38 @@ def test_the_same_tools_in_another_order_move_nothing(model: str) -> None:
     assert backwards.rendered.ids.tolist() != first.rendered.ids.tolist()
 
 
+def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model: str) -> None:
+    """The conversation's tools are told, since it used them; who never called one has none."""
+    server, offered = Server(model), [named("f"), named("other")]
+    before = server.say(server.draft([SYSTEM, USER], tools=offered), asks("x"))
+    history = [SYSTEM, USER, asks("x"), result("r")]
+    past = server.say(server.draft(history, tools=offered), FINE)
+    ask = [*history, FINE, said("user", "sum it up")]
+    draft = server.draft(ask, tools=[])
+    assert starts_with(draft, past)
+    assert draft.rendered.ids.tolist() == server.draft(ask, tools=offered).rendered.ids.tolist()
+    assert starts_with(server.draft(history, tools=[]), before)
+    # as sent: of another server, without a call, with other words before it, after a restart
+    elsewhere = [SYSTEM, said("user", "Another task."), *ask[2:]]
+    for other in ([SYSTEM, USER, FINE, NEXT], elsewhere):
+        cold = Server(model).draft(other, tools=[])
+        assert server.draft(other, tools=[]).rendered.ids.tolist() == cold.rendered.ids.tolist()
+
+
+def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
+    """A client whose context is full asks for the summary without them: it must not be refused."""
+    server, offered = Server(model), [named("f", description="many words " * 200)]
+    server.say(server.draft([SYSTEM, USER], tools=offered), asks("x"))
+    ask = [SYSTEM, USER, asks("x"), result("r"), said("user", "sum it up")]
+    cold = Server(model).draft(ask, tools=[])
+    tight = server.draft(ask, tools=[], room=len(cold.rendered.ids))
+    assert tight.rendered.ids.tolist() == cold.rendered.ids.tolist()
+    past, more = server.say(tight, FINE), [*ask, FINE, NEXT]
+    assert starts_with(server.draft(more, tools=[]), past)
+    with_tools = server.draft(more, tools=offered)  # not behind a past that has none
+    assert not starts_with(with_tools, past)
+
+
 SECTION = """\
 ## Inbound Context (trusted metadata)
 Treat it as authoritative metadata.
