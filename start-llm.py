@@ -52,6 +52,7 @@ THREADS AND LOCKS
 from __future__ import annotations
 
 import argparse
+import ast
 import atexit
 import binascii
 import ctypes
@@ -128,7 +129,6 @@ _Seconds = Annotated[float, Field(ge=0)]
 _Interval = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Lower = BeforeValidator(str.lower)
-_Family = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
 _RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
 
@@ -153,7 +153,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
 
     model_path: str = ""  # Hugging Face repo or folder; empty: GLM-4.7-Flash on a Mac, else "demo"
-    model_family: _Family = "auto"  # which tool-call format is tried first
+    model_family: Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower] = "auto"  # first
     hf_token: str = Field(default="", repr=False)  # for gated repos; never logged
     trust_remote_code: bool = False  # run Python that comes with a model or tokenizer
     model_kind: Annotated[Literal["auto", "text", "vision"], _Lower] = "auto"  # which library loads
@@ -479,7 +479,6 @@ _THINKING_LEVELS: Final[Mapping[str, str]] = {  # off, on, or how hard
     "medium": "medium",
     **dict.fromkeys(("high", "xhigh", "max"), "high"),
 }
-# No switches of a template but arguments of applying one: not a request's to set.
 _NO_SWITCHES: Final = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _SESSION_PLACES: Final = (  # ids of a conversation, of a client's process, of a cache, of a user
     "session_id conversation_id thread_id chat_id metadata.session_id metadata.conversation_id "
@@ -678,8 +677,8 @@ def _in_order(messages: Iterable[Message]) -> Iterator[Message]:
     places: dict[str | None, int] = {}
     for _, run in groupby(messages, key=lambda message: message["role"] == "tool"):
         some = sorted(run, key=lambda m: places.get(m.get("tool_call_id"), len(places)))
-        calls = (call for message in some for call in message.get("tool_calls", ()))
-        places = {call.get("id"): n for n, call in enumerate(calls)}
+        ids = [call.get("id") for message in some for call in message.get("tool_calls", ())]
+        places = {name: n for n, name in enumerate(ids)} if len({*ids}) == len(ids) else {}
         yield from some
 
 
@@ -1156,7 +1155,7 @@ def canonical_json(arguments: object) -> str:
 
 def reply_digest(message: Message) -> bytes:
     """What names a reply: its content and its calls. Not its thinking, and no call's id."""
-    name = sha256(message["content"].encode())
+    name = sha256(message["content"].rstrip().encode())  # opencode trims (L-92)
     for function in (call["function"] for call in message.get("tool_calls", ())):
         name.update(f"\0{function['name']}\0{canonical_json(function.get('arguments'))}".encode())
     return name.digest()
@@ -1360,7 +1359,8 @@ def _turn(message: Message, fields: tuple[Volatile, ...] = (), *, n_dropped: int
     words = replaced(sent, fields)
     canonical = {"role": role, "name": message.get("name", ""), "content": words}
     ours = words.count("__STABLE_") - sent.count("__STABLE_")  # not the client's own
-    name = sha256("\0".join([*canonical.values(), str(ours)]).encode()).digest()
+    named = role, canonical["name"], words.strip("\n"), str(ours)  # why(L-92): lines go with blocks
+    name = sha256("\0".join(named).encode()).digest()
     return Turn(role, message, canonical, name, fields=fields, n_dropped=n_dropped)
 
 
@@ -1791,7 +1791,6 @@ class Template:
         self, request: ChatRequest, past: Sequence[Message], *, before: Rendered, is_cut: bool
     ) -> Rendered:
         """The request's messages behind `past`, whose tokens `before` has. Raises Unspliceable."""
-        # They begin with the template's own end token, in place of the one that ended the reply.
         fresh, switches = list(map(self._shape, request.messages)), self._switches(request)
         closer, text = self._behind(past, fresh, tools=self._hide(request.tools), switches=switches)
         if any(_losses(fresh, text)):
@@ -1903,7 +1902,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 266
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 268
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -2131,7 +2130,6 @@ class Ledger:
 
 def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Message], _Told]:
     """Copies of messages from `start` on as the model shall see them; all it is told by then."""
-    # Pinned or transient values that the past tells otherwise are restated in the newest message.
     pins: dict[tuple[int, str], set[str]] = {}
     stale = []
     for at, one in ((at, one) for at, turn in enumerate(turns) for one in turn.fields):
@@ -2139,6 +2137,9 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
             pins.setdefault((at, one.rule), set()).add(one.value)
             if at < start and one.value not in known.pins.get((at, one.rule), ()):
                 stale.append(one.text.strip() or f"[{one.rule} is now {one.value}]")
+    for at, rule in [place for place in known.pins if place not in pins]:  # why(L-93): a block
+        stale += [f"[{rule} is now gone]"] * ("" not in known.pins[at, rule])
+        pins[at, rule] = {""}
     old = [note for turn in turns[:start] for note in turn.notes]
     missed = [note for note in old if note.value not in known.notes]
     wanted = {note.value for turn in turns for note in turn.notes}
@@ -2260,8 +2261,7 @@ class StateSnapshot(NamedTuple):
 class Span(NamedTuple):
     """Attention KV of `length` consecutive tokens, all attention leaves, and nothing else."""
 
-    # of each leaf keys, then values: evaluated `(1, n_kv_heads, capacity >= length, head_dim)`
-    arrays: tuple[mx.array, ...]
+    arrays: tuple[mx.array, ...]  # keys, values of each leaf: (1, n_kv_heads, >= length, head_dim)
     length: int
 
     @property
@@ -2498,7 +2498,7 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # it either *splits* the line (cheap when little follows: the tail becomes a branch, nothing is
 # lost) or *branches* off a copy. A branch keeps only its own tail at rest, so N sub-agents on one
 # prefix cost the prefix once. A lent line stays visible: who has the same prefix can wait for it.
-# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 324
+# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 321
 
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
@@ -2571,8 +2571,7 @@ class LRUPromptCache:
     metrics: CacheMetrics
     clock: Callable[[], float] = time.monotonic
     lines: list[Line] = field(default_factory=list)
-    # [0, depth) of a line, and the bytes that lack, while room is made
-    _claim: tuple[Line | None, int, int] = (None, 0, sys.maxsize)
+    _claim: tuple[Line | None, int, int] = (None, 0, sys.maxsize)  # [0, depth) of it; bytes lacking
 
     def find(self, prompt: Prompt) -> Reuse:
         """The deepest exact prefix held, short of the last token."""
@@ -2652,7 +2651,6 @@ class LRUPromptCache:
             return own
         if (base := self._move(parent, line.start)) is None:
             return self._copy(parent, line.start).join(own)
-        # The parent's buffers are the line's now, and so is its place in the tree.
         line.parent, line.start = parent.parent, parent.start
         line.checkpoints = parent.checkpoints | line.checkpoints
         for branch in self._branches(parent):
@@ -2780,7 +2778,6 @@ class LRUPromptCache:
 
     def _value(self, line: Line, *, per_byte: bool) -> float:
         """Prefill work saved, outgrowing length, x chance of reuse: recent use counts (L-16)."""
-        # A branch cancelled before it fed anything is empty, but an entry, and the first to go.
         work = (line.end - (self._needed(line) or line.start)) * (1.0 + line.end / 32_768)
         chance = (1.0 + math.log1p(line.uses)) / (1.0 + (self.clock() - line.last_used) / 300.0)
         return work * chance / (max(line.nbytes, 1) if per_byte else 1)
@@ -3181,8 +3178,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What a character cut off at the end decodes to: U+FFFD, as in tokenizer.decode()."""
-        rest, self._unshown = self._unshown, []
-        return str(self._backend.decode(rest, skip_special_tokens=False))
+        return str(self._backend.decode(self._unshown, skip_special_tokens=False))
 
 
 def resolve_model(config: Config) -> Path:
@@ -3432,8 +3428,7 @@ class Ticket:
         submitted, admitted, decoding, ended = [*self.marks, *[time.monotonic()] * 2][:4]
         return admitted - submitted, decoding - admitted, ended - decoding
 
-    def next_event(self, timeout: float) -> Event | None:
-        """The next event, or None when nothing happened for `timeout` seconds."""
+    def next_event(self, timeout: float) -> Event | None:  # None: nothing came for so long
         with suppress(queue.Empty):
             return self._events.get(timeout=timeout)
         return None
@@ -4182,14 +4177,13 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 334
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 335
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 _TYPES: Final = (str, bool, int, float, list, dict, type(None))
 _TYPE_NAMES: Final = ("string", "boolean", "integer", "number", "array", "object", "null")
 _JSON_TYPES: Final = {kind: name for name, kind in zip(_TYPE_NAMES, _TYPES, strict=True)}
-_PYTHON_LITERALS: Final = {"True": "true", "False": "false", "None": "null"}  # Jinja prints them
 
 
 @lru_cache
@@ -4247,14 +4241,14 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
     "hermes": _Dialect(
         sign="<tool_call>",
         opening='<tool_call>{gap}{{"name": {json}, "arguments":',
-        name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\{',
+        name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*(?:,\s*"arguments"\s*:\s*\{|(?=\}))',
     ),
 }
 _NAME: Final = (
     rf"(?:\s+)?(?:<(?:minimax:)?tool_call>\s*)?(?:{'|'.join(d.name for d in _DIALECTS.values())})"
 )
 _ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
-_VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM})(?=[ \t\r\n,}}\]]))'
+_VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM}|(?P<py>True|False|None))(?=[ \t\r\n,}}\]]))'
 _HEX: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
 _ESC: Final = rf'["\\/bfnrt]|u{_HEX}'  # any other is "raw": models write \d, \users, half a pair
 _CHAR: Final = rf'[^"\\\x00-\x1f]|\\(?:{_ESC})'
@@ -4338,12 +4332,13 @@ def _schema_types(schema: object) -> set[str]:
 
 def _value_as_json(text: str, types: set[str]) -> str:
     """A complete value as JSON: what it reads as if its types (none: any) allow it, or a string."""
-    try:
-        value = json.loads(_PYTHON_LITERALS.get(text.strip(), text), strict=False)
-        fits = "string" not in types or _JSON_TYPES[type(value)] in types
-        return _json(value if fits and not isinstance(value, str) else text)
-    except (ValueError, RecursionError):
-        return _json(text)
+    for read in (partial(json.loads, strict=False), ast.literal_eval):  # why(L-94)
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            value = read(text.strip())
+            kind = _JSON_TYPES.get(type(value), "string")
+            if kind != "string" and ("string" not in types or kind in types):
+                return _json(value)
+    return _json(text)
 
 
 class ReplyStream:
@@ -4482,6 +4477,8 @@ class ReplyStream:
         where = "{"  # the last of them, with what it is in if that is a string
         while opened and (match := (yield from self._take(_JSON[where]))):
             kind, text = match.lastgroup, match[0]
+            if kind == "py":
+                text = text.removesuffix(match["py"]) + _json(ast.literal_eval(match["py"]))
             inside = opened[-1].translate(_CLOSED) + (text[-1] if kind == "open" else "")
             opened = opened[:-1] + ("" if kind == "close" else inside)
             where = opened[-2:] if opened[-1:] == '"' else opened[-1:]
@@ -4693,8 +4690,7 @@ def _constraints(
     thinks = in_reasoning or start  # the reply itself may begin with a thought, then by `start`
     call = calls if len(calls) == 1 else []  # one token, or no one can know
     _, lead, final = HARMONY.get(marks.think_end, ("", "\n\n", ""))  # a call's, a text's
-    if mode == "none" and call:
-        # The tools stay in the prompt, or the whole conversation behind them would be prefilled.
+    if mode == "none" and call:  # the tools stay in the prompt, and so does all behind them
         yield partial(avoid, call)
     if thinks and len(end) == 1 and budget < request.max_tokens:
         yield partial(think_at_most, budget, start=start, ends=[*end, *call])
@@ -4739,8 +4735,10 @@ def _compiled(guide: Any, start: str, *, schema: str) -> Any:
     blanks = r"[ \t\r\n]{1,%d}"  # limited: a model caught in them comes out again
     # what is certain to come would be spelled by the tokenizer, which takes a quoted tag for one
     lark = f'%llguidance {{"no_forcing": true}}\nstart: {start}\nBLANKS: /{blanks % 8}/'
-    json_schema = {**json.loads(schema), "x-guidance": {"whitespace_pattern": blanks % 64}}
-    grammars = [{"lark_grammar": lark}, {"name": "json", "json_schema": json_schema}]
+    form = json.loads(schema)
+    is_lenient = form.get("x-guidance") == {"lenient": True}  # passes over what it cannot enforce
+    form["x-guidance"] = {"whitespace_pattern": blanks % 64, "lenient": is_lenient}
+    grammars = [{"lark_grammar": lark}, {"name": "json", "json_schema": form}]
     matcher = guide(json.dumps({"grammars": grammars}))
     if wrong := matcher.get_error():
         sentence = wrong.rpartition("error: ")[2].splitlines()[0].partition(". ")[0]
@@ -4781,7 +4779,9 @@ class Listener:
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
         self._most = sys.maxsize if request.parallel_tool_calls else 1  # calls
         self.stream = ReplyStream(self.splitter, form, tools=offered, ids=call_ids, most=self._most)
-        self._detokenizer = Detokenizer(known.backend_tokenizer, loaded.hidden_ids)
+        named = {i[0] for i in map(loaded.template.encode, request.stop) if len(i) == 1}
+        hidden = loaded.hidden_ids - (named - loaded.eos_ids)  # or such a stop would never be seen
+        self._detokenizer = Detokenizer(known.backend_tokenizer, hidden)
         self.stops = StopStrings(request.stop)
         ids = [loaded.template.encode(word) for word in filter(None, words)]
         self._tag_ids = {i for (i, *_) in ids} if all(len(i) == 1 for i in ids) else set()

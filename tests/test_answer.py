@@ -48,13 +48,19 @@ ASKED = {"kind": "chat", "tools": (WRITE,), "deferred": (), "parallel_tool_calls
 
 def heard(monkeypatch, pieces, *, stop=(), thinks=True, form=HERMES, **fields):
     """What a listener makes of tokens, one for each of these texts: the message, what stopped."""
-    texts = SimpleNamespace(feed=lambda token: pieces[token], finish=lambda: "")
-    monkeypatch.setattr(s, "Detokenizer", lambda *_: texts)
+
+    def detokenizer(_, hidden):
+        feed = lambda token: "" if token in hidden else pieces[token]  # noqa: E731
+        return SimpleNamespace(feed=feed, finish=lambda: "")
+
+    monkeypatch.setattr(s, "Detokenizer", detokenizer)
+    hidden_ids = frozenset(map(pieces.index, fields.pop("special", ())))
+    facts = {"hidden_ids": hidden_ids, "eos_ids": frozenset()}
     known = SimpleNamespace(think_start="<think>", think_end="</think>", backend_tokenizer=None)
     template = SimpleNamespace(encode=lambda text: [pieces.index(text) if text in pieces else -1])
     prepared = SimpleNamespace(
         request=SimpleNamespace(**{**ASKED, "stop": stop, **fields}),
-        loaded=SimpleNamespace(tokenizer=known, template=template, hidden_ids=frozenset()),
+        loaded=SimpleNamespace(tokenizer=known, template=template, **facts),
         tool_format=form,
         draft=SimpleNamespace(rendered=SimpleNamespace(starts_in_reasoning=thinks)),
     )
@@ -95,6 +101,14 @@ def test_stop_strings_cut_no_call_in_two(monkeypatch):
     assert reply == (None, "Done soon", [written], "")
     reply = heard(monkeypatch, [*said, "and ```"], stop=("```",), thinks=False)
     assert reply == (None, "Done soonand ", [written], "```")
+
+
+def test_a_special_token_may_be_a_stop_string(monkeypatch):
+    """As those who fill in code ask for it (CodeGemma); others stay unseen."""
+    said = ["a", "<|quiet|>", "b", "<|next_file|>", "c"]
+    how = {"special": said[1::2], "thinks": False}
+    assert heard(monkeypatch, said, stop=("<|next_file|>",), **how)[1::2] == ("ab", "<|next_file|>")
+    assert heard(monkeypatch, said, stop=("zz",), **how)[1::2] == ("abc", "")
 
 
 def test_nothing_of_a_call_too_many_is_said(monkeypatch):

@@ -550,6 +550,7 @@ SHAPES = [
         said("user", "hi"),
         said("user", [part("hi")]),
         said("user", [{**part("hi"), "cache_control": {"type": "ephemeral"}}]),
+        said("user", "\nhi\n\n"),
     ],
     [said("user", "a\nb"), said("user", [part("a"), part("b")])],
     [
@@ -583,6 +584,7 @@ SHAPES = [
         reply("<think>\nbecause\n</think>\n\nso it is"),
         reply("<think></think>so it is"),
         reply("\n\nso it is"),
+        reply("so it is \n\n"),
         reply([{"type": "thinking", "thinking": "because"}, part("so it is")]),
     ],
 ]
@@ -611,7 +613,7 @@ def test_every_message_has_a_name_of_its_own() -> None:
     """The first of each shape, and the same words from another mouth."""
     different = [shapes[0] for shapes in SHAPES]
     different += [said("user", "so it is"), said("system", "so it is")]
-    different += [said("user", "hi", name="Ann"), reply("so it is "), reply("so  it is")]
+    different += [said("user", "hi", name="Ann"), said("user", "hi "), reply("so  it is")]
     different += [reply("", tool_calls=[call(ECHOED, name="other")])]
     different += [reply("", tool_calls=ONE_CALL * 2), reply("x", tool_calls=ONE_CALL)]
     all_names = {name for message in different for name in names([message])}

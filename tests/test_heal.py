@@ -199,7 +199,7 @@ def test_thinking_and_ids_name_no_reply() -> None:
 def test_each_word_call_and_order_names_a_reply() -> None:
     different = [
         reply("x"),
-        reply("x "),
+        reply("x y"),
         reply("", '{"q": 1}'),
         reply("x", '{"q": 1}'),
         reply("x", '{"q": 2}'),

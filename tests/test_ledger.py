@@ -602,6 +602,19 @@ def test_thinking_that_the_client_dropped_is_replayed(model: str) -> None:
         assert starts_with(server.draft([SYSTEM, USER, echo, NEXT]), past)
 
 
+def test_a_reply_whose_end_was_trimmed_is_replayed(model: str) -> None:
+    """As opencode sends it back; its thinking is healed, too (L-92)."""
+    server, asked = Server(model), [SYSTEM, USER]
+    reply = said("assistant", "All done. \n\n", reasoning_content="why")
+    past = server.say(server.draft(asked), reply)
+    echoed = [*asked, said("assistant", "All done."), NEXT]
+    assert starts_with(server.draft(echoed), past)
+    server.book.forget(None)
+    told = [*asked, said("assistant", "All done.", reasoning_content="why"), NEXT]
+    cold = Server(model).draft(told).rendered.ids.tolist()
+    assert server.draft(echoed).rendered.ids.tolist() == cold
+
+
 def test_thinking_that_the_client_changed_refuses_the_past(model: str) -> None:
     """What it sends is what the model must see; a past before it may still be replayed."""
     server = Server(model)
@@ -850,7 +863,19 @@ def test_a_section_that_comes_and_goes_moves_nothing() -> None:
             text = server.text(draft)
             assert sections[second].strip() in text
             assert text.count("## Inbound") == sum(bool(sections[name]) for name in (first, second))
+            assert text.count("[inbound_context is now gone]") == (second == "")
             past = server.say(draft, said("assistant", "so"))
+        draft = server.draft([heads[first], *messages, said("assistant", "so"), NEXT])  # as it was
+        assert starts_with(draft, past)
+        assert server.text(draft).count("## Inbound") == 2 * bool(first) + bool(second)
+
+
+def test_a_head_that_is_shared_says_what_is_not_ours() -> None:
+    """The section of who was here first is in the head; whoever has none is told so (L-93)."""
+    server, day = Server(), "Current date: 2026-11-20\n"
+    server.draft([said("system", f"Be brief.\n{day}{SECTION}# End"), USER])
+    text = server.text(server.draft([said("system", f"Be brief.\n{day}# End"), NEXT]))
+    assert text.count("## Inbound") == text.count("[inbound_context is now gone]") == 1
 
 
 def test_heads_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -897,11 +922,13 @@ def test_a_note_is_repeated_only_when_it_changed(model: str) -> None:
     assert server.n_fallbacks() == 0
 
 
-def test_a_reminder_that_moves_along_is_told_once() -> None:
+@pytest.mark.parametrize("words", ["hello", "hello\n", "\nhello", "\n\nhello\n"])
+def test_a_reminder_that_moves_along_is_told_once(words: str) -> None:
+    """`opencode run` ends a piped text in a line break, which the block has for its own (L-92)."""
     block = "<system-reminder>\nplan mode\n</system-reminder>"
-    server = Server()
-    past = server.say(server.draft([SYSTEM, said("user", f"hello\n\n{block}")]), FINE)
-    draft = server.draft([SYSTEM, said("user", "hello"), FINE, said("user", f"next\n\n{block}")])
+    server, texts = Server(), [{"type": "text", "text": text} for text in (words, block)]
+    past = server.say(server.draft([SYSTEM, said("user", texts)]), FINE)
+    draft = server.draft([SYSTEM, said("user", words), FINE, said("user", f"next\n\n{block}")])
     assert starts_with(draft, past) and server.text(draft).count("plan mode") == 1
     gone = server.draft([SYSTEM, said("user", "hello"), FINE, NEXT])
     assert starts_with(gone, past)

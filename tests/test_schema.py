@@ -221,6 +221,22 @@ def test_a_schema_that_cannot_be_compiled_is_refused_in_one_sentence(dense, why)
     assert dense.ask(ASKED, max_tokens=3).n_generated == 3
 
 
+@pytest.mark.parametrize("why", ["not", "Unknown format"])
+def test_a_schema_may_ask_to_be_enforced_as_far_as_it_can_be(dense, why):
+    """pydantic's `Path` is a format that nothing enforces."""
+    short = {"type": "string", "maxLength": 3, **WRONG[why]}
+    schema = {"type": "object", "properties": {"a": short}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    with pytest.raises(s.BadRequest):
+        constraints(dense, response_format=form(schema))
+    for other in ({"lenient": False}, {"lenient": 1, "whitespace_pattern": "x"}, "lenient", None):
+        with pytest.raises(s.BadRequest):
+            constraints(dense, response_format=form({**schema, "x-guidance": other}))
+    lenient = {**schema, "x-guidance": {"lenient": True}}
+    said = dense.ask(ASKED, tools=openai.omit, response_format=form(lenient)).answer["content"]
+    assert "a" in json.loads(said)
+
+
 def test_a_schema_is_compiled_once_and_every_row_has_its_own_matcher(dense):
     fields = {"tools": openai.omit, "response_format": form({"enum": ["a", "b"]})}
     before = s._compiled.cache_info()

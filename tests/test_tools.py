@@ -449,6 +449,15 @@ def value_of(text: str, schema: object) -> Any:
         ("[1, {}]", {"type": "array"}, [1, {}]),
         ('{"a":"b\nc"}', {"type": "object"}, {"a": "b\nc"}),
         ("None", {"type": ["object", "null"]}, None),
+        ("['a', 'b',]", {"type": "array"}, ["a", "b"]),  # as Python prints it
+        ("{'on': True, \"n\": [None]}", {"type": "object"}, {"on": True, "n": [None]}),
+        ("['a']", {}, ["a"]),
+        ("['a']", {"type": "string"}, "['a']"),
+        ("['a']", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "['a']"),
+        ("(1, 2)", {}, "(1, 2)"),
+        ("{'a'}", {"type": "object"}, "{'a'}"),
+        ("{1: {2}}", {"type": "object"}, "{1: {2}}"),
+        ("'a'", {}, "'a'"),
         ("five", {"type": "integer"}, "five"),  # the client may say what is wrong with it
         ("[1, 2", {"type": "array"}, "[1, 2"),
         ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
@@ -602,7 +611,6 @@ def test_calls_as_models_write_them(text: str, calls: list[dict[str, Any]] | Non
         "Write <function=unknown>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
         '<tool_call>\n{"name": "read", "argu',
         '<tool_call>{"nam": "read"}</tool_call>',
-        '<tool_call>{"name": "read"}</tool_call>',
         '<tool_call>{"arguments": {"n": 1}, "name": "read"}</tool_call>',
         '<tool_call>{"name": "read", "parameters": {"n": 1}}</tool_call>',
         '<tool_call>{"name": "read", "arguments": "{\\"n\\": 1}"}</tool_call>',
@@ -663,6 +671,7 @@ def test_arguments_that_stop_making_sense_are_closed_and_the_rest_is_text(
         ('{"n": 12 ', {"n": 12}),
         ('{"n": 1.', {}),
         ('{"yes": tru', {}),
+        ('{"yes": True', {}),
         ('{"items": [1, {"a": [true, "b', {"items": [1, {"a": [True, "b"]}]}),
         ("{", {}),
     ],
@@ -684,6 +693,23 @@ def test_a_backslash_that_begins_no_escape_is_a_backslash(written: str, size: in
     reply = read(text, list(range(0, len(text), size)))
     assert calls_of(reply) == [("read", {"text": written, "n": 1})]
     assert reply.content is None
+
+
+@pytest.mark.parametrize("size", [1, 3, 500])
+def test_a_call_may_have_no_arguments_at_all(size: int) -> None:
+    text = '<tool_call>\n{"name": "read" }\n</tool_call>\n<tool_call>{"name": "read"}'
+    reply = read(text, list(range(0, len(text), size)))
+    assert calls_of(reply) == [("read", {})] * 2 and reply.content is None
+
+
+@pytest.mark.parametrize("size", [1, 3, 500])
+def test_json_with_pythons_words_is_json(size: int) -> None:
+    """`True` left out what followed it, and the call was run all the same."""
+    body = '{"yes": True, "text": "True", "items": [None, {"a": False} ], "n": null}'
+    text = f'<tool_call>\n{{"name": "read", "arguments": {body}}}\n</tool_call>'
+    reply = read(text, list(range(0, len(text), size)))
+    wanted = {"yes": True, "text": "True", "items": [None, {"a": False}], "n": None}
+    assert calls_of(reply) == [("read", wanted)] and reply.content is None
 
 
 def test_text_behind_a_call_without_its_end_is_that_text_alone() -> None:

@@ -792,6 +792,12 @@ def test_results_of_calls_in_several_messages_stand_in_the_order_of_all_of_them(
         assert [m["content"] for m in read[-3:]] == ["of a", "of b", "of c"]
 
 
+def test_results_of_calls_that_share_a_name_stay_as_they_came():
+    """There are clients that name a call after its tool, also twice."""
+    some = [calls("f", "g", "f"), *({**result(i), "content": i + n} for i, n in ("f1", "g0", "f2"))]
+    assert [m["content"] for m in chat(messages=some).messages[1:]] == ["f1", "g0", "f2"]
+
+
 def test_results_without_their_calls_stay_as_they_came():
     some = [result("b"), result("a"), {"role": "user", "content": "and?"}]
     assert [m["content"] for m in chat(messages=some).messages] == ["of b", "of a", "and?"]
