@@ -9,11 +9,12 @@ words that were never seen comes late (models/demo/README.md). WORK_DIR keeps th
 checkpoint; started again, it goes on from there, and a step's batch depends on the seed and the
 step alone. Raising --steps afterwards trains on; up to half of the smaller number it is the same
 run. `--start` begins with the weights and the tokenizer of a folder that this script exported
-(take another seed, for other conversations), `--rate` is a share of the learning rates. With
-`--only-said` nothing is learnt but what the assistant says in conversations: late in training what
-others say, which cannot be foreseen, and rows of random copies are 9 tenths of the loss. `--export`
-alone (with --steps 0) writes the folder from the last checkpoint; with `--blend` half-way between
-that and the weights of another folder.
+(take another seed, for other conversations), and its rows are as long as late in a run: short ones
+have no room for many tools, and who practises there unlearns to choose. `--rate` is a share of the
+learning rates. With `--only-said` nothing is learnt but what the assistant says in conversations:
+late in training what others say, which cannot be foreseen, and rows of random copies are nine
+tenths of the loss. `--export` alone (with --steps 0) writes the folder from the last checkpoint;
+with `--blend` half-way between that and the weights of another folder.
 
 Most of a conversation is given to the model and not learnt: the loss counts what the assistant
 says, and a few tokens of the rest. Batches are of a few fixed shapes, for torch.compile; a text
@@ -272,16 +273,18 @@ def conversation_row(
         return filled if len(filled[0]) <= length else row
 
 
-def row_length(rng: random.Random, step: int) -> int:
+def row_length(rng: random.Random, step: float) -> int:
     """Short texts first: what is said there is new twice as often, for the same time."""
     shares = next(shares for start, shares in reversed(LENGTHS) if step >= start)
     return rng.choices(ROWS, shares)[0]
 
 
-def make_batch(tokenizer: Tokenizer, seed: int, step: int, *, only_said: bool) -> Batch:
+def make_batch(
+    tokenizer: Tokenizer, seed: int, step: int, *, only_said: bool, goes_on: bool
+) -> Batch:
     """The batch of one step: of these arguments, and nothing else."""
     rng = random.Random(f"batch {seed} {step}")
-    length = row_length(rng, step)
+    length = row_length(rng, math.inf if goes_on else step)
     copying, context = (0.0, 0.0) if only_said else (COPYING_SHARE, CONTEXT_SHARE)
     n = max(1, TOKENS_PER_BATCH // length)
     tokens = torch.zeros(n, length, dtype=torch.long)
@@ -483,7 +486,8 @@ def train(folder: Path, chosen: argparse.Namespace) -> None:
     with log, Progress(*columns) as bar:
         task = bar.add_task("training", total=chosen.steps, completed=learner.done, note="")
         steps = range(learner.done, chosen.steps)
-        for batch in batches(folder, steps, seed=chosen.seed, only_said=chosen.only_said):
+        how = {"only_said": chosen.only_said, "goes_on": chosen.start is not None}
+        for batch in batches(folder, steps, seed=chosen.seed, **how):
             began = time.monotonic()
             # A long row is rare: compiling for it takes longer than it saves.
             stance = "default" if batch.tokens.shape[1] <= 2048 else "force_eager"

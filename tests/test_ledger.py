@@ -822,7 +822,7 @@ def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model: str) ->
 
 
 def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
-    """A client whose context is full asks for the summary without them: it must not be refused."""
+    """Where the context is full a summary may be asked for without them: it must not be refused."""
     server, offered = Server(model), [named("f", description="many words " * 200)]
     server.say(server.draft([SYSTEM, USER], tools=offered), asks("x"))
     ask = [SYSTEM, USER, asks("x"), result("r"), said("user", "sum it up")]
