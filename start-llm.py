@@ -185,7 +185,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     # -- engine
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply; an admission limit
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
-    batch_max_rows: _Positive = 32  # requests decoded together
+    batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Share = 0.25  # padding a batch may add, as a share of its real KV
     generation_watchdog_seconds: _Seconds = 600.0  # from when the model starts on it; 0 = none
     queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0 = as long as it takes
@@ -197,7 +197,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     prompt_cache_ttl_seconds: _Seconds = 1800.0  # since last use; 0 = for ever
     prompt_cache_session_max_idle_seconds: _Seconds = 1800.0  # 0 = for ever
     prompt_cache_block_size: _Positive = 16  # tokens per hashed block
-    cache_use_block_index: bool = True  # find a prefix by block hashes, not by scanning
+    cache_use_block_index: bool = True  # compare by block hashes, not token by token
     cache_canonicalize_tool_context: bool = True  # still volatile fields in the canonical copy
     ledger_max_bytes: _Count = 268_435_456  # bytes of recorded pasts (256 MiB)
     ledger_ttl_seconds: _Seconds = 86_400.0  # since last use; 0 = for ever
@@ -328,7 +328,7 @@ class ClientGone(Exception):
 
 # region 03 LOG ================================================================
 # Console, counters, session logs: one JSON object per line, a folder for each day. Only these hold
-# what a client wrote, only while ENABLE_REQUEST_LOGGING is on, and only their owner can read them.
+# what a client wrote, only while settings say so, and only their owner can read them.
 # Doors   log, start_logging, request_line, show_progress, Facts, CacheMetrics, SessionLog
 # Knows CONFIG · Owns _CACHE_METRICS_LOCK · Thread any · Budget 121
 

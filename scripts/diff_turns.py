@@ -11,9 +11,9 @@
                   and that were not cached for it: prompt - cached - new
 
 A session log has one JSON object per line. To stay small, a line has only the messages from the
-last reply on (the end of `n_messages`); what stands before them is taken from the line that had
-them last. So an edit behind that reply, other tools and other template switches leave no trace in
-the log but the tokens lost: where messages agree and tokens are lost, look there.
+first that differs on (the end of `n_messages`); what stands before them is taken from the line that
+had them last. Other tools and other template switches leave no trace in the log but the tokens
+lost: where messages agree and tokens are lost, look there.
 
 EXIT STATUS  0 the right request continues the left one, 1 it does not, 2 there is nothing to read
 """
