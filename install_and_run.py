@@ -224,12 +224,13 @@ def write_stamp(venv: Path, packages: Packages, *, root: Path = ROOT) -> None:
 def drop_half_installed(venv: Path) -> "list[str]":
     """Forget packages that pip was killed in the middle of; returns their names.
 
-    pip writes RECORD last, but calls a package without it installed and would leave it so.
+    pip calls a package without RECORD installed and would leave it so. It writes INSTALLER last;
+    some wheels (numpy's and pillow's for macOS) have a RECORD of their own that is unpacked early.
     """
     halves = [
         path
         for path in sorted(venv.glob("lib/python3.12/site-packages/*.dist-info"))
-        if not (path / "RECORD").is_file()
+        if not all((path / name).is_file() for name in ("RECORD", "INSTALLER"))
     ]
     for path in halves:
         shutil.rmtree(str(path))
@@ -357,7 +358,10 @@ def server_environment(venv: Path, environ: Mapping[str, str]) -> "dict[str, str
     if library is None:
         say(f"MLX computes with its reference BLAS; {openblas_advice()} is faster.")
         return dict(environ)
-    changed = preloading(environ, library, n_cores=len(os.sched_getaffinity(0)))
+    n_cores = os.cpu_count() or 1
+    if sys.platform == "linux":  # what this process may use of them
+        n_cores = len(os.sched_getaffinity(0))
+    changed = preloading(environ, library, n_cores=n_cores)
     n_threads = changed["OPENBLAS_NUM_THREADS"]
     say(f"MLX computes with {library}, OPENBLAS_NUM_THREADS={n_threads}")
     return changed
@@ -385,6 +389,7 @@ GATES = (
     Gate("ruff check", ("-m", "ruff", "check", ".")),
     Gate("ruff format", ("-m", "ruff", "format", "--check", ".")),
     Gate("mypy", ("-m", "mypy")),
+    Gate("mypy for macOS", ("-m", "mypy", "--platform", "darwin")),
     Gate("floorplan", ("scripts/floorplan.py",)),
     Gate("vulture", ("-m", "vulture")),
     Gate("pytest", ("-m", "pytest", "-n", "3", "--dist", "worksteal")),

@@ -231,7 +231,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     log_level: _LogLevel = "INFO"
     enable_request_logging: bool = False  # session logs hold what clients sent
     log_prompt_tokens: bool = False  # session logs carry the exact ids that each prompt fed
-    log_root: str = "logs"  # folder
+    log_root: str = "logs"  # folder, as seen from start-llm.py
     log_keep_days: _Count = 14  # that session logs are kept; 0 = for ever
     vlm_cache_debug: bool = False  # log the first token ids of image prompts, and what is reused
 
@@ -425,13 +425,14 @@ class SessionLog:
         safe = re.sub(r"[^A-Za-z0-9_-]", "_", session_id)[:64]
         if not safe or safe != session_id:  # harmless in a file name; the digest tells them apart
             safe += f"-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
-        folder = Path(os.path.expanduser(self._config.log_root), f"{now:%Y-%m-%d}")
+        root = Path(__file__).resolve().parent / os.path.expanduser(self._config.log_root)
+        folder = root / f"{now:%Y-%m-%d}"
         path = folder / f"cache-session-{safe}.log"
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
             if not folder.exists():
                 folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-                self._prune(folder.parent, now.date())
+                self._prune(root, now.date())
             with open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
                 file.write(line.encode("utf-8", "replace"))  # one write: threads' lines never mix
         except (OSError, TypeError, ValueError, RecursionError) as error:
@@ -1039,8 +1040,7 @@ class AnthropicEvents:
         return self._message(ending.usage, stop_reason=reason, stop_sequence=ending.stop)
 
     def _message(self, usage: Usage, **stops: str | None) -> Body:
-        # All that is prefilled is cached, but for the token that the first step of decoding feeds.
-        new = usage.prompt - usage.cached
+        new = usage.prompt - usage.cached  # all is kept but the token that decoding begins with
         tokens = {"input_tokens": min(new, 1), "cache_creation_input_tokens": max(new - 1, 0)}
         tokens |= {"cache_read_input_tokens": usage.cached, "output_tokens": usage.completion}
         return {**self._head, "content": [*self._blocks], **stops, "usage": tokens}
@@ -1177,7 +1177,6 @@ class HealingStore:
 
     def thought_of(self, reply: Message, answered: Iterable[bytes]) -> str:
         """The thinking that led to this reply; "" if none is known. The best name goes first."""
-        # why(L-85): the same words to the same turn are said in other conversations, too.
         words = (self._thoughts.get((name, reply_digest(reply))) for name in answered)
         return str(self._named.get(reply.get("thought_id")) or next(filter(None, words), ""))
 
@@ -3121,8 +3120,8 @@ class VisionModel(Module):  # type: ignore[misc]
 # Load the model and state the facts that other rooms need of it.
 # What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
 # Text comes from DecodeStream, which equals tokenizer.decode(); mlx-lm's own do not (L-72).
-# Doors LoadedModel, Detokenizer, ModelError, resolve_model, load_model, banner, device_memory_bytes
-# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 198
+# Doors LoadedModel, Detokenizer, ModelError, resolve_model, load_model, banner, memory_limit
+# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 199
 
 _DEMO: Final = "demo"
 _MARKS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
@@ -3178,7 +3177,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What a character cut off at the end decodes to: U+FFFD, as in tokenizer.decode()."""
-        return str(self._backend.decode(self._unshown, skip_special_tokens=False))
+        rest, self._unshown = self._unshown, []
+        return str(self._backend.decode(rest, skip_special_tokens=False))
 
 
 def resolve_model(config: Config) -> Path:
@@ -3187,7 +3187,7 @@ def resolve_model(config: Config) -> Path:
     if _is_complete(folder := Path(here / "models" if name == _DEMO else "", name).expanduser()):
         return folder
     script = here / "scripts" / "fetch_model.py"
-    command = [sys.executable, str(script), f"--memory-bytes={device_memory_bytes()}", "--", name]
+    command = [sys.executable, str(script), f"--memory-bytes={memory_limit(config)}", "--", name]
     if not script.is_file():  # this file was copied alone: then the hub must say what it does
         fetch = "import sys, huggingface_hub as hub\ntry: print(hub.snapshot_download(sys.argv[1]))"
         fetch += "\nexcept Exception as e: sys.exit(print('incomplete, and not fetched:', e) or 1)"
@@ -3298,10 +3298,11 @@ def _hidden_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(special.keys() - shown | tokenizer.eos_token_ids)
 
 
-def device_memory_bytes() -> int:
-    """What a model and its KV may use: Metal's recommendation, a GPU's memory, or the RAM."""
+def memory_limit(config: Config) -> int:
+    """Bytes for model, KV and buffers: 0.9 of Metal's recommendation, a GPU's memory, the RAM."""
     facts, ram = mx.device_info(), psutil.virtual_memory().total
-    return int(facts.get("max_recommended_working_set_size") or facts.get("total_memory") or ram)
+    most = facts.get("max_recommended_working_set_size") or facts.get("total_memory") or ram
+    return config.memory_limit_bytes or int(0.9 * int(most))
 
 
 def banner(model: LoadedModel, config: Config) -> str:
@@ -3447,11 +3448,10 @@ def _greedy(logprobs: mx.array) -> mx.array:
 
 def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     """Log-probabilities `(1, vocab)` -> a token `(1,)`, from a random key the row owns."""
-    # So a seed gives the same text in a batch. Greedy rows share one object: called once for all.
     if sampling.temperature < 1e-6:  # float32 has no room for its inverse
-        return _greedy
+        return _greedy  # one object: it is called once for all rows that share it
     seed = sampling.seed if sampling.seed is not None else time.time_ns()
-    keys = [mx.random.key(seed % (1 << 63))]
+    keys = [mx.random.key(seed % (1 << 63))]  # so a seed gives the same text in a batch
 
     def sample(logprobs: mx.array) -> mx.array:
         keys[0], key = mx.random.split(keys[0])
@@ -3567,8 +3567,7 @@ class Group:  # rows decoding together: one on its own buffers, or several in up
     def __init__(self, loaded: LoadedModel, row: Row) -> None:
         """Feed what is left of the row's prompt, and tell its first token."""
         processors, tokens = _processors(row.job), row.job.prompt.tokens
-        # penalties see the cached tokens too; an image's marks are none
-        context = tokens[:-1][tokens[:-1] >= 0].tolist() if processors else []
+        context = tokens[:-1][tokens[:-1] >= 0].tolist() if processors else []  # no image marks
         offset = _kv_cache_offset(row.cache, recorded=row.fed)
         rest = mx.array(_remaining_prefill(tokens, offset))[None]
         self.rows = [row]
@@ -3641,7 +3640,7 @@ class Group:  # rows decoding together: one on its own buffers, or several in up
 class Scheduler:  # everything that happens on the model thread, one `turn` at a time
     def __init__(self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics) -> None:
         self.loaded, self.config, self.shape = loaded, config, measure_kv(loaded.model)
-        self.limit = config.memory_limit_bytes or int(device_memory_bytes() * 0.9)
+        self.limit = memory_limit(config)
         free = self.limit - loaded.nbytes
         budget = min(config.prompt_cache_max_bytes or free, int(free * 0.55))
         self._working_bytes = free - budget  # for all that is neither weights, KV nor features
@@ -3868,8 +3867,7 @@ def _slice_length(work: Scheduler, row: Row) -> int:
         cost = costs.mean() + max(slope, 0.0) * (row.fed - depths.mean())
         timely = min(timely, work._working_bytes / max(2 * cost, 1.0))
     length = min(to_stop, max(SLICE_MIN_TOKENS, int(timely)), work.config.prefill_step_size)
-    # Those who wait for this stop would not wait for so small a rest, and prefill it each.
-    if to_stop - length < WAIT_GAIN_TOKENS:
+    if to_stop - length < WAIT_GAIN_TOKENS:  # or all who wait for it would prefill that rest
         return to_stop
     while is_inside_image(row.job.prompt.tokens, row.fed + length):
         length -= 1
@@ -4522,7 +4520,8 @@ def kept_awake(config: Config) -> Iterator[None]:
     """KEEP_AWAKE: macOS does not sleep inside; elsewhere there is no `caffeinate` to run."""
     with ExitStack() as inside:
         if config.keep_awake and (command := shutil.which("caffeinate")):
-            inside.callback(inside.enter_context(subprocess.Popen([command, "-i"])).terminate)
+            tied = [command, "-i", "-w", str(os.getpid())]  # ends with us, however that is
+            inside.callback(inside.enter_context(subprocess.Popen(tied)).terminate)
         yield
 
 
@@ -4935,8 +4934,7 @@ class Answer:
         reply["content"] = reply["content"] or ""
         said = self._prepared.loaded.template.canonical([reply])[0]
         ended = ids[-1] if ids and ids[-1] in self._prepared.loaded.eos_ids else None
-        # Cut in a thought or a call: the template prints what is not in the KV.
-        is_cut = is_thinking or "tool_calls" in reply or not reply["content"]
+        is_cut = is_thinking or "tool_calls" in reply or not reply["content"]  # not printed so
         # Nor can one go on from a reply of which the client has less than the model said.
         if not heard.is_over and not (ended is None and is_cut):
             whole = Generated(ids, job.prompt.hashes, ended, job.owner[1], time.monotonic())
@@ -5434,8 +5432,10 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
         if is_loaded := state.engine.state == "ready":
             gc.collect()
             gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
-            sys.stderr.write(banner(state.engine.model, state.config) + "\n")
-            beside.enter_context(proxy_beside(state.config, models_body(state)["data"][0]))
+            listed = models_body(state)["data"][0]
+            loaded = replace(state.engine.model, limit=listed["context_length"])
+            sys.stderr.write(banner(loaded, state.config) + "\n")
+            beside.enter_context(proxy_beside(state.config, listed))
             lives_on = not state.config.exit_on_engine_death
             while not stop.is_set() and (lives_on or state.engine.state == "ready"):
                 list(map(status_body, [*state.tenants.values()]))  # asked, it forgets what is old

@@ -1,6 +1,7 @@
 """A small chat with a running server, in the terminal: to see the cache work by hand.
 
-    python scripts/chat.py [--url http://127.0.0.1:8080] [--key KEY] [--system TEXT] [--no-tools]
+    .venv/bin/python scripts/chat.py [--url http://127.0.0.1:8080] [--key KEY] [--system TEXT]
+        [--no-tools]
 
 The answer streams in, thinking dimmed. After each turn one line says how many tokens the prompt
 had, how many of them were cached, and the seconds to the first token (TTFT): ask twice, and see
@@ -19,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,9 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.text import Text
+
+with suppress(ImportError):  # arrow keys, and what was typed before
+    import readline  # noqa: F401
 
 Body = dict[str, Any]
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
@@ -92,16 +96,16 @@ class Server:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         full = parts.path.rstrip("/").removesuffix("/v1") + path
-        with closing(kind(parts.netloc, timeout=TIMEOUT_SECONDS)) as connection:
-            try:
-                sent = json.dumps(body) if body else None
+        sent = json.dumps(body) if body else None
+        try:
+            with closing(kind(parts.netloc, timeout=TIMEOUT_SECONDS)) as connection:
                 connection.request("POST" if body else "GET", full, sent, headers)
                 response = connection.getresponse()
                 if response.status != 200:
                     raise ChatError(refusal(response.status, response.read()))
                 yield response
-            except (OSError, http.client.HTTPException) as error:
-                raise ChatError(unreachable(self.url, error)) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatError(unreachable(self.url, error)) from error
 
     def stream(self, body: Body) -> Iterator[Body]:
         """The chunks of one chat completion. Raises ChatError."""
@@ -250,7 +254,7 @@ def converse(chat: Chat, system: str) -> None:
     begin()
     while True:
         try:
-            text = chat.console.input("[bold]> [/]").strip()
+            text = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             return
         if text == "/quit":
@@ -276,8 +280,8 @@ def main() -> None:
     chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
     try:
         greeting = f"{server.model()} · /new forgets the conversation, /quit leaves"
-    except ChatError as error:
-        sys.exit(str(error))
+    except (ChatError, KeyboardInterrupt) as error:
+        sys.exit(str(error) or "stopped")
     console.print(greeting, style="dim", markup=False, highlight=False)
     converse(chat, chosen.system)
 

@@ -264,7 +264,8 @@ def show(comparison: Comparison, console: Console) -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("log", nargs="?", type=Path, help="default: the newest below --log-root")
-    parser.add_argument("--log-root", type=Path, default=Path("logs"))
+    logs = Path(__file__).resolve().parents[1] / "logs"
+    parser.add_argument("--log-root", type=Path, default=logs)
     parser.add_argument(
         "--turns",
         nargs=2,

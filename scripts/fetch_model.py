@@ -1,6 +1,6 @@
 """Find the model that a name stands for, fetch what of it is not here yet, and print its folder.
 
-    python scripts/fetch_model.py [NAME] [--memory-bytes N]
+    .venv/bin/python scripts/fetch_model.py [NAME] [--memory-bytes N]
 
 NAME is a folder, a Hugging Face repository or "demo". Without one it is MODEL_PATH, and without
 that what start-llm.py then serves. MODEL_PATH and HF_TOKEN come from the environment or from .env.
@@ -43,7 +43,7 @@ SMALLER: Final = {
     "mlx-community/Qwen3-4B-4bit": 2_260_000_000,
     "mlx-community/Qwen3-0.6B-4bit": 335_000_000,
 }
-WORKING_BYTES: Final = 512 * 2**20  # beside the weights: activations, a first few thousand tokens
+WORKING_BYTES: Final = 2 * 2**30  # beside the weights: activations, KV of an agent's first steps
 # What mlx-lm needs of a repository: the folder, or the list of files of a dry run.
 snapshot = partial(huggingface_hub.snapshot_download, allow_patterns=DEFAULT_ALLOW_PATTERNS)
 
@@ -85,9 +85,11 @@ def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
         folder = Path(name).expanduser()
         if folder.exists():
             return complete(folder)
+    repo = name.removeprefix(f"{huggingface_hub.constants.ENDPOINT}/").partition("/tree/")[0]
+    repo = repo if repo == name else repo.rstrip("/")  # as copied from the browser
     with suppress(OSError, ValueError, FetchError):  # it is not in the local cache, or not whole
-        return complete(Path(snapshot(name, local_files_only=True)))
-    return download(name, token=token, memory_bytes=memory_bytes)
+        return complete(Path(snapshot(repo, local_files_only=True)))
+    return download(repo, token=token, memory_bytes=memory_bytes)
 
 
 def complete(folder: Path) -> Path:
@@ -124,6 +126,14 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
             if isinstance(error, errors.GatedRepoError):
                 why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
             raise FetchError(why) from error
+        except errors.RemoteEntryNotFoundError as error:
+            why = f"{repo} has no config.json: no model that mlx-lm reads (GGUF is not)."
+            raise FetchError(why) from error
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code != 401:
+                raise
+            own = "HF_TOKEN, or that of `hf auth login`"
+            raise FetchError(f"{hub} refuses the token ({own}), for public models, too.") from error
 
 
 def check_architecture(config_file: Path) -> None:
@@ -151,17 +161,18 @@ def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
     needed, cache = weights + WORKING_BYTES, huggingface_hub.constants.HF_HUB_CACHE
     free = shutil.disk_usage(cache).free
     if needed > memory_bytes or to_fetch > free:
+        smaller = fitting(min(memory_bytes - WORKING_BYTES, free))
         raise FetchError(
-            f"{repo} needs {in_bytes(needed)} of memory (this device recommends at most "
+            f"{repo} needs {in_bytes(needed)} of memory (the server may use "
             f"{in_bytes(memory_bytes)}) and {in_bytes(to_fetch)} more on disk ({cache} has "
-            f"{in_bytes(free)} free); MODEL_PATH={fitting(min(memory_bytes, free))} would fit."
+            f"{in_bytes(free)} free); MODEL_PATH={smaller} would fit."
         )
     tell(f"{repo}: fetching {in_bytes(to_fetch)} into {cache}")
 
 
 def fitting(room_bytes: int) -> str:
-    """The largest of the models we suggest that works in so much memory."""
-    return next((name for name, n in SMALLER.items() if n + WORKING_BYTES <= room_bytes), DEMO)
+    """The largest of the models we suggest whose weights take no more than that."""
+    return next((name for name, n in SMALLER.items() if n <= room_bytes), DEMO)
 
 
 # Program ----------------------------------------------------------------------

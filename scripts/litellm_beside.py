@@ -256,7 +256,8 @@ def main() -> None:
     if line:
         order = Order.from_json(line)
         start_logging(order.log_level)
-        files = Path(order.log_root).expanduser().resolve() / f"litellm-{order.proxy_port}"
+        root = Path(__file__).resolve().parents[1] / Path(order.log_root).expanduser()
+        files = root.resolve() / f"litellm-{order.proxy_port}"
         command = [sys.executable, order.program, "--config", f"{files}.json"]
         command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]
         settings = json.dumps(settings_for(order))

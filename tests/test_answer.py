@@ -143,13 +143,14 @@ def test_the_machine_is_kept_awake_while_a_request_runs_and_no_longer(
 ):
     note = tmp_path / "pid"
     fake = tmp_path / "caffeinate"
-    fake.write_text(f"#!/bin/sh\necho $$ > {note}\nexec sleep 60\n")
+    fake.write_text(f'#!/bin/sh\necho "$$ $*" > {note}\nexec sleep 60\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with s.kept_awake(s.Config(keep_awake=wanted)):
-        pid = _wait_for(note) if wanted else None
+        pid, *arguments = _wait_for(note) if wanted else (None,)
         if pid:
             os.kill(pid, 0)
+            assert arguments[-2:] == ["-w", str(os.getpid())]  # or it would outlive us
     if pid:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -159,7 +160,8 @@ def test_the_machine_is_kept_awake_while_a_request_runs_and_no_longer(
 def _wait_for(note):
     for _ in range(500):
         if note.exists() and note.read_text().strip():
-            return int(note.read_text())
+            pid, *arguments = note.read_text().split()
+            return int(pid), *arguments
         os.sched_yield()
         __import__("time").sleep(0.01)
     raise AssertionError("caffeinate was not started")

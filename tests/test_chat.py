@@ -66,6 +66,12 @@ def test_a_missing_server_is_one_clear_sentence(how, tmp_path):
     assert "Traceback" not in said
 
 
+def test_an_address_that_is_none_is_one_clear_sentence(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--url", "http://127.0.0.1:80x"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 1 and "80x" in run.stderr and "Traceback" not in run.stderr
+
+
 def test_half_an_answer_is_none(tmp_path, monkeypatch):
     def stream(self, body):
         yield {"choices": [{"delta": {"content": "Half an ans"}, "finish_reason": None}]}

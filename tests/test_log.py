@@ -6,6 +6,7 @@ import stat
 import threading
 
 import pytest
+import start_llm
 from hypothesis import given
 from hypothesis import strategies as st
 from start_llm import CacheMetrics, Config, SessionLog, log, request_line, start_logging
@@ -59,6 +60,17 @@ def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values)
     always = ["id", "prompt", "cached", "match", "prefill", "decode", "ttft_ms", "finish"]
     assert [key for key in keys if key in always] == always
     assert keys[: len(keys) - ("vlm_retreat" in values)] == keys_of(request_line())
+
+
+def test_logs_lie_beside_the_server_wherever_it_was_started(tmp_path, monkeypatch):
+    """And not in somebody's project, or in / where a supervisor starts it."""
+    elsewhere, home = tmp_path / "project", tmp_path / "start-llm"
+    elsewhere.mkdir()
+    home.mkdir()
+    monkeypatch.setattr(start_llm, "__file__", str(home / "start-llm.py"))
+    monkeypatch.chdir(elsewhere)
+    session_log("logs").write("one", {})
+    assert [path.parents[2] for path in session_files(tmp_path)] == [home]
 
 
 def keys_of(line):

@@ -146,7 +146,7 @@ def test_what_is_no_folder_is_for_the_script(script: Path, tiny: Path, name: str
         f"print('noise'); print({str(tiny)!r})"
     )
     assert resolve_model(Config(model_path=name)) == tiny
-    memory = f"--memory-bytes={start_llm.device_memory_bytes()}"
+    memory = f"--memory-bytes={start_llm.memory_limit(Config(model_path=name))}"
     assert json.loads(arguments.read_text()) == [memory, "--", name]
 
 
@@ -413,7 +413,8 @@ def test_the_banner_says_what_runs_and_how_to_choose(loaded: LoadedModel, tiny: 
 
 
 def test_the_device_has_memory() -> None:
-    assert start_llm.device_memory_bytes() > 100_000_000
+    assert start_llm.memory_limit(Config()) > 100_000_000
+    assert start_llm.memory_limit(Config(memory_limit_bytes=5)) == 5
 
 
 def test_marks_that_mlx_lm_does_not_know(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_a_second_start_fetches_only_the_files_that_the_first_did_not(hub: Hub) 
 def test_a_model_too_large_for_memory_is_refused_before_its_weights_are_asked_for(hub: Hub) -> None:
     hub.sizes["model-00001-of-00002.safetensors"] = 20 * GB
     said = refusal("org/tiny", memory_bytes=8 * GB)
-    assert "needs 20.5 GB of memory (this device recommends at most 8.0 GB)" in said
+    assert "needs 22.1 GB of memory (the server may use 8.0 GB)" in said
     assert said.endswith("MODEL_PATH=mlx-community/Qwen3-8B-4bit would fit.")
     assert refusal("org/tiny", memory_bytes=GB // 2).endswith("MODEL_PATH=demo would fit.")
     assert not any(method == "GET" and "safetensors" in path for method, path, _ in hub.asked)
@@ -313,8 +313,16 @@ def test_each_way_the_hub_says_no_is_one_sentence(hub: Hub) -> None:
     hub.refuse = (500, "")
     assert "500 Internal Server Error" in refusal("org/tiny")
     hub.refuse = None
+    hub.refuse = (401, "")
+    assert f"{hub.url} refuses the token (HF_TOKEN, or" in refusal("org/tiny")
+    hub.refuse = None
     del hub.files["config.json"]
-    assert "404" in refusal("org/tiny")
+    assert "org/tiny has no config.json" in refusal("org/tiny")
+
+
+@pytest.mark.parametrize("behind", ["", "/", "/tree/main"])
+def test_an_address_copied_from_the_browser_is_its_repository(hub: Hub, behind: str) -> None:
+    assert (fetch(f"{hub.url}/org/tiny{behind}") / "config.json").is_file()
 
 
 def test_no_network_is_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -268,6 +269,10 @@ def test_a_server_that_others_reach_has_names_it_does_not_know(locked):
         assert status(port, Host="mac.lan", x_api_key=KEY) == 200
         assert status(port, Host="mac.lan") == 401
     assert status(locked, Host="mac.lan", x_api_key=KEY) == 403
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has one loopback address")
+def test_another_loopback_address_is_its_own_name():
     with listening(mlx_host="127.0.0.2") as port, opened(port, "127.0.0.2") as connection:
         connection.sendall(told(port, Host=f"127.0.0.2:{port}"))
         assert heard(connection)[0] == 200
