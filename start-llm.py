@@ -78,6 +78,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from bisect import bisect_left
 from calendar import day_abbr, day_name, month_abbr, month_name
 from collections import Counter, OrderedDict, deque
@@ -153,7 +154,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Every setting of the server. Built by from_env(); tests pass fields by keyword."""
 
     model_path: str = ""  # Hugging Face repo or folder; empty: GLM-4.7-Flash on a Mac, else "demo"
-    model_family: Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower] = "auto"  # first
+    model_family: Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower] = "auto"
     hf_token: str = Field(default="", repr=False)  # for gated repos; never logged
     trust_remote_code: bool = False  # run Python that comes with a model or tokenizer
     model_kind: Annotated[Literal["auto", "text", "vision"], _Lower] = "auto"  # which library loads
@@ -347,6 +348,7 @@ _HISTOGRAMS: Final = (
 
 def start_logging(config: Config) -> None:
     """Send the server's log to stderr at LOG_LEVEL. Called by MAIN; a second call adds nothing."""
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of what models write (L-94)
     log.setLevel(config.log_level)
     log.propagate = False  # a library that configures the root logger would print all twice
     handler: logging.Handler = RichHandler(console=_CONSOLE, show_path=False, log_time_format="%X")
@@ -1358,7 +1360,7 @@ def _turn(message: Message, fields: tuple[Volatile, ...] = (), *, n_dropped: int
     words = replaced(sent, fields)
     canonical = {"role": role, "name": message.get("name", ""), "content": words}
     ours = words.count("__STABLE_") - sent.count("__STABLE_")  # not the client's own
-    named = role, canonical["name"], words.strip("\n"), str(ours)  # why(L-92): lines go with blocks
+    named = role, canonical["name"], words.strip("\n" * (role != "tool")), str(ours)  # why(L-92)
     name = sha256("\0".join(named).encode()).digest()
     return Turn(role, message, canonical, name, fields=fields, n_dropped=n_dropped)
 
@@ -2005,8 +2007,9 @@ class Ledger:
         else:
             draft = self._as_sent(request, template, draft=plain)
         self._metrics.bump("ledger_seam_fallback", bool(why))
-        if len(draft.rendered.ids) > room and request.tools and not asked.tools:
-            self._offered[start] = ()  # for these there is none
+        needed = len(draft.rendered.ids) + min(asked.max_tokens, room // 8)
+        if needed > room and request.tools and not asked.tools:
+            self._offered[start] = ()  # there is no room for these
             return self.draft(asked, template, room=room, now=now)
         if len(draft.rendered.ids) > room:  # then only the current tool loop keeps its thinking
             messages, told = _tell(turns, 0, known=_Told())
@@ -2121,7 +2124,8 @@ class Ledger:
         head, told = _tell(draft.turns[:n_head], 0, known=_Told())
         if told.pins and any(turn.role in _ASKING for turn in draft.turns):  # somewhere to restate
             # why(L-38): the first rendering stays, or a new id would move all that follows it.
-            head, told = self._heads.setdefault(draft.keys[n_head], (head, told))
+            key = draft.keys[n_head], *told.pins  # why(L-93): nor does a block that we have not
+            head, told = self._heads.setdefault(key, (head, told))
         rest, told = _tell(draft.turns, n_head, known=told)
         messages = [*_heal_messages([*head, *rest], self._healing, answered=draft.answered)]
         return replace(draft, rendered=template.prompt(request, messages), told=told)
@@ -2136,9 +2140,6 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
             pins.setdefault((at, one.rule), set()).add(one.value)
             if at < start and one.value not in known.pins.get((at, one.rule), ()):
                 stale.append(one.text.strip() or f"[{one.rule} is now {one.value}]")
-    for at, rule in [place for place in known.pins if place not in pins]:  # why(L-93): a block
-        stale += [f"[{rule} is now gone]"] * ("" not in known.pins[at, rule])
-        pins[at, rule] = {""}
     old = [note for turn in turns[:start] for note in turn.notes]
     missed = [note for note in old if note.value not in known.notes]
     wanted = {note.value for turn in turns for note in turn.notes}
@@ -3587,7 +3588,6 @@ class Group:  # rows decoding together: one on its own buffers, or several in up
         self.batch = GenerationBatch(first, [0], mx.array(tokens[-1:]), row.cache, *rules, *bounds)
         self.batch.model = model
         row.fed, row.group, row.cache = len(tokens), self, []
-        # why(L-46): told before step() launches the second, which takes a CPU as long as computing.
         (token,) = self.batch._next_tokens.tolist()
         row.tell(token, logprobs=self.batch._next_logprobs[0])
         time.sleep(0.0005)  # why(L-46): or it leaves when the second is launched
@@ -3691,7 +3691,6 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         try:
             reuse = self.cache.find(ticket.job.prompt)
             if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
-                # A running row will soon hold more of this prompt; it is told where to stop.
                 for row in [row for row in self.rows if row.line is reuse.line]:
                     row.stops = sorted({*row.stops, min(reuse.promised, row.job.n_prompt - 1)})
                 return True
@@ -4175,13 +4174,14 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 335
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 336
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 _TYPES: Final = (str, bool, int, float, list, dict, type(None))
 _TYPE_NAMES: Final = ("string", "boolean", "integer", "number", "array", "object", "null")
 _JSON_TYPES: Final = {kind: name for name, kind in zip(_TYPE_NAMES, _TYPES, strict=True)}
+_PY: Final = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*\Z)")  # why(L-94): Python, perhaps
 
 
 @lru_cache
@@ -4330,12 +4330,12 @@ def _schema_types(schema: object) -> set[str]:
 
 def _value_as_json(text: str, types: set[str]) -> str:
     """A complete value as JSON: what it reads as if its types (none: any) allow it, or a string."""
-    for read in (partial(json.loads, strict=False), ast.literal_eval):  # why(L-94)
+    for read in (partial(json.loads, strict=False), ast.literal_eval)[: 1 + bool(_PY.match(text))]:
         with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             value = read(text.strip())
             kind = _JSON_TYPES.get(type(value), "string")
-            if kind != "string" and ("string" not in types or kind in types):
-                return _json(value)
+            fits = kind != "string" and ("string" not in types or kind in types)
+            return _json(value if fits else text)
     return _json(text)
 
 
@@ -4603,7 +4603,6 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     thinks = rendered.starts_in_reasoning
     named = zip(draft.turns, draft.keys[1:], strict=False)
     head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
-    # The tokens stand under a root for all else: the weights, and whose it is.
     root = sha256(repr((loaded.revision, state.tenant)).encode()).digest()
     ids, size = rendered.ids, state.config.prompt_cache_block_size
     hashes = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()

@@ -85,8 +85,9 @@ def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
         folder = Path(name).expanduser()
         if folder.exists():
             return complete(folder)
-    repo = name.removeprefix(f"{huggingface_hub.constants.ENDPOINT}/").partition("/tree/")[0]
-    repo = repo if repo == name else repo.rstrip("/")  # as copied from the browser
+    repo = name.removeprefix(f"{huggingface_hub.constants.ENDPOINT}/")
+    if repo != name:  # as copied from the browser
+        repo = repo.rstrip("/").removesuffix("/tree/main")
     with suppress(OSError, ValueError, FetchError):  # it is not in the local cache, or not whole
         return complete(Path(snapshot(repo, local_files_only=True)))
     return download(repo, token=token, memory_bytes=memory_bytes)

@@ -614,6 +614,7 @@ def test_every_message_has_a_name_of_its_own() -> None:
     different = [shapes[0] for shapes in SHAPES]
     different += [said("user", "so it is"), said("system", "so it is")]
     different += [said("user", "hi", name="Ann"), said("user", "hi "), reply("so  it is")]
+    different += [said("tool", "r\n", tool_call_id="call_779")]
     different += [reply("", tool_calls=[call(ECHOED, name="other")])]
     different += [reply("", tool_calls=ONE_CALL * 2), reply("x", tool_calls=ONE_CALL)]
     all_names = {name for message in different for name in names([message])}

@@ -827,7 +827,8 @@ def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
     server.say(server.draft([SYSTEM, USER], tools=offered), asks("x"))
     ask = [SYSTEM, USER, asks("x"), result("r"), said("user", "sum it up")]
     cold = Server(model).draft(ask, tools=[])
-    tight = server.draft(ask, tools=[], room=len(cold.rendered.ids))
+    n_whole = len(Server(model).draft(ask, tools=offered).rendered.ids)
+    tight = server.draft(ask, tools=[], room=n_whole)  # and none for the summary
     assert tight.rendered.ids.tolist() == cold.rendered.ids.tolist()
     past, more = server.say(tight, FINE), [*ask, FINE, NEXT]
     assert starts_with(server.draft(more, tools=[]), past)
@@ -863,19 +864,21 @@ def test_a_section_that_comes_and_goes_moves_nothing() -> None:
             text = server.text(draft)
             assert sections[second].strip() in text
             assert text.count("## Inbound") == sum(bool(sections[name]) for name in (first, second))
-            assert text.count("[inbound_context is now gone]") == (second == "")
             past = server.say(draft, said("assistant", "so"))
-        draft = server.draft([heads[first], *messages, said("assistant", "so"), NEXT])  # as it was
-        assert starts_with(draft, past)
-        assert server.text(draft).count("## Inbound") == 2 * bool(first) + bool(second)
 
 
-def test_a_head_that_is_shared_says_what_is_not_ours() -> None:
-    """The section of who was here first is in the head; whoever has none is told so (L-93)."""
+def test_who_has_no_section_is_told_nobody_elses() -> None:
+    """A head is shared by those who have the same blocks in it (L-93)."""
     server, day = Server(), "Current date: 2026-11-20\n"
-    server.draft([said("system", f"Be brief.\n{day}{SECTION}# End"), USER])
-    text = server.text(server.draft([said("system", f"Be brief.\n{day}# End"), NEXT]))
-    assert text.count("## Inbound") == text.count("[inbound_context is now gone]") == 1
+
+    def told(section: str) -> str:
+        head = said("system", f"Be brief.\n{day}{section}# End")
+        return server.text(server.draft([head, NEXT]))
+
+    first = told(SECTION)
+    assert "## Inbound" not in told("")
+    other = told(SECTION.replace("webchat", "phone"))
+    assert other.startswith(first[: first.index("# End")]) and '"phone"' in other
 
 
 def test_heads_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,8 @@ def test_each_way_the_hub_says_no_is_one_sentence(hub: Hub) -> None:
 @pytest.mark.parametrize("behind", ["", "/", "/tree/main"])
 def test_an_address_copied_from_the_browser_is_its_repository(hub: Hub, behind: str) -> None:
     assert (fetch(f"{hub.url}/org/tiny{behind}") / "config.json").is_file()
+    assert "nor a repository" in refusal(f"{hub.url}/org/tiny/tree/8bit")  # another model
+    assert "MODEL_PATH=org/tiny/tree/main is neither" in refusal("org/tiny/tree/main")
 
 
 def test_no_network_is_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,8 @@ def test_a_rule_that_could_have_stilled_it_is_named(tmp_path_factory):
 
 def test_other_tools_and_evicted_kv_are_causes_of_their_own(served):
     talk = conversation(served)
-    why = explained(served, talk.messages, tools=[])["why_not_more"]
+    others = [{"type": "function", "function": {"name": "other"}}]
+    why = explained(served, talk.messages, tools=others)["why_not_more"]
     assert "tools" in why["sentence"]
     served.state.engine.ask(lambda scheduler: scheduler.cache.evict_to_fit(1 << 60))
     body = explained(served, talk.messages)
