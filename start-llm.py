@@ -2016,7 +2016,8 @@ class Ledger:
             users = [at for at, turn in enumerate(turns) if turn.role == "user"]
             for message in messages[: users[-1] if users else 0]:
                 message.pop("reasoning_content", None)
-            draft = replace(plain, rendered=template.prompt(request, messages), told=told)
+            brief = replace(plain, rendered=template.prompt(request, messages), told=told)
+            draft = min(draft, brief, key=lambda one: len(one.rendered.ids))
         return replace(draft, fallback=why)
 
     def snapshot(self, now: float) -> dict[str, int]:
