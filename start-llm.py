@@ -45,8 +45,7 @@ WHAT NEVER HAPPENS
 THREADS AND LOCKS
     model           the only one that touches MLX: loads, runs and frees the model (KV to ENGINE)
     connection      one each, of low priority: parse, render, wait for events, write
-    accept          one per address;  main  waits
-    locks are leaves, private to the object that owns what they guard; none is held while waiting
+    accept          one per address;  main  waits;  locks are leaves, and none is held while waiting
 """
 
 from __future__ import annotations
@@ -159,7 +158,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     trust_remote_code: bool = False  # run Python that comes with a model or tokenizer
     model_kind: Annotated[Literal["auto", "text", "vision"], _Lower] = "auto"  # which library loads
     strict_model_names: bool = False  # another `model` in a request: 404 instead of being served
-    # -- server
     api_key: str = Field(default="", repr=False)  # keys, one of which each request needs
     mlx_host: str = "127.0.0.1"  # address to listen on; loopback means both 127.0.0.1 and ::1
     mlx_port: Annotated[int, Field(ge=1, le=65_535)] = 8080  # TCP port
@@ -176,14 +174,12 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     allowed_hosts: str = ""  # names this machine is called by; loopback's own need no entry
     cache_isolation: Annotated[Literal["none", "key"], _Lower] = "none"  # key: a cache for each
     cors_origins: str = ""  # web pages that may ask, as in "https://chat.lan"; "*": every one
-    # -- proxy
     enable_proxy: bool = True  # LiteLLM beside the server, where it is installed
     proxy_model_id: str = ""  # name shown through LiteLLM; empty: the model's own
     proxy_port: Annotated[int, Field(ge=1, le=65_535)] = 4000  # TCP port
     proxy_api_key: str = Field(default="", repr=False)  # that its clients need; empty: none
     proxy_host: str = "127.0.0.1"  # address LiteLLM listens on
     proxy_startup_wait_seconds: _Seconds = 2.0  # between two log lines while it starts; 0 = none
-    # -- engine
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply; an admission limit
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
@@ -191,7 +187,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     generation_watchdog_seconds: _Seconds = 600.0  # from when the model starts on it; 0 = none
     queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0 = as long as it takes
     memory_limit_bytes: _Count = 0  # model, KV and buffers; 0 = 0.9 of what the device recommends
-    # -- prompt cache
     prompt_cache_max_bytes: _Count = 0  # bytes; 0 = a share of what the device recommends
     prompt_cache_max_entries_global: _Count = 24  # 0 = nothing is reused
     prompt_cache_max_entries_per_session: _Count = 2
@@ -218,7 +213,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     cache_vlm_image_identity: bool = True  # false: nothing from an image on is ever reused
     cache_norm_safety_check: bool = False  # complain when the canonical text shrank by 10 %
     normalize_write_tool_content_for_prompt: bool = False  # a digest instead of written content
-    # -- sampling, where the request says nothing
     default_temperature: Annotated[float, Field(ge=0, le=2)] = 0.1  # 0 = greedy
     default_top_p: Annotated[float, Field(gt=0, le=1)] = 0.9  # 1 = off
     default_top_k: _Count = 40  # 0 = off
@@ -228,7 +222,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     default_max_tokens: _Positive = 2048  # tokens of one reply
     default_thinking: bool = True  # the model thinks before it answers
     preserve_thinking: bool = True  # past thinking stays in the prompt, where the template can
-    # -- logs
     log_level: _LogLevel = "INFO"
     enable_request_logging: bool = False  # session logs hold what clients sent
     log_prompt_tokens: bool = False  # session logs carry the exact ids that each prompt fed
@@ -1252,11 +1245,9 @@ _RULES: Final = tuple(
         # why(L-40): a day ends, and everything behind the date is prefilled again.
         ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*(?i:{_TODAY}){_MOMENT}"),
         ("git_status", SYSTEM_ROLES, r"^gitStatus: (?P<value>[\s\S]+)\Z"),
-        # why(L-41): a line of figures about a sub-agent or a session.
-        ("runtime", _USER, rf"^Stats: runtime {_REST}"),
+        ("runtime", _USER, rf"^Stats: runtime {_REST}"),  # why(L-41): figures on sub-agents
         ("session_line", _BOTH, rf"^(?:Runtime: agent=|Inline buttons not enabled for ){_REST}"),
-        # why(L-42): blocks that move with the newest message.
-        ("reminder", _USER, rf"^{_REMINDER}[ \t]*$"),
+        ("reminder", _USER, rf"^{_REMINDER}[ \t]*$"),  # why(L-42): these move with the newest
         ("internal_context", _USER, rf"^{_OPENERS[1]}[\s\S]*?{_CLOSERS[1]}[ \t]*$"),
         ("operator_note", _USER, r"\AOperator note \(not from the user\)[\s\S]*\Z"),
         ("late_system", SYSTEM_ROLES, r"(?!)"),  # found by its place, not by its words
@@ -1520,8 +1511,7 @@ class _Encoder:  # remembers pieces between added tokens: to encode history agai
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    # why(L-32): encode() would stop every other thread for as long as it takes.
-    began = time.monotonic()
+    began = time.monotonic()  # why(L-32): encode() would stop every other thread meanwhile
     ids = np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
     if (spent := time.monotonic() - began) > 0.0003:  # why(L-60): a core is not ours alone
         time.sleep(min(spent / 2, 0.01))
@@ -1903,7 +1893,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 268
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 270
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -2080,9 +2070,11 @@ class Ledger:
             self._forget(now)
             self._touch(draft.keys)
             known = [list(self._pasts.get(key, ())) for key in draft.keys[newest:0:-1]]
+        said = {note.value for turn in draft.turns for note in turn.notes}
         for pasts in known:
             if fits := [past for past in pasts if past.fits(draft.turns, session)]:
-                best = max(fits, key=lambda past: (past.reply.session == session, past.used))
+                fits.sort(key=lambda past: (len({*past.told.notes} - said), -past.used))  # L-96
+                best = max(fits, key=lambda past: past.reply.session == session)
                 best.used = now
                 yield best
 
@@ -2143,7 +2135,7 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
                 stale.append(one.text.strip() or f"[{one.rule} is now {one.value}]")
     old = [note for turn in turns[:start] for note in turn.notes]
     missed = [note for note in old if note.value not in known.notes]
-    wanted = {note.value for turn in turns for note in turn.notes}
+    wanted = {n.value for turn in turns for n in turn.notes} - {n.value for n in old}
     # why(L-84): what was told of late is not repeated if it moved; said twice, it is told twice
     moved = Counter(takewhile(wanted.__contains__, reversed(known.notes)))
     moved.subtract(note.value for note in old)
@@ -2484,8 +2476,7 @@ def row_from_batch(cache: KvCache, row: int) -> KvCache:
 
 def recurrent_handles(cache: KvCache) -> KvCache | None:
     """The recurrent leaves as they are now, for a snapshot; None where other state leaves are."""
-    # A step replaces these arrays (not a window's): handles keep those before it for free (L-10).
-    leaves = _leaves(cache, "state")
+    leaves = _leaves(cache, "state")  # a step replaces them (not a window's): kept for free (L-10)
     if not all(isinstance(leaf, ArraysCache) for leaf in leaves):
         return None
     return [ArraysCache.from_state((list(leaf.cache), None, None)) for leaf in leaves] or None
@@ -2499,7 +2490,8 @@ def recurrent_handles(cache: KvCache) -> KvCache | None:
 # it either *splits* the line (cheap when little follows: the tail becomes a branch, nothing is
 # lost) or *branches* off a copy. A branch keeps only its own tail at rest, so N sub-agents on one
 # prefix cost the prefix once. A lent line stays visible: who has the same prefix can wait for it.
-# Doors LRUPromptCache, Prompt, Line, Reuse · Knows CONFIG, LOG, KEY, KV · Thread model · Budget 321
+# Doors   LRUPromptCache, Prompt, Line, Reuse, FEW_CHECKPOINTS
+# Knows CONFIG, LOG, KEY, KV · Thread model · Budget 322
 
 SHARE_MIN_TOKENS: Final = 256  # a shorter shared prefix is stored twice
 SHARE_MIN_PART: Final = 16  # nor one shorter than this part of the branch
@@ -2612,8 +2604,7 @@ class LRUPromptCache:
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
         """Buffers of [0, depth), the row's own (moved or copied), and the line it will grow."""
-        # The caller sets `line.lender` and ends with `put_back` or `drop`.
-        line, depth = reuse.line, reuse.depth
+        line, depth = reuse.line, reuse.depth  # the caller lends it, then `put_back` or `drop`
         if reuse.shared >= self._config.prompt_cache_block_size and not depth:
             self.metrics.bump("hybrid_trim_miss")
         while line is not None and depth <= line.start:
@@ -2758,7 +2749,7 @@ class LRUPromptCache:
             moved = self._movable(keep, depth)
             lacks = self.nbytes + extra_bytes - moved * self._shape.token_bytes - self.max_bytes
             self._claim, kept = (keep, depth, lacks), keep if moved else None
-            if lacks <= 0 or not (thin() or self._evict_one(kept, per_byte=True)):
+            if lacks <= 0 or not (thin() or self._evict_one(kept, per_byte=True) or thin(few=3)):
                 self._claim = None, 0, sys.maxsize
                 return lacks <= 0
 
@@ -3123,7 +3114,7 @@ class VisionModel(Module):  # type: ignore[misc]
 # What is no complete folder, scripts/fetch_model.py finds or fetches, in a process of its own.
 # Text comes from DecodeStream, which equals tokenizer.decode(); mlx-lm's own do not (L-72).
 # Doors LoadedModel, Detokenizer, ModelError, resolve_model, load_model, banner, memory_limit
-# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 199
+# Knows CONFIG, LOG, WIRE, RENDER, VISION · Thread load_model: model; the rest any; mlx · Budget 203
 
 _DEMO: Final = "demo"
 _MARKS: Final = ("think_start", "think_end", "tool_call_start", "tool_call_end")
@@ -3173,7 +3164,11 @@ class Detokenizer:
         """The text that `token` completes; "" for a hidden id or a part of a character."""
         if token in self._hidden_ids:
             return ""
-        text = self._stream.step(self._backend, token)
+        try:
+            text = self._stream.step(self._backend, token)
+        except Exception:  # noqa: BLE001 - why(L-95): with this token no character is whole any more
+            self._stream = decoders.DecodeStream(skip_special_tokens=False)
+            text = self._backend.decode([*self._unshown, token], skip_special_tokens=False)
         self._unshown = [*self._unshown, token] if text is None else []
         return text or ""
 
@@ -3697,13 +3692,13 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
                 return True
             needed = self.running_bytes + _row_bytes(self.shape, ticket.job.n_prompt)
             fits = partial(self.cache.evict_to_fit, needed)  # but evict nothing where it cannot
-            may_fit = needed <= self.cache.max_bytes
+            may_fit = self._may_fit(needed)
             if may_fit and (fits(reuse.line, depth=reuse.depth) or (not self.rows and fits())):
                 self._start(ticket)
             elif self.rows:
                 return time.monotonic() - ticket.marks[0] < 30  # smaller ones may pass
             else:
-                ticket.put(_no_room(self, ticket.job.n_prompt))
+                ticket.put(self._no_room(ticket.job.n_prompt))
         except Exception as error:
             log.exception("a request could not be started")
             self.cache.mend()
@@ -3716,11 +3711,19 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         prefilling = (_row_bytes(self.shape, row.job.n_prompt) for row in self.prefilling)
         return sum(prefilling) + sum(group.nbytes for group in self.groups)
 
+    def _may_fit(self, n_bytes: int) -> bool:  # why(L-97): what runs keeps a few checkpoints
+        few, running = FEW_CHECKPOINTS * self.shape.state_bytes, [row.line for row in self.rows]
+        return n_bytes + sum(min(x.state_bytes, few) for x in running) <= self.cache.max_bytes
+
+    def _no_room(self, n_tokens: int) -> ServerError:
+        held = f"{self.running_bytes:,} of {self.cache.max_bytes:,} bytes of KV are in use"
+        return Overloaded(f"no memory for {n_tokens:,} tokens now: {held}")
+
     def hold_limit(self) -> None:
         """Rows grow as they decode: if all is theirs, that begun last ends, its KV kept (L-79)."""
         while self.running_bytes > self.cache.max_bytes and self.rows[1:]:
             row = max(self.rows, key=lambda row: row.ticket.marks[1])
-            self.guarded([row], partial(self._finish, row, _no_room(self, row.fed)))
+            self.guarded([row], partial(self._finish, row, self._no_room(row.fed)))
         lacking = max([0, *(group.nbytes - self._working_bytes for group in self.groups)])  # L-69
         self.cache.evict_to_fit(self.running_bytes + lacking)
 
@@ -3786,7 +3789,7 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         host = min(hosts, key=lambda x: x.padding_with(row.fed), default=None)
         lacking = 2 * (host.nbytes + group.nbytes) - self._working_bytes if host else 0  # L-69
         needed = self.running_bytes + max(0, lacking)
-        if host and needed <= self.cache.max_bytes and self.cache.evict_to_fit(needed):
+        if host and self._may_fit(needed) and self.cache.evict_to_fit(needed):
             host.absorb(group)
 
     def _decode(self, group: Group) -> None:
@@ -3872,11 +3875,6 @@ def _slice_length(work: Scheduler, row: Row) -> int:
     while is_inside_image(row.job.prompt.tokens, row.fed + length):
         length -= 1
     return length or to_stop  # which is the image's end
-
-
-def _no_room(scheduler: Scheduler, n_tokens: int) -> ServerError:
-    held = f"{scheduler.running_bytes:,} of {scheduler.cache.max_bytes:,} bytes of KV are in use"
-    return Overloaded(f"no memory for {n_tokens:,} tokens now: {held}")
 
 
 def _row_bytes(shape: KvShape, n_prompt: int) -> int:
@@ -4175,7 +4173,7 @@ class _ReasoningStreamSplitter:
 # A call's first characters tell these apart; others are read at their end by mlx-lm's parser. A
 # closing mark counts if what the format puts behind it follows: a file may contain `</parameter>`.
 # What calls no tool that was offered stays text. Once a name has left, broken arguments are closed.
-# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 336
+# Doors   ToolFormat, ReplyStream, tool_openings · Knows WIRE, SPLIT · Thread any; pure · Budget 338
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
 _json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
@@ -4214,8 +4212,8 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         opening="<tool_call>{name}{gap}{required}",  # or `read` might become `read_file`
         name=r'(?P<glm>[^\s<>{}"]{1,200})\s*(?=<arg_key>|</tool_call>)',
         key=r"\s*(?:(?:<arg_key>){1,3}(?P<key>[^<]+)(?:</arg_key>\s*){1,3}(?:<arg_value>|(?=[^<\s]))"
-        r"|(?P<end></tool_call>))",
-        value_end=r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))|(?=</tool_call>\s*\0)",
+        r"|(?P<end></tool_call>|(?=<tool_call>)))",
+        value_end=r"</arg_value>(?=\s*(?:<arg_key>|</?tool_call>))|(?=</tool_call>\s*\0)",
     ),
     "minimax": _Dialect(  # several calls between its two tags
         sign="<invoke name=",
@@ -4277,7 +4275,7 @@ class ToolFormat(NamedTuple):
     end: str  # NUL, which never comes, where only the reply's end ends a call
     dialect: str  # "foreign": none of ours
     gap: str = ""  # what the template prints around the name, or behind it
-    parse: Any = None  # foreign formats only: mlx-lm's (text inside, tools) -> call or calls
+    parse: Any = None  # mlx-lm's (text inside, tools) -> call or calls, for what is none of ours
 
     @classmethod
     def detect(cls, template: str, family: str, *, tokenizer: Any) -> ToolFormat | None:
@@ -4290,7 +4288,7 @@ class ToolFormat(NamedTuple):
             return cls(start, end, "foreign", parse=tokenizer.tool_parser) if start else None
         dialect = min(spoken, key=lambda name: name not in family)  # "glm" is in "glm4"
         gap = regex.search(r"(?<=<tool_call>|</arg_key>)\n|\[CALL_ID\]|\[ARGS\]", text)
-        return cls(known, end, dialect, gap[0] if gap else "")
+        return cls(known, end, dialect, gap[0] if gap else "", tokenizer.tool_parser)
 
     def forgetful(self, tools: Sequence[Tool]) -> str | None:
         """A pattern of what opens a call where the tag is forgotten (L-82), if models do that."""
@@ -4425,6 +4423,8 @@ class ReplyStream:
         if self._format.dialect == "foreign":
             yield from self._read_foreign()
         elif (match := (yield from self._take(_NAME))) is None:  # a tag, but no call
+            if self._format.parse and _compile(r"\s*<tool_call>\s*\{").match(self._unread):
+                return (yield from self._read_foreign())  # JSON's members in another order
             self._unread = self._unread.partition(self._format.start.split()[-1])[2]
         else:
             name, dialect = match[match.lastgroup], _DIALECTS[match.lastgroup]
@@ -4447,7 +4447,7 @@ class ReplyStream:
     def _read_tagged(self, dialect: _Dialect, parameters: Tool) -> Iterator[None]:
         properties, comma = parameters.get("properties"), ""
         schemas = properties if isinstance(properties, dict) else {}
-        while (match := (yield from self._take(dialect.key))) and not match["end"]:
+        while (match := (yield from self._take(dialect.key))) and match["end"] is None:
             if match["key"]:
                 key = match["key"].strip()
                 self._json += f"{comma}{_json(key)}: "
@@ -4459,9 +4459,9 @@ class ReplyStream:
         """A bare value, typed by the tool's schema; strings leave as they grow."""
         is_string, is_whole, value = types == {"string"}, False, ""
         self._json += '"' * is_string
-        while not (is_whole or self._ended):
+        while not is_whole:
             match = _compile(end).search(self._unread, partial=True)
-            text, is_whole = self._unread[: match.start()], not match.partial
+            text, is_whole = self._unread[: match.start()], self._ended or not match.partial
             self._unread = self._unread[match.end() if is_whole else match.start() :]
             value += text
             if is_string:

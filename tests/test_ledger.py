@@ -429,6 +429,18 @@ def test_a_note_said_again_after_another_is_told_again(is_late: bool) -> None:
     assert re.findall(r"MODE (\w+)", server.text(as_sent)) == modes
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_note_in_force_again_behind_a_kept_one_is_told_again(*, is_kept: bool) -> None:
+    """The first has gone from where it was, but the second was told behind it (L-96)."""
+    server, first = Server(), [SYSTEM, said("user", f"task 1\n\n{note('MODE plan')}")]
+    server.say(server.draft(first), FINE)
+    past, edit = [SYSTEM, said("user", "task 1"), FINE], f"task 2\n\n{note('MODE edit')}"
+    server.say(server.draft([*past, said("user", edit)]), FINE)
+    past += [said("user", edit if is_kept else "task 2"), FINE]
+    draft = server.draft([*past, said("user", f"task 3\n\n{note('MODE plan')}")])
+    assert draft.past and re.findall(r"MODE (\w+)", server.text(draft)) == ["plan", "edit", "plan"]
+
+
 def test_a_note_that_moves_is_told_once() -> None:
     server, past = Server(), [SYSTEM]
     for n in range(4):
@@ -451,6 +463,26 @@ def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
         server.now += 1
     draft = server.draft([*begin("Ann"), hello, said("user", "who am I?")])
     assert re.findall(r"The user is (\w+)", server.text(draft)) == ["Ann"] and draft.past
+
+
+@pytest.mark.parametrize("session", ["", "shared"])
+def test_of_two_pasts_the_one_with_fewer_notes_of_others_is_replayed(session: str) -> None:
+    """Two sub-agents with one task and one first reply; the other's is newer (L-96)."""
+    server, fine = Server(), said("assistant", "I will read it.")
+    begun = {
+        name: [
+            SYSTEM,
+            said("user", f"Review it.\n\n{note(f'Sub-agent {name}.')}" if name else "Review it."),
+        ]
+        for name in ("A", "", "B")
+    }
+    for messages in begun.values():
+        server.say(server.draft(messages, user=session), fine, session=session)
+        server.now += 1
+    for name, messages in begun.items():
+        draft = server.draft([*messages, fine, said("user", "go on")], user=session)
+        assert draft.past
+        assert re.findall(r"Sub-agent (\w+)", server.text(draft)) == [name] * bool(name)
 
 
 class Everywhere:

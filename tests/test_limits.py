@@ -174,6 +174,32 @@ def test_nothing_is_evicted_for_a_join_that_cannot_be(bench):
     assert end.cached == small
 
 
+def test_nothing_is_evicted_for_who_does_not_fit_beside_running_checkpoints(bench):
+    rng = np.random.default_rng(1)  # why(L-97)
+    b = bench("gemma3_text", size={"window": 512}, memory_limit_bytes=30_000_000)
+    rests = [words(rng, 600) for _ in range(3)]
+    for rest in rests:
+        b.ask(rest, n=4, boundaries=[100, 500])
+    shape, most = b.engine.ask(lambda x: (x.shape, x.cache.max_bytes))
+    n = int(0.35 * most / shape.token_bytes)
+    running = b.submit(words(rng, n), n=100_000, boundaries=list(range(100, n, n // 14)))
+    wait_until(lambda: b.engine.report["decoding"])
+    taken, held = b.engine.ask(
+        lambda x: (x.running_bytes, sum(y.state_bytes for y in x.cache.lines if y.lender))
+    )
+    assert held > 8 * shape.state_bytes
+    wanted = int((most - taken - 8_000 - shape.state_bytes) / shape.token_bytes * 32 / 33) - 257
+    needed = taken + b.engine.ask(lambda x: s._row_bytes(x.shape, wanted))
+    assert needed < most < needed + held  # its KV alone would fit
+    large = b.submit(words(rng, wanted), n=4)
+    wait_until(lambda: b.engine.report["queued"])
+    for rest in rests:
+        _, end, _ = b.ask([*rest, 5, 6, 7], n=1)
+        assert end.cached >= 500
+    running.wish = "cancelled"
+    assert isinstance(b.outcome(large, PATIENCE)[1], s.Finished)
+
+
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "qwen3_5"])
 def test_a_state_taken_on_the_way_is_no_larger_than_one_at_the_end(bench, kind):
     b, rng = bench(kind), np.random.default_rng(1)  # why(L-74)

@@ -13,6 +13,7 @@ import mlx_lm
 import pytest
 import start_llm
 from start_llm import Config, Detokenizer, LoadedModel, ModelError, load_model, resolve_model
+from tokenizers import Tokenizer, decoders, models
 
 SOURCE = Path(start_llm.__file__)
 TEXT = "héllo wörld, 你好 🙂🙂👩‍👩‍👧 def f(x):\n    return x\n\tcafé\u0301 naïve 🇨🇭 "
@@ -350,6 +351,16 @@ def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(loaded: Loaded
         shown = [token for token in ids if token not in hidden]
         want = loaded.tokenizer.decode(shown, skip_special_tokens=False)
         assert "".join(spoken(detokenizer_of(loaded), ids)) == want
+
+
+def test_bytes_that_are_no_character_do_not_end_a_reply() -> None:
+    """Behind a whole emoji in bytes a cut one (L-95)."""
+    pieces = ["a", "b", *(f"<0x{byte:02X}>" for byte in (0xF0, 0x9F, 0x98, 0x80))]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    said = "".join(spoken(Detokenizer(backend, frozenset()), [0, 2, 3, 4, 5, 2, 3, 1, 0, 2, 3]))
+    assert said == "a\U0001f600\ufffd\ufffdba\ufffd\ufffd"
 
 
 def test_hidden_ids_make_no_text_and_markup_does(loaded: LoadedModel) -> None:

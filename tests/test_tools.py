@@ -14,6 +14,7 @@ import jinja2.sandbox
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mlx_lm.tool_parsers import json_tools, mistral
 from start_llm import (
     ReplyStream,
     Tags,
@@ -275,15 +276,14 @@ def write_mistral(name: str, arguments: dict[str, Any], gap: str) -> str:
 def test_mistral_calls_leave_as_they_grow(
     gap: str, calls: list[Any], cuts: list[int], said: str
 ) -> None:
-    form = ToolFormat("[TOOL_CALLS]", "\0", "mistral", gap)
+    parser = mistral.parse_tool_call
+    form = ToolFormat("[TOOL_CALLS]", "\0", "mistral", gap, parser)
     written = [write_mistral(*call, gap) for call in calls]
     reply = read(said + "".join(written), cuts, tool_format=form)
     assert calls_of(reply) == calls
     assert reply.content == (said or None)
-    found = ToolFormat.detect(
-        written[0], "generic", tokenizer=speaking("[TOOL_CALLS]", "", lambda *_: [])
-    )
-    assert found == form
+    known = speaking("[TOOL_CALLS]", "", parser)
+    assert ToolFormat.detect(written[0], "generic", tokenizer=known) == form
     assert written[0].startswith(tuple(tool_openings(form, TOOLS, name=calls[0][0])))
     grown = calls_in(
         stream(tool_format=form).feed(write_mistral("write", {"text": "ab"}, gap)[:-2])
@@ -293,6 +293,31 @@ def test_mistral_calls_leave_as_they_grow(
     assert calls_of(read(once, cuts, tool_format=form)) == calls
     other = write_mistral("unknown", calls[0][1], gap)
     assert read(other, cuts, tool_format=form).content == other
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"arguments": {"n": 5}, "name": "read"}', {"n": 5}),  # Hermes 2 and 3 write it so
+        ('{"id": "a", "name": "read", "arguments": {"n": 5}}', {"n": 5}),
+        ('{"name": "read", "arguments": null}', {}),
+        ('{"nam": "read"}', None),
+        ('{"arguments": {}, "name": "unknown"}', None),
+    ],
+)
+def test_members_of_a_json_call_may_stand_in_another_order(
+    call: str, arguments: dict[str, Any] | None
+) -> None:
+    known = speaking("<tool_call>", "</tool_call>", json_tools.parse_tool_call)
+    form = ToolFormat.detect("<tool_call>", "generic", tokenizer=known)
+    assert form and form.dialect == "hermes"
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    for cuts in ([], list(range(len(text)))):
+        reply = read(f"Go.\n{text}", cuts, tool_format=form)
+        if arguments is None:
+            assert (reply.content, reply.tool_calls) == (f"Go.\n{text}", [])
+        else:
+            assert (reply.content, calls_of(reply)) == ("Go.", [("read", arguments)])
 
 
 def test_mistral_lists_of_calls_are_for_mlx_lm() -> None:
@@ -563,6 +588,11 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
             '<tool_call>{"name": "read", "arguments": {"n": 2}}</tool_call>',
             [{"n": 1}, {"n": 2}],
         ),
+        (
+            "<tool_call>read<arg_key>text</arg_key><arg_value>a</arg_value><tool_call>read"
+            "<arg_key>n</arg_key><arg_value>5</arg_value></tool_call>",
+            [{"text": "a"}, {"n": 5}],
+        ),
         ("<tool_call>read</tool_call>", [{}]),
         ("<tool_call>\nread\n</tool_call>", [{}]),
         # JSON that is almost JSON.
@@ -603,6 +633,21 @@ def test_calls_as_models_write_them(text: str, calls: list[dict[str, Any]] | Non
             continue
         assert calls_of(reply) == [("read", arguments) for arguments in calls]
         assert reply.content is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "read<arg_key>n</arg_key><arg_value>5</arg_value></tool_call>",
+        "<function=read><parameter=n>5</parameter></function></tool_call>",
+    ],
+)
+@pytest.mark.parametrize("lead", ["<tool_call>", "<tool_call></think>", "<tool_call>read"])
+def test_a_call_behind_a_tag_that_opens_none_keeps_its_arguments(lead: str, call: str) -> None:
+    """Also where it is first read when the reply is over."""
+    text = f"{lead}<tool_call>{call}"
+    for cuts in ([], list(range(len(text)))):
+        assert calls_of(read(text, cuts)) == [("read", {"n": 5})]
 
 
 @pytest.mark.parametrize(
