@@ -2138,7 +2138,6 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
     wanted = {n.value for turn in turns for n in turn.notes} - {n.value for n in old}
     # why(L-84): what was told of late is not repeated if it moved; said twice, it is told twice
     moved = Counter(takewhile(wanted.__contains__, reversed(known.notes)))
-    moved.subtract(note.value for note in old)
     newest = max((i for i, turn in enumerate(turns) if turn.role in _ASKING), default=-1)
     messages, notes = [], list(known.notes)
     for at, turn in enumerate(turns[start:], start):
@@ -3166,7 +3165,7 @@ class Detokenizer:
             return ""
         try:
             text = self._stream.step(self._backend, token)
-        except Exception:  # noqa: BLE001 - why(L-95): with this token no character is whole any more
+        except Exception:  # noqa: BLE001 - why(L-95): it raises no narrower one
             self._stream = decoders.DecodeStream(skip_special_tokens=False)
             text = self._backend.decode([*self._unshown, token], skip_special_tokens=False)
         self._unshown = [*self._unshown, token] if text is None else []
@@ -3687,13 +3686,12 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         try:
             reuse = self.cache.find(ticket.job.prompt)
             if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
+                # A running row will soon hold more of this prompt; it is told where to stop.
                 for row in [row for row in self.rows if row.line is reuse.line]:
                     row.stops = sorted({*row.stops, min(reuse.promised, row.job.n_prompt - 1)})
                 return True
-            needed = self.running_bytes + _row_bytes(self.shape, ticket.job.n_prompt)
-            fits = partial(self.cache.evict_to_fit, needed)  # but evict nothing where it cannot
-            may_fit = self._may_fit(needed)
-            if may_fit and (fits(reuse.line, depth=reuse.depth) or (not self.rows and fits())):
+            fits = partial(self._make_room, _row_bytes(self.shape, ticket.job.n_prompt))
+            if fits(reuse.line, depth=reuse.depth) or (not self.rows and fits()):
                 self._start(ticket)
             elif self.rows:
                 return time.monotonic() - ticket.marks[0] < 30  # smaller ones may pass
@@ -3711,9 +3709,11 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         prefilling = (_row_bytes(self.shape, row.job.n_prompt) for row in self.prefilling)
         return sum(prefilling) + sum(group.nbytes for group in self.groups)
 
-    def _may_fit(self, n_bytes: int) -> bool:  # why(L-97): what runs keeps a few checkpoints
-        few, running = FEW_CHECKPOINTS * self.shape.state_bytes, [row.line for row in self.rows]
-        return n_bytes + sum(min(x.state_bytes, few) for x in running) <= self.cache.max_bytes
+    def _make_room(self, more_bytes: int, keep: Line | None = None, *, depth: int = 0) -> bool:
+        """Evict for more than what runs has; nothing if its checkpoints are in the way (L-97)."""
+        needed, few = self.running_bytes + more_bytes, FEW_CHECKPOINTS * self.shape.state_bytes
+        least = needed + sum(min(row.line.state_bytes, few) for row in self.rows)
+        return least <= self.cache.max_bytes and self.cache.evict_to_fit(needed, keep, depth=depth)
 
     def _no_room(self, n_tokens: int) -> ServerError:
         held = f"{self.running_bytes:,} of {self.cache.max_bytes:,} bytes of KV are in use"
@@ -3788,8 +3788,7 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         hosts = [x for x in others if x.padding_with(row.fed) <= self.config.batch_padding_max]
         host = min(hosts, key=lambda x: x.padding_with(row.fed), default=None)
         lacking = 2 * (host.nbytes + group.nbytes) - self._working_bytes if host else 0  # L-69
-        needed = self.running_bytes + max(0, lacking)
-        if host and self._may_fit(needed) and self.cache.evict_to_fit(needed):
+        if host and self._make_room(max(0, lacking)):
             host.absorb(group)
 
     def _decode(self, group: Group) -> None:
@@ -4604,6 +4603,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     thinks = rendered.starts_in_reasoning
     named = zip(draft.turns, draft.keys[1:], strict=False)
     head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
+    # The tokens stand under a root for all else: the weights, and whose it is.
     root = sha256(repr((loaded.revision, state.tenant)).encode()).digest()
     ids, size = rendered.ids, state.config.prompt_cache_block_size
     hashes = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()

@@ -200,6 +200,22 @@ def test_nothing_is_evicted_for_who_does_not_fit_beside_running_checkpoints(benc
     assert isinstance(b.outcome(large, PATIENCE)[1], s.Finished)
 
 
+def test_checkpoints_of_many_running_rows_do_not_double_what_is_held(bench, table):
+    rng, n_rows = np.random.default_rng(1), 20  # why(L-97)
+    b = bench("gemma3_text", size={"window": 512}, memory_limit_bytes=30_000_000)
+    shape, most = b.engine.ask(lambda x: (x.shape, x.cache.max_bytes))
+    n = int((most / n_rows - shape.state_bytes) / shape.token_bytes * 32 / 33) - 300
+    ends = list(range(100, n, n // 24))
+    tickets = [b.submit(words(rng, n), n=100_000, boundaries=ends) for _ in range(n_rows)]
+    assert n_rows * b.engine.ask(lambda x: s._row_bytes(x.shape, n)) > 0.9 * most
+    wait_until(lambda: b.engine.report["decoding"] > 0.75 * n_rows)  # a few may have to wait
+    held = b.engine.ask(lambda x: x.cache.nbytes + x.running_bytes)
+    table(f"{n_rows} rows with checkpoints hold {held / most:.2f} of the KV budget")
+    assert held < 1.5 * most
+    for ticket in tickets:
+        ticket.wish = "cancelled"
+
+
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "qwen3_5"])
 def test_a_state_taken_on_the_way_is_no_larger_than_one_at_the_end(bench, kind):
     b, rng = bench(kind), np.random.default_rng(1)  # why(L-74)
