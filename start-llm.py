@@ -1893,7 +1893,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 270
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 271
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -2127,7 +2127,7 @@ class Ledger:
 def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Message], _Told]:
     """Copies of messages from `start` on as the model shall see them; all it is told by then."""
     pins: dict[tuple[int, str], set[str]] = {}
-    stale = []
+    messages, notes, stale = [], list(known.notes), []
     for at, one in ((at, one) for at, turn in enumerate(turns) for one in turn.fields):
         if one.kind == "pinned":
             pins.setdefault((at, one.rule), set()).add(one.value)
@@ -2135,11 +2135,13 @@ def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Mess
                 stale.append(one.text.strip() or f"[{one.rule} is now {one.value}]")
     old = [note for turn in turns[:start] for note in turn.notes]
     missed = [note for note in old if note.value not in known.notes]
-    wanted = {n.value for turn in turns for n in turn.notes} - {n.value for n in old}
+    rules = {note.value: note.rule for turn in turns for note in turn.notes}
     # why(L-84): what was told of late is not repeated if it moved; said twice, it is told twice
-    moved = Counter(takewhile(wanted.__contains__, reversed(known.notes)))
+    moved: Counter[str] = Counter()
+    for rule in {*rules.values()}:  # why(L-96): what is kept says nothing of another rule's order
+        told = (value for value in reversed(known.notes) if rules.get(value, rule) == rule)
+        moved.update(takewhile((rules.keys() - {note.value for note in old}).__contains__, told))
     newest = max((i for i, turn in enumerate(turns) if turn.role in _ASKING), default=-1)
-    messages, notes = [], list(known.notes)
     for at, turn in enumerate(turns[start:], start):
         tail = (*turn.tail, *missed) if at == newest else turn.tail
         carried = [note for note in turn.fields if note.kind == "transient"]
@@ -3686,7 +3688,6 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         try:
             reuse = self.cache.find(ticket.job.prompt)
             if reuse.promised - reuse.depth >= WAIT_GAIN_TOKENS:
-                # A running row will soon hold more of this prompt; it is told where to stop.
                 for row in [row for row in self.rows if row.line is reuse.line]:
                     row.stops = sorted({*row.stops, min(reuse.promised, row.job.n_prompt - 1)})
                 return True
@@ -4603,7 +4604,6 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     thinks = rendered.starts_in_reasoning
     named = zip(draft.turns, draft.keys[1:], strict=False)
     head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
-    # The tokens stand under a root for all else: the weights, and whose it is.
     root = sha256(repr((loaded.revision, state.tenant)).encode()).digest()
     ids, size = rendered.ids, state.config.prompt_cache_block_size
     hashes = draft.past.reply.hashes[: draft.kept // size] if draft.past else ()

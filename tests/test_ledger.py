@@ -441,13 +441,15 @@ def test_a_note_in_force_again_behind_a_kept_one_is_told_again(*, is_kept: bool)
     assert draft.past and re.findall(r"MODE (\w+)", server.text(draft)) == ["plan", "edit", "plan"]
 
 
-def test_a_note_that_moves_is_told_once() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_note_that_moves_is_told_once(*, late: bool) -> None:
+    """Also where late system messages, another rule's, stay behind it: Claude Code's plan mode."""
     server, past = Server(), [SYSTEM]
     for n in range(4):
-        asked = said("user", f"task {n}")
-        draft = server.draft([*past, said("user", f"task {n}\n\n{note('MODE plan')}")])
+        left = [said("system", f"{9 - n} left")] * late
+        draft = server.draft([*past, said("user", f"task {n}\n\n{note('MODE plan')}"), *left])
         server.say(draft, FINE)
-        past += [asked, FINE]
+        past += [said("user", f"task {n}"), *left, FINE]
     assert server.text(draft).count("MODE plan") == 1
 
 
