@@ -4059,8 +4059,8 @@ class Engine:
 #               why             I'll look.    (to TOOLS)             \nDone.
 # Any chunking gives the same texts: white space, and what `regex` finds may become a tag, are held
 # back. White space before a tag belongs to the tag; after one, newlines are dropped until the first
-# text of that kind, so that a reply of calls alone has no content. All else is as generated, but a
-# `</think>` nobody opened and a `<think>` inside thinking are dropped: they are never content.
+# text of that kind, so that a reply of calls alone has no content. All else is as generated; but
+# `</think>` nobody opened, `<think>` in thinking are dropped, unless said in a line of an answer.
 # Doors _ReasoningStreamSplitter, Tags, Piece, HARMONY · Knows - · Thread any; pure · Budget 110
 
 TextKind = Literal["reasoning", "content"]
@@ -4134,9 +4134,8 @@ class _ReasoningStreamSplitter:
 
     def finish(self) -> list[Piece]:  # what was held back: half a tag at the end of a reply is text
         pieces = self.restore("")
-        if self._held and not self.after_tag:  # white space that follows only a tag goes with it
-            pieces.append(Piece(self._kind, self._held))
-        return pieces
+        is_left = self._held and not self.after_tag  # white space behind a tag alone goes with it
+        return [*pieces, Piece(self._kind, self._held)] if is_left else pieces
 
     def _scan(self, text: str, *, literal: bool = False) -> list[Piece]:
         text, self._held = self._held + text, ""
@@ -4148,7 +4147,8 @@ class _ReasoningStreamSplitter:
                 return pieces
             text = text[match.end() :]
             is_line = self.after_tag or not self._started or "\n" in self._held  # begins
-            tag = match.lastgroup if is_line or match[0] != "assistant" else None  # or it is a word
+            said = "think>" in match[0] and self._kind == "content" and "reasoning" in self._started
+            tag = match.lastgroup if is_line or not (said or match[0] == "assistant") else None
             if tag in ("think_start", "think_end"):
                 self._turn_to("reasoning" if tag == "think_start" else "content")
             elif is_line or tag == "tool_start":

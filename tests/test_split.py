@@ -1,6 +1,7 @@
 """SPLIT: any chunking of any reply gives the same texts, and a tag is never one of them."""
 
 import re
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from start_llm import Piece, Tags, _ReasoningStreamSplitter
 
 TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
+TAGGED = {"reasoning": ("<think>", "</think>", "<tool_call>"), "content": ("<tool_call>",)}
 SNIPPETS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<thin", "</", "<", ">", "<tool_call",
     "\n", "\n\n", " ", "\t", "a", "word", "é😀", "\u3000", "<b>", "k>", "think>",
@@ -53,22 +55,28 @@ def test_any_chunking_gives_the_same_texts(text: str, cuts: list[int], opened: b
 @given(REPLIES, st.booleans())
 def test_a_tag_is_never_text(text: str, opened: bool) -> None:
     splitter = _ReasoningStreamSplitter(TAGS, in_reasoning=opened)
+    said = {"reasoning": "", "content": ""}
     for piece in splitter.feed(text) + splitter.finish():
         if piece.kind == "tool":
             assert piece.text.lstrip().startswith("<tool_call>")
-        else:
-            assert not any(tag in piece.text for tag in ("<think>", "</think>", "<tool_call>"))
+            continue
+        assert not any(tag in piece.text for tag in TAGGED[piece.kind])
+        for spoken_of in re.finditer("</?think>", piece.text):  # behind a thought, within a line
+            line = (said["content"] + piece.text[: spoken_of.start()]).rpartition("\n")[2]
+            assert said["reasoning"] and line.strip()
+        said[piece.kind] += piece.text
 
 
 @given(REPLIES, st.booleans())
 def test_nothing_but_tags_and_white_space_is_lost(text: str, opened: bool) -> None:
-    def black(piece: str) -> str:
-        return "".join(piece.split())
-
     before = text.partition("<tool_call>")[0]
     kinds = split([before], in_reasoning=opened)
-    kept = sorted(black(kinds["reasoning"] + kinds["content"]))
-    assert kept == sorted(black(re.sub("</?think>", "", before)))
+    lost = Counter("".join(before.split()))
+    lost.subtract("".join((kinds["reasoning"] + kinds["content"]).split()))
+    closing = lost["/"]
+    opening = lost["<"] - closing
+    assert 0 <= opening <= before.count("<think>") and 0 <= closing <= before.count("</think>")
+    assert lost == Counter("<think>" * opening + "</think>" * closing)
 
 
 @given(REPLIES, st.integers(0, 60))
@@ -96,6 +104,8 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
         ("<think>a\n\nb </think> x", False, "a\n\nb", " x"),
         ("</think>\n\n    indented", True, "", "    indented"),  # only line breaks are the tag's
         ("one<think>two</think>\n\nthree", False, "two", "one\n\nthree"),
+        ("why</think>in `<think>` and </think>, so", True, "why", "in `<think>` and </think>, so"),
+        ("why</think>one\n<think>two x</think>three", True, "whytwo x", "onethree"),
         ("  kept \n", False, "", "  kept \n"),  # no tag: as generated
         ("done\n<think>", False, "", "done"),
         ("half <thi", False, "", "half <thi"),  # it was no tag after all
