@@ -671,7 +671,7 @@ def _message(index: int, wire: _WireMessage) -> Message:
 def _in_order(messages: Iterable[Message]) -> Iterator[Message]:
     """Results in their calls' order (L-70): clients send them as they end, templates drop ids."""
     places: dict[str | None, int] = {}
-    for _, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+    for _, run in groupby(messages, key=lambda m: m["role"] in ("tool", "system", "developer")):
         some = sorted(run, key=lambda m: places.get(m.get("tool_call_id"), len(places)))
         ids = [call.get("id") for message in some for call in message.get("tool_calls", ())]
         places = {name: n for n, name in enumerate(ids)} if len({*ids}) == len(ids) else {}
@@ -1136,8 +1136,8 @@ def canonical_json(arguments: object) -> str:
     bare = partial(re.sub, r"(?m)\A(?:cd \S+ && )+|(?<![ \t])[ \t]++$", "")  # as Claude Code (L-81)
 
     def named(pairs: list[tuple[str, Any]]) -> Body:
-        texts = {k: v if isinstance(v, dict | list) else bare(str(v)) for k, v in pairs}
-        return {k: v for k, v in texts.items() if v not in ("False", "None")}
+        said = [(k, v) for k, v in pairs if v is not None and v is not False]
+        return {k: v if isinstance(v, dict | list) else bare(str(v)) for k, v in said}
 
     how: Body = {"object_pairs_hook": named, "parse_int": lambda n: int(float(n))}
     how["parse_float"] = lambda n: int(f) if (f := float(n)).is_integer() else f
@@ -1224,7 +1224,7 @@ _CLOSERS: Final = ("</system-reminder>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>")
 _REST: Final = r"(?P<value>[^\n\ufdd1]+)"  # of a line, or as far as an image
 # why(L-83): a day or a time, and not what the line says behind it, which may be instructions.
 _NAMES: Final = "|".join(filter(None, (*day_name, *day_abbr, *month_name, *month_abbr)))
-_MOMENT: Final = (
+_NOW: Final = (
     r"\**(?: is|:)[ \t*]++(?P<value>(?:[\d \t\xa0\u202f:.,/+()\u2013\u2014-]|(?<=\d)(?:T(?=\d)|Z\b"
     rf"|[a-z]{{2}}\b)|[AaPp]\.?[Mm]\b|(?:at|o[fn]|the)\b|UTC|GMT|[A-Z]{{1,3}}[SD]?T\b"
     rf"|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)])(?<!\b(?:at|o[fn]))(?<!\bthe))"
@@ -1241,19 +1241,19 @@ _RULES: Final = tuple(
         ("inbound_context", SYSTEM_ROLES, _INBOUND),  # in some of OpenClaw's runs, absent in others
         # why(L-39): minute stamps in front of user messages; on replay some become another prefix.
         ("timestamp", _USER, rf"\A(?P<value>\[{_STAMP}\] |{_ROUTED})"),
-        ("current_time", _BOTH, rf"^[ \t*-]*(?i:(?:the )?current time|reference utc){_MOMENT}"),
+        ("current_time", _BOTH, rf"^[ \t*-]*(?i:(the )?(current|system) time|reference utc){_NOW}"),
         # why(L-40): a day ends, and everything behind the date is prefilled again.
-        ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*(?i:{_TODAY}){_MOMENT}"),
+        ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*(?i:{_TODAY}){_NOW}"),
         ("git_status", SYSTEM_ROLES, r"^gitStatus: (?P<value>[\s\S]+)\Z"),
         ("runtime", _USER, rf"^Stats: runtime {_REST}"),  # why(L-41): figures on sub-agents
         ("session_line", _BOTH, rf"^(?:Runtime: agent=|Inline buttons not enabled for ){_REST}"),
         ("reminder", _USER, rf"^{_REMINDER}[ \t]*$"),  # why(L-42): these move with the newest
-        ("internal_context", _USER, rf"^{_OPENERS[1]}[\s\S]*?{_CLOSERS[1]}[ \t]*$"),
+        ("internal_context", _USER, rf"^{_OPENERS[1]}(?s:(?!<<<BEGIN_O).)*?{_CLOSERS[1]}[ \t]*$"),
         ("operator_note", _USER, r"\AOperator note \(not from the user\)[\s\S]*\Z"),
         ("late_system", SYSTEM_ROLES, r"(?!)"),  # found by its place, not by its words
     )
 )
-_FENCE: Final = re.compile(r"^(```+|~~~+)[^\n]*\n[\s\S]*?(?:^\1|\Z)", re.MULTILINE)
+_FENCE: Final = re.compile(r"^(```+|~~~+)[^\n`~]*\n[\s\S]*?^ *\1", re.MULTILINE)
 
 
 class Volatile(NamedTuple):  # a volatile field of one message
@@ -1329,7 +1329,7 @@ class Canon:
             parts, n_dropped = [part for part, _ in cuts], n_dropped + sum(n for _, n in cuts)
         text = ""
         for part in filter(None, parts):  # as the template joins them; a block has its own lines
-            is_block = text.endswith(_CLOSERS) or part.startswith(_OPENERS)
+            is_block = role != "user" or text.endswith(_CLOSERS) or part.startswith(_OPENERS)
             text += (self.joint if "\n" in self.joint or not is_block else "\n") * bool(text) + part
         return _turn({**message, "content": text}, tuple(_fields(text, rules)), n_dropped=n_dropped)
 
@@ -1358,13 +1358,13 @@ def _turn(message: Message, fields: tuple[Volatile, ...] = (), *, n_dropped: int
 
 def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
     """Ascending; of two that overlap, the first; behind a pinned block the fields inside it."""
-    fences = [fence.span() for fence in _FENCE.finditer(text)] if rules else []
+    hidden = _FENCE.sub(lambda fence: "\0" * len(fence[0]), text) if rules else ""
     found = (
         _volatile(rule, match, rules=rules)
         for rule in rules
         for match in rule.pattern.finditer(text)
         if "\ufdd1" not in match[0]  # why(L-57): an image is told as it is
-        if rule.name in _FENCED or not any(a <= match.start() < b for a, b in fences)
+        if rule.name in _FENCED or hidden[match.start()] != "\0"
     )
     end = 0
     for one in sorted(found, key=lambda one: one.start):
@@ -1398,8 +1398,7 @@ def replaced(text: str, fields: Iterable[Volatile]) -> str:
 
 def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[Turn, ...]:
     """The conversation in both pipelines; the messages given are not changed."""
-    # why(L-43): a message that only carries notes is no turn of its own: thinking templates would
-    # begin a new user turn there, and a template may reject or hoist a late system message.
+    # why(L-43): notes alone are no turn: templates would begin one there, or hoist or refuse them.
     turns: list[Turn] = []
     for message in messages:
         turn, before = canon.still(message), turns[-1].role if turns else "system"
@@ -1686,7 +1685,7 @@ def _losses(messages: Iterable[Message], text: str) -> Iterator[str]:
             said = words.strip()
             forms = (json.dumps(said, ensure_ascii=False)[1:-1] if n else said for n in range(2))
             ends = (at + len(form) for form in forms if (at := text.find(form, start)) >= 0)
-            end = max(end, stop := next(ends, -1))
+            end = max(end, stop := min(ends, default=-1))
             if stop < 0:
                 yield kind
 
@@ -1893,7 +1892,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 271
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 272
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -1947,8 +1946,7 @@ class Draft:
     @property
     def answered(self) -> list[tuple[bytes, bytes]]:
         """Names of what stands before each turn, and before the reply: all of it, and its end."""
-        # Tool results are no part of the first: clients clear and shorten them later.
-        links = (b"" if turn.role == "tool" else turn.digest for turn in self.turns)
+        links = (b"" if turn.role == "tool" else turn.digest for turn in self.turns)  # cut later
         whole = accumulate(links, lambda key, link: sha256(key + link).digest(), initial=b"")
         return [*zip(whole, [b"", *(turn.digest for turn in self.turns)], strict=True)]
 
@@ -2071,9 +2069,11 @@ class Ledger:
             self._touch(draft.keys)
             known = [list(self._pasts.get(key, ())) for key in draft.keys[newest:0:-1]]
         said = {note.value for turn in draft.turns for note in turn.notes}
+        pins = [((at, one.rule), one.value) for at, t in enumerate(draft.turns) for one in t.fields]
         for pasts in known:
             if fits := [past for past in pasts if past.fits(draft.turns, session)]:
                 fits.sort(key=lambda past: (len({*past.told.notes} - said), -past.used))  # L-96
+                fits.sort(key=lambda p: sum(v not in p.told.pins.get(k, ()) for k, v in pins))
                 best = max(fits, key=lambda past: past.reply.session == session)
                 best.used = now
                 yield best
@@ -2126,16 +2126,16 @@ class Ledger:
 
 def _tell(turns: Sequence[Turn], start: int, *, known: _Told) -> tuple[list[Message], _Told]:
     """Copies of messages from `start` on as the model shall see them; all it is told by then."""
+    old = [note for turn in turns[:start] for note in turn.notes]
+    missed = [note for note in old if note.value not in known.notes]
+    rules = {note.value: note.rule for turn in turns for note in turn.notes}
     pins: dict[tuple[int, str], set[str]] = {}
-    messages, notes, stale = [], list(known.notes), []
+    messages, stale, notes = [], [], [v for v in known.notes if v in rules or not missed]  # L-98
     for at, one in ((at, one) for at, turn in enumerate(turns) for one in turn.fields):
         if one.kind == "pinned":
             pins.setdefault((at, one.rule), set()).add(one.value)
             if at < start and one.value not in known.pins.get((at, one.rule), ()):
                 stale.append(one.text.strip() or f"[{one.rule} is now {one.value}]")
-    old = [note for turn in turns[:start] for note in turn.notes]
-    missed = [note for note in old if note.value not in known.notes]
-    rules = {note.value: note.rule for turn in turns for note in turn.notes}
     # why(L-84): what was told of late is not repeated if it moved; said twice, it is told twice
     moved: Counter[str] = Counter()
     for rule in {*rules.values()}:  # why(L-96): what is kept says nothing of another rule's order

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -183,6 +184,11 @@ FIELDS = [
     Field(
         *("current_time", said("system", "You help.\n- The current time is V.\nBe brief.")),
         *("2026-11-20 10:05:07.123456", "2026-11-21T09:00:00+01:00", "The current time is V."),
+    ),
+    Field(
+        *("current_time", said("system", "You help.\n\nSystem time: V")),
+        *("2026-11-20T10:05:07.123456+00:00", "2026-11-20T10:06:00.654321+00:00"),
+        "System time: V",
     ),
     Field(
         *("current_date", said("system", "**Current date and time:** V (the user's)")),
@@ -428,6 +434,51 @@ def test_each_of_several_blocks_is_found() -> None:
         turn = by.still(said("user", [*parts, part("Read notes.txt")]))
         assert [note.value for note in turn.notes] == blocks
         assert turn.canonical["content"] == "Read notes.txt"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "```npm test``` fails",
+        "Use ~~~ so:\n~~~struck~~~",
+        "```sh\nnpm test\n  ```\nfails",
+        "It fails:\n```\nnpm test",  # never closed: what follows may be the client's
+    ],
+)
+def test_what_is_no_fence_hides_nothing(before: str) -> None:
+    block = filled(REMINDER, "a mode")
+    for role, words in (("user", block), ("system", "Current time: 10:05")):
+        turn = canon().still(said(role, f"{before}\n\n{words}"))
+        assert [one.value for one in turn.fields] == [words.removeprefix("Current time: ")]
+
+
+@pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(
+    role: str, joint: str
+) -> None:
+    """Templates that join parts by nothing made `a.txtb.txt` of two, and no line of a clock's."""
+    parts = [part("You help."), part("Current time: 10:05")]
+    turn = canon(joint).still(said(role, parts))
+    assert turn.message["content"] == f"You help.{joint or chr(10)}Current time: 10:05"
+    assert len(turn.fields) == (role != "tool")
+    user = canon("").still(said("user", [part("main"), part(".py")]))
+    assert user.message["content"] == "main.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n" * 6000,
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>> x\n" * 6000,
+        "```\nx\n```\nCurrent time: 10:05\n" * 12_000,
+    ],
+)
+def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
+    """Each opener must not look through all that follows it: these took 5 to 25 s."""
+    began = time.process_time()
+    assert canon().still(said("user", text))
+    assert time.process_time() - began < 2
 
 
 def test_a_literal_sentinel_is_not_the_field() -> None:

@@ -126,7 +126,7 @@ ECHOED = (
         ('{"n": 1e21}', '{"n":1e+21}'),
         ('{"b": 1, "10": 2, "9": 3}', '{"9":3,"10":2,"b":1}'),
         ('{"s": "\\u6f22 \\u00e9"}', '{"s":"漢 é"}'),
-        ('{"new_string": "x"}', '{"replace_all":false,"new_string":"x"}'),
+        ('{"new_string": "x"}', '{"replace_all":false,"new_string":"x","limit":null}'),
         ('{"content": "a  \\n\\tb \\n"}', '{"content":"a\\n\\tb\\n"}'),
         ('{"command": "cd /work/a-b && ls"}', '{"command":"ls"}'),
         ('{"offset": "1", "edits": [{"n": "2"}]}', '{"offset":1,"edits":[{"n":2}]}'),
@@ -159,6 +159,8 @@ def test_a_name_takes_no_longer_than_its_text() -> None:
         ('{"a": [1, 2]}', '{"a": [2, 1]}'),
         ('{"s": " x"}', '{"s": "x"}'),
         ('{"q": "cut o', '{"q": "cut off'),
+        ('{"new": "None"}', '{"new": "False"}'),
+        ('{"new": "False"}', "{}"),
     ],
 )
 def test_what_is_something_else(one: str, other: str) -> None:

@@ -453,6 +453,47 @@ def test_a_note_that_moves_is_told_once(*, late: bool) -> None:
     assert server.text(draft).count("MODE plan") == 1
 
 
+@pytest.mark.parametrize("place", ["system", "developer", "reminder"])
+def test_a_note_in_force_again_at_its_own_place_is_told_again(place: str) -> None:
+    """CLAUDE.md changed and changed back, where the client's first message shows it (L-98)."""
+    server, past = Server(), []
+    for n, mode in enumerate(("plan", "edit", "plan", "plan")):
+        first = [said("user", "hello"), said(place, f"MODE {mode}")]
+        if place == "reminder":
+            first = [said("user", f"{note(f'MODE {mode}')}\n\nhello")]
+        draft = server.draft([SYSTEM, *first, FINE, *past, said("user", f"task {n}")])
+        server.say(draft, FINE)
+        past += [said("user", f"task {n}"), FINE]
+    assert draft.past
+    assert re.findall(r"MODE (\w+)", server.text(draft)) == ["plan", "edit", "plan"]
+
+
+def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed() -> None:
+    """Ann and Bob begin with the same words at different times; Bob's past is newer (L-99)."""
+    server, hello = Server(), said("assistant", "Hello! How can I help?")
+
+    def begun(time: str) -> list:
+        return [SYSTEM, said("user", f"hi\nCurrent time: {time}")]
+
+    for time in ("08:00", "21:00"):
+        draft = server.draft(begun(time))
+        server.say(draft, hello, words=f"It is {time}.", session=f"sha1:{time}")
+        server.now += 1
+    draft = server.draft([*begun("08:00"), hello, said("user", "is it morning?")])
+    assert draft.past and re.findall(r"\d\d:\d\d", server.text(draft)) == ["08:00", "08:00"]
+
+
+def test_an_argument_is_looked_for_before_what_repeats_it() -> None:
+    """Several lines, printed as JSON in the call and as they are in a result behind it."""
+    lines = "first line\nsecond line"
+    messages = [asks(lines), result("written"), asks("again"), result(lines)]
+    for message in messages[::2]:
+        message["tool_calls"][0]["function"] = {"name": "look", "arguments": {"q": lines}}
+    messages[2]["tool_calls"][0]["function"]["arguments"] = {"q": "again"}
+    text = f"look {json.dumps(lines)[1:-1]} written look again {lines}"
+    assert not [*start_llm._losses(messages, text)]
+
+
 def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
     """Ann and Bob begin with the same words and get the same reply (L-85)."""
     server, hello = Server(), said("assistant", "Hello! How can I help?")

@@ -792,6 +792,14 @@ def test_results_of_calls_in_several_messages_stand_in_the_order_of_all_of_them(
         assert [m["content"] for m in read[-3:]] == ["of a", "of b", "of c"]
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_note_between_results_follows_them(role):
+    note = {"role": role, "content": "be quick"}
+    some = [calls("a", "b"), result("b"), note, result("a"), {"role": "user", "content": "and?"}]
+    read = [m["content"] for m in chat(messages=[note, *some]).messages]
+    assert read == ["be quick", "", "of a", "of b", "be quick", "and?"]
+
+
 def test_results_of_calls_that_share_a_name_stay_as_they_came():
     """There are clients that name a call after its tool, also twice."""
     some = [calls("f", "g", "f"), *({**result(i), "content": i + n} for i, n in ("f1", "g0", "f2"))]
