@@ -560,7 +560,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):  # but for the fields of
     echo: Literal[False] = False
     suffix: Literal[""] = ""
     audio: None = None
-    modalities: list[Literal["text"]] = []
+    modalities: Each[Literal["text"]] = []
     functions: Annotated[list[Body], Field(max_length=0)] = []  # the forerunner of tools
     function_call: Literal["none", "auto"] = "none"
 
@@ -865,7 +865,7 @@ class _MessagesBody(BaseModel, strict=True, extra="allow"):  # what a chat says 
     system: str | Each[Body] = []
     tools: Each[_MessagesTool] = []
     tool_choice: Body = {}
-    stop_sequences: list[Name] = []
+    stop_sequences: Each[Name] = []
     output_config: Body = {}
     mcp_servers: Annotated[list[Body], Field(max_length=0)] = []
 
@@ -875,7 +875,7 @@ def any_request(body: object, config: Config, **how: Any) -> ChatRequest:
     match given_fields(body):
         case {"prompt": _}:
             return ChatRequest.from_completion(body, config, **how)
-        case {"system": _} | {"tools": [{"name": _}, *_]}:
+        case {"system": _} | {"tools": [{"name": _}, *_]} | {"stop_sequences": _}:
             return from_anthropic(body, config, **how)
     return ChatRequest.from_chat(body, config, **how)
 
@@ -1011,7 +1011,7 @@ class AnthropicEvents:
         if block := self._open:
             if block["type"] == "tool_use":
                 with suppress(BadRequest):  # what no reader of JSON takes
-                    block["input"] = parse_json_body((self._said or "{}").encode())
+                    block["input"] = parse_json_body((self._said or "{}").encode(errors="replace"))
             else:
                 block[block["type"]] = self._said
             if block["type"] == "thinking":
@@ -3373,7 +3373,7 @@ def follow(grammar: Any) -> Course:
         if matcher.is_error():  # it is too hard: nothing but the end may come
             log.warning("the grammar gave up: %.200s", matcher.get_error())
         said = yield Next(flags, n_places=sys.maxsize if matcher.is_stopped() else 1)
-        matcher.consume_tokens(said)
+        matcher.consume_tokens([token for token in said if token != NO_TOKEN])
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -4096,7 +4096,7 @@ class _ReasoningStreamSplitter:
         self._all = regex.compile("|".join(named) or "(?!)")
         self._untagged = regex.compile(tags.forgetful or "(?!)")
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
-        self._started: set[TextKind] = set()  # kinds of which some text has left
+        self._started: set[str] = set()  # kinds of which some text has left, tags spoken of
         self.after_tag = in_reasoning  # a tag came since the last text
         self._held = ""  # white space or half a tag, until it is known what follows
         self.in_call = False  # all text is "tool" pieces, until who reads the calls says `resume`
@@ -4121,9 +4121,8 @@ class _ReasoningStreamSplitter:
 
     def restore(self, text: str) -> list[Piece]:
         """Take text as it is, in the kind the reply is in: nothing in it is a tag."""
-        text = self._held + text
-        if self.after_tag and self._kind not in self._started:
-            text = text.lstrip("\n")
+        is_first = self.after_tag and self._kind not in self._started
+        text = (self._held + text).lstrip("\n" * is_first)
         end = len(text.rstrip())
         self._held = text[end:]
         if not end:
@@ -4147,8 +4146,9 @@ class _ReasoningStreamSplitter:
                 return pieces
             text = text[match.end() :]
             is_line = self.after_tag or not self._started or "\n" in self._held  # begins
-            said = "think>" in match[0] and self._kind == "content" and "reasoning" in self._started
-            tag = match.lastgroup if is_line or not (said or match[0] == "assistant") else None
+            before = {"<think>": "reasoning", "</think>": "<think>"}.get(match[0], "")
+            said = match[0] == "assistant" or (self._kind == "content" and before in self._started)
+            tag = match.lastgroup if is_line or not said else None
             if tag in ("think_start", "think_end"):
                 self._turn_to("reasoning" if tag == "think_start" else "content")
             elif is_line or tag == "tool_start":
@@ -4157,6 +4157,7 @@ class _ReasoningStreamSplitter:
                 return [*pieces, Piece("tool", held + match[0] + text)]
             else:  # in the middle of a line: it is spoken of
                 pieces += self.restore(match[0])
+                self._started.add(match[0])
         return [*pieces, *self.restore(text)]
 
     def _turn_to(self, kind: TextKind) -> None:
@@ -4202,7 +4203,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
     "qwen": _Dialect(
         sign="<function=",
         opening="<tool_call>{gap}<function={name}>{gap}",
-        name=r"<function=(?P<qwen>[^\s<>]+)>",
+        name=r"<function=(?P<qwen>[^\s<>]{1,200})>",
         key=r"\s*(?:<parameter=(?P<key>[^<>\n]{1,200})>(?:\n|(?=.))|</function>|(?P<end></tool_call>))",
         value_end=r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"
         r"|\n?(?=</function>\s*</tool_call>\s*(?:<tool_call>|\0))",
@@ -4238,18 +4239,18 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
     "hermes": _Dialect(
         sign="<tool_call>",
         opening='<tool_call>{gap}{{"name": {json}, "arguments":',
-        name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]+)"\s*(?:,\s*"arguments"\s*:\s*\{|(?=\}))',
+        name=r'\{\s*"name"\s*:\s*"(?P<hermes>[^"\\]{1,200})"\s*(?:,\s*"arguments"\s*:\s*\{|(?=\}))',
     ),
 }
 _NAME: Final = (
     rf"(?:\s+)?(?:<(?:minimax:)?tool_call>\s*)?(?:{'|'.join(d.name for d in _DIALECTS.values())})"
 )
-_ATOM: Final = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null"
+_ATOM: Final = r"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][+-]?[0-9]{1,3})?|true|false|null"
 _VALUE: Final = rf'\s*(?:(?P<open>[{{\["])|(?:{_ATOM}|(?P<py>True|False|None))(?=[ \t\r\n,}}\]]))'
 _HEX: Final = r"(?i:(?!d[89a-f])[0-9a-f]{4}|d[89ab][0-9a-f]{2}\\(?-i:u)d[c-f][0-9a-f]{2})"
 _ESC: Final = rf'["\\/bfnrt]|u{_HEX}'  # any other is "raw": models write \d, \users, half a pair
 _CHAR: Final = rf'[^"\\\x00-\x1f]|\\(?:{_ESC})'
-_KEY: Final = rf'\s*"(?:{_CHAR})*"\s*:'
+_KEY: Final = rf'\s*"(?:{_CHAR}){{0,999}}"\s*:'
 _RAW: Final = rf"[\x00-\x1f]|\\(?!{_ESC})(?=(?s:.{{11}}))"
 # why(L-86): a quote inside a string that nothing follows which could is one that was not escaped.
 _STRING: Final = (
@@ -4569,9 +4570,8 @@ class Prepared(NamedTuple):
     job: Job
 
     def sent(self, reply: Sequence[int] = ()) -> Sent:
-        tokens = np.concatenate([self.job.prompt.tokens, np.asarray(reply, np.int32)])
-        head, now = self.draft.keys[0], time.monotonic()
-        return Sent(self.job.owner[1], tokens, self.draft.turns, head, now)
+        ids = np.concatenate([self.job.prompt.tokens, np.asarray(reply, np.int32)])
+        return Sent(self.job.owner[1], ids, self.draft.turns, self.draft.keys[0], time.monotonic())
 
     def why(self, before: Sent, now: Sent, **known: int) -> Facts:
         """Why no more is reused, by the message: notes are messages, but no turns of their own."""
@@ -4772,8 +4772,7 @@ class Listener:
         words = [known.think_start, form and form.start, known.think_end]
         words = [None] * 3 if request.kind == "completion" else words
         start, call, end = (word and regex.escape(word) for word in words)
-        ends = HARMONY.get(words[2], [end])[0]
-        tags = Tags(start, call, form and form.forgetful(offered), ends)
+        tags = Tags(start, call, form and form.forgetful(offered), HARMONY.get(words[2], [end])[0])
         call_ids = (uuid.uuid4().hex[:9] for _ in count())  # why(L-75): not any name will do
         self.splitter = _ReasoningStreamSplitter(tags, in_reasoning=thinks)
         self._most = sys.maxsize if request.parallel_tool_calls else 1  # calls
@@ -4801,7 +4800,8 @@ class Listener:
         # A tag the model means is a token of its own; the same characters in others are a quote.
         literal = bool(self._tag_ids) and token not in self._tag_ids and not self.stops.held
         now = self.splitter  # why(L-80): stop strings end what is said, not thoughts and files
-        if now.is_thinking or now.in_call or (now.after_tag and text.isspace()):
+        passes = token in self._tag_ids or (now.after_tag and (self.stops.held + text).isspace())
+        if now.is_thinking or now.in_call or passes:
             text, self.stops.held = self.stops.held + text, ""
             return self.stream.feed(text, literal=literal)
         return self.stream.feed(self.stops.feed(text), literal=literal)
@@ -5177,7 +5177,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         idle = self._incoming.patience = self.server.state.config.idle_connection_seconds
-        self._incoming.due = time.monotonic() + 2 * idle
+        self._incoming.due = time.monotonic() + 3 * idle  # up to one of them before it begins
         self.is_unread = True  # the request, or a part of it, as far as is known
         self._headers_sent, self._cors = False, dict[str, str]()
         super().handle_one_request()

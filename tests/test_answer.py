@@ -103,6 +103,19 @@ def test_stop_strings_cut_no_call_in_two(monkeypatch):
     assert reply == (None, "Done soonand ", [written], "```")
 
 
+@pytest.mark.parametrize("stop", ["call", ">", "<", "_call>\n{", "soon<"])
+def test_no_stop_string_is_found_in_a_tag(monkeypatch, stop):
+    said = ["Done", " soon", *CALL, "</tool_call>"]
+    reply = heard(monkeypatch, said, stop=(stop,), thinks=False)
+    assert reply == (None, "Done soon", ['{"content": "# T\\n```py"}'], "")
+
+
+def test_an_answer_may_begin_with_a_stop_string_of_several_tokens(monkeypatch):
+    """White space that follows a tag goes with it; behind what was held back it does not."""
+    said = ["why", "</think>", "\n\n", "END", "\n", "more", " text"]
+    assert heard(monkeypatch, said, stop=("END\nmore",)) == ("why", None, [], "END\nmore")
+
+
 def test_a_special_token_may_be_a_stop_string(monkeypatch):
     """As those who fill in code ask for it (CodeGemma); others stay unseen."""
     said = ["a", "<|quiet|>", "b", "<|next_file|>", "c"]

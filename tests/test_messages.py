@@ -279,7 +279,12 @@ def test_with_anthropics_own_search_deferred_tools_are_there_at_once():
 
 
 def test_odd_numbers_and_characters_in_a_call_end_no_answer():
-    for arguments in ('{"a": "\\ud83d"}', '{"a": ' + "9" * 5000 + "}", "[" * 2000 + "]" * 2000):
+    for arguments in (
+        '{"a": "\\ud83d"}',
+        '{"a": ["\ud83d"]}',
+        '{"a": ' + "9" * 5000 + "}",
+        "[" * 2000 + "]" * 2000,
+    ):
         shape = AnthropicEvents("r1", "m")
         opened = {"index": 0, "id": "c", "function": {"name": "f", "arguments": arguments}}
         shape.say({"tool_calls": [opened]})

@@ -376,6 +376,15 @@ def test_a_constraint_reads_the_reply_only_when_it_must():
         processor(Unread(8), mx.zeros((1, 8)))
 
 
+def test_a_token_that_is_none_ends_no_grammar(dense):
+    """A row of NaN has no token: it fails alone, and not the batch that it is in."""
+    *_, constraint = constraints(dense, response_format=form(TITLE), enable_thinking=False)
+    course = constraint()
+    first = next(course)
+    again = course.send([s.NO_TOKEN])
+    assert np.array_equal(first.ids, again.ids)
+
+
 def test_ids_that_the_model_does_not_know_are_left_out():
     for n_known in (5, 8, 11):
         flags = np.arange(n_known) > 2

@@ -64,6 +64,7 @@ def test_a_tag_is_never_text(text: str, opened: bool) -> None:
         for spoken_of in re.finditer("</?think>", piece.text):  # behind a thought, within a line
             line = (said["content"] + piece.text[: spoken_of.start()]).rpartition("\n")[2]
             assert said["reasoning"] and line.strip()
+            assert spoken_of[0] == "<think>" or "<think>" in said["content"] + piece.text
         said[piece.kind] += piece.text
 
 
@@ -106,6 +107,8 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
         ("one<think>two</think>\n\nthree", False, "two", "one\n\nthree"),
         ("why</think>in `<think>` and </think>, so", True, "why", "in `<think>` and </think>, so"),
         ("why</think>one\n<think>two x</think>three", True, "whytwo x", "onethree"),
+        # A budget ended the thought; the model goes on and ends it, too.
+        ("2 and</think> 2 make 4.</think>\nIt is 4.", True, "2 and", " 2 make 4.\nIt is 4."),
         ("  kept \n", False, "", "  kept \n"),  # no tag: as generated
         ("done\n<think>", False, "", "done"),
         ("half <thi", False, "", "half <thi"),  # it was no tag after all

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
@@ -1023,3 +1024,20 @@ def test_gemma_calls_are_read_by_mlx_lms_parser() -> None:
     reply = read(text, list(range(len(text))), tool_format=tool_format)
     assert calls_of(reply) == [("read", arguments)]
     assert tool_openings(tool_format, TOOLS) == ["<|tool_call>"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "write", "arguments": {"x": 0.' + "3" * 12_000,
+        '<tool_call>\n{"name": "write", "arguments": {"x": 1' + "0" * 12_000,
+        '<tool_call>\n{"name": "write", "arguments": {"' + "key" * 4_000,
+        "<tool_call>\n<function=" + "name" * 6_000,
+    ],
+    ids=["fraction", "number", "key", "name"],
+)
+def test_what_runs_away_takes_no_longer_than_its_length(text: str) -> None:
+    """It comes character by character, and must not be read from its start each time."""
+    began = time.process_time()
+    read(text, cuts=list(range(len(text))))
+    assert time.process_time() - began < 4
