@@ -1253,7 +1253,7 @@ _RULES: Final = tuple(
         ("late_system", SYSTEM_ROLES, r"(?!)"),  # found by its place, not by its words
     )
 )
-_FENCE: Final = re.compile(r"^(```+|~~~+)[^\n`~]*\n[\s\S]*?^ *\1", re.MULTILINE)
+_FENCE: Final = re.compile(r"^(```+|~~~+)[^\n`~]*\n[\s\S]*?(?:^ *\1|(\Z))", re.MULTILINE)
 
 
 class Volatile(NamedTuple):  # a volatile field of one message
@@ -1358,7 +1358,7 @@ def _turn(message: Message, fields: tuple[Volatile, ...] = (), *, n_dropped: int
 
 def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
     """Ascending; of two that overlap, the first; behind a pinned block the fields inside it."""
-    hidden = _FENCE.sub(lambda fence: "\0" * len(fence[0]), text) if rules else ""
+    hidden = _FENCE.sub(lambda f: f[0] if f[2] == "" else "\0" * len(f[0]), text) if rules else ""
     found = (
         _volatile(rule, match, rules=rules)
         for rule in rules

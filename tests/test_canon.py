@@ -472,6 +472,7 @@ def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n" * 6000,
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>> x\n" * 6000,
         "```\nx\n```\nCurrent time: 10:05\n" * 12_000,
+        "\n".join("`" * n for n in range(1600, 2, -1)),  # none of them is closed
     ],
 )
 def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
