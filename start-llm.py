@@ -674,7 +674,7 @@ def _in_order(messages: Iterable[Message]) -> Iterator[Message]:
     for _, run in groupby(messages, key=lambda m: m["role"] in ("tool", "system", "developer")):
         some = sorted(run, key=lambda m: places.get(m.get("tool_call_id"), len(places)))
         ids = [call.get("id") for message in some for call in message.get("tool_calls", ())]
-        places = {name: n for n, name in enumerate(ids)} if len({*ids}) == len(ids) else {}
+        places = ({i: n for n, i in enumerate(ids)} or places) if len({*ids}) == len(ids) else {}
         yield from some
 
 

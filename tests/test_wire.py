@@ -793,11 +793,12 @@ def test_results_stand_in_the_order_of_their_calls_whatever_order_they_ended_in(
 
 
 def test_results_of_calls_in_several_messages_stand_in_the_order_of_all_of_them():
-    user = {"role": "user", "content": "quickly"}
+    user, note = ({"role": role, "content": "quickly"} for role in ("user", "system"))
     for some in (
         [calls("a"), calls("b", "c"), result("a"), result("b"), result("c")],
         [calls("a"), calls("b", "c"), result("c"), result("a"), result("b")],
         [calls("a", "b", "c"), user, result("c"), result("a"), result("b")],
+        [calls("a", "b", "c"), note, user, result("c"), result("a"), result("b")],
     ):
         read = chat(messages=[user, *some]).messages
         assert [m["content"] for m in read[-3:]] == ["of a", "of b", "of c"]
