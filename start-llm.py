@@ -1945,8 +1945,8 @@ class Draft:
 
     @property
     def answered(self) -> list[tuple[bytes, bytes]]:
-        """Names of what stands before each turn, and before the reply: all of it, and its end."""
-        links = (b"" if turn.role == "tool" else turn.digest for turn in self.turns)  # cut later
+        """Names of what stands before each turn and the reply: all but results, and its end."""
+        links = (b"" if t.role == "tool" else t.digest for t in self.turns)  # clients cut results
         whole = accumulate(links, lambda key, link: sha256(key + link).digest(), initial=b"")
         return [*zip(whole, [b"", *(turn.digest for turn in self.turns)], strict=True)]
 
@@ -2062,7 +2062,7 @@ class Ledger:
                 known.clear()
 
     def _candidates(self, draft: Draft, *, session: str, now: float) -> Iterator[Transcript]:
-        """Pasts that end in a reply and leave a newest message to render, the longest first."""
+        """Pasts that end in a reply and leave a newest message to render; longest first, L-99."""
         newest = max((i for i, turn in enumerate(draft.turns) if turn.role in _ASKING), default=0)
         with self._ledger_lock:
             self._forget(now)
