@@ -20,6 +20,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -441,12 +442,14 @@ def run(arguments: "list[str]") -> int:
         raise SetupError("start-llm runs on macOS and Linux; on Windows, use it inside WSL 2.")
     if not is_this_python_usable():
         hand_over(find_python(python_candidates(os.environ)), arguments)
+    for name in ("PYTHONPATH", "PYTHONHOME"):  # what lies there would hide the pinned packages
+        os.environ.pop(name, None)
     prepare(VENV, DEV if options.mode == "test" else RUN)
     if options.mode == "test":
         return run_gates(VENV, options.rest)
     if options.mode == "run":
         start_server(VENV, options.rest)
-    say(f"ready; start the server with: {sys.executable} {Path(__file__).name}")
+    say(f"ready; start the server with: {shlex.quote(sys.executable)} {shlex.quote(__file__)}")
     return 0
 
 

@@ -109,7 +109,7 @@ from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, make_prompt_cache
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+from mlx_lm.sample_utils import apply_min_p, apply_top_p, make_logits_processors
 from PIL import Image, ImageOps
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, ValidationError, from_json
@@ -126,7 +126,7 @@ from transformers import PreTrainedTokenizerBase
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
-_Interval = Annotated[float, Field(gt=0)]
+_Interval = Annotated[float, Field(gt=0, le=1e8)]  # more is no timeout on macOS
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Lower = BeforeValidator(str.lower)
 _LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(str.upper)]
@@ -365,7 +365,7 @@ def show_progress(name: str, *, done: int, of: int) -> None:
     """On a terminal, in the last line, until something else is said there."""
     if _CONSOLE.is_terminal:
         text = f"{name} [{'#' * (40 * done // of):40}] {done:,} of {of:,} tokens" * (done < of)
-        _CONSOLE.print(text.ljust(_CONSOLE.width - 1), end="\r", markup=False, highlight=False)
+        _CONSOLE.out(text.ljust(n := _CONSOLE.width - 1)[:n], end="\r", highlight=False)
 
 
 class CacheMetrics:
@@ -388,7 +388,7 @@ class CacheMetrics:
 
     def observe(self, facts: Facts) -> None:
         self._ended.labels(facts["match"], facts["finish"]).inc()
-        if facts["finish"] not in ("cancelled", "failed"):  # they have no times
+        if facts["finish"] not in ("cancelled", "failed") and facts["ttft_ms"]:  # they have none
             share = facts["cached"] / facts["prompt"]
             values = (facts["ttft_ms"] / 1000, facts["prefill"], facts["decode"], share)
             for histogram, value in zip(self._histograms, values, strict=True):
@@ -421,8 +421,7 @@ class SessionLog:
         if not safe or safe != session_id:  # harmless in a file name; the digest tells them apart
             safe += f"-{sha256(session_id.encode('utf-8', 'replace')).hexdigest()[:12]}"
         root = Path(__file__).resolve().parent / os.path.expanduser(self._config.log_root)
-        folder = root / f"{now:%Y-%m-%d}"
-        path = folder / f"cache-session-{safe}.log"
+        path = (folder := root / f"{now:%Y-%m-%d}") / f"cache-session-{safe}.log"
         try:
             line = json.dumps(stamped, ensure_ascii=False, default=str) + "\n"
             if not folder.exists():
@@ -2338,10 +2337,9 @@ def measure_kv(model: Any) -> KvShape:
     model(mx.zeros((1, 2), mx.int32), cache=cache)
     evaluate(cache)
     attention, state = _leaves(cache, "attention"), _leaves(cache, "state")
-    windows = [leaf for leaf in state if hasattr(leaf, "max_size")]
     token_bytes = sum(leaf.nbytes // leaf.keys.shape[2] for leaf in attention)
-    state_bytes = sum(leaf.nbytes // leaf.keys.shape[2] * leaf.max_size for leaf in windows)
-    state_bytes += sum(leaf.nbytes for leaf in state if leaf not in windows)
+    sizes = [(x, getattr(x, "max_size", getattr(x, "chunk_size", 0))) for x in state]  # tokens
+    state_bytes = sum(x.nbytes // x.keys.shape[2] * n if n else x.nbytes for x, n in sizes)
     can_batch = all(hasattr(layer, "merge") for layer in cache)
     can_note = bool(state) and _made_to_note(model)
     return KvShape(token_bytes, state_bytes, bool(state), can_batch, can_note)
@@ -2599,8 +2597,7 @@ class LRUPromptCache:
             usable = line.checkpoints_to(held)
             depth = max(usable, default=0)
             layer, state = "checkpoint", usable.get(depth)
-        if depth == line.end and line.lender is None:
-            layer = "line"
+        layer = "line" if depth == line.end and line.lender is None else layer
         return Reuse(line, depth, promised, state, layer if depth else "miss", held)
 
     def acquire(self, reuse: Reuse, prompt: Prompt) -> tuple[Line, Span | None]:
@@ -2872,7 +2869,8 @@ class SessionTurnStore:
     def send(self, sent: Sent) -> None:
         """Keep a request that was answered, in the place of one that it goes on from."""
         with self._turns_lock:
-            self._sent = [x for x in self._sent if sent.digests[: len(x.turns)] != x.digests]
+            old, own, name = self._sent, sent.digests, sent.session
+            self._sent = [x for x in old if x.session != name or own[: len(x.turns)] != x.digests]
             self._sent.append(sent)
             while sum(len(one.tokens) + 4_000 for one in self._sent) > 2_000_000:  # tokens
                 self._sent.pop(0)
@@ -2901,8 +2899,8 @@ class SessionTurnStore:
 
 def sent_again(before: Sent, now: Sent, *, cached: int) -> int:
     """About how many tokens of messages that were sent before are not among the cached."""
-    same = common_prefix(before.tokens, now.tokens)
-    n_stable, said = _message_diff(before.digests, now.digests), set(before.digests)
+    same, said = common_prefix(before.tokens, now.tokens), set(before.digests)
+    n_stable = _message_diff(before.digests, now.digests) * (before.head == now.head)
     sizes = [(turn.digest in said, len(str(turn.canonical))) for turn in now.turns[n_stable:]]
     share = sum(size for is_known, size in sizes if is_known) / max(1, sum(n for _, n in sizes))
     return max(0, same - cached) + int(share * (len(now.tokens) - max(same, cached)))
@@ -2928,7 +2926,7 @@ def _difference(before: Sent, now: Sent) -> dict[str, Any]:
     if (at := _message_diff(before.digests, now.digests)) == len(now.turns):
         return {}
     if at == len(before.turns):
-        return {"message": at, "sentence": "the last reply came back changed"}
+        return {"message": at, "sentence": "the last reply came back changed, or is told otherwise"}
     pair = [one.turns[at].canonical for one in (before, now)]
     is_text = pair[0]["content"] != pair[1]["content"]  # else its calls are others
     was, said = (one["content"] if is_text else str(one) for one in pair)
@@ -3144,7 +3142,7 @@ class LoadedModel:
     nbytes: int  # of the weights, as loaded
     vocab_size: int  # ids are below this
     context_length: int  # tokens the model was made for
-    limit: int  # tokens of prompt and reply together: the smaller of that and MAX_KV_SIZE
+    limit: int  # tokens of prompt and reply: the least of that, MAX_KV_SIZE and room for KV
     eos_ids: frozenset[int]
     hidden_ids: frozenset[int]  # never shown as text: special tokens without a meaning in a reply
 
@@ -3182,8 +3180,8 @@ class Detokenizer:
 def resolve_model(config: Config) -> Path:
     """The folder that MODEL_PATH chooses; a first time may take minutes. Raises ModelError."""
     name, here = _chosen(config), Path(__file__).resolve().parent
-    if _is_complete(folder := Path(here / "models" if name == _DEMO else "", name).expanduser()):
-        return folder
+    if _is_complete(at := Path(here / "models" if name == _DEMO else "", os.path.expanduser(name))):
+        return at
     script = here / "scripts" / "fetch_model.py"
     command = [sys.executable, str(script), f"--memory-bytes={memory_limit(config)}", "--", name]
     if not script.is_file():  # this file was copied alone: then the hub must say what it does
@@ -3201,8 +3199,8 @@ def resolve_model(config: Config) -> Path:
 
 def _chosen(config: Config) -> str:
     is_apple_silicon = (os.uname().sysname, os.uname().machine) == ("Darwin", "arm64")
-    tuned_for = "lmstudio-community/GLM-4.7-Flash-MLX-4bit"
-    return config.model_path or (tuned_for if is_apple_silicon else _DEMO)
+    named = re.sub("^https://huggingface.co/([^/]+/[^/]+)(/.*)?$", r"\1", config.model_path)
+    return named or ("lmstudio-community/GLM-4.7-Flash-MLX-4bit" if is_apple_silicon else _DEMO)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -3228,9 +3226,8 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         family = next((known for known in ("qwen3", "glm4") if known[:-1] in hint), "generic")
         context_length = _context_length(facts, tokenizer.model_max_length)
         # Which weights these are. Not a hash of their bytes: 17 GB take a minute to read.
-        files = sorted(path.glob("model*.safetensors*"))
-        stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        identity = repr(stamps).encode() + (path / "config.json").read_bytes()
+        stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in path.glob("*.safe*")]
+        identity = repr(sorted(stamps)).encode() + (path / "config.json").read_bytes()
         return LoadedModel(
             model=model,
             tokenizer=tokenizer,
@@ -3333,6 +3330,7 @@ HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for
 FEATURE_SHARE: Final = 8  # this part of the KV budget, for what the tower made of images
 OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
+_noise: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))  # of each id, by a key of its own
 IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back; 60 while KV is held
 BACKLOG_EVENTS: Final = 4096  # that a client may leave unread before it is dropped
 NO_TOKEN: Final = -1  # in the place of one that nothing could be sampled for
@@ -3434,14 +3432,30 @@ class Ticket:
 
 
 def _if_finite(tokens: mx.array, logprobs: mx.array) -> mx.array:
-    """The tokens `(n,)`, but NO_TOKEN for rows of which the model made NaN or infinities."""
-    # why(L-54): one such logit makes NaN, which is above nothing, of the one sampled, too.
+    """The tokens `(n,)`, but NO_TOKEN for rows with NaN or infinities: any one shows it (L-54)."""
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     return mx.where(chosen > -mx.inf, tokens.astype(mx.int32), NO_TOKEN)
 
 
 def _greedy(logprobs: mx.array) -> mx.array:
     return _if_finite(mx.argmax(logprobs, axis=-1), logprobs)
+
+
+def _samplable(logprobs: mx.array, sampling: Sampling) -> tuple[mx.array, mx.array]:
+    """What may be sampled of `(1, vocab)`: log-probabilities, -inf for what may not; their ids."""
+    k, values, ids = sampling.top_k, logprobs[0].astype(mx.float32), mx.arange(logprobs.shape[-1])
+    whole = mx.logsumexp(values)
+    for width in (128, 1):  # why(L-100): the best are in the blocks with the best; sorting is slow
+        if 0 < k * width < values.size:
+            lacks = 0, -values.size % width
+            blocks = mx.pad(values, lacks, constant_values=-mx.inf).reshape(-1, width)
+            named = mx.pad(ids, lacks, constant_values=logprobs.size - 1).reshape(-1, width)
+            best = mx.argpartition(-blocks.max(axis=-1), kth=k - 1)[:k]
+            values, ids = blocks[best].reshape(-1), named[best].reshape(-1)
+    if sampling.top_p < 1:  # a share of the whole, whatever is left of it
+        share = mx.exp(whole - mx.logsumexp(values))
+        values = apply_top_p(values, max(sampling.top_p, 1e-6) * share)
+    return (apply_min_p(values, sampling.min_p) if sampling.min_p > 0 else values), ids
 
 
 def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
@@ -3453,13 +3467,10 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
 
     def sample(logprobs: mx.array) -> mx.array:
         keys[0], key = mx.random.split(keys[0])
-        if 0 < sampling.top_p < 1:
-            logprobs = apply_top_p(logprobs, max(sampling.top_p, 1e-6))
-        if sampling.min_p > 0:
-            logprobs = apply_min_p(logprobs, sampling.min_p)
-        if 0 < sampling.top_k < logprobs.shape[-1]:
-            logprobs = apply_top_k(logprobs, sampling.top_k)
-        return _if_finite(mx.random.categorical(logprobs / sampling.temperature, key=key), logprobs)
+        values, ids = _samplable(logprobs, sampling)
+        own = mx.stack([mx.broadcast_to(key[0], ids.shape), ids.astype(mx.uint32) ^ key[1]], axis=1)
+        chosen = mx.argmax(values / sampling.temperature + _noise(own), keepdims=True)
+        return _if_finite(ids[chosen], logprobs)
 
     return sample
 
@@ -3798,10 +3809,8 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
             if NO_TOKEN in row.out[-2:]:
                 group.leave(row)
                 self._fail([row], GenerationFailed("the model computed NaN or infinity"))
-            elif row.out[-1] in self.loaded.eos_ids:
-                self._finish(row, "stop")
-            elif len(row.out) >= row.job.max_tokens:
-                self._finish(row, "length")
+            elif (ends := row.out[-1] in self.loaded.eos_ids) or len(row.out) >= row.job.max_tokens:
+                self._finish(row, "stop" if ends else "length")
 
     def _end_unwanted(self) -> None:
         now, patience = time.monotonic(), self.config.queue_timeout_seconds or math.inf
@@ -3941,7 +3950,6 @@ class Engine:
         self.memory: dict[str, int] = {}  # bytes by kind; this and the next two as of the last turn
         self.lines: list[tuple[str, dict[str, Any]]] = []  # each behind its tenant
         self.report: dict[str, Any] = {}  # rows by phase, queue and cache, likewise
-        self.capacity_tokens = 0  # the longest row, prompt and reply, that the KV budget can hold
 
     def stop(self) -> None:
         """End the thread after the current turn; running requests fail."""
@@ -3991,12 +3999,11 @@ class Engine:
         try:
             loaded = load()
             scheduler = Scheduler(loaded, self._config, metrics=metrics)
-            self.capacity_tokens = scheduler.capacity_tokens
-            if self.capacity_tokens < SLICE_MIN_TOKENS:
+            if scheduler.capacity_tokens < SLICE_MIN_TOKENS:
                 taken = f"the model takes {loaded.nbytes:,} bytes of {scheduler.limit:,}"
                 raise ModelError(f"{taken}: too little is left for KV (MEMORY_LIMIT_BYTES)")
             self._publish(scheduler)
-            self._loaded = loaded
+            self._loaded = replace(loaded, limit=min(loaded.limit, scheduler.capacity_tokens))
             self.state = "ready" if self.state == "loading" else "dead"
             with wired_limit(loaded.model):
                 self._serve(scheduler)
@@ -4049,7 +4056,7 @@ class Engine:
         report = {"queued": len(scheduler.waiting), "prefilling": len(scheduler.prefilling)}
         report |= {"decoding": sum(len(group.rows) for group in groups), "groups": len(groups)}
         report |= {"lines": len(cache.lines), "cache_bytes": cache.nbytes}
-        report |= {"cache_max_bytes": cache.max_bytes, "capacity_tokens": self.capacity_tokens}
+        report |= {"cache_max_bytes": cache.max_bytes, "capacity_tokens": scheduler.capacity_tokens}
         self.report = report | {"kv_bytes_per_token": scheduler.shape.token_bytes}
 
 
@@ -4587,12 +4594,10 @@ class Prepared(NamedTuple):
 def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     """Render and check a request. Raises every error that can still be a status code."""
     loaded = state.engine.model
-    limit = min(loaded.limit, state.engine.capacity_tokens)
     request, views = _seen(state, request)
-    draft = _draft(state, request, limit=limit)
-    rendered = draft.rendered
-    if (room := limit - len(rendered.ids)) < 1:
-        raise ContextTooLong(len(rendered.ids), limit)
+    rendered = (draft := _draft(state, request)).rendered
+    if (room := loaded.limit - len(rendered.ids)) < 1:
+        raise ContextTooLong(len(rendered.ids), loaded.limit)
     if any(token >= loaded.vocab_size for token in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", at="logit_bias")
     is_checked, text = state.config.cache_norm_safety_check, rendered.text
@@ -4601,8 +4606,7 @@ def prepare(state: ServerState, request: ChatRequest) -> Prepared:
     form = None
     if request.tool_choice.mode != "none":  # there are tools, then
         form = ToolFormat.detect(loaded.template.source, loaded.family, tokenizer=loaded.tokenizer)
-    thinks = rendered.starts_in_reasoning
-    named = zip(draft.turns, draft.keys[1:], strict=False)
+    thinks, named = rendered.starts_in_reasoning, zip(draft.turns, draft.keys[1:], strict=False)
     head = next((key for turn, key in named if turn.role not in SYSTEM_ROLES), b"")
     root = sha256(repr((loaded.revision, state.tenant)).encode()).digest()
     ids, size = rendered.ids, state.config.prompt_cache_block_size
@@ -4633,23 +4637,22 @@ def _seen(state: ServerState, request: ChatRequest) -> tuple[ChatRequest, dict[i
     return replace(request, image_ids=ids), {int(view.ids[0]): view for view in views}
 
 
-def _draft(state: ServerState, request: ChatRequest, *, limit: int) -> Draft:
+def _draft(state: ServerState, request: ChatRequest) -> Draft:
     """Its prompt, replayed as far as it is known. Raises NotReady, BadRequest, NotServed."""
-    template = state.engine.model.template
+    model = state.engine.model
     if state.config.strict_model_names and request.model is not None:
         model_body(state, request.model)
     if request.kind == "completion" or not state.config.cache_canonicalize_tool_context:
-        return Draft(rendered=template.prompt(request))
-    return state.LEDGER.draft(request, template, room=limit - 1, now=time.monotonic())
+        return Draft(rendered=model.template.prompt(request))
+    return state.LEDGER.draft(request, model.template, room=model.limit - 1, now=time.monotonic())
 
 
 def models_body(state: ServerState) -> dict[str, Any]:
     """GET /v1/models: the one model that is loaded. Raises NotReady."""
     loaded = state.engine.model
-    n_most = min(loaded.limit, state.engine.capacity_tokens)
     entry = {"id": loaded.model_id, "object": "model", "created": state.started}
-    entry |= {"owned_by": "start-llm", "context_length": n_most, "max_model_len": n_most}
-    return {"object": "list", "data": [entry]}
+    entry |= dict.fromkeys(("context_length", "max_model_len"), loaded.limit)
+    return {"object": "list", "data": [entry | {"owned_by": "start-llm"}]}
 
 
 def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
@@ -4663,8 +4666,7 @@ def model_body(state: ServerState, model_id: str) -> dict[str, Any]:
 
 def token_count(state: ServerState, request: ChatRequest) -> dict[str, Any]:
     """POST /v1/messages/count_tokens: what the prompt of this very request would have."""
-    seen, limit = _seen(state, request)[0], state.engine.model.limit
-    while not (draft := _draft(state, seen, limit=limit)).holds():
+    while not (draft := _draft(state, _seen(state, request)[0])).holds():
         pass
     return {"input_tokens": len(draft.rendered.ids)}
 
@@ -4980,7 +4982,7 @@ class Answer:
 
     def _tell(self, end: Finished) -> Facts:
         """Say that the request is over, to all who count or show it."""
-        ttft = (self._first_token_at or time.monotonic()) - self._began
+        ttft = (self._first_token_at or self._began) - self._began  # 0: there was none
         _, prefill, decode = (round(seconds, 3) for seconds in end.seconds)
         state, draft, facts = self._state, self._prepared.draft, self._about()
         facts |= {"cached": end.cached, "match": end.match, "finish": end.reason}
@@ -5050,8 +5052,7 @@ def explain(state: ServerState, request: ChatRequest) -> dict[str, Any]:
         sent, store = prepared.sent(), state.SESSION_TURN_STORE
         before = store.nearest(sent, own=True) or store.nearest(sent, own=False)
         why = {"sentence": "no request was answered before this one"}
-        if before:
-            why = prepared.why(before, sent, cached=reuse.depth, held=reuse.shared)
+        why = prepared.why(before, sent, cached=reuse.depth, held=reuse.shared) if before else why
     body: Facts = {"prompt": len(prompt.tokens), "would_reuse": reuse.depth}
     body |= {"match": reuse.match(len(prompt.tokens)), "replayed": draft.kept}
     return body | {"fallback": draft.fallback or None, "why_not_more": why or None}
@@ -5097,6 +5098,7 @@ class LLMServer(ThreadingTCPServer):
         self.state, self._slots = state, slots
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         with socket.socket(self.address_family) as probe:
+            probe.bind((address[0], 0))  # or it is not ours, and another machine would answer
             if probe.connect_ex(address) == 0:  # on macOS a bind may succeed all the same
                 raise OSError(errno.EADDRINUSE, "in use")
         super().__init__(address, Handler)
@@ -5225,7 +5227,7 @@ class Handler(BaseHTTPRequestHandler):
         self._length = self._body_length()
         self.is_unread = self._length != 0
         path, _, query = self.path.partition("?")
-        self._query = dict(parse_qsl(query, keep_blank_values=True))
+        self._session = dict(parse_qsl(query)).get("session", "" if query else None)
         asked = self.command.replace("HEAD", "GET"), path.rstrip("/") or "/"
         self._asked = _PREFLIGHT if self._cors and self.command == "OPTIONS" else asked
         key = "" if self._asked in _NO_KEY else _right_key(self.headers, entries(config.api_key))
@@ -5290,7 +5292,7 @@ class Handler(BaseHTTPRequestHandler):
         ("GET", "/openapi.json"): lambda h: h._send_file("openapi.json", "application/json"),
         ("GET", "/metrics"): lambda h: h._send(200, metrics_text(h._state), kind=_METRICS),
         ("GET", "/v1/status"): lambda h: status_body(h._state),
-        ("DELETE", "/v1/cache"): lambda h: drop_cache(h._state, h._query.get("session")),
+        ("DELETE", "/v1/cache"): lambda h: drop_cache(h._state, h._session),
         ("POST", "/v1/cache/explain"): lambda h: explain(h._state, h._read(any_request)),
         ("GET", "/v1/models"): lambda h: models_body(h.server.state),
         ("GET", "/v1/models/*"): lambda h: model_body(h.server.state, unquote(h._asked[1][11:])),
@@ -5432,10 +5434,8 @@ def _serve(state: ServerState, servers: list[LLMServer], *, stop: threading.Even
         if is_loaded := state.engine.state == "ready":
             gc.collect()
             gc.freeze()  # why(L-36): what the libraries keep need not be searched at every turn
-            listed = models_body(state)["data"][0]
-            loaded = replace(state.engine.model, limit=listed["context_length"])
-            sys.stderr.write(banner(loaded, state.config) + "\n")
-            beside.enter_context(proxy_beside(state.config, listed))
+            sys.stderr.write(banner(state.engine.model, state.config) + "\n")
+            beside.enter_context(proxy_beside(state.config, models_body(state)["data"][0]))
             lives_on = not state.config.exit_on_engine_death
             while not stop.is_set() and (lives_on or state.engine.state == "ready"):
                 list(map(status_body, [*state.tenants.values()]))  # asked, it forgets what is old
@@ -5487,7 +5487,7 @@ def main() -> int:
             log.warning("%s in .env: nothing acts on it", name)
         state = build_state(config)
         servers = _listen(config, state)
-    except (ConfigError, UnicodeDecodeError) as error:
+    except (ConfigError, UnicodeDecodeError, OSError) as error:
         sys.stderr.write(f"start-llm: {'.env: ' * isinstance(error, UnicodeError)}{error}\n")
         return 2
     return _serve(state, servers, stop=stop)

@@ -204,6 +204,33 @@ def decode(bench: Bench) -> Iterator[Line]:
             with both_servers(folder, bench.scratch) as servers:
                 yield from alone_lines(bench, plain, servers, f"{label}, {size} model")
                 yield from at_once_lines(bench, plain, servers, f"{label}, {size} model")
+    yield sampled_line(bench)
+
+
+def sampled_line(bench: Bench) -> Line:
+    """One stream that is sampled as this server does by default, from as many ids as Qwen3 has."""
+    n_ids = 151_936
+    folder = bench.model("qwen3", vocabulary=n_ids)
+    bench.say("decode speed, sampled")
+    words = Words(tokenizer_of(folder), 8)
+    fields = {"temperature": 0.1, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
+    fields |= endless(words.tokenizer, 128)
+
+    def once() -> list[float]:
+        body = chat([{"role": "user", "content": words.text(200)}], n_out=0, **fields)
+        return in_any_order(servers, lambda server: server.ask(body).decode_speed)
+
+    with both_servers(folder, bench.scratch) as servers:
+        ours, theirs = zip(*rounds(bench.times(7), once), strict=True)
+    quotient = ratios(ours, theirs)
+    return Line(
+        f"decode, one request, tokens/s with top-k 40, top-p 0.9, min-p 0.05 of {n_ids:,} ids",
+        f"{statistics.median(ours):.0f}; {spread(quotient)} x",
+        f"{statistics.median(theirs):.0f}",
+        ">= theirs",
+        met=statistics.median(quotient) >= 1.0,
+        values={"ours": ours, "theirs": theirs},
+    )
 
 
 def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -> Iterator[Line]:

@@ -70,9 +70,10 @@ def use_tool(name: str, arguments: str, root: Path) -> str:
             entries = sorted(path.iterdir())
             return "\n".join(f"{e.name}/" if e.is_dir() else e.name for e in entries) or "(empty)"
         if name == "read_file":
-            return path.read_text("utf-8", errors="replace")[:MOST_CHARACTERS]
+            with path.open(encoding="utf-8", errors="replace") as file:
+                return file.read(MOST_CHARACTERS)
         return f"Error: there is no tool {name}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # loops of links, too
         return f"Error: {error}"
 
 
@@ -193,6 +194,7 @@ class Chat:
     console: Console
     root: Path
     tools: list[Body]
+    model: str = "any"
     messages: list[Body] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
@@ -216,7 +218,7 @@ class Chat:
         """One reply, shown as it comes."""
         answer, began, is_whole = Answer(), time.monotonic(), False
         body: Body = {
-            "model": "any",
+            "model": self.model,
             "messages": self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -276,10 +278,15 @@ def main() -> None:
     chosen = parser.parse_args()
     console = Console()
     url = chosen.url if "://" in chosen.url else f"http://{chosen.url}"
+    try:  # what http.client would fail on
+        _ = urlsplit(url).port, chosen.key.encode("latin-1")
+    except ValueError as error:
+        sys.exit(f"--url or --key cannot be used: {error}")
     server = Server(url.rstrip("/"), chosen.key)
     chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
     try:
-        greeting = f"{server.model()} · /new forgets the conversation, /quit leaves"
+        chat.model = server.model()
+        greeting = f"{chat.model} · /new forgets the conversation, /quit leaves"
     except (ChatError, KeyboardInterrupt) as error:
         sys.exit(str(error) or "stopped")
     console.print(greeting, style="dim", markup=False, highlight=False)

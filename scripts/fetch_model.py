@@ -187,12 +187,13 @@ def main() -> int:
     text = "that a model may use (default: this machine's, %(default)s)"
     parser.add_argument("--memory-bytes", metavar="N", type=int, default=total, help=text)
     args = parser.parse_args()
-    settings = {**dotenv_values(ROOT / ".env"), **os.environ}
-    name = args.name or (settings.get("MODEL_PATH") or "").strip() or default_name()
-    token = (settings.get("HF_TOKEN") or "").strip() or None
     # Ctrl-C ends it at once; Python would wait for the hub's threads, to the end of their files.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        with in_a_sentence(f"{ROOT / '.env'} cannot be read"):
+            settings = {**dotenv_values(ROOT / ".env"), **os.environ}
+        name = args.name or (settings.get("MODEL_PATH") or "").strip() or default_name()
+        token = (settings.get("HF_TOKEN") or "").strip() or None
         print(find(name, token=token, memory_bytes=args.memory_bytes))
     except FetchError as error:
         tell(str(error))

@@ -63,6 +63,7 @@ class Recipe:
     mlp: int = 64
     window: int = 64  # tokens that a sliding layer sees
     context: int = 131_072  # tokens, max_position_embeddings
+    vocabulary: int = 0  # ids that the model can say, if more than the tokenizer knows
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no config can be written for."""
@@ -593,7 +594,8 @@ def _write_folder(folder: Path, recipe: Recipe) -> None:
     from safetensors.numpy import save_file
 
     tokenizer = make_tokenizer()
-    vocabulary = math.ceil(tokenizer.get_vocab_size() / 64) * 64  # padded, as real ones are
+    # Padded, as real ones are.
+    vocabulary = max(recipe.vocabulary, math.ceil(tokenizer.get_vocab_size() / 64) * 64)
     eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     config = model_config(recipe, vocabulary, eos)
     states = States.from_grammar(tokenizer, vocabulary)

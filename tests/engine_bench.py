@@ -1,7 +1,9 @@
 """An engine on a tiny model, without HTTP: jobs in, events out, a cold run as the oracle."""
 
 import functools
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import start_llm as s
@@ -22,6 +24,19 @@ GREEDY = s.Sampling(
     logit_bias={},
     seed=None,
 )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """As much of a LoadedModel as an engine asks for."""
+
+    model: Any
+    limit: int = 1 << 20
+    vision: None = None
+    eos_ids: frozenset[int] = frozenset()
+    nbytes: int = 1 << 20
+    # What an idle engine tells it.
+    template: Any = field(default_factory=lambda: SimpleNamespace(forget=lambda: None))
 
 
 @functools.cache
@@ -53,9 +68,7 @@ class Bench:
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])
-        template = SimpleNamespace(forget=lambda: None)  # what an idle engine tells it
-        known = {"vision": None, "eos_ids": frozenset(), "nbytes": 1 << 20, "template": template}
-        return SimpleNamespace(model=self.model, **known)
+        return Loaded(self.model)
 
     def submit(self, tokens, n=8, boundaries=(), **fields):
         job = s.Job(

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
-from engine_bench import GREEDY, words
+from engine_bench import GREEDY, Loaded, words
 from serving import PATIENCE, wait_until, wait_until_idle
 
 TOLERANCE = {"qwen3": 0.0, "qwen3_5": 0.0, "gemma3_text": 1e-4}
@@ -107,7 +107,7 @@ def test_memory_stays_below_its_limit_whatever_is_asked_at_once(bench, monkeypat
     limit = 32 << 20
     b, rng = bench(kind, memory_limit_bytes=limit), np.random.default_rng(5)
     base = mx.get_active_memory() - (1 << 20)  # both models, but what the limit counts for one
-    most = min(b.engine.capacity_tokens - 100, 4000)
+    most = min(b.engine.report["capacity_tokens"] - 100, 4000)
     shared = words(rng, 500)
     for _ in range(3):
         lengths = rng.integers(10, most - 500, 10).tolist()
@@ -156,7 +156,7 @@ def test_a_group_changes_with_two_copies_at_most(bench, monkeypatch, table):
 
 def test_who_parts_from_a_large_line_takes_its_buffers(bench):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(1)  # why(L-73)
-    past = words(rng, int(b.engine.capacity_tokens * 0.7))
+    past = words(rng, int(b.engine.report["capacity_tokens"] * 0.7))
     ids, _, _ = b.ask(past, n=20)
     ids, end, ticket = b.ask(past + ids[:-10] + words(rng, 20), n=4)
     assert end.cached >= len(past)
@@ -165,7 +165,7 @@ def test_who_parts_from_a_large_line_takes_its_buffers(bench):
 
 def test_nothing_is_evicted_for_a_join_that_cannot_be(bench):
     b, rng = bench("qwen3", memory_limit_bytes=6 << 20), np.random.default_rng(1)  # why(L-73)
-    small, large = (int(b.engine.capacity_tokens * share) for share in (0.1, 0.36))
+    small, large = (int(b.engine.report["capacity_tokens"] * share) for share in (0.1, 0.36))
     rests = words(rng, small)
     b.ask(rests, n=4)
     tickets = [b.submit(words(rng, large), n=60) for _ in range(2)]
@@ -265,7 +265,7 @@ def test_the_end_of_the_head_is_there_for_another_session_when_checkpoints_are_f
 
 def test_memory_that_runs_out_while_room_is_made_ends_one_request_only(bench, monkeypatch):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(1)
-    some = int(b.engine.capacity_tokens * 0.15)
+    some = int(b.engine.report["capacity_tokens"] * 0.15)
     head = words(rng, 2 * some)
     for _ in range(2):  # what one of them goes on from must be copied to be evicted in part
         b.ask(head + words(rng, some), n=2)
@@ -319,7 +319,7 @@ def test_a_short_prompt_is_read_at_a_stretch_beside_a_long_one(bench):
 
 def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
     b, rng = bench("qwen3", memory_limit_bytes=7 << 20), np.random.default_rng(6)
-    capacity = b.engine.capacity_tokens
+    capacity = b.engine.report["capacity_tokens"]
     prompts = [words(rng, 100) for _ in range(6)]
     tickets = [b.submit(prompt, n=capacity // 2) for prompt in prompts]
     results = [b.outcome(ticket, 120) for ticket in tickets]
@@ -337,7 +337,7 @@ def test_rows_that_outgrow_memory_together_give_way_one_by_one(bench):
 def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
     """Its own KV is the last to be evicted for it, and nothing is while rows leave no room."""
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(2)
-    capacity = b.engine.capacity_tokens
+    capacity = b.engine.report["capacity_tokens"]
     past = words(rng, capacity * 35 // 100)
     past += b.ask(past, n=4)[0]
     b.model.before_call = lambda fed: time.sleep(0.02 * (sum(len(one.tokens) for one in fed) < 4))
@@ -354,7 +354,7 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
 def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_first):
     """All KV fits; that copies of it would not is no reason to end one of them (L-79)."""
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(4)
-    large = words(rng, int(b.engine.capacity_tokens * 0.9)), 60
+    large = words(rng, int(b.engine.report["capacity_tokens"] * 0.9)), 60
     requests = [(words(rng, 20), 40 if is_first else 400), large]
     requests.sort(key=lambda one: len(one[0]), reverse=is_first)
     b.model.before_call = lambda fed: time.sleep(0.01 * (sum(len(one.tokens) for one in fed) < 4))
@@ -370,7 +370,7 @@ def test_a_small_request_beside_one_of_nearly_all_memory_is_answered(bench, is_f
 def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit):
     """They need 103 % of the KV bytes: what lacks goes, not a whole conversation (L-87)."""
     b, rng = bench(kind, memory_limit_bytes=limit), np.random.default_rng(1)
-    capacity = b.engine.capacity_tokens
+    capacity = b.engine.report["capacity_tokens"]
     pasts = [words(rng, int(capacity * share)) for share in (0.55, 0.48)]
     for turn in range(3):
         for i, past in enumerate(pasts):
@@ -383,7 +383,7 @@ def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit)
 
 def test_a_running_branch_keeps_no_second_copy_of_its_prefix(bench):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(4)
-    capacity = b.engine.capacity_tokens
+    capacity = b.engine.report["capacity_tokens"]
     old = words(rng, capacity * 58 // 100)
     b.ask(old, n=2)
     cut = capacity * 27 // 100
@@ -424,7 +424,7 @@ def test_prompts_that_come_together_are_not_all_answered_last(bench):
 
 def test_a_small_request_passes_one_that_waits_for_room(bench):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(1)
-    capacity = b.engine.capacity_tokens
+    capacity = b.engine.report["capacity_tokens"]
     b.model.before_call = lambda fed: time.sleep(0.01 * (sum(len(one.tokens) for one in fed) < 5))
     running = b.submit(words(rng, capacity * 45 // 100), n=200)
     wait_until(lambda: b.engine.report["decoding"] == 1)
@@ -485,7 +485,7 @@ def test_no_number_is_kept_when_the_client_leaves_in_that_very_turn(bench, monke
 
 def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(3)
-    shared = words(rng, b.engine.capacity_tokens * 4 // 10)
+    shared = words(rng, b.engine.report["capacity_tokens"] * 4 // 10)
     prompts = [shared + words(rng, 300) for _ in range(3)]
     prompts = [prompt + b.ask(prompt, n=4)[0] + words(rng, 20) for prompt in prompts]
     b.model.before_call = lambda fed: time.sleep(0.01 * (sum(len(one.tokens) for one in fed) < 4))
@@ -498,7 +498,7 @@ def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
 def test_a_model_that_leaves_no_room_for_kv_is_refused_in_a_sentence(models, monkeypatch):
     def load():
         loaded = s.mlx_lm.load(str(models("qwen3")))[0]
-        return type("Loaded", (), {"model": loaded, "vision": None, "nbytes": 1 << 20})
+        return Loaded(loaded)
 
     engine = s.Engine(s.Config(memory_limit_bytes=1 << 20), s.CacheMetrics(), load=load)
     engine.start()

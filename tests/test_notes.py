@@ -161,6 +161,22 @@ def test_layers_whose_notes_are_wrong_are_refused() -> None:
     assert {type(layer.mixer) for layer in model.layers} == {Forgetful}
 
 
+def test_a_chunk_of_local_attention_counts_as_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4's: it is measured behind two tokens, and a snapshot holds up to a chunk of them."""
+    text: dict[str, Any] = SIZE | ATTENTION | {"head_dim": 16}
+    text |= {"attention_bias": False, "attention_chunk_size": 512, "rope_theta": 1e4}
+    text |= {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 64, "rms_norm_eps": 1e-5}
+    text |= {"num_experts_per_tok": 1, "num_local_experts": 2, "use_qk_norm": True}
+    text |= {"max_position_embeddings": 4096, "model_type": "llama4_text", "rope_scaling": None}
+    monkeypatch.setitem(FAMILIES, "llama4", {"text_config": text})
+    model = made("llama4")
+    cache, tokens = make_prompt_cache(model), mx.zeros((1, 256), mx.int32)
+    for _ in range(4):
+        model(tokens, cache=cache)
+        s.evaluate(cache)
+    assert s.snapshot_state(cache).nbytes <= 1.6 * s.measure_kv(model).state_bytes
+
+
 def test_boundaries_cost_no_call_of_the_model_and_are_gone_on_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
 ) -> None:

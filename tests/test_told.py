@@ -1,0 +1,76 @@
+"""Where memory is tight and clients change their minds: what the server says of it is true."""
+
+import time
+from contextlib import closing
+
+import pytest
+from serving import SYSTEM, Served, Talk, user, wait_until
+from test_watch import ask, explained, status, words
+from tiny_models import DENSE, TOOLS, tiny_model
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    with closing(Served(folder, prompt_cache_max_bytes=1_700_000)) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def empty(served):
+    ask(served, "DELETE", "/v1/cache")
+    served.state.SESSION_TURN_STORE._sent.clear()
+    served.state.divergences.clear()
+
+
+def test_the_context_that_status_tells_is_the_one_there_is(served):
+    (listed,) = ask(served, "GET", "/v1/models")[1]["data"]
+    assert status(served)["model"]["context_length"] == listed["context_length"] < 131_072
+
+
+def test_a_prompt_that_loses_its_thinking_for_room_is_counted_without(served):
+    thought = {"type": "thinking", "thinking": words(1300), "signature": "x"}
+    said = [thought, {"type": "text", "text": "Yes."}]
+    talk = [user("hello"), {"role": "assistant", "content": said}, user("go on")]
+    body = {"model": "m", "messages": talk, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    counted = ask(served, "POST", "/v1/messages/count_tokens", body)[1]["input_tokens"]
+    usage = ask(served, "POST", "/v1/messages", {**body, "max_tokens": 5})[1]["usage"]
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert counted == sum(usage[name] for name in names)
+
+
+def test_tools_that_change_in_mid_session_are_told(served):
+    talk = Talk(served, 1, [SYSTEM, user(words(300))])
+    talk.step(extra_body={"session_id": "s"})
+    changed = talk.step(tools=TOOLS[:2], extra_body={"session_id": "s"})
+    (told,) = status(served)["divergences"]
+    assert 512 < told["again"] <= changed.usage["prompt_tokens"] - changed.n_cached
+    assert "tools" in told["why"]
+
+
+def test_what_another_session_says_hides_nothing(served):
+    start = [SYSTEM, user(words(300))]
+    for name in ("a", "b"):
+        served.ask(start, extra_body={"session_id": name}, max_tokens=5)
+    edited = [{**SYSTEM, "content": "EDITED " + SYSTEM["content"]}, start[1]]
+    served.ask(edited, extra_body={"session_id": "a"}, max_tokens=5)
+    assert [one["session"] for one in status(served)["divergences"]] == ["a"]
+
+
+def test_a_reply_without_a_token_has_no_time_to_its_first(served):
+    with served.holding(lambda fed: time.sleep(0.05)):
+        with served.stream([SYSTEM, user(words(700))], max_tokens=5):
+            time.sleep(0.3)
+        wait_until(lambda: not status(served)["requests"])
+    last = status(served)["recent"][-1]
+    assert (last["finish"], last["out"], last["ttft_ms"]) == ("cancelled", 0, 0)
+
+
+def test_a_client_is_not_blamed_for_what_the_server_tells_otherwise(tmp_path_factory):
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    with closing(Served(folder, preserve_thinking=False)) as running:
+        talk = Talk(running, 1, [SYSTEM, user(words(60))])
+        for _ in range(3):
+            talk.step(extra_body={"session_id": "x"})
+        why = explained(running, [*talk.messages, user("and now?")], session_id="x")
+    assert "told otherwise" in why["why_not_more"]["sentence"]
