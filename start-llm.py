@@ -1224,9 +1224,9 @@ _REST: Final = r"(?P<value>[^\n\ufdd1]+)"  # of a line, or as far as an image
 # why(L-83): a day or a time, and not what the line says behind it, which may be instructions.
 _NAMES: Final = "|".join(filter(None, (*day_name, *day_abbr, *month_name, *month_abbr)))
 _NOW: Final = (
-    r"\**(?: is|:)[ \t*]++(?P<value>(?:[\d \t\xa0\u202f:.,/+()\u2013\u2014-]|(?<=\d)(?:T(?=\d)|Z\b"
-    rf"|[a-z]{{2}}\b)|[AaPp]\.?[Mm]\b|(?:at|o[fn]|the)\b|UTC|GMT|[A-Z]{{1,3}}[SD]?T\b"
-    rf"|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)])(?<!\b(?:at|o[fn]))(?<!\bthe))"
+    r"(?: \([^()\n]{1,40}\))?\**(?: is|:)[ \t*]*+(?P<value>(?:[\d \t\xa0\u202f:.,/+()\u2013\u2014-]"
+    rf"|(?<=\d)(?:T(?=\d)|Z\b|[a-z]{{2}}\b)|[AaPp]\.?[Mm]\b|(?:at|o[fn]|the)\b|UTC|GMT|[A-Z]{{1,3}}"
+    rf"[SD]?T\b|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)])(?<!\b(?:at|o[fn]))(?<!\bthe))"
 )
 _TODAY: Final = r"(?:the )?current date(?:time)?(?:(?: and |/| )time)?|today's date|today"
 _FENCED: Final = frozenset({"message_id", "inbound_context"})  # in code fences by the client

@@ -191,6 +191,18 @@ FIELDS = [
         "System time: V",
     ),
     Field(
+        *("current_time", said("system", "You help.\nCurrent Time (UTC): V\nBe brief.")),
+        *("2026-11-20 10:05", "2026-11-20 10:06", "Current Time (UTC): V"),
+    ),
+    Field(
+        *("current_time", said("system", "You help.\n**Current time (Europe/Zurich)**: V")),
+        *("10:05 PM", "10:06 PM", "**Current time (Europe/Zurich)**: V"),
+    ),
+    Field(
+        *("current_date", said("system", "Current Date (YYYY-MM-DD): V\nYou help.")),
+        *("2026-11-20", "2026-11-21", "Current Date (YYYY-MM-DD): V"),
+    ),
+    Field(
         *("current_date", said("system", "**Current date and time:** V (the user's)")),
         *("Friday, November 20th, 2026, 9:03 PM", "Sat, 21 Nov 2026 at 10:00 CET", "V (the"),
     ),
