@@ -1195,7 +1195,7 @@ def _heal_messages(
 #   pinned      stays as it was first rendered; a value that differs is restated once, at the end
 #   transient   comes and goes at the end of a conversation: told when it changed
 # Inside code fences and tool results the same words are somebody's data. `value` is what varies.
-# Messages of only such blocks, and late system messages, become notes behind the one before them.
+# Messages of only these, and late system ones, become notes of their neighbour that is no reply.
 # Doors   Canon, Turn, Memo, SYSTEM_ROLES, replaced, reminder, stilling, _canonicalize_messages
 # Knows CONFIG, WIRE, HEAL · Thread any; pure · Budget 247
 
@@ -1229,7 +1229,6 @@ _NOW: Final = (
     rf"[SD]?T\b|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)])(?<!\b(?:at|o[fn]))(?<!\bthe))"
 )
 _TODAY: Final = r"(?:the )?current date(?:time)?(?:(?: and |/| )time)?|today's date|today"
-_FENCED: Final = frozenset({"message_id", "inbound_context"})  # in code fences by the client
 _RULES: Final = tuple(
     Rule(name, roles, re.compile(expression, re.MULTILINE))
     for name, roles, expression in (
@@ -1363,7 +1362,7 @@ def _fields(text: str, rules: Sequence[Rule]) -> Iterator[Volatile]:
         for rule in rules
         for match in rule.pattern.finditer(text)
         if "\ufdd1" not in match[0]  # why(L-57): an image is told as it is
-        if rule.name in _FENCED or hidden[match.start()] != "\0"
+        if rule.name in ("message_id", "inbound_context") or hidden[match.start()] != "\0"  # fenced
     )
     end = 0
     for one in sorted(found, key=lambda one: one.start):
@@ -1396,15 +1395,17 @@ def replaced(text: str, fields: Iterable[Volatile]) -> str:
 
 
 def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[Turn, ...]:
-    """The conversation in both pipelines; the messages given are not changed."""
-    # why(L-43): notes alone are no turn: templates would begin one there, or hoist or refuse them.
-    turns: list[Turn] = []
+    """The conversation in both pipelines; notes alone are no turn: templates refuse them (L-43)."""
+    turns, ahead = list[Turn](), (-1, tuple[Volatile, ...]())  # ahead: of a turn that are notes
     for message in messages:
         turn, before = canon.still(message), turns[-1].role if turns else "system"
         if not (notes := () if before in SYSTEM_ROLES else _notes(turn, canon)):
+            if turn.role == "user" and ahead[0] == len(turns):  # why(L-101): they are its head
+                turn = replace(turn, head=(*ahead[1], *turns.pop().tail))
             turns.append(turn)
         elif before == "assistant":
             turns.append(_turn({"role": "user", "content": "\n\n".join(n.value for n in notes)}))
+            ahead = len(turns), notes
         elif notes[0].rule in _SYSTEMS and not any(t.role == "assistant" for t in turns):
             first = next(i for i, t in enumerate(turns) if t.role not in SYSTEM_ROLES)
             turns[first] = replace(turns[first], head=(*turns[first].head, *notes))
@@ -2115,9 +2116,8 @@ class Ledger:
         n_head = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, draft.turns))
         head, told = _tell(draft.turns[:n_head], 0, known=_Told())
         if told.pins and any(turn.role in _ASKING for turn in draft.turns):  # somewhere to restate
-            # why(L-38): the first rendering stays, or a new id would move all that follows it.
-            key = draft.keys[n_head], *told.pins  # why(L-93): nor does a block that we have not
-            head, told = self._heads.setdefault(key, (head, told))
+            # why(L-38): the first with these fields (L-93) stays, or a new id would move the rest.
+            head, told = self._heads.setdefault((draft.keys[n_head], *told.pins), (head, told))
         rest, told = _tell(draft.turns, n_head, known=told)
         messages = [*_heal_messages([*head, *rest], self._healing, answered=draft.answered)]
         return replace(draft, rendered=template.prompt(request, messages), told=told)
@@ -2948,8 +2948,7 @@ _update_session_turn_store = partial(SessionTurnStore.exchange_last, only_grows=
 # region 15 VISION =============================================================
 # What an image is to a vision model of mlx-vlm (on mlx-lm's caches): tokens, positions, features.
 # It is fed as the embeddings that the tower made of it, at positions of its own in rows and columns
-# (mRoPE) that shift what follows. Both are stated at each call, and never left to what the model
-# remembers of the call before: rows of several conversations take turns.
+# (mRoPE) that shift what follows: stated at each call, since rows of several talks take turns.
 # Doors   View, VisionModel, has_vision
 # Knows ERRORS, LOG, IMAGES, KEY, KV · Thread model, mlx; view: any · Budget 166
 
@@ -4586,7 +4585,8 @@ class Prepared(NamedTuple):
         if "message" not in why:
             return why
         ends, canonical = range(1, len(said) + 1), self.loaded.template.canonical
-        at = bisect_left(ends, why["message"] + 1, key=lambda n: len(canonical(said[:n])))
+        at = bisect_left(ends, (nth := why["message"]) + 1, key=lambda n: len(canonical(said[:n])))
+        at = next(n for n in ends[at:] if canonical(said[:n])[nth].digest == now.digests[nth]) - 1
         sentence = f"message {at}: {why['sentence']}"
         return {**why, "message": at, "role": said[at]["role"], "sentence": sentence}
 

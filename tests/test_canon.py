@@ -387,7 +387,7 @@ def near_misses(words: str, rule: start_llm.Rule) -> Iterator[dict]:
     yield said("assistant", words)
     yield said("assistant", f"It says:\n{words}\nand no more.")
     yield said("system", f"never write {words} to anybody")
-    if rule.name not in start_llm._FENCED:
+    if rule.name not in {"message_id", "inbound_context"}:
         yield said("system", f"For example:\n{fence.format(words)}\nis no fact.")
 
 

@@ -468,6 +468,35 @@ def test_a_note_in_force_again_at_its_own_place_is_told_again(place: str) -> Non
     assert re.findall(r"MODE (\w+)", server.text(draft)) == ["plan", "edit", "plan"]
 
 
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("place", ["system", "developer", "reminder"])
+def test_a_note_in_front_of_a_question_costs_no_reply(place: str, *, stays: bool) -> None:
+    """Retrieved text, a memory, a mode: told before the question, and gone with the answer."""
+    server, past = Server(), [SYSTEM, said("user", "hello"), FINE]
+    for n in range(4):
+        memo, question = said(place, f"MEMO {n}"), said("user", f"task {n}")
+        if place == "reminder":
+            memo = said("user", note(f"MEMO {n}"))
+        draft = server.draft([*past, memo, question])
+        assert n == 0 or (draft.past and len(draft.past.thoughts) == len(draft.turns) - 1)
+        server.say(draft, FINE)
+        past += [*[memo] * stays, question, FINE]
+    told = re.findall(r"(MEMO|task) (\d)", server.text(draft))
+    assert told == [(what, str(n)) for n in range(4) for what in ("MEMO", "task")]
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_note_behind_a_reply_stays_the_turn_that_was_answered(*, is_answered: bool) -> None:
+    """A wake-up call of the system's: what follows its answer finds it where it was."""
+    server, past = Server(), [SYSTEM, said("user", "hello"), FINE, said("system", "wake up")]
+    first = server.draft(past)
+    server.say(first, FINE)
+    rest = [FINE] if is_answered else []
+    draft = server.draft([*past, *rest, said("user", "more")])
+    assert bool(draft.past) == is_answered
+    assert re.findall("hello|wake up|more", server.text(draft)) == ["hello", "wake up", "more"]
+
+
 def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed() -> None:
     """Ann and Bob begin with the same words at different times; Bob's past is newer (L-99)."""
     server, hello = Server(), said("assistant", "Hello! How can I help?")

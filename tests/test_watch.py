@@ -223,6 +223,14 @@ def test_messages_are_counted_as_the_client_counts_them(served):
     assert (why["message"], why["role"]) == (len(messages) - 1, "user")
 
 
+def test_a_note_in_front_of_a_question_is_not_taken_for_it(served):
+    said = [SYSTEM, user(words(300)), {"role": "assistant", "content": "Yes."}]
+    note = {"role": "system", "content": "Mind the gap."}
+    served.ask([*said, note, note, user(words(300, 1))])
+    why = explained(served, [*said, note, note, user("EDITED " + words(300, 1))])["why_not_more"]
+    assert (why["message"], why["role"]) == (5, "user")
+
+
 def test_a_rule_that_could_have_stilled_it_is_named(tmp_path_factory):
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
     with closing(Served(folder, rule_current_time="off")) as served:
