@@ -527,7 +527,7 @@ def test_stripped_thinking_is_found_by_its_signature(served, sdk):
     sent = [*messages, reply(*changed), user(text("go on"))]
     body = {"max_tokens": 1, "messages": sent, **fields}
     request = from_anthropic(body, served.state.config, request_id="r", headers={})
-    prompt = served.scribe.text(s._draft(served.state, request, limit=4096).rendered.ids.tolist())
+    prompt = served.scribe.text(s._draft(served.state, request).rendered.ids.tolist())
     assert thought in prompt
     assert "Something else entirely." in prompt
 
