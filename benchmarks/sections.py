@@ -222,9 +222,15 @@ def sampled_line(bench: Bench) -> Line:
 
     with both_servers(folder, bench.scratch) as servers:
         ours, theirs = zip(*rounds(bench.times(7), once), strict=True)
+    sampled = f"with top-k 40, top-p 0.9, min-p 0.05 of {n_ids:,} ids"
+    return speed_line(f"decode, one request, tokens/s {sampled}", ours, theirs)
+
+
+def speed_line(what: str, ours: Sequence[float], theirs: Sequence[float]) -> Line:
+    """Tokens per second beside mlx-lm's server, round by round."""
     quotient = ratios(ours, theirs)
     return Line(
-        f"decode, one request, tokens/s with top-k 40, top-p 0.9, min-p 0.05 of {n_ids:,} ids",
+        what,
         f"{statistics.median(ours):.0f}; {spread(quotient)} x",
         f"{statistics.median(theirs):.0f}",
         ">= theirs",
@@ -275,15 +281,7 @@ def at_once_lines(bench: Bench, plain: Plain, servers: list[Server], label: str)
     ours, theirs = zip(*rounds(bench.times(7), once), strict=True)
     for what, speed in (("while all decode", speed_together), ("all in all", speed_in_all)):
         mine, other = [speed(r) for r in ours], [speed(r) for r in theirs]
-        quotient = ratios(mine, other)
-        yield Line(
-            f"decode, eight at once, tokens/s {what}, {label}",
-            f"{statistics.median(mine):.0f}; {spread(quotient)} x",
-            f"{statistics.median(other):.0f}",
-            ">= theirs",
-            met=statistics.median(quotient) >= 1.0,
-            values={"ours": mine, "theirs": other},
-        )
+        yield speed_line(f"decode, eight at once, tokens/s {what}, {label}", mine, other)
 
 
 def in_any_order[T](servers: list[Server], ask: Callable[[Server], T]) -> list[T]:

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 from serving import SYSTEM, Served, Talk, user, wait_until
-from test_watch import ask, explained, status, words
+from test_watch import ask, explained, forget, status, words
 from tiny_models import DENSE, TOOLS, tiny_model
 
 
@@ -18,9 +18,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def empty(served):
-    ask(served, "DELETE", "/v1/cache")
-    served.state.SESSION_TURN_STORE._sent.clear()
-    served.state.divergences.clear()
+    forget(served)
 
 
 def test_the_context_that_status_tells_is_the_one_there_is(served):

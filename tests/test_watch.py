@@ -23,6 +23,11 @@ def served(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def empty(served):
+    forget(served)
+
+
+def forget(served):
+    """No KV, no recorded past, no request to compare with, and nothing told of any."""
     ask(served, "DELETE", "/v1/cache")
     served.state.SESSION_TURN_STORE._sent.clear()
     served.state.divergences.clear()
