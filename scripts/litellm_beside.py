@@ -82,7 +82,8 @@ def settings_for(order: Order) -> dict[str, Any]:
     about: dict[str, Any] = {"supported_endpoints": ["/v1/chat/completions", "/v1/messages"]}
     about |= {"supports_adaptive_thinking": True, "supports_legacy_thinking": True}
     about |= {"cache_control_ttl": True, "max_input_tokens": order.context_length}
-    both = {"api_key": order.api_key or "none", "allowed_openai_params": ["user"]}
+    both: dict[str, Any] = {"api_key": order.api_key or "none", "allowed_openai_params": ["user"]}
+    both |= {"use_chat_completions_api": True}  # why(L-102): for /v1/responses, which we lack
     own = {"model": f"openai/{order.model_id}", "api_base": f"{base}/v1", **both}
     claude = {"model": f"anthropic/{order.model_id}", "api_base": base, **both}
     routes = {order.proxy_model_id or order.model_id: own, "claude-*": claude}

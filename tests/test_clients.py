@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
-from clients.drive import FILES, ClaudeCode, Client, OldClaudeCode, OldOpenClaw, OpenClaw, Pi
+from clients.drive import (
+    FILES,
+    ClaudeCode,
+    Client,
+    Codex,
+    OldClaudeCode,
+    OldOpenClaw,
+    OpenClaw,
+    Pi,
+)
 from fewest import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
@@ -68,12 +77,12 @@ CLIENT_NAMES: dict[str, type[Client]] = {
     "pi": Pi,
     "openclaw-2026.9.6": OpenClaw,
     "openclaw-2026.2.17": OldOpenClaw,
+    "codex": Codex,
 }
 CLAUDES = [name for name, cls in CLIENT_NAMES.items() if issubclass(cls, ClaudeCode)]
 IN_BACKGROUND = {"claude-code-2.1.328"}  # its sub-agents; it can also load tools when it wants them
-CASES = [(name, "direct") for name in CLIENT_NAMES]  # and how it reaches a server
-if hasattr(s, "proxy_beside"):
-    CASES += [(name, "proxy") for name in ("claude-code-2.1.328", "pi", "openclaw-2026.9.6")]
+CASES = [(name, "direct") for name in CLIENT_NAMES if name != "codex"]  # how it reaches a server
+CASES += [(name, "proxy") for name in ("claude-code-2.1.328", "pi", "openclaw-2026.9.6", "codex")]
 
 
 def cases(names: Iterable[str]) -> pytest.MarkDecorator:
@@ -92,9 +101,11 @@ def turns(client: type[Client]) -> list[tuple[str, list[str]]]:
     """What the user says, and the replies to it, in the tools that this client has."""
 
     def run(command: str) -> str:
-        return call(client.SHELL, command=command)
+        return call(client.SHELL, **{client.COMMAND: command})
 
     read, write = call("read", path="notes.txt"), call("write", path="out.txt", content=SUMMARY)
+    if issubclass(client, Codex):  # it has a shell and no more
+        read, write = run("cat notes.txt"), run(f"printf '%s' '{SUMMARY}' > out.txt")
     if issubclass(client, ClaudeCode):
         read = call("Read", file_path="notes.txt")
         write = call("Write", file_path="out.txt", content=SUMMARY)
@@ -187,18 +198,22 @@ def meant(bodies: list[dict[str, Any]]) -> list[list[Message]]:
         for text, at in told.items():
             messages[at]["content"] = f"{words_of(messages[at])}\n\n{text}"
         first = MESSAGE_ID.search(words_of(bodies[0]["messages"][0]))
-        system = messages[0] | {"role": "system"}
+        rest = list(dropwhile(lambda one: one["role"] in ("system", "developer"), messages))
+        heads = messages[: len(messages) - len(rest)]
+        system = "\n\n".join("\n".join(parts_of(one)) for one in heads)
         if first is not None:
-            system["content"] = MESSAGE_ID.sub(first[0], words_of(system))
-        found.append([system, *messages[1:]])
+            system = MESSAGE_ID.sub(first[0], system)
+        found.append([{"role": "system", "content": system}, *rest])
     return found
 
 
 def words_of(message: Message) -> str:
+    return "".join(parts_of(message))
+
+
+def parts_of(message: Message) -> list[str]:
     content = message.get("content") or ""
-    return (
-        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    )
+    return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
 
 
 def forget(served: Served) -> None:
@@ -354,8 +369,9 @@ def conversation(conversations, request):
 
 
 def results_of(body: dict[str, Any]) -> list[str]:
-    """What tools gave."""
-    found = [words_of(one) for one in body["messages"] if one["role"] == "tool"]
+    """What tools gave; Codex tells the time before it."""
+    told = [words_of(one) for one in body["messages"] if one["role"] == "tool"]
+    found = [text.rpartition("\nOutput:\n")[2] for text in told]
     for message in body["messages"]:
         parts = message["content"] if isinstance(message.get("content"), list) else []
         found += [words_of(part) for part in parts if part["type"] == "tool_result"]

@@ -27,7 +27,20 @@ import psutil
 import pytest
 import start_llm as s
 from litellm_beside import Keeper, Order, is_open, settings_for
-from serving import PATIENCE, Client, Served, Talk, free_port, functions_of, user, wait_until
+from serving import (
+    MOST_TOKENS,
+    PATIENCE,
+    TOOLS,
+    Client,
+    Exchange,
+    Message,
+    Served,
+    Talk,
+    free_port,
+    functions_of,
+    user,
+    wait_until,
+)
 from start_llm import Config, proxy_beside
 from test_messages import SYSTEM, as_chat, ask, react, text, total
 from test_messages import user as blocks
@@ -553,18 +566,69 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
         yield lab
 
 
+class Responses(Client):
+    """A chat's messages by the Responses API, whose items go back as they came."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self._items: list[list[dict[str, Any]]] = []  # of each reply
+
+    def ask(self, messages: list[Message], *, stream: bool = True, **fields: Any) -> Exchange:
+        items, replies = list[dict[str, Any]](), iter(self._items)
+        for message in messages:
+            if message["role"] == "assistant":
+                items += next(replies)
+            elif message["role"] == "tool":
+                result = {"call_id": message["tool_call_id"], "output": message["content"]}
+                items.append({"type": "function_call_output", **result})
+            else:
+                items.append(message)
+        tools = [{"type": "function", **tool["function"]} for tool in fields["tools"]]
+        asked = {"model": "any", "input": items, "tools": tools, "stream": stream}
+        reply = self._sdk.responses.create(**asked, temperature=0, max_output_tokens=MOST_TOKENS)
+        if stream:
+            events = list(reply)
+            reply = events[-1].response
+            shown = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+            assert shown == reply.output_text
+        said = [item.model_dump(exclude_none=True, warnings=False) for item in reply.output]
+        self._items.append(said)
+        return Exchange(messages, fields, *self._as_chat(said, reply))
+
+    def _as_chat(self, said: list[dict[str, Any]], reply: Any) -> tuple[Message, str, Message]:
+        texts = {"reasoning": "", "message": ""}
+        calls = []
+        for item in said:
+            if item["type"] == "function_call":
+                named = {"name": item["name"], "arguments": item["arguments"]}
+                calls.append({"id": item["call_id"], "type": "function", "function": named})
+            else:
+                texts[item["type"]] += "".join(part["text"] for part in item["content"])
+        answer = {"role": "assistant", "reasoning_content": texts["reasoning"] or None}
+        answer |= {"content": texts["message"] or None, "tool_calls": calls}
+        usage, cached = reply.usage, reply.usage.input_tokens_details.cached_tokens
+        counts = {"prompt_tokens": usage.input_tokens, "completion_tokens": usage.output_tokens}
+        reason = "tool_calls" if calls else "stop"
+        if reply.status == "incomplete":
+            reason = "length"
+        return answer, reason, counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_conversation_is_the_same_through_litellm_and_so_is_what_is_cached(lab, stream):
-    told = []
-    for client in (lab.served, lab.client):
+    """By the Responses API, too, which LiteLLM makes chats of (L-102)."""
+    told, common = [], {"name": "", "description": "Does it."}  # in the order that LiteLLM gives
+    functions = [common | tool["function"] | {"strict": False} for tool in TOOLS]
+    tools = [{"type": "function", "function": function} for function in functions]
+    for client in (lab.served, lab.client, Responses(lab.port)):
         lab.served.forget()
         talk = Talk(client, seed=5)
-        steps = [talk.step(stream=stream) for _ in range(4)]
+        steps = [talk.step(stream=stream, tools=tools) for _ in range(4)]
         words = [[step.answer.get(k) for k in ("reasoning_content", "content")] for step in steps]
         calls = [step.said["tool_calls"] for step in steps]
         counts = [(s.usage["prompt_tokens"], s.n_cached, s.n_generated) for s in steps]
         told.append((words, calls, [step.finish_reason for step in steps], counts))
-    assert told[0] == told[1]
+    assert told[0] == told[1] == told[2]
     words, calls, _, counts = told[1]
     assert any(reasoning for reasoning, _ in words)
     assert any(calls)

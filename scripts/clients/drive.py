@@ -72,6 +72,7 @@ class Client:
 
     PARTS: ClassVar[tuple[str, ...]] = ()  # what has to be installed
     SHELL: ClassVar = "exec"  # its tool that runs a command
+    COMMAND: ClassVar = "command"  # and that tool's parameter
     WAITS: ClassVar = True  # `say` returns when the turn is over; if not, `finish` does
 
     def __init__(
@@ -208,6 +209,32 @@ class Pi(Client):
         program = ["node", str(CLIENTS / "pi/node_modules/.bin/pi")]
         chosen = ["--provider", server, "--model", self._model, "--thinking", "medium"]
         return [*program, *chosen, "-p", *go_on, words]
+
+
+class Codex(Client):
+    """OpenAI Responses, which the server has through LiteLLM only. A home for each server."""
+
+    PARTS = ("codex",)
+    SHELL, COMMAND = "exec_command", "cmd"
+
+    def start(self) -> None:
+        for name, url in self._urls.items():
+            place = {"name": "Lab", "base_url": f"{url}/v1", "env_key": "LAB_KEY"}
+            lines = ["[model_providers.lab]", *(f"{k} = {json.dumps(v)}" for k, v in place.items())]
+            home = self.room / f"codex-{name}"
+            home.mkdir()
+            (home / "config.toml").write_text("\n".join(lines), "utf-8")
+
+    def _command(self, server: str, words: str) -> list[str]:
+        go_on = ["resume", "--last"] if self._is_begun(server) else []
+        package = CLIENTS / "codex/node_modules/@openai/codex-linux-x64"
+        program = package / "vendor/x86_64-unknown-linux-musl/bin/codex"
+        free = ["--json", "--dangerously-bypass-approvals-and-sandbox"]
+        chosen = ["-c", 'model_provider="lab"', "-m", self._model]
+        return [str(program), "exec", *go_on, *free, *chosen, words]
+
+    def _env_for(self, server: str) -> dict[str, str]:
+        return {"CODEX_HOME": str(self.room / f"codex-{server}"), "LAB_KEY": self._key}
 
 
 class OpenCode(Client):

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Install coding agents from npm into $CLIENTS_HOME (default: ~/clients), for tests and checks.
 #
-#   scripts/clients/install.sh [NAME ...]     default: node24 claude-code pi openclaw
+#   scripts/clients/install.sh [NAME ...]     default: node24 claude-code pi openclaw codex
 #
-# Names: node24 claude-code claude-code-2.1.150 pi openclaw openclaw-2026.2.17 opencode.
-# Needs npm and no account; no install script of a package is run. About 1.4 GB for the default.
+# Names: node24 claude-code claude-code-2.1.150 pi openclaw openclaw-2026.2.17 codex opencode.
+# Needs npm and no account; no install script of a package is run. About 1.8 GB for the default.
 set -euo pipefail
 home=${CLIENTS_HOME:-$HOME/clients}
 
@@ -14,7 +14,7 @@ into() { # NAME PACKAGE...
   npm install --ignore-scripts --no-audit --no-fund --loglevel=error "${@:2}"
 }
 
-for name in "${@:-node24 claude-code pi openclaw}"; do for part in $name; do
+for name in "${@:-node24 claude-code pi openclaw codex}"; do for part in $name; do
   echo "== $part"
   case $part in
     node24) # OpenClaw wants node >= 24.16 < 25; `node` itself would need its install script
@@ -29,6 +29,7 @@ for name in "${@:-node24 claude-code pi openclaw}"; do for part in $name; do
       mkdir -p "$home/stub" && echo '{"name":"libsignal","version":"1.0.0"}' > "$home/stub/package.json"
       overrides='{"libsignal":"file:../stub","linkedom":"0.18.12"}'
       manifest="{\"private\":true,\"overrides\":$overrides}" into "$part" openclaw@2026.2.17 ;;
+    codex) into "$part" @openai/codex@0.169.0 @openai/codex-linux-x64@npm:@openai/codex@0.169.0-linux-x64 ;;
     opencode) into "$part" opencode-ai@1.18.33 opencode-linux-x64@1.18.33 ;;
     *) echo "$part: no such client" >&2; exit 2 ;;
   esac
