@@ -284,7 +284,7 @@ def urls_of(servers: dict[str, Served]) -> dict[str, str]:
 
 
 @contextmanager
-def proxied(served: Served) -> Iterator[str]:
+def proxied(served: Served | Seeing) -> Iterator[str]:
     """The same through a LiteLLM of its own."""
     config = served.state.config
     own = {"enable_proxy": True, "proxy_port": free_port(), "log_root": f"{config.log_root}-proxy"}
@@ -650,6 +650,13 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
     table(f"{', '.join(names)}: {SLOW_SECONDS} s without a token")
 
 
+LOOKS = {
+    "claude-code-2.1.328": call("Read", file_path="pic.png"),
+    "pi": call("read", path="pic.png"),
+    "codex": call("view_image", path="pic.png"),
+}
+
+
 class Eyes(Scribe):
     """What images say cannot be spelled."""
 
@@ -658,16 +665,14 @@ class Eyes(Scribe):
 
 
 @pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
-@pytest.mark.parametrize("reader", ["claude-code-2.1.328", "pi"])
+@pytest.mark.parametrize("reader", LOOKS)
 def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
     skip_if_missing(reader)
     folder = tiny_vision_model(kind, tmp_path, **SMALL)
     seeing = Seeing(folder, monkeypatch, log_root=str(tmp_path), default_temperature=0)
     scribe, told, ending = Eyes(folder), [], s.Answer._ending
-    is_claude = issubclass(CLIENT_NAMES[reader], ClaudeCode)
-    look = call("Read", file_path="pic.png") if is_claude else call("read", path="pic.png")
     said = [
-        reply("I have to look.", "I will look.", look),
+        reply("I have to look.", "I will look.", LOOKS[reader]),
         reply("Squares.", "It shows squares."),
         reply("Again.", "They are still squares."),
     ]
@@ -679,7 +684,12 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
 
     monkeypatch.setattr(s.Answer, "_ending", noted)
     try:
-        with running(reader, {kind: seeing.url}, tmp_path) as client:
+        with ExitStack() as stack:
+            url = seeing.url
+            if reader == "codex":
+                url = stack.enter_context(proxied(seeing))
+                wait_until(lambda: answers(url))
+            client = stack.enter_context(running(reader, {kind: url}, tmp_path))
             for work in tmp_path.glob("work-*"):
                 (work / "pic.png").write_bytes(picture(7))
             client.say(kind, "Look at pic.png and say what is on it.", seconds=PATIENCE)
