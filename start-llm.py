@@ -1337,8 +1337,7 @@ class Canon:
         opened, closed, answer = content.lstrip().partition(end or "\0")
         if not thought and closed and start and opened.startswith(start):
             thought, content = opened.removeprefix(start).strip("\n"), answer.lstrip("\n")
-        if not thought.strip():  # blank lines are what is left of thinking that was cut out
-            content = content.lstrip("\n")
+        content = content if thought.strip() else content.lstrip("\n")  # left of a cut-out thought
         own = {k: v for k, v in message.items() if k != "reasoning_content"} | {"content": content}
         told = own | {"reasoning_content": thought} if thought.strip() else own
         return Turn("assistant", told, own, reply_digest(own), thought.strip())
@@ -3545,7 +3544,8 @@ class Row:  # a request on the model; its KV is exactly prompt + `out`, cut at `
             return
         asked: Logprob | None = None
         if self.job.top_logprobs >= 0:
-            best: Any = mx.argsort(-logprobs)[: self.job.top_logprobs].tolist()
+            some = mx.argpartition(-logprobs, self.job.top_logprobs)[: self.job.top_logprobs]
+            best: Any = some[mx.argsort(-logprobs[some])].tolist()
             values: Any = logprobs[mx.array([token, *best])].tolist()
             asked = (values[0], tuple(zip(best, values[1:], strict=True)))
         self.ticket.put(Token(token, asked))
@@ -4129,8 +4129,7 @@ class _ReasoningStreamSplitter:
         """Take text as it is, in the kind the reply is in: nothing in it is a tag."""
         is_first = self.after_tag and self._kind not in self._started
         text = (self._held + text).lstrip("\n" * is_first)
-        end = len(text.rstrip())
-        self._held = text[end:]
+        self._held = text[(end := len(text.rstrip())) :]
         if not end:
             return []
         self._started.add(self._kind)
@@ -5271,7 +5270,8 @@ class Handler(BaseHTTPRequestHandler):
             path = "/health"  # the page is for browsers
         routes = {taken: route for (taken, at), route in self._ROUTES.items() if at == path}
         if not routes:
-            raise NotServed(404, f"there is nothing at {path[:200]}")
+            there = "; LiteLLM has it (PROXY_PORT)" * (path == "/v1/responses")
+            raise NotServed(404, f"there is nothing at {path[:200]}{there}")
         if method not in routes:
             allowed = ", ".join(routes)
             raise NotServed(405, f"{path} takes {allowed}, not {self.command}", Allow=allowed)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import chat
 import fetch_model
+import openai
 import pytest
 import start_llm as s
 from rich.console import Console
@@ -65,6 +66,11 @@ def test_only_a_request_without_a_query_forgets_all(folder, query):
         ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 3})
         assert ask("DELETE", f"/v1/cache?{query}") == {"dropped": 0}
         assert ask("DELETE", "/v1/cache")["dropped"] >= 1
+
+
+def test_codex_at_the_servers_own_port_is_told_where_its_api_is(folder):
+    with closing(Served(folder)) as served, pytest.raises(openai.NotFoundError, match="PROXY_PORT"):
+        served._sdk.responses.create(model="any", input="Hello.")
 
 
 def test_an_address_of_another_machine_is_not_asked_who_listens_there(monkeypatch):

@@ -324,6 +324,31 @@ def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
     assert len({message["reasoning_content"] for message in said}) > 4
 
 
+@pytest.mark.parametrize("n_best", [0, 3, 20])
+def test_log_probabilities_are_those_of_a_cold_run_best_first(served, oracle, n_best, monkeypatch):
+    """The same in a stream as in a whole reply."""
+    talk, made, create = Talk(served, 310), [], served._create
+    monkeypatch.setattr(
+        served, "_create", lambda *what, **how: made.append(create(*what, **how)) or made[-1]
+    )
+    wanted = {"logprobs": True, "top_logprobs": n_best}
+    asked = served.request(served.ask(talk.messages, stream=False, **wanted))
+    with served.stream(
+        talk.messages, temperature=0, tools=TOOLS, max_tokens=400, **wanted
+    ) as chunks:
+        said = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    streamed = [entry for one in said for entry in one.content]
+    whole = made[0].choices[0].logprobs.content
+    assert streamed == whole
+    cold = oracle.logprobs((*asked.prompt, *asked.reply[:-1]), n=len(asked.reply))
+    for entry, token, row in zip(whole, asked.reply, cold, strict=True):
+        assert entry.logprob == pytest.approx(row[token], abs=1e-4)
+        assert entry.token == served.scribe.text([token])
+        best = [one.logprob for one in entry.top_logprobs]
+        assert best == pytest.approx(sorted(row, reverse=True)[:n_best], abs=1e-4)
+        assert best == sorted(best, reverse=True)
+
+
 def test_arguments_leave_before_the_last_token_of_their_call_is_generated(served):
     """The model does not go on to that token before the client has seen a piece of them."""
     talk = Talk(served, 300)
