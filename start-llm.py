@@ -1229,6 +1229,7 @@ _NOW: Final = (
     rf"[SD]?T\b|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)])(?<!\b(?:at|o[fn]))(?<!\bthe))"
 )
 _TODAY: Final = r"(?:the )?current date(?:time)?(?:(?: and |/| )time)?|today's date|today"
+_GIT: Final = r"^(?:gitStatus: |(Git snapshot.*\n```text\n))(?P<value>(?(1)(git: .*\n)+|[\s\S]+\Z))"
 _RULES: Final = tuple(
     Rule(name, roles, re.compile(expression, re.MULTILINE))
     for name, roles, expression in (
@@ -1242,7 +1243,7 @@ _RULES: Final = tuple(
         ("current_time", _BOTH, rf"^[ \t*-]*(?i:(the )?(current|system) time|reference utc){_NOW}"),
         # why(L-40): a day ends, and everything behind the date is prefilled again.
         ("current_date", SYSTEM_ROLES, rf"^[ \t*-]*(?i:{_TODAY}){_NOW}"),
-        ("git_status", SYSTEM_ROLES, r"^gitStatus: (?P<value>[\s\S]+)\Z"),
+        ("git_status", SYSTEM_ROLES, _GIT),  # why(L-103): a session that is resumed looks anew
         ("runtime", _USER, rf"^Stats: runtime {_REST}"),  # why(L-41): figures on sub-agents
         ("session_line", _BOTH, rf"^(?:Runtime: agent=|Inline buttons not enabled for ){_REST}"),
         ("reminder", _USER, rf"^{_REMINDER}[ \t]*$"),  # why(L-42): these move with the newest
@@ -1891,7 +1892,7 @@ class Template:
 # a session id): tokens, what was told of volatile fields, and the replies' thinking, which a client
 # may leave out but not change. Prompts need none: rendered again they are the same tokens.
 # Doors   Ledger, Draft, Generated
-# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 272
+# Knows CONFIG, LOG, WIRE, HEAL, CANON, RENDER · Owns _ledger_lock (leaf) · Thread any · Budget 277
 
 _ASKING: Final = frozenset({"user", "tool"})
 
@@ -1914,8 +1915,10 @@ class Transcript:  # one prompt and the reply to it, as tokens
     def fits(self, turns: Sequence[Turn], session: str) -> bool:
         """Whether what it was told and thought is this conversation's, too."""
         # why(L-85): under one key lie all conversations that begin with the same words.
-        said = {note.value for turn in turns[: len(self.thoughts)] for note in turn.notes}
-        is_ours = self.reply.session == session or said.issubset(self.told.notes)
+        mine = turns[: len(self.thoughts)]
+        calls = [call.get("id") for turn in mine for call in turn.message.get("tool_calls", ())]
+        is_ours = self.reply.session == session or self.reply.call in calls[-1:]
+        is_ours |= {note.value for turn in mine for note in turn.notes}.issubset(self.told.notes)
         return is_ours and all(map(lambda t, own: t.thought in ("", own), turns, self.thoughts))
 
 
@@ -1927,6 +1930,7 @@ class Generated(NamedTuple):
     ended: int | None  # the end token; None for a reply that was cut
     session: str
     at: float  # seconds, on the clock that draft() is given
+    call: str = ""  # the last one's id, if it was made here: who has it goes on from here (L-103)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2021,10 +2025,12 @@ class Ledger:
         thoughts += tuple(one.thought for one in [*draft.turns, reply][len(thoughts) :])
         pins = () if past and past.told.pins is draft.told.pins else draft.told.pins
         n_pointers = len(generated.hashes) + 2 * len(thoughts)
+        call = [past.reply.call if past else ""]
+        call += [one["id"] for one in reply.message.get("tool_calls", ())]
         new = Transcript(
             rendered=replace(draft.rendered, ids=own[:0], text=""),
             told=draft.told,
-            reply=generated._replace(ids=()),
+            reply=generated._replace(ids=(), call=call[-1]),
             ids=(*before, own if generated.ended is None else own[:-1]),
             thoughts=thoughts,
             used=generated.at,
@@ -3330,6 +3336,7 @@ OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may f
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
 _noise: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))  # of each id, by a key of its own
 IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back; 60 while KV is held
+_greedy: Final = partial(mx.argmax, axis=-1)
 BACKLOG_EVENTS: Final = 4096  # that a client may leave unread before it is dropped
 NO_TOKEN: Final = -1  # in the place of one that nothing could be sampled for
 _GONE: Final = "the model cannot be used any more; the server's log says why"
@@ -3369,7 +3376,7 @@ def follow(grammar: Any) -> Course:
         if matcher.is_error():  # it is too hard: nothing but the end may come
             log.warning("the grammar gave up: %.200s", matcher.get_error())
         said = yield Next(flags, n_places=sys.maxsize if matcher.is_stopped() else 1)
-        matcher.consume_tokens([token for token in said if token != NO_TOKEN])
+        matcher.consume_tokens(said)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -3429,20 +3436,10 @@ class Ticket:
         return None
 
 
-def _if_finite(tokens: mx.array, logprobs: mx.array) -> mx.array:
-    """The tokens `(n,)`, but NO_TOKEN for rows with NaN or infinities: any one shows it (L-54)."""
-    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return mx.where(chosen > -mx.inf, tokens.astype(mx.int32), NO_TOKEN)
-
-
-def _greedy(logprobs: mx.array) -> mx.array:
-    return _if_finite(mx.argmax(logprobs, axis=-1), logprobs)
-
-
 def _samplable(logprobs: mx.array, sampling: Sampling) -> tuple[mx.array, mx.array]:
     """What may be sampled of `(1, vocab)`: log-probabilities, -inf for what may not; their ids."""
-    k, values, ids = sampling.top_k, logprobs[0].astype(mx.float32), mx.arange(logprobs.shape[-1])
-    whole = mx.logsumexp(values)
+    k, values = sampling.top_k, logprobs[0].astype(mx.float32)
+    ids, whole = mx.arange(values.size, dtype=mx.uint32), mx.logsumexp(values)
     for width in (128, 1):  # why(L-100): the best are in the blocks with the best; sorting is slow
         if 0 < k * width < values.size:
             lacks = 0, -values.size % width
@@ -3466,9 +3463,8 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     def sample(logprobs: mx.array) -> mx.array:
         keys[0], key = mx.random.split(keys[0])
         values, ids = _samplable(logprobs, sampling)
-        own = mx.stack([mx.broadcast_to(key[0], ids.shape), ids.astype(mx.uint32) ^ key[1]], axis=1)
-        chosen = mx.argmax(values / sampling.temperature + _noise(own), keepdims=True)
-        return _if_finite(ids[chosen], logprobs)
+        own = mx.stack([mx.broadcast_to(key[0], ids.shape), ids ^ key[1]], axis=1)
+        return ids[mx.argmax(values / sampling.temperature + _noise(own), keepdims=True)]
 
     return sample
 
@@ -3539,7 +3535,10 @@ class Row:  # a request on the model; its KV is exactly prompt + `out`, cut at `
 
     def tell(self, token: int, *, logprobs: mx.array) -> None:
         """Add a token. `logprobs`: `(vocab,)`, of all tokens in the place of this one."""
-        self.out.append(token)
+        bits = np.frombuffer(logprobs, np.uint16)  # why(L-54): one bad logit makes all of them bad
+        infinite = 0x7C00 if logprobs.dtype == mx.float16 else 0x7F80  # an exponent of ones
+        own = bits[(token + 1) * bits.size // logprobs.size - 1]  # its upper half
+        self.out.append(token if own & infinite != infinite else NO_TOKEN)
         if NO_TOKEN in self.out[-2:]:
             return
         asked: Logprob | None = None
@@ -4402,8 +4401,7 @@ class ReplyStream:
             self._reading, self._unread = self._read(), ""
         raw = self._unread = self._unread + text
         self._json = ""
-        is_over = next(self._reading, True)
-        is_call = len(self._calls) > self.n_calls
+        is_over, is_call = next(self._reading, True), len(self._calls) > self.n_calls
         if is_call and self._json:
             self._argue(self._json)
         pieces = self._splitter.restore("" if is_call else raw[: len(raw) - len(self._unread)])

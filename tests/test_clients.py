@@ -38,6 +38,7 @@ from clients.drive import (
     OldOpenClaw,
     OpenClaw,
     Pi,
+    QwenCode,
 )
 from fewest import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
@@ -570,6 +571,33 @@ def test_a_sub_agent_and_loaded_tools_cost_the_main_thread_nothing(visit, name, 
         shares = [after.usage.cached / len(before.tokens) for before, after in pairs]
         table(f"{name:19} {words[:16]}... {len(talk)} requests  cached {min(shares):.4f}")
         assert min(shares) >= LEAST_SHARE, shares
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_of_qwen_code_is_resumed_though_the_folder_has_changed(
+    servers, kind, tmp_path, monkeypatch, table
+):
+    """why(L-103): a new process, so git and the folder are looked at again."""
+    monkeypatch.setitem(CLIENT_NAMES, "qwen-code", QwenCode)
+    skip_if_missing("qwen-code")
+    served, shell = servers[kind], QwenCode.SHELL
+    forget(served)
+    said = [
+        reply("I make it.", "", call(shell, command="seq 9 > out.txt; git add out.txt")),
+        reply("It is there.", "I made out.txt."),
+        reply("I look.", "", call(shell, command="wc -l out.txt")),
+        reply("Nine.", "It has nine lines."),
+    ]
+    Script(monkeypatch, served.scribe, {"": [spelled(served.scribe, one) for one in said]})
+    tap = Wiretap(monkeypatch, served)
+    with running("qwen-code", urls_of(servers), tmp_path) as client:
+        client.say(kind, "Make out.txt.")
+        client.say(kind, "How many lines has it?")
+    for before, now in pairwise(tap.told):
+        share = now.usage.cached / len(before.tokens)
+        table(f"qwen-code {kind}: cached {now.usage.cached} of {len(before.tokens)}")
+        assert share >= LEAST_SHARE
+    assert len(tap.told) == 4
 
 
 # -- patience --------------------------------------------------------------------------------------

@@ -537,6 +537,28 @@ def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
     assert re.findall(r"The user is (\w+)", server.text(draft)) == ["Ann"] and draft.past
 
 
+@pytest.mark.parametrize("knows_id", [True, False])
+def test_who_has_the_id_of_our_last_call_goes_on_from_there(*, knows_id: bool) -> None:
+    """A client without session ids looks at its folder again when it is resumed (L-103)."""
+    server, called = Server("chatml/tiny"), asks("ls")
+    called["tool_calls"][0]["id"] = "5e1e438e4"
+
+    def begun(files: str) -> list:
+        return [SYSTEM, said("user", f"{note(f'In this folder: {files}.')}\n\nMake out.txt.")]
+
+    first = server.draft(begun("notes.txt"))
+    server.say(first, called, session="sha1:own")
+    past = [called, said("tool", "made", tool_call_id="5e1e438e4")]
+    done = said("assistant", "It is there.")
+    server.say(server.draft([*begun("notes.txt"), *past]), done, session="sha1:own")
+    if not knows_id:  # as somebody has it who asked the same and was answered the same
+        past[0] = asks("ls")
+    draft = server.draft([*begun("notes.txt, out.txt"), *past, done, said("user", "go on")])
+    told = re.findall(r"In this folder: ([^<]*?)\.\n", server.text(draft))
+    assert bool(draft.past) == knows_id
+    assert told == (["notes.txt"] if knows_id else []) + ["notes.txt, out.txt"]
+
+
 @pytest.mark.parametrize("session", ["", "shared"])
 def test_of_two_pasts_the_one_with_fewer_notes_of_others_is_replayed(session: str) -> None:
     """Two sub-agents with one task and one first reply; the other's is newer (L-96)."""

@@ -1,5 +1,8 @@
 """What a sampler may choose, how often it does, and that its noise belongs to tokens."""
 
+import math
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -94,3 +97,19 @@ def test_a_whole_vocabulary_is_never_sorted(monkeypatch):
     logprobs = logprobs_of(np.random.default_rng(5), 151_936, spread=3.0, masked=0.0)
     s._samplable(logprobs, s.Sampling(temperature=0.1, top_p=0.9, top_k=40, min_p=0.05))
     assert sizes and max(sizes) <= 8_192
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_logit_leaves_no_token_to_its_row_and_all_to_the_others(dtype, bad):
+    """why(L-54): read from the numbers themselves, in every type that a model computes in."""
+    logits = mx.array(np.random.default_rng(1).normal(0, 9, (2, 301)), dtype)
+    logits[1, 17], logits[0, 5] = bad, -mx.inf  # the latter is ruled out, which is no fault
+    rows, told = list(logits - mx.logsumexp(logits, axis=-1, keepdims=True)), []
+    job = SimpleNamespace(top_logprobs=-1)
+    for logprobs in rows:
+        row = SimpleNamespace(out=[], job=job, ticket=SimpleNamespace(put=told.append))
+        for token in (0, 1, 17, 300):
+            s.Row.tell(row, token, logprobs=logprobs)
+        assert row.out == ([s.NO_TOKEN] * 4 if logprobs is rows[1] else [0, 1, 17, 300])
+    assert [token.id for token in told] == [0, 1, 17, 300]

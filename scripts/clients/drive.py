@@ -258,6 +258,20 @@ class OpenCode(Client):
         return [str(program), "run", *chosen, *go_on, words]
 
 
+class QwenCode(Client):
+    PARTS = ("qwen-code",)
+    SHELL = "run_shell_command"
+
+    def _command(self, server: str, words: str) -> list[str]:
+        go_on = ["--continue"] if self._is_begun(server) else []  # the newest of this folder
+        program = CLIENTS / "qwen-code/node_modules/@qwen-code/qwen-code/cli.js"
+        chosen = ["--auth-type", "openai", "-m", self._model, "--yolo"]
+        return ["node", str(program), *chosen, *go_on, "-p", words]
+
+    def _env_for(self, server: str) -> dict[str, str]:
+        return {"OPENAI_BASE_URL": f"{self._urls[server]}/v1", "OPENAI_API_KEY": self._key}
+
+
 TOKEN = "lab-token"
 
 
