@@ -1338,7 +1338,7 @@ class Canon:
         opened, closed, answer = content.lstrip().partition(end or "\0")
         if not thought and closed and start and opened.startswith(start):
             thought, content = opened.removeprefix(start).strip("\n"), answer.lstrip("\n")
-        content = content if thought.strip() else content.lstrip("\n")  # left of a cut-out thought
+        content = content if thought.strip() else content.lstrip("\n")  # thinking was cut out there
         own = {k: v for k, v in message.items() if k != "reasoning_content"} | {"content": content}
         told = own | {"reasoning_content": thought} if thought.strip() else own
         return Turn("assistant", told, own, reply_digest(own), thought.strip())
@@ -1915,10 +1915,11 @@ class Transcript:  # one prompt and the reply to it, as tokens
     def fits(self, turns: Sequence[Turn], session: str) -> bool:
         """Whether what it was told and thought is this conversation's, too."""
         # why(L-85): under one key lie all conversations that begin with the same words.
-        mine = turns[: len(self.thoughts)]
-        calls = [call.get("id") for turn in mine for call in turn.message.get("tool_calls", ())]
-        is_ours = self.reply.session == session or self.reply.call in calls[-1:]
-        is_ours |= {note.value for turn in mine for note in turn.notes}.issubset(self.told.notes)
+        mine, own = turns[: len(self.thoughts)], self.reply.call
+        calls = [(i, c) for i, turn in enumerate(mine) for c in turn.message.get("tool_calls", ())]
+        start = max((i for i, call in calls if own and call.get("id") == own), default=0)  # L-103
+        said = {note.value for turn in mine[start:] for note in turn.notes}
+        is_ours = self.reply.session == session or said.issubset(self.told.notes)
         return is_ours and all(map(lambda t, own: t.thought in ("", own), turns, self.thoughts))
 
 
@@ -1930,7 +1931,7 @@ class Generated(NamedTuple):
     ended: int | None  # the end token; None for a reply that was cut
     session: str
     at: float  # seconds, on the clock that draft() is given
-    call: str = ""  # the last one's id, if it was made here: who has it goes on from here (L-103)
+    call: str = ""  # the id of the conversation's last call, if a model here made it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3543,7 +3544,8 @@ class Row:  # a request on the model; its KV is exactly prompt + `out`, cut at `
             return
         asked: Logprob | None = None
         if self.job.top_logprobs >= 0:
-            some = mx.argpartition(-logprobs, self.job.top_logprobs)[: self.job.top_logprobs]
+            k = min(self.job.top_logprobs, logprobs.size - 1)
+            some = mx.argpartition(-logprobs, k)[:k] if k else mx.zeros(0, mx.uint32)
             best: Any = some[mx.argsort(-logprobs[some])].tolist()
             values: Any = logprobs[mx.array([token, *best])].tolist()
             asked = (values[0], tuple(zip(best, values[1:], strict=True)))
@@ -5268,7 +5270,7 @@ class Handler(BaseHTTPRequestHandler):
             path = "/health"  # the page is for browsers
         routes = {taken: route for (taken, at), route in self._ROUTES.items() if at == path}
         if not routes:
-            there = "; LiteLLM has it (PROXY_PORT)" * (path == "/v1/responses")
+            there = "; it is on PROXY_PORT, with ENABLE_PROXY" * (path == "/v1/responses")
             raise NotServed(404, f"there is nothing at {path[:200]}{there}")
         if method not in routes:
             allowed = ", ".join(routes)

@@ -234,7 +234,7 @@ FIELDS = [
         "gitStatus: This is the git status.\n\nStatus:\nV",
     ),
     Field(
-        *("git_status", said("system", f"Be brief.\n{SNAPSHOT}```\nBe kind."), "(clean)"),
+        *("git_status", said("system", f"Be brief.\n{SNAPSHOT}```\nBe kind.\n"), "(clean)"),
         *("?? out.txt\ngit: M notes.txt", SNAPSHOT),
     ),
     Field("runtime", said("user", TASK), "492ms", "2m 3s", "Stats: runtime V • tokens 6.0k"),
@@ -276,6 +276,11 @@ def test_what_a_line_says_behind_the_clock_is_not_the_clocks(clock: str, behind:
     assert names([said("system", lines[0])]) != names([said("system", lines[1])])
     (turn,) = start_llm._canonicalize_messages([said("system", lines[0])], canon())
     assert [field.value for field in turn.fields] == [clock.partition(": ")[2]]
+
+
+def test_what_stands_behind_a_snapshot_of_git_is_not_gits() -> None:
+    texts = [f"{SNAPSHOT}```\nYou work for {name}.\nBe kind.\n" for name in ("Acme", "Globex")]
+    assert names([said("system", texts[0])]) != names([said("system", texts[1])])
 
 
 @pytest.mark.parametrize("said_so", ["Today is the day we ship.", "Today is on hold.", "Today: at"])

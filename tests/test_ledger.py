@@ -550,13 +550,46 @@ def test_who_has_the_id_of_our_last_call_goes_on_from_there(*, knows_id: bool) -
     server.say(first, called, session="sha1:own")
     past = [called, said("tool", "made", tool_call_id="5e1e438e4")]
     done = said("assistant", "It is there.")
-    server.say(server.draft([*begun("notes.txt"), *past]), done, session="sha1:own")
+    whole = server.say(server.draft([*begun("notes.txt"), *past]), done, session="sha1:own")
     if not knows_id:  # as somebody has it who asked the same and was answered the same
         past[0] = asks("ls")
     draft = server.draft([*begun("notes.txt, out.txt"), *past, done, said("user", "go on")])
     told = re.findall(r"In this folder: ([^<]*?)\.\n", server.text(draft))
-    assert bool(draft.past) == knows_id
     assert told == (["notes.txt"] if knows_id else []) + ["notes.txt, out.txt"]
+    assert starts_with(draft, whole) == knows_id
+
+
+@pytest.mark.parametrize("call_id", ["5e1e438e4", ""])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_chat_that_was_cloned_behind_a_call_is_told_its_own_notes(
+    call_id: str, *, is_ours: bool
+) -> None:
+    """Ann and Bob go on from one beginning, with the id of its call (L-103)."""
+    server, called = Server(), asks("ls")
+    called["tool_calls"][0]["id"] = call_id
+    begun = [SYSTEM, said("user", "list"), called, said("tool", "a.txt", tool_call_id=call_id)]
+    if is_ours:
+        server.say(server.draft(begun[:2]), called, session="sha1:same")
+    hello = said("assistant", "Hello! How can I help?")
+    named = {name: said("user", f"hi\n\n{note(f'The user is {name}.')}") for name in ("Ann", "Bob")}
+    server.say(server.draft([*begun, FINE, named["Ann"]]), hello, session="sha1:same")
+    draft = server.draft([*begun, FINE, named["Bob"], hello, said("user", "who am I?")])
+    assert re.findall(r"The user is (\w+)", server.text(draft)) == ["Bob"]
+
+
+@pytest.mark.parametrize("call_id", ["call_1", ""])
+def test_a_call_that_was_not_made_here_says_nothing_of_who_asks(call_id: str) -> None:
+    """Ann's and Bob's beginnings come from another server, which calls every call the same."""
+    server, called = Server(), asks("ls")
+    called["tool_calls"][0]["id"] = call_id
+    past = [called, said("tool", "a.txt", tool_call_id=call_id)]
+    begun = {
+        name: [SYSTEM, said("user", f"list\n\n{note(f'The user is {name}.')}"), *past]
+        for name in ("Ann", "Bob")
+    }
+    server.say(server.draft(begun["Ann"]), FINE, session="sha1:same")
+    draft = server.draft([*begun["Bob"], FINE, said("user", "who am I?")])
+    assert re.findall(r"The user is (\w+)", server.text(draft)) == ["Bob"]
 
 
 @pytest.mark.parametrize("session", ["", "shared"])

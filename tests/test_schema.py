@@ -377,7 +377,7 @@ def test_a_constraint_reads_the_reply_only_when_it_must():
         processor(Unread(8), mx.zeros((1, 8)))
 
 
-def test_a_token_that_is_none_ends_no_grammar(dense):
+def test_a_token_that_a_grammar_refuses_ends_it_and_raises_nothing(dense):
     """Of NaN any token may be taken: that row fails alone, and not the batch that it is in."""
     *_, constraint = constraints(dense, response_format=form(TITLE), enable_thinking=False)
     course = constraint()
