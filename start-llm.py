@@ -3335,9 +3335,9 @@ HEADROOM_SHARE: Final = 32  # spare buffer per row: this part of its prompt, for
 FEATURE_SHARE: Final = 8  # this part of the KV budget, for what the tower made of images
 OPENING_TOKENS: Final = 64  # of a prompt's end that the first decode step may feed as well
 LATTICE_TOKENS: Final = 2048  # spacing of checkpoints inside long prefills
+_greedy: Final = partial(mx.argmax, axis=-1)
 _noise: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))  # of each id, by a key of its own
 IDLE_SECONDS: Final = 1.0  # without a request, until unused buffers go back; 60 while KV is held
-_greedy: Final = partial(mx.argmax, axis=-1)
 BACKLOG_EVENTS: Final = 4096  # that a client may leave unread before it is dropped
 NO_TOKEN: Final = -1  # in the place of one that nothing could be sampled for
 _GONE: Final = "the model cannot be used any more; the server's log says why"
@@ -3535,7 +3535,7 @@ class Row:  # a request on the model; its KV is exactly prompt + `out`, cut at `
         return Prompt(root, tokens, _block_hashes(tokens, block_size, root=root, known=known))
 
     def tell(self, token: int, *, logprobs: mx.array) -> None:
-        """Add a token. `logprobs`: `(vocab,)`, of all tokens in the place of this one."""
+        """Add a token. `logprobs`: `(vocab,)`, computed, of all tokens in the place of this one."""
         bits = np.frombuffer(logprobs, np.uint16)  # why(L-54): one bad logit makes all of them bad
         infinite = 0x7C00 if logprobs.dtype == mx.float16 else 0x7F80  # an exponent of ones
         own = bits[(token + 1) * bits.size // logprobs.size - 1]  # its upper half
