@@ -1229,7 +1229,8 @@ _NOW: Final = (
     rf"[SD]?T\b|[A-Z]\w+/[A-Z]\w+|(?:{_NAMES})\b)+(?<=[\w)])(?<!\b(?:at|o[fn]))(?<!\bthe))"
 )
 _TODAY: Final = r"(?:the )?current date(?:time)?(?:(?: and |/| )time)?|today's date|today"
-_GIT: Final = r"^(?:gitStatus: |(Git snapshot.*\n```text\n))(?P<value>(?(1)(git: .*\n)+|[\s\S]+\Z))"
+_SHOT: Final = r"Git snapshot.*\n```text\n|gitContext: .*\n|<context name=\"gitStatus\">.*\n\n"
+_GIT: Final = rf"^(?:gitStatus: |({_SHOT}))(?P<value>(?(1)(?:\n?(?!```|</).++)+|[\s\S]+\Z))"
 _RULES: Final = tuple(
     Rule(name, roles, re.compile(expression, re.MULTILINE))
     for name, roles, expression in (
@@ -5485,8 +5486,7 @@ def main() -> int:
         start_logging(config)
         for name in sorted({*written} - {name.upper() for name in Config.model_fields}):
             log.warning("%s in .env: nothing acts on it", name)
-        state = build_state(config)
-        servers = _listen(config, state)
+        servers = _listen(config, state := build_state(config))
     except (ConfigError, UnicodeDecodeError, OSError) as error:
         sys.stderr.write(f"start-llm: {'.env: ' * isinstance(error, UnicodeError)}{error}\n")
         return 2

@@ -116,6 +116,16 @@ git: Current branch: main
 git: Status:
 git: V
 """
+CONTEXT = """\
+gitContext: This is Git repository metadata from the start of the conversation.
+Current branch: main
+Recent commits:
+V"""
+STATUS = """\
+<context name="gitStatus">This is the git status at the start of the conversation.
+
+V
+"""
 GIT = """\
  - answer briefly
 
@@ -236,6 +246,14 @@ FIELDS = [
     Field(
         *("git_status", said("system", f"Be brief.\n{SNAPSHOT}```\nBe kind.\n"), "(clean)"),
         *("?? out.txt\ngit: M notes.txt", SNAPSHOT),
+    ),
+    Field(
+        *("git_status", said("system", f"Absolute path: /work\n\n{CONTEXT}\n\nBe kind.")),
+        *("4de6519 lab start", "77ab012 more\n4de6519 lab start", CONTEXT),
+    ),
+    Field(
+        *("git_status", said("system", f"Context:\n\n{STATUS}</context>\n<context>x</context>")),
+        *("Working tree clean", "M notes.txt\n?? out.txt", STATUS),
     ),
     Field("runtime", said("user", TASK), "492ms", "2m 3s", "Stats: runtime V • tokens 6.0k"),
     Field("session_line", said("user", RUNTIME), "451b0e19", "b26cb207", "Runtime: agent=main | V"),
