@@ -636,6 +636,34 @@ def test_a_conversation_is_the_same_through_litellm_and_so_is_what_is_cached(lab
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_a_conversation_by_googles_api_finds_its_past(lab, stream):
+    """As Gemini CLI has it: without thinking, and with calls and results that have no ids."""
+    lab.served.forget()
+    asked: list[Message] = [{"role": "user", "parts": [{"text": "What is in the readme?"}]}]
+    offered = [{"functionDeclarations": [tool["function"] for tool in TOOLS]}]
+    settings = {"temperature": 0, "maxOutputTokens": MOST_TOKENS}
+    body = {"contents": asked, "tools": offered, "generationConfig": settings}
+    known, called = 0, []
+    for n in range(5):
+        n_before = len(lab.served.state.recent)
+        verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
+        status, said = lab.post(f"/v1beta/models/any:{verb}", body)
+        assert status == 200, said
+        wait_until(lambda k=n_before: len(lab.served.state.recent) > k)
+        facts = lab.served.state.recent[-1]
+        assert facts["cached"] >= known
+        known = facts["prompt"] + facts["out"]
+        events = [line.removeprefix("data: ") for line in said.split("\n") if '{"cand' in line]
+        parts = [p for e in events for p in json.loads(e)["candidates"][0]["content"]["parts"]]
+        names = [part["functionCall"]["name"] for part in parts if "functionCall" in part]
+        results = [{"functionResponse": {"name": x, "response": {"n": n}}} for x in names]
+        called += names
+        asked.append({"role": "model", "parts": parts})
+        asked.append({"role": "user", "parts": results or [{"text": f"and number {n}?"}]})
+    assert called
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_both_sdks_say_and_find_the_same_on_both_ports(lab, stream):
     """A tool conversation by four ways in turn: one reply, one count of tokens, one cache."""
     served, model = lab.served, lab.model_id
