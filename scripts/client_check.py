@@ -44,6 +44,7 @@ CLIENTS: Final[dict[str, type[drive.Client]]] = {
     "openclaw": drive.OpenClaw,
     "openclaw-2026.2.17": drive.OldOpenClaw,
     "opencode": drive.OpenCode,
+    "copilot": drive.Copilot,
     "qwen-code": drive.QwenCode,
 }
 HEALTHY_SHARE: Final = 0.99

@@ -1,9 +1,9 @@
 """Real coding agents at work on the real server: what they sent before costs nothing.
 
-Claude Code, PI, and OpenClaw through its gateway, run their own loops (files are read, commands
-run, several at once) against servers in this process whose model says what a script wants. Nothing
-else is played: prompts are rendered, fed and cached as ever. What was fed is read from the model's
-own calls.
+Claude Code, PI, Codex, Copilot, and OpenClaw through its gateway, run their own loops (files are
+read, commands run, several at once) against servers in this process whose model says what a script
+wants. Nothing else is played: prompts are rendered, fed and cached as ever. What was fed is read
+from the model's own calls.
 
 The clients are found in CLIENTS_HOME (default: ~/clients); scripts/clients/install.sh puts them
 there. Each starts once and talks to a dense and to a hybrid model.
@@ -34,6 +34,7 @@ from clients.drive import (
     ClaudeCode,
     Client,
     Codex,
+    Copilot,
     OldClaudeCode,
     OldOpenClaw,
     OpenClaw,
@@ -79,8 +80,10 @@ CLIENT_NAMES: dict[str, type[Client]] = {
     "openclaw-2026.9.6": OpenClaw,
     "openclaw-2026.2.17": OldOpenClaw,
     "codex": Codex,
+    "copilot": Copilot,
 }
 CLAUDES = [name for name, cls in CLIENT_NAMES.items() if issubclass(cls, ClaudeCode)]
+WITHOUT_THINKING = {"copilot"}  # it sends none back
 IN_BACKGROUND = {"claude-code-2.1.328"}  # its sub-agents; it can also load tools when it wants them
 CASES = [(name, "direct") for name in CLIENT_NAMES if name != "codex"]  # how it reaches a server
 CASES += [(name, "proxy") for name in ("claude-code-2.1.328", "pi", "openclaw-2026.9.6", "codex")]
@@ -102,10 +105,11 @@ def turns(client: type[Client]) -> list[tuple[str, list[str]]]:
     """What the user says, and the replies to it, in the tools that this client has."""
 
     def run(command: str) -> str:
-        return call(client.SHELL, **{client.COMMAND: command})
+        more = {"description": command} if issubclass(client, Copilot) else {}
+        return call(client.SHELL, **{client.COMMAND: command, **more})
 
     read, write = call("read", path="notes.txt"), call("write", path="out.txt", content=SUMMARY)
-    if issubclass(client, Codex):  # it has a shell and no more
+    if issubclass(client, Codex | Copilot):  # the shell, which takes any path
         read, write = run("cat notes.txt"), run(f"printf '%s' '{SUMMARY}' > out.txt")
     if issubclass(client, ClaudeCode):
         read = call("Read", file_path="notes.txt")
@@ -167,9 +171,10 @@ class Conversation:
     def as_meant(self) -> list[Request]:
         """Rendered with no server code, with every volatile field as it was at first.
 
-        What Anthropic's API was sent has no rendering but the server's own.
+        What Anthropic's API was sent, and what came back without thinking, has no rendering but
+        the server's own.
         """
-        if self.client in CLAUDES:
+        if self.client in (*CLAUDES, *WITHOUT_THINKING):
             return self.requests
         pairs = zip(self.bodies, meant(self.bodies), strict=True)
         prompts = [self.served.scribe.prompt(messages, body) for body, messages in pairs]
@@ -370,9 +375,9 @@ def conversation(conversations, request):
 
 
 def results_of(body: dict[str, Any]) -> list[str]:
-    """What tools gave; Codex tells the time before it."""
+    """What tools gave; Codex tells the time before it, Copilot how it ended behind it."""
     told = [words_of(one) for one in body["messages"] if one["role"] == "tool"]
-    found = [text.rpartition("\nOutput:\n")[2] for text in told]
+    found = [text.rpartition("\nOutput:\n")[2].partition("\n<shellId: ")[0] for text in told]
     for message in body["messages"]:
         parts = message["content"] if isinstance(message.get("content"), list) else []
         found += [words_of(part) for part in parts if part["type"] == "tool_result"]
@@ -403,7 +408,10 @@ def test_the_client_did_its_work(conversation):
     answers = answers_of(last)
     assert [n_calls for _, n_calls in answers] == [1, 1, 2, 1, 0, 2, 0]
     pairs = zip(replies, answers, strict=False)
-    assert all(thought and text.startswith(thought) for text, (thought, _) in pairs)
+    if conversation.client in WITHOUT_THINKING:
+        assert not any(thought for _, (thought, _) in pairs)
+    else:
+        assert all(thought and text.startswith(thought) for text, (thought, _) in pairs)
 
 
 def test_what_was_sent_or_generated_before_is_cached(conversation, table):

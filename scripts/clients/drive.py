@@ -237,6 +237,26 @@ class Codex(Client):
         return {"CODEX_HOME": str(self.room / f"codex-{server}"), "LAB_KEY": self._key}
 
 
+class Copilot(Client):
+    """GitHub's, without GitHub: a chat with whatever server it is told of."""
+
+    PARTS = ("copilot",)
+    SHELL = "bash"
+
+    def _command(self, server: str, words: str) -> list[str]:
+        go_on = ["--continue"] if self._is_begun(server) else []  # the newest of this folder
+        program = CLIENTS / "copilot/node_modules/@github/copilot-linux-x64/copilot"
+        return [str(program), *go_on, "-p", words, "--allow-all-tools"]
+
+    def _env_for(self, server: str) -> dict[str, str]:
+        told = {"BASE_URL": f"{self._urls[server]}/v1", "API_KEY": self._key}
+        told["MAX_PROMPT_TOKENS"] = str(LIMITS["contextWindow"])
+        told["MAX_OUTPUT_TOKENS"] = str(LIMITS["maxTokens"])
+        named = {f"COPILOT_PROVIDER_{name}": value for name, value in told.items()}
+        home = str(self.room / f"copilot-{server}")
+        return {**named, "COPILOT_MODEL": self._model, "COPILOT_OFFLINE": "true", "HOME": home}
+
+
 class OpenCode(Client):
     PARTS = ("opencode",)
     SHELL = "bash"

@@ -3,8 +3,8 @@
 #
 #   scripts/clients/install.sh [NAME ...]     default: node24 claude-code pi openclaw codex
 #
-# Names: node24 claude-code claude-code-2.1.150 pi openclaw openclaw-2026.2.17 codex opencode
-# qwen-code.
+# Names: node24 claude-code claude-code-2.1.150 pi openclaw openclaw-2026.2.17 codex copilot
+# opencode qwen-code.
 # Needs npm and no account; no install script of a package is run. About 1.8 GB for the default.
 set -euo pipefail
 home=${CLIENTS_HOME:-$HOME/clients}
@@ -31,6 +31,7 @@ for name in "${@:-node24 claude-code pi openclaw codex}"; do for part in $name; 
       overrides='{"libsignal":"file:../stub","linkedom":"0.18.12"}'
       manifest="{\"private\":true,\"overrides\":$overrides}" into "$part" openclaw@2026.2.17 ;;
     codex) into "$part" @openai/codex@0.169.0 @openai/codex-linux-x64@npm:@openai/codex@0.169.0-linux-x64 ;;
+    copilot) into "$part" @github/copilot@1.0.102 ;;
     opencode) into "$part" opencode-ai@1.18.33 opencode-linux-x64@1.18.33 ;;
     qwen-code) into "$part" @qwen-code/qwen-code@0.24.4 ;;
     *) echo "$part: no such client" >&2; exit 2 ;;
