@@ -643,14 +643,14 @@ def test_a_conversation_by_googles_api_finds_its_past(lab, stream):
     offered = [{"functionDeclarations": [tool["function"] for tool in TOOLS]}]
     settings = {"temperature": 0, "maxOutputTokens": MOST_TOKENS}
     body = {"contents": asked, "tools": offered, "generationConfig": settings}
-    known, called = 0, []
+    recent, known, called = lab.served.state.recent, 0, []
     for n in range(5):
-        n_before = len(lab.served.state.recent)
+        before = {one["id"] for one in recent}
         verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
         status, said = lab.post(f"/v1beta/models/any:{verb}", body)
         assert status == 200, said
-        wait_until(lambda k=n_before: len(lab.served.state.recent) > k)
-        facts = lab.served.state.recent[-1]
+        wait_until(lambda ids=before: recent and recent[-1]["id"] not in ids)
+        facts = recent[-1]
         assert facts["cached"] >= known
         known = facts["prompt"] + facts["out"]
         events = [line.removeprefix("data: ") for line in said.split("\n") if '{"cand' in line]
