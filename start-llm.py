@@ -4221,7 +4221,7 @@ _DIALECTS: Final = {  # the sign of the last is in all of them
         name=r'(?P<glm>[^\s<>{}"]{1,200})\s*(?=<arg_key>|</tool_call>)',
         key=r"\s*(?:(?:<arg_key>){1,3}(?P<key>[^<]+)(?:</arg_key>\s*){1,3}(?:<arg_value>|(?=[^<\s]))"
         r"|(?P<end></tool_call>|(?=<tool_call>)))",
-        value_end=r"</arg_value>(?=\s*(?:<arg_key>|</?tool_call>))|(?=</tool_call>\s*\0)",
+        value_end=r"</arg_value>(?=\s*<(?:arg_key|/tool_call>|tool_call>\w))|(?=</tool_call>\s*\0)",
     ),
     "minimax": _Dialect(  # several calls between its two tags
         sign="<invoke name=",

@@ -166,7 +166,7 @@ MARKUP = [
 AMBIGUOUS = re.compile(
     r"</parameter>\s*(<parameter=|</function>|</tool_call>)"
     r"|</function>\s*</tool_call>\s*<tool_call>"
-    r"|</arg_value>\s*(<arg_key>|</tool_call>)"
+    r"|</arg_value>\s*(<arg_key>|</tool_call>|<tool_call>\w)"
 )
 TEXTS = (
     st.lists(st.sampled_from(MARKUP) | st.text(max_size=5), max_size=8)
@@ -202,6 +202,7 @@ CUTS = st.lists(st.integers(0, 2000), max_size=30)
 
 
 @given(st.lists(CALLS, min_size=1, max_size=3), CUTS, st.sampled_from(["", "Hello.", "a\nb"]))
+@example([(write_glm, "write", {"text": "</arg_value><tool_call>"})], [], "")
 def test_calls_come_back_as_they_were_made(calls: list[Any], cuts: list[int], said: str) -> None:
     text = said + "".join("\n" + write(name, arguments) for write, name, arguments in calls)
     reply = read("why</think>" + text, cuts, in_reasoning=True)
