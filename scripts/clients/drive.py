@@ -238,13 +238,13 @@ class Codex(Client):
 
 
 class Copilot(Client):
-    """GitHub's, without GitHub: a chat with whatever server it is told of."""
+    """GitHub's, without GitHub. A home for each server: it goes on with the newest there."""
 
     PARTS = ("copilot",)
     SHELL = "bash"
 
     def _command(self, server: str, words: str) -> list[str]:
-        go_on = ["--continue"] if self._is_begun(server) else []  # the newest of this folder
+        go_on = ["--continue"] if self._is_begun(server) else []
         program = CLIENTS / "copilot/node_modules/@github/copilot-linux-x64/copilot"
         return [str(program), *go_on, "-p", words, "--allow-all-tools"]
 
