@@ -3,6 +3,9 @@
     .venv/bin/python scripts/chat.py [--url http://127.0.0.1:8080] [--key KEY] [--system TEXT]
         [--no-tools]
 
+Where the server listens and which key it wants is read as the server reads it: MLX_HOST, MLX_PORT
+and API_KEY from the environment or from .env.
+
 The answer streams in, thinking dimmed. After each turn one line says how many tokens the prompt
 had, how many of them were cached, and the seconds to the first token (TTFT): ask twice, and see
 that only what is new is read. The model may list and read what lies below the folder that the
@@ -19,13 +22,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from dotenv import dotenv_values
 from rich.console import Console
 from rich.text import Text
 
@@ -33,7 +37,7 @@ with suppress(ImportError):  # arrow keys, and what was typed before
     import readline  # noqa: F401
 
 Body = dict[str, Any]
-DEFAULT_URL: Final = "http://127.0.0.1:8080"
+SETTINGS: Final = Path(__file__).resolve().parent.parent / ".env"
 MOST_CALLS: Final = 8  # in a row, then the person has the word again
 MOST_CHARACTERS: Final = 20_000  # of a file
 TIMEOUT_SECONDS: Final = 600.0  # without a byte; a long prefill says nothing
@@ -123,6 +127,20 @@ class Server:
                 return str(json.load(response)["data"][0]["id"])
             except (ValueError, LookupError, TypeError) as error:
                 raise ChatError(f"{self.url} is no server of this kind.") from error
+
+
+def server_of(settings: Mapping[str, str | None]) -> Server:
+    """The server that these settings start; of several keys the first."""
+
+    def setting(name: str) -> str:
+        return (settings.get(name) or "").strip()
+
+    host = setting("MLX_HOST")
+    if host in {"", "0.0.0.0", "::", "localhost"}:  # all addresses, so loopback's too
+        host = "127.0.0.1"
+    host = f"[{host}]" if ":" in host else host
+    key = next(filter(None, map(str.strip, setting("API_KEY").split(","))), "")
+    return Server(f"http://{host}:{setting('MLX_PORT') or 8080}", key)
 
 
 def unreachable(url: str, error: Exception) -> str:
@@ -270,9 +288,9 @@ def converse(chat: Chat, system: str) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--url", default=DEFAULT_URL)
-    key = os.environ.get("API_KEY", "").partition(",")[0].strip()
-    parser.add_argument("--key", default=key, help="default: the first of API_KEY")
+    usual = server_of({**dotenv_values(SETTINGS), **os.environ})
+    parser.add_argument("--url", default=usual.url, help="default: as MLX_HOST and MLX_PORT say")
+    parser.add_argument("--key", default=usual.key, help="default: the first of API_KEY")
     parser.add_argument("--system", default="", help="a system prompt")
     parser.add_argument("--no-tools", action="store_true", help="offer the model no tools")
     chosen = parser.parse_args()

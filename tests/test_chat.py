@@ -72,6 +72,32 @@ def test_an_address_that_is_none_is_one_clear_sentence(tmp_path):
     assert run.returncode == 1 and "80x" in run.stderr and "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("settings", "url", "key"),
+    [
+        ({}, "http://127.0.0.1:8080", ""),
+        ({"MLX_PORT": "9000", "API_KEY": " , one,two"}, "http://127.0.0.1:9000", "one"),
+        ({"MLX_HOST": "0.0.0.0", "MLX_PORT": ""}, "http://127.0.0.1:8080", ""),
+        ({"MLX_HOST": "::1", "API_KEY": None}, "http://[::1]:8080", ""),
+        ({"MLX_HOST": "10.0.0.7"}, "http://10.0.0.7:8080", ""),
+    ],
+)
+def test_the_server_is_where_its_settings_say(settings, url, key):
+    assert chat.server_of(settings) == chat.Server(url, key)
+
+
+def test_the_settings_are_those_of_the_server(tmp_path, monkeypatch):
+    (tmp_path / ".env").write_text(f"MLX_PORT={free_port()}\nAPI_KEY=written\n")
+    monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
+    monkeypatch.setattr("sys.argv", ["chat.py", "--no-tools"])
+    monkeypatch.setenv("MLX_PORT", port := str(free_port()))  # goes before the file, as there
+    with pytest.raises(SystemExit, match=f"127.0.0.1:{port}"):
+        chat.main()
+    monkeypatch.setattr(chat.Server, "model", lambda self: sys.exit(f"key {self.key}"))
+    with pytest.raises(SystemExit, match="key written"):
+        chat.main()
+
+
 def test_half_an_answer_is_none(tmp_path, monkeypatch):
     def stream(self, body):
         yield {"choices": [{"delta": {"content": "Half an ans"}, "finish_reason": None}]}
