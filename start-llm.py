@@ -1402,7 +1402,7 @@ def _canonicalize_messages(messages: Iterable[Message], canon: Canon) -> tuple[T
         turn, before = canon.still(message), turns[-1].role if turns else "system"
         if not (notes := () if before in SYSTEM_ROLES else _notes(turn, canon)):
             if turn.role == "user" and ahead[0] == len(turns):  # why(L-101): they are its head
-                turn = replace(turn, head=(*ahead[1], *turns.pop().tail))
+                turn, ahead = replace(turn, head=(*ahead[1], *turns.pop().tail)), (-1, ())
             turns.append(turn)
         elif before == "assistant":
             turns.append(_turn({"role": "user", "content": "\n\n".join(n.value for n in notes)}))

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import start_llm
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_render import call, chat, said
 
@@ -632,6 +633,28 @@ def test_plain_text_is_its_own_canonical_copy(text: str, role: str) -> None:
     assert turn.canonical["content"] == wanted
     assert turn.message["content"] == wanted
     assert turn.digest == canon().still(said(role, [part(text)])).digest
+
+
+@given(st.lists(st.sampled_from(["system", "developer", "user", "note", "assistant"]), max_size=9))
+@example(["user", "assistant", "system", "user", "user"])
+@settings(max_examples=400)
+def test_every_message_is_in_some_turn_once(roles: list) -> None:
+    """Whatever stands between them, and what is no note in the order in which it was said."""
+    messages = [
+        said("user", f"<system-reminder>\nw{n}w\n</system-reminder>")
+        if role == "note"
+        else said(role, f"w{n}w")
+        for n, role in enumerate(["user", *roles])
+    ]
+    turns = turns_of(messages)
+    told = ""
+    for turn in turns:
+        above, below = (" ".join(note.value for note in some) for some in (turn.head, turn.tail))
+        told += f"{above} {turn.message['content']} {below}\n"
+    found = [int(n) for n in re.findall(r"w(\d)w", told)]
+    assert sorted(found) == list(range(len(messages)))
+    plain = [n for n in found if n == 0 or roles[n - 1] in {"user", "assistant"}]
+    assert plain == sorted(plain)
 
 
 # -- one message in many shapes ---------------------------------------------------------
