@@ -864,7 +864,7 @@ class _MessagesBody(BaseModel, strict=True, extra="allow"):  # what a chat says 
     system: str | Each[Body] = []
     tools: Each[_MessagesTool] = []
     tool_choice: Body = {}
-    stop_sequences: Each[Name] = []
+    stop_sequences: Annotated[Each[Name], Field(max_length=16)] = []
     output_config: Body = {}
     mcp_servers: Annotated[list[Body], Field(max_length=0)] = []
 
@@ -887,14 +887,13 @@ def from_anthropic(body: object, config: Config, **how: Any) -> ChatRequest:
     messages = _said("system", asked.system, tools=tools, param="system") if asked.system else []
     for i, m in enumerate(asked.messages):
         messages += _said(m["role"], m["content"], tools=tools, param=f"messages[{i}].content")
-    choice, kind = asked.tool_choice, asked.tool_choice.get("type", "auto")
+    kind, output = (choice := asked.tool_choice).get("type", "auto"), asked.output_config
     kinds = {"any": "required", "tool": {"function": {"name": choice.get("name")}}}
     chat: Body = {"thinking": {"type": "disabled"}, **given}  # unless the request says otherwise
     chat |= {"messages": messages, "tools": list(tools.values()), "stop": asked.stop_sequences}
-    chat |= {"tool_choice": kinds.get(str(kind), kind)}
+    chat |= {"tool_choice": kinds.get(str(kind), kind), "reasoning_effort": output.get("effort")}
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    chat["reasoning_effort"] = asked.output_config.get("effort")
-    chat["response_format"] = asked.output_config.get("format", given.get("output_format"))
+    chat["response_format"] = output.get("format", given.get("output_format"))
     return replace(ChatRequest.from_chat(chat, config, **how), kind="messages")
 
 
@@ -1172,7 +1171,7 @@ class HealingStore:
     def thought_of(self, reply: Message, answered: Iterable[bytes]) -> str:
         """The thinking that led to this reply; "" if none is known. The best name goes first."""
         words = (self._thoughts.get((name, reply_digest(reply))) for name in answered)
-        return str(self._named.get(reply.get("thought_id")) or next(filter(None, words), ""))
+        return str(self._named.get(str(reply.get("thought_id"))) or next(filter(None, words), ""))
 
     def __len__(self) -> int:
         return len(self._thoughts)
@@ -1455,7 +1454,10 @@ _TOOL: Final[Body] = {"type": "function", "function": _ACT}
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Leftmost, then longest: as a tokenizer matches its added tokens."""
-    return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len)[::-1])) or '(?!)'})")
+    # why(L-104): a group is one look for what its tokens share; Gemma 3 has 6,242 `<unused...>`.
+    alike = groupby(sorted(tokens, reverse=True), key=lambda token: token[:4])
+    groups = (f"(?:{'|'.join(map(re.escape, some))})" for _, some in alike)
+    return re.compile(f"({'|'.join(groups) or '(?!)'})")
 
 
 def _hide(value: Any, markup: re.Pattern[str]) -> Any:
@@ -2209,9 +2211,9 @@ def _block_hashes(
 ) -> list[bytes]:
     """Names of all full blocks; `known`: those of the first ones."""
     # Name i is sha256(name i - 1, or root; block i), so it stands for all tokens to block i's end.
-    names, n_bytes = list(known), 4 * block_size
-    packed = memoryview(np.asarray(tokens, dtype="<i4")[len(known) * block_size :].tobytes())
-    for at in range(0, len(packed) - n_bytes + 1, n_bytes):
+    packed, n_bytes = memoryview(np.asarray(tokens, dtype="<i4").tobytes()), 4 * block_size
+    names = list(known[: len(packed) // n_bytes])
+    for at in range(len(names) * n_bytes, len(packed) - n_bytes + 1, n_bytes):
         names.append(sha256((names[-1] if names else root) + packed[at : at + n_bytes]).digest())
     return names
 
@@ -2261,7 +2263,7 @@ class StateSnapshot(NamedTuple):
 class Span(NamedTuple):
     """Attention KV of `length` consecutive tokens, all attention leaves, and nothing else."""
 
-    arrays: tuple[mx.array, ...]  # keys, values of each leaf: (1, n_kv_heads, >= length, head_dim)
+    arrays: list[mx.array]  # keys, values of each leaf: (1, n_kv_heads, >= length, head_dim)
     length: int
 
     @property
@@ -2270,18 +2272,18 @@ class Span(NamedTuple):
 
     def cut(self, start: int, end: int) -> Span:
         """A copy of tokens [start, end); this span stays as it is."""
-        copies = tuple(mx.contiguous(array[..., start:end, :]) for array in self.arrays)
+        copies = [mx.contiguous(array[..., start:end, :]) for array in self.arrays]
         mx.eval(copies)
         return Span(copies, end - start)
 
     def join(self, tail: Span) -> Span:
         """These tokens followed by the tail's. Consumes both: neither may be used afterwards."""
-        buffers, length = list(self.arrays), self.length + tail.length
+        buffers, length = self.arrays, self.length + tail.length
         for i, more in enumerate(tail.arrays):
             buffers[i] = buffer = _grown(buffers[i], length)
             buffer[..., self.length : length, :] = more[..., : tail.length, :]
             mx.eval(buffer)  # one array at a time: at most one of them exists twice
-        return Span(tuple(buffers), length)
+        return Span(buffers, length)
 
 
 def _grown(buffer: mx.array, length: int) -> mx.array:
@@ -2453,8 +2455,9 @@ def take_span(cache: KvCache, length: int) -> Span:
     """Move the attention buffers, `length` tokens deep, out of a one-row cache, now spent."""
     leaves = _leaves(cache, "attention")
     assert all(leaf.offset == length for leaf in leaves), "attention layers disagree on depth"
-    arrays = tuple(array for leaf in leaves for array in (leaf.keys, leaf.values))
+    arrays = [array for leaf in leaves for array in (leaf.keys, leaf.values)]
     mx.eval(arrays)
+    cache.clear()  # why(L-105): the group it comes from names this list to the end of the turn
     return Span(arrays, length)
 
 
@@ -2464,7 +2467,7 @@ def copy_span(cache: KvCache, end: int, *, row: int) -> Span:
     for leaf in _leaves(cache, "attention"):
         start = leaf.left_padding.tolist()[row] if type(leaf) is BatchKVCache else 0
         views += [array[row : row + 1, :, start:] for array in (leaf.keys, leaf.values)]
-    return Span(tuple(views), end).cut(0, end)
+    return Span(views, end).cut(0, end)
 
 
 def to_batch(cache: KvCache) -> KvCache:
@@ -3497,7 +3500,7 @@ def _processors(job: Job) -> list[Callable[[mx.array, mx.array], mx.array]]:
     s, size = job.sampling, min(job.sampling.repetition_context_size, 1 << 20)
     repetition = s.repetition_penalty if s.repetition_penalty != 1.0 else None
     penalties = (repetition, size, s.presence_penalty, size, s.frequency_penalty, size)
-    bent = make_logits_processors(dict(s.logit_bias), *penalties)
+    bent = make_logits_processors(dict(s.logit_bias), *(penalties if size else ()))
     return [*bent, *map(_enforced, job.constraints)]
 
 
@@ -3532,8 +3535,7 @@ class Row:  # a request on the model; its KV is exactly prompt + `out`, cut at `
     def prompt_fed(self, block_size: int) -> Prompt:
         root, tokens, hashes = self.job.prompt
         tokens = np.concatenate([tokens, np.asarray(self.out, dtype=np.int32)])[: self.fed]
-        known = hashes[: self.fed // block_size]
-        return Prompt(root, tokens, _block_hashes(tokens, block_size, root=root, known=known))
+        return Prompt(root, tokens, _block_hashes(tokens, block_size, root=root, known=hashes))
 
     def tell(self, token: int, *, logprobs: mx.array) -> None:
         """Add a token. `logprobs`: `(vocab,)`, computed, of all tokens in the place of this one."""
@@ -3748,6 +3750,7 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         cache = make_prompt_cache(self.loaded.model)  # why(L-09): of no maximum size
         if span is not None:
             lend_span(cache, span)
+            del span  # why(L-105): or `reserve` would hold all of it twice
         if reuse.state is not None:
             restore_state(cache, reuse.state)
         offset = _kv_cache_offset(cache, recorded=reuse.depth)
@@ -3755,7 +3758,7 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         reserve(cache, job.n_prompt, roomy=_with_headroom(job.n_prompt))
         speed = self._slices[-1][2] if self._slices else 2000.0  # at first
         stops = _stops(job, offset, shape=self.shape)
-        row = Row(ticket, job, line, cache, offset, reuse, stops, speed)
+        row = Row(ticket, job, line, cache, offset, reuse._replace(state=None), stops, speed)
         row.shifts = {at: self.loaded.model.places(view)[1] for at, view in job.images}
         line.lender, line.end, line.owner = row.read_span, offset, job.owner
         line.head, ticket.match = min(job.boundaries, default=0), reuse.match(job.n_prompt)
@@ -3841,11 +3844,9 @@ class Scheduler:  # everything that happens on the model thread, one `turn` at a
         if row.fed == 0 or NO_TOKEN in row.out:  # the last turn saw NaN, though the client left
             self.cache.drop(row.line)
         else:
-            evaluate(row.cache)
             self.cache.add_checkpoint(row.line, row.fed, snapshot=snapshot_state(row.cache))
             prompt = row.prompt_fed(self.config.prompt_cache_block_size)
-            span, row.cache = take_span(row.cache, row.fed), []
-            self.cache.put_back(row.line, prompt, span=span)
+            self.cache.put_back(row.line, prompt, span=take_span(row.cache, row.fed))
         self.rows.remove(row)
         facts = row.reuse.depth, row.ticket.match, row.reuse.shared, row.ticket.seconds()
         row.ticket.put(end if isinstance(end, ServerError) else Finished(end, *facts))
@@ -4502,7 +4503,7 @@ class ReplyStream:
         if start == "<|tool_call>":  # why(L-82): of Gemma's keys its parser knows \w+ alone
             body = regex.sub(_BARE, r'<|"|>\1<|"|>', body)
         try:
-            calls = [(x["name"], _json(dict(x.get("arguments") or {}))) for x in self._parse(body)]
+            calls = [(x["name"], _json(dict(x["arguments"] or {}))) for x in self._parse(body)]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise what they like on bad text
             return
         for name, arguments in calls if all(name in self._offered for name, _ in calls) else ():
@@ -5220,10 +5221,9 @@ class Handler(BaseHTTPRequestHandler):
         if "Origin" in self.headers and origin != f"http://{host}":
             if {origin, "*"}.isdisjoint(entries(config.cors_origins.lower())):
                 raise NotServed(403, f"web pages of {origin[:200]!r} may not ask: see CORS_ORIGINS")
-            may = {"Origin": origin, "Methods": "GET, POST, DELETE"}
-            may["Headers"] = self._header("Access-Control-Request-Headers")
-            self._cors = {f"Access-Control-Allow-{what}": which for what, which in may.items()}
-            self._cors |= {"Access-Control-Max-Age": "600", "Vary": "Origin"}  # seconds
+            may = {"Allow-Origin": origin, "Allow-Methods": "GET, POST, DELETE", "Max-Age": "600"}
+            may["Allow-Headers"] = self._header("Access-Control-Request-Headers")
+            self._cors = {"Vary": "Origin"} | {f"Access-Control-{k}": v for k, v in may.items()}
         self._length = self._body_length()
         self.is_unread = self._length != 0
         path, _, query = self.path.partition("?")

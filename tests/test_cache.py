@@ -43,7 +43,7 @@ def span_of(tokens, capacity=None):
     keys = mx.array(padded, mx.float32).reshape(1, 1, -1, 1)
     values = -keys
     mx.eval(keys, values)
-    return s.Span((keys, values), len(tokens))
+    return s.Span([keys, values], len(tokens))
 
 
 def tokens_in(span):

@@ -348,6 +348,15 @@ def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_si
     assert thoughts == [f"{who!r} greets" for who in (b"Ann's", b"Bob's", b"Bob's")]
 
 
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, 7, None])
+def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
+    """Fields that a client adds come as they are."""
+    store = start_llm.HealingStore()
+    store.remember({"role": "assistant", "content": "x", "reasoning_content": "t"}, [b""])
+    reply = {"role": "assistant", "content": "y", "thought_id": name}
+    assert store.thought_of(reply, [b""]) == ""
+
+
 def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
     store = start_llm.HealingStore()
     store.remember(reply("same words", thought="because"), ASKED)

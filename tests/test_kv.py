@@ -84,6 +84,14 @@ def test_a_cut_is_a_copy_and_a_join_continues_it():
     assert tokens_of(tail.arrays[0], 300) == list(range(300, 600))
 
 
+def test_joining_never_holds_all_of_the_longer_part_twice():
+    head, tail = (s.take_span([kv_leaf(n) for _ in range(8)], n) for n in (4000, 300))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    joined = head.join(tail)
+    assert mx.get_peak_memory() - before < joined.nbytes / 4, "sixteen arrays, one at a time"
+
+
 def test_taking_and_lending_moves_the_buffers():
     cache = [kv_leaf(5000)]
     before = mx.get_active_memory()

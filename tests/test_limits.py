@@ -381,6 +381,67 @@ def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit)
             pasts[i] = past + ids + words(rng, 20)
 
 
+def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(bench, monkeypatch):
+    reserve, taken = s.reserve, []
+
+    def measured(cache, tokens, *, roomy):
+        before, held = mx.get_active_memory(), sum(layer.nbytes for layer in cache)
+        mx.reset_peak_memory()
+        reserve(cache, tokens, roomy=roomy)
+        if held < sum(layer.nbytes for layer in cache):
+            taken.append((mx.get_peak_memory() - before) / held if held else 0.0)
+
+    monkeypatch.setattr(s, "reserve", measured)
+    b, rng = bench("qwen3", {"layers": 12}), np.random.default_rng(5)
+    prompt = words(rng, 3000)
+    ids, _, _ = b.ask(prompt)
+    _, end, _ = b.ask(prompt + ids + words(rng, 700))
+    assert end.cached >= 3000 and len(taken) == 2
+    assert taken[-1] < 0.6, "what it grows by, and one layer of twelve"
+
+
+def test_nothing_is_kept_beside_rows_and_what_is_at_rest(bench, monkeypatch):
+    """Where a branch has ended, its copy of the prefix is gone before the next slice is read."""
+    finish, prefill, turn, held = s.Scheduler._finish, s.Scheduler._prefill, s.Scheduler.turn, {}
+
+    def begun(scheduler):
+        held.pop("ended", None)
+        turn(scheduler)
+
+    def ended(scheduler, *how):
+        finish(scheduler, *how)
+        held["ended"] = 0
+
+    def read(scheduler, row):
+        parts = [layer.nbytes for one in scheduler.prefilling for layer in one.cache]
+        known = scheduler.cache.nbytes + sum(parts) + sum(g.nbytes for g in scheduler.groups)
+        held["behind an end" if "ended" in held else "usual"] = mx.get_active_memory() - known
+        prefill(scheduler, row)
+
+    for name, how in (("turn", begun), ("_finish", ended), ("_prefill", read)):
+        monkeypatch.setattr(s.Scheduler, name, how)
+    b, rng = bench("qwen3", {"layers": 12}), np.random.default_rng(0)
+    head = words(rng, 3000)
+    b.ask(head + words(rng, 3600))
+    branch, other = b.submit(head + words(rng, 600), n=4), b.submit(words(rng, 1500), n=2)
+    b.finish(branch), b.finish(other)
+    assert held["behind an end"] < 1.5 * held["usual"]
+
+
+def test_a_row_does_not_keep_the_state_that_it_began_with(bench):
+    """Else a checkpoint that its line gives up stays in memory, and nothing counts it."""
+    b, rng = bench("qwen3_5"), np.random.default_rng(0)
+    prompt = words(rng, 600)
+    ids, _, _ = b.ask(prompt, boundaries=[300])
+    ticket = b.submit(prompt + ids + words(rng, 30), n=3000)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    assert b.engine.ask(lambda x: [(row.reuse.depth > 0, row.reuse.state) for row in x.rows]) == [
+        (True, None)
+    ]
+    ticket.wish = "cancelled"
+    b.finish(ticket)
+
+
 def test_a_running_branch_keeps_no_second_copy_of_its_prefix(bench):
     b, rng = bench("qwen3", memory_limit_bytes=8 << 20), np.random.default_rng(4)
     capacity = b.engine.report["capacity_tokens"]

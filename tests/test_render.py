@@ -274,6 +274,19 @@ def test_tokens_that_eat_spaces_are_left_to_the_tokenizer() -> None:
     assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
 
 
+@given(
+    st.lists(st.text("<>ab|", min_size=1, max_size=7), max_size=30), st.text("<>ab|", max_size=60)
+)
+def test_added_tokens_are_found_leftmost_and_then_longest(tokens: list, text: str) -> None:
+    found, at = [], 0
+    while at < len(text):
+        token = max((t for t in tokens if text.startswith(t, at)), key=len, default="")
+        found += [(at, token)] if token else []
+        at += len(token) or 1
+    seen = start_llm._any_of(tokens).finditer(text)
+    assert [(match.start(), match[0]) for match in seen] == found
+
+
 # -- markup as text ---------------------------------------------------------------
 
 

@@ -56,6 +56,18 @@ def test_the_candidates_are_those_that_mlx_lm_leaves(vocab, masked, dtype):
     assert n_seen > 18, "nothing was compared"
 
 
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_a_penalty_looks_back_on_as_many_tokens_as_it_says(size):
+    """On none, too: upstream would look back on all of them then."""
+    told = s.Sampling(repetition_penalty=2.0, repetition_context_size=size)
+    prompt = s.Prompt(b"", np.array([5, 6, 7], np.int32), [])
+    made = s._processors(s.Job(prompt=prompt, boundaries=(), max_tokens=1, sampling=told))
+    logits = mx.ones((1, 10))
+    for process in made:
+        logits = process(mx.array(prompt.tokens), logits)
+    assert [i for i, x in enumerate(logits[0].tolist()) if x < 1] == [5, 6, 7][3 - min(size, 3) :]
+
+
 def test_what_is_drawn_is_as_frequent_as_it_is_probable():
     probable = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05])
     logprobs = mx.array(np.log(probable, where=probable > 0, out=np.full(6, NONE))[None])

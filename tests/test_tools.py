@@ -685,6 +685,17 @@ def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
             assert "1e999" in text
 
 
+@pytest.mark.parametrize("key", ["parameters", "input", "args"])
+def test_arguments_under_another_name_are_not_lost_to_an_empty_call(key: str) -> None:
+    """mlx-lm's parser passes on what it finds, and a tool run without its arguments may do harm."""
+    hermes = ToolFormat("<tool_call>", "</tool_call>", "hermes", "\n", json_tools.parse_tool_call)
+    text = f'<tool_call>{{"name": "read", "{key}": {{"n": 1}}}}</tool_call>'
+    reply = read(text, tool_format=hermes)
+    assert (reply.content, reply.tool_calls) == (text, [])
+    said = read(text.replace(key, "arguments"), tool_format=hermes)
+    assert [c["function"]["arguments"] for c in said.tool_calls] == ['{"n": 1}']
+
+
 @pytest.mark.parametrize(
     ("written", "arguments", "rest"),
     [
