@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Set start-llm up and run it, or test it, with one command and nothing but Python 3.12.
 
-    python3.12 install_and_run.py [SERVER ARGUMENTS]     set up what is missing, start the server
+    python3.12 install_and_run.py [OPTIONS]              set up what is missing, start the server
     python3.12 install_and_run.py --setup-only           set up, start nothing
     python3.12 install_and_run.py --test [PYTEST ARGS]   set up with the dev tools, run every gate
+    python3.12 install_and_run.py launch CLIENT          start a coding agent on the running server
 
 THE PATH
 
@@ -15,7 +16,19 @@ Another Python that starts this file looks for a 3.12 and hands over to it: the 
 Python 3.6 can parse, and everything up to the handing over uses only what 3.6 has.
 """
 
+import signal
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+if __name__ == "__main__":
+    # Until main() catches it, Ctrl-C ends this program at once, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
 import argparse
+import contextlib
+import difflib
 import hashlib
 import os
 import platform
@@ -42,11 +55,17 @@ def say(text: str) -> None:
     print("start-llm: " + text, flush=True)
 
 
-def output_of(command: "list[str]", environ: "Mapping[str, str] | None" = None) -> "str | None":
+def output_of(
+    command: "list[str]", environ: "Mapping[str, str] | None" = None
+) -> "str | None":
     """What the command printed on stdout; None when it is missing, fails or takes 20 s."""
     try:
         printed = subprocess.check_output(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ, timeout=20
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environ,
+            timeout=20,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -98,7 +117,9 @@ def python_candidates(environ: Mapping[str, str]) -> Iterator[str]:
 def newest_first(paths: Iterable[Path]) -> "list[str]":
     """The paths by the numbers in them, highest first: 3.12.10 before 3.12.9."""
     texts = [str(path) for path in paths]
-    return sorted(texts, key=lambda text: [int(n) for n in re.findall(r"\d+", text)], reverse=True)
+    return sorted(
+        texts, key=lambda text: [int(n) for n in re.findall(r"\d+", text)], reverse=True
+    )
 
 
 def find_python(candidates: Iterable[str]) -> str:
@@ -116,10 +137,17 @@ def is_this_python_usable() -> bool:
     return sys.version_info[:2] == WANTED and is_usable(sys.executable)
 
 
+def hold_signals() -> None:
+    """Let Ctrl-C wait until the next program asks for it: Python's start prints a traceback."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
 def hand_over(python: str, arguments: "list[str]") -> NoReturn:
     """Go on as the same command under another interpreter."""
     say("going on with " + python)
     sys.stdout.flush()
+    hold_signals()
     os.execv(python, [python, str(ROOT / "install_and_run.py")] + arguments)  # noqa: RUF005
 
 
@@ -138,7 +166,9 @@ def foreign_paths(venv: Path) -> "list[str]":
         found.append("{} (made by Python {})".format(venv / "pyvenv.cfg", version))
     for pattern in ("bin/python*", "bin/pip*", "lib/python*", "include/python*"):
         found += [
-            str(path) for path in sorted(venv.glob(pattern)) if is_of_another_python(path.name)
+            str(path)
+            for path in sorted(venv.glob(pattern))
+            if is_of_another_python(path.name)
         ]
     real = Path(os.path.realpath(str(venv / "bin" / "python")))
     if is_of_another_python(real.name):
@@ -175,10 +205,18 @@ def is_whole(venv: Path) -> bool:
 
 def make_venv(venv: Path) -> None:
     """Make the venv, or make it again where a half of one stands."""
-    say("{} {}".format("making again the unfinished" if venv.exists() else "making", venv))
-    base = getattr(sys, "_base_executable", "") or sys.executable  # not from inside the venv itself
+    say(
+        "{} {}".format(
+            "making again the unfinished" if venv.exists() else "making", venv
+        )
+    )
+    base = (
+        getattr(sys, "_base_executable", "") or sys.executable
+    )  # not from inside the venv itself
     if subprocess.call([base, "-m", "venv", "--clear", str(venv)]) != 0:
-        raise SetupError("python -m venv failed, see above; run this again when that is mended.")
+        raise SetupError(
+            "python -m venv failed, see above; run this again when that is mended."
+        )
     if run_pip(venv, ["--quiet", PIP]) != 0:
         say("going on with the pip that Python brought")
 
@@ -196,7 +234,9 @@ class Packages(NamedTuple):
 
 
 RUN = Packages(("requirements.txt", "requirements.lock"), ".installed")
-DEV = Packages(("requirements.txt", "requirements-dev.txt", "requirements.lock"), ".installed-dev")
+DEV = Packages(
+    ("requirements.txt", "requirements-dev.txt", "requirements.lock"), ".installed-dev"
+)
 
 
 def fingerprint(venv: Path, packages: Packages, *, root: Path = ROOT) -> str:
@@ -239,11 +279,72 @@ def drop_half_installed(venv: Path) -> "list[str]":
 
 
 def run_pip(venv: Path, arguments: "list[str]") -> int:
-    """`pip install` with its own progress on the terminal; returns its exit status."""
+    """`pip install` behind one line of progress; returns its exit status."""
     command = [venv_python(venv), "-m", "pip", "install", "--disable-pip-version-check"]
-    command.append("--no-compile")  # of 22,000 modules few are ever imported, and those once
-    environ = dict(os.environ, PIP_NO_INPUT="1", PIP_USER="0")
-    return subprocess.call(command + arguments, stdin=subprocess.DEVNULL, env=environ)
+    command.append(
+        "--no-compile"
+    )  # of 22,000 modules few are ever imported, and those once
+    environ = dict(os.environ, PIP_NO_INPUT="1", PIP_USER="0", PYTHONUNBUFFERED="1")
+    return watch_pip(command + arguments, environ=environ)
+
+
+PIP_LINES_SHOWN = 25  # of what pip wrote, when it fails
+DOWNLOAD = re.compile(
+    r"\s*(?:Downloading|Using cached) (\S+(?:\.whl|\.tar\.gz)) \(([\d.]+) (\w+)\)"
+)
+UNIT_BYTES = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class PipProgress:
+    """What pip has fetched so far, by the lines that it writes."""
+
+    def __init__(self) -> None:
+        self.n_files = 0
+        self.n_bytes = 0.0
+
+    def read(self, line: str) -> str:
+        """The text to show after a line of pip's; "" if it says nothing new."""
+        match = DOWNLOAD.match(line)
+        if match:
+            self.n_files += 1
+            self.n_bytes += float(match.group(2)) * UNIT_BYTES.get(match.group(3), 0)
+            return f"{self.summary()}, {match.group(1).split('-')[0]}"
+        if line.startswith("Installing collected packages"):
+            return f"{self.summary()}; unpacking {line.count(',') + 1} packages"
+        return ""
+
+    def summary(self) -> str:
+        return f"{self.n_files} packages, {self.n_bytes / 1e6:,.0f} MB fetched"
+
+
+def watch_pip(command: "list[str]", *, environ: "Mapping[str, str]") -> int:
+    """Run pip; on a terminal one line changes, and if it fails its last lines are shown."""
+    progress, written = PipProgress(), []
+    is_terminal = sys.stdout.isatty()
+    pip = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+        env=environ,
+    )
+    assert pip.stdout
+    for line in pip.stdout:
+        written.append(line)
+        text = progress.read(line)
+        if text and is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print("\r\033[K" + ("start-llm: " + text)[:width], end="", flush=True)
+    status = pip.wait()
+
+    if is_terminal:
+        print("\r\033[K", end="", flush=True)
+    if status != 0:
+        print("".join(written[-PIP_LINES_SHOWN:]), end="", flush=True)
+    elif progress.n_files > 1:
+        say(f"{progress.summary()} and installed")
+    return status
 
 
 def pip_install(venv: Path, packages: Packages) -> None:
@@ -268,7 +369,9 @@ def prepare(venv: Path, packages: Packages) -> None:
     if foreign:
         raise SetupError(
             "{} has been used by another Python than 3.12 and is not safe to run:\n  {}\n"
-            "Delete it (rm -rf {}) and run this again.".format(venv, "\n  ".join(foreign), venv)
+            "Delete it (rm -rf {}) and run this again.".format(
+                venv, "\n  ".join(foreign), venv
+            )
         )
     if is_installed(venv, packages):
         return
@@ -277,7 +380,7 @@ def prepare(venv: Path, packages: Packages) -> None:
     for name in drop_half_installed(venv):
         say("installing again " + name + ", which was left half installed")
     say("installing {} into {}".format(" and ".join(packages.files[:-1]), venv))
-    say("this takes minutes and 2 GB the first time; pip is quiet while it unpacks")
+    say("this takes minutes and 2 GB of disk the first time")
     pip_install(venv, packages)
     for done in (RUN, packages):
         write_stamp(venv, done)
@@ -317,17 +420,81 @@ def openblas_candidates(ldconfig: str, *, root: Path = Path("/")) -> "list[str]"
     return list(dict.fromkeys(found))
 
 
-def can_preload(python: str, library: str) -> bool:
-    """Whether a program started with this library preloaded finds cblas_sgemm in it."""
-    environ = dict(os.environ, LD_PRELOAD=library)
-    return output_of([python, "-c", "import ctypes; ctypes.CDLL(None).cblas_sgemm"], environ) == ""
+# A library passes if MLX multiplies with it, and rightly: one that was built for other
+# processors ends the program, and one with 64-bit indices gives nonsense.
+BLAS_PROBE = (
+    "import ctypes, numpy, mlx.core as mx;"
+    "ctypes.CDLL(None).cblas_sgemm;"
+    "mx.set_default_device(mx.cpu);"
+    "a, b = numpy.random.default_rng(0).standard_normal((2, 96, 96), dtype='f4');"
+    "product = numpy.array(mx.array(a) @ mx.array(b));"
+    "assert numpy.allclose(product, a.astype('f8') @ b.astype('f8'), atol=1e-3)"
+)
 
 
-def find_openblas(python: str) -> "str | None":
-    """The path of an OpenBLAS that can stand before the reference BLAS, or None."""
-    ldconfig = output_of(["ldconfig", "-p"]) or output_of(["/sbin/ldconfig", "-p"]) or ""
-    libraries = openblas_candidates(ldconfig)
-    return next((library for library in libraries if can_preload(python, library)), None)
+def can_preload(python: str, library: str, fortran_folder: str = "") -> bool:
+    """Whether MLX computes rightly in a program started with this library preloaded."""
+    environ = preloading(os.environ, library, n_cores=2, folder=fortran_folder)
+    return output_of([python, "-c", BLAS_PROBE], environ) == ""
+
+
+def wheel_openblas(venv: Path) -> "tuple[str, str] | None":
+    """OpenBLAS from its wheel, and the folder where it finds the Fortran runtime.
+
+    The wheel has no libgfortran.so.5, and needs one: MLX's own wheel has it under
+    another name, so a link is made.
+    """
+    packages = venv / "lib/python3.12/site-packages"
+    libraries = sorted(packages.glob("cmeel.prefix/lib/libopenblas.so.0"))
+    runtimes = sorted(packages.glob("mlx_cpu.libs/libgfortran-*.so.5*"))
+    if not libraries or not runtimes:
+        return None
+    folder = venv / "lib" / "openblas"
+    folder.mkdir(exist_ok=True)
+    link = folder / "libgfortran.so.5"
+    if not link.exists():
+        with contextlib.suppress(OSError):
+            link.unlink()
+        os.symlink(str(runtimes[0]), str(link))
+    return str(libraries[0]), str(folder)
+
+
+def find_openblas(venv: Path) -> "tuple[str, str] | None":
+    """An OpenBLAS that can stand before the reference BLAS: the wheel's or the system's.
+
+    Returns its path, and a folder for LD_LIBRARY_PATH ("": none is needed). The one that
+    passed is remembered, since to try one takes a second.
+    """
+    ldconfig = (
+        output_of(["ldconfig", "-p"]) or output_of(["/sbin/ldconfig", "-p"]) or ""
+    )
+    candidates = [(library, "") for library in openblas_candidates(ldconfig)]
+    from_wheel = wheel_openblas(venv)
+    if from_wheel is not None:
+        candidates.insert(0, from_wheel)
+
+    stamp = venv / "openblas"
+    identity = repr([*candidates, processor_name()])
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        known_identity, known_index = stamp.read_text("utf-8").splitlines()
+        if known_identity == identity:
+            return candidates[int(known_index)]
+
+    for index, (library, folder) in enumerate(candidates):
+        if can_preload(venv_python(venv), library, folder):
+            with contextlib.suppress(OSError):
+                stamp.write_text(f"{identity}\n{index}\n", "utf-8")
+            return candidates[index]
+        if (library, folder) == from_wheel:
+            say("the OpenBLAS wheel does not run on this processor; it is left out.")
+    return None
+
+
+def processor_name() -> str:
+    """What /proc/cpuinfo says of the first processor, features included."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0]
+    return ""
 
 
 def openblas_advice() -> str:
@@ -336,13 +503,18 @@ def openblas_advice() -> str:
     return f"`{commands[0]}`" if commands else "the OpenBLAS package of your system"
 
 
-def preloading(environ: Mapping[str, str], library: str, *, n_cores: int) -> "dict[str, str]":
+def preloading(
+    environ: Mapping[str, str], library: str, *, n_cores: int, folder: str = ""
+) -> "dict[str, str]":
     """The environment with the library preloaded.
 
     One core is left to the threads that read, render and write: OpenBLAS spins while it waits.
     """
     changed = dict(environ)
     changed["LD_PRELOAD"] = ":".join(filter(None, (library, environ.get("LD_PRELOAD"))))
+    if folder:
+        folders = (folder, environ.get("LD_LIBRARY_PATH"))
+        changed["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
     changed.setdefault("OPENBLAS_NUM_THREADS", str(max(1, n_cores - 1)))
     return changed
 
@@ -352,17 +524,20 @@ def server_environment(venv: Path, environ: Mapping[str, str]) -> "dict[str, str
 
     Says in one line which BLAS computes. A BLAS that the user preloads is left alone.
     """
-    uses_reference_blas = any(venv.glob("lib/python3.12/site-packages/mlx_cpu.libs/libblas*"))
+    uses_reference_blas = any(
+        venv.glob("lib/python3.12/site-packages/mlx_cpu.libs/libblas*")
+    )
     if not uses_reference_blas or "blas" in environ.get("LD_PRELOAD", ""):
         return dict(environ)
-    library = find_openblas(venv_python(venv))
-    if library is None:
+    found = find_openblas(venv)
+    if found is None:
         say(f"MLX computes with its reference BLAS; {openblas_advice()} is faster.")
         return dict(environ)
     n_cores = os.cpu_count() or 1
     if sys.platform == "linux":  # what this process may use of them
         n_cores = len(os.sched_getaffinity(0))
-    changed = preloading(environ, library, n_cores=n_cores)
+    library, folder = found
+    changed = preloading(environ, library, n_cores=n_cores, folder=folder)
     n_threads = changed["OPENBLAS_NUM_THREADS"]
     say(f"MLX computes with {library}, OPENBLAS_NUM_THREADS={n_threads}")
     return changed
@@ -375,6 +550,7 @@ def start_server(venv: Path, arguments: "list[str]") -> NoReturn:
     """Become the server."""
     python, environ = venv_python(venv), server_environment(venv, os.environ)
     sys.stdout.flush()
+    hold_signals()
     os.execve(python, [python, str(ROOT / "start-llm.py"), *arguments], environ)
 
 
@@ -391,7 +567,8 @@ GATES = (
     Gate("ruff format", ("-m", "ruff", "format", "--check", ".")),
     Gate("mypy", ("-m", "mypy")),
     Gate("mypy for macOS", ("-m", "mypy", "--platform", "darwin")),
-    Gate("floorplan", ("scripts/floorplan.py",)),
+    Gate("layout", ("scripts/tools/check_layout.py", "--style")),
+    Gate("complexity", ("-m", "complexipy.cli")),
     Gate("vulture", ("-m", "vulture")),
     Gate("pytest", ("-m", "pytest", "-n", "3", "--dist", "worksteal")),
 )
@@ -405,7 +582,9 @@ def run_gates(venv: Path, pytest_arguments: "list[str]") -> int:
         extra = pytest_arguments if gate.name == "pytest" else []
         started = time.monotonic()
         status = subprocess.call(
-            [venv_python(venv), *gate.command, *extra], cwd=str(ROOT), stdin=subprocess.DEVNULL
+            [venv_python(venv), *gate.command, *extra],
+            cwd=str(ROOT),
+            stdin=subprocess.DEVNULL,
         )
         seconds = time.monotonic() - started
         if status != 0:
@@ -423,33 +602,119 @@ class Options(NamedTuple):
     rest: "list[str]"  # for the server or for pytest
 
 
+# Those of start-llm.py with a value; a test holds both programs to the same list.
+SERVER_OPTIONS = (
+    ("--model", "NAME", "Hugging Face repository, folder or demo (MODEL_PATH)"),
+    ("--port", "N", "TCP port (MLX_PORT, 8080)"),
+    ("--host", "ADDRESS", "where to listen (MLX_HOST, 127.0.0.1)"),
+    ("--api-key", "KEY", "that each request must bring (API_KEY)"),
+)
+
+
+def project_version(*, root: Path = ROOT) -> str:
+    """The version that pyproject.toml states; "" where that file is not."""
+    try:
+        text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    match = re.search(r'^version = "(.+?)"', text, re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without listing all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"start-llm: {message} (--help lists the options)\n")
+
+    def refuse(self, word: str) -> NoReturn:
+        """End with a sentence about a word that is no option, and the one meant."""
+        if not word.startswith("-"):
+            self.error(f"{word} stands alone: --model {word} is meant?")
+        known_options = [name for name in self._option_string_actions if len(name) > 2]
+        name = word.split("=")[0]
+        near = difflib.get_close_matches(name, known_options, n=1)
+        if near:
+            self.error(f"{name} is no option: {near[0]} is meant?")
+        self.error(f"{name} is no option")
+
+
 def read_arguments(arguments: "list[str]") -> Options:
-    parser = argparse.ArgumentParser(
-        description="Set start-llm up and start it. Other arguments go to the server or to pytest.",
+    """What to do. Ends with a sentence at an option that nobody knows.
+
+    Words beside --test are pytest's; those that start-llm.py takes are its own.
+    """
+    parser = OptionParser(
+        prog="install_and_run.py",
+        description="Set start-llm up and start it. The word `launch` starts an agent on the "
+        "running server instead: launch --help.",
+        epilog="All other settings are environment variables or lines of .env: see .env.example. "
+        "An option wins over both.",
         allow_abbrev=False,
     )
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--test", action="store_true", help="set up, run every gate and test")
-    modes.add_argument("--setup-only", action="store_true", help="set up, start nothing")
-    known, rest = parser.parse_known_args(arguments)
-    return Options("test" if known.test else "setup" if known.setup_only else "run", rest)
+    modes.add_argument(
+        "--test",
+        action="store_true",
+        help="set up, run every gate and test; other words are for pytest",
+    )
+    modes.add_argument(
+        "--setup-only", action="store_true", help="set up, start nothing"
+    )
+    version = "start-llm " + project_version()
+    parser.add_argument("--version", action="version", version=version)
+    server = parser.add_argument_group("the server")
+    for name, metavar, text in SERVER_OPTIONS:
+        server.add_argument(name, metavar=metavar, help=text)
+    server.add_argument(
+        "--no-proxy",
+        action="store_true",
+        help="do not start LiteLLM (ENABLE_PROXY=false)",
+    )
+
+    known, unknown_words = parser.parse_known_args(arguments)
+    if known.test:
+        return Options("test", [word for word in arguments if word != "--test"])
+    if unknown_words:
+        parser.refuse(unknown_words[0])
+    if known.port and not (known.port.isdecimal() and 0 < int(known.port) < 65536):
+        parser.error(f"--port: {known.port!r} is no number from 1 to 65535")
+    rest = [word for word in arguments if word != "--setup-only"]
+    return Options("setup" if known.setup_only else "run", rest)
+
+
+def start_launcher(arguments: "list[str]") -> NoReturn:
+    """Become the program that starts a client; any Python from 3.12 on runs it."""
+    script = str(ROOT / "scripts" / "helpers" / "launch.py")
+    os.execv(sys.executable, [sys.executable, script] + arguments)  # noqa: RUF005
 
 
 def run(arguments: "list[str]") -> int:
     """Do what the arguments ask; the exit status. Raises SetupError."""
+    if arguments[:1] == ["launch"]:
+        if sys.version_info < WANTED:
+            hand_over(find_python(python_candidates(os.environ)), arguments)
+        start_launcher(arguments[1:])
     options = read_arguments(arguments)
     if platform.system() not in ("Darwin", "Linux"):
-        raise SetupError("start-llm runs on macOS and Linux; on Windows, use it inside WSL 2.")
+        raise SetupError(
+            "start-llm runs on macOS and Linux; on Windows, use it inside WSL 2."
+        )
     if not is_this_python_usable():
         hand_over(find_python(python_candidates(os.environ)), arguments)
-    for name in ("PYTHONPATH", "PYTHONHOME"):  # what lies there would hide the pinned packages
+    for name in (
+        "PYTHONPATH",
+        "PYTHONHOME",
+    ):  # what lies there would hide the pinned packages
         os.environ.pop(name, None)
     prepare(VENV, DEV if options.mode == "test" else RUN)
     if options.mode == "test":
         return run_gates(VENV, options.rest)
     if options.mode == "run":
         start_server(VENV, options.rest)
-    say(f"ready; start the server with: {shlex.quote(sys.executable)} {shlex.quote(__file__)}")
+    say(
+        f"ready; start the server with: {shlex.quote(sys.executable)} {shlex.quote(__file__)}"
+    )
     return 0
 
 
@@ -465,4 +730,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     raise SystemExit(main())

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import report
 import sections
-from loading import install_and_run, make_tiny_model
+from project_files import install_and_run, make_tiny_model
 from report import Line
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -51,10 +51,16 @@ def machine(blas: str) -> str:
 
     chip = platform.processor() or platform.machine()
     if platform.system() == "Linux":
-        names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+        names = [
+            x
+            for x in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in x
+        ]
         chip = names[0].partition(":")[2].strip() if names else chip
     elif platform.system() == "Darwin":
-        chip = subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True)
+        chip = subprocess.check_output(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], text=True
+        )
     cores = os.cpu_count()
     return (
         f"{chip.strip()}, {cores} cores, {platform.system()}, mlx {mx.__version__} on "
@@ -65,7 +71,9 @@ def machine(blas: str) -> str:
 class Bench:
     """What every section needs: models, a scratch folder, how thorough to be, where to report."""
 
-    def __init__(self, scratch: Path, models: Path, progress: Progress, *, quick: bool) -> None:
+    def __init__(
+        self, scratch: Path, models: Path, progress: Progress, *, quick: bool
+    ) -> None:
         self.scratch = scratch
         self.quick = quick
         self._models = models
@@ -104,8 +112,12 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="short prompts, few repetitions")
-    parser.add_argument("--only", nargs="+", choices=sections.ALL, default=list(sections.ALL))
+    parser.add_argument(
+        "--quick", action="store_true", help="short prompts, few repetitions"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=sections.ALL, default=list(sections.ALL)
+    )
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     return parser.parse_args()
@@ -131,7 +143,9 @@ def main() -> int:
     arguments = read_arguments()
     about = f"Measured on {machine(with_openblas())}, with `{' '.join(['python', *sys.argv])}`."
     console.print(about, highlight=False, soft_wrap=True)
-    lines = [line for name in arguments.only for line in measure(name, quick=arguments.quick)]
+    lines = [
+        line for name in arguments.only for line in measure(name, quick=arguments.quick)
+    ]
     console.print(report.rich_table(lines))
     if arguments.json:
         written = {"about": about, "lines": report.as_json(lines)}

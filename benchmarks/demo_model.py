@@ -39,7 +39,7 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "training"))
 
 from demo_dialogues import Conversation, Exchange, Step, write_conversation  # noqa: E402  (path)
 
@@ -87,11 +87,15 @@ def parse_call(reply: str) -> tuple[str, dict[str, str]] | None:
     return found["name"], dict(ARGUMENT.findall(arguments))
 
 
-def is_well_formed(call: tuple[str, dict[str, str]] | None, tools: list[dict[str, Any]]) -> bool:
+def is_well_formed(
+    call: tuple[str, dict[str, str]] | None, tools: list[dict[str, Any]]
+) -> bool:
     """Whether the call is one of an offered tool, by its schema."""
     if not call:
         return False
-    offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    offered = {
+        tool["function"]["name"]: tool["function"]["parameters"] for tool in tools
+    }
     schema = offered.get(call[0])
     if not schema:
         return False
@@ -117,7 +121,10 @@ def judge(case: Case, reply: str) -> dict[str, bool]:
     said = whole["rest"] if whole else ""
     call = parse_call(said)
     if case.step:
-        return {"well-formed": is_well_formed(call, case.tools), "right": is_right(call, case.step)}
+        return {
+            "well-formed": is_well_formed(call, case.tools),
+            "right": is_right(call, case.step),
+        }
     fits = "<tool_call>" not in said and all(q in said for q in case.exchange.quotes)
     if case.kind == "title":
         return {"title": fits}
@@ -137,7 +144,9 @@ class Speaker:
         self.prefill(tokens)
         self.opening = (tokens, copy.deepcopy(self.cache))
 
-    def tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+    def tokens(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> list[int]:
         """The prompt for a reply."""
         return list(self.tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True,
@@ -149,7 +158,9 @@ class Speaker:
         tokens = self.tokens(case.messages, case.tools)
         if tokens[: len(self.read)] != self.read or len(tokens) <= len(self.read):
             self.read, self.cache = copy.deepcopy(self.opening)
-            if tokens[: len(self.read)] != self.read:  # wishes for a title have no filler
+            if (
+                tokens[: len(self.read)] != self.read
+            ):  # wishes for a title have no filler
                 self.read, self.cache = [], make_prompt_cache(self.model)
         # All but the last token stay; what is generated goes into a copy.
         self.prefill(tokens[len(self.read) : -1])
@@ -178,20 +189,29 @@ class Speaker:
 
 def unseen_text(rng: random.Random, n_chars: int) -> str:
     """Program text from Python's library, from anywhere in it."""
-    sources = "\n".join(inspect.getsource(module) for module in (argparse, asyncio.events, inspect))
+    sources = "\n".join(
+        inspect.getsource(module) for module in (argparse, asyncio.events, inspect)
+    )
     start = rng.randrange(len(sources) - n_chars) if n_chars < len(sources) else 0
     return sources[start : start + n_chars]
 
 
-def conversations(speaker: Speaker, chosen: argparse.Namespace) -> Iterator[Conversation]:
+def conversations(
+    speaker: Speaker, chosen: argparse.Namespace
+) -> Iterator[Conversation]:
     """Held-out conversations, whose beginning the speaker has read."""
     filler = ""
     for i in range(chosen.conversations):
         if chosen.filler and i % SHARING == 0:
             rng = random.Random(f"filler {chosen.seed} {i}")
             filler = unseen_text(rng, int(chosen.filler * 2.5))
-            messages = [{"role": "system", "content": filler}, {"role": "user", "content": ""}]
-            speaker.open(speaker.tokens(messages, [])[:-40])  # without what ends the prompt
+            messages = [
+                {"role": "system", "content": filler},
+                {"role": "user", "content": ""},
+            ]
+            speaker.open(
+                speaker.tokens(messages, [])[:-40]
+            )  # without what ends the prompt
         rng = random.Random(f"held out {chosen.seed} {i}")
         yield write_conversation(rng, held_out=True, filler=filler)
 
@@ -205,7 +225,9 @@ def table(counts: Mapping[str, Counter[bool]]) -> str:
     return "\n".join(lines)
 
 
-def verdicts(speaker: Speaker, chosen: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
+def verdicts(
+    speaker: Speaker, chosen: argparse.Namespace
+) -> Iterator[tuple[str, str, bool]]:
     """What each reply counts for: (kind, what is counted, whether it is good)."""
     began = time.monotonic()
     for conversation in conversations(speaker, chosen):
@@ -217,7 +239,10 @@ def verdicts(speaker: Speaker, chosen: argparse.Namespace) -> Iterator[tuple[str
             if chosen.show and not all(verdict.values()):
                 wanted = case.step or case.exchange.answer
                 asked = case.messages[-1]["content"]
-                print(f"--- {case.kind} {verdict}\n{asked!r}\n{reply!r}\n{wanted!r}", flush=True)
+                print(
+                    f"--- {case.kind} {verdict}\n{asked!r}\n{reply!r}\n{wanted!r}",
+                    flush=True,
+                )
             yield from ((case.kind, name, good) for name, good in verdict.items())
 
 
@@ -236,11 +261,15 @@ def measure(speaker: Speaker, chosen: argparse.Namespace) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model_dir", nargs="?", type=Path, default=ROOT / "models" / "demo")
+    parser.add_argument(
+        "model_dir", nargs="?", type=Path, default=ROOT / "models" / "demo"
+    )
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--filler", type=int, default=0, help="tokens, about")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=0, help="stop after so many; 0: never")
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="stop after so many; 0: never"
+    )
     parser.add_argument("--show", action="store_true", help="print what was wrong")
     chosen = parser.parse_args()
     mx.set_default_device(mx.cpu)

@@ -38,7 +38,9 @@ def first_token_ms(port: int) -> float:
 
 def has_words(chunk: dict[str, list[dict[str, dict[str, str]]]]) -> bool:
     deltas = [choice["delta"] for choice in chunk["choices"]]
-    return any(delta.get("content") or delta.get("reasoning_content") for delta in deltas)
+    return any(
+        delta.get("content") or delta.get("reasoning_content") for delta in deltas
+    )
 
 
 def row(name: str, times: Sequence[float]) -> str:
@@ -54,7 +56,8 @@ def main() -> None:
     for _ in range(5):
         first_token_ms(args.direct), first_token_ms(args.proxy)
     pairs = [
-        (first_token_ms(args.direct), first_token_ms(args.proxy)) for _ in range(args.requests)
+        (first_token_ms(args.direct), first_token_ms(args.proxy))
+        for _ in range(args.requests)
     ]
     print(row("direct", [direct for direct, _ in pairs]))
     print(row("proxy", [proxy for _, proxy in pairs]))

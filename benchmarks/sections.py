@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from costumes import COSTUMES, PLAIN, Costume
-from plain import Plain
-from quiet import rounds, wait_for_quiet
-from report import Line, ratios, spread
-from servers import (
+from agent_workload import SCENARIOS, Client, Count, Words, chat, endless, long_head
+from client_workload import COSTUMES, PLAIN, Costume
+from compared_servers import (
     OURS,
     THEIRS,
     Reply,
@@ -34,8 +32,10 @@ from servers import (
     peak_memory,
     running,
 )
+from idle_machine import rounds, wait_for_quiet
+from mlx_lm_reference import Plain
+from report import Line, ratios, spread
 from transformers import AutoTokenizer
-from workload import SCENARIOS, Client, Count, Words, chat, endless, long_head
 
 if TYPE_CHECKING:
     from compare import Bench
@@ -43,10 +43,27 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 KINDS = {"dense": "qwen3", "hybrid": "qwen3_5"}
 AGENT = {"hidden": 192, "head_dim": 32, "mlp": 256}  # prefills 4,000 tokens/s
-LONG = {"hidden": 256, "head_dim": 64, "mlp": 512, "layers": 4}  # 32k tokens in about a minute
+LONG = {
+    "hidden": 256,
+    "head_dim": 64,
+    "mlp": 512,
+    "layers": 4,
+}  # 32k tokens in about a minute
 OVERHEAD = {"heads": 1, "kv_heads": 1}  # only its own time is left out, so the smallest
-MUCH_KV = {"heads": 1, "kv_heads": 1, "head_dim": 256, "layers": 4}  # KV outweighs all else
-DECODER = {"hidden": 512, "head_dim": 64, "heads": 4, "kv_heads": 4, "layers": 4, "mlp": 2048}
+MUCH_KV = {
+    "heads": 1,
+    "kv_heads": 1,
+    "head_dim": 256,
+    "layers": 4,
+}  # KV outweighs all else
+DECODER = {
+    "hidden": 512,
+    "head_dim": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "layers": 4,
+    "mlp": 2048,
+}
 
 
 def tokenizer_of(folder: Path) -> Any:
@@ -60,11 +77,15 @@ def prefilled(bench: Bench) -> Iterator[Line]:
     """Every scenario on both kinds of model: tokens prefilled beside the fewest possible."""
     for name in SCENARIOS:
         counts = [count_tokens(bench, name, label) for label in KINDS]
-        yield prefilled_line(name, [ours for ours, _ in counts], [theirs for _, theirs in counts])
+        yield prefilled_line(
+            name, [ours for ours, _ in counts], [theirs for _, theirs in counts]
+        )
     yield cancelled_line(bench)
 
 
-def count_tokens(bench: Bench, name: str, label: str, *, costume: Costume = PLAIN) -> list[Count]:
+def count_tokens(
+    bench: Bench, name: str, label: str, *, costume: Costume = PLAIN
+) -> list[Count]:
     """One scenario on one kind of model: ours, theirs; what is no scenario is a costume."""
     folder = bench.model(KINDS[label], **AGENT)
     tokenizer = tokenizer_of(folder)
@@ -79,7 +100,9 @@ def count_tokens(bench: Bench, name: str, label: str, *, costume: Costume = PLAI
     return counts
 
 
-def prefilled_line(name: str, ours: list[Count], theirs: list[Count], *, bar: float = 1.02) -> Line:
+def prefilled_line(
+    name: str, ours: list[Count], theirs: list[Count], *, bar: float = 1.02
+) -> Line:
     return Line(
         f"prompt tokens prefilled / fewest, dense; hybrid: {name}",
         "; ".join(map(count_text, ours)),
@@ -140,7 +163,9 @@ def first_token(bench: Bench) -> Iterator[Line]:
         with both_servers(folder, bench.scratch) as servers:
             for depth in depths:
                 bench.say(f"{label}: first token at {depth:,} tokens")
-                yield from first_token_lines(bench, plain, servers, words.history(depth), label)
+                yield from first_token_lines(
+                    bench, plain, servers, words.history(depth), label
+                )
 
 
 def first_token_lines(
@@ -148,7 +173,9 @@ def first_token_lines(
 ) -> Iterator[Line]:
     words = Words(plain.tokenizer, len(history))
     wait_for_quiet()
-    cold = [server.ask(chat(history, n_out=200)) for server in servers]  # replies that end
+    cold = [
+        server.ask(chat(history, n_out=200)) for server in servers
+    ]  # replies that end
     plain.extend_to(cold[0].n_prompt)
     last, talks = list(cold), [list(history) for _ in servers]
 
@@ -167,7 +194,9 @@ def first_token_lines(
 
 def floor_line(depth: int, label: str, times: list[Sequence[float]]) -> Line:
     ours, theirs, floors = times
-    ready, first, their_first = (1e3 * statistics.median(x) for x in (floors, ours, theirs))
+    ready, first, their_first = (
+        1e3 * statistics.median(x) for x in (floors, ours, theirs)
+    )
     quotient = ratios(ours, floors)
     bar = 1.2 if depth >= 16 else None
     return Line(
@@ -180,11 +209,16 @@ def floor_line(depth: int, label: str, times: list[Sequence[float]]) -> Line:
     )
 
 
-def cold_line(depth: int, label: str, cold: list[Reply], warm: list[Sequence[float]]) -> Line:
+def cold_line(
+    depth: int, label: str, cold: list[Reply], warm: list[Sequence[float]]
+) -> Line:
     cells = [statistics.median(w) / c.ttft for w, c in zip(warm, cold, strict=True)]
     return Line(
         f"warm / cold first token at {depth}k, {label}",
-        *(f"1/{1 / x:.0f} (cold {c.ttft:.1f} s)" for x, c in zip(cells, cold, strict=True)),
+        *(
+            f"1/{1 / x:.0f} (cold {c.ttft:.1f} s)"
+            for x, c in zip(cells, cold, strict=True)
+        ),
         "<= 1/100" if depth == 16 else "",
         met=cells[0] <= 0.01 if depth == 16 else None,
         values={"shares": cells},
@@ -203,7 +237,9 @@ def decode(bench: Bench) -> Iterator[Line]:
             plain = Plain(folder)
             with both_servers(folder, bench.scratch) as servers:
                 yield from alone_lines(bench, plain, servers, f"{label}, {size} model")
-                yield from at_once_lines(bench, plain, servers, f"{label}, {size} model")
+                yield from at_once_lines(
+                    bench, plain, servers, f"{label}, {size} model"
+                )
     yield sampled_line(bench)
 
 
@@ -239,7 +275,9 @@ def speed_line(what: str, ours: Sequence[float], theirs: Sequence[float]) -> Lin
     )
 
 
-def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -> Iterator[Line]:
+def alone_lines(
+    bench: Bench, plain: Plain, servers: list[Server], label: str
+) -> Iterator[Line]:
     words = Words(plain.tokenizer, 5)
     fields = endless(plain.tokenizer, 256)
 
@@ -248,13 +286,17 @@ def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -
         messages = [{"role": "user", "content": words.text(200)}]
         body = chat(messages, n_out=0, **fields)
         told = {"tools": body["tools"], **body["chat_template_kwargs"]}
-        prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **told)
+        prompt = plain.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, **told
+        )
         before = plain.decode_speed(prompt, fields)
         replies = in_any_order(servers, lambda server: server.ask(body))
         # All decode behind the same tokens: attention to more of them takes longer.
         assert {reply.n_prompt for reply in replies} == {len(prompt)}, "another prompt"
         after = plain.decode_speed(prompt, fields)
-        return *(reply.decode_speed for reply in replies), statistics.mean((before, after))
+        return *(reply.decode_speed for reply in replies), statistics.mean(
+            (before, after)
+        )
 
     ours, theirs, plainly = zip(*rounds(bench.times(9), once), strict=True)
     quotient = ratios(ours, plainly)
@@ -269,7 +311,9 @@ def alone_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -
     )
 
 
-def at_once_lines(bench: Bench, plain: Plain, servers: list[Server], label: str) -> Iterator[Line]:
+def at_once_lines(
+    bench: Bench, plain: Plain, servers: list[Server], label: str
+) -> Iterator[Line]:
     words = Words(plain.tokenizer, 6)
     fields = endless(plain.tokenizer, 128)
 
@@ -279,9 +323,14 @@ def at_once_lines(bench: Bench, plain: Plain, servers: list[Server], label: str)
         return in_any_order(servers, lambda server: ask_together(server, bodies))
 
     ours, theirs = zip(*rounds(bench.times(7), once), strict=True)
-    for what, speed in (("while all decode", speed_together), ("all in all", speed_in_all)):
+    for what, speed in (
+        ("while all decode", speed_together),
+        ("all in all", speed_in_all),
+    ):
         mine, other = [speed(r) for r in ours], [speed(r) for r in theirs]
-        yield speed_line(f"decode, eight at once, tokens/s {what}, {label}", mine, other)
+        yield speed_line(
+            f"decode, eight at once, tokens/s {what}, {label}", mine, other
+        )
 
 
 def in_any_order[T](servers: list[Server], ask: Callable[[Server], T]) -> list[T]:
@@ -367,13 +416,17 @@ def memory(bench: Bench) -> Iterator[Line]:
     bench.say("peak memory inside our process")
     bars = {"warm": 1.15, "warm_and_three": 1.3}
     words = {"warm": f"one warm {n_tokens // 1000}k request / its own KV"}
-    words["warm_and_three"] = f"{n_tokens // 1000}k and three short requests / unique KV"
+    words["warm_and_three"] = (
+        f"{n_tokens // 1000}k and three short requests / unique KV"
+    )
     found = run_inside("memory", bench.model("qwen3", **MUCH_KV), n_tokens)
     for name, bar in bars.items():
         ratio = found[name]["peak"] / found[name]["kv"]
         what = f"peak bytes beside the weights, {words[name]}"
         mb = found[name]["kv"] / 1e6
-        yield Line(what, f"{ratio:.2f} x {mb:.0f} MB", bar=f"<= {bar}", met=ratio <= bar)
+        yield Line(
+            what, f"{ratio:.2f} x {mb:.0f} MB", bar=f"<= {bar}", met=ratio <= bar
+        )
     eight = found["branches"]
     ratio = eight["at_rest"] / eight["kv"]
     what = f"KV at rest, 8 branches of one {eight['prefix']:,}-token prefix / unique"
@@ -392,7 +445,9 @@ def branches_line(bench: Bench) -> Line:
             words = Words(tokenizer_of(folder), 19)
             head = {"role": "system", "content": words.text(n_prefix)}
             server.ask(chat([head, {"role": "user", "content": "hello"}], n_out=1))
-            talks = [[head, {"role": "user", "content": words.text(300)}] for _ in range(8)]
+            talks = [
+                [head, {"role": "user", "content": words.text(300)}] for _ in range(8)
+            ]
             with peak_memory(server.pid) as seen:
                 ask_together(server, [chat(talk, n_out=48) for talk in talks])
             grown.append(list(seen))
@@ -424,7 +479,9 @@ def checkpoints(bench: Bench) -> Iterator[Line]:
 def messages(bench: Bench) -> Iterator[Line]:
     """From the bytes of a warm request to where its KV is found; no HTTP, no model."""
     bench.say("a request like Claude Code's")
-    first, *warm = run_inside("messages", bench.model("qwen3", **OVERHEAD), 90_000, bench.times(15))
+    first, *warm = run_inside(
+        "messages", bench.model("qwen3", **OVERHEAD), 90_000, bench.times(15)
+    )
     cost = [turn["ms"] for turn in warm]
     yield Line(
         f"{first['chars'] // 1000} kB and 12 tools over /v1/messages: parsed, rendered, looked up",
@@ -436,7 +493,13 @@ def messages(bench: Bench) -> Iterator[Line]:
 
 
 def run_inside(program: str, folder: Path, *numbers: int) -> Any:
-    command = [sys.executable, str(HERE / "inside.py"), program, str(folder), *map(str, numbers)]
+    command = [
+        sys.executable,
+        str(HERE / "server_overhead.py"),
+        program,
+        str(folder),
+        *map(str, numbers),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
 
@@ -445,14 +508,14 @@ def run_inside(program: str, folder: Path, *numbers: int) -> Any:
 def timed_server(folder: Path, scratch: Path) -> Iterator[tuple[Server, Path]]:
     """Our server in a process that says what each request cost, and the file where it says so."""
     port = free_port()
-    command = [sys.executable, str(HERE / "inside.py"), "serve"]
+    command = [sys.executable, str(HERE / "server_overhead.py"), "serve"]
     environ = our_environment(folder, port, scratch)
     with running(Server(OURS, port), command, scratch, environ) as server:
         yield server, scratch / f"{OURS}-{port}.log"
 
 
 def costs_in(log: Path) -> list[dict[str, float]]:
-    """What `inside.py serve` has written; the last request's line comes just after its answer."""
+    """What `server_overhead.py serve` has written; a request's line comes just after its answer."""
     time.sleep(0.2)
     lines = log.read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines if line.startswith('{"all"')]
@@ -467,7 +530,10 @@ def tokenising(bench: Bench) -> Iterator[Line]:
     folder = bench.model("qwen3", **DECODER)
     words = Words(tokenizer_of(folder), 23)
     bench.say("a stream beside a long prompt that is only tokenised")
-    with our_server(folder, bench.scratch, max_kv_size=n_tokens // 2) as server, burner() as burn:
+    with (
+        our_server(folder, bench.scratch, max_kv_size=n_tokens // 2) as server,
+        burner() as burn,
+    ):
         found = rounds(bench.times(15), lambda: refusal(server, words, n_tokens, burn))
     rendered, burnt = ([pair[what] for pair in found] for what in (0, 1))
     yield Line(
@@ -514,10 +580,14 @@ def refuse(server: Server, body: Any) -> float:
     return seconds
 
 
-def while_asking(server: Server, bodies: list[Any], action: Callable[[], None]) -> list[Reply]:
+def while_asking(
+    server: Server, bodies: list[Any], action: Callable[[], None]
+) -> list[Reply]:
     """Run `action` while the server answers; the replies."""
     replies: list[Reply] = []
-    asking = threading.Thread(target=lambda: replies.extend(ask_together(server, bodies)))
+    asking = threading.Thread(
+        target=lambda: replies.extend(ask_together(server, bodies))
+    )
     asking.start()
     action()
     asking.join()
@@ -542,7 +612,9 @@ def short_behind_long(bench: Bench) -> Iterator[Line]:
             rounds(bench.times(5), partial(short_times, server, own, n_tokens))
             for server, own in zip(servers, words, strict=True)
         ]
-    ours, theirs = ([b / alone for alone, behind in pairs for b in behind] for pairs in found)
+    ours, theirs = (
+        [b / alone for alone, behind in pairs for b in behind] for pairs in found
+    )
     alone = statistics.median(alone for alone, _ in found[0])
     yield Line(
         f"a short request (300 + 64 tokens, {alone:.2f} s alone) behind a "
@@ -555,7 +627,9 @@ def short_behind_long(bench: Bench) -> Iterator[Line]:
     )
 
 
-def short_times(server: Server, words: Words, n_tokens: int) -> tuple[float, list[float]]:
+def short_times(
+    server: Server, words: Words, n_tokens: int
+) -> tuple[float, list[float]]:
     """Seconds of a short request: alone, and of two sent one after the other behind a long one."""
     alone = statistics.median(short_request(server, words) for _ in range(3))
     behind: list[float] = []

@@ -51,7 +51,9 @@ class Server:
         command = [sys.executable, str(HOME / "start-llm.py")]
         self.said = folder / "stderr.txt"
         with self.said.open("wb") as stderr:
-            self.process = subprocess.Popen(command, env={**os.environ, **settings}, stderr=stderr)
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **settings}, stderr=stderr
+            )
         self.seen = psutil.Process(self.process.pid)
 
     def get(self, path: str) -> dict[str, Any]:
@@ -97,12 +99,18 @@ class Agent:
     def step(self) -> None:
         chance = self._random.random()
         if not self._talks or chance < 0.12:
-            system = {"role": "system", "content": f"You are agent {self._random.randrange(5)}."}
+            system = {
+                "role": "system",
+                "content": f"You are agent {self._random.randrange(5)}.",
+            }
             self._talks.append([system, {"role": "user", "content": self.words(400)}])
             del self._talks[:-6]
         talk = self._random.choice(self._talks)
         if chance > 0.92 and len(talk) > 4:  # a branch or an edit
-            talk = [dict(message) for message in talk[: self._random.randrange(2, len(talk))]]
+            talk = [
+                dict(message)
+                for message in talk[: self._random.randrange(2, len(talk))]
+            ]
             talk.append({"role": "user", "content": self.words(60)})
             self._talks.append(talk)
         self._ask(talk, leave=0.80 < chance < 0.92)
@@ -150,7 +158,9 @@ def run(server: Server, minutes: float, n_agents: int) -> list[str]:
     rests, agents = [], [Agent(server.port, seed) for seed in range(n_agents)]
     for part in range(4):  # each with its night
         ends = time.monotonic() + 60 * minutes / 4 - 2 * 1800 / DAY_IN
-        threads = [threading.Thread(target=agent.work, args=(ends,)) for agent in agents]
+        threads = [
+            threading.Thread(target=agent.work, args=(ends,)) for agent in agents
+        ]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
@@ -162,7 +172,10 @@ def run(server: Server, minutes: float, n_agents: int) -> list[str]:
     done, left = sum(a.n_done for a in agents), sum(a.n_left for a in agents)
     rss = [round(rest["rss"] / 1e6, 1) for rest in rests]
     print(f"{done} replies, {left} clients that left, memory at rest {rss} MB")
-    if last["rss"] > first["rss"] * GROWTH or statistics.mean(rss[2:]) > rss[0] * GROWTH:
+    if (
+        last["rss"] > first["rss"] * GROWTH
+        or statistics.mean(rss[2:]) > rss[0] * GROWTH
+    ):
         wrong.append(f"memory grew: {rss} MB")
     grown = [name for name in ("threads", "files") if last[name] > first[name] + 1]
     wrong += [f"{name} grew from {first[name]} to {last[name]}" for name in grown]
@@ -191,7 +204,9 @@ def main() -> int:
             status = server.process.wait(30)
         said = server.said.read_text()
     wrong += [f"exit status {status}"] * (status != 0)
-    wrong += [line for line in said.splitlines() if "Traceback" in line or " ERROR " in line]
+    wrong += [
+        line for line in said.splitlines() if "Traceback" in line or " ERROR " in line
+    ]
     print("\n".join(wrong) or "nothing wrong")
     return 1 if wrong else 0
 

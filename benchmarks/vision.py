@@ -26,28 +26,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from agent_workload import Words, chat
 from compare import machine, with_openblas
-from loading import tiny_vision
+from compared_servers import Reply, Server, free_port, our_server, running
+from idle_machine import rounds
 from PIL import Image
-from quiet import rounds
+from project_files import tiny_vision
 from report import ratios, spread
 from rich.console import Console
 from rich.table import Table
-from servers import Reply, Server, free_port, our_server, running
 from transformers import AutoTokenizer
-from workload import Words, chat
 
 THEIRS = "mlx_vlm.server"
 KINDS = {"dense": "qwen3_vl", "hybrid": "qwen3_5"}
-MODEL = {"hidden": 512, "layers": 8, "heads": 4, "kv_heads": 2, "head_dim": 128, "mlp": 1024}
-TOWER = {"depth": 2, "hidden": 128, "heads": 2, "side": 1024}  # a cold image costs two thirds more
+MODEL = {
+    "hidden": 512,
+    "layers": 8,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 128,
+    "mlp": 1024,
+}
+TOWER = {
+    "depth": 2,
+    "hidden": 128,
+    "heads": 2,
+    "side": 1024,
+}  # a cold image costs two thirds more
 SIDE = 1024  # pixels: 32 x 32 tokens
-TURNS = ("1: image", "2: same image", "3: same image", "4: second image", "5: both images")
+TURNS = (
+    "1: image",
+    "2: same image",
+    "3: same image",
+    "4: second image",
+    "5: both images",
+)
 PREFIX_CACHE = {"APC_ENABLED": "1"}
 # By default nothing that holds an image is found again on a dense model: only the layout meant for
 # 50,000 tokens and more can have one (apc.py, apc_lookup_plan). Two states are kept of all that was
 # asked, and what is computed is written to disk as well.
-AT_ITS_BEST = {"APC_LAYER_MAJOR_MEMORY_MIN_TOKENS": "256", "APC_CHECKPOINT_ENTRIES": "32"}
+AT_ITS_BEST = {
+    "APC_LAYER_MAJOR_MEMORY_MIN_TOKENS": "256",
+    "APC_CHECKPOINT_ENTRIES": "32",
+}
 AT_ITS_BEST |= {"APC_DISK_ENABLED": "0"}
 
 console = Console()
@@ -79,13 +100,22 @@ def question(words: Words, image: int | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def their_server(folder: Path, scratch: Path, settings: dict[str, str]) -> Iterator[Server]:
+def their_server(
+    folder: Path, scratch: Path, settings: dict[str, str]
+) -> Iterator[Server]:
     """mlx-vlm's own server. What it keeps on disk goes where it is thrown away."""
     port = free_port()
     command = [sys.executable, "-m", "mlx_vlm.server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING"]
-    environ = {**os.environ, **PREFIX_CACHE, **settings, "APC_DISK_PATH": str(scratch / "apc")}
-    with running(Server(THEIRS, port, model=str(folder)), command, scratch, environ) as server:
+    environ = {
+        **os.environ,
+        **PREFIX_CACHE,
+        **settings,
+        "APC_DISK_PATH": str(scratch / "apc"),
+    }
+    with running(
+        Server(THEIRS, port, model=str(folder)), command, scratch, environ
+    ) as server:
         yield server
 
 
@@ -146,7 +176,9 @@ class Talks:
 
 def table(kind: str, found: Sequence[Sequence[Sequence[Turn]]]) -> Table:
     """`found`: rounds, ours and theirs, turns."""
-    drawn = Table(title=f"{kind} ({KINDS[kind]}): time to first token (TTFT), tokens prefilled")
+    drawn = Table(
+        title=f"{kind} ({KINDS[kind]}): time to first token (TTFT), tokens prefilled"
+    )
     for heading in (
         "turn",
         "start-llm: prefilled",
@@ -161,10 +193,14 @@ def table(kind: str, found: Sequence[Sequence[Sequence[Turn]]]) -> Table:
         drawn.add_column(heading)
     for place, name in enumerate(TURNS):
         ours, theirs = ([talks[who][place] for talks in found] for who in (0, 1))
-        first_ours, first_theirs = ([talks[who][0] for talks in found] for who in (0, 1))
+        first_ours, first_theirs = (
+            [talks[who][0] for talks in found] for who in (0, 1)
+        )
         quotient = spread(ratios(seconds(ours), seconds(theirs)))
         own = [prefilled(ours), runs(ours), *times(ours, first_ours)]
-        drawn.add_row(name, *own, prefilled(theirs), *times(theirs, first_theirs), quotient)
+        drawn.add_row(
+            name, *own, prefilled(theirs), *times(theirs, first_theirs), quotient
+        )
     return drawn
 
 
@@ -190,7 +226,9 @@ def runs(turns: Sequence[Turn]) -> str:
 def make_model(kind: str, scratch: Path) -> Path:
     """With a chat template that keeps thoughts: mlx_vlm.server cannot be asked for that."""
     maker = tiny_vision()
-    folder: Path = maker.tiny_vision_model(KINDS[kind], scratch, maker.Tower(**TOWER), **MODEL)
+    folder: Path = maker.tiny_vision_model(
+        KINDS[kind], scratch, maker.Tower(**TOWER), **MODEL
+    )
     template = folder / "chat_template.jinja"
     kept = "{%- set preserve_thinking = true -%}"
     template.write_text(kept + template.read_text("utf-8"), "utf-8")
@@ -200,7 +238,10 @@ def make_model(kind: str, scratch: Path) -> Path:
 def measure(kind: str, scratch: Path, arguments: argparse.Namespace) -> Table:
     folder = make_model(kind, scratch)
     settings = {} if arguments.defaults else AT_ITS_BEST
-    with our_server(folder, scratch) as ours, their_server(folder, scratch, settings) as theirs:
+    with (
+        our_server(folder, scratch) as ours,
+        their_server(folder, scratch, settings) as theirs,
+    ):
         talk = Talks([ours, theirs], folder, arguments.system)
         with console.status(f"{kind}: {arguments.rounds} rounds"):
             talk()  # what is compiled or read for the first time
@@ -213,10 +254,16 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=5, help="conversations with each server")
-    parser.add_argument("--system", type=int, default=2000, help="tokens of the instructions")
     parser.add_argument(
-        "--defaults", action="store_true", help=f"{THEIRS} with APC_ENABLED=1 and nothing else"
+        "--rounds", type=int, default=5, help="conversations with each server"
+    )
+    parser.add_argument(
+        "--system", type=int, default=2000, help="tokens of the instructions"
+    )
+    parser.add_argument(
+        "--defaults",
+        action="store_true",
+        help=f"{THEIRS} with APC_ENABLED=1 and nothing else",
     )
     return parser.parse_args()
 

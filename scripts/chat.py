@@ -37,7 +37,10 @@ with suppress(ImportError):  # arrow keys, and what was typed before
     import readline  # noqa: F401
 
 Body = dict[str, Any]
-SETTINGS: Final = Path(__file__).resolve().parent.parent / ".env"
+ROOT: Final = Path(__file__).resolve().parent.parent
+SETTINGS: Final = ROOT / ".env"
+GARDEN: Final = ROOT / "examples" / "garden"
+DEMO_MODEL: Final = "demo"
 MOST_CALLS: Final = 8  # in a row, then the person has the word again
 MOST_CHARACTERS: Final = 20_000  # of a file
 TIMEOUT_SECONDS: Final = 600.0  # without a byte; a long prefill says nothing
@@ -60,7 +63,9 @@ def tool(name: str, description: str, parameter: str, about: str) -> Body:
 
 TOOLS: Final = [
     tool("list_files", "List the files in a folder.", "path", "The folder to list"),
-    tool("read_file", "Read a file and return its text.", "path", "The path of the file"),
+    tool(
+        "read_file", "Read a file and return its text.", "path", "The path of the file"
+    ),
 ]
 
 
@@ -72,13 +77,33 @@ def use_tool(name: str, arguments: str, root: Path) -> str:
             return "Error: that is outside the folder of this chat"
         if name == "list_files":
             entries = sorted(path.iterdir())
-            return "\n".join(f"{e.name}/" if e.is_dir() else e.name for e in entries) or "(empty)"
+            return (
+                "\n".join(f"{e.name}/" if e.is_dir() else e.name for e in entries)
+                or "(empty)"
+            )
         if name == "read_file":
             with path.open(encoding="utf-8", errors="replace") as file:
                 return file.read(MOST_CHARACTERS)
         return f"Error: there is no tool {name}"
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # loops of links, too
-        return f"Error: {error}"
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        return f"Error: {_say_in_words(error, name)}"
+
+
+def _say_in_words(error: Exception, tool_name: str) -> str:
+    """What went wrong, without the path: a small model copies it wrongly."""
+    kind = "folder" if tool_name == "list_files" else "file"
+    match error:
+        case FileNotFoundError():
+            words = f"there is no such {kind}"
+        case NotADirectoryError():
+            words = "that is a file"
+        case IsADirectoryError():
+            words = "that is a folder"
+        case OSError(strerror=str(reason)):
+            words = reason
+        case _:
+            words = str(error)
+    return words
 
 
 # The server ----------------------------------------------------------------------------
@@ -92,7 +117,9 @@ class Server:
     key: str = ""
 
     @contextmanager
-    def asked(self, path: str, body: Body | None = None) -> Iterator[http.client.HTTPResponse]:
+    def asked(
+        self, path: str, body: Body | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         """The response to a request that went well. Raises ChatError."""
         parts = urlsplit(self.url)
         secure = parts.scheme == "https"
@@ -146,7 +173,9 @@ def server_of(settings: Mapping[str, str | None]) -> Server:
 def unreachable(url: str, error: Exception) -> str:
     """What to do about a server that does not answer."""
     if isinstance(error, ConnectionRefusedError):
-        return f"No server answers at {url}. Start one with: python3.12 install_and_run.py"
+        return (
+            f"No server answers at {url}. Start one with: python3.12 install_and_run.py"
+        )
     return f"The server at {url} went away: {str(error) or type(error).__name__}"
 
 
@@ -173,11 +202,18 @@ class Answer:
 
     def take(self, delta: Body) -> Text:
         """Add a delta; returns what of it is to be shown."""
-        thought, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+        thought, content = (
+            delta.get("reasoning_content") or "",
+            delta.get("content") or "",
+        )
         self.thought += thought
         self.content += content
         for part in delta.get("tool_calls") or ():
-            empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            empty = {
+                "id": "",
+                "type": "function",
+                "function": {"name": "", "arguments": ""},
+            }
             call = self.calls.setdefault(part["index"], empty)
             call["id"] = part.get("id") or call["id"]
             for name, text in part.get("function", {}).items():
@@ -192,8 +228,8 @@ class Answer:
             said["reasoning_content"] = self.thought
         return said | ({"tool_calls": list(self.calls.values())} if self.calls else {})
 
-    def cost(self) -> str:
-        """The line below a turn."""
+    def cost(self, model: str) -> str:
+        """The line below a turn. A reply of the demo model is marked as such."""
         prompt = self.usage.get("prompt_tokens", 0)
         details = self.usage.get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens", 0)
@@ -201,7 +237,8 @@ class Answer:
         ttft = "-" if self.first_seconds is None else f"{self.first_seconds:.2f} s"
         written = self.usage.get("completion_tokens", 0)
         read = f"prompt {prompt}, cached {cached}{share}, new {prompt - cached}"
-        return f"{read} · TTFT {ttft} · reply {written}"
+        mark = "demo model · " if model == DEMO_MODEL else ""
+        return f"{mark}{read} · TTFT {ttft} · reply {written}"
 
 
 @dataclass(slots=True)
@@ -230,7 +267,9 @@ class Chat:
             self.console.print(f"(stopped after {MOST_CALLS} calls)", style="yellow")
         except (ChatError, KeyboardInterrupt) as error:
             del self.messages[before:]
-            self.console.print(f"\n{str(error) or 'stopped'}", style="red", markup=False)
+            self.console.print(
+                f"\n{str(error) or 'stopped'}", style="red", markup=False
+            )
 
     def hear(self) -> Answer:
         """One reply, shown as it comes."""
@@ -241,9 +280,13 @@ class Chat:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for chunk in self.server.stream(body | ({"tools": self.tools} if self.tools else {})):
+        for chunk in self.server.stream(
+            body | ({"tools": self.tools} if self.tools else {})
+        ):
             if "error" in chunk:
-                raise ChatError(f"The server says: {chunk['error'].get('message', 'error')}")
+                raise ChatError(
+                    f"The server says: {chunk['error'].get('message', 'error')}"
+                )
             answer.usage = chunk.get("usage") or answer.usage
             for choice in chunk.get("choices", ()):
                 is_whole = is_whole or bool(choice.get("finish_reason"))
@@ -254,15 +297,37 @@ class Chat:
         if not is_whole:
             raise ChatError(f"The server at {self.server.url} went away in mid-answer.")
         self.console.print()
-        self.console.print(answer.cost(), style="dim cyan", markup=False, highlight=False)
+        self.console.print(
+            answer.cost(self.model), style="dim cyan", markup=False, highlight=False
+        )
         return answer
 
     def answer_call(self, call: Body) -> None:
         """Do what the model asked for, and show that it was done."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        self.console.print(f"→ {name} {arguments}", style="green", markup=False, highlight=False)
+        self.console.print(
+            f"→ {name} {arguments}", style="green", markup=False, highlight=False
+        )
         result = use_tool(name, arguments, self.root)
-        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call["id"], "content": result}
+        )
+
+
+def greeting(model: str, folder: Path) -> str:
+    """The lines above the first question. `folder`: where the chat was started."""
+    usage = f"{model} · /new forgets the conversation, /quit leaves"
+    if model != DEMO_MODEL:
+        return usage
+    if folder == GARDEN:
+        hint = "Try: Which files are here?   What is the deadline in settings.ini?"
+    else:
+        hint = (
+            "The demo model knows small folders with short files only. Start this chat"
+            f" in {GARDEN} to see what it can do,"
+            " or set MODEL_PATH to serve a real model."
+        )
+    return f"{usage}\n{hint}"
 
 
 def converse(chat: Chat, system: str) -> None:
@@ -289,10 +354,16 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     usual = server_of({**dotenv_values(SETTINGS), **os.environ})
-    parser.add_argument("--url", default=usual.url, help="default: as MLX_HOST and MLX_PORT say")
-    parser.add_argument("--key", default=usual.key, help="default: the first of API_KEY")
+    parser.add_argument(
+        "--url", default=usual.url, help="default: as MLX_HOST and MLX_PORT say"
+    )
+    parser.add_argument(
+        "--key", default=usual.key, help="default: the first of API_KEY"
+    )
     parser.add_argument("--system", default="", help="a system prompt")
-    parser.add_argument("--no-tools", action="store_true", help="offer the model no tools")
+    parser.add_argument(
+        "--no-tools", action="store_true", help="offer the model no tools"
+    )
     chosen = parser.parse_args()
     console = Console()
     url = chosen.url if "://" in chosen.url else f"http://{chosen.url}"
@@ -304,10 +375,10 @@ def main() -> None:
     chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
     try:
         chat.model = server.model()
-        greeting = f"{chat.model} · /new forgets the conversation, /quit leaves"
+        lines = greeting(chat.model, chat.root)
     except (ChatError, KeyboardInterrupt) as error:
         sys.exit(str(error) or "stopped")
-    console.print(greeting, style="dim", markup=False, highlight=False)
+    console.print(lines, style="dim", markup=False, highlight=False)
     converse(chat, chosen.system)
 
 

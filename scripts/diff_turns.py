@@ -60,7 +60,11 @@ class Turn:
     def body(self) -> Body:
         """All but the messages."""
         counts = {"prompt": self.prompt, "cached": self.cached, "out": self.out}
-        head = {"number": self.number, "time": self.time, "n_messages": len(self.messages)}
+        head = {
+            "number": self.number,
+            "time": self.time,
+            "n_messages": len(self.messages),
+        }
         return {**head, **counts, "match": self.match}
 
 
@@ -117,7 +121,9 @@ def newest_log(root: Path) -> Path:
     """Raises LogError where there is no session log."""
     logs = list(root.glob("*/cache-session-*.log"))
     if not logs:
-        raise LogError(f"no {root}/<date>/cache-session-*.log; is ENABLE_REQUEST_LOGGING on?")
+        raise LogError(
+            f"no {root}/<date>/cache-session-*.log; is ENABLE_REQUEST_LOGGING on?"
+        )
     return max(logs, key=lambda log: log.stat().st_mtime)
 
 
@@ -130,9 +136,13 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
             if "messages" not in record:
                 wanted = "set ENABLE_REQUEST_LOGGING=true to have what clients sent in the log"
                 raise LogError(f"turn {number} has no messages: {wanted}")
-            turns.append(read_turn(record, number=number, past=[t.messages for t in turns]))
+            turns.append(
+                read_turn(record, number=number, past=[t.messages for t in turns])
+            )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise LogError(f"turn {number} is no line of a session log: {error!r}") from error
+            raise LogError(
+                f"turn {number} is no line of a session log: {error!r}"
+            ) from error
     return turns
 
 
@@ -171,9 +181,13 @@ def compare(left: Turn, right: Turn) -> Comparison:
         kind = "append"
     elif difference.message >= len(right.messages):
         kind = "cut"
-    new = max(0, right.prompt - left.prompt - left.out)  # it left its prompt and its reply behind
+    new = max(
+        0, right.prompt - left.prompt - left.out
+    )  # it left its prompt and its reply behind
     lost = max(0, right.prompt - right.cached - new)
-    return Comparison(left=left, right=right, kind=kind, difference=difference, new=new, lost=lost)
+    return Comparison(
+        left=left, right=right, kind=kind, difference=difference, new=new, lost=lost
+    )
 
 
 def first_difference(left: Conversation, right: Conversation) -> Difference | None:
@@ -186,7 +200,9 @@ def first_difference(left: Conversation, right: Conversation) -> Difference | No
     if len(left) == len(right):
         return None
     place = min(len(left), len(right))
-    ends = (as_text(c[place])[: 2 * AROUND] if place < len(c) else "" for c in (left, right))
+    ends = (
+        as_text(c[place])[: 2 * AROUND] if place < len(c) else "" for c in (left, right)
+    )
     return Difference(message=place, field="", left=next(ends), right=next(ends))
 
 
@@ -195,7 +211,9 @@ def first_leaf(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(one, dict) and isinstance(other, dict):
         keys = dict.fromkeys([*one, *other])
-        pairs = [(f"{path}.{key}".lstrip("."), one.get(key), other.get(key)) for key in keys]
+        pairs = [
+            (f"{path}.{key}".lstrip("."), one.get(key), other.get(key)) for key in keys
+        ]
     elif isinstance(one, list) and isinstance(other, list):
         padded = [[*items, *[None] * (len(one) + len(other))] for items in (one, other)]
         both = zip(*padded, strict=False)
@@ -240,7 +258,9 @@ def show(comparison: Comparison, console: Console) -> None:
     """The two turns, the difference and what it cost."""
     table = Table()
     for name in ("", "turn", "time", "messages", "prompt", "cached", "match", "out"):
-        table.add_column(name, justify="left" if name in ("", "time", "match") else "right")
+        table.add_column(
+            name, justify="left" if name in ("", "time", "match") else "right"
+        )
     for side, turn in (("left", comparison.left), ("right", comparison.right)):
         counts = (f"{turn.prompt:,}", f"{turn.cached:,}", turn.match, f"{turn.out:,}")
         clock = turn.time[11:23]  # of 2026-11-20T14:14:12.832+00:00
@@ -248,7 +268,9 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print(table)
     if difference := comparison.difference:
         where = f" in {difference.field}" if difference.field else ""
-        console.print(f"{comparison.kind} at message {difference.message}{where}", soft_wrap=True)
+        console.print(
+            f"{comparison.kind} at message {difference.message}{where}", soft_wrap=True
+        )
         for side in ("left", "right"):
             if text := getattr(difference, side):
                 # Text: what a client wrote is no markup, and repr() keeps it on its line.
@@ -256,14 +278,18 @@ def show(comparison: Comparison, console: Console) -> None:
     else:
         console.print("the same messages")
     color = "green" if comparison.continues else "bold red"
-    console.print(f"new {comparison.new:,}  [{color}]lost {comparison.lost:,}[/] tokens")
+    console.print(
+        f"new {comparison.new:,}  [{color}]lost {comparison.lost:,}[/] tokens"
+    )
     if comparison.hint:
         console.print(comparison.hint)
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("log", nargs="?", type=Path, help="default: the newest below --log-root")
+    parser.add_argument(
+        "log", nargs="?", type=Path, help="default: the newest below --log-root"
+    )
     logs = Path(__file__).resolve().parents[1] / "logs"
     parser.add_argument("--log-root", type=Path, default=logs)
     parser.add_argument(

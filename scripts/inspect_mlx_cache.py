@@ -25,7 +25,18 @@ from rich.table import Table
 from rich.tree import Tree
 
 Body = dict[str, Any]
-COLUMNS = ("time", "prompt", "cached", "match", "prefill", "decode", "ttft_ms", "out", "finish")
+COLUMNS = (
+    "time",
+    "prompt",
+    "cached",
+    "match",
+    "waited",
+    "prefill",
+    "decode",
+    "ttft_ms",
+    "out",
+    "finish",
+)
 
 
 def status_of(url: str, key: str) -> Body:
@@ -44,12 +55,18 @@ def tree_of(lines: list[Body]) -> Tree:
     waiting = sorted(lines, key=lambda line: -line["tokens"])
     while waiting:
         ready = [line for line in waiting if line["parent"] in nodes]
-        for line in ready or waiting:  # a parent that has gone meanwhile is no reason to hide it
+        for line in (
+            ready or waiting
+        ):  # a parent that has gone meanwhile is no reason to hide it
             own = f"{line['tokens']:,} tokens" + (
                 f", from {line['shared']:,} on" * bool(line["shared"])
             )
-            state = "running" if line["running"] else f"idle {line['idle_seconds']:.0f} s"
-            text = f"{own}, {in_bytes(line['bytes'])}, {state}  {escape(line['session'])}"
+            state = (
+                "running" if line["running"] else f"idle {line['idle_seconds']:.0f} s"
+            )
+            text = (
+                f"{own}, {in_bytes(line['bytes'])}, {state}  {escape(line['session'])}"
+            )
             nodes[line["id"]] = nodes.get(line["parent"], root).add(text)
         waiting = [line for line in waiting if line["id"] not in nodes]
     return root
@@ -63,10 +80,13 @@ def show_status(body: Body, console: Console) -> None:
     console.print(tree_of(body["cache"]))
     rare = {name: n for name, n in body["counters"].items() if n}
     console.print(
-        "counters above zero: " + (", ".join(f"{k} {n}" for k, n in rare.items()) or "none")
+        "counters above zero: "
+        + (", ".join(f"{k} {n}" for k, n in rare.items()) or "none")
     )
     for one in body["divergences"]:
-        console.print(f"{one['again']:,} tokens again: {escape(one['why'])}", highlight=False)
+        console.print(
+            f"{one['again']:,} tokens again: {escape(one['why'])}", highlight=False
+        )
 
 
 def show_log(path: Path, console: Console) -> None:
@@ -80,10 +100,14 @@ def show_log(path: Path, console: Console) -> None:
 
 def main() -> int:
     """Read the arguments, show what they name."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("log", nargs="?", type=Path, help="a cache-session-*.log")
     parser.add_argument("--url", default="http://127.0.0.1:8080")
-    parser.add_argument("--key", default=os.environ.get("API_KEY", "").partition(",")[0])
+    parser.add_argument(
+        "--key", default=os.environ.get("API_KEY", "").partition(",")[0]
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     console = Console(soft_wrap=True)

@@ -46,16 +46,27 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 Body = dict[str, Any]
 
 HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
 HEALTHY_FROM: Final = 3  # ... from this turn on
-STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")  # counters that must not move
-RESULT_CHARS: Final = 160  # of all results for one reply: few, or what is new would look missed
-CORPUS: Final = Path(__file__).resolve().parent / "tiny_model" / "corpus.txt"
+STILL: Final = (
+    "vlm_retreat",
+    "exact_key_rejected_by_model_lcp",
+)  # counters that must not move
+RESULT_CHARS: Final = (
+    160  # of all results for one reply: few, or what is new would look missed
+)
+CORPUS: Final = Path(__file__).resolve().parent / "tools" / "tiny_model" / "corpus.txt"
 
 
 class ProbeError(Exception):
@@ -74,7 +85,9 @@ class Reply:
     content: str = ""
     reasoning: str = ""
     reasoning_field: str = REASONING_FIELDS[0]  # the name it came under
-    calls: list[Body] = field(default_factory=list)  # `tool_calls`, arguments as they came
+    calls: list[Body] = field(
+        default_factory=list
+    )  # `tool_calls`, arguments as they came
     finish_reason: str = ""
     n_prompt: int = 0
     n_cached: int = 0
@@ -88,7 +101,10 @@ class Reply:
             raise ProbeError(f"the stream broke off: {event['error']}")
         self.seconds = at
         if usage := event.get("usage"):
-            self.n_prompt, self.n_out = usage["prompt_tokens"], usage["completion_tokens"]
+            self.n_prompt, self.n_out = (
+                usage["prompt_tokens"],
+                usage["completion_tokens"],
+            )
             details = usage.get("prompt_tokens_details") or {}
             self.n_cached = details.get("cached_tokens") or 0
         for choice in event.get("choices") or ():
@@ -115,14 +131,18 @@ class Reply:
             index = len(self.calls) - (not piece.get("id"))
         if index >= len(self.calls):
             function = {"name": given.get("name") or "", "arguments": ""}
-            self.calls.append({"id": piece.get("id"), "type": "function", "function": function})
+            self.calls.append(
+                {"id": piece.get("id"), "type": "function", "function": function}
+            )
         self.calls[index]["function"]["arguments"] += given.get("arguments") or ""
 
 
 class Server:
     """A running server. Every method raises ProbeError when it does not answer as it should."""
 
-    def __init__(self, base_url: str, *, model: str, api_key: str, timeout: float) -> None:
+    def __init__(
+        self, base_url: str, *, model: str, api_key: str, timeout: float
+    ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._key = api_key
         self._timeout = timeout
@@ -134,7 +154,9 @@ class Server:
         match self._get("/v1/models"):
             case {"data": [{"id": str() as name}, *_]}:
                 return name
-        raise ProbeError(f"{self.base_url}/v1/models names no model; name one with --model")
+        raise ProbeError(
+            f"{self.base_url}/v1/models names no model; name one with --model"
+        )
 
     def counters(self) -> dict[str, int] | None:
         """What start-llm counts; None where the server has no such page."""
@@ -153,10 +175,15 @@ class Server:
         request = {"model": self.model, **body, **streamed}
         with self._open("/v1/chat/completions", request) as response:
             for line in response:
-                if line.startswith(b"data:") and (text := line[5:].strip()) != b"[DONE]":
+                if (
+                    line.startswith(b"data:")
+                    and (text := line[5:].strip()) != b"[DONE]"
+                ):
                     reply.hear(json.loads(text), at=time.perf_counter() - began)
         if not reply.n_prompt:
-            raise ProbeError(f"{self.base_url} ended a stream without usage; it is needed here")
+            raise ProbeError(
+                f"{self.base_url} ended a stream without usage; it is needed here"
+            )
         return reply
 
     def _get(self, path: str) -> Any:
@@ -164,10 +191,15 @@ class Server:
             return json.load(response)
 
     @contextmanager
-    def _open(self, path: str, body: Body | None = None) -> Iterator[http.client.HTTPResponse]:
+    def _open(
+        self, path: str, body: Body | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         """The response of a GET, or with a body of a POST; also what goes wrong while reading."""
         url = self.base_url + path
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        headers = {
+            "Authorization": f"Bearer {self._key}",
+            "Content-Type": "application/json",
+        }
         payload = None if body is None else js_json(body).encode()
         try:
             request = urllib.request.Request(url, payload, headers)
@@ -190,7 +222,10 @@ def js_json(value: Any) -> str:
     """JSON as JavaScript writes it: no spaces, raw UTF-8, keys that are indices first."""
     match value:
         case dict():
-            pairs = (f"{js_json(key)}:{js_json(value[key])}" for key in sorted(value, key=js_place))
+            pairs = (
+                f"{js_json(key)}:{js_json(value[key])}"
+                for key in sorted(value, key=js_place)
+            )
             return "{" + ",".join(pairs) + "}"
         case list() | tuple():
             return "[" + ",".join(map(js_json, value)) + "]"
@@ -211,7 +246,9 @@ def js_place(key: str) -> int:
 def js_number(value: float) -> str:
     """Every number is a double there: `2.0` is 2, long integers lose digits, infinity is null."""
     try:
-        shortest = repr(float(value))  # the same digits as JavaScript's, in another notation
+        shortest = repr(
+            float(value)
+        )  # the same digits as JavaScript's, in another notation
     except OverflowError:
         return "null"
     size = abs(float(shortest))
@@ -252,13 +289,22 @@ def pi_echo(reply: Reply) -> Body | None:
 
 def _echoed_call(call: Body) -> Body:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": js_arguments(function["arguments"])}}
+    return {
+        **call,
+        "function": {**function, "arguments": js_arguments(function["arguments"])},
+    }
 
 
-def tool(name: str, description: str, *, required: Body, optional: Body | None = None) -> Body:
+def tool(
+    name: str, description: str, *, required: Body, optional: Body | None = None
+) -> Body:
     """`required`, `optional`: name of a parameter -> its schema."""
     properties = {**required, **(optional or {})}
-    parameters = {"type": "object", "required": list(required), "properties": properties}
+    parameters = {
+        "type": "object",
+        "required": list(required),
+        "properties": properties,
+    }
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -314,7 +360,9 @@ class Prose:
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
-        self._words = sorted(set(re.findall(r"[a-z]{3,}", CORPUS.read_text(encoding="utf-8"))))
+        self._words = sorted(
+            set(re.findall(r"[a-z]{3,}", CORPUS.read_text(encoding="utf-8")))
+        )
 
     def text(self, n_chars: int) -> str:
         """Sentences of `n_chars` characters, a word more or less, in paragraphs."""
@@ -322,7 +370,8 @@ class Prose:
         while (missing := n_chars - sum(map(len, sentences))) > 0:
             words = self._random.choices(self._words, k=max(1, min(12, missing // 7)))
             sentences.append(
-                " ".join(words).capitalize() + (".\n\n" if len(sentences) % 5 == 4 else ". ")
+                " ".join(words).capitalize()
+                + (".\n\n" if len(sentences) % 5 == 4 else ". ")
             )
         return "".join(sentences).rstrip()
 
@@ -356,7 +405,9 @@ class Agent:
             n_chars = max(24, RESULT_CHARS // len(reply.calls))
             opening = RESULTS.get(call["function"]["name"], "Done.\n")
             text = (opening + self._prose.text(n_chars))[:n_chars]
-            self.messages.append({"role": "tool", "content": text, "tool_call_id": call["id"]})
+            self.messages.append(
+                {"role": "tool", "content": text, "tool_call_id": call["id"]}
+            )
         if not reply.calls:
             self.messages.append(self._question())
 
@@ -408,7 +459,9 @@ def measured(reply: Reply, *, asked: str, before: Turn | None) -> Turn:
     )
 
 
-def moved(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
+def moved(
+    before: dict[str, int] | None, after: dict[str, int] | None
+) -> dict[str, int] | None:
     """How far each counter went; None where the server shows none."""
     if before is None or after is None:
         return None
@@ -419,10 +472,14 @@ def judge(turns: Sequence[Turn], counters: Mapping[str, int] | None) -> list[Che
     """`counters`: how far each of them moved meanwhile."""
     worst = min(turns[HEALTHY_FROM - 1 :], key=lambda turn: turn.share)
     says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
-    checks = [Check(f"hit from turn {HEALTHY_FROM} on", worst.share >= HEALTHY_SHARE, says)]
+    checks = [
+        Check(f"hit from turn {HEALTHY_FROM} on", worst.share >= HEALTHY_SHARE, says)
+    ]
     if counters is not None:
         steps = [(name, counters.get(name, 0)) for name in STILL]
-        checks += [Check(name, step == 0, f"moved by {step}; wanted 0") for name, step in steps]
+        checks += [
+            Check(name, step == 0, f"moved by {step}; wanted 0") for name, step in steps
+        ]
     return checks
 
 
@@ -474,11 +531,30 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 def show(report: Report, console: Console) -> None:
     """The table of turns, the counters and the checks."""
-    table = Table(title=f"{report.server.model} at {report.server.base_url}", title_justify="left")
-    for name in ("turn", "asked", "prompt", "cached", "hit", "lost", "out", "ttft s", "finish"):
-        table.add_column(name, justify="left" if name in ("asked", "finish") else "right")
+    table = Table(
+        title=f"{report.server.model} at {report.server.base_url}", title_justify="left"
+    )
+    for name in (
+        "turn",
+        "asked",
+        "prompt",
+        "cached",
+        "hit",
+        "lost",
+        "out",
+        "ttft s",
+        "finish",
+    ):
+        table.add_column(
+            name, justify="left" if name in ("asked", "finish") else "right"
+        )
     for turn in report.turns:
-        tokens = (f"{turn.prompt:,}", f"{turn.cached:,}", f"{turn.share:.1%}", f"{turn.lost:,}")
+        tokens = (
+            f"{turn.prompt:,}",
+            f"{turn.cached:,}",
+            f"{turn.share:.1%}",
+            f"{turn.lost:,}",
+        )
         rest = (f"{turn.out:,}", f"{turn.ttft_seconds:.3f}", turn.finish)
         table.add_row(f"T{turn.number}", turn.asked, *tokens, *rest)
     console.print(table)
@@ -494,12 +570,20 @@ def show(report: Report, console: Console) -> None:
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """The options that every probe has."""
-    parser.add_argument("--base-url", default="http://127.0.0.1:8080", help="with or without /v1")
-    parser.add_argument("--model", default="", help="name to ask for (default: the first one)")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds without a word")
     parser.add_argument(
-        "--role", default="developer", help="of the prompt; some servers know only system"
+        "--base-url", default="http://127.0.0.1:8080", help="with or without /v1"
+    )
+    parser.add_argument(
+        "--model", default="", help="name to ask for (default: the first one)"
+    )
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds without a word"
+    )
+    parser.add_argument(
+        "--role",
+        default="developer",
+        help="of the prompt; some servers know only system",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -507,7 +591,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 def server_from(options: argparse.Namespace) -> Server:
     """Raises ProbeError when nothing answers there."""
     return Server(
-        options.base_url, model=options.model, api_key=options.api_key, timeout=options.timeout
+        options.base_url,
+        model=options.model,
+        api_key=options.api_key,
+        timeout=options.timeout,
     )
 
 
@@ -515,7 +602,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_server_options(parser)
     parser.add_argument("--turns", type=int, default=8, help=f"at least {HEALTHY_FROM}")
-    parser.add_argument("--head-chars", type=int, default=24_000, help="of the developer prompt")
+    parser.add_argument(
+        "--head-chars", type=int, default=24_000, help="of the developer prompt"
+    )
     parser.add_argument("--max-tokens", type=int, default=1024, help="of one reply")
     parser.add_argument("--effort", default="medium", help="reasoning_effort")
     options = parser.parse_args()
@@ -527,14 +616,20 @@ def read_options() -> argparse.Namespace:
 def probe(options: argparse.Namespace) -> Report:
     """Raises ProbeError."""
     server = server_from(options)
-    agent = Agent(secrets.token_hex(8), role=options.role, head_chars=options.head_chars)
+    agent = Agent(
+        secrets.token_hex(8), role=options.role, head_chars=options.head_chars
+    )
     before = server.counters()
     turns: list[Turn] = []
     with progress_bar("turns", options.turns) as advance:
         for _ in range(options.turns):
             asked = agent.messages[-1]["role"]
-            reply = server.ask(agent.body(max_tokens=options.max_tokens, effort=options.effort))
-            turns.append(measured(reply, asked=asked, before=turns[-1] if turns else None))
+            reply = server.ask(
+                agent.body(max_tokens=options.max_tokens, effort=options.effort)
+            )
+            turns.append(
+                measured(reply, asked=asked, before=turns[-1] if turns else None)
+            )
             agent.hear(reply)
             advance()
     return Report(server, turns, moved(before, server.counters()))

@@ -48,12 +48,16 @@ from pi_like_probe import (
 from rich.console import Console
 from rich.table import Table
 
-SLACK: Final = 32  # tokens: how a turn ends and a reply begins, and caches that count in blocks
+SLACK: Final = (
+    32  # tokens: how a turn ends and a reply begins, and caches that count in blocks
+)
 N_GROWTH: Final = 4  # requests of a conversation that only grows
 N_PAST: Final = 3  # requests before the past is changed
 MAX_TOKENS: Final = 48  # of one reply
 
-Stamp = Callable[[list[Body], int], list[Body]]  # (messages, number of the request) -> as sent
+Stamp = Callable[
+    [list[Body], int], list[Body]
+]  # (messages, number of the request) -> as sent
 
 
 # Drift -------------------------------------------------------------------------------------------
@@ -61,7 +65,9 @@ Stamp = Callable[[list[Body], int], list[Body]]  # (messages, number of the requ
 
 def moment(n: int) -> datetime:
     """When request `n` is sent, by the clock that it shows."""
-    return datetime(2026, 11, 20, 8, 52, tzinfo=UTC) + timedelta(minutes=7 * n, seconds=13 * n)
+    return datetime(2026, 11, 20, 8, 52, tzinfo=UTC) + timedelta(
+        minutes=7 * n, seconds=13 * n
+    )
 
 
 def as_kept(messages: list[Body], _n: int) -> list[Body]:
@@ -73,9 +79,7 @@ def with_billing_header(messages: list[Body], n: int) -> list[Body]:
     """Claude Code: a part of its own before the system prompt."""
     system = messages[0]
     cch = random.Random(n).getrandbits(20)
-    header = (
-        f"x-anthropic-billing-header: cc_version=2.1.121.dd4; cc_entrypoint=cli; cch={cch:05x};"
-    )
+    header = f"x-anthropic-billing-header: cc_version=2.1.121.dd4; cc_entrypoint=cli; cch={cch:05x};"  # noqa: E501
     parts = [{"type": "text", "text": text} for text in (header, system["content"])]
     return [{"role": "system", "content": parts}, *messages[1:]]
 
@@ -83,20 +87,27 @@ def with_billing_header(messages: list[Body], n: int) -> list[Body]:
 def with_inbound_context(messages: list[Body], n: int) -> list[Body]:
     """OpenClaw 2026.2.17: three quarters into the developer prompt."""
     known = {"schema": "openclaw.inbound_meta.v1"}
-    known["message_id"] = str(uuid.UUID(int=random.Random(n).getrandbits(128), version=4))
+    known["message_id"] = str(
+        uuid.UUID(int=random.Random(n).getrandbits(128), version=4)
+    )
     known |= {"channel": "webchat", "provider": "webchat", "chat_type": "direct"}
     listed = json.dumps(known, indent=2)
     block = f"## Inbound Context (trusted metadata)\n\n```json\n{listed}\n```\n\n"
     text = messages[0]["content"]
     place = text.index("\n\n", len(text) * 3 // 4) + 2
-    return [{**messages[0], "content": text[:place] + block + text[place:]}, *messages[1:]]
+    return [
+        {**messages[0], "content": text[:place] + block + text[place:]},
+        *messages[1:],
+    ]
 
 
 def with_timestamps(messages: list[Body], n: int) -> list[Body]:
     """OpenClaw: before the words of each user message."""
     stamp = f"[{moment(n):%a %Y-%m-%d %H:%M} UTC] "
     return [
-        {**message, "content": stamp + message["content"]} if message["role"] == "user" else message
+        {**message, "content": stamp + message["content"]}
+        if message["role"] == "user"
+        else message
         for message in messages
     ]
 
@@ -142,14 +153,20 @@ class Talk:
     advance: Callable[[], None]
     replies: list[Reply] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # of the questions, in messages
-    found: list[Body] = field(default_factory=list)  # the fields of Row that the requests gave
+    found: list[Body] = field(
+        default_factory=list
+    )  # the fields of Row that the requests gave
 
     def ask(self, what: str, *, at_least: int = 0, at_most: int | None = None) -> None:
         """Put the next question; the reply becomes part of the conversation."""
         self.places.append(len(self.messages))
-        self.messages.append({"role": "user", "content": f"Keep {self.prose.text(300)}"})
+        self.messages.append(
+            {"role": "user", "content": f"Keep {self.prose.text(300)}"}
+        )
         reply = self.server.ask(self._body())
-        self.messages.append(pi_echo(reply) or {"role": "assistant", "content": "Done."})
+        self.messages.append(
+            pi_echo(reply) or {"role": "assistant", "content": "Done."}
+        )
         for call in reply.calls:  # forbidden, but not every server knows how
             result = {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}
             self.messages.append(result)
@@ -177,13 +194,19 @@ class Talk:
 
 
 def start_talk(
-    server: Server, options: argparse.Namespace, *, stamp: Stamp, advance: Callable[[], None]
+    server: Server,
+    options: argparse.Namespace,
+    *,
+    stamp: Stamp,
+    advance: Callable[[], None],
 ) -> Talk:
     """A conversation whose system prompt begins like no other's."""
     nonce = secrets.token_hex(8)
     prose = Prose(nonce)
     head = f"You keep the records of house {nonce}.\n\n{prose.text(options.head_chars)}"
-    return Talk(server, prose, [{"role": options.role, "content": head}], stamp, advance)
+    return Talk(
+        server, prose, [{"role": options.role, "content": head}], stamp, advance
+    )
 
 
 # Scenarios ---------------------------------------------------------------------------------------
@@ -259,13 +282,17 @@ def play(server: Server, options: argparse.Namespace) -> list[Row]:
     """One row per request of the scenarios in `only`. Raises ProbeError."""
     rows: list[Row] = []
     asked = {name: SCENARIOS[name] for name in options.only}
-    total = sum(scenario.n_requests * len(scenario.cases) for scenario in asked.values())
+    total = sum(
+        scenario.n_requests * len(scenario.cases) for scenario in asked.values()
+    )
     with progress_bar("requests", total) as advance:
         for name, scenario in asked.items():
             for case, stamp in scenario.cases.items():
                 talk = start_talk(server, options, stamp=stamp, advance=advance)
                 scenario.play(talk)
-                rows += [Row(scenario=name, case=case, **fields) for fields in talk.found]
+                rows += [
+                    Row(scenario=name, case=case, **fields) for fields in talk.found
+                ]
     return rows
 
 
@@ -275,22 +302,35 @@ def play(server: Server, options: argparse.Namespace) -> list[Row]:
 def show(rows: Sequence[Row], console: Console, *, title: str) -> None:
     table = Table(title=title, title_justify="left")
     for name in ("scenario", "request", "prompt", "cached", "expected", "verdict"):
-        table.add_column(name, justify="right" if name in ("prompt", "cached") else "left")
+        table.add_column(
+            name, justify="right" if name in ("prompt", "cached") else "left"
+        )
     for row, before in zip(rows, [None, *rows], strict=False):
-        is_new = before is None or (row.scenario, row.case) != (before.scenario, before.case)
+        is_new = before is None or (row.scenario, row.case) != (
+            before.scenario,
+            before.case,
+        )
         if is_new and before is not None:
             table.add_section()
         name = f"{row.scenario}: {row.case}" if row.case else row.scenario
         color = "green" if row.verdict == "ok" else "bold red"
-        counts = (f"{row.prompt:,}", f"{row.cached:,}", f"{row.at_least:,}..{row.at_most:,}")
-        table.add_row(name if is_new else "", row.what, *counts, f"[{color}]{row.verdict}[/]")
+        counts = (
+            f"{row.prompt:,}",
+            f"{row.cached:,}",
+            f"{row.at_least:,}..{row.at_most:,}",
+        )
+        table.add_row(
+            name if is_new else "", row.what, *counts, f"[{color}]{row.verdict}[/]"
+        )
     console.print(table)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, bool]:
     """Scenario -> whether all its bounds are kept."""
     names = dict.fromkeys(row.scenario for row in rows)
-    return {n: all(row.verdict == "ok" for row in rows if row.scenario == n) for n in names}
+    return {
+        n: all(row.verdict == "ok" for row in rows if row.scenario == n) for n in names
+    }
 
 
 def body_of(rows: Sequence[Row], server: Server) -> dict[str, Any]:
@@ -298,14 +338,21 @@ def body_of(rows: Sequence[Row], server: Server) -> dict[str, Any]:
     kept = summary(rows)
     head = {"base_url": server.base_url, "model": server.model}
     requests = [{**asdict(row), "verdict": row.verdict} for row in rows]
-    return {**head, "requests": requests, "scenarios": kept, "healthy": all(kept.values())}
+    return {
+        **head,
+        "requests": requests,
+        "scenarios": kept,
+        "healthy": all(kept.values()),
+    }
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_server_options(parser)
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--head-chars", type=int, default=6_000, help="of the system prompt")
+    parser.add_argument(
+        "--head-chars", type=int, default=6_000, help="of the system prompt"
+    )
     return parser.parse_args()
 
 
@@ -323,7 +370,9 @@ def main() -> int:
         console = Console(highlight=False)
         show(rows, console, title=f"{server.model} at {server.base_url}")
         for name, kept in summary(rows).items():
-            console.print(f"{'[green]healthy[/]' if kept else '[bold red]NOT HEALTHY[/]'}  {name}")
+            console.print(
+                f"{'[green]healthy[/]' if kept else '[bold red]NOT HEALTHY[/]'}  {name}"
+            )
     return 0 if all(summary(rows).values()) else 1
 
 

@@ -2,12 +2,15 @@
 
     python scripts/test_openclaw_integration.py [--url http://127.0.0.1:8080] [--json]
 
-It needs OpenClaw from npm: CLIENTS_HOME=~/clients scripts/clients/install.sh node24 openclaw
+It needs OpenClaw from npm: CLIENTS_HOME=~/clients scripts/tools/clients/install.sh node24 openclaw
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
 from client_check import main
 

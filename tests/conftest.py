@@ -1,7 +1,10 @@
 """Load start-llm.py as a module: its name has a hyphen, so `import` cannot."""
 
+import contextlib
 import importlib.util
 import os
+import resource
+import signal
 import sys
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -20,15 +23,31 @@ def load_start_llm() -> ModuleType:
     spec = importlib.util.spec_from_file_location("start_llm", SOURCE)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["start_llm"] = module  # before exec: dataclasses look their module up by name
+    sys.modules["start_llm"] = (
+        module  # before exec: dataclasses look their module up by name
+    )
     spec.loader.exec_module(module)
     return module
 
 
 load_start_llm()  # from here on, tests write `import start_llm`
 
-from engine_bench import Bench  # noqa: E402
+# As main() does: a test that serves needs more files than the 256 of macOS.
+with contextlib.suppress(ValueError):
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard_limit))
+
+from engine_fixture import Bench  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def signals_stay_open():
+    """A test that leaves a signal blocked would have every later program here ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    after = signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert after == before, f"the test left signals blocked: {after - before}"
 
 
 @pytest.fixture

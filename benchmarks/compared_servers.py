@@ -1,0 +1,316 @@
+"""The two servers as processes, and one HTTP client that asks both the same way."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from project_files import START_LLM
+
+OURS, THEIRS = "start-llm", "mlx_lm.server"
+START_SECONDS = 120.0
+REPLY_SECONDS = 900.0
+
+Body = dict[str, Any]
+
+
+@dataclass
+class Reply:
+    """One answer; times in seconds since the request was sent."""
+
+    message: Body = field(default_factory=dict)
+    finish_reason: str | None = None
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_out: int = 0
+    stamps: list[float] = field(default_factory=list)  # of every piece of text
+    sent: float = 0.0  # perf_counter
+    total: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.stamps[0]
+
+    @property
+    def prefilled(self) -> int:
+        return self.n_prompt - self.n_cached
+
+    @property
+    def decode_speed(self) -> float:
+        """Tokens per second, by the client's clock, from the first piece of text to the last."""
+        return (self.n_out - 1) / (self.stamps[-1] - self.stamps[0])
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    name: str
+    port: int
+    pid: int = 0
+    model: str = ""  # to be named in requests, for servers that insist
+
+    def ask(self, body: Body, *, give_up_after: float | None = None) -> Reply:
+        """Stream one chat request; `give_up_after` closes the connection after so many seconds.
+
+        Raises RuntimeError for any status but 200.
+        """
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=REPLY_SECONDS
+        )
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        if self.model:
+            streamed["model"] = self.model
+        payload = json.dumps(streamed).encode()
+        sent = time.perf_counter()
+        try:
+            response = post(connection, payload, timeout=give_up_after)
+            if response.status != 200:
+                raise RuntimeError(
+                    f"{self.name} said {response.status}: {response.read()[:500]!r}"
+                )
+            lines = list(stamped_lines(response, sent, give_up_after))
+        except TimeoutError:
+            return Reply(sent=sent, total=time.perf_counter() - sent)
+        finally:
+            connection.close()
+        return read_reply(lines, sent=sent)
+
+    def status_of(self, body: Body) -> tuple[int, float]:
+        """Status and seconds of a request that is expected to be refused."""
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=REPLY_SECONDS
+        )
+        payload = json.dumps(body).encode()
+        sent = time.perf_counter()
+        response = post(connection, payload)
+        response.read()
+        connection.close()
+        return response.status, time.perf_counter() - sent
+
+
+def post(
+    connection: http.client.HTTPConnection,
+    payload: bytes,
+    *,
+    timeout: float | None = None,
+) -> http.client.HTTPResponse:
+    connection.connect()
+    connection.sock.settimeout(timeout or REPLY_SECONDS)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", payload, headers)
+    return connection.getresponse()
+
+
+def stamped_lines(
+    response: http.client.HTTPResponse, sent: float, give_up_after: float | None
+) -> Iterator[tuple[float, bytes]]:
+    """(seconds since `sent`, payload) of each event. Raises TimeoutError past `give_up_after`."""
+    while line := response.readline():
+        at = time.perf_counter() - sent
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield at, line[6:]
+        if give_up_after is not None and at > give_up_after:
+            raise TimeoutError
+
+
+def read_reply(lines: list[tuple[float, bytes]], *, sent: float) -> Reply:
+    """The events of one stream, joined."""
+    reply = Reply(sent=sent, total=time.perf_counter() - sent)
+    thought, said, calls = [], [], {}
+    for at, line in lines:
+        event = json.loads(line)
+        if "error" in event:
+            raise RuntimeError(f"error event: {event['error']}")
+        read_usage(reply, event.get("usage"))
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", {})
+            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+            thought.append(
+                delta.get("reasoning_content") or delta.get("reasoning") or ""
+            )
+            said.append(delta.get("content") or "")
+            join_calls(calls, delta.get("tool_calls") or ())
+            if thought[-1] or said[-1] or delta.get("tool_calls"):
+                reply.stamps.append(at)
+    reply.message = {"role": "assistant", "content": "".join(said)}
+    reply.message["reasoning_content"] = "".join(thought)
+    if calls:
+        reply.message["tool_calls"] = list(calls.values())
+    return reply
+
+
+def read_usage(reply: Reply, usage: Body | None) -> None:
+    if usage:
+        reply.n_prompt, reply.n_out = usage["prompt_tokens"], usage["completion_tokens"]
+        reply.n_cached = (usage.get("prompt_tokens_details") or {}).get(
+            "cached_tokens", 0
+        )
+
+
+def join_calls(calls: dict[int, Body], deltas: Any) -> None:
+    for place, delta in enumerate(deltas):
+        index = delta.get("index", place if delta.get("id") is None else len(calls))
+        function = delta["function"]
+        if index not in calls:
+            named = {"name": function["name"], "arguments": ""}
+            calls[index] = {"id": delta["id"], "type": "function", "function": named}
+        calls[index]["function"]["arguments"] += function.get("arguments") or ""
+
+
+# Processes --------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def our_environment(
+    model: Path, port: int, scratch: Path, **settings: object
+) -> dict[str, str]:
+    """Defaults, as a person gets them, but for model, port and where logs go."""
+    own = {"MODEL_PATH": str(model), "MLX_PORT": str(port), "ENABLE_PROXY": "false"}
+    own |= {"LOG_ROOT": str(scratch / "logs")} | {
+        k.upper(): str(v) for k, v in settings.items()
+    }
+    return {**os.environ, **own}
+
+
+@contextmanager
+def our_server(model: Path, scratch: Path, **settings: object) -> Iterator[Server]:
+    port = free_port()
+    environ = our_environment(model, port, scratch, **settings)
+    with running(
+        Server(OURS, port), [sys.executable, str(START_LLM)], scratch, environ
+    ) as server:
+        yield server
+
+
+@contextmanager
+def their_server(model: Path, scratch: Path) -> Iterator[Server]:
+    """mlx-lm's own server, with its defaults."""
+    port = free_port()
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
+    command += ["--port", str(port), "--log-level", "WARNING"]
+    with running(Server(THEIRS, port), command, scratch, dict(os.environ)) as server:
+        yield server
+
+
+@contextmanager
+def both_servers(
+    model: Path, scratch: Path, **settings: object
+) -> Iterator[list[Server]]:
+    """Ours, then theirs, side by side: the one that is not asked sleeps."""
+    with (
+        our_server(model, scratch, **settings) as ours,
+        their_server(model, scratch) as theirs,
+    ):
+        yield [ours, theirs]
+
+
+@contextmanager
+def running(
+    server: Server, command: list[str], scratch: Path, environ: dict[str, str]
+) -> Iterator[Server]:
+    """Start a server, wait until it has answered once, stop it in the end."""
+    log = scratch / f"{server.name}-{server.port}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=environ, stdout=out, stderr=out, cwd=scratch
+        )
+    try:
+        server.pid = process.pid
+        wait_until_ready(server, process, log)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(
+    server: Server, process: subprocess.Popen[bytes], log: Path
+) -> None:
+    hello = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 2,
+        "temperature": 0,
+    }
+    give_up = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            server.ask(hello)
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            if process.poll() is not None or time.monotonic() > give_up:
+                raise RuntimeError(
+                    f"{server.name} does not start: {log.read_text()}"
+                ) from error
+            time.sleep(0.2)
+        else:
+            return
+
+
+@contextmanager
+def peak_memory(pid: int) -> Iterator[list[int]]:
+    """[resident bytes before, most seen while inside], looked at every 10 ms."""
+    process = psutil.Process(pid)
+    seen = [process.memory_info().rss] * 2
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            seen[1] = max(seen[1], process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        watcher.join()
+
+
+BURN = """
+import sys, time
+for line in sys.stdin:
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        pass
+    print(flush=True)
+"""
+
+
+@contextmanager
+def burner() -> Iterator[Callable[[], float]]:
+    """A function that waits while another program computes for 50 ms; the seconds it took."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", BURN], **pipes) as process:
+        assert process.stdin and process.stdout
+        stdin, stdout = process.stdin, process.stdout
+
+        def burn() -> float:
+            began = time.perf_counter()
+            stdin.write("\n")
+            stdin.flush()
+            stdout.readline()
+            return time.perf_counter() - began
+
+        yield burn
+        stdin.close()

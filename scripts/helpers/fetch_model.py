@@ -1,0 +1,227 @@
+"""Find the model that a name stands for, fetch what of it is not here yet, and print its folder.
+
+    .venv/bin/python scripts/helpers/fetch_model.py [NAME] [--memory-bytes N]
+
+NAME is a folder, a Hugging Face repository or "demo". Without one it is MODEL_PATH, and without
+that choose_model.py asks, as at the start of start-llm.py. MODEL_PATH and HF_TOKEN come from the
+environment or from .env.
+
+start-llm.py runs this where MODEL_PATH is no complete folder; by hand it fetches a model before
+going offline. The last line of stdout is the folder; progress is on stderr. What fails is one
+sentence on stderr and exit status 2. What can be known before a long download (type, size against
+memory and disk) is asked before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import huggingface_hub
+import mlx_lm
+import psutil  # type: ignore[import-untyped]
+from choose_model import DEMO, choose, largest_fitting
+from dotenv import dotenv_values
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes
+from rich.filesize import decimal as in_bytes
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+WORKING_BYTES: Final = (
+    2 * 2**30
+)  # beside the weights: activations, KV of an agent's first steps
+# What mlx-lm needs of a repository: the folder, or the list of files of a dry run.
+snapshot = partial(
+    huggingface_hub.snapshot_download, allow_patterns=DEFAULT_ALLOW_PATTERNS
+)
+
+
+class FetchError(Exception):
+    """Why there is no model, in one sentence."""
+
+
+@contextmanager
+def in_a_sentence(what_fails: str) -> Iterator[None]:
+    """Turn whatever is raised inside into a FetchError."""
+    try:
+        yield
+    except FetchError:
+        raise
+    except Exception as error:  # mlx-lm, the hub, httpx, xet raise what they like
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise FetchError(f"{what_fails}: {reason or type(error).__name__}") from error
+
+
+def tell(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
+
+
+# Find -------------------------------------------------------------------------
+
+
+def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
+    """The folder of a model; a first time may take minutes. Raises FetchError."""
+    if name == DEMO:
+        return complete(ROOT / "models" / DEMO)
+    with in_a_sentence(f"MODEL_PATH={name} cannot be used"):
+        folder = Path(name).expanduser()
+        if folder.exists():
+            return complete(folder)
+    repo = name.removeprefix(f"{huggingface_hub.constants.ENDPOINT}/")
+    if repo != name:  # as copied from the browser
+        repo = repo.rstrip("/").removesuffix("/tree/main")
+    with suppress(
+        OSError, ValueError, FetchError
+    ):  # it is not in the local cache, or not whole
+        return complete(Path(snapshot(repo, local_files_only=True)))
+    return download(repo, token=token, memory_bytes=memory_bytes)
+
+
+def complete(folder: Path) -> Path:
+    """`folder`, if it has all that mlx-lm needs. Raises FetchError, saying what lacks."""
+    with in_a_sentence(f"The model folder {folder} cannot be used"):
+        index = folder / "model.safetensors.index.json"
+        listed = (
+            json.loads(index.read_bytes())["weight_map"].values()
+            if index.is_file()
+            else ()
+        )
+        needed = ("config.json", "model*.safetensors", *sorted(set(listed)))
+        lacks = [
+            name
+            for name in needed
+            if not any(file.is_file() for file in folder.glob(name))
+        ]
+        if lacks:
+            lack = ", ".join(lacks[:3])
+            raise ValueError(
+                f"it has no {lack} (mlx-lm reads neither GGUF nor PyTorch files)"
+            )
+        return folder
+
+
+# Fetch ------------------------------------------------------------------------
+
+
+def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
+    """Fetch what is not here yet, the hub showing how far it is. Raises FetchError."""
+    hub, errors = huggingface_hub.constants.ENDPOINT, huggingface_hub.errors
+    advice = f"start again to resume, or set MODEL_PATH to a folder or to {DEMO}"
+    with in_a_sentence(
+        f"{repo} is not complete in the local cache and {hub} fails ({advice})"
+    ):
+        try:
+            # Asked first because it fails at once; without a network the others retry for 23 s.
+            huggingface_hub.HfApi().model_info(repo, token=token, timeout=10)
+            config_file = huggingface_hub.hf_hub_download(
+                repo, "config.json", token=token
+            )
+            check_architecture(Path(config_file))
+            check_room(
+                repo,
+                snapshot(repo, token=token, dry_run=True),
+                memory_bytes=memory_bytes,
+            )
+            return complete(Path(snapshot(repo, token=token)))
+        except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+            neither = f"neither a folder on this machine nor a repository on {hub}"
+            why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
+            if isinstance(error, errors.GatedRepoError):
+                why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
+            raise FetchError(why) from error
+        except errors.RemoteEntryNotFoundError as error:
+            why = (
+                f"{repo} has no config.json: no model that mlx-lm reads (GGUF is not)."
+            )
+            raise FetchError(why) from error
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code != 401:
+                raise
+            own = "HF_TOKEN, or that of `hf auth login`"
+            raise FetchError(
+                f"{hub} refuses the token ({own}), for public models, too."
+            ) from error
+
+
+def check_architecture(config_file: Path) -> None:
+    """Raise FetchError unless mlx-lm, mlx-vlm or the model's own file can build what this names."""
+    with in_a_sentence(f"{config_file} cannot be read"):
+        facts = {**json.loads(config_file.read_bytes())}
+    kind, version = facts.get("model_type"), mlx_lm.__version__
+    if isinstance(facts.get("vision_config"), dict) and is_known_to_mlx_vlm(facts):
+        return
+    with in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
+        _ = facts.get("model_file") or _get_classes(
+            facts
+        )  # private, but what mlx_lm.load() asks
+
+
+def is_known_to_mlx_vlm(facts: dict[str, Any]) -> bool:
+    """Whether mlx-vlm has a class for what a config.json describes."""
+    from mlx_vlm.utils import (
+        get_model_type,
+    )  # takes a second, and most models can do without
+
+    return (
+        importlib.util.find_spec(f"mlx_vlm.models.{get_model_type(facts)}") is not None
+    )
+
+
+def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
+    """Raise FetchError unless memory has room for the weights and the disk for what is to come."""
+    weights = sum(
+        f.file_size or 0 for f in files if f.filename.endswith(".safetensors")
+    )
+    to_fetch = sum(f.file_size or 0 for f in files if f.will_download)
+    needed, cache = weights + WORKING_BYTES, huggingface_hub.constants.HF_HUB_CACHE
+    free = shutil.disk_usage(cache).free
+    if needed > memory_bytes or to_fetch > free:
+        smaller = largest_fitting(min(memory_bytes - WORKING_BYTES, free))
+        raise FetchError(
+            f"{repo} needs {in_bytes(needed)} of memory (the server may use "
+            f"{in_bytes(memory_bytes)}) and {in_bytes(to_fetch)} more on disk ({cache} has "
+            f"{in_bytes(free)} free); MODEL_PATH={smaller} would fit."
+        )
+    tell(f"{repo}: fetching {in_bytes(to_fetch)} into {cache}")
+
+
+# Program ----------------------------------------------------------------------
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="folder, repository or demo"
+    )
+    total = psutil.virtual_memory().total
+    text = "that a model may use (default: this machine's, %(default)s)"
+    parser.add_argument(
+        "--memory-bytes", metavar="N", type=int, default=total, help=text
+    )
+    args = parser.parse_args()
+    # Ctrl-C ends it at once; Python would wait for the hub's threads, to the end of their files.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with in_a_sentence(f"{ROOT / '.env'} cannot be read"):
+            settings = {**dotenv_values(ROOT / ".env"), **os.environ}
+        name = args.name or (settings.get("MODEL_PATH") or "").strip() or choose()
+        token = (settings.get("HF_TOKEN") or "").strip() or None
+        print(find(name, token=token, memory_bytes=args.memory_bytes))
+    except FetchError as error:
+        tell(str(error))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,835 @@
+"""Start a coding agent on the running server, without a change to its settings.
+
+    python3.12 install_and_run.py launch claude            also codex, pi, opencode, openclaw,
+                                                           copilot, qwen
+    python3.12 install_and_run.py launch claude -- -p "Which files are here?"
+    python3.12 install_and_run.py launch claude --print    only show command and environment
+    python3.12 scripts/helpers/launch.py --markdown                docs/clients.md
+
+What follows -- goes to the client. Base URL, key, model and context reach it in its environment or
+as arguments. Where it reads them from a file alone, the file is in a temporary folder that is
+removed when the client ends. Where the server listens and which key it wants is read as the server
+reads it, from the environment and from .env; --url and --key say it otherwise.
+
+The exit status is the client's (128 and the number of the signal that ended it), or 2 with one
+sentence where it could not be started. Standard library only, for any Python from 3.12 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import http.client
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+Json = dict[str, Any]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+ENV_FILE: Final = ROOT / ".env"
+PROVIDER: Final = "start-llm"  # the name of the server in a client's settings
+NO_KEY: Final = "unused"  # for clients that want a key where the server wants none
+KEY_VARIABLE: Final = "START_LLM_KEY"  # for clients that want the name of a variable
+TIMEOUT_SECONDS: Final = 10.0
+DEMO_MODEL: Final = "demo"  # the server's own, of a few million parameters
+MASK: Final = "********"
+
+
+class LaunchError(Exception):
+    """The client was not started. The text says in one sentence why and what to do."""
+
+
+def say(text: str) -> None:
+    """Print a line for the person; stdout belongs to the client."""
+    print(f"start-llm: {text}", file=sys.stderr, flush=True)
+
+
+# The table: what each client is given ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a client is told about the server."""
+
+    url: str  # without /v1
+    key: str
+    model: str
+    context: int  # tokens of prompt and reply
+    is_small: bool = False  # the model wants a short system prompt
+
+    @property
+    def output(self) -> int:
+        """Tokens that one reply may have."""
+        return min(16_384, self.context // 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What starts one client for one target. `{folder}` stands for the temporary folder."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()  # variables that would lead the client elsewhere
+    arguments: tuple[str, ...] = ()  # before the person's own
+    files: dict[str, str] = field(default_factory=dict)  # by name in the folder
+    by_hand: str = ""  # the same for good, in Markdown; empty: environment, arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """One row of the table."""
+
+    title: str
+    version: str  # that was tried
+    program: str
+    package: str  # of npm
+    set_up: Callable[[Target], Setup]
+    start_arguments: tuple[str, ...] = ()  # where the person gives none
+    needs_proxy: bool = False  # it speaks an API that only LiteLLM's port has
+    has_small_prompt: bool = False
+    notes: str = ""  # for docs/clients.md
+
+    @property
+    def install_command(self) -> str:
+        return f"npm install -g {self.package}"
+
+
+def set_up_claude(target: Target) -> Setup:
+    """The variables stand in a settings file, too, which wins over the person's own.
+
+    In its lean mode Claude Code reads no other credential than ANTHROPIC_API_KEY.
+    """
+    key_name, other_key = "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY"
+    if target.is_small:
+        key_name, other_key = other_key, key_name
+    environment = {
+        "ANTHROPIC_BASE_URL": target.url,
+        key_name: target.key,
+        "ANTHROPIC_MODEL": target.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": target.model,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": target.model,
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": target.model,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    if target.is_small:
+        environment["CLAUDE_CODE_SIMPLE"] = "1"
+
+    clouds = ("BEDROCK", "VERTEX", "FOUNDRY")
+    elsewhere = tuple(f"CLAUDE_CODE_USE_{cloud}" for cloud in clouds)
+    return Setup(
+        environment=environment,
+        unset=(other_key, *elsewhere),
+        arguments=("--settings", "{folder}/claude.json"),
+        files={"claude.json": json.dumps({"env": environment}) + "\n"},
+        by_hand='In the environment, or as `"env": {...}` in `~/.claude/settings.json`:\n\n'
+        + fence("bash", show_environment(environment)),
+    )
+
+
+def set_up_codex(target: Target) -> Setup:
+    provider = {
+        "name": PROVIDER,
+        "base_url": f"{target.url}/v1",
+        "env_key": KEY_VARIABLE,
+        "stream_idle_timeout_ms": 3_600_000,
+    }
+    settings = {
+        "model": target.model,
+        "model_provider": PROVIDER,
+        "model_context_window": target.context,
+    }
+    table = f"model_providers.{PROVIDER}"
+    pairs = {
+        **settings,
+        **{f"{table}.{name}": value for name, value in provider.items()},
+    }
+    arguments: list[str] = []
+    for name, value in pairs.items():
+        arguments += ["-c", f"{name}={json.dumps(value)}"]
+
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    lines += ["", f"[{table}]"]
+    lines += [f"{name} = {json.dumps(value)}" for name, value in provider.items()]
+    environment = {KEY_VARIABLE: target.key}
+    return Setup(
+        environment=environment,
+        arguments=tuple(arguments),
+        by_hand="In `~/.codex/config.toml`, and the key in the environment:\n\n"
+        + fence("toml", "\n".join(lines))
+        + "\n\n"
+        + fence("bash", show_environment(environment)),
+    )
+
+
+def set_up_pi(target: Target) -> Setup:
+    """An extension registers the provider for this run; models.json is not touched."""
+    model = {
+        "id": target.model,
+        "name": target.model,
+        "reasoning": True,
+        "input": ["text"],
+        "contextWindow": target.context,
+        "maxTokens": target.output,
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+    }
+    provider = {
+        "baseUrl": f"{target.url}/v1",
+        "api": "openai-completions",
+        "apiKey": f"${KEY_VARIABLE}",
+        "models": [model],
+    }
+    call = f"pi.registerProvider({json.dumps(PROVIDER)}, {json.dumps(provider)})"
+    chosen = ("--provider", PROVIDER, "--model", target.model)
+    settings = {"providers": {PROVIDER: {**provider, "apiKey": target.key}}}
+    return Setup(
+        environment={KEY_VARIABLE: target.key},
+        arguments=("--extension", "{folder}/start-llm.mjs", *chosen),
+        files={"start-llm.mjs": f"export default (pi) => {call};\n"},
+        by_hand="In `~/.pi/agent/models.json`:\n\n"
+        + fence("json", json.dumps(settings, indent=1))
+        + f"\n\nThen `{shlex.join(['pi', *chosen])}`.",
+    )
+
+
+def set_up_opencode(target: Target) -> Setup:
+    limit = {"context": target.context, "output": target.output}
+    model = {"tool_call": True, "reasoning": True, "limit": limit}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key},
+        "models": {target.model: model},
+    }
+    name = f"{PROVIDER}/{target.model}"
+    settings = {"provider": {PROVIDER: provider}, "model": name, "small_model": name}
+    return Setup(
+        environment={"OPENCODE_CONFIG_CONTENT": json.dumps(settings)},
+        by_hand="In `~/.config/opencode/opencode.json`:\n\n"
+        + fence("json", json.dumps(settings, indent=1)),
+    )
+
+
+def set_up_openclaw(target: Target) -> Setup:
+    model = {
+        "id": target.model,
+        "name": target.model,
+        "reasoning": True,
+        "input": ["text"],
+        "contextWindow": target.context,
+        "maxTokens": target.output,
+    }
+    provider = {
+        "baseUrl": f"{target.url}/v1",
+        "apiKey": target.key,
+        "api": "openai-completions",
+        "models": [model],
+    }
+    settings = {
+        "models": {"providers": {PROVIDER: provider}},
+        "agents": {"defaults": {"model": {"primary": f"{PROVIDER}/{target.model}"}}},
+        "gateway": {"mode": "local"},
+    }
+    text = json.dumps(settings, indent=1)
+    return Setup(
+        environment={"OPENCLAW_CONFIG_PATH": "{folder}/openclaw.json"},
+        files={"openclaw.json": text + "\n"},
+        by_hand="In `~/.openclaw/openclaw.json`:\n\n" + fence("json", text),
+    )
+
+
+def set_up_copilot(target: Target) -> Setup:
+    environment = {
+        "COPILOT_OFFLINE": "true",
+        "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
+        "COPILOT_PROVIDER_API_KEY": target.key,
+        "COPILOT_MODEL": target.model,
+        "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(target.context - target.output),
+        "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(target.output),
+    }
+    return Setup(
+        environment=environment,
+        unset=("COPILOT_PROVIDER_TYPE", "COPILOT_PROVIDER_BEARER_TOKEN"),
+        by_hand="In the environment:\n\n"
+        + fence("bash", show_environment(environment)),
+    )
+
+
+def set_up_qwen(target: Target) -> Setup:
+    """No variable has its context window: that is in the lowest of its settings files."""
+    environment = {
+        "OPENAI_BASE_URL": f"{target.url}/v1",
+        "OPENAI_API_KEY": target.key,
+        "OPENAI_MODEL": target.model,
+    }
+    window = {"generationConfig": {"contextWindowSize": target.context}}
+    text = json.dumps({"model": window})
+    return Setup(
+        environment={
+            **environment,
+            "QWEN_CODE_SYSTEM_DEFAULTS_PATH": "{folder}/qwen.json",
+        },
+        arguments=("--auth-type", "openai"),
+        files={"qwen.json": text + "\n"},
+        by_hand="In the environment, then `qwen --auth-type openai`:\n\n"
+        + fence("bash", show_environment(environment))
+        + "\n\nThe context window is a setting, in `~/.qwen/settings.json`:\n\n"
+        + fence("json", text),
+    )
+
+
+CLIENTS: Final = {
+    "claude": Client(
+        title="Claude Code",
+        version="2.1.328",
+        program="claude",
+        package="@anthropic-ai/claude-code",
+        set_up=set_up_claude,
+        has_small_prompt=True,
+        notes="Its instructions and tools are 50 kB, some 13,000 tokens. `--small` "
+        "(`CLAUDE_CODE_SIMPLE=1`) makes that some 800 tokens, without CLAUDE.md, hooks and "
+        "plugins: for a small model or a slow machine. Without a model name it takes a Claude's, "
+        "which works too, but it then counts on that Claude's window and sends 90 kB.",
+    ),
+    "codex": Client(
+        title="Codex",
+        version="0.169.0",
+        program="codex",
+        package="@openai/codex",
+        set_up=set_up_codex,
+        needs_proxy=True,
+        notes="On LiteLLM's port, since it speaks nothing but the Responses API. Ignore its "
+        "warning that it has no metadata for the model.",
+    ),
+    "pi": Client(
+        title="PI",
+        version="0.87.1",
+        program="pi",
+        package="@earendil-works/pi-coding-agent",
+        set_up=set_up_pi,
+    ),
+    "opencode": Client(
+        title="opencode",
+        version="1.18.33",
+        program="opencode",
+        package="opencode-ai",
+        set_up=set_up_opencode,
+    ),
+    "openclaw": Client(
+        title="OpenClaw",
+        version="2026.9.6",
+        program="openclaw",
+        package="openclaw",
+        set_up=set_up_openclaw,
+        start_arguments=("chat",),
+        notes="Started with `chat`, its terminal without a gateway, and with a configuration of "
+        "this run alone: channels of your own are not in it. It works in its own workspace "
+        "(`~/.openclaw/workspace`), not in the folder you are in. It wants Node 24. Keep "
+        '`"reasoning": true`: without it OpenClaw throws thinking away (the server puts it back, '
+        "but only while it remembers it).",
+    ),
+    "copilot": Client(
+        title="GitHub Copilot CLI",
+        version="1.0.102",
+        program="copilot",
+        package="@github/copilot",
+        set_up=set_up_copilot,
+        notes="A new session finds 95 % of its first request, its compaction all that was sent "
+        "(hybrid).",
+    ),
+    "qwen": Client(
+        title="Qwen Code",
+        version="0.24.4",
+        program="qwen",
+        package="@qwen-code/qwen-code",
+        set_up=set_up_qwen,
+        notes="A resumed session is found in the cache although it looks at git and the folder "
+        "again.",
+    ),
+}
+
+
+# The server ------------------------------------------------------------------------------------
+
+
+def read_settings(env_file: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """The server's settings that are not empty: the environment's, which win, and .env's.
+
+    Raises LaunchError.
+    """
+    written = read_env_file(env_file) if env_file.exists() else {}
+    settings = {**written, **environ}
+    return {
+        name: value.strip()
+        for name, value in settings.items()
+        if value and value.strip()
+    }
+
+
+def read_env_file(env_file: Path) -> dict[str, str | None]:
+    """What python-dotenv reads, in the virtual environment, where the server has it from.
+
+    Raises LaunchError.
+    """
+    program = (
+        "import dotenv, json, sys;print(json.dumps(dotenv.dotenv_values(sys.argv[1])))"
+    )
+    python = ROOT / ".venv" / "bin" / "python"
+    command = [str(python) if python.exists() else sys.executable, "-c", program]
+    result = subprocess.run(
+        [*command, str(env_file)], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        fault = (result.stderr.strip() or "no message").splitlines()[-1]
+        raise LaunchError(f"{env_file} cannot be read: {fault}")
+    values: dict[str, str | None] = json.loads(result.stdout)
+    return values
+
+
+def url_of(host: str, port: str) -> str:
+    """Where clients on this machine find who listens there. Raises LaunchError."""
+    if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+        raise LaunchError(f"{port} is no port: see MLX_PORT and PROXY_PORT in .env.")
+    if host in {"0.0.0.0", "::", "localhost"}:
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def first_key(settings: Mapping[str, str], *names: str) -> str:
+    """The first key of the first of these settings that has one, or nothing."""
+    for name in names:
+        for key in settings.get(name, "").split(","):
+            if key.strip():
+                return key.strip()
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one of the two servers is: start-llm, or LiteLLM beside it."""
+
+    url: str  # without /v1
+    key: str  # empty: it needs none
+
+    def get(self, path: str) -> tuple[int, Json]:
+        """Status and body, empty where it is no JSON object.
+
+        Raises OSError or HTTPException where nothing answers, ValueError for a bad URL.
+        """
+        parts = urlsplit(self.url)
+        is_secure = parts.scheme == "https"
+        connect = (
+            http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+        )
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        with closing(connect(parts.netloc, timeout=TIMEOUT_SECONDS)) as connection:
+            connection.request("GET", parts.path + path, headers=headers)
+            response = connection.getresponse()
+            text = response.read()
+        try:
+            body = json.loads(text)
+        except ValueError:
+            body = {}
+        return response.status, body if isinstance(body, dict) else {}
+
+
+def find_places(options: Options, settings: Mapping[str, str]) -> tuple[Place, Place]:
+    """The server, and LiteLLM. Raises LaunchError."""
+    url = options.url.rstrip("/").removesuffix("/v1")
+    if not url:
+        host = settings.get("MLX_HOST", "127.0.0.1")
+        url = url_of(host, settings.get("MLX_PORT", "8080"))
+    key = options.key or first_key(settings, "API_KEY")
+
+    proxy_host = settings.get("PROXY_HOST", "127.0.0.1")
+    proxy_url = url_of(proxy_host, settings.get("PROXY_PORT", "4000"))
+    proxy_key = options.key or first_key(settings, "PROXY_API_KEY", "API_KEY")
+    return Place(url, key), Place(proxy_url, proxy_key)
+
+
+def find_target(
+    client: Client, options: Options, settings: Mapping[str, str]
+) -> Target:
+    """What the client is told about the server that runs. Raises LaunchError."""
+    server, proxy = find_places(options, settings)
+    check_health(server)
+    models = list_models(server)
+    try:
+        model, context = str(models[0]["id"]), int(models[0]["context_length"])
+    except (LookupError, TypeError, ValueError):
+        raise LaunchError(f"{server.url} is no start-llm: it names no model.") from None
+
+    place = server
+    if client.needs_proxy:
+        check_proxy(client, proxy)
+        place, model = proxy, settings.get("PROXY_MODEL_ID", model)
+    return Target(place.url, place.key or NO_KEY, model, context, options.is_small)
+
+
+def check_health(server: Place) -> None:
+    """Raise LaunchError unless the server can answer now."""
+    start = f"start it with: python3.12 {ROOT / 'install_and_run.py'}"
+    start += " (or give --url, where it listens elsewhere)"
+    try:
+        status, body = server.get("/health")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise LaunchError(
+            f"no server answers at {server.url} ({error}); {start}"
+        ) from error
+    state = body.get("status")
+    if state == "loading":
+        raise LaunchError(
+            f"the server at {server.url} still loads its model; run this again when its "
+            "console says that the model is served."
+        )
+    if state == "error":
+        raise LaunchError(f"the server at {server.url} has failed: {body.get('error')}")
+    if status != 200 or state != "ok":
+        raise LaunchError(f"what answers at {server.url} is no start-llm; {start}")
+
+
+def list_models(place: Place) -> list[Json]:
+    """The entries of GET /v1/models. Raises LaunchError."""
+    try:
+        status, body = place.get("/v1/models")
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(f"{place.url} went away: {error}") from error
+    if status == 401:
+        raise LaunchError(
+            f"{place.url} does not take the key of this shell or .env; set the one that the "
+            "server was started with (API_KEY or PROXY_API_KEY), or give it with --key."
+        )
+    if status != 200:
+        raise LaunchError(f"{place.url}/v1/models answers with status {status}.")
+    models = body.get("data")
+    return models if isinstance(models, list) else []
+
+
+def check_proxy(client: Client, proxy: Place) -> None:
+    """Raise LaunchError unless LiteLLM takes the key."""
+    try:
+        proxy.get("/health/liveliness")
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(
+            f"{client.title} speaks an API that only LiteLLM has, and nothing answers at "
+            f"{proxy.url}: it comes up within 20 seconds after the server, unless ENABLE_PROXY "
+            "is false or another program has its port (the server's console says so)."
+        ) from error
+    list_models(proxy)
+
+
+# The client ------------------------------------------------------------------------------------
+
+
+def find_program(client: Client) -> str:
+    """The path of its program. Raises LaunchError."""
+    program = shutil.which(client.program)
+    if program is None:
+        raise LaunchError(
+            f"{client.title} is not installed (no `{client.program}` on PATH); install it "
+            f"with: {client.install_command}"
+        )
+    return program
+
+
+def make_environment(
+    setup: Setup, environ: Mapping[str, str], host: str
+) -> dict[str, str]:
+    """The client's environment. The server is reached directly, whatever proxy is set."""
+    kept = {name: text for name, text in environ.items() if name not in setup.unset}
+    for name in ("NO_PROXY", "no_proxy"):
+        kept[name] = ",".join(filter(None, (environ.get(name), host)))
+    return {**kept, **setup.environment}
+
+
+def fill_in(setup: Setup, folder: str) -> Setup:
+    """The set-up with the name of its folder."""
+    environment = {
+        name: text.replace("{folder}", folder)
+        for name, text in setup.environment.items()
+    }
+    arguments = tuple(text.replace("{folder}", folder) for text in setup.arguments)
+    return replace(setup, environment=environment, arguments=arguments)
+
+
+def run_client(program: str, setup: Setup, arguments: Sequence[str], host: str) -> int:
+    """Run the client in this terminal until it ends. Returns its exit status."""
+    with TemporaryDirectory(prefix="start-llm-") as folder:  # for its owner alone
+        for name, text in setup.files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        filled = fill_in(setup, folder)
+        command = [program, *filled.arguments, *arguments]
+        environment = make_environment(filled, os.environ, host)
+        try:
+            pid = os.posix_spawn(program, command, environment)
+        except OSError as error:
+            reason = explain_start_error(error)
+            raise LaunchError(f"{program} cannot be started: {reason}") from error
+        pass_signals_on(pid)
+        return wait_for(pid)
+
+
+def explain_start_error(error: OSError) -> str:
+    if error.errno == errno.ENOEXEC:
+        # npm puts a text in place of a native program until the package's own script has run.
+        return "it is not wholly installed; install it again, without --ignore-scripts"
+    return error.strerror or str(error)
+
+
+def pass_signals_on(pid: int) -> None:
+    """Send the client what is sent to us, except what it gets from the terminal anyway."""
+
+    def handle(number: int, _frame: object) -> None:
+        if number != signal.SIGINT or not is_in_foreground():
+            os.kill(pid, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
+
+
+def is_in_foreground() -> bool:
+    """Whether Ctrl-C at a terminal goes to our process group, and so to the client."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def wait_for(pid: int) -> int:
+    """The exit status of the client, or 128 and its signal. When it stops, so do we."""
+    while True:
+        _, status = os.waitpid(pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            break
+        # The shell sees that we stop, too, and wakes us with `fg`.
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(pid, signal.SIGCONT)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+# What is shown ---------------------------------------------------------------------------------
+
+
+def show_environment(environment: Mapping[str, str]) -> str:
+    """Lines that a shell reads."""
+    return "\n".join(
+        f"export {name}={shlex.quote(text)}" for name, text in environment.items()
+    )
+
+
+def show_setup(client: Client, setup: Setup, arguments: Sequence[str]) -> str:
+    """The command, its environment and its files."""
+    filled = fill_in(setup, "FOLDER")
+    lines = [f"unset {' '.join(setup.unset)}"] if setup.unset else []
+    lines.append(show_environment(filled.environment))
+    lines.append(shlex.join([client.program, *filled.arguments, *arguments]))
+    for name, text in setup.files.items():
+        lines.append(f"# FOLDER/{name}, which is removed when {client.title} ends:")
+        lines += [f"#   {line}" for line in text.splitlines()]
+    return "\n".join(line for line in lines if line)
+
+
+def fence(language: str, text: str) -> str:
+    """A code block of Markdown."""
+    return f"```{language}\n{text}\n```"
+
+
+MARKDOWN_HEAD: Final = """\
+# Clients
+
+*Made by `python scripts/helpers/launch.py --markdown > docs/clients.md`; change it there.*
+
+```bash
+python3.12 install_and_run.py launch claude                     # works in the folder you are in
+python3.12 install_and_run.py launch claude -- -p "What is new?"   # after --: for the client
+python3.12 install_and_run.py launch claude --print             # shows command and environment
+```
+
+`launch` asks the running server for its model and context, and starts the client with them, its
+URL and its key, for this run alone: in the environment, as arguments, or in a temporary folder
+that is removed when the client ends. Your own settings are not touched. Server and key are
+those of `.env` and the environment, else `--url` and `--key`; `--print` shows the key as
+`********`, with `--show-key` (or typed with `--key`) as it is. The exit status is the client's,
+and 2 with a sentence where it was not started. Nothing is read ahead of the client's first
+request: what it will send is not known before it sends it. From then on the server has it.
+
+"By hand" says the same for good, with the server where it is by default, and `local` for the
+model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
+window is the client's idea of when to compact: `GET /v1/models` says what the loaded model has
+(`context_length`). `http://127.0.0.1:4000` (LiteLLM) does for all what `:8080` does.
+"""
+
+MARKDOWN_TAIL: Final = """\
+## Others, by hand
+
+**Gemini CLI** (0.61), through LiteLLM, with `{"security": {"auth": {"selectedType":
+"gemini-api-key"}}}` in `~/.gemini/settings.json`. It hears no thinking and, streamed, no counts
+of tokens. When it resumes a session it sends each tool result twice, so all behind the first
+one is read again.
+
+```bash
+export GOOGLE_GEMINI_BASE_URL=http://127.0.0.1:4000 GEMINI_API_KEY=unused
+gemini -m local
+```
+
+**Mistral Vibe** (3.0), in `~/.vibe/config.toml`; resumed with `-c` it is found in the cache
+although there are new commits:
+
+```toml
+active_model = "local"
+[[providers]]
+name = "start-llm"
+api_base = "http://127.0.0.1:8080/v1"
+api_key_env_var = ""
+api_style = "openai"
+backend = "generic"
+[[models]]
+name = "local"
+alias = "local"
+provider = "start-llm"
+```
+
+**Continue** (`cn` 1.5): a model of its `config.yaml` with `provider: openai`, `apiBase:
+http://127.0.0.1:8080/v1`. **mini-swe-agent** (2.4) and **aider** (0.86):
+`OPENAI_API_BASE=http://127.0.0.1:8080/v1 OPENAI_API_KEY=unused`, model `openai/local`; aider
+puts files behind its growing history, so what stands there is read again.
+
+**Cline** (3.0), once: `cline auth openai -k unused -m local -b http://127.0.0.1:8080/v1`.
+
+**Any SDK**: `OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="unused")`,
+`Anthropic(base_url="http://127.0.0.1:8080", api_key="unused")`.
+
+"""
+
+
+def make_markdown() -> str:
+    """docs/clients.md."""
+    parts = [MARKDOWN_HEAD]
+    for name, client in CLIENTS.items():
+        port = 4000 if client.needs_proxy else 8080
+        target = Target(f"http://127.0.0.1:{port}", NO_KEY, "local", 131_072)
+        parts += [
+            f"## {client.title}",
+            f"`python3.12 install_and_run.py launch {name}` (tried with {client.version}; "
+            f"`{client.install_command}`)",
+        ]
+        if client.notes:
+            parts.append(client.notes)
+        parts.append(f"By hand. {client.set_up(target).by_hand}")
+    return "\n\n".join(part.rstrip() for part in [*parts, MARKDOWN_TAIL]) + "\n"
+
+
+# Main ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for."""
+
+    client: str
+    is_printed: bool  # and not started
+    is_small: bool
+    shows_key: bool
+    url: str  # empty: where the settings say
+    key: str  # empty: the settings'
+    arguments: tuple[str, ...]  # for the client
+
+
+def read_arguments(arguments: Sequence[str]) -> Options:
+    """Everything after the first -- is for the client. Exits with 2 and a usage line."""
+    own, rest = list(arguments), []
+    if "--" in own:
+        at = own.index("--")
+        own, rest = own[:at], own[at + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="install_and_run.py launch",
+        description="Start a coding agent on the running server, for this run alone.",
+        epilog="What follows -- goes to the client: launch claude -- -p 'Hello'",
+        allow_abbrev=False,
+    )
+    parser.add_argument("client", choices=list(CLIENTS))
+    parser.add_argument(
+        "--print", action="store_true", help="only show the command and environment"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a short system prompt (claude alone)"
+    )
+    parser.add_argument("--show-key", action="store_true", help="--print shows the key")
+    parser.add_argument("--url", default="", help="the server; else MLX_HOST, MLX_PORT")
+    parser.add_argument("--key", default="", help="its key; else the first of API_KEY")
+    known, unknown = parser.parse_known_args(own)
+    if unknown:
+        parser.error(f"what is for the client goes after --: -- {shlex.join(unknown)}")
+    if known.small and not CLIENTS[known.client].has_small_prompt:
+        parser.error(f"--small is for claude: {known.client} has no shorter prompt")
+    return Options(
+        client=known.client,
+        is_printed=known.print,
+        is_small=known.small,
+        shows_key=known.show_key or bool(known.key),
+        url=known.url,
+        key=known.key,
+        arguments=tuple(rest),
+    )
+
+
+def launch(options: Options) -> int:
+    """Do what was asked for. Returns the exit status. Raises LaunchError."""
+    client = CLIENTS[options.client]
+    target = find_target(client, options, read_settings(ENV_FILE, os.environ))
+    arguments = options.arguments or client.start_arguments
+    if options.is_printed:
+        is_masked = not options.shows_key and target.key != NO_KEY
+        shown = replace(target, key=MASK) if is_masked else target
+        print(show_setup(client, client.set_up(shown), arguments))
+        if is_masked:
+            say("the key is masked; --show-key shows it")
+        return 0
+
+    program = find_program(client)
+    setup = client.set_up(target)
+    say(
+        f"{client.title} with {target.model} at {target.url}, "
+        f"{target.context:,} tokens of context"
+    )
+    given = [*setup.environment, *setup.files]
+    say(f"for this run alone it is given {', '.join(given)} (--print shows them)")
+    if target.model == DEMO_MODEL and client.has_small_prompt and not target.is_small:
+        say(f"the demo model is lost in {client.title}'s long prompt; try --small")
+    host = urlsplit(target.url).hostname or ""
+    return run_client(program, setup, arguments, host)
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--markdown"]:
+        print(make_markdown(), end="")
+        return 0
+    options = read_arguments(sys.argv[1:])
+    try:
+        return launch(options)
+    except LaunchError as problem:
+        say(str(problem))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

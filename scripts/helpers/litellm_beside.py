@@ -1,0 +1,340 @@
+"""Keep LiteLLM running beside a start-llm.py, which starts this program.
+
+stdin     one line of JSON, an `Order`, with keys in it. Then it stays open as a lifeline: when it
+          closes, because the server ended in whatever way, LiteLLM ends, and so does this program.
+stderr    for the server, which logs each line: a level and a sentence
+files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, readable for their owner alone
+
+LiteLLM is a program of its own, never imported, in an environment of its own: keys and databases
+of its user do not reach it. One whose keeper was killed is known by pid file, command line and
+parent, and replaced; anything else on the port is named and left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import psutil  # type: ignore[import-untyped]
+
+DAY: Final = 86_400  # seconds without a byte: a long prefill is no failure
+LOG_BYTES: Final = 10_000_000  # of .log; then it becomes .log.1
+ENVIRONMENT: Final = {
+    "NO_PROXY": "*",
+    "LITELLM_MODE": "PRODUCTION",  # or it reads the .env of the folder it is started in
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
+    "DOCS_URL": "/docs",  # its own documentation, which was at / before the gate
+    "PYTHONPATH": str(Path(__file__).resolve().parent),  # of the gate
+}
+log = logging.getLogger("litellm_beside")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is needed of the server's settings, by their names there, and of its model."""
+
+    program: str  # LiteLLM's
+    model_id: str
+    context_length: int  # tokens
+    mlx_host: str
+    mlx_port: int
+    api_key: str  # one of the server's; empty: it needs none
+    strict_model_names: bool
+    keepalive_seconds: float
+    proxy_model_id: str
+    proxy_host: str
+    proxy_port: int
+    proxy_api_key: str
+    proxy_startup_wait_seconds: float
+    log_root: str
+    log_level: str
+    cors_origins: str  # web pages that may ask the server
+    advice: dict[str, str]  # for paths that nobody serves: see litellm_gate.py
+
+    @classmethod
+    def from_json(cls, text: str) -> Order:
+        """Whatever else the server says is left aside."""
+        told = json.loads(text)
+        return cls(**{field.name: told[field.name] for field in fields(cls)})
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def settings_for(order: Order) -> dict[str, Any]:
+    """LiteLLM's configuration: every name is the one model, each route reaches us as it came."""
+    base = url_of(order.mlx_host, order.mlx_port)
+    # why(L-49): without the endpoints /v1/messages becomes /v1/responses; without supports_... the
+    # thinking of a model it does not know is dropped. Only anthropic/ asks us to count tokens.
+    about: dict[str, Any] = {
+        "supported_endpoints": ["/v1/chat/completions", "/v1/messages"]
+    }
+    about |= {"supports_adaptive_thinking": True, "supports_legacy_thinking": True}
+    about |= {"cache_control_ttl": True, "max_input_tokens": order.context_length}
+    both: dict[str, Any] = {
+        "api_key": order.api_key or "none",
+        "allowed_openai_params": ["user"],
+    }
+    both |= {
+        "use_chat_completions_api": True
+    }  # why(L-102): for /v1/responses, which we lack
+    own = {"model": f"openai/{order.model_id}", "api_base": f"{base}/v1", **both}
+    claude = {"model": f"anthropic/{order.model_id}", "api_base": base, **both}
+    routes = {order.proxy_model_id or order.model_id: own, "claude-*": claude}
+    routes |= {} if order.strict_model_names else {"*": own}
+    rows = [{"model_name": name, "litellm_params": to} for name, to in routes.items()]
+    # The lack of a key, or one that LiteLLM thinks weak, is meant.
+    lock: dict[str, Any] = {"dangerously_permit_weak_or_unset_master_key": True}
+    key = order.proxy_api_key or order.api_key
+    if key:
+        lock["master_key"] = key
+    ping = {"sse_keepalive_ping_interval_seconds": order.keepalive_seconds}
+    return {
+        "model_list": [row | {"model_info": about} for row in rows],
+        "general_settings": {"forward_client_headers_to_llm_api": True, **lock},
+        "litellm_settings": {
+            **ping,
+            "request_timeout": DAY,
+            "drop_params": True,
+            "callbacks": ["litellm_gate.gate"],
+        },
+        "router_settings": {
+            "timeout": DAY,
+            "num_retries": 0,
+            "disable_cooldowns": True,
+        },
+        "start_llm_gate": {
+            "key": key,
+            "welcome": welcome_for(order),
+            "advice": order.advice,
+        },
+    }
+
+
+def welcome_for(order: Order) -> str:
+    """What stands at `/`."""
+    server = url_of(order.mlx_host, order.mlx_port)
+    proxy = url_of(order.proxy_host, order.proxy_port)
+    return (
+        f"This is LiteLLM before start-llm, with the model {order.model_id}. "
+        f"OpenAI's clients take the base URL {proxy}/v1, for chats and responses; "
+        f"Anthropic's and Google's take {proxy}. "
+        f"People find the server's page at {server}/"
+    )
+
+
+def is_open(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether somebody listens there."""
+    with suppress(OSError), socket.create_connection((host, port), timeout=0.5):
+        return True
+    return False
+
+
+def holder_of(port: int) -> str:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # of another user
+            if any(
+                c.laddr and c.laddr.port == port for c in process.net_connections("tcp")
+            ):
+                return f"{' '.join(process.name().split())} (pid {process.pid})"
+    return "a program of another user"
+
+
+def end_group(pid: int) -> None:
+    """End the process that leads a group, then whatever is left of the group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+        with suppress(psutil.Error):
+            psutil.Process(pid).wait(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """Of a command that listens on `host`:`port` and has `files`.json among its arguments."""
+
+    command: Sequence[str]
+    files: Path  # without the ending: .json, .log and .pid
+    settings: str  # goes into the first
+    port: int
+    host: str = "127.0.0.1"
+    told_every: float = 0.0  # seconds between two lines about its start; 0 = none
+    delay: float = 1.0  # seconds before its second start, then ever more
+    patience: float = (
+        10.0  # seconds, for the keeper of a server that was killed just now
+    )
+    steady: float = 600.0  # seconds of one life that make up for those before
+    origins: str = ""  # of web pages that may read what it says; empty: its own
+
+    def keep_running(self, over: threading.Event) -> None:
+        """Start it again, ever later, till it is over. Returns when nothing of it is left."""
+        delay, is_free = self.delay, self._make_way(over)
+        while is_free and not over.is_set():
+            if is_open(self.port, self.host):
+                text = "no proxy: port %d is taken by %s; stop it or set PROXY_PORT and start again"
+                log.error(text, self.port, holder_of(self.port))
+                return
+            began = time.monotonic()
+            try:
+                status: object = self._run(over)
+            except OSError as error:
+                status = error
+            if time.monotonic() - began >= self.steady:
+                delay = self.delay
+            if not over.is_set():
+                log.error(
+                    "LiteLLM ended (%s): %s.log; again in %.0f s",
+                    status,
+                    self.files,
+                    delay,
+                )
+                over.wait(delay)
+                delay = min(2 * delay, 60.0)
+
+    def _make_way(self, over: threading.Event) -> bool:
+        """End a LiteLLM whose keeper was killed. False: there is one whose keeper lives."""
+        ends = time.monotonic() + self.patience
+        with suppress(OSError, ValueError, psutil.Error):
+            pid, parent = map(int, Path(f"{self.files}.pid").read_text().split())
+            found = psutil.Process(pid)
+            while (
+                f"{self.files}.json" in found.cmdline()
+            ):  # the number may be another's by now
+                if found.ppid() != parent:
+                    log.warning(
+                        "ending LiteLLM (pid %d), left over from a server that is gone",
+                        pid,
+                    )
+                    end_group(pid)
+                    break
+                if time.monotonic() > ends:
+                    log.error(
+                        "no proxy: LiteLLM (pid %d) of another start-llm is there", pid
+                    )
+                    return False
+                if over.wait(0.1):
+                    return False
+        return True
+
+    def _run(self, over: threading.Event) -> int | None:
+        """One life of the command: its exit status. Raises OSError."""
+        self.files.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        settings, log_file, pid_file = (
+            Path(f"{self.files}.{s}") for s in ("json", "log", "pid")
+        )
+        for path in (settings, pid_file):
+            path.unlink(missing_ok=True)  # it may have been readable for all
+        for path in (settings, log_file, pid_file):
+            path.touch(mode=0o600)
+        settings.write_text(self.settings)
+        # Unset or empty, every web page could read it.
+        pages = {"LITELLM_CORS_ORIGINS": self.origins or url_of(self.host, self.port)}
+        # A group of its own, to be ended as a whole.
+        gate = {"START_LLM_GATE": str(settings)}
+        environment = ENVIRONMENT | pages | gate
+        alone: dict[str, Any] = {"env": environment, "start_new_session": True}
+        with log_file.open("ab") as out:
+            process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, **alone
+            )
+        own = f"{process.pid} {os.getpid()}"
+        try:
+            pid_file.write_text(own)
+            self._watch(process, log_file, over)
+            return process.poll()
+        finally:
+            end_group(process.pid)
+            with suppress(OSError):
+                if (
+                    pid_file.read_text() == own
+                ):  # not that of a keeper who follows already
+                    pid_file.unlink()
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], log_file: Path, over: threading.Event
+    ) -> None:
+        """Tell how it starts, keep its log small, till it has ended or should."""
+        began, due, is_up = time.monotonic(), self.told_every or math.inf, False
+        while process.poll() is None and not over.wait(0.2):
+            seconds = time.monotonic() - began
+            if not is_up and (
+                (is_up := is_open(self.port, self.host)) or seconds >= due
+            ):
+                due += self.told_every
+                word = (
+                    f"is up at {url_of(self.host, self.port)}"
+                    if is_up
+                    else "is starting"
+                )
+                log.info("LiteLLM %s (%.0f s)", word, seconds)
+            keep_small(log_file)
+
+
+def keep_small(log_file: Path) -> None:
+    """Copy and empty what has grown: who has it open appends on."""
+    last = log_file.with_suffix(".log.1")
+    with suppress(
+        OSError
+    ):  # somebody removed it, or the disk is full: emptied all the more
+        if log_file.stat().st_size > LOG_BYTES:
+            try:
+                last.touch(mode=0o600)
+                shutil.copyfile(log_file, last)
+            finally:
+                os.truncate(log_file, 0)
+
+
+def wait_for_the_end(over: threading.Event) -> None:
+    while os.read(
+        sys.stdin.fileno(), 4096
+    ):  # its buffer would hold a lock at our own end
+        pass
+    over.set()
+
+
+def start_logging(level: str) -> None:
+    """A level and a sentence in each line: the server logs them as its own."""
+    logging.raiseExceptions = (
+        False  # who read them may be gone with a server that was killed
+    )
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s")
+
+
+def main() -> None:
+    line, over = sys.stdin.readline(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: over.set())
+    threading.Thread(target=wait_for_the_end, args=(over,), daemon=True).start()
+    if line:
+        order = Order.from_json(line)
+        start_logging(order.log_level)
+        root = Path(__file__).resolve().parents[2] / Path(order.log_root).expanduser()
+        files = root.resolve() / f"litellm-{order.proxy_port}"
+        command = [sys.executable, order.program, "--config", f"{files}.json"]
+        command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]
+        settings = json.dumps(settings_for(order))
+        told_every = order.proxy_startup_wait_seconds
+        address = (order.proxy_port, order.proxy_host)
+        origins = order.cors_origins.strip(" ,").lower()
+        Keeper(
+            command, files, settings, *address, told_every, origins=origins
+        ).keep_running(over)
+
+
+if __name__ == "__main__":
+    main()

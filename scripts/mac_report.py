@@ -1,0 +1,718 @@
+"""Measure this machine with a model of its own server, in ten minutes, and print one table.
+
+    .venv/bin/python scripts/mac_report.py                      the model that is chosen here
+    .venv/bin/python scripts/mac_report.py --model NAME         a repository, a folder or demo
+    .venv/bin/python scripts/mac_report.py --quick --model demo a minute: does it run at all?
+
+It starts a server on a free port, asks it as agents do, and ends it. Close what else needs the
+GPU or memory first: other programs change the figures.
+
+WHAT IS MEASURED
+
+    first token    of a cold prompt, and of the next request of the same conversation (warm)
+    decode         one reply alone, tokens a second from its first token to its last
+    eight at once  eight agents on one prefix: tokens a second of all, and how often the shared
+                   prefix was computed (1.0 is the fewest)
+    file rewrite   a reply that repeats a file with one name changed: its speed, and how much of
+                   the file it repeats
+    memory         the most that MLX, the process and macOS (wired) held, and swap that was added
+    parity         prompts of agent conversations, each answered greedily with what the cache has
+                   and once more with an empty cache: the replies must be equal
+
+WHAT IS WRITTEN  mac-report.json, with the same figures: chip, memory and versions, no names of
+people, machines or folders, nothing that was said. A model in a folder is "a folder".
+
+EXIT STATUS  0 measured, and warm equals cold; 1 it does not; 2 nothing could be measured; 130
+stopped by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import psutil  # type: ignore[import-untyped]
+from pi_like_probe import TOOLS, Agent, Body, ProbeError, Prose, Reply, Server
+from rich.console import Console
+from rich.table import Table
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FORMAT: Final = 1  # of the JSON file; another number: other fields
+
+REPLY_SECONDS: Final = 900.0
+SAMPLE_SECONDS: Final = 0.5  # between two looks at the machine's memory
+COLD_SECONDS: Final = 75.0  # the longest cold prompt takes at most this long
+PROMPT_TOKENS: Final = (2_000, 8_000, 16_000, 32_000)  # tried as far as time allows
+N_AGENTS: Final = 8
+N_WARM_TURNS: Final = 3
+N_PARITY_TURNS: Final = 4
+LEAST_DECODED: Final = 16  # tokens; of fewer no speed is told
+
+say = Console(stderr=True, highlight=False).print
+
+
+# The server -------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, from a range that is not lent to clients."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@dataclass(slots=True)
+class Subject:
+    """The server that is measured."""
+
+    url: str
+    log_folder: Path
+    process: subprocess.Popen[bytes]
+
+    def get(self, path: str) -> Any:
+        """Raises OSError or ValueError while nothing answers as it should."""
+        return self._send("GET", path, None)
+
+    def complete(self, prompt_ids: Sequence[int], max_tokens: int) -> Body:
+        """The greedy continuation of a prompt that is given as tokens."""
+        body = {"prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0}
+        answer: Body = self._send("POST", "/v1/completions", body)
+        return answer
+
+    def empty_cache(self) -> None:
+        """Forget all KV and all transcripts."""
+        self._send("DELETE", "/v1/cache", None)
+
+    def wait_until_ready(self) -> None:
+        """Return when the model is loaded. Raises ProbeError when the server ended.
+
+        There is no limit of time: a model may be downloaded, and the server says so.
+        """
+        while self.process.poll() is None:
+            with suppress(OSError, ValueError):
+                if self.get("/health")["status"] == "ok":
+                    return
+            time.sleep(0.2)
+        raise ProbeError("the server ended while it started; see above")
+
+    def _send(self, method: str, path: str, body: Body | None) -> Any:
+        payload = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            self.url + path, payload, headers, method=method
+        )
+        # No proxies: the server is on this machine, whatever the environment says.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=REPLY_SECONDS) as response:
+            return json.loads(response.read() or b"null")
+
+
+def settings_of(model: str, port: int, log_folder: Path) -> dict[str, str]:
+    """The environment of the server: that of this program, but for these."""
+    settings = {
+        "MLX_HOST": "127.0.0.1",
+        "MLX_PORT": str(port),
+        "API_KEY": "",
+        "ENABLE_PROXY": "false",
+        "LOG_ROOT": str(log_folder),
+        "LOG_LEVEL": "WARNING",
+        "LOG_PROMPT_TOKENS": "true",  # parity asks for the same prompts again
+    }
+    if model:
+        settings["MODEL_PATH"] = model
+    return os.environ | settings
+
+
+@contextmanager
+def running_server(model: str) -> Iterator[Subject]:
+    """A server of this checkout. Raises ProbeError when it does not start."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        log_folder = Path(folder)
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "start-llm.py")],
+            env=settings_of(model, port, log_folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        stack.callback(end_process, process)
+        subject = Subject(f"http://127.0.0.1:{port}", log_folder, process)
+        subject.wait_until_ready()
+        yield subject
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to stop, and insist after half a minute."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# Memory of the machine --------------------------------------------------------
+
+
+class MemoryWatch:
+    """The most memory that was held while this thread looked."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._swap_at_start: int = psutil.swap_memory().used
+        self.process_bytes = 0
+        self.wired_bytes: int | None = None  # only macOS tells
+        self.swap_bytes = 0
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with suppress(psutil.Error):
+            while True:
+                self._look()
+                if self._is_done.wait(SAMPLE_SECONDS):
+                    return
+
+    def _look(self) -> None:
+        resident = self._process.memory_info().rss
+        self.process_bytes = max(self.process_bytes, resident)
+
+        wired = getattr(psutil.virtual_memory(), "wired", None)
+        if wired is not None:
+            self.wired_bytes = max(self.wired_bytes or 0, wired)
+
+        added = psutil.swap_memory().used - self._swap_at_start
+        self.swap_bytes = max(self.swap_bytes, added)
+
+
+# How much to ask --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How long prompts and replies are, so that all of it takes ten minutes."""
+
+    prompt_tokens: tuple[int, ...]  # of the cold prompts
+    shared_tokens: int  # of the prefix of eight agents
+    decode_tokens: int
+    agent_tokens: int  # of each reply of the eight
+    file_lines: int
+    parity_tokens: int
+
+
+QUICK: Final = Plan(
+    prompt_tokens=(400,),
+    shared_tokens=300,
+    decode_tokens=48,
+    agent_tokens=16,
+    file_lines=6,
+    parity_tokens=24,
+)
+
+
+def make_plan(prefill_speed: float, *, most_tokens: int) -> Plan:
+    """What fits into ten minutes on a machine that reads so many tokens a second.
+
+    `most_tokens` is what the model takes as one prompt with its reply.
+    """
+    readable = min(prefill_speed * COLD_SECONDS, most_tokens / 2)
+    prompts = tuple(n for n in PROMPT_TOKENS if n <= readable)
+    shortest = prompts[0] if prompts else max(200, int(readable))
+    return Plan(
+        prompt_tokens=prompts or (shortest,),
+        shared_tokens=shortest,
+        decode_tokens=256,
+        agent_tokens=96,
+        file_lines=60 if prompts else 12,
+        parity_tokens=64,
+    )
+
+
+# Figures ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A cold prompt and the requests that continued it."""
+
+    prompt_tokens: int
+    cold_seconds: float
+    warm_seconds: float  # the median of the requests that followed
+    warm_cached_share: float  # the least of them
+
+    @property
+    def prefill_speed(self) -> float:
+        """Tokens a second."""
+        return self.prompt_tokens / self.cold_seconds
+
+
+@dataclass(slots=True)
+class Figures:
+    """All that was measured. A field that is None could not be told."""
+
+    load_seconds: float = 0.0
+    first_token: list[FirstToken] = field(default_factory=list)
+    decode_tokens_per_second: float | None = None
+    eight_tokens_per_second: float | None = None
+    eight_prefix_computed: float | None = None
+    eight_slowest_first_token: float | None = None
+    rewrite_tokens_per_second: float | None = None
+    rewrite_repeated_share: float | None = None
+    mlx_peak_bytes: int = 0
+    process_peak_bytes: int = 0
+    wired_peak_bytes: int | None = None
+    swap_added_bytes: int = 0
+    parity_prompts: int = 0
+    parity_equal: int = 0
+    parity_cached_share: float | None = None
+
+    @property
+    def has_parity(self) -> bool:
+        return self.parity_prompts > 0 and self.parity_equal == self.parity_prompts
+
+
+def decode_speed(reply: Reply) -> float | None:
+    """Tokens a second of one reply, from its first token on; None of too few."""
+    seconds = reply.seconds - reply.ttft_seconds
+    if reply.n_out < LEAST_DECODED or seconds <= 0:
+        return None
+    return (reply.n_out - 1) / seconds
+
+
+class Measurement:
+    """Asks one server, step by step. Each step adds to `figures`."""
+
+    def __init__(self, subject: Subject, *, is_quick: bool) -> None:
+        self._subject = subject
+        self._server = Server(
+            subject.url, model="any", api_key="unused", timeout=REPLY_SECONDS
+        )
+        self._is_quick = is_quick
+        self._chars_per_token = 4.0
+        self.plan = QUICK
+        self.figures = Figures()
+
+    def run(self) -> Figures:
+        """All steps, in the order of the table."""
+        self._warm_up()
+        steps: list[tuple[str, Callable[[], None]]] = [
+            ("first token", self._measure_first_tokens),
+            ("decode", self._measure_decode),
+            ("eight at once", self._measure_eight),
+            ("file rewrite", self._measure_rewrite),
+            ("parity", self._measure_parity),
+        ]
+        for name, step in steps:
+            say(f"{name} ...")
+            step()
+        return self.figures
+
+    def _new_agent(self, n_tokens: int) -> Agent:
+        """An agent whose system prompt has about so many tokens, unlike any other's."""
+        n_chars = int(n_tokens * self._chars_per_token)
+        return Agent(secrets.token_hex(4), role="system", head_chars=n_chars)
+
+    def _ask(self, agent: Agent, max_tokens: int) -> Reply:
+        body = agent.body(max_tokens=max_tokens, effort="low")
+        return self._server.ask({**body, "temperature": 0})
+
+    def _warm_up(self) -> None:
+        """Compile the kernels, learn the machine's speed, and plan."""
+        say("warming up ...")
+        self._ask(self._new_agent(200), 8)
+        agent = self._new_agent(300 if self._is_quick else 1_000)
+        reply = self._ask(agent, 8)
+        n_chars = len(json.dumps([agent.messages, TOOLS]))
+        self._chars_per_token = n_chars / reply.n_prompt
+        if self._is_quick:
+            return
+        model = self._subject.get("/v1/status")["model"]
+        self.plan = make_plan(
+            reply.n_prompt / (reply.ttft_seconds or reply.seconds),
+            most_tokens=model["context_length"],
+        )
+
+    def _measure_first_tokens(self) -> None:
+        for n_tokens in self.plan.prompt_tokens:
+            agent = self._new_agent(n_tokens)
+            cold = self._ask(agent, 16)
+            warm: list[Reply] = []
+            latest = cold
+            for _ in range(N_WARM_TURNS):
+                agent.hear(latest)
+                latest = self._ask(agent, 16)
+                warm.append(latest)
+            seconds = [reply.ttft_seconds or reply.seconds for reply in (cold, *warm)]
+            self.figures.first_token.append(
+                FirstToken(
+                    prompt_tokens=cold.n_prompt,
+                    cold_seconds=seconds[0],
+                    warm_seconds=statistics.median(seconds[1:]),
+                    warm_cached_share=min(r.n_cached / r.n_prompt for r in warm),
+                )
+            )
+
+    def _measure_decode(self) -> None:
+        question = "Tell a long story about a lighthouse, with many details."
+        reply = self._server.ask(
+            {
+                "messages": [{"role": "user", "content": question}],
+                "max_tokens": self.plan.decode_tokens,
+                "temperature": 0,
+            }
+        )
+        self.figures.decode_tokens_per_second = decode_speed(reply)
+
+    def _measure_eight(self) -> None:
+        first = self._new_agent(self.plan.shared_tokens)
+        bodies = []
+        for n in range(N_AGENTS):
+            question = {"role": "user", "content": f"You are agent {n}. Begin."}
+            body = first.body(max_tokens=self.plan.agent_tokens, effort="low")
+            messages = [first.messages[0], question]
+            bodies.append({**body, "messages": messages, "temperature": 0})
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(N_AGENTS) as pool:
+            replies = list(pool.map(self._server.ask, bodies))
+        seconds = time.perf_counter() - began
+
+        figures = self.figures
+        n_computed = sum(reply.n_prompt - reply.n_cached for reply in replies)
+        longest = max(reply.n_prompt for reply in replies)
+        figures.eight_tokens_per_second = sum(r.n_out for r in replies) / seconds
+        figures.eight_prefix_computed = n_computed / longest
+        figures.eight_slowest_first_token = max(
+            reply.ttft_seconds or reply.seconds for reply in replies
+        )
+
+    def _measure_rewrite(self) -> None:
+        text = make_program(self.plan.file_lines)
+        question = (
+            "Write this file again, whole, with the function greet_0 renamed to"
+            f" welcome_0. Answer with the file alone.\n\n```python\n{text}```"
+        )
+        n_tokens = int(len(question) / 2)
+        reply = self._server.ask(
+            {
+                "messages": [{"role": "user", "content": question}],
+                "max_tokens": n_tokens,
+                "temperature": 0,
+                "enable_thinking": False,
+            }
+        )
+        self.figures.rewrite_tokens_per_second = decode_speed(reply)
+        self.figures.rewrite_repeated_share = repeated_share(text, reply.content)
+
+    def _measure_parity(self) -> None:
+        self._have_conversations()
+        prompts = read_prompts(self._subject.log_folder, self._first_parity_record)
+        max_tokens = self.plan.parity_tokens
+
+        warm = [self._subject.complete(ids, max_tokens) for ids in prompts]
+        cold = []
+        for ids in prompts:
+            self._subject.empty_cache()
+            cold.append(self._subject.complete(ids, max_tokens))
+
+        figures = self.figures
+        pairs = list(zip(warm, cold, strict=True))
+        figures.parity_prompts = len(pairs)
+        figures.parity_equal = sum(
+            shown_reply(one) == shown_reply(other) for one, other in pairs
+        )
+        n_cached = sum(cached_tokens(answer) for answer in warm)
+        figures.parity_cached_share = n_cached / max(1, sum(map(len, prompts)))
+
+    def _have_conversations(self) -> None:
+        """A tool loop, an edit of its past, a branch off it, and an insertion."""
+        self._first_parity_record = count_records(self._subject.log_folder)
+        max_tokens = self.plan.parity_tokens
+        agent = self._new_agent(self.plan.shared_tokens)
+        for _ in range(N_PARITY_TURNS):
+            agent.hear(self._ask(agent, max_tokens))
+
+        past = list(agent.messages)
+        edited = [*past]
+        edited[1] = {"role": "user", "content": "Read notes.txt. Nothing else."}
+        branch = [*past[:-1], {"role": "user", "content": "Sum up what was done."}]
+        inserted = [past[0], {"role": "user", "content": "Be brief."}, *past[1:]]
+        for messages in (edited, branch, inserted):
+            agent.messages = messages
+            self._ask(agent, max_tokens)
+
+
+def shown_reply(answer: Body) -> tuple[str, str]:
+    """The text of a completion, and why it ended."""
+    choice = answer["choices"][0]
+    return choice["text"], choice["finish_reason"]
+
+
+def cached_tokens(answer: Body) -> int:
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+def make_program(n_lines: int) -> str:
+    """A file of functions, three lines each, whose words are drawn by a fixed seed."""
+    prose = Prose("mac_report")
+    functions = []
+    for n in range(max(1, n_lines // 3)):
+        words = prose.text(40)
+        functions.append(f'def greet_{n}(name):\n    return f"{words} {{name}}"\n\n')
+    return "".join(functions)
+
+
+def repeated_share(text: str, reply: str) -> float:
+    """How many of the lines of a file a reply repeats, but for those to be changed."""
+    kept_lines = [line for line in text.splitlines() if line and "greet_0" not in line]
+    repeated = set(reply.splitlines())
+    return sum(line in repeated for line in kept_lines) / len(kept_lines)
+
+
+# Session logs -----------------------------------------------------------------
+
+
+def read_records(log_folder: Path) -> list[Body]:
+    """All records of all session logs, the oldest file first."""
+    paths = sorted(log_folder.rglob("cache-session-*.log"), key=os.path.getmtime)
+    lines = [line for path in paths for line in path.read_text("utf-8").splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def count_records(log_folder: Path) -> int:
+    return len(read_records(log_folder))
+
+
+def read_prompts(log_folder: Path, first_record: int) -> list[list[int]]:
+    """The prompts, as tokens, of the requests that were logged from this one on."""
+    return [record["tokens"] for record in read_records(log_folder)[first_record:]]
+
+
+# The report -------------------------------------------------------------------
+
+
+def describe_machine() -> Body:
+    """Chip, memory and versions. Nothing that tells whose machine it is."""
+    return {
+        "chip": read_chip(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.mac_ver()[0]}".strip(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+    }
+
+
+def read_chip() -> str:
+    """The processor's name, as in Apple M4 Pro."""
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def describe_model(status: Body, asked: str) -> Body:
+    """The loaded model; the name of a folder may be private, so it is left out."""
+    model = status["model"]
+    name = asked if is_public_name(asked) else "a folder"
+    if not asked:
+        name = model["id"] if is_public_name(model["id"]) else "a folder"
+    return {
+        "name": name,
+        "family": model["family"],
+        "bytes": model["bytes"],
+        "context_length": model["context_length"],
+    }
+
+
+def is_public_name(name: str) -> bool:
+    """Whether this is demo, or a repository (owner/name) and no folder here."""
+    owner, slash, repository = name.partition("/")
+    is_repository = bool(owner and slash and repository) and "/" not in repository
+    is_local = name.startswith((".", "~")) or Path(name).exists()
+    return name == "demo" or (is_repository and not is_local)
+
+
+def make_report(figures: Figures, status: Body, *, asked: str, is_quick: bool) -> Body:
+    """What is written: figures without anything that was said or by whom."""
+    return {
+        "format": FORMAT,
+        "start_llm": status["version"],
+        "quick": is_quick,
+        "machine": describe_machine(),
+        "model": describe_model(status, asked),
+        "figures": asdict(figures),
+    }
+
+
+def rows_of(figures: Figures) -> list[tuple[str, str]]:
+    """The table, a row a figure."""
+    rows = [("model ready after", f"{figures.load_seconds:.1f} s")]
+    for first in figures.first_token:
+        ratio = first.cold_seconds / first.warm_seconds
+        rows += [
+            (
+                f"first token, cold, {first.prompt_tokens:,} tokens",
+                f"{first.cold_seconds:.2f} s ({first.prefill_speed:,.0f} tokens/s)",
+            ),
+            (
+                "first token, warm, same conversation",
+                f"{first.warm_seconds:.2f} s (1/{ratio:.0f};"
+                f" {first.warm_cached_share:.1%} cached)",
+            ),
+        ]
+    rows += [
+        (
+            "decode, one stream",
+            show(figures.decode_tokens_per_second, "{:.1f} tokens/s"),
+        ),
+        (
+            "eight at once",
+            show(figures.eight_tokens_per_second, "{:.1f} tokens/s in all"),
+        ),
+        (
+            "... their shared prefix was computed",
+            show(figures.eight_prefix_computed, "{:.2f} times"),
+        ),
+        (
+            "... slowest first token",
+            show(figures.eight_slowest_first_token, "{:.2f} s"),
+        ),
+        ("file rewrite", show(figures.rewrite_tokens_per_second, "{:.1f} tokens/s")),
+        (
+            "... lines of the file repeated",
+            show(figures.rewrite_repeated_share, "{:.0%}"),
+        ),
+        ("MLX memory, most", in_gigabytes(figures.mlx_peak_bytes)),
+        ("process memory, most", in_gigabytes(figures.process_peak_bytes)),
+        ("wired memory of the machine, most", in_gigabytes(figures.wired_peak_bytes)),
+        ("swap added", in_gigabytes(figures.swap_added_bytes)),
+        (
+            "warm reply equals cold reply",
+            f"{figures.parity_equal} of {figures.parity_prompts} prompts"
+            + show(figures.parity_cached_share, " ({:.0%} of them cached)"),
+        ),
+    ]
+    return rows
+
+
+def show(value: float | None, form: str) -> str:
+    return "not told" if value is None else form.format(value)
+
+
+def in_gigabytes(n_bytes: int | None) -> str:
+    return show(None if n_bytes is None else n_bytes / 1e9, "{:.2f} GB")
+
+
+def title_of(report: Body) -> str:
+    """Machine and model in one line."""
+    machine, model = report["machine"], report["model"]
+    memory = machine["memory_bytes"] / 2**30
+    return (
+        f"{machine['chip']}, {memory:.0f} GB, {machine['system']}; {model['name']}"
+        f" ({model['bytes'] / 1e9:.2f} GB); start-llm {report['start_llm']},"
+        f" mlx {machine['mlx']}"
+    )
+
+
+def print_table(report: Body, rows: Sequence[tuple[str, str]]) -> None:
+    table = Table("what", "measured", title=title_of(report))
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def measure(model: str, *, is_quick: bool) -> tuple[Figures, Body]:
+    """Start a server, ask it, end it. Raises ProbeError or OSError."""
+    say("starting the server ...")
+    began = time.perf_counter()
+    with running_server(model) as subject, MemoryWatch(subject.process.pid) as watch:
+        load_seconds = time.perf_counter() - began
+        figures = Measurement(subject, is_quick=is_quick).run()
+        status = subject.get("/v1/status")
+    figures.load_seconds = load_seconds
+    figures.mlx_peak_bytes = status["memory"]["peak"]
+    figures.process_peak_bytes = watch.process_bytes
+    figures.wired_peak_bytes = watch.wired_bytes
+    figures.swap_added_bytes = watch.swap_bytes
+    return figures, status
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="", help="repository, folder or demo")
+    parser.add_argument("--quick", action="store_true", help="short prompts, a minute")
+    parser.add_argument(
+        "--out", type=Path, default=Path("mac-report.json"), help="the JSON file"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = read_arguments(arguments)
+    try:
+        figures, status = measure(options.model, is_quick=options.quick)
+    except KeyboardInterrupt:
+        say("stopped; nothing was written")
+        return 130
+    except (ProbeError, OSError) as error:
+        say(f"nothing was measured: {error}", style="red", markup=False)
+        return 2
+
+    report = make_report(figures, status, asked=options.model, is_quick=options.quick)
+    text = json.dumps(report, indent=1)
+    options.out.write_text(text + "\n", encoding="utf-8")
+    if options.json:
+        sys.stdout.write(text + "\n")
+    else:
+        print_table(report, rows_of(figures))
+    say(f"written to {options.out}; to send it: the issue template 'Mac report'")
+    if not figures.has_parity:
+        say("a warm reply differs from a cold one: please report it", style="red")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

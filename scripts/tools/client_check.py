@@ -1,0 +1,258 @@
+"""Put a real coding agent to work on a running server, and say whether the cache holds.
+
+    CLIENTS_HOME=~/clients scripts/tools/clients/install.sh           once: the clients, from npm
+    python scripts/tools/client_check.py claude-code                  start-llm on this machine
+    python scripts/tools/client_check.py pi --url http://127.0.0.1:4000 --model NAME
+
+The client works in a folder of its own and says three things in one session: the first needs files
+read, commands run and a file written. Its requests pass through the recorder of capture_proxy.py.
+
+    prompt    tokens that were sent
+    cached    of them, what the server did not compute again
+    known     what the request before it in the same conversation had sent and got back
+    share     cached / known: HEALTHY where it is 99 % or more for each but the first request
+
+Exit status: 0 healthy, 1 not, 2 where nothing could be judged. What a model says decides how many
+requests there are: the bundled demo model does as it is told only where it is told simply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from capture_proxy import (
+    CaptureFile,
+    CaptureProxy,
+    Exchange,
+    read_capture,
+    stream_events,
+)
+from clients import drive
+from inspect_capture import Body, Step, follow, prompts_of, reply_of
+from replay_capture import tokens_of, usage_of
+from rich.console import Console
+from rich.table import Table
+
+CLIENTS: Final[dict[str, type[drive.Client]]] = {
+    "claude-code": drive.ClaudeCode,
+    "claude-code-2.1.150": drive.OldClaudeCode,
+    "pi": drive.Pi,
+    "openclaw": drive.OpenClaw,
+    "openclaw-2026.2.17": drive.OldOpenClaw,
+    "opencode": drive.OpenCode,
+    "copilot": drive.Copilot,
+    "qwen-code": drive.QwenCode,
+}
+HEALTHY_SHARE: Final = 0.99
+SERVER: Final = "checked"  # the client's name for it
+WORDS: Final = (
+    "Read notes.txt and src/app.py, run `ls -la`, then write a summary of two lines to out.txt.",
+    "Now show out.txt with `cat` and tell me how many lines it has.",
+    "Say goodbye in one short sentence, without tools.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of a conversation, in tokens."""
+
+    talk: int  # conversations count from 1: the session, its sub-agents, its titles
+    n_prompt: int
+    n_cached: int
+    n_reply: int
+    n_known: int  # 0 for the first of its conversation
+    n_calls: int
+
+    @property
+    def share(self) -> float | None:
+        return self.n_cached / self.n_known if self.n_known else None
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.share is None or self.share >= HEALTHY_SHARE
+
+
+def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
+    """In the order of the requests, conversation by conversation."""
+    rows = []
+    for number, talk in enumerate(follow(list(prompts_of(exchanges))), 1):
+        n_known = 0
+        for one in talk:
+            exchange = (one.after if isinstance(one, Step) else one).exchange
+            usage = total_usage(exchange)
+            (n_prompt, n_cached), reply = tokens_of(usage), reply_of(exchange) or {}
+            n_reply = usage.get("completion_tokens") or usage.get("output_tokens") or 0
+            rows.append(
+                Row(number, n_prompt, n_cached, n_reply, n_known, count_calls(reply))
+            )
+            n_known = n_prompt + n_reply
+    return rows
+
+
+def is_done(exchange: Exchange) -> bool:
+    """A client may leave as soon as it has read the last event."""
+    ends = ("data: [DONE]", '"type": "message_stop"}', '"type":"message_stop"}')
+    return exchange.status == 200 and (
+        exchange.is_whole or exchange.reply.rstrip().endswith(ends)
+    )
+
+
+def total_usage(exchange: Exchange) -> Body:
+    usage: Body = {}
+    said = exchange.reply
+    whole = (
+        [json.loads(said)] if said.startswith("{") else stream_events(said.split("\n"))
+    )
+    for event in whole:
+        usage |= usage_of(event)
+    return usage
+
+
+def count_calls(reply: Body) -> int:
+    content = reply.get("content")
+    blocks = content if isinstance(content, list) else []
+    return len(
+        reply.get("tool_calls") or [b for b in blocks if b.get("type") == "tool_use"]
+    )
+
+
+@contextmanager
+def recorded(url: str, path: Path) -> Iterator[str]:
+    """Where to send what is to be recorded on its way to `url`."""
+    address = ("127.0.0.1", 0)
+    with (
+        closing(CaptureFile(path)) as capture,
+        CaptureProxy(address, upstream=url, capture=capture) as proxy,
+    ):
+        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_address[1]}"
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchange]:
+    """What the client asked. Raises ClientError."""
+    capture = room / "capture.jsonl"
+    with recorded(args.url, capture) as url:
+        client = CLIENTS[name](room, {SERVER: url}, model=args.model, key=args.key)
+        try:
+            client.start()
+            for words in WORDS:
+                client.say(SERVER, words, seconds=args.minutes * 60)
+                client.finish(SERVER, seconds=args.minutes * 60)
+        finally:
+            client.close()
+    return [one for one in read_capture(capture) if one.api]
+
+
+def first_model(url: str, key: str) -> str:
+    """The server's first model. Raises OSError or ValueError."""
+    request = urllib.request.Request(
+        f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        models = json.load(answer)["data"]
+    return str(models[0]["id"])
+
+
+def table_of(name: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=name)
+    for heading in ("talk", "prompt", "cached", "known", "share", "reply", "calls"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        share = "" if row.share is None else f"{row.share:.2%}"
+        cells = (row.talk, row.n_prompt, row.n_cached, row.n_known or "")
+        style = "" if row.is_healthy else "red"
+        table.add_row(
+            *map(str, cells), share, str(row.n_reply), str(row.n_calls), style=style
+        )
+    return table
+
+
+def verdict(rows: Sequence[Row], failed: Sequence[Exchange]) -> tuple[str, int]:
+    """A sentence and the exit status."""
+    judged, n_calls = (
+        [row for row in rows if row.n_known],
+        sum(row.n_calls for row in rows),
+    )
+    said = f"{len(rows)} requests, {n_calls} tool calls"
+    if failed:
+        return (
+            f"NOT HEALTHY: {len(failed)} of {said} failed, status {failed[0].status}",
+            1,
+        )
+    if low := [row for row in judged if not row.is_healthy]:
+        return (
+            f"NOT HEALTHY: {len(low)} of {said} have less than {HEALTHY_SHARE:.0%} cached",
+            1,
+        )
+    if not judged:
+        return f"NOTHING TO JUDGE: {said}; the client never went on", 2
+    early = (
+        ""
+        if n_calls
+        else "; the model called no tool (a demo model's words mean nothing)"
+    )
+    return f"HEALTHY: {said}{early}", 0
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Check a server's cache with a real client."
+    )
+    parser.add_argument("name", choices=CLIENTS)
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8080", help="the server, without /v1"
+    )
+    parser.add_argument(
+        "--model", default="", help="its name there; default: the first that it has"
+    )
+    parser.add_argument("--key", default="none", help="API key to send")
+    parser.add_argument("--minutes", type=float, default=10, help="longest turn")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if CLIENTS[args.name].missing():
+        print(CLIENTS[args.name].how_to_install(), file=sys.stderr)
+        return 2
+    try:
+        args.model = args.model or first_model(args.url, args.key)
+        with TemporaryDirectory(ignore_cleanup_errors=True) as room:
+            exchanges = have_session(args.name, args, Path(room))
+    except (OSError, ValueError, LookupError, drive.ClientError) as error:
+        print(f"{args.name} on {args.url}: {error}", file=sys.stderr)
+        return 2
+    failed = [one for one in exchanges if not is_done(one)]
+    rows = rows_of([one for one in exchanges if one not in failed])
+    sentence, status = verdict(rows, failed)
+    if args.json:
+        shown = [{**asdict(row), "share": row.share} for row in rows]
+        print(
+            json.dumps(
+                {"client": args.name, "verdict": sentence, "requests": shown}, indent=1
+            )
+        )
+    else:
+        Console().print(table_of(args.name, rows))
+        print(sentence)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

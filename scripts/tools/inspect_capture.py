@@ -1,0 +1,1407 @@
+"""Find what keeps a client's prompts from being cached: what changes though a talk only grew.
+
+    python scripts/tools/inspect_capture.py CAPTURE [--json]
+
+CAPTURE is what capture_proxy.py wrote, or a folder of numbered files, one per request.
+
+HOW IT LOOKS
+    prompt        what a model reads of a request: system, tools, messages. Each block of the system
+                  prompt, each tool and each message is a unit; a unit has texts.
+    conversation  a request continues the earlier one whose messages it still has, in order. Where
+                  both name a session, it has to be the same.
+    compared      with the request before it in its conversation: unit by unit, then text by text,
+                  line by line, word by word. What stands before the newest reply is the past, and
+                  in the past nothing should change.
+    follows       characters of the prompt from a change on. No cache that knows prefixes has them.
+
+WHAT IT SAYS
+    telemetry     a value for the provider's statistics: no model needs it
+    pinned        a value, or a section of the system prompt, that means something but changes
+    transient     a message or block which is attached to the newest end and later gone or moved
+    shape         the same content in other JSON: harmless to a server that compares parsed values.
+                  Replies are compared with their echo in the next request, too.
+    edits         other changes of the past, for which no rule is proposed: pruned results, history
+                  that was rewritten, tools that come and go
+Rules are given as name, role, class and regular expression; the group `value` is what changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from capture_proxy import Exchange, read_capture, stream_events
+
+Body = dict[str, Any]
+Pairs = list[tuple[int, int]]
+
+SHOWN = 60  # characters of an example
+VALUE_LIMIT = 200  # characters of what may still be one value
+LINE_VALUE_LIMIT = 80  # likewise, for what stands behind a label up to the line's end
+ARGUMENTS = "tool arguments re-serialised"
+NEAR = 8  # units or lines that are looked at for the counterpart of one
+HEAD_LIKENESS = 0.8  # of system prompts that two conversations have in common
+
+SESSION_HEADERS = (
+    *("x-claude-code-session-id", "x-claude-code-agent-id", "x-session-id"),
+    *("session-id", "thread-id"),
+)
+SESSION_IN_USER = re.compile(r'"session_id"\s*:\s*"([^"]+)"')
+KNOWN_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
+    | {"type", "text", "cache_control"}
+)
+
+VARIES = re.compile(r"[0-9a-fA-F-]*\d[0-9a-fA-F-]*")
+THOUGHT = re.compile(r"\A\s*<think>(?P<thought>[\s\S]*?)</think>")
+WRAPPED = re.compile(
+    r"<(?P<tag>[A-Za-z][\w-]*)(?: [^>\n]*)?>[\s\S]*?</(?P=tag)>"
+    r"|<<<BEGIN_(?P<angle>\w+)>>>[\s\S]*?<<<END_(?P=angle)>>>"
+    r"|\[\[(?P<square>\w+)_BEGIN\]\][\s\S]*?\[\[(?P=square)_END\]\]"
+)
+TELEMETRY = re.compile(
+    r"billing|telemetry|trace-?(parent|id)|fingerprint|analytics", re.IGNORECASE
+)
+
+UUID = r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+MOMENT = (
+    r"(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+    r"|\d{1,4}(?:st|nd|rd|th|[ap]m|[AP]M)?|[AaPp][Mm]\b|UTC|GMT|[A-Z]{1,3}ST)"
+)
+STAMP = rf"\b{MOMENT}(?:[ ,:/.()+T-]+{MOMENT})+Z?"
+KINDS = {  # of values, by their text
+    "uuid": re.compile(UUID),
+    "number": re.compile(r"[-+]?\d[\d.,]*%?"),
+    "hex": re.compile(r"[0-9a-fA-F]{6,}|(?=\w*\d)[0-9a-f]{3,}"),
+    "timestamp": re.compile(STAMP + r"\)?"),
+    "word": re.compile(r"[^\s\"]+"),
+}
+PATTERNS = {"uuid": UUID, "number": r"[-+]?\d[\d.,]*%?", "hex": r"[0-9a-fA-F]+"}
+FORMS = {  # how a value is named where it stands; the first that covers what changed is taken
+    "json": re.compile(
+        r'"(?P<label>[^"\\]+)"\s*:\s*"?'
+        r'(?P<value>(?<=")(?:[^"\\]|\\.)*(?=")|(?<!")(?:-?\d[\d.eE+-]*|true|false|null))'
+    ),
+    "keyed": re.compile(r"(?P<label>[A-Za-z_][\w.-]*)=(?P<value>[^\s;,&|\"'<>]+)"),
+    "tagged": re.compile(r"<(?P<label>[A-Za-z][\w-]*)>(?P<value>[^<]*)</(?P=label)>"),
+    "labelled": re.compile(
+        r"^\W*(?P<label>[A-Za-z][\w ()/-]{0,40}?):\s+(?P<value>\S.*)$"
+    ),
+    "timestamp": re.compile(rf"(?P<label>)(?P<value>{STAMP})"),
+    "uuid": re.compile(rf"(?P<label>)(?P<value>{UUID})"),
+    "bare": re.compile(r"(?P<label>)(?P<value>[\w.+-]+)"),
+}
+
+
+# Prompts ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A text of a prompt, and whose it is."""
+
+    path: str
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A block of the system prompt, a tool, or a message."""
+
+    path: str
+    role: str
+    raw: Body
+    leaves: tuple[
+        Leaf, ...
+    ]  # what counts: no reasoning, ids, empty parts, cache markers
+
+    @cached_property
+    def key(self) -> tuple[str, ...]:
+        """Equal where the content is."""
+        return (self.role, *(leaf.text for leaf in self.leaves))
+
+    @cached_property
+    def text(self) -> str:
+        return "\n".join(leaf.text for leaf in self.leaves)
+
+    @cached_property
+    def reasoning(self) -> tuple[str, str]:
+        """(its text, the field it stands in)."""
+        for name in ("reasoning_content", "reasoning"):
+            if isinstance(self.raw.get(name), str) and self.raw[name]:
+                return self.raw[name], name
+        content = self.raw.get("content")
+        parts = (
+            [p for p in content if isinstance(p, dict)]
+            if isinstance(content, list)
+            else []
+        )
+        if thoughts := [str(p.get("thinking") or "") for p in parts if is_thinking(p)]:
+            return "\n".join(thoughts), "thinking block"
+        found = THOUGHT.match(content) if isinstance(content, str) else None
+        return (found["thought"].strip(), "<think>") if found else ("", "")
+
+    @cached_property
+    def call_ids(self) -> tuple[str, ...]:
+        content, calls = self.raw.get("content"), self.raw.get("tool_calls")
+        parts = [self.raw, *(content if isinstance(content, list) else ())]
+        parts += calls if isinstance(calls, list) else []
+        dicts = [part for part in parts if isinstance(part, dict)]
+        names = ("tool_call_id", "tool_use_id", "id")
+        return tuple(
+            str(part[name]) for part in dicts for name in names if part.get(name)
+        )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request, in the order in which a model reads it."""
+
+    exchange: Exchange
+    head: tuple[Unit, ...]
+    messages: tuple[Unit, ...]
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return self.head + self.messages
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Characters before each unit, and of all in the end."""
+        return list(accumulate((len(unit.text) for unit in self.units), initial=0))
+
+    @cached_property
+    def session(self) -> tuple[str, ...]:
+        """What the request says it belongs to; empty where it says nothing."""
+        body, headers = self.exchange.body or {}, self.exchange.headers
+        user = str((body.get("metadata") or {}).get("user_id") or "")
+        named = [headers.get(name, "") for name in SESSION_HEADERS]
+        named += [
+            *SESSION_IN_USER.findall(user),
+            str(body.get("prompt_cache_key") or ""),
+        ]
+        return tuple(named) if any(named) else ()
+
+    @cached_property
+    def system(self) -> str:
+        return "\n".join(unit.text for unit in self.head if unit.role == "system")
+
+
+def canonical(value: object) -> str:
+    """The same text for the same JSON value, however a client wrote it."""
+    return json.dumps(
+        plain(value), sort_keys=True, ensure_ascii=False, separators=(",", ":")
+    )
+
+
+def plain(value: Any) -> Any:
+    """Without cache markers; whole floats as integers, as JavaScript writes them."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items() if k != "cache_control"}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def parsed(arguments: object) -> object:
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            return json.loads(arguments)
+    return arguments
+
+
+def is_thinking(part: Body) -> bool:
+    return part.get("type") in ("thinking", "redacted_thinking", "reasoning")
+
+
+def content_leaves(content: object, path: str, role: str) -> Iterator[Leaf]:
+    if isinstance(content, str):
+        text = THOUGHT.sub("", content) if role == "assistant" else content
+        if text:
+            yield Leaf(path, role, text)
+    elif isinstance(content, list):
+        for place, part in enumerate(content):
+            yield from part_leaves(part, f"{path}[{place}]", role)
+
+
+def part_leaves(part: Any, path: str, role: str) -> Iterator[Leaf]:
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            yield from content_leaves(text, f"{path}.text", role)
+        case {"type": "tool_use", "name": name, "input": given}:
+            yield Leaf(f"{path}.input", role, f"{name} {canonical(given)}")
+        case {"type": "tool_result"}:
+            yield from content_leaves(part.get("content"), f"{path}.content", "tool")
+        case {"type": "image" | "image_url" | "document" | "input_audio" as sort}:
+            digest = hashlib.sha256(
+                canonical(part).encode("utf-8", "replace")
+            ).hexdigest()
+            yield Leaf(path, role, f"<{sort} {digest[:12]}>")
+        case str():
+            yield from content_leaves(part, path, role)
+        case dict() if not is_thinking(part):
+            yield Leaf(path, role, canonical(part))
+
+
+def call_leaves(message: Body, path: str, role: str) -> Iterator[Leaf]:
+    for place, call in enumerate(message.get("tool_calls") or ()):
+        function = call.get("function") or {}
+        text = f"{function.get('name')} {canonical(parsed(function.get('arguments')))}"
+        yield Leaf(f"{path}.tool_calls[{place}].function.arguments", role, text)
+
+
+def message_unit(message: Body, path: str) -> Unit:
+    role = str(message.get("role"))
+    role = "system" if role == "developer" else role
+    content = content_leaves(message.get("content"), f"{path}.content", role)
+    return Unit(path, role, message, (*content, *call_leaves(message, path, role)))
+
+
+def system_units(system: Any) -> Iterator[Unit]:
+    """Of Anthropic's `system`."""
+    if isinstance(system, str) and system:
+        yield Unit(
+            "system", "system", {"content": system}, (Leaf("system", "system", system),)
+        )
+    for place, block in enumerate(system if isinstance(system, list) else ()):
+        path = f"system[{place}]"
+        leaves = tuple(part_leaves(block, path, "system"))
+        if leaves and isinstance(block, dict):
+            yield Unit(path, "system", block, leaves)
+
+
+def tool_units(tools: Any) -> Iterator[Unit]:
+    for place, tool in enumerate(tools or ()):
+        path = f"tools[{place}]"
+        if isinstance(tool, dict):
+            yield Unit(path, "tools", tool, tuple(tool_leaves(tool, path)))
+
+
+def tool_leaves(thing: Any, path: str) -> Iterator[Leaf]:
+    """Every string in a tool's description; what is left of it as one text."""
+    if isinstance(thing, dict):
+        for key in sorted(thing.keys() - {"cache_control"}):
+            yield from tool_leaves(thing[key], f"{path}.{key}")
+    else:
+        yield Leaf(path, "tools", thing if isinstance(thing, str) else canonical(thing))
+
+
+def tool_name(tool: Body) -> str:
+    function = tool.get("function")
+    return str((function if isinstance(function, dict) else tool).get("name"))
+
+
+def prompts_of(exchanges: Iterable[Exchange]) -> Iterator[Prompt]:
+    """Of requests that generate; a malformed one, which its server refused, is left out."""
+    for exchange in exchanges:
+        with suppress(AttributeError, KeyError, TypeError):
+            if exchange.api:
+                yield prompt_of(exchange)
+
+
+def prompt_of(exchange: Exchange) -> Prompt:
+    """Leading system messages of chat completions are the head, as Anthropic's `system` is."""
+    body = exchange.body or {}
+    units = [
+        message_unit(message, f"messages[{place}]")
+        for place, message in enumerate(body["messages"])
+        if isinstance(message, dict)
+    ]
+    system = list(system_units(body.get("system")))
+    n_leading = 0
+    if exchange.api == "chat":
+        roles = [unit.role == "system" for unit in units]
+        n_leading = roles.index(False) if False in roles else len(roles)
+    head = (*system, *units[:n_leading], *tool_units(body.get("tools")))
+    return Prompt(exchange, head, tuple(units[n_leading:]))
+
+
+# Replies ------------------------------------------------------------------------------------------
+
+
+def reply_of(exchange: Exchange) -> Body | None:
+    """The assistant message in the recorded response, streamed or whole."""
+    whole = parsed(exchange.reply) if exchange.reply.startswith("{") else None
+    if isinstance(whole, dict):
+        return whole_reply(whole)
+    events = list(stream_events(exchange.reply.split("\n")))
+    if not events or any("error" in event for event in events):
+        return None
+    return chat_reply(events) if exchange.api == "chat" else messages_reply(events)
+
+
+def whole_reply(response: Body) -> Body | None:
+    if choices := response.get("choices"):
+        return dict(choices[0].get("message") or {}) or None
+    content = response.get("content")
+    return (
+        {"role": "assistant", "content": content} if isinstance(content, list) else None
+    )
+
+
+def chat_reply(events: Iterable[Body]) -> Body:
+    message: Body = {"role": "assistant", "content": None}
+    calls: dict[int, Body] = {}
+    choices = [choice for event in events for choice in event.get("choices") or ()]
+    for delta in (choice.get("delta") or {} for choice in choices):
+        for name in ("content", "reasoning_content", "reasoning"):
+            if delta.get(name):
+                message[name] = (message.get(name) or "") + delta[name]
+        for piece in delta.get("tool_calls") or ():
+            function = piece.get("function") or {}
+            call = calls.setdefault(
+                piece.get("index", 0), {"function": {"arguments": ""}}
+            )
+            call["id"] = piece.get("id") or call.get("id")
+            call["function"]["name"] = function.get("name") or call["function"].get(
+                "name"
+            )
+            call["function"]["arguments"] += function.get("arguments") or ""
+    if calls:
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return message
+
+
+def messages_reply(events: Iterable[Body]) -> Body:
+    blocks: dict[int, Body] = {}
+    written: dict[int, str] = {}  # JSON of a call's input
+    for event in events:
+        index, delta = event.get("index", 0), event.get("delta") or {}
+        if event.get("type") == "content_block_start":
+            blocks[index] = dict(event["content_block"])
+        elif event.get("type") == "content_block_delta" and index in blocks:
+            for name in delta.keys() & {"text", "thinking", "signature"}:
+                blocks[index][name] = (blocks[index].get(name) or "") + delta[name]
+            written[index] = written.get(index, "") + delta.get("partial_json", "")
+    for index, block in blocks.items():
+        if block.get("type") == "tool_use" and written.get(index):
+            block["input"] = parsed(written[index])
+    return {"role": "assistant", "content": [blocks[index] for index in sorted(blocks)]}
+
+
+# Conversations ------------------------------------------------------------------------------------
+
+
+def skeleton(text: str) -> str:
+    """Texts that differ in numbers and ids only have the same."""
+    return VARIES.sub("#", text)
+
+
+def n_shared(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the common beginning; compares slices, because prompts are long."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        same = a[low:middle] == b[low:middle]
+        low, high = (middle, high) if same else (low, middle - 1)
+    return low
+
+
+@lru_cache(maxsize=10_000)
+def likeness(a: str, b: str) -> float:
+    """Share of the shorter text, by lines or by beginning and end, that the other one has too."""
+    if not a or not b or skeleton(a) == skeleton(b):
+        return float(bool(a) == bool(b))
+    shorter = min(len(a), len(b))
+    start = n_shared(a, b)
+    end = min(n_shared(a[::-1], b[::-1]), shorter - start)
+    lines = [Counter(skeleton(text).split("\n")) for text in (a, b)]
+    sizes = [sum(len(line) * n for line, n in counted.items()) for counted in lines]
+    both = sum(len(line) * n for line, n in (lines[0] & lines[1]).items())
+    return max((start + end) / shorter, both / max(1, min(sizes)))
+
+
+def are_alike(a: Unit, b: Unit) -> bool:
+    """Whether one may be what became of the other."""
+    if a.role != b.role:
+        return False
+    if a.role == "tools":
+        return tool_name(a.raw) == tool_name(b.raw)
+    return bool(set(a.call_ids) & set(b.call_ids)) or likeness(a.text, b.text) >= 0.5
+
+
+def matched(a: Sequence[Unit], b: Sequence[Unit]) -> Pairs:
+    """Places of units that are the same, or what became of one another, in the order of both."""
+    keys = [[unit.key for unit in units] for units in (a, b)]
+    pairs: Pairs = []
+    for is_same, left, right in passages_of(*keys):
+        if is_same:
+            pairs += zip(left, right, strict=True)
+        else:
+            pairs += matched_gap(left, right, lambda i, j: are_alike(a[i], b[j]))
+    return pairs
+
+
+def passages_of(
+    a: Sequence[Any], b: Sequence[Any]
+) -> Iterator[tuple[bool, range, range]]:
+    """(are equal, places in one, places in the other), in order."""
+    start = n_shared(a, b)
+    yield True, range(start), range(start)
+    matcher = SequenceMatcher(None, a[start:], b[start:], autojunk=False)
+    for sort, i1, i2, j1, j2 in matcher.get_opcodes():
+        yield (
+            sort == "equal",
+            range(start + i1, start + i2),
+            range(start + j1, start + j2),
+        )
+
+
+def differences(
+    a: Sequence[Any], b: Sequence[Any]
+) -> Iterator[tuple[bool, range, range]]:
+    return (part for part in passages_of(a, b) if not part[0])
+
+
+def matched_gap(
+    left: range, right: range, alike: Callable[[int, int], bool]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of places between which `alike` holds; a place as far into the gap is tried first."""
+    free = right.start
+    for i in left:
+        same = right.start + i - left.start
+        near = range(max(free, same - NEAR), min(right.stop, max(free, same) + NEAR))
+        ordered = sorted(near, key=lambda j: abs(j - same))
+        found = next((j for j in ordered if alike(i, j)), None)
+        if found is not None:
+            yield i, found
+            free = found + 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """A request and the one before it in its conversation."""
+
+    before: Prompt
+    after: Prompt
+    pairs: Pairs  # places of messages that still stand where they stood
+    reply: (
+        int | None
+    )  # place of the new reply in the later messages: the past ends there
+
+    @cached_property
+    def gone(self) -> list[int]:
+        """Messages of the earlier prompt that are no more, or stand behind the reply now."""
+        return sorted(
+            set(range(len(self.before.messages))) - {i for i, _ in self.pairs}
+        )
+
+    @cached_property
+    def come(self) -> list[int]:
+        """Messages of the later prompt that now stand in the past."""
+        last = max((j for _, j in self.pairs), default=-1)
+        past = range(last if self.reply is None else self.reply)
+        return sorted(set(past) - {j for _, j in self.pairs})
+
+    @cached_property
+    def rewritten(self) -> list[tuple[Unit, Unit]]:
+        a, b = self.before.messages, self.after.messages
+        return [(a[i], b[j]) for i, j in self.pairs if a[i].key != b[j].key]
+
+    @property
+    def score(self) -> int:
+        return 2 * (len(self.pairs) - len(self.rewritten)) + len(self.rewritten)
+
+
+def step_between(before: Prompt, after: Prompt) -> Step:
+    a, b = before.messages, after.messages
+    pairs = matched(a, b)
+    have = {j for _, j in pairs}
+    last = max((j for j in have if b[j].role == "assistant"), default=-1)
+    new = [
+        j for j in range(last + 1, len(b)) if b[j].role == "assistant" and j not in have
+    ]
+    reply = new[0] if new else None
+    kept = [(i, j) for i, j in pairs if reply is None or j < reply]
+    return Step(before, after, kept, reply)
+
+
+def continues(step: Step) -> bool:
+    """Whether the later request is a later state of the same conversation, not a branch of it."""
+    a = step.before.messages
+    if not keeps_first_question(step):
+        return False
+    gone = [a[i] for i in step.gone]
+    if len(gone) > max(2, len(a) // 3) or any(
+        unit.role == "assistant" for unit in gone
+    ):
+        return False
+    if step.reply is not None:
+        return True
+    asked = [(x, y) for x, y in step.rewritten if x.role == "user"]
+    is_retry = step.before.exchange.status != 200 or not step.before.exchange.is_whole
+    return not gone and all(is_retry and x.text in y.text for x, y in asked)
+
+
+def keeps_first_question(step: Step) -> bool:
+    a = step.before.messages
+    asked = [i for i, unit in enumerate(a) if unit.role == "user"]
+    return asked[:1] == [i for i, _ in step.pairs if a[i].role == "user"][:1]
+
+
+def have_like_heads(a: Prompt, b: Prompt, wanted: float) -> bool:
+    return likeness(a.system, b.system) >= wanted
+
+
+def follow(prompts: Sequence[Prompt]) -> list[list[Prompt | Step]]:
+    """Conversations: the first prompt of each, then its steps."""
+    talks: list[list[Prompt | Step]] = []
+    for prompt in prompts:
+        steps = [
+            (step_between(last, prompt), talk)
+            for talk in talks
+            if may_continue(last := newest(talk), prompt)
+        ]
+        found = [(step, talk) for step, talk in steps if continues(step)]
+        if found:
+            step, talk = max(reversed(found), key=lambda pair: pair[0].score)
+            talk.append(step)
+        else:
+            talks.append([prompt])
+    return talks
+
+
+def newest(talk: list[Prompt | Step]) -> Prompt:
+    last = talk[-1]
+    return last.after if isinstance(last, Step) else last
+
+
+def may_continue(before: Prompt, after: Prompt) -> bool:
+    if before.exchange.api != after.exchange.api:
+        return False
+    if before.session != after.session and before.session and after.session:
+        return False
+    return have_like_heads(before, after, 0.5)
+
+
+# Texts --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference of two texts."""
+
+    sort: str  # value, words, block (lines or a wrapped passage that come or go), lines (replaced)
+    at: int  # where, in the later text
+    before: str
+    after: str
+    label: str = ""
+    regex: str = ""
+    lines: tuple[str, str] = ("", "")  # where it stands, before and after
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What changed in a line, widened to something that can be named."""
+
+    start: int
+    end: int
+    form: str
+    label: str
+    text: str
+
+    @property
+    def kind(self) -> str:
+        return next(
+            (kind for kind, rx in KINDS.items() if rx.fullmatch(self.text)), "text"
+        )
+
+    @property
+    def is_nameable(self) -> bool:
+        """Not just other words."""
+        if self.form in ("bare", "words"):
+            return self.kind not in ("word", "text")
+        return self.kind != "text" or bool(re.search(r"\d", self.text))
+
+
+def text_changes(before: str, after: str) -> Iterator[Change]:
+    """Wrapped passages that come or go, then what differs in the lines that are left."""
+    gone, come = unpaired_passages(before, after)
+    for passage in gone:
+        at = n_shared(before[: passage.start()], after)
+        yield Change(
+            "block", at, passage[0], "", wrapper(passage), wrapped_regex(passage)
+        )
+    for passage in come:
+        at = passage.start()
+        yield Change(
+            "block", at, "", passage[0], wrapper(passage), wrapped_regex(passage)
+        )
+    bare_before, bare_after = without(before, gone), without(after, come)
+    for change in line_changes(bare_before, bare_after):
+        is_seam = (gone or come) and not (change.before + change.after).strip()
+        if not is_seam:
+            yield moved(change, come)
+
+
+def moved(change: Change, cut: Sequence[re.Match[str]]) -> Change:
+    """The change with `at` counted in the text as it was before passages were cut out."""
+    at = change.at
+    for passage in cut:
+        if passage.start() <= at:
+            at += passage.end() - passage.start()
+    return replace(change, at=at)
+
+
+def without(text: str, passages: Sequence[re.Match[str]]) -> str:
+    for passage in reversed(passages):
+        text = text[: passage.start()] + text[passage.end() :]
+    return text.rstrip() if passages else text
+
+
+def wrapper(passage: re.Match[str]) -> str:
+    return passage["tag"] or passage["angle"] or passage["square"]
+
+
+def unpaired_passages(
+    before: str, after: str
+) -> tuple[list[re.Match[str]], list[re.Match[str]]]:
+    """Wrapped passages that only one of the texts has.
+
+    One that changed inside is in both; one that is the whole text was not attached to it.
+    """
+    left, right = [
+        [passage for passage in WRAPPED.finditer(text) if passage[0] != text.strip()]
+        for text in (before, after)
+    ]
+    texts = [[passage[0] for passage in passages] for passages in (left, right)]
+    gone, come = [], []
+    for _, i, j in differences(*texts):
+        parts = left[i.start : i.stop], right[j.start : j.stop]
+        if [wrapper(x) for x in parts[0]] != [wrapper(x) for x in parts[1]]:
+            gone += parts[0]
+            come += parts[1]
+    return gone, come
+
+
+def line_changes(before: str, after: str) -> Iterator[Change]:
+    a, b = before.split("\n"), after.split("\n")
+    starts = list(accumulate((len(line) + 1 for line in b), initial=0))
+    for _, left, right in differences(a, b):
+        pairs = list(matched_gap(left, right, lambda i, j: are_like_lines(a[i], b[j])))
+        for i, j in pairs:
+            yield from value_changes(a[i], b[j], at=starts[j])
+        yield from run_changes(a, b, gap=(left, right), pairs=pairs)
+
+
+def are_like_lines(a: str, b: str) -> bool:
+    labels = [
+        found and found["label"] for found in map(FORMS["labelled"].match, (a, b))
+    ]
+    return bool(labels[0] and labels[0] == labels[1]) or likeness(a, b) >= 0.4
+
+
+def run_changes(
+    a: list[str], b: list[str], *, gap: tuple[range, range], pairs: Pairs
+) -> Iterator[Change]:
+    """The lines of a gap that have no counterpart, one change for each run of them."""
+    edges = [(gap[0].start - 1, gap[1].start - 1), *pairs, (gap[0].stop, gap[1].stop)]
+    for (i1, j1), (i2, j2) in pairwise(edges):
+        gone, come = "\n".join(a[i1 + 1 : i2]), "\n".join(b[j1 + 1 : j2])
+        if i2 - i1 > 1 or j2 - j1 > 1:
+            sort = "lines" if gone and come else "block"
+            at = len("\n".join(b[: j1 + 1])) + (j1 >= 0)
+            heading = heading_above(b, j1 + 1)
+            label = heading or first_words(come or gone)
+            regex = (
+                section_regex(heading)
+                if heading
+                else opening_regex([come or gone], "$")
+            )
+            texts = ("\n".join(a), "\n".join(b)) if heading else ("", "")
+            yield Change(sort, at, gone, come, label, regex, texts)
+
+
+def heading_above(lines: list[str], place: int) -> str:
+    """The nearest line that looks like a heading, in the same paragraph."""
+    for line in reversed(lines[max(0, place - NEAR) : place]):
+        if not line.strip():
+            break
+        if re.fullmatch(r"#+ \S.{0,60}|\W*[A-Za-z][\w '/()-]{1,40}:\s*", line):
+            return line
+    return ""
+
+
+def value_changes(before: str, after: str, *, at: int) -> Iterator[Change]:
+    """What differs in two lines, as values; each value once."""
+    seen = set()
+    for (i1, i2), (j1, j2) in changed_spans(before, after):
+        old, new = widened(before, i1, i2), widened(after, j1, j2)
+        if (new.start, new.end) in seen:
+            continue
+        seen.add((new.start, new.end))
+        yield Change(
+            "value" if new.is_nameable else "words",
+            at + new.start,
+            old.text,
+            new.text,
+            new.label or previous_word(after, new.start) or new.kind,
+            value_regex(after, new),
+            (before, after),
+        )
+
+
+def changed_spans(a: str, b: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Pairs of (start, end), in words: no half of an id is left out because it happens to agree."""
+    words = [re.findall(r"\w+|\s+|[^\w\s]", text) for text in (a, b)]
+    places = [list(accumulate(map(len, found), initial=0)) for found in words]
+    for _, left, right in differences(*words):
+        yield (
+            (places[0][left.start], places[0][left.stop]),
+            (places[1][right.start], places[1][right.stop]),
+        )
+
+
+def widened(line: str, start: int, end: int) -> Value:
+    """The named value, timestamp, id or word around what changed."""
+    for form, pattern in FORMS.items():
+        limit = LINE_VALUE_LIMIT if form == "labelled" else VALUE_LIMIT
+        for found in pattern.finditer(line):
+            left, right = found.span("value")
+            if left <= start and end <= right and right - left <= limit:
+                return Value(left, right, form, found["label"], found["value"])
+    left = len(line[:start]) - len(re.split(r"\s", line[:start])[-1])
+    right = end + len(re.split(r"\s", line[end:])[0])
+    return Value(left, right, "words", "", line[left:right])
+
+
+def previous_word(line: str, start: int) -> str:
+    """A name right before a value: `id 5f3` and `(id: 5f3)`, but no prose."""
+    found = re.search(
+        r"([A-Za-z]\w*[_-]\w+|\b[Ii][Dd]|\b[A-Za-z]+(?=[:#]))[\s:#]*$", line[:start]
+    )
+    return found[1] if found else ""
+
+
+# Rules --------------------------------------------------------------------------------------------
+
+
+def literal(text: str) -> str:
+    """An expression for this text; words with digits may be others the next time."""
+    words = re.findall(r"\s+|\S+", text)
+    escaped = [re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", word) for word in words]
+    digits = [bool(re.search(r"\d", word)) for word in words]
+    return "".join(
+        r"\S+" if varies else e for varies, e in zip(digits, escaped, strict=True)
+    )
+
+
+def value_regex(line: str, value: Value) -> str:
+    before, label = line[: value.start], literal(value.label)
+    inner = PATTERNS.get(value.kind, r"[^\s;,|\"'<>]+")
+    ahead = before[: before.rfind(value.label)].strip(' "')
+    named = re.match(r"\W*[A-Za-z][\w-]*:", ahead)
+    lead = literal(named[0]) + ".*?" if named else ".*?" if ahead else r"\s*"
+    if value.form == "json":
+        is_text = before.endswith('"')
+        inner, quote = (r'(?:[^"\\]|\\.)*', '"') if is_text else (r"[^\s,}\]]+", "")
+        return rf'(?m)^{lead}"{label}"\s*:\s*{quote}(?P<value>{inner})'
+    if value.form == "keyed":
+        return rf"(?m)^{lead}\b{label}=(?P<value>{inner})"
+    if value.form == "tagged":
+        return rf"(?m)^.*?<{label}>(?P<value>[^<\n]*)</{label}>"
+    if value.form == "labelled":
+        return rf"(?m)^{literal(before)}(?P<value>.+)$"
+    return loose_regex(line, value, inner)
+
+
+def loose_regex(line: str, value: Value, inner: str) -> str:
+    """For a value without a name: by what stands before it, from the line's start if it is near."""
+    before, behind = line[: value.start], line[value.end : value.end + 1]
+    lead = literal(before) if len(before) <= 40 else ".*?" + literal(before[-20:])
+    if value.kind == "timestamp" or " " in value.text:
+        inner = rf"[^\n{literal(behind)}]+" if behind.strip() else r".+?"
+    return rf"(?m)^{lead}(?P<value>{inner}){literal(behind) or '$'}"
+
+
+def wrapped_regex(passage: re.Match[str]) -> str:
+    """For a passage between two tags, and the tags."""
+    name = wrapper(passage)
+    edges = (rf"<{name}(?: [^>\n]*)?>", rf"</{name}>")
+    if passage["angle"]:
+        edges = (f"<<<BEGIN_{name}>>>", f"<<<END_{name}>>>")
+    elif passage["square"]:
+        edges = (rf"\[\[{name}_BEGIN\]\]", rf"\[\[{name}_END\]\]")
+    starts_line = passage.string[: passage.start()][-1:] in ("", "\n")
+    return f"(?m){'^' * starts_line}{edges[0]}(?P<value>[\\s\\S]*?){edges[1]}"
+
+
+def opening_regex(texts: Sequence[str], end: str) -> str:
+    """For passages without tags: what they begin with, if that is anything; `end` is $ or \\Z."""
+    first = min(texts).split("\n")[0], max(texts).split("\n")[0]
+    shared = first[0][: n_shared(*first)]
+    shared = re.sub(r"\S*\d.*$", "", shared)[:40]  # what has digits will be another
+    if "\n" in texts[0] or len(shared) == 40:
+        shared = re.sub(r"\S*$", "", shared) or shared
+    if len(shared.strip()) < 4:
+        return ""
+    anchor, rest = ("^", ".*") if end == "$" else (r"\A", r"[\s\S]*")
+    return rf"(?m){anchor}{literal(shared)}(?P<value>{rest}){end}"
+
+
+def section_regex(heading: str) -> str:
+    """For the lines under a heading, up to an empty one."""
+    return rf"(?m)^{literal(heading)}\n(?P<value>(?:.+(?:\n|\Z))*)"
+
+
+def first_words(text: str) -> str:
+    return " ".join(re.findall(r"[A-Za-z][\w'-]*", text)[:3])
+
+
+# Events -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where in a prompt something changed; line and column are 0 where it is no place in a text."""
+
+    path: str
+    role: str
+    position: int  # characters of the prompt before it
+    line: int = 0
+    column: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change in one request."""
+
+    sort: str  # telemetry, pinned, transient, edit, shape
+    name: str
+    change: Change
+    spot: Spot
+    where: str  # the path, with * for places that move as a conversation grows
+    seq: int
+    n_prompt: int  # characters
+
+    @property
+    def n_following(self) -> int:
+        return self.n_prompt - self.spot.position
+
+    @property
+    def share(self) -> float:
+        return self.n_following / max(1, self.n_prompt)
+
+
+class Lens:
+    """Sees changes as events of one request."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self._head = {leaf.path for unit in prompt.head for leaf in unit.leaves}
+        self._head |= {unit.path for unit in prompt.head}
+        self._starts: dict[str, int] = {}
+        position = 0
+        for unit in prompt.units:
+            self._starts.setdefault(unit.path, position)
+            for leaf in unit.leaves:
+                self._starts[leaf.path] = position
+                position += len(leaf.text)
+        self._total = position
+
+    def start_of(self, thing: Unit | Leaf) -> int:
+        """`thing` is of this prompt."""
+        return self._starts[thing.path]
+
+    def is_head(self, path: str) -> bool:
+        return path in self._head
+
+    def event(self, sort: str, change: Change, spot: Spot) -> Event:
+        where = spot.path
+        if not self.is_head(where):
+            where = re.sub(r"(messages|content|tool_calls)\[\d+\]", r"\1[*]", where)
+        name, seq = slug(change.label), self.prompt.exchange.seq
+        return Event(sort, name, change, spot, where, seq, self._total)
+
+    def in_text(self, change: Change, leaf: Leaf) -> Event:
+        """A change in a text of this prompt."""
+        said = leaf.text[: change.at]
+        line, column = said.count("\n") + 1, len(said) - said.rfind("\n")
+        spot = Spot(leaf.path, leaf.role, self.start_of(leaf) + change.at, line, column)
+        return self.event(self.sort_of(change, leaf), change, spot)
+
+    def sort_of(self, change: Change, leaf: Leaf) -> str:
+        is_head = self.is_head(leaf.path)
+        if change.sort == "block":
+            is_ours = leaf.role in ("user", "system") or (
+                leaf.role == "tool" and change.regex
+            )
+            return "pinned" if is_head else "transient" if is_ours else "edit"
+        if change.sort != "value" and not is_head:
+            return "edit"
+        named = f"{change.lines[1][:SHOWN]} {change.label}"
+        return "telemetry" if TELEMETRY.search(named) else "pinned"
+
+
+def slug(label: str) -> str:
+    split = re.sub(r"([a-z])([A-Z])", r"\1_\2", label)
+    return re.sub(r"\W+", "_", split).strip("_").lower()[:40] or "text"
+
+
+def step_events(step: Step) -> Iterator[Event]:
+    """All that changed in the past of one request."""
+    lens = Lens(step.after)
+    yield from head_events(step, lens)
+    a, b = step.before.messages, step.after.messages
+    for i, j in step.pairs:
+        yield from unit_events(a[i], b[j], lens)
+    for i in step.gone:
+        yield gone_event(step, i, lens)
+    for j in step.come:
+        spot = Spot(b[j].path, b[j].role, lens.start_of(b[j]))
+        yield lens.event(message_sort(b[j]), passage_change("", b[j].text), spot)
+    if step.reply is not None:
+        yield from echo_events(step.before.exchange, b[step.reply], lens)
+
+
+def head_events(step: Step, lens: Lens) -> Iterator[Event]:
+    a, b = step.before.head, step.after.head
+    pairs = matched(a, b)
+    for i, j in pairs:
+        yield from unit_events(a[i], b[j], lens)
+    for i in sorted(set(range(len(a))) - {i for i, _ in pairs}):
+        before = [j for earlier, j in pairs if earlier < i]
+        position = step.after.starts[max(before, default=-1) + 1]
+        yield head_unit_event((a[i], None), lens, position)
+    for j in sorted(set(range(len(b))) - {j for _, j in pairs}):
+        yield head_unit_event((None, b[j]), lens, step.after.starts[j])
+
+
+def head_unit_event(
+    units: tuple[Unit | None, Unit | None], lens: Lens, position: int
+) -> Event:
+    """A tool or a block of the system prompt that only one of the prompts has."""
+    unit = units[0] or units[1]
+    assert unit, "one of them is there"
+    before, after = (u.text if u else "" for u in units)
+    if unit.role == "tools":
+        before, after = (tool_name(u.raw) if u else "" for u in units)
+        change = Change(
+            "block", 0, before, after, f"tool {'removed' if units[0] else 'added'}"
+        )
+        return lens.event("edit", change, Spot("tools", "tools", position))
+    spot = Spot(unit.path, unit.role, position)
+    return lens.event("pinned", passage_change(before, after), spot)
+
+
+def gone_event(step: Step, place: int, lens: Lens) -> Event:
+    """A message that is no more where it was, or is nowhere."""
+    unit = step.before.messages[place]
+    before = [j for i, j in step.pairs if i < place]
+    position = step.after.starts[len(step.after.head) + max(before, default=-1) + 1]
+    is_last = place == len(step.before.messages) - 1
+    spot = Spot("messages[-1]" if is_last else unit.path, unit.role, position)
+    return lens.event(message_sort(unit), passage_change(unit.text, ""), spot)
+
+
+def message_sort(unit: Unit) -> str:
+    """Of a message that comes or goes: clients attach reminders, but take no turns away."""
+    is_talk = unit.role in ("assistant", "tool") or any(
+        x.role == "tool" for x in unit.leaves
+    )
+    return "edit" if is_talk else "transient"
+
+
+def passage_change(before: str, after: str) -> Change:
+    """A whole text that is only in one of two prompts."""
+    text = (before or after).strip()
+    if passage := WRAPPED.fullmatch(text):
+        return Change(
+            "block", 0, before, after, wrapper(passage), wrapped_regex(passage)
+        )
+    labelled = FORMS["labelled"].match(text.split("\n")[0])
+    return Change(
+        "block", 0, before, after, labelled["label"] if labelled else first_words(text)
+    )
+
+
+def unit_events(a: Unit, b: Unit, lens: Lens) -> Iterator[Event]:
+    """`b` is what became of `a`."""
+    if a.raw != b.raw:
+        yield from shape_events(a, b, lens)
+    texts = [[leaf.text for leaf in unit.leaves] for unit in (a, b)]
+    for _, left, right in differences(*texts):
+        pairs = list(
+            matched_gap(left, right, lambda i, j: are_like_leaves(a, b, (i, j)))
+        )
+        for i, j in pairs:
+            for change in text_changes(a.leaves[i].text, b.leaves[j].text):
+                yield lens.in_text(change, b.leaves[j])
+        for i in sorted(set(left) - {i for i, _ in pairs}):
+            leaf, change = a.leaves[i], passage_change(a.leaves[i].text, "")
+            behind = sum(len(other.text) for other in b.leaves[: right.start])
+            spot = Spot(leaf.path, leaf.role, lens.start_of(b) + behind)
+            yield lens.event(lens.sort_of(change, leaf), change, spot)
+        for j in sorted(set(right) - {j for _, j in pairs}):
+            yield lens.in_text(passage_change("", b.leaves[j].text), b.leaves[j])
+
+
+def are_like_leaves(a: Unit, b: Unit, places: tuple[int, int]) -> bool:
+    left, right = a.leaves[places[0]], b.leaves[places[1]]
+    is_only = len(a.leaves) == len(b.leaves) == 1
+    return left.role == right.role and (
+        is_only or likeness(left.text, right.text) >= 0.5
+    )
+
+
+def shape_events(a: Unit, b: Unit, lens: Lens) -> Iterator[Event]:
+    """The same content written otherwise."""
+    facts = [dict(shape_facts(unit)) for unit in (a, b)]
+    for name in sorted(facts[0].keys() | facts[1].keys()):
+        old, new = facts[0].get(name), facts[1].get(name)
+        if old == new or (name == ARGUMENTS and a.key != b.key):
+            continue
+        label = reasoning_name(old, new) if name == "reasoning" else name
+        if isinstance(old, list) and isinstance(new, list):
+            old, new = next(
+                ((x, y) for x, y in zip(old, new, strict=False) if x != y), (old, new)
+            )
+        change = Change("shape", 0, shown(old), shown(new), label)
+        spot = Spot(b.path, b.role, lens.start_of(b))
+        yield replace(lens.event("shape", change, spot), name=label)
+
+
+def reasoning_name(old: Any, new: Any) -> str:
+    """Both as (text, the field it stands in)."""
+    if not old[0] or not new[0]:
+        return f"reasoning {'added' if new[0] else 'dropped'}"
+    return (
+        "reasoning moved" if old[0].strip() == new[0].strip() else "reasoning changed"
+    )
+
+
+def shape_facts(unit: Unit) -> Iterator[tuple[str, Any]]:
+    """What may differ without a difference in content."""
+    raw = unit.raw
+    yield "cache_control", json.dumps(raw).count('"cache_control"')
+    if unit.role == "tools":
+        return
+    content, calls = raw.get("content"), raw.get("tool_calls") or ()
+    parts = (
+        [p for p in content if isinstance(p, dict)] if isinstance(content, list) else []
+    )
+    written = [(call.get("function") or {}).get("arguments") for call in calls]
+    written += [
+        json.dumps(part.get("input"))
+        for part in parts
+        if part.get("type") == "tool_use"
+    ]
+    yield ARGUMENTS, written
+    inner = {json_shape(part) for part in parts if part.get("type") == "tool_result"}
+    yield "content as string, part list or nothing", [json_shape(raw), *sorted(inner)]
+    yield "call ids", list(unit.call_ids)
+    yield "role", raw.get("role")
+    yield "reasoning", unit.reasoning
+    for name in raw.keys() - KNOWN_FIELDS:
+        yield f"field {name}", raw[name]
+
+
+def json_shape(raw: Body) -> str:
+    content = raw.get("content")
+    if isinstance(content, list):
+        return "part list"
+    return (
+        "string" if content else json.dumps(content) if "content" in raw else "absent"
+    )
+
+
+def shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def echo_events(exchange: Exchange, echo: Unit, lens: Lens) -> Iterator[Event]:
+    """What the client made of the reply it got."""
+    said = reply_of(exchange)
+    if said is None:
+        return
+    reply = message_unit(said, echo.path)
+    known = [
+        {k: v for k, v in unit.raw.items() if k in KNOWN_FIELDS}
+        for unit in (reply, echo)
+    ]
+    for event in unit_events(
+        replace(reply, raw=known[0]), replace(echo, raw=known[1]), lens
+    ):
+        sort = "shape" if event.sort == "shape" else "edit"
+        yield replace(event, sort=sort, name=f"echo: {event.name}")
+
+
+# Findings -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The same change in several requests."""
+
+    events: list[Event]
+    n_compared: int
+
+    @property
+    def first(self) -> Event:
+        return self.events[0]
+
+    @property
+    def n_requests(self) -> int:
+        return len({event.seq for event in self.events})
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """One for each request: of the first such change in it."""
+        shares: dict[int, float] = {}
+        for event in self.events:
+            shares[event.seq] = max(event.share, shares.get(event.seq, 0.0))
+        return list(shares.values())
+
+    @cached_property
+    def regex(self) -> str | None:
+        """The proposal that fits most of the changes; None where nothing is common to them."""
+        if self.first.sort in ("edit", "shape"):
+            return None
+        changes = [event.change for event in self.events]
+        counted = Counter(c.regex for c in changes if c.regex)
+        if not counted and self.first.change.sort == "block":
+            passages = [(c.before or c.after).strip() for c in changes]
+            return opening_regex(passages, r"\Z") or None
+        hits = {regex: sum(captures(regex, c) for c in changes) for regex in counted}
+        best = max(hits, key=lambda regex: (hits[regex], counted[regex]), default="")
+        return best if hits.get(best) else None
+
+    @property
+    def body(self) -> Body:
+        first, spot = self.first, self.first.spot
+        names = ("name", "role", "class", "regex")
+        rule = dict(
+            zip(names, (first.name, spot.role, first.sort, self.regex), strict=True)
+        )
+        return {
+            "name": first.name,
+            "role": spot.role,
+            "class": first.sort,
+            "path": first.where,
+            "n_requests": self.n_requests,
+            "n_compared": self.n_compared,
+            "share": round(statistics.median(self.shares), 4),
+            "most": round(max(self.shares), 4),
+            "n_following": sum(event.n_following for event in self.events),
+            "rule": rule if self.regex else None,
+            "example": {
+                "seq": first.seq,
+                "path": spot.path,
+                "line": spot.line,
+                "column": spot.column,
+                "before": clipped(first.change.before),
+                "after": clipped(first.change.after),
+            },
+        }
+
+
+def captures(regex: str, change: Change) -> bool:
+    """Whether a rule finds what changed: exactly the value in both lines, or at least the lines."""
+    if not any(change.lines):
+        return re.search(regex, change.before or change.after) is not None
+    for text, value in zip(change.lines, (change.before, change.after), strict=True):
+        found = re.search(regex, text)
+        inside = found["value"] if found else None
+        is_exact = change.sort in ("value", "words")
+        if inside is None or (inside != value if is_exact else value not in inside):
+            return False
+    return True
+
+
+def clipped(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def findings(events: Iterable[Event], n_compared: int) -> list[Finding]:
+    """What is alike is one finding; what poisons most comes first."""
+    groups: dict[tuple[str, ...], list[Event]] = {}
+    for event in events:
+        key = (event.sort, event.name, event.spot.role, event.where)
+        groups.setdefault(key, []).append(event)
+    found = [Finding(group, n_compared) for group in groups.values()]
+    return sorted(found, key=lambda f: -sum(event.n_following for event in f.events))
+
+
+def between_conversations(talks: list[list[Prompt | Step]]) -> tuple[list[Event], int]:
+    """Values in which system prompts of conversations differ, and how many were compared."""
+    firsts = [talk[0] for talk in talks if isinstance(talk[0], Prompt)]
+    events, n_compared = [], 0
+    for place, after in enumerate(firsts):
+        alike = [
+            before
+            for before in firsts[:place]
+            if before.exchange.api == after.exchange.api
+            and bool(before.system)
+            and have_like_heads(before, after, HEAD_LIKENESS)
+        ]
+        if alike:
+            n_compared += 1
+            found = head_events(Step(alike[-1], after, [], None), Lens(after))
+            events += [
+                e for e in found if e.change.sort == "value" and e.sort != "edit"
+            ]
+    return events, n_compared
+
+
+def kept_share(step: Step, rules: Sequence[tuple[str, str, str]]) -> float:
+    """How much of the earlier prompt the later one begins with, once `rules` have stilled both."""
+    texts = [stilled(prompt, rules) for prompt in (step.before, step.after)]
+    return n_shared(*texts) / max(1, len(texts[0]))
+
+
+def stilled(prompt: Prompt, rules: Sequence[tuple[str, str, str]]) -> str:
+    """The prompt without what the rules (role, class, expression) find."""
+    texts = []
+    for leaf in (leaf for unit in prompt.units for leaf in unit.leaves):
+        text = leaf.text
+        for role, sort, regex in rules:
+            if role == leaf.role:
+                text = without_found(text, regex, is_whole=sort == "transient")
+        if text:
+            texts.append(f"\0{leaf.role}\0{text}")
+    return "".join(texts)
+
+
+def without_found(text: str, regex: str, *, is_whole: bool) -> str:
+    group = 0 if is_whole else "value"
+    pieces, end = [], 0
+    for found in re.finditer(regex, text):
+        pieces.append(text[end : found.start(group)])
+        end = found.end(group)
+    rest = "".join([*pieces, text[end:]])
+    return rest.strip() if is_whole else rest
+
+
+# Report -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a capture shows."""
+
+    exchanges: list[Exchange]
+    talks: list[list[Prompt | Step]]
+    lists: dict[str, list[Finding]] = field(default_factory=dict)
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return [step for talk in self.talks for step in talk if isinstance(step, Step)]
+
+    @cached_property
+    def kept(self) -> tuple[float, float] | None:
+        """Mean share of the prompt before, as sent and with the rules."""
+        found = [
+            (f.first.spot.role, f.first.sort, f.regex) for f in self.lists["volatile"]
+        ]
+        rules = [(role, sort, regex) for role, sort, regex in found if regex]
+        if not self.steps:
+            return None
+        shares = [[kept_share(step, r) for step in self.steps] for r in ([], rules)]
+        return statistics.fmean(shares[0]), statistics.fmean(shares[1])
+
+    @property
+    def body(self) -> Body:
+        return {
+            "n_requests": len(self.exchanges),
+            "n_read": sum(len(talk) for talk in self.talks),
+            "n_conversations": len(self.talks),
+            "n_compared": len(self.steps),
+            "kept": dict(zip(("as_sent", "with_rules"), self.kept or (), strict=False))
+            or None,
+            **{name: [f.body for f in found] for name, found in self.lists.items()},
+        }
+
+
+def inspect(exchanges: Iterable[Exchange]) -> Report:
+    """Compare the requests of a capture, in the order they came."""
+    exchanges = list(exchanges)
+    report = Report(exchanges, follow(list(prompts_of(exchanges))))
+    n_compared = len(report.steps)
+    events = [event for step in report.steps for event in step_events(step)]
+    sorts = {"shape": "shape", "edit": "edits"}
+    for name in ("volatile", "shape", "edits"):
+        chosen = [
+            event for event in events if sorts.get(event.sort, "volatile") == name
+        ]
+        report.lists[name] = findings(chosen, n_compared)
+    report.lists["between"] = findings(*between_conversations(report.talks))
+    return report
+
+
+HEADINGS = {
+    "volatile": "volatile",
+    "between": "differs between conversations with the same system prompt",
+    "shape": "shape only, the same content",
+    "edits": "other changes of the past, without a rule",
+}
+
+
+def text_of(report: Report) -> Iterator[str]:
+    """The lines of the report for people."""
+    body = report.body
+    yield (
+        f"requests: {body['n_requests']}, of conversations: {body['n_read']}, conversations: "
+        f"{body['n_conversations']}, compared with the request before: {body['n_compared']}"
+    )
+    for name, heading in HEADINGS.items():
+        yield f"\n{heading}: {len(body[name]) or 'nothing'}"
+        for finding in body[name]:
+            yield from finding_lines(finding)
+    if report.kept:
+        sent, ruled = (f"{share:.1%}" for share in report.kept)
+        yield f"\nof the prompt before, the next begins with {sent} as sent, {ruled} with the rules"
+
+
+def finding_lines(finding: Body) -> Iterator[str]:
+    example = finding["example"]
+    at = (
+        f" line {example['line']} column {example['column']}" if example["line"] else ""
+    )
+    often = f"{finding['n_requests']} of {finding['n_compared']} requests"
+    follows = f", {finding['share']:.1%} of the prompt follows"
+    follows = "" if finding["class"] == "shape" else follows
+    yield f"  {finding['name']}  {finding['class']}  {often}{follows}"
+    yield f"      {finding['path']}{at}, first in request {example['seq']}"
+    yield f"      {example['before']!r} -> {example['after']!r}"
+    if finding["rule"]:
+        yield f"      {finding['rule']['role']}: {finding['rule']['regex']}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Find volatile fields in captured requests."
+    )
+    parser.add_argument("capture", type=Path)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        report = inspect(read_capture(args.capture))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    lines = [json.dumps(report.body, indent=1)] if args.json else text_of(report)
+    for line in lines:
+        print(line.encode("utf-8", "replace").decode("utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,132 @@
+"""Write docs/settings.md: all settings with their defaults and the values that are accepted.
+
+    .venv/bin/python scripts/tools/list_settings.py > docs/settings.md
+
+Names, defaults and ranges are those of Config in start-llm.py; groups and explanations are those
+of .env.example, which a test holds to the same list. Change them there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+GROUP: Final = re.compile(r"-- (.+)")
+SETTING: Final = re.compile(r"#?([A-Z][A-Z0-9_]*)=(.*)")
+
+HEADING: Final = """\
+# Settings
+
+*Made by `python scripts/tools/list_settings.py > docs/settings.md`; change its sources.*
+
+Settings are environment variables, or lines of a file `.env` beside `start-llm.py` (copy
+`.env.example`). The environment wins over `.env`, and the options `--model`, `--port`, `--host`,
+`--api-key` and `--no-proxy` of `install_and_run.py` and `start-llm.py` win over both.
+
+A value that is not accepted stops the start with a sentence that names the setting. A name that
+is no setting logs a line, with the setting that was probably meant; one that can only mean
+`MODEL_PATH` (such as `MODEL`) stops the start, unless `MODEL_PATH` is set. "Not yet acting"
+settings are reserved: one of them in `.env` logs a line.
+"""
+
+
+@dataclass(slots=True)
+class Setting:
+    """A row of the table."""
+
+    name: str
+    default: str
+    explanation: str
+
+
+@dataclass(slots=True)
+class Group:
+    """A table of settings under one heading."""
+
+    title: str
+    settings: list[Setting] = field(default_factory=list)
+
+
+def load_schema() -> dict[str, dict[str, Any]]:
+    """The JSON schema of each setting of Config, by the name of its variable."""
+    spec = importlib.util.spec_from_file_location("start_llm", ROOT / "start-llm.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pydantic looks the types up by it
+    spec.loader.exec_module(module)
+    fields = module.Config.model_json_schema()["properties"]
+    return {name.upper(): schema for name, schema in fields.items()}
+
+
+def read_example(text: str) -> list[Group]:
+    """The groups of .env.example. Comments before a setting explain it."""
+    groups: list[Group] = []
+    comments: list[str] = []
+    for line in text.splitlines():
+        comment = line.removeprefix("# ")
+        if setting := SETTING.fullmatch(line):
+            name, default = setting.groups()
+            explanation = " ".join(comments).replace("... of", "Class of")
+            groups[-1].settings.append(Setting(name, default, explanation))
+            comments = []
+        elif title := GROUP.fullmatch(comment):
+            groups.append(Group(title[1].capitalize()))
+            comments = []
+        elif line.startswith("# "):
+            comments.append(comment)
+    return groups
+
+
+def describe_values(schema: dict[str, Any]) -> str:
+    """What is accepted, in words: `true, false`, `1 to 65535`, `text`."""
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    if schema["type"] == "boolean":
+        return "true, false"
+    if schema["type"] == "string":
+        return "text"
+    kind = "whole number" if schema["type"] == "integer" else "number"
+    bounds = []
+    if "exclusiveMinimum" in schema:
+        bounds.append(f"above {schema['exclusiveMinimum']:g}")
+    if "minimum" in schema:
+        bounds.append(f"from {schema['minimum']:,g}")
+    if "maximum" in schema:
+        bounds.append(f"to {schema['maximum']:,.10g}")
+    return " ".join([kind, *bounds])
+
+
+def make_markdown(groups: list[Group], schemas: dict[str, dict[str, Any]]) -> str:
+    """The document."""
+    lines = [HEADING]
+    for group in groups:
+        lines += [
+            f"## {group.title}",
+            "",
+            "| setting | default | values | what it does |",
+            "|---|---|---|---|",
+        ]
+        for setting in group.settings:
+            schema = schemas.get(setting.name)
+            values = describe_values(schema) if schema else "not yet acting"
+            default = f"`{setting.default}`" if setting.default else "(empty)"
+            lines.append(
+                f"| `{setting.name}` | {default} | {values} | {setting.explanation} |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    example = (ROOT / ".env.example").read_text(encoding="utf-8")
+    sys.stdout.write(make_markdown(read_example(example), load_schema()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

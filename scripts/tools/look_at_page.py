@@ -1,0 +1,287 @@
+"""Photograph the page of a server: desktop and phone, dark and light.
+
+    python scripts/tools/look_at_page.py http://127.0.0.1:8080/ /tmp/shots    a server that runs
+    python scripts/tools/look_at_page.py --readme                             docs/page-*.png
+
+--readme starts a server with the demo model, has four agents work on it, and writes the hash of
+web/index.html beside the pictures: a test fails when the page is another than the pictured one.
+The agents are scripted: each sends its growing conversation, as real ones do.
+
+EXIT STATUS  0 the pictures are there, 1 the page complains or is wider than the window,
+             2 Playwright is missing
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PAGE: Final = ROOT / "web" / "index.html"
+DOCS: Final = ROOT / "docs"
+PAGE_HASH: Final = DOCS / "page.sha256"
+SIZES: Final = {"desktop": (1280, 900), "phone": (390, 844)}
+SCHEMES: Final = ("dark", "light")
+CONNECTED: Final = "#top:not([data-is=loading])"
+PATIENCE_SECONDS: Final = 240.0
+N_WARM_REQUESTS: Final = (
+    24  # before the picture: charts and cache have something to show
+)
+
+
+class Agent(NamedTuple):
+    """A client, as its User-Agent names it, and what it was asked to do."""
+
+    user_agent: str
+    task: str
+
+
+AGENTS: Final = (
+    Agent("claude-cli/2.1.328 (external, cli)", "Fix the failing login test"),
+    Agent("pi/0.87.1", "Rename Ledger to Transcript everywhere"),
+    Agent("opencode/1.18.0", "Why is the build slow on Linux?"),
+    Agent("codex_cli_rs/0.169.0", "Write the release notes of 2.4"),
+)
+INSTRUCTIONS: Final = "You are a coding agent. Work step by step. " * 12
+
+
+def hash_page() -> str:
+    """What tells one version of the page from another."""
+    return hashlib.sha256(PAGE.read_bytes()).hexdigest()
+
+
+# Taking pictures ------------------------------------------------------------------------
+
+
+class Shot(NamedTuple):
+    """How a picture is taken."""
+
+    ready: str  # a selector: what must be on the page
+    last: str | None = None  # a selector: what a desktop shows last; None: all of it
+
+
+def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
+    """Write a picture named <size>-<scheme>.png; what is wrong with the page."""
+    *_, size, scheme = picture.stem.split("-")
+    width, height = SIZES[size]
+    is_phone = size == "phone"
+    context = browser.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
+        is_mobile=is_phone,
+        device_scale_factor=2 if is_phone else 1,
+    )
+    page = context.new_page()
+    wrong: list[str] = []
+
+    def note_error(message: Any) -> None:
+        if message.type == "error":
+            wrong.append(message.text)
+
+    page.on("console", note_error)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(url)
+    page.wait_for_selector(shot.ready, timeout=1000 * PATIENCE_SECONDS)
+    if shot.last is None:
+        page.screenshot(path=picture, full_page=True)
+    elif is_phone:
+        page.screenshot(path=picture)
+    else:
+        box = page.locator(shot.last).bounding_box()
+        clip = {"x": 0, "y": 0, "width": width, "height": box["y"] + box["height"] + 12}
+        page.screenshot(path=picture, full_page=True, clip=clip)
+
+    page_width = page.evaluate("document.documentElement.scrollWidth")
+    if page_width > width:
+        wrong.append(f"{page_width} px wide in a window of {width}")
+    context.close()
+    return wrong
+
+
+def take_pictures(url: str, stem: Path, shot: Shot) -> list[str]:
+    """Write STEM<size>-<scheme>.png, four of them; what is wrong, a line each."""
+    playwright = importlib.import_module("playwright.sync_api")
+    is_root = os.geteuid() == 0  # whom chromium's sandbox refuses
+    problems = []
+    with playwright.sync_playwright() as engines:
+        browser = engines.chromium.launch(
+            executable_path=shutil.which("chromium"),
+            args=["--no-sandbox"] if is_root else [],
+        )
+        for name in [f"{size}-{scheme}" for size in SIZES for scheme in SCHEMES]:
+            picture = stem.with_name(f"{stem.name}{name}.png")
+            found = photograph(browser, url, picture, shot)
+            problems += [f"{name}: {problem}" for problem in found]
+        browser.close()
+    return problems
+
+
+# A server with four agents --------------------------------------------------------------
+
+
+@contextmanager
+def serving_demo() -> Iterator[str]:
+    """The URL of a server of its own, with the demo model; it ends with the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with TemporaryDirectory() as log_folder:
+        settings = {
+            "MODEL_PATH": "demo",
+            "MLX_HOST": "127.0.0.1",
+            "MLX_PORT": str(port),
+            "API_KEY": "",
+            "ENABLE_PROXY": "false",
+            "ENABLE_REQUEST_LOGGING": "true",  # titles
+            "LOG_ROOT": log_folder,
+        }
+        command = [sys.executable, str(ROOT / "start-llm.py")]
+        with subprocess.Popen(
+            command, env={**os.environ, **settings}, stderr=subprocess.DEVNULL
+        ) as process:
+            try:
+                url = f"http://127.0.0.1:{port}/"
+                wait_for_health(url)
+                yield url
+            finally:
+                process.terminate()
+
+
+def wait_for_health(url: str) -> None:
+    """Until the model is loaded. Raises TimeoutError."""
+    ends = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < ends:
+        try:
+            with urllib.request.urlopen(f"{url}health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise TimeoutError("the server did not come up")
+
+
+def ask(url: str, agent: Agent, messages: list[dict[str, str]]) -> str:
+    """The text of the next reply."""
+    body = {
+        "model": "demo",
+        "messages": messages,
+        "max_tokens": 96,
+        "seed": len(messages),
+    }
+    request = urllib.request.Request(
+        f"{url}v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "User-Agent": agent.user_agent},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
+        reply = json.load(answer)["choices"][0]["message"]
+    return reply["content"] or "..."
+
+
+def work(url: str, agent: Agent, stop: threading.Event) -> None:
+    """Send a conversation that grows by a file at every step, until `stop` is set."""
+    start = [{"role": "system", "content": INSTRUCTIONS}]
+    start.append({"role": "user", "content": agent.task})
+    messages = list(start)
+    try:
+        while not stop.is_set():
+            reply = ask(url, agent, messages)
+            file_text = f"line {len(messages)}: {agent.task}\n" * 4
+            messages.append({"role": "assistant", "content": reply})
+            messages.append({"role": "user", "content": f"The file:\n{file_text}"})
+            if len(messages) > 16:
+                messages = list(start)
+    except (OSError, http.client.HTTPException, KeyError, ValueError):
+        if not stop.is_set():
+            raise
+
+
+@contextmanager
+def agents_at_work(url: str) -> Iterator[None]:
+    """Four agents work inside the block, and have worked for a while before."""
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=work, args=(url, agent, stop), daemon=True)
+        for agent in AGENTS
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for_requests(url)
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=60)
+
+
+def wait_for_requests(url: str) -> None:
+    """Until the agents have had some answers. Raises TimeoutError."""
+    ends = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < ends:
+        with urllib.request.urlopen(f"{url}v1/status", timeout=30) as answer:
+            if len(json.load(answer)["recent"]) >= N_WARM_REQUESTS:
+                return
+        time.sleep(0.2)
+    raise TimeoutError("the agents got no answers")
+
+
+def picture_for_readme() -> list[str]:
+    """Write docs/page-*.png and the hash of the page; what is wrong, a line each."""
+    shot = Shot(
+        ready=f"#requests:has(> [data-live]:nth-child({len(AGENTS)}))",
+        last="#cache",
+    )
+    with serving_demo() as url, agents_at_work(url):
+        problems = take_pictures(url, DOCS / "page-", shot)
+    PAGE_HASH.write_text(f"{hash_page()}\n", encoding="ascii")
+    return problems
+
+
+def main() -> int:
+    """Read the arguments and take four pictures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("url", nargs="?")
+    parser.add_argument("outdir", nargs="?", type=Path)
+    parser.add_argument(
+        "--readme", action="store_true", help="write docs/page-*.png and their hash"
+    )
+    args = parser.parse_args()
+    if args.readme == bool(args.outdir):
+        parser.error("give URL and OUTDIR, or --readme")
+    if importlib.util.find_spec("playwright") is None:
+        print("Playwright is missing: pip install -r requirements-dev.txt; then")
+        print(
+            "playwright install chromium (not needed where `chromium` is in the PATH)"
+        )
+        return 2
+
+    if args.readme:
+        outdir, problems = DOCS, picture_for_readme()
+    else:
+        outdir = args.outdir
+        outdir.mkdir(parents=True, exist_ok=True)
+        problems = take_pictures(args.url, outdir / "", Shot(ready=CONNECTED))
+    print("\n".join(problems) or f"Pictures are in {outdir}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

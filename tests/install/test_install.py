@@ -1,0 +1,590 @@
+"""INSTALL: finds a 3.12 that works, refuses a mixed venv, installs once, preloads OpenBLAS.
+
+Nothing here reaches the network or the project's own .venv.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import start_llm
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "install_and_run.py"
+OLD_PYTHONS = sorted(Path.home().glob(".pyenv/versions/3.[6-9]*/bin/python"))
+
+
+def load_install_and_run() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install_and_run", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["install_and_run"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+install = load_install_and_run()
+
+
+def executable(path: Path, text: str) -> Path:
+    """A shell script at this path that may be run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def venv(tmp_path):
+    """The skeleton of a sound venv."""
+    folder = tmp_path / ".venv"
+    (folder / "lib/python3.12/site-packages").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    (folder / "bin/python").symlink_to(sys.executable)
+    for name in ("python3", "python3.12"):
+        (folder / "bin" / name).symlink_to("python")
+    for name in ("pip", "pip3", "pip3.12"):
+        executable(folder / "bin" / name, "")
+    (folder / "pyvenv.cfg").write_text(
+        "home = /usr/bin\nversion = 3.12.1\n", encoding="utf-8"
+    )
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Requirements files to take a fingerprint of."""
+    for name in install.DEV.files:
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    return tmp_path
+
+
+# Old Pythons --------------------------------------------------------------------------------------
+
+
+def test_an_old_python_can_parse_it():
+    ast.parse(SCRIPT.read_text(encoding="utf-8"), feature_version=(3, 6))
+    assert "from __future__ import annotations" not in SCRIPT.read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize("python", OLD_PYTHONS, ids=lambda path: path.parts[-3])
+def test_an_old_python_can_start_it(python):
+    done = subprocess.run(
+        [python, SCRIPT, "--help"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--setup-only" in done.stdout
+
+
+@pytest.mark.parametrize("python", OLD_PYTHONS[:1], ids=lambda path: path.parts[-3])
+def test_an_old_python_hands_over_to_a_working_312(python, tmp_path):
+    """The whole way: a 3.6 starts it, a broken python3.12 is first on PATH, a good one second."""
+    shutil.copy(SCRIPT, tmp_path)
+    broken = executable(
+        tmp_path / "shims/python3.12", "echo command not found >&2; exit 127\n"
+    )
+    working = executable(
+        tmp_path / "good/python3.12", f'exec "{sys.executable}" "$@"\n'
+    )
+    environ = {**os.environ, "PATH": f"{broken.parent}:{working.parent}:/usr/bin:/bin"}
+    command = [python, tmp_path / SCRIPT.name, "--setup-only"]
+    executable(
+        tmp_path / ".venv/bin/python3.14", ""
+    )  # ends the set-up before it installs
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=30, env=environ
+    )
+    assert f"going on with {working}" in done.stdout
+    assert "python3.14" in done.stdout and done.returncode == 2
+
+
+# Finding Python 3.12 ------------------------------------------------------------------------------
+
+
+def test_an_interpreter_that_fails_or_is_another_version_is_not_usable(tmp_path):
+    assert install.is_usable(sys.executable)
+    assert not install.is_usable(str(tmp_path / "absent"))
+    assert not install.is_usable(str(executable(tmp_path / "shim", "exit 127\n")))
+    assert not install.is_usable(
+        str(executable(tmp_path / "new", "echo 3.14 Linux x86_64\n"))
+    )
+    assert not install.is_usable(
+        str(executable(tmp_path / "mac", "echo 3.12 Darwin x86_64\n"))
+    )
+    assert install.is_usable(
+        str(executable(tmp_path / "m1", "echo 3.12 Darwin arm64\n"))
+    )
+
+
+def test_a_candidate_that_never_answers_is_given_up(tmp_path, monkeypatch):
+    hanging = executable(tmp_path / "python3.12", "exec sleep 60\n")
+    real = subprocess.check_output
+    quick = lambda command, **options: real(command, **{**options, "timeout": 0.2})  # noqa: E731
+    monkeypatch.setattr(subprocess, "check_output", quick)
+    assert not install.is_usable(str(hanging))
+
+
+def test_candidates_cover_all_of_path_pyenv_homebrew_and_uv(tmp_path):
+    patches = ("3.12.9", "3.12.10", "3.11.4")
+    for patch in patches:
+        executable(tmp_path / f".pyenv/versions/{patch}/bin/python3.12", "")
+    executable(tmp_path / "uv/cpython-3.12.4-linux/bin/python3.12", "")
+    environ = {
+        "HOME": str(tmp_path),
+        "PATH": "/a:/b",
+        "UV_PYTHON_INSTALL_DIR": f"{tmp_path}/uv",
+    }
+    found = list(install.python_candidates(environ))
+    assert found[:4] == ["/a/python3.12", "/b/python3.12", "/a/python3", "/b/python3"]
+    pyenv = [path for path in found if ".pyenv" in path]
+    assert [Path(path).parts[-3] for path in pyenv] == ["3.12.10", "3.12.9"]
+    assert (
+        "/opt/homebrew/bin/python3.12" in found and "/usr/local/bin/python3.12" in found
+    )
+    assert any("cpython-3.12.4" in path for path in found)
+
+
+def test_the_first_usable_candidate_is_taken_and_later_ones_are_not_run(tmp_path):
+    shim = executable(tmp_path / "shim", "exit 127\n")
+    never = executable(tmp_path / "never", f"touch {tmp_path}/ran\n")
+    assert (
+        install.find_python([str(shim), sys.executable, str(never)]) == sys.executable
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_python_is_one_sentence_that_says_how_to_get_it():
+    with pytest.raises(install.SetupError, match=r"needs Python 3\.12") as caught:
+        install.find_python([])
+    assert "\n" not in str(caught.value) and str(caught.value).count(". ") == 0
+
+
+# The virtual environment --------------------------------------------------------------------------
+
+
+def test_a_sound_venv_holds_nothing_foreign(venv):
+    assert install.foreign_paths(venv) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["bin/python3.14", "bin/pip3.14", "lib/python3.14", "bin/pip2"]
+)
+def test_what_another_python_left_is_named(venv, name):
+    executable(venv / name, "")
+    assert install.foreign_paths(venv) == [str(venv / name)]
+
+
+@pytest.mark.parametrize("key", ["version", "version_info"])
+def test_a_venv_made_by_another_python_is_named(venv, key):
+    (venv / "pyvenv.cfg").write_text(f"home = /x\n{key} = 3.14.0\n", encoding="utf-8")
+    assert install.foreign_paths(venv) == [
+        f"{venv / 'pyvenv.cfg'} (made by Python 3.14.0)"
+    ]
+
+
+def test_a_venv_whose_python_is_another_one_is_named(venv):
+    other = executable(venv.parent / "usr/bin/python3.13", "")
+    (venv / "bin/python").unlink()
+    (venv / "bin/python").symlink_to(other)
+    assert any("bin/python (is " in text for text in install.foreign_paths(venv))
+
+
+def test_a_mixed_venv_is_refused_with_every_path_before_anything_runs(venv):
+    for name in ("bin/python3.14", "lib/python3.14"):
+        executable(venv / name, "")
+    with pytest.raises(install.SetupError) as caught:
+        install.prepare(venv, install.RUN)
+    assert f"{venv}/bin/python3.14" in str(caught.value)
+    assert f"{venv}/lib/python3.14" in str(caught.value)
+    assert f"rm -rf {venv}" in str(caught.value)
+
+
+def test_half_a_venv_is_not_whole(venv):
+    assert not install.is_whole(venv / "absent")
+    (venv / "bin/python").unlink()
+    executable(venv / "bin/python", "exit 1\n")  # as before ensurepip has run
+    assert not install.is_whole(venv)
+
+
+def test_half_a_venv_is_made_again(venv, monkeypatch):
+    made = []
+    for holder, name in ((subprocess, "call"), (install, "watch_pip")):
+        monkeypatch.setattr(
+            holder, name, lambda command, **_: made.append(command) or 0
+        )
+    (venv / "pyvenv.cfg").unlink()
+    install.prepare(venv, install.RUN)
+    assert made[0][1:] == ["-m", "venv", "--clear", str(venv)]
+    assert made[1][-1] == install.PIP and "requirements.txt" in made[2][-1]
+
+
+def test_the_pip_that_python_brings_will_do(venv, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "call", lambda command, **_: 0)
+    monkeypatch.setattr(
+        install, "watch_pip", lambda command, **_: int(command[-1] == install.PIP)
+    )
+    (venv / "pyvenv.cfg").unlink()
+    install.prepare(venv, install.RUN)
+    assert install.is_installed(venv, install.RUN)
+    assert "going on with the pip that Python brought" in capsys.readouterr().out
+
+
+# Stamps -------------------------------------------------------------------------------------------
+
+
+def test_a_stamp_holds_until_a_requirement_or_the_python_changes(venv, project):
+    assert not install.is_installed(venv, install.RUN, root=project)
+    install.write_stamp(venv, install.RUN, root=project)
+    assert install.is_installed(venv, install.RUN, root=project)
+    assert not install.is_installed(venv, install.DEV, root=project)
+    for name in install.RUN.files:
+        before = (project / name).read_text(encoding="utf-8")
+        (project / name).write_text(before + "rich==0\n", encoding="utf-8")
+        assert not install.is_installed(venv, install.RUN, root=project)
+        (project / name).write_text(before, encoding="utf-8")
+    assert install.is_installed(venv, install.RUN, root=project)
+    (venv / "pyvenv.cfg").write_text("version = 3.12.2\n", encoding="utf-8")
+    assert not install.is_installed(venv, install.RUN, root=project)
+
+
+def test_a_stamp_means_nothing_without_its_python(venv, project):
+    install.write_stamp(venv, install.RUN, root=project)
+    (venv / "bin/python").unlink()
+    assert not install.is_installed(venv, install.RUN, root=project)
+
+
+@pytest.fixture
+def calls(venv, monkeypatch):
+    """Commands that prepare() would run; pip's exit status is calls.status."""
+
+    class Calls(list):
+        status = 0
+
+    made = Calls()
+    for holder, name in ((subprocess, "call"), (install, "watch_pip")):
+        monkeypatch.setattr(
+            holder, name, lambda command, **_: made.append(command) or made.status
+        )
+    monkeypatch.setattr(install, "is_whole", lambda venv: True)
+    return made
+
+
+def test_the_second_run_runs_nothing(venv, calls):
+    install.prepare(venv, install.DEV)
+    assert len(calls) == 1 and "requirements-dev.txt" in calls[0][-1]
+    install.prepare(venv, install.DEV)
+    install.prepare(venv, install.RUN)  # the dev set holds the run set
+    assert len(calls) == 1
+
+
+def test_a_failed_install_leaves_no_stamp_and_is_tried_again(venv, calls):
+    calls.status = 1
+    with pytest.raises(install.SetupError, match="status 1"):
+        install.prepare(venv, install.RUN)
+    assert not (venv / install.RUN.stamp).exists()
+    calls.status = 0
+    install.prepare(venv, install.RUN)
+    assert len(calls) == 2 and install.is_installed(venv, install.RUN)
+
+
+def test_a_killed_install_forgets_what_it_was_in_the_middle_of(venv, calls):
+    packages = venv / "lib/python3.12/site-packages"
+    for name in ("whole-1.dist-info", "half-2.dist-info", "unpacking-3.dist-info"):
+        (packages / name).mkdir()
+        (packages / name / "METADATA").touch()
+        (packages / name / "RECORD").touch()
+    (packages / "half-2.dist-info/RECORD").unlink()
+    (packages / "whole-1.dist-info/INSTALLER").touch()
+    install.prepare(venv, install.RUN)
+    assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
+
+
+def test_pip_is_quiet_and_what_it_fetched_is_counted(tmp_path, capfd):
+    lines = (
+        "Collecting mlx==1\\n  Downloading mlx-1.whl.metadata (5.0 kB)\\n"
+        "Downloading mlx-1-py3.whl (30.5 MB)\\nUsing cached tiny-2.tar.gz (500 kB)\\n"
+        "Installing collected packages: tiny, mlx\\n"
+    )
+    pip = executable(tmp_path / "pip", f"printf '{lines}'; echo late >&2; exit $1\n")
+
+    assert install.watch_pip([str(pip), "0"], environ=os.environ) == 0
+    assert capfd.readouterr().out == (
+        "start-llm: 2 packages, 31 MB fetched and installed\n"
+    )
+    assert install.watch_pip([str(pip), "3"], environ=os.environ) == 3
+    shown = capfd.readouterr().out
+    assert "Collecting mlx" in shown and shown.endswith("late\n")
+
+
+def test_every_requirement_is_pinned_and_the_lock_agrees():
+    lock = dict(
+        line.lower().replace("_", "-").split("==")
+        for line in (ROOT / "requirements.lock")
+        .read_text(encoding="utf-8")
+        .splitlines()
+        if not line.startswith("#")
+    )
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+            if line and not line.startswith(("#", "-c")):
+                package, version = (
+                    line.partition(";")[0].lower().replace("_", "-").split("==")
+                )
+                assert lock[package.partition("[")[0]] == version
+
+
+# OpenBLAS -----------------------------------------------------------------------------------------
+
+LDCONFIG = """123 libs found in cache `/etc/ld.so.cache'
+\tlibopenblas64.so.0 (libc6,x86-64) => /lib/x86_64-linux-gnu/libopenblas64.so.0
+\tlibopenblas.so.0 (libc6,x86-64) => /lib/x86_64-linux-gnu/libopenblas.so.0
+\tlibopenblasp.so.0 (libc6,x86-64) => /lib64/libopenblasp.so.0
+\tlibblas.so.3 (libc6,x86-64) => /lib/x86_64-linux-gnu/libblas.so.3
+"""
+
+
+def test_openblas_is_looked_for_in_the_cache_and_in_the_usual_places(tmp_path):
+    place = tmp_path / "usr/lib/aarch64-linux-gnu/libopenblas.so.0"
+    place.parent.mkdir(parents=True)
+    place.touch()
+    found = install.openblas_candidates(LDCONFIG, root=tmp_path)
+    cached = ["/lib/x86_64-linux-gnu/libopenblas.so.0", "/lib64/libopenblasp.so.0"]
+    assert found == [*cached, str(place)]
+
+
+def test_a_library_without_cblas_is_not_preloaded(tmp_path):
+    broken = tmp_path / "libopenblas.so.0"
+    broken.write_bytes(b"no library")
+    assert not install.can_preload(sys.executable, str(broken))
+
+
+def test_preloading_keeps_what_the_user_set():
+    changed = install.preloading({"A": "b"}, "/o.so", n_cores=2)
+    assert changed == {"A": "b", "LD_PRELOAD": "/o.so", "OPENBLAS_NUM_THREADS": "1"}
+    mine = {"LD_PRELOAD": "/x.so", "OPENBLAS_NUM_THREADS": "6"}
+    changed = install.preloading(mine, "/o.so", n_cores=8)
+    assert changed == {"LD_PRELOAD": "/o.so:/x.so", "OPENBLAS_NUM_THREADS": "6"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the reference BLAS")
+def test_the_server_starts_with_openblas_or_says_what_to_install(
+    venv, monkeypatch, capsys
+):
+    assert install.server_environment(venv, {"A": "b"}) == {
+        "A": "b"
+    }  # no CPU wheel: nothing said
+    assert capsys.readouterr().out == ""
+    library = venv / "lib/python3.12/site-packages/mlx_cpu.libs/libblas-1.so.3"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setattr(install, "find_openblas", lambda venv: ("/o.so", ""))
+    assert install.server_environment(venv, {})["LD_PRELOAD"] == "/o.so"
+    assert "/o.so" in capsys.readouterr().out
+    monkeypatch.setattr(install, "find_openblas", lambda venv: None)
+    monkeypatch.setattr(
+        shutil, "which", lambda tool: tool if tool == "apt-get" else None
+    )
+    assert install.server_environment(venv, {"A": "b"}) == {"A": "b"}
+    assert "libopenblas0-pthread" in capsys.readouterr().out
+    monkeypatch.setattr(
+        install, "find_openblas", lambda venv: pytest.fail("looked for another")
+    )
+    mine = {"LD_PRELOAD": "/opt/libmkl_blas.so"}
+    assert install.server_environment(venv, mine) == mine
+
+
+@pytest.fixture
+def wheel(venv):
+    """A venv with the wheels of OpenBLAS and MLX, as far as their names go."""
+    packages = venv / "lib/python3.12/site-packages"
+    library = packages / "cmeel.prefix/lib/libopenblas.so.0"
+    runtime = packages / "mlx_cpu.libs/libgfortran-1a2b.so.5.0.0"
+    for file in (library, runtime):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    return library
+
+
+def test_the_wheel_finds_its_fortran_runtime_by_a_link(venv, wheel):
+    library, folder = install.wheel_openblas(venv)
+    assert library == str(wheel)
+    link = Path(folder) / "libgfortran.so.5"
+    assert link.resolve().name == "libgfortran-1a2b.so.5.0.0"
+    assert install.wheel_openblas(venv) == (library, folder)  # the link is there
+    changed = install.preloading({}, library, n_cores=2, folder=folder)
+    assert changed["LD_LIBRARY_PATH"] == folder
+
+
+def test_what_passed_is_remembered_until_something_changes(
+    venv, wheel, monkeypatch, capsys
+):
+    tried = []
+
+    def can_preload(python, library, folder=""):
+        tried.append(library)
+        return library == "/system.so"
+
+    monkeypatch.setattr(install, "can_preload", can_preload)
+    monkeypatch.setattr(install, "openblas_candidates", lambda text: ["/system.so"])
+    assert install.find_openblas(venv) == ("/system.so", "")
+    assert tried == [str(wheel), "/system.so"]
+    assert "does not run on this processor" in capsys.readouterr().out
+
+    assert install.find_openblas(venv) == ("/system.so", "")
+    assert len(tried) == 2  # the stamp knew
+    monkeypatch.setattr(install, "processor_name", lambda: "another")
+    install.find_openblas(venv)
+    assert len(tried) == 4
+
+
+def test_a_wrong_product_fails_the_probe():
+    """Without a library, which the first part of the probe asks for."""
+    probe = install.BLAS_PROBE.replace("ctypes.CDLL(None).cblas_sgemm;", "")
+    assert install.output_of([sys.executable, "-c", probe]) == ""
+    wrong = probe.replace("mx.array(a) @", "mx.array(a + 1) @")
+    assert wrong != probe
+    assert install.output_of([sys.executable, "-c", wrong]) is None
+
+
+# Server and gates ---------------------------------------------------------------------------------
+
+
+OPTIONS = [
+    "--model",
+    "a/b",
+    "--port=9",
+    "--host",
+    "::1",
+    "--api-key",
+    "k",
+    "--no-proxy",
+]
+
+
+def test_other_arguments_go_to_the_server_or_to_pytest():
+    assert install.read_arguments([]) == ("run", [])
+    assert install.read_arguments(OPTIONS) == ("run", OPTIONS)
+    assert install.read_arguments(["--test", "-k", "kv"]) == ("test", ["-k", "kv"])
+    assert install.read_arguments(["--setup-only"]) == ("setup", [])
+
+
+def test_options_stand_for_settings_and_are_the_same_in_both_programs():
+    assert start_llm.read_options(OPTIONS) == {
+        "MODEL_PATH": "a/b",
+        "MLX_PORT": "9",
+        "MLX_HOST": "::1",
+        "API_KEY": "k",
+        "ENABLE_PROXY": "false",
+    }
+    assert start_llm.read_options([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--prot", "9"], "--prot is no option: --port is meant?"),
+        (["--modle=x"], "--modle is no option: --model is meant?"),
+        (["-x"], "-x is no option"),
+        (["org/model"], "org/model stands alone: --model org/model is meant?"),
+        (["--port", "65536"], "'65536' is no number from 1 to 65535"),
+        (["--port", "http"], "'http' is no number from 1 to 65535"),
+        (["--port"], "--port: expected one argument"),
+    ],
+)
+@pytest.mark.parametrize("read", [install.read_arguments, start_llm.read_options])
+def test_a_wrong_option_is_one_sentence_with_the_one_meant(
+    read, words, sentence, capsys
+):
+    with pytest.raises(SystemExit) as ended:
+        read(words)
+
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith("start-llm: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "program", [SCRIPT, ROOT / "start-llm.py"], ids=lambda p: p.name
+)
+@pytest.mark.parametrize("word", ["--version", "--help", "--prot"])
+def test_what_needs_no_server_is_answered_before_slow_imports(program, word, tmp_path):
+    """A stub that fails stands in for each package that takes long to import."""
+    for name in ("mlx", "numpy", "transformers", "pydantic", "rich", "PIL"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    done = subprocess.run(
+        [sys.executable, program, word],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+    )
+
+    assert "imported" not in done.stderr
+    if word == "--version":
+        assert done.stdout == f"start-llm {start_llm.VERSION}\n"
+    assert done.returncode == (2 if word == "--prot" else 0)
+
+
+def test_the_version_is_one_in_all_places():
+    openapi = json.loads((ROOT / "web/openapi.json").read_text(encoding="utf-8"))
+    assert install.project_version() == start_llm.VERSION
+    assert openapi["info"]["version"] == start_llm.VERSION
+
+
+@pytest.fixture
+def ran(venv, tmp_path, monkeypatch):
+    """Make the venv's python note what it was started with and fail for gates named in FAIL."""
+    log = tmp_path / "ran"
+    (venv / "bin/python").unlink()
+    code = f'echo "$@" >> {log}; case "$*" in *$FAIL*) exit 1;; esac\n'
+    executable(venv / "bin/python", code)
+    monkeypatch.setenv("FAIL", "none of them")
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    return lambda: log.read_text(encoding="utf-8").splitlines()
+
+
+def test_all_gates_run_and_pytest_is_last(venv, ran, capfd):
+    assert install.run_gates(venv, ["-k", "kv"]) == 0
+    assert (
+        len(ran()) == len(install.GATES)
+        and ran()[-1] == "-m pytest -n 3 --dist worksteal -k kv"
+    )
+    assert "8 of 8 gates passed" in capfd.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("failing", ["vulture", "pytest"])
+def test_a_failed_gate_stops_no_other_and_is_in_the_status(
+    venv, ran, failing, monkeypatch, capfd
+):
+    monkeypatch.setenv("FAIL", failing)
+    assert install.run_gates(venv, []) == 1
+    assert len(ran()) == len(install.GATES)
+    assert f"7 of 8 gates passed; FAILED: {failing}" in capfd.readouterr().out
+
+
+def test_the_server_gets_its_arguments_and_replaces_the_set_up(venv, monkeypatch):
+    started = []
+    monkeypatch.setattr(install, "hold_signals", lambda: started.append("signals held"))
+    monkeypatch.setattr(os, "execve", lambda *call: started.append(call))
+    install.start_server(venv, ["--port", "1"])
+    held, (path, command, environ) = started
+    assert held == "signals held"
+    assert command == [path, str(ROOT / "start-llm.py"), "--port", "1"]
+    assert environ == dict(os.environ)

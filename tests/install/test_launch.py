@@ -1,0 +1,620 @@
+"""scripts/helpers/launch.py: a client starts on the running server, and nothing is left of it.
+
+The clients here are programs on PATH that write down what they were given. The server is a small
+one that answers as start-llm and LiteLLM do, or the real one on a tiny model.
+"""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import launch
+import pytest
+import start_llm as s
+from dotenv import dotenv_values
+from server_fixture import Served, free_port, wait_until
+from tiny_models import DENSE, tiny_model
+
+ROOT = Path(__file__).parents[2]
+NEWER_PYTHONS = sorted(Path.home().glob(".pyenv/versions/3.1[3-9]*/bin/python"))
+KEY = "sk-written-in-env"
+CONTEXT = 54_321
+MODEL = "mlx-community/Some-Model-4bit"
+
+RECORDER = """
+import json, os, sys
+from pathlib import Path
+
+files = {}
+for text in [*sys.argv, *os.environ.values()]:
+    if "start-llm-" in text and os.path.isfile(text):
+        files[text] = Path(text).read_text()
+seen = {"arguments": sys.argv[1:], "environment": dict(os.environ), "files": files}
+Path(os.environ["RECORD"]).write_text(json.dumps(seen))
+"""
+
+# Says that it runs, counts SIGINTs and ends with their number when SIGTERM comes.
+COUNTER = """
+import os, signal, sys
+from pathlib import Path
+
+count = 0
+def interrupt(number, frame):
+    global count
+    count += 1
+    Path(os.environ["RECORD"]).write_text(f"interrupted {count}")
+def terminate(number, frame):
+    sys.exit(40 + count)
+signal.signal(signal.SIGINT, interrupt)
+signal.signal(signal.SIGTERM, terminate)
+Path(os.environ["RECORD"]).write_text(f"running {os.getpid()}")
+while True:
+    signal.pause()
+"""
+
+
+class Answering(BaseHTTPRequestHandler):
+    """GET from `server.answers`, by path; 401 for /v1/... without the server's key."""
+
+    def do_GET(self):
+        status, body = self.server.answers.get(self.path, (404, {}))
+        sent_key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.path.startswith("/v1") and sent_key != self.server.key:
+            status, body = 401, {"error": {"message": "no"}}
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        """Nothing is logged."""
+
+
+ENTRY = {"id": MODEL, "context_length": CONTEXT}
+ANSWERS = {
+    "/health": (200, {"status": "ok"}),
+    "/health/liveliness": (200, {}),
+    "/v1/models": (200, {"data": [ENTRY]}),
+}
+
+
+@contextmanager
+def answering(answers, *, key=""):
+    """The port of a server that gives these answers."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.answers, server.key = answers, key
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Desk:
+    """A person's shell: a home, a PATH with fake clients, and the server's settings."""
+
+    def __init__(self, folder, port):
+        self.home, self.bin = folder / "home", folder / "bin"
+        self.temporary, self.record = folder / "tmp", folder / "record"
+        self.processes = []  # each leads a process group of its own
+        for place in (self.home, self.bin, self.temporary):
+            place.mkdir()
+        self.environ = {
+            "PATH": str(self.bin),
+            "HOME": str(self.home),
+            "TMPDIR": str(self.temporary),
+            "RECORD": str(self.record),
+            "MLX_PORT": str(port),
+            "PROXY_PORT": str(port),
+            "API_KEY": KEY,
+            "PROXY_API_KEY": "",
+        }
+
+    def install(self, program, text):
+        """Put a client on PATH."""
+        path = self.bin / program
+        path.write_text(f"#!{sys.executable}\n{text}")
+        path.chmod(0o755)
+
+    def command(self, *arguments, python=sys.executable):
+        return [python, str(ROOT / "install_and_run.py"), "launch", *arguments]
+
+    def launch(self, *arguments, python=sys.executable):
+        """Run it to its end."""
+        return subprocess.run(
+            self.command(*arguments, python=python), env=self.environ, cwd=self.home,
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+
+    def start(self, *arguments, **kwargs):
+        """Start it in a session of its own, without a terminal."""
+        process = subprocess.Popen(
+            self.command(*arguments), env=self.environ, start_new_session=True,
+            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **kwargs,
+        )  # fmt: skip
+        self.processes.append(process)
+        self.wait_for_record("running")
+        return process
+
+    def close(self):
+        """Leave nothing running."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def wait_for_record(self, text):
+        wait_until(lambda: self.record.exists() and text in self.record.read_text())
+
+    def seen(self):
+        """What a recorder was given."""
+        return json.loads(self.record.read_text())
+
+
+@pytest.fixture(scope="module")
+def port():
+    with answering(ANSWERS, key=KEY) as number:
+        yield number
+
+
+@pytest.fixture
+def desk(tmp_path, port):
+    with closing(Desk(tmp_path, port)) as desk:
+        yield desk
+
+
+# What a client is given --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", launch.CLIENTS)
+def test_a_client_is_given_url_key_model_and_context(desk, port, name):
+    desk.install(launch.CLIENTS[name].program, RECORDER)
+
+    done = desk.launch(name)
+
+    assert done.returncode == 0, done.stderr
+    seen = desk.seen()
+    given = {n: v for n, v in seen["environment"].items() if n not in desk.environ}
+    text = json.dumps([seen["arguments"], given, seen["files"]])
+    n_reply = CONTEXT // 8  # Copilot wants the tokens of prompt and reply apart
+    context = CONTEXT - n_reply if name == "copilot" else CONTEXT
+    for wanted in (f"http://127.0.0.1:{port}", KEY, MODEL, str(context)):
+        assert wanted in text, wanted
+    assert KEY not in json.dumps(seen["arguments"])  # other users see those
+
+
+@pytest.mark.parametrize("name", launch.CLIENTS)
+def test_nothing_is_left_when_the_client_has_ended(desk, name):
+    desk.install(launch.CLIENTS[name].program, RECORDER)
+
+    desk.launch(name)
+
+    assert desk.seen()["environment"]["HOME"] == str(desk.home)
+    assert list(desk.home.iterdir()) == list(desk.temporary.iterdir()) == []
+
+
+def test_files_that_clients_read_exist_while_they_run_and_are_private(desk):
+    desk.install(
+        "openclaw",
+        RECORDER + "print(oct(os.stat(Path(next(iter(files))).parent).st_mode))",
+    )
+
+    done = desk.launch("openclaw")
+
+    [text] = desk.seen()["files"].values()
+    assert (
+        json.loads(text)["agents"]["defaults"]["model"]["primary"]
+        == f"start-llm/{MODEL}"
+    )
+    assert done.stdout.strip().endswith("700")
+
+
+def test_what_follows_two_hyphens_goes_to_the_client_as_it_is(desk):
+    desk.install("claude", RECORDER)
+
+    desk.launch("claude", "--", "-p", "two  words", "--print", "--", "*")
+
+    given = desk.seen()["arguments"][-5:]
+    assert given == ["-p", "two  words", "--print", "--", "*"]
+
+
+def test_openclaw_starts_its_terminal_unless_it_is_given_arguments(desk):
+    desk.install("openclaw", RECORDER)
+
+    desk.launch("openclaw")
+    assert desk.seen()["arguments"] == ["chat"]
+
+    desk.launch("openclaw", "--", "agent", "--local")
+    assert desk.seen()["arguments"] == ["agent", "--local"]
+
+
+def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk):
+    desk.install("claude", RECORDER)
+    desk.environ["ANTHROPIC_AUTH_TOKEN"] = "of somebody else"
+
+    desk.launch("claude")
+    whole = desk.seen()["environment"]
+    desk.launch("claude", "--small")
+    lean = desk.seen()["environment"]
+
+    assert "CLAUDE_CODE_SIMPLE" not in whole and "ANTHROPIC_API_KEY" not in whole
+    assert whole["ANTHROPIC_AUTH_TOKEN"] == KEY
+    assert lean["CLAUDE_CODE_SIMPLE"] == "1" and lean["ANTHROPIC_API_KEY"] == KEY
+    assert "ANTHROPIC_AUTH_TOKEN" not in lean
+
+
+def test_the_demo_model_is_advised_to_be_small(desk):
+    desk.install("claude", RECORDER)
+    demo = {**ANSWERS, "/v1/models": (200, {"data": [{**ENTRY, "id": "demo"}]})}
+    with answering(demo, key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        assert "--small" in desk.launch("claude").stderr
+        assert "--small" not in desk.launch("claude", "--small").stderr
+
+
+def test_claude_code_has_its_variables_as_settings_too(desk):
+    """Those in the person's settings.json win over the environment, not over --settings."""
+    desk.install("claude", RECORDER)
+
+    desk.launch("claude")
+
+    seen = desk.seen()
+    assert seen["arguments"][0] == "--settings"
+    settings = json.loads(seen["files"][seen["arguments"][1]])["env"]
+    assert settings["ANTHROPIC_AUTH_TOKEN"] == KEY
+    assert settings.items() <= seen["environment"].items()
+
+
+def test_variables_that_lead_a_client_elsewhere_do_not_reach_it(desk):
+    desk.install("claude", RECORDER)
+    elsewhere = {"ANTHROPIC_API_KEY": "sk-ant", "CLAUDE_CODE_USE_BEDROCK": "1"}
+    desk.environ |= {
+        **elsewhere,
+        "HTTP_PROXY": "http://10.9.9.9:1",
+        "NO_PROXY": "x.org",
+    }
+
+    done = desk.launch("claude")
+
+    assert done.returncode == 0, done.stderr
+    environment = desk.seen()["environment"]
+    assert not elsewhere.keys() & environment.keys()
+    assert environment["NO_PROXY"] == "x.org,127.0.0.1"
+
+
+def test_codex_goes_to_the_port_and_key_of_the_proxy(desk, tmp_path):
+    desk.install("codex", RECORDER)
+    with answering(ANSWERS, key="sk-of-the-proxy") as proxy_port:
+        desk.environ |= {
+            "PROXY_PORT": str(proxy_port),
+            "PROXY_API_KEY": "sk-of-the-proxy",
+            "PROXY_MODEL_ID": "shown-name",
+        }
+        done = desk.launch("codex")
+
+    assert done.returncode == 0, done.stderr
+    seen = desk.seen()
+    assert (
+        f'model_providers.start-llm.base_url="http://127.0.0.1:{proxy_port}/v1"'
+        in seen["arguments"]
+    )
+    assert 'model="shown-name"' in seen["arguments"]
+    assert seen["environment"]["START_LLM_KEY"] == "sk-of-the-proxy"
+
+
+def test_a_client_that_was_launched_is_answered_by_the_real_server(
+    desk, tmp_path_factory
+):
+    desk.install("qwen", """
+import json, os, urllib.request
+body = {"model": os.environ["OPENAI_MODEL"], "max_tokens": 8,
+        "messages": [{"role": "user", "content": "Hello"}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+print(json.load(urllib.request.urlopen(request))["usage"]["completion_tokens"])
+""")  # fmt: skip
+    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    with closing(Served(model, api_key=KEY)) as served:
+        desk.environ["MLX_PORT"] = str(served.state.config.mlx_port)
+        done = desk.launch("qwen")
+
+    assert done.returncode == 0, done.stderr
+    assert 1 <= int(done.stdout) <= 8
+
+
+@pytest.mark.parametrize("python", NEWER_PYTHONS, ids=lambda path: path.parts[-3])
+def test_a_newer_python_launches_as_well(desk, python):
+    desk.install("pi", RECORDER)
+
+    done = desk.launch("pi", python=str(python))
+
+    assert done.returncode == 0, done.stderr
+    assert "--provider" in desk.seen()["arguments"]
+
+
+# What is shown -----------------------------------------------------------------------------------
+
+
+def test_what_is_set_is_said_in_lines_apart_from_the_output_of_the_client(desk):
+    desk.install("claude", "print('only this')")
+
+    done = desk.launch("claude")
+
+    assert done.stdout == "only this\n"
+    assert MODEL in done.stderr and "ANTHROPIC_BASE_URL" in done.stderr
+    assert KEY not in done.stderr and len(done.stderr.splitlines()) <= 3
+
+
+@pytest.mark.parametrize("name", launch.CLIENTS)
+def test_print_shows_everything_but_the_key_and_starts_nothing(desk, port, name):
+    desk.install(launch.CLIENTS[name].program, RECORDER)
+
+    done = desk.launch(name, "--print")
+
+    assert done.returncode == 0 and not desk.record.exists()
+    assert f"http://127.0.0.1:{port}" in done.stdout and MODEL in done.stdout
+    assert KEY not in done.stdout + done.stderr
+    assert launch.MASK in done.stdout and "--show-key" in done.stderr
+    assert list(desk.temporary.iterdir()) == []
+
+
+def test_the_key_is_shown_when_asked_for_or_typed(desk):
+    assert KEY in desk.launch("qwen", "--print", "--show-key").stdout
+    desk.environ["API_KEY"] = "another"
+    assert KEY in desk.launch("qwen", "--print", "--key", KEY).stdout
+
+
+def test_what_print_shows_is_what_a_shell_runs(desk):
+    desk.install("qwen", RECORDER)
+    shown = desk.launch("qwen", "--print", "--show-key", "--", "it's $HOME").stdout
+
+    subprocess.run(["/bin/sh", "-c", shown], env=desk.environ, check=True, timeout=60)
+
+    seen = desk.seen()
+    assert seen["arguments"] == ["--auth-type", "openai", "it's $HOME"]
+    assert seen["environment"]["OPENAI_API_KEY"] == KEY
+
+
+# Its end -----------------------------------------------------------------------------------------
+
+
+def test_the_exit_status_is_that_of_the_client(desk):
+    desk.install("pi", "raise SystemExit(7)")
+    assert desk.launch("pi").returncode == 7
+
+    desk.install("pi", "import os; os.kill(os.getpid(), 9)")
+    assert desk.launch("pi").returncode == 128 + 9
+
+
+@pytest.mark.parametrize("name", ["codex", "openclaw"])  # without files and with
+def test_a_signal_reaches_the_client_and_its_end_is_awaited(desk, name):
+    desk.install(name, COUNTER)
+    process = desk.start(name)
+
+    process.send_signal(signal.SIGINT)
+    desk.wait_for_record("interrupted 1")
+    process.terminate()
+
+    assert process.wait(60) == 41
+    assert list(desk.temporary.iterdir()) == []
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_client_once(desk):
+    desk.install("claude", COUNTER)
+    terminal, inner = pty.openpty()
+    program = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    program += "os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *desk.command("claude")], env=desk.environ,
+        stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+    )  # fmt: skip
+    os.close(inner)
+    desk.processes.append(process)
+    desk.wait_for_record("running")
+
+    os.write(terminal, b"\x03")
+    desk.wait_for_record("interrupted")
+    process.terminate()
+
+    assert process.wait(60) == 41  # a second one would make it 42
+    os.close(terminal)
+
+
+def test_a_client_that_stops_itself_gives_the_shell_back_and_goes_on(desk):
+    desk.install("pi", COUNTER)
+    process = desk.start("pi")
+    client = int(desk.record.read_text().split()[1])
+
+    os.kill(client, signal.SIGSTOP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+    process.send_signal(signal.SIGCONT)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 40
+
+
+# Mistakes ----------------------------------------------------------------------------------------
+
+
+def refused(done, *words):
+    """It ended with 2 and one sentence that has these words."""
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    for word in words:
+        assert word in line, line
+    assert KEY not in line
+
+
+def test_without_a_server_the_sentence_starts_one(desk):
+    desk.environ["MLX_PORT"] = str(free_port())
+    done = desk.launch("claude")
+    refused(done, "no server answers", "install_and_run.py", "--url")
+
+
+@pytest.mark.parametrize(
+    ("health", "words"),
+    [
+        ((503, {"status": "loading"}), "still loads its model"),
+        ((503, {"status": "error", "error": "out of memory"}), "out of memory"),
+        ((200, {}), "is no start-llm"),
+        ((404, {"status": "ok"}), "is no start-llm"),
+    ],
+)
+def test_a_server_that_cannot_answer_now_is_named(desk, health, words):
+    desk.install("claude", RECORDER)
+    with answering({**ANSWERS, "/health": health}, key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        refused(desk.launch("claude"), words)
+    assert not desk.record.exists()
+
+
+def test_a_list_without_a_model_is_no_traceback(desk):
+    with answering({**ANSWERS, "/v1/models": (200, {"data": [{}]})}, key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        refused(desk.launch("claude"), "names no model")
+
+
+def test_a_client_that_is_not_installed_is_named_with_its_npm_line(desk):
+    for name, client in launch.CLIENTS.items():
+        refused(desk.launch(name), f"npm install -g {client.package}")
+
+
+def test_a_client_that_cannot_be_started_is_one_sentence(desk):
+    desk.install("pi", "")
+    (desk.bin / "pi").write_text("no program")
+
+    done = desk.launch("pi")
+
+    assert done.returncode == 2
+    assert (
+        "cannot be started: it is not wholly installed" in done.stderr.splitlines()[-1]
+    )
+
+
+def test_a_key_that_the_server_refuses_is_named_as_such(desk):
+    desk.environ["API_KEY"] = "sk-wrong"
+    refused(desk.launch("claude"), "does not take the key", "API_KEY", "--key")
+
+
+def test_codex_without_litellm_is_told_what_is_missing(desk):
+    desk.environ["PROXY_PORT"] = str(free_port())
+    refused(desk.launch("codex"), "only LiteLLM has", "ENABLE_PROXY")
+
+
+def test_a_port_that_is_none_is_named(desk):
+    desk.environ["MLX_PORT"] = "80x"
+    refused(desk.launch("claude"), "80x", "MLX_PORT")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80x", "nonsense", "http://"])
+def test_a_url_that_is_none_is_one_sentence(desk, url):
+    refused(desk.launch("claude", "--url", url), "no server answers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "client"),
+        (["nobody"], "invalid choice: 'nobody'"),
+        (["pi", "--small"], "--small is for claude"),
+        (["claude", "-p", "Hello"], "after --"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_with_the_usage(desk, arguments, words):
+    done = desk.launch(*arguments)
+
+    assert done.returncode == 2 and words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MLX_PORT=9000\nAPI_KEY=one,two\n",
+        "export MLX_PORT='9001' # mine\nAPI_KEY=\" , three \"\n",
+        "PORT=9002\nMLX_PORT=${PORT}\nAPI_KEY=\n# API_KEY=four\n",
+        "MLX_PORT\nMLX_HOST=::1\n",
+        "\ufeffMLX_PORT=9003\r\nAPI_KEY=a#b\r\n",
+    ],
+)
+def test_settings_are_read_as_the_server_reads_them(tmp_path, monkeypatch, text):
+    env_file = tmp_path / ".env"
+    env_file.write_text(text, encoding="utf-8")
+    monkeypatch.delenv("MLX_PORT", raising=False)
+    options = launch.read_arguments(["pi"])
+
+    settings = launch.read_settings(env_file, {})
+    server, _ = launch.find_places(options, settings)
+
+    config = s.Config.from_env(dotenv_values(env_file))
+    keys = s.split_list(config.api_key)
+    assert server.url == launch.url_of(config.mlx_host, str(config.mlx_port))
+    assert server.key == (keys[0] if keys else "")
+
+
+def test_the_environment_wins_over_env_and_an_empty_variable_is_none(tmp_path):
+    env_file = tmp_path / ".env"
+    env_file.write_text("MLX_PORT=9000\nPROXY_PORT=9001\n")
+    environ = {"MLX_PORT": "9002", "PROXY_PORT": ""}
+
+    assert launch.read_settings(env_file, environ) == {"MLX_PORT": "9002"}
+
+
+def test_an_env_file_that_is_no_text_is_one_sentence(tmp_path):
+    (tmp_path / ".env").write_bytes(b"MLX_PORT=\xff\xfe\n")
+    with pytest.raises(launch.LaunchError, match="cannot be read"):
+        launch.read_settings(tmp_path / ".env", {})
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8080"),
+        ("::", "http://127.0.0.1:8080"),
+        ("::1", "http://[::1]:8080"),
+        ("10.0.0.7", "http://10.0.0.7:8080"),
+    ],
+)
+def test_an_address_that_listens_everywhere_is_asked_on_loopback(host, url):
+    assert launch.url_of(host, "8080") == url
+
+
+# Documents ---------------------------------------------------------------------------------------
+
+
+def test_docs_clients_is_what_the_table_makes():
+    text = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    assert text == launch.make_markdown(), (
+        "scripts/helpers/launch.py --markdown > docs/clients.md"
+    )
+
+
+def test_readme_has_one_launch_line_for_each_client():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in launch.CLIENTS:
+        assert text.count(f"install_and_run.py launch {name}\n") == 1, name
+    assert "(docs/clients.md)" in text
+
+
+def test_versions_and_packages_are_those_that_the_script_installs():
+    text = (ROOT / "scripts" / "tools" / "clients" / "install.sh").read_text(
+        encoding="utf-8"
+    )
+    for client in launch.CLIENTS.values():
+        assert f"{client.package}@{client.version}" in text

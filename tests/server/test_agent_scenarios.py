@@ -1,0 +1,441 @@
+"""What agents do, through the openai SDK: nothing is prefilled twice, and no reply changes by it.
+
+What was prefilled is read from the model's own calls, the fewest possible comes from fewest.py.
+Every word of every reply must be the likeliest by a cold run of the plain model; some replies are
+compared as a whole with those of a server whose cache is switched off.
+"""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import start_llm as s
+from cold_reference import Oracle
+from minimum_prefill import Fed, Request, common_prefix, fewest, prefilled
+from server_fixture import (
+    PATIENCE,
+    Exchange,
+    Message,
+    Served,
+    Talk,
+    connections,
+    joined,
+    user,
+    wait_until,
+)
+from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
+
+MOST = 1.02  # prefilled / fewest
+CROWD_TOKENS = 8192
+SLICE_TOKENS = 256
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[DENSE, HYBRID, SLIDING])
+def kind(request):
+    return request.param
+
+
+def _served(kind, tmp_path_factory, **settings):
+    served = Served(tiny_model(kind, tmp_path_factory.getbasetemp()), **settings)
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def warm(kind, tmp_path_factory):
+    yield from _served(kind, tmp_path_factory, prefill_step_size=SLICE_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def cold(kind, tmp_path_factory):
+    yield from _served(kind, tmp_path_factory, prompt_cache_max_entries_global=0)
+
+
+@pytest.fixture(scope="module")
+def oracle(kind, tmp_path_factory):
+    return Oracle(
+        tiny_model(kind, tmp_path_factory.getbasetemp()), at_once=SLICE_TOKENS
+    )
+
+
+@pytest.fixture
+def served(warm):
+    warm.forget()
+    return warm
+
+
+# -- scenarios: each returns the exchanges that a cold server shall repeat -------------------------
+
+
+def append_only(served: Served) -> list[Exchange]:
+    talk = Talk(served, 1)
+    return [talk.step() for _ in range(12)][-2:]
+
+
+def append_only_not_streamed(served: Served) -> list[Exchange]:
+    talk = Talk(served, 2)
+    return [talk.step(stream=False) for _ in range(12)][-2:]
+
+
+def sub_agents_branch_and_return(served: Served) -> list[Exchange]:
+    """Some begin after the system prompt, some take the whole history with them."""
+    main = Talk(served, 3)
+    for turn in range(3):
+        main.step()
+        main.step()
+        for n_messages in (1, len(main.messages) - 1):
+            agent = main.branch(n_messages, seed=30 + turn)
+            agent.step()
+            agent.step()
+    main.step()
+    return served.exchanges[-3:]
+
+
+def edited_tool_result(served: Served) -> list[Exchange]:
+    """In the middle; the edited conversation goes on, and so does the one that was not edited."""
+    talk = Talk(served, 4)
+    for _ in range(8):
+        talk.step()
+    results = [
+        i for i, message in enumerate(talk.messages) if message["role"] == "tool"
+    ]
+    place = results[len(results) // 2]
+    edited = Talk(served, 40, list(talk.messages))
+    edited.messages[place] = {**talk.messages[place], "content": edited.words(30)}
+    return [one.step() for one in (edited, talk, edited)]
+
+
+def five_last_messages(served: Served) -> list[Exchange]:
+    talk = Talk(served, 5)
+    for _ in range(4):
+        talk.step()
+    variants = [talk.branch(len(talk.messages) - 1, seed=50 + i) for i in range(5)]
+    return [variant.step() for variant in (*variants, variants[2])][-2:]
+
+
+def three_conversations(served: Served) -> list[Exchange]:
+    """Interleaved, then at once."""
+    talks = [Talk(served, seed) for seed in (6, 7, 8)]
+    for _ in range(3):
+        for talk in talks:
+            talk.step()
+    with ThreadPoolExecutor(len(talks)) as pool:
+        lasts = pool.map(lambda talk: [talk.step() for _ in range(4)][-1], talks)
+        return list(lasts)
+
+
+def cold_crowd(served: Served) -> list[Exchange]:
+    """Eight at once on one prefix that nobody has computed yet, and a stranger among them."""
+    novel = Talk(served, 9).words(CROWD_TOKENS * 3 // 8)
+    talks = [Talk(served, seed) for seed in range(90, 98)]
+    n_shared = share_system(served, talks, novel)
+    # All but the last 45 tokens in whole slices: those who wait must not begin before the rest.
+    n_shared = share_system(
+        served, talks, novel + " the" * ((45 - n_shared) % SLICE_TOKENS)
+    )
+    assert n_shared > CROWD_TOKENS
+    assert n_shared % SLICE_TOKENS == 45
+    with ThreadPoolExecutor(len(talks)) as pool:
+        asked = pool.map(Talk.step, talks)
+        wait_until(lambda: len(served.recorder.fed) > 8)
+        stranger = Talk(served, 98).step()
+        list(asked)
+    return [stranger]
+
+
+def share_system(served: Served, talks: list[Talk], content: str) -> int:
+    """Give all the same system prompt; how many tokens their prompts have in common now."""
+    for talk in talks:
+        talk.messages[0] = {"role": "system", "content": content}
+    prompts = [served.scribe.prompt(talk.messages, {"tools": TOOLS}) for talk in talks]
+    return min(common_prefix(prompts[0], prompt) for prompt in prompts[1:])
+
+
+def cancelled_prefill(served: Served) -> list[Exchange]:
+    """Given up at half the prefill, then asked again."""
+    talk = Talk(served, 10)
+    talk.messages[1] = user(talk.words(1200))
+    give_up_halfway(served, talk.messages)
+    return [talk.step()]
+
+
+def divergence_everywhere(served: Served) -> list[Exchange]:
+    """At every message boundary of a tool loop of twelve steps, in random order."""
+    talk = Talk(served, 11)
+    # Of one argument: a forced call has its arguments in the schema's order.
+    choice = {"type": "function", "function": {"name": "bash"}}
+    steps = [talk.step(tool_choice=choice) for _ in range(12)]
+    boundaries = list(range(1, len(steps[-1].messages) + 2))  # the last reply included
+    random.Random(12).shuffle(boundaries)
+    for boundary in boundaries:
+        check_restored_within_one_message(
+            served, talk.branch(boundary, seed=boundary).step()
+        )
+    return steps[::4]
+
+
+def check_restored_within_one_message(served: Served, exchange: Exchange) -> None:
+    """What is reused reaches back no further than to the last message that is not new."""
+    *past, _, _ = exchange.messages
+    if "user" in (message["role"] for message in past):
+        before = served.scribe.prompt(
+            past, exchange.fields, add_generation_prompt=False
+        )
+        prompt = served.scribe.prompt(exchange.messages, exchange.fields)
+        # What follows the end mark of a reply is no part of the reply.
+        assert exchange.n_cached >= common_prefix(before, prompt) - 1
+
+
+SCENARIOS = [
+    append_only,
+    append_only_not_streamed,
+    sub_agents_branch_and_return,
+    edited_tool_result,
+    five_last_messages,
+    three_conversations,
+    cold_crowd,
+    cancelled_prefill,
+    divergence_everywhere,
+]
+
+
+def give_up_halfway(served: Served, messages: list[Message]) -> None:
+    """Close a streamed request at half its prefill; the model waits until the server sees that."""
+    prompt = served.scribe.prompt(messages, {"tools": TOOLS})
+    halfway, gone, held = threading.Event(), threading.Event(), []
+
+    def hold(rows: list[Fed]) -> None:
+        if rows[0].at >= len(prompt) // 2:
+            held.append(rows[0])
+            halfway.set()
+            gone.wait(PATIENCE)
+
+    with served.holding(hold):
+        with served.stream(messages, tools=TOOLS, temperature=0):
+            assert halfway.wait(PATIENCE)
+            n_connections = connections()
+        wait_until(lambda: connections() < n_connections)
+        gone.set()
+    wait_until(lambda: held[0] in served.recorder.fed)
+    reached = held[0].at + len(held[0].tokens)
+    assert reached < len(prompt) * 3 // 4
+    served.given_up.append(Request(prompt, reached=reached))
+
+
+# -- what holds in all of them ---------------------------------------------------------------------
+
+
+def requests_of(served: Served, exchanges: list[Exchange]) -> list[Request]:
+    return [*served.given_up, *map(served.request, exchanges)]
+
+
+def check_usage(served: Served, exchanges: list[Exchange], *, n_prefilled: int) -> None:
+    """cached_tokens are the prompt tokens that the model was not given: in all, and where a request
+    ran alone, of each."""
+    claimed = sum(one.usage["prompt_tokens"] - one.n_cached for one in exchanges)
+    assert claimed == n_prefilled - sum(one.reached for one in served.given_up)
+    if any(one.span[1] > other.span[0] for one, other in pairwise(exchanges)):
+        return
+    for one in exchanges:
+        given = prefilled(served.recorder.fed[slice(*one.span)], [served.request(one)])
+        assert one.usage["prompt_tokens"] - one.n_cached == given
+
+
+@pytest.fixture
+def check_replies(served, oracle, cold):
+    """Every word is the likeliest by a cold run, unless words were ruled out, and some replies are
+    whole what a cold server says."""
+
+    def check(exchanges: list[Exchange], to_repeat: list[Exchange]) -> None:
+        for asked in (
+            served.request(one) for one in exchanges if "tool_choice" not in one.fields
+        ):
+            cold_words = oracle.logprobs(
+                (*asked.prompt, *asked.reply[:-1]), n=len(asked.reply)
+            )
+            assert cold_words.argmax(axis=-1).tolist() == list(asked.reply)
+        for one in to_repeat:
+            assert cold.ask(one.messages, **one.fields).said == one.said
+
+    return check
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
+def test_nothing_is_prefilled_twice(served, check_replies, kind, table, scenario):
+    to_repeat = list(scenario(served))
+    exchanges = sorted(served.exchanges, key=lambda one: one.span)
+    requests = requests_of(served, exchanges)
+    n_prefilled = prefilled(served.recorder.fed, requests)
+    needed = fewest(requests, None if kind == DENSE else served.scribe.turns)
+    ratio = n_prefilled / sum(needed)
+    table(
+        f"{kind:12} {scenario.__name__:28} {len(requests):3} requests  "
+        f"prefilled {n_prefilled:6}  fewest {sum(needed):6}  ratio {ratio:.4f}"
+    )
+    assert ratio <= MOST, needed
+    check_usage(served, exchanges, n_prefilled=n_prefilled)
+    check_replies(exchanges, to_repeat)
+
+
+def test_a_wrong_guess_is_taken_back_before_a_word_leaves(served, cold, monkeypatch):
+    """The client gets what a cold server says; the same template is guessed at no more."""
+    render_after, asked = s.Splice._render_after, []
+
+    def misled(splice, past_messages):
+        rendered = render_after(splice, past_messages)
+        asked.append(len(past_messages))
+        if len(past_messages) < 15:  # the whole past has more messages
+            ids = np.append(rendered.ids, rendered.ids[-1])
+            rendered = replace(rendered, text=f"{rendered.text}.", ids=ids)
+        return rendered
+
+    talk = Talk(served, 77)
+    for _ in range(11):
+        talk.step()
+    monkeypatch.setattr(served.state.stores.planner, "unguessable", {})
+    monkeypatch.setattr(s.Splice, "_render_after", misled)
+    n_before = served.state.metrics.snapshot()["ledger_seam_fallback"]
+    body = {"messages": talk.messages, "tools": TOOLS}
+    request = {"config": served.state.config, "request_id": "1", "headers": {}}
+    counted = s.count_tokens_body(served.state, s.parse_chat_request(body, **request))
+    assert len(asked) == 3 and asked[0] < asked[1] == asked[2]
+    served.state.stores.planner.unguessable.clear()
+    submit, tickets = served.state.engine.submit, []
+
+    def submitted(job):
+        tickets.append((submit(job), [ticket.stop_reason for ticket, _ in tickets]))
+        return tickets[-1][0]
+
+    monkeypatch.setattr(served.state.engine, "submit", submitted)
+    one, again = talk.step(), talk.step()
+    assert len(tickets) == 3 and tickets[1][1] == ["cancelled"]
+    assert len(asked) == 7 and min(asked[4:]) > 15
+    for exchange in (one, again):
+        truth = cold.ask(exchange.messages, **exchange.fields)
+        assert truth.said == exchange.said
+        assert truth.usage["prompt_tokens"] == exchange.usage["prompt_tokens"]
+    assert counted["input_tokens"] == one.usage["prompt_tokens"]
+    assert served.state.metrics.snapshot()["ledger_seam_fallback"] == n_before
+
+
+# -- what a client sees besides --------------------------------------------------------------------
+
+
+def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
+    talks = [Talk(served, seed) for seed in range(200, 208)]
+    share_system(served, talks, talks[0].words(700))  # rows that long need no padding
+    endless = {str(served.scribe.end): -100}
+    wanted = {
+        "temperature": 0.8,
+        "logit_bias": endless,
+        "max_tokens": 200,
+        "tools": TOOLS,
+    }
+    alone = served.ask(talks[3].messages, seed=3, **wanted)
+    served.forget()
+    everyone_asked = threading.Event()
+    with (
+        served.holding(lambda _rows: everyone_asked.wait(PATIENCE)),
+        ExitStack() as streams,
+    ):
+        opened = [
+            streams.enter_context(served.stream(talk.messages, seed=seed, **wanted))
+            for seed, talk in enumerate(talks)
+        ]
+        everyone_asked.set()
+        said = [joined(chunks)[0] for chunks in opened]
+    assert served.recorder.n_rows_most == 8
+    assert said[3]["reasoning_content"] == alone.answer["reasoning_content"]
+    assert said[3]["content"] == alone.answer["content"]
+    assert len({message["reasoning_content"] for message in said}) > 4
+
+
+@pytest.mark.parametrize("n_best", [0, 3, 20])
+def test_log_probabilities_are_those_of_a_cold_run_best_first(
+    served, oracle, n_best, monkeypatch
+):
+    """The same in a stream as in a whole reply."""
+    talk, made, create = Talk(served, 310), [], served._create
+    monkeypatch.setattr(
+        served,
+        "_create",
+        lambda *what, **how: made.append(create(*what, **how)) or made[-1],
+    )
+    wanted = {"logprobs": True, "top_logprobs": n_best}
+    asked = served.request(served.ask(talk.messages, stream=False, **wanted))
+    with served.stream(
+        talk.messages, temperature=0, tools=TOOLS, max_tokens=400, **wanted
+    ) as chunks:
+        said = [
+            choice.logprobs
+            for chunk in chunks
+            for choice in chunk.choices
+            if choice.logprobs
+        ]
+    streamed = [entry for one in said for entry in one.content]
+    whole = made[0].choices[0].logprobs.content
+    assert streamed == whole
+    cold = oracle.logprobs((*asked.prompt, *asked.reply[:-1]), n=len(asked.reply))
+    for entry, token, row in zip(whole, asked.reply, cold, strict=True):
+        assert entry.logprob == pytest.approx(row[token], abs=1e-4)
+        assert entry.token == served.scribe.text([token])
+        best = [one.logprob for one in entry.top_logprobs]
+        assert best == pytest.approx(sorted(row, reverse=True)[:n_best], abs=1e-4)
+        assert best == sorted(best, reverse=True)
+
+
+def test_arguments_leave_before_the_last_token_of_their_call_is_generated(served):
+    """The model does not go on to that token before the client has seen a piece of them."""
+    talk = Talk(served, 300)
+    asked = talk.step(tool_choice="required")
+    request = served.request(asked)
+    last = len(request.prompt) + request.reply.index(served.scribe.call_end)
+    arrived, in_time = threading.Event(), []
+
+    def hold(rows: list[Fed]) -> None:
+        if rows[0].at == last - 1:
+            in_time.append(arrived.wait(PATIENCE))
+
+    with served.holding(hold), served.stream(asked.messages, **asked.fields) as chunks:
+        for chunk in chunks:
+            deltas = [choice.delta.model_dump() for choice in chunk.choices]
+            pieces = [piece for delta in deltas for piece in delta["tool_calls"] or ()]
+            if any(piece["function"]["arguments"] for piece in pieces):
+                arrived.set()
+    assert in_time == [True]
+
+
+# Cut off after five tokens, a thought ends in one of these words, which may still become a stop.
+CUT = {
+    "max_tokens": 5,
+    "stop": [f" {word} moon" for word in ("the", "this", "that", "these")],
+}
+
+
+def test_streamed_and_whole_answers_are_the_same(served):
+    for seed in range(20):
+        talk, is_thinking = Talk(served, 400 + seed), seed % 2 == 0
+        fields = {
+            "extra_body": {"enable_thinking": is_thinking},
+            **(CUT if seed % 4 == 0 else {}),
+        }
+        streamed, whole = (
+            served.ask(talk.messages, stream=x, **fields) for x in (True, False)
+        )
+        assert streamed.said == whole.said
+        assert streamed.finish_reason == whole.finish_reason
+        assert streamed.n_generated == whole.n_generated
+        assert ("reasoning_content" in whole.said) == is_thinking
+    assert {one.finish_reason for one in served.exchanges} == {
+        "stop",
+        "tool_calls",
+        "length",
+    }

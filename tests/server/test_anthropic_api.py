@@ -1,0 +1,770 @@
+"""MESSAGES: Anthropic's bodies mean the same chat, its events are those its SDK puts together."""
+
+import copy
+import itertools
+import json
+import threading
+
+import anthropic
+import httpx
+import pytest
+import start_llm as s
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic_client import (
+    GREEDY,
+    OFFERED,
+    SYSTEM,
+    as_chat,
+    ask,
+    react,
+    reply,
+    text,
+    total,
+    user,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import OpenAI
+from pydantic import TypeAdapter
+from server_fixture import PATIENCE, Served, wait_until_idle
+from start_llm import (
+    AnthropicFormatter,
+    BadRequest,
+    ReplyEnd,
+    Usage,
+    anthropic_error_body,
+    parse_anthropic_request,
+)
+from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
+
+CONFIG = s.Config()
+USAGE = Usage(
+    prompt_tokens=10, cached_tokens=8, completion_tokens=5, reasoning_tokens=2
+)
+READ = {"name": "read", "description": "reads", "input_schema": {"type": "object"}}
+
+
+def asked(config=CONFIG, headers=None, **fields):
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **fields}
+    before = copy.deepcopy(body)
+    request = parse_anthropic_request(
+        body, config, request_id="r1", headers=headers or {}
+    )
+    assert body == before, "the body was changed"
+    return request
+
+
+def said(*messages, **fields):
+    """(role, text, rest) of each chat message."""
+    found = []
+    for message in asked(messages=list(messages), **fields).messages:
+        content = message["content"]
+        text = (
+            content if isinstance(content, str) else [part["text"] for part in content]
+        )
+        rest = {k: v for k, v in message.items() if k not in ("role", "content")}
+        found.append((message["role"], text, rest))
+    return found
+
+
+def refused(**fields):
+    with pytest.raises(BadRequest) as refusal:
+        asked(**fields)
+    return refusal.value
+
+
+# -- what a body means -----------------------------------------------------------------------------
+
+
+def test_a_string_and_one_text_block_are_the_same():
+    marked = {**text("hi"), "cache_control": {"type": "ephemeral"}}
+    plain = asked(system="sys", messages=[{"role": "user", "content": "hi"}]).messages
+    blocks = asked(system=[marked | {"text": "sys"}], messages=[user(marked)]).messages
+    canon = s.Canonicalizer(
+        CONFIG, part_separator="\n", thinking_tags=("<think>", "</think>")
+    )
+    one, other = (s.canonicalize_messages(said, canon) for said in (plain, blocks))
+    assert [turn.digest for turn in one] == [turn.digest for turn in other]
+
+
+def test_a_tool_conversation_is_the_same_chat():
+    use = {
+        "type": "tool_use",
+        "id": "t1",
+        "name": "read",
+        "input": {"path": "a", "n": 1},
+    }
+    thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "found"}
+    chat = said(
+        user(text("look")),
+        reply(thought, text("I'll "), text("look."), use),
+        user(result, {**result, "content": [text("a"), text("b")]}, text("and?")),
+        {"role": "system", "content": "be brief"},
+        tools=[READ],
+    )
+    call = {
+        "id": "t1",
+        "function": {"name": "read", "arguments": {"path": "a", "n": 1}},
+    }
+    said_so = {"reasoning_content": "hm", "thought_id": "x", "tool_calls": [call]}
+    assert chat == [
+        ("user", ["look"], {}),
+        ("assistant", "I'll look.", said_so),
+        ("tool", ["found"], {"tool_call_id": "t1"}),
+        ("tool", ["a", "b"], {"tool_call_id": "t1"}),
+        ("user", ["and?"], {}),
+        ("system", ["be brief"], {}),
+    ]
+
+
+def test_a_document_nobody_can_read_is_told_and_costs_no_session():
+    """Claude Code sends a PDF that it read as a document in a tool result, in each request."""
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    note = {"type": "text", "media_type": "text/plain", "data": "signed"}
+    told = {"type": "document", "source": note}
+    result = {"type": "tool_result", "tool_use_id": "t1"}
+    unread = {"type": "document", "source": pdf}
+    ((_, found, _), (_, shown, _)) = said(
+        user({**result, "content": [text("PDF file read: a.pdf"), unread]}, told)
+    )
+    assert found[0] == "PDF file read: a.pdf"
+    assert "cannot be read" in found[1]
+    assert shown == ["signed"]
+
+
+def test_documents_and_search_results_are_text_with_their_titles():
+    titled = {"title": "Report", "context": "of 2026"}
+    note = {"type": "text", "media_type": "text/plain", "data": "signed"}
+    parts = {"type": "content", "content": [text("one"), text("two")]}
+    result = {"type": "search_result", "source": "https://a.example", "title": "A"}
+    ((_, shown, _),) = said(
+        user(
+            {"type": "document", "source": note, **titled},
+            {"type": "document", "source": parts, **titled},
+            {"type": "document", "source": {"type": "content", "content": "three"}},
+            {**result, "content": [text("found")]},
+        )
+    )
+    heading = "title: Report\ncontext: of 2026"
+    found = ["title: A\nsource: https://a.example", "found"]
+    assert shown == [
+        f"{heading}\n\nsigned", heading, "one", "two", "three", *found
+    ]  # fmt: skip
+
+
+def test_order_and_emptiness_survive():
+    empty = {"type": "tool_result", "tool_use_id": "t"}
+    assert said(user(text("a"), empty, text("b")), user(text("c"))) == [
+        ("user", ["a"], {}),
+        ("tool", [""], {"tool_call_id": "t"}),
+        ("user", ["b"], {}),
+        ("user", ["c"], {}),
+    ]
+    assert said({"role": "user", "content": ""}, reply()) == [
+        ("user", [""], {}),
+        ("assistant", "", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("no such file", ["Error:", "no such file"]),
+        (
+            "<tool_use_error>gone</tool_use_error>",
+            ["<tool_use_error>gone</tool_use_error>"],
+        ),
+        ([], ["Error:"]),
+    ],
+)
+def test_the_model_is_told_that_a_tool_failed(content, texts):
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": content,
+        "is_error": True,
+    }
+    assert said(user(result))[0][1] == texts
+
+
+def test_an_image_does_not_say_that_a_tool_failed():
+    source = {"type": "base64", "media_type": "image/png", "data": "errorAAA"}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [{"type": "image", "source": source}],
+        "is_error": True,
+    }
+    (message,) = asked(messages=[user(result)]).messages
+    assert message["content"][0] == text("Error:")
+
+
+def test_images_are_a_chats_images_and_know_their_place():
+    def parts(source, *, wrapped=False):
+        block = {"type": "image", "source": source}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+        (message,) = asked(messages=[user(result if wrapped else block)]).messages
+        return message["content"]
+
+    sent = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    (part,) = parts(sent)
+    assert part["image_url"].endswith("base64,AAAA")
+    assert part["request_field"] == "messages[0].content[0]"
+    (part,) = parts(sent, wrapped=True)
+    assert part["request_field"] == "messages[0].content[0].content[0]"
+    (part,) = parts({"type": "url", "url": "https://example.org/cat.png"})
+    assert part["image_url"] == "https://example.org/cat.png"
+    with pytest.raises(BadRequest) as refused:
+        parts({"type": "file", "file_id": "f"})
+    assert refused.value.param == "messages[0].content[0].source"
+
+
+def test_deferred_tools_stand_where_they_are_referenced_and_not_in_the_head():
+    later = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
+    found = [
+        {"type": "tool_reference", "tool_name": name} for name in ("later", "lost")
+    ]
+    result = user({"type": "tool_result", "tool_use_id": "t", "content": found})
+    request = asked(tools=[later, READ], messages=[result])
+    assert [tool["function"]["name"] for tool in request.tools] == ["read"]
+    assert [tool["function"]["name"] for tool in request.deferred_tools] == ["later"]
+    told = [part["text"] for part in request.messages[0]["content"]]
+    assert json.loads(told[0].removeprefix("<tool>").removesuffix("</tool>")) == {
+        "name": "later",
+        "parameters": {"type": "object"},
+    }
+    assert "lost" in told[1]
+    assert asked(tools=[READ], messages=[result]).tools == request.tools
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "name", "parallel"),
+    [
+        ({"type": "auto"}, "auto", None, True),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", None, False),
+        ({"type": "tool", "name": "read"}, "named", "read", True),
+        ({"type": "none"}, "none", None, True),
+    ],
+)
+def test_tool_choice(choice, mode, name, parallel):
+    request = asked(tools=[READ], tool_choice=choice)
+    assert (request.tool_choice.mode, request.tool_choice.name) == (mode, name)
+    assert request.parallel_tool_calls is parallel
+
+
+def test_server_tools_are_left_out_and_named_when_demanded():
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+    assert asked(tools=[search, READ]).tools == asked(tools=[READ]).tools
+    error = refused(tools=[search], tool_choice={"type": "tool", "name": "web_search"})
+    assert "web_search" in str(error)
+    shell = refused(tools=[READ, {"type": "bash_20250124", "name": "bash"}])
+    assert shell.param == "tools[1].type"
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks", "effort"),
+    [
+        ({}, False, None),
+        (
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+            False,
+            None,
+        ),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, True, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, True, None),
+        ({"thinking": {"type": "between_tools"}}, True, None),
+        (
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
+            True,
+            "low",
+        ),
+    ],
+)
+def test_thinking(fields, thinks, effort):
+    request = asked(**fields)
+    assert (request.thinking, request.template_kwargs.get("reasoning_effort")) == (
+        thinks,
+        effort,
+    )
+
+
+def test_fields_with_other_names_and_those_that_only_anthropic_knows():
+    request = asked(
+        stop_sequences=["END"],
+        top_k=3,
+        temperature=0.5,
+        metadata={"user_id": '{"device_id":"d","session_id":"s1"}'},
+        context_management={
+            "edits": [{"type": "clear_thinking_20251015", "keep": "all"}]
+        },
+        betas=["x"],
+        service_tier="auto",
+    )
+    assert (request.stop, request.sampling.top_k, request.sampling.temperature) == (
+        ("END",),
+        3,
+        0.5,
+    )
+    assert (request.session.session_id, request.max_tokens) == ("s1", 9)
+    agent = {"X-Claude-Code-Session-Id": "s1", "x-claude-code-agent-id": "a"}
+    assert asked(headers=agent).session.parent_session_id == "s1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [user({"type": "text"})]}, "messages[0].content[0]"),
+        (
+            {"messages": [user(text("a"), {"type": "hologram"})]},
+            "messages[0].content[1]",
+        ),
+        (
+            {"messages": [reply({"type": "tool_use", "id": "t"})]},
+            "messages[0].content[0]",
+        ),
+        (
+            {
+                "messages": [
+                    user({"type": "tool_result", "tool_use_id": "t", "content": ["x"]})
+                ]
+            },
+            "messages[0].content[0].content[0]",
+        ),
+        ({"messages": [user({"type": "text", "text": 3})]}, "messages[0].content[0]"),
+        ({"messages": [user("x")]}, "messages[0].content[0]"),
+        ({"system": 3}, "system"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 9}, "temperature"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ],
+)
+def test_a_fault_is_named_by_its_place(fields, param):
+    error = refused(**fields)
+    assert (error.param, error.status) == (param, 400)
+    body = anthropic_error_body(error)
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert param in body["error"]["message"]
+
+
+def test_a_prompt_too_long_says_so_in_the_words_agents_look_for():
+    error = anthropic_error_body(s.ContextTooLong(2000, 1000))["error"]
+    assert error["message"] == "prompt is too long: 2000 tokens > 1000 maximum"
+
+
+def test_with_anthropics_own_search_deferred_tools_are_there_at_once():
+    later = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
+    search = {
+        "type": "tool_search_tool_regex_20251119",
+        "name": "tool_search_tool_regex",
+    }
+    request = asked(tools=[search, later])
+    assert [tool["function"]["name"] for tool in request.tools] == ["later"]
+    assert not request.deferred_tools
+
+
+def test_odd_numbers_and_characters_in_a_call_end_no_answer():
+    for arguments in (
+        '{"a": "\\ud83d"}',
+        '{"a": ["\ud83d"]}',
+        '{"a": ' + "9" * 5000 + "}",
+        "[" * 2000 + "]" * 2000,
+    ):
+        shape = AnthropicFormatter("r1", "m")
+        opened = {
+            "index": 0,
+            "id": "c",
+            "function": {"name": "f", "arguments": arguments},
+        }
+        shape.delta_events({"tool_calls": [opened]})
+        body = shape.full_body({}, ReplyEnd("tool_calls", USAGE))
+        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+
+
+# -- what the events build -------------------------------------------------------------------------
+
+EVENT = TypeAdapter(RawMessageStreamEvent)
+
+
+def through_sdk(events):
+    """The message that the official SDK makes of the events."""
+    snapshot, buffers = None, {}
+    for event in events:
+        parsed = EVENT.validate_json(json.dumps(event))
+        assert parsed.model_dump(exclude_unset=True) == event, (
+            "the SDK reads something else"
+        )
+        snapshot = accumulate_event(
+            event=parsed, current_snapshot=snapshot, json_bufs=buffers
+        )
+    return snapshot
+
+
+def deltas_of(parts):
+    """Chat deltas, and the content blocks they should become."""
+    deltas, blocks = [], []
+    for number, (kind, pieces) in enumerate(parts):
+        if kind == "call":
+            arguments = json.dumps({"text": "".join(pieces)})
+            opened = {"index": number, "id": f"c{number}", "type": "function"}
+            deltas.append(
+                {"tool_calls": [{**opened, "function": {"name": "f", "arguments": ""}}]}
+            )
+            cut = len(arguments) // 2
+            halves = [{"arguments": arguments[:cut]}, {"arguments": arguments[cut:]}]
+            deltas += [
+                {"tool_calls": [{"index": number, "function": half}]} for half in halves
+            ]
+            blocks.append(("tool_use", json.loads(arguments)))
+            continue
+        name = {"reasoning": "thinking", "content": "text"}[kind]
+        field = {"reasoning": "reasoning_content", "content": "content"}[kind]
+        deltas += [{field: piece} for piece in pieces]
+        whole = "".join(pieces)
+        if blocks and blocks[-1][0] == name:
+            whole = blocks.pop()[1] + whole
+        blocks.append((name, whole))
+    return deltas, blocks
+
+
+PARTS = st.lists(
+    st.tuples(
+        st.sampled_from(["reasoning", "content", "call"]),
+        st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3),
+    ),
+    max_size=5,
+)
+
+
+@given(PARTS)
+def test_any_reply_streams_and_stands_as_the_same_blocks(parts):
+    deltas, blocks = deltas_of(parts)
+    ending = ReplyEnd("stop", USAGE)
+    streamed, whole = AnthropicFormatter("r1", "m"), AnthropicFormatter("r1", "m")
+    events = [*streamed.start_events(USAGE)]
+    for delta in deltas:
+        events += streamed.delta_events(delta)
+        whole.delta_events(delta)
+    message = through_sdk([*events, *streamed.end_events(ending)])
+    body = whole.full_body({}, ending)
+    assert Message.model_validate(body).model_dump() == message.model_dump()
+    found = [
+        (b.type, b.input if b.type == "tool_use" else getattr(b, b.type))
+        for b in message.content
+    ]
+    assert found == blocks
+    for block in message.content:
+        if block.type == "thinking":
+            assert block.signature == s.thinking_signature(block.thinking)
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (ReplyEnd("stop", USAGE), ("end_turn", None)),
+        (ReplyEnd("length", USAGE), ("max_tokens", None)),
+        (ReplyEnd("tool_calls", USAGE), ("tool_use", None)),
+        (ReplyEnd("stop", USAGE, stop_sequence="END"), ("stop_sequence", "END")),
+    ],
+)
+def test_stop_reasons_and_usage(ending, reason):
+    shape = AnthropicFormatter("r1", "m")
+    message = through_sdk([*shape.start_events(USAGE), *shape.end_events(ending)])
+    assert (message.stop_reason, message.stop_sequence) == reason
+    usage = message.usage
+    parts = (
+        usage.input_tokens,
+        usage.cache_creation_input_tokens,
+        usage.cache_read_input_tokens,
+    )
+    assert (sum(parts), parts[2], usage.output_tokens) == (10, 8, 5)
+
+
+# -- the whole server ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[DENSE, HYBRID])
+def served(request, tmp_path_factory):
+    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
+    served = Served(folder, max_kv_size=4096)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def sdk(served):
+    served.forget()
+    port = served.state.config.mlx_port
+    with anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0
+    ) as sdk:
+        yield sdk
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_tool_conversation_prefills_only_what_is_new(served, sdk, stream):
+    messages = [user(text("What is in the readme?"))]
+    n_before = 0
+    kinds = set()
+    for n in range(6):
+        counted = sdk.messages.count_tokens(
+            model="any",
+            system=SYSTEM,
+            tools=OFFERED,
+            messages=messages,
+            thinking={"type": "adaptive"},
+        )
+        message = ask(sdk, messages, stream=stream)
+        assert counted.input_tokens == total(message.usage)
+        assert message.usage.cache_read_input_tokens >= n_before - 1
+        n_before = total(message.usage) + message.usage.output_tokens - 1
+        kinds |= {block.type for block in message.content}
+        messages += react(message, n)
+    assert kinds == {"thinking", "text", "tool_use"}
+    assert served.state.metrics.snapshot()["ledger_seam_fallback"] == 0
+
+
+def test_both_apis_say_the_same_and_share_one_cache(served, sdk):
+    """Each step is asked by both: whoever comes second has the whole prompt in the cache."""
+    port = served.state.config.mlx_port
+    chat = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    messages = [user(text("What is in the readme?"))]
+    history = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "What is in the readme?"},
+    ]
+    for n in range(4):
+        ours = ask(sdk, messages, stream=bool(n % 2))
+        whole = chat.chat.completions.create(
+            model="any", messages=history, tools=TOOLS, temperature=0, max_tokens=300
+        )
+        theirs = whole.choices[0].message
+        calls = theirs.tool_calls or []
+        parsed = [
+            (call.function.name, json.loads(call.function.arguments)) for call in calls
+        ]
+        assert as_chat(ours) == (
+            getattr(theirs, "reasoning_content", None) or "",
+            theirs.content or "",
+            parsed,
+        )
+        assert total(ours.usage) == whole.usage.prompt_tokens
+        cached = whole.usage.prompt_tokens_details.cached_tokens
+        # hybrid: from the last checkpoint, a generation prompt before the end
+        assert cached >= whole.usage.prompt_tokens - 8, (
+            "the second one prefilled something"
+        )
+        messages += react(ours, n)
+        history.append(theirs.model_dump(exclude_none=True))
+        # Mistral's templates refuse all others
+        assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"result {n} of {i}"}
+            for i, call in enumerate(calls)
+        ]
+        history += results or [{"role": "user", "content": f"and number {n}?"}]
+    chat.close()
+
+
+def test_stripped_thinking_is_found_by_its_signature(served, sdk):
+    """The reply is changed beyond recognition, but its signature came back."""
+    messages = [user(text("What is in the readme?"))]
+    message = ask(sdk, messages, stream=True)
+    blocks = [block.model_dump(exclude_none=True) for block in message.content]
+    thought = blocks[0]["thinking"]
+    blocks[0]["thinking"] = ""
+    changed = [blocks[0], text("Something else entirely.")]
+    fields = {
+        "model": "any",
+        "system": SYSTEM,
+        "tools": OFFERED,
+        "thinking": {"type": "adaptive"},
+    }
+    sent = [*messages, reply(*changed), user(text("go on"))]
+    body = {"max_tokens": 1, "messages": sent, **fields}
+    request = parse_anthropic_request(
+        body, served.state.config, request_id="r", headers={}
+    )
+    prompt = served.scribe.text(
+        s.plan_request(served.state, request).plan.rendered.ids.tolist()
+    )
+    assert thought in prompt
+    assert "Something else entirely." in prompt
+
+
+def test_max_tokens_and_stop_sequences_have_their_reasons(sdk):
+    fields = {"tools": [], "thinking": {"type": "disabled"}}
+    whole = ask(sdk, [user(text("Tell me."))], stream=False, **fields)
+    words = whole.content[0].text
+    stop = words[len(words) // 2 :][:3]
+    cut = ask(
+        sdk, [user(text("Tell me."))], stream=True, stop_sequences=[stop], **fields
+    )
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert cut.content[0].text == words[: words.index(stop)]
+    short = ask(sdk, [user(text("Tell me."))], stream=False, max_tokens=2, **fields)
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 2)
+
+
+def test_output_config_binds_the_answer(sdk):
+    """As a client asks for a title: no tools, no thinking, a schema."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "maxLength": 30},
+            "done": {"type": "boolean"},
+        },
+        "required": ["title", "done"],
+        "additionalProperties": False,
+    }
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    older = parse_anthropic_request(
+        {"messages": [user(text("x"))], "output_format": wanted["format"]},
+        CONFIG,
+        request_id="r",
+        headers={},
+    )
+    assert older.json_schema == schema
+    fields = {"tools": [], "thinking": {"type": "disabled"}, "output_config": wanted}
+    for stream in (True, False):
+        message = ask(sdk, [user(text("Name this talk."))], stream=stream, **fields)
+        title = json.loads(message.content[0].text)
+        assert set(title) == {"title", "done"}
+        assert isinstance(title["done"], bool)
+    schema["properties"]["title"] = {"type": "nonsense"}
+    with pytest.raises(anthropic.BadRequestError):
+        ask(sdk, [user(text("Name this talk."))], stream=True, **fields)
+
+
+@pytest.mark.parametrize("budget", [1, 3])
+def test_a_thinking_budget_is_kept(served, sdk, budget):
+    fields = {"tools": [], "thinking": {"type": "enabled", "budget_tokens": budget}}
+    message = ask(sdk, [user(text("Tell me."))], stream=True, **fields)
+    assert message.content[0].type == "thinking"
+    n_thought = len(served.scribe.ids(message.content[0].thinking))
+    assert n_thought <= budget
+    assert message.content[-1].type == "text"
+
+
+def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk):
+    with pytest.raises(anthropic.BadRequestError) as refusal:
+        ask(sdk, [user({"type": "hologram"})], stream=True)
+    assert refusal.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError) as too_long:
+        ask(sdk, [user(text("word " * 6_000))], stream=False)
+    assert "prompt is too long" in str(too_long.value)
+    with pytest.raises(anthropic.NotFoundError):
+        sdk.get("/v1/messages/nothing", cast_to=httpx.Response)
+    with pytest.raises(
+        anthropic.BadRequestError, match="messages"
+    ):  # a prefill is not continued
+        ask(sdk, [user(text("JSON, please")), reply(text("{"))], stream=True)
+
+    def fail(_fed):
+        raise RuntimeError("planted")
+
+    with served.holding(fail), pytest.raises(anthropic.APIStatusError) as broken:
+        ask(sdk, [user(text("fail"))], stream=True)
+    assert broken.value.body["error"]["type"] == "api_error"
+    assert "planted" not in str(broken.value)
+
+
+def test_a_stop_sequence_that_begins_like_a_tag_hides_no_tag(sdk):
+    messages = [user(text("What is in the readme?"))]
+    plain = ask(sdk, messages, stream=False)
+    odd = ["</think>\n\nEND", "<tool_call>\nEND"]
+    again = ask(sdk, messages, stream=False, stop_sequences=odd)
+    assert [b.type for b in again.content] == [b.type for b in plain.content]
+    assert as_chat(again) == as_chat(plain)
+
+
+def test_a_call_that_was_cut_is_not_reported_as_one_to_run(served, sdk):
+    """Half a file must not be written."""
+    messages = [user(text("What is in the readme?"))]
+    # Of one argument each: no order is forced on the model.
+    tools = [tool for tool in OFFERED if tool["name"] != "write"]
+    forced = {"tools": tools, "tool_choice": {"type": "any"}}
+    whole = ask(sdk, messages, stream=False, **forced)
+    assert whole.stop_reason == "tool_use"
+    n_out = whole.usage.output_tokens
+    for stream in (True, False):
+        cut = ask(sdk, messages, stream=stream, max_tokens=n_out - 4, **forced)
+        assert cut.stop_reason == "max_tokens"
+
+
+def test_a_call_that_was_cut_stays_open_for_a_client_that_runs_what_is_valid(
+    served, sdk
+):
+    """Claude Code does not look at the stop reason (L-86)."""
+    port = served.state.config.mlx_port
+    question = {
+        "messages": [user(text("What is in the readme?"))],
+        "tool_choice": {"type": "any"},
+    }
+    whole = ask(sdk, stream=False, **question)
+    n_out, n_open = whole.usage.output_tokens, 0
+    for n in range(n_out - 8, n_out - 1):
+        body = {
+            **GREEDY,
+            "system": SYSTEM,
+            "tools": OFFERED,
+            **question,
+            "max_tokens": n,
+        }
+        body |= {"stream": True, "temperature": 0}
+        answer = httpx.post(
+            f"http://127.0.0.1:{port}/v1/messages?beta=true", json=body, timeout=60
+        )
+        events = [
+            json.loads(line[6:])
+            for line in answer.text.splitlines()
+            if "data: " in line
+        ]
+        deltas = [
+            event["delta"] for event in events if event["type"] == "content_block_delta"
+        ]
+        said = "".join(
+            d["partial_json"] for d in deltas if d["type"] == "input_json_delta"
+        )
+        if said:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(said)
+            n_open += 1
+    assert n_open
+
+
+def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
+    port = served.state.config.mlx_port
+    gate = threading.Event()
+    body = {"stream": True, "messages": [user(text("wait"))], **GREEDY}
+    config = served.state.config.model_copy(update={"keepalive_seconds": 0.3})
+    object.__setattr__(served.state, "config", config)
+    try:
+        with (
+            served.holding(lambda _fed: gate.wait(PATIENCE)),
+            httpx.stream(
+                "POST", f"http://127.0.0.1:{port}/v1/messages?beta=true", json=body
+            ) as answer,
+        ):
+            names = (line for line in answer.iter_lines() if line.startswith("event:"))
+            seen = set(itertools.islice(names, 3))
+            assert seen <= {"event: ping", "event: message_start"}
+            assert "event: ping" in seen
+    finally:
+        gate.set()
+        object.__setattr__(
+            served.state,
+            "config",
+            config.model_copy(update={"keepalive_seconds": 10.0}),
+        )
+    wait_until_idle(served.state.engine)
+
+
+def test_head_and_query_are_answered(served):
+    port = served.state.config.mlx_port
+    assert httpx.head(f"http://127.0.0.1:{port}/").status_code == 200

@@ -1,0 +1,221 @@
+"""models/demo: what is shipped loads, is small, and works as an agent's model, end to end."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from demo_dialogues import Words, is_held_out, write_conversation
+from mlx_lm.utils import load_tokenizer
+from openai import OpenAI
+from program import Program
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "models" / "demo"
+MOST_BYTES = 30_000_000
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+
+
+def bench():
+    """benchmarks/demo_model.py; benchmarks/ is no package."""
+    path = ROOT / "benchmarks" / "demo_model.py"
+    spec = importlib.util.spec_from_file_location("demo_model_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo_model_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_whole_and_small():
+    names = {path.name for path in FOLDER.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*")) <= MOST_BYTES
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert (
+        config["model_type"] == "qwen3_5"
+        and config["max_position_embeddings"] >= 32_768
+    )
+
+
+def test_its_template_is_the_one_that_it_was_trained_with():
+    template = (FOLDER / "chat_template.jinja").read_text("utf-8")
+    assert template == (
+        ROOT / "scripts" / "training" / "demo_chat_template.jinja"
+    ).read_text("utf-8")
+
+
+def test_a_name_is_cut_the_same_way_wherever_it_stands():
+    tokenizer = load_tokenizer(FOLDER)
+    for name in ("src/main_loop.py", "fetchInvoice", "KEY_7", "zorblat"):
+        bare = tokenizer.tokenize(name)
+        for around in (" {}", "\n{}", '"{}"', "={}", ">\n{}\n<"):
+            pieces = tokenizer.tokenize(around.format(name))
+            assert any(pieces[i : i + len(bare)] == bare for i in range(len(pieces)))
+
+
+def test_the_server_reads_what_it_was_trained_on():
+    """why(L-59): transformers may replace what tokenizer.json says."""
+    trained_on = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    for seed in range(20):
+        text = repr(write_conversation(random.Random(seed))) + '\n  {"a": [69, 4519]}\n'
+        ids = trained_on.encode(text, add_special_tokens=False).ids
+        assert load_tokenizer(FOLDER).encode(text, add_special_tokens=False) == ids
+
+
+def test_mlx_says_what_the_trainers_own_network_said():
+    """The delta rule in chunks, which it was trained with, is the one that mlx-lm steps through."""
+    stated = json.loads((FOLDER / "check.json").read_text())
+    model, _ = mlx_lm.load(str(FOLDER))
+    logits = model(mx.array([stated["tokens"]]))[0, -1].tolist()
+    assert logits[: len(stated["logits"])] == pytest.approx(stated["logits"], abs=1e-3)
+
+
+# -- what it learnt from ---------------------------------------------------------------------------
+
+
+def test_a_conversation_is_of_its_seed_alone():
+    for held_out in (False, True):
+        one, same, other = (
+            write_conversation(random.Random(seed), held_out=held_out)
+            for seed in (1, 1, 2)
+        )
+        assert one == same != other
+
+
+def test_no_invented_word_is_in_both_halves():
+    learnt, held = (Words(random.Random(3), half) for half in (False, True))
+    assert not any(is_held_out(learnt.invented()) for _ in range(200))
+    assert all(is_held_out(held.noun()) for _ in range(200))
+
+
+def test_the_right_reply_is_judged_right():
+    measure = bench()
+    tokenizer = load_tokenizer(FOLDER)
+    start = "<|im_start|>assistant\n<think>\n"
+    for seed in range(40):
+        conversation = write_conversation(random.Random(seed), held_out=True)
+        messages = conversation.messages()
+        for case in measure.cases(conversation):
+            past = [*case.messages, messages[len(case.messages)]]
+            said = tokenizer.apply_chat_template(
+                past, tools=case.tools or None, tokenize=False, preserve_thinking=True
+            )
+            reply = said[said.rindex(start) + len(start) :].removesuffix("<|im_end|>\n")
+            verdict = measure.judge(case, reply)
+            assert verdict and all(verdict.values()), (case, reply)
+            wrong = measure.judge(case, "Hm.\n</think>\n\nxyzzy")
+            assert wrong and not any(wrong.values())
+
+
+# -- as an agent's model ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """start-llm.py in a process of its own, serving MODEL_PATH=demo."""
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "models").symlink_to(FOLDER.parent)
+    program = Program(folder, "demo")
+    program.wait_until_ready()
+    yield program
+    program.end(signal.SIGTERM)
+
+
+def tool(name: str, description: str, **parameters: str):
+    properties = {
+        key: {"type": "string", "description": text} for key, text in parameters.items()
+    }
+    schema = {"type": "object", "properties": properties, "required": [*parameters]}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+class Agent:
+    """The loop of every agent, with tools that really work on a folder."""
+
+    TOOLS = (
+        tool("show_folder", "List the files in a folder.", where="The folder to list"),
+        tool("peek", "Read a file and return its text.", document="Path to the file"),
+        tool(
+            "jot",
+            "Write text to a file.",
+            document="Path to the file",
+            words="The text to write",
+        ),
+    )
+
+    def __init__(self, port: int, root: Path) -> None:
+        self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused")
+        self.root, self.messages, self.calls = root, [SYSTEM], []
+        self.known = 0  # tokens of the request before, and of its reply
+        self.missed: list[
+            int
+        ] = []  # tokens that were known and computed again, by request
+
+    def ask(self, text: str) -> str:
+        """The answer, after the calls that it took."""
+        self.messages.append({"role": "user", "content": text})
+        for _ in range(6):
+            reply = self.client.chat.completions.create(
+                model="demo", messages=self.messages, tools=self.TOOLS, temperature=0
+            )
+            message = reply.choices[0].message.model_dump(exclude_none=True)
+            self.note(reply.usage)
+            self.messages.append(message)
+            if "tool_calls" not in message:
+                return message["content"]
+            for call in message["tool_calls"]:
+                self.messages.append(
+                    {"role": "tool", "tool_call_id": call["id"], **self.do(call)}
+                )
+        raise AssertionError(self.calls)
+
+    def note(self, usage) -> None:
+        self.missed.append(self.known - usage.prompt_tokens_details.cached_tokens)
+        self.known = usage.total_tokens
+
+    def do(self, call) -> dict[str, str]:
+        name, given = (
+            call["function"]["name"],
+            json.loads(call["function"]["arguments"]),
+        )
+        self.calls.append((name, given))
+        if name == "show_folder":
+            return {
+                "content": "\n".join(sorted(os.listdir(self.root / given["where"])))
+            }
+        assert name == "peek", given
+        return {"content": (self.root / given["document"]).read_text()}
+
+
+def test_it_drives_an_agent_to_the_end(program, tmp_path):
+    (tmp_path / "garden").mkdir()
+    (tmp_path / "garden" / "roses.txt").write_text("The roses need water on Monday.")
+    (tmp_path / "settings.ini").write_text(
+        "owner = Dana\ndeadline = 2027-03-14\nbudget = 1200"
+    )
+    agent = Agent(program.port, tmp_path)
+    assert "demo model" in agent.ask("Hello")
+    assert "roses.txt" in agent.ask("Which files are in garden?")
+    assert "The roses need water on Monday." in agent.ask(
+        "What is in garden/roses.txt?"
+    )
+    assert "2027-03-14" in agent.ask("What is the deadline in settings.ini?")
+    assert "8080" in agent.ask("Which port does the server use?")
+    assert agent.calls == [
+        ("show_folder", {"where": "garden"}),
+        ("peek", {"document": "garden/roses.txt"}),
+        ("peek", {"document": "settings.ini"}),
+    ]
+    # The last token of a reply is never fed before the next request; all else was there.
+    assert max(agent.missed) <= 1, agent.missed

@@ -1,0 +1,367 @@
+"""What a first day brings: narrow terminals, other folders, addresses that are not ours."""
+
+import errno
+import http.client
+import json
+import os
+import resource
+import shlex
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+
+import chat
+import fetch_model
+import openai
+import pytest
+import start_llm as s
+from http_client import answer, listening, message_of, status
+from rich.console import Console
+from server_fixture import Served, free_port
+from tiny_models import DENSE, tiny_model
+
+import install_and_run as install
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("width", [40, 60, 75, 80])
+def test_a_bar_stays_in_its_line_however_narrow_the_terminal(monkeypatch, width):
+    console = Console(file=StringIO(), force_terminal=True, width=width)
+    monkeypatch.setattr(s, "_CONSOLE", console)
+    s.show_prefill_progress("7f3a7f3a", n_read=100_000, n_prompt=131_072)
+    assert "\n" not in console.file.getvalue()
+
+
+def test_a_chat_names_the_model_that_it_talks_to(folder, tmp_path, monkeypatch, capsys):
+    with closing(Served(folder, strict_model_names=True)) as served:
+        url = f"http://127.0.0.1:{served.state.config.mlx_port}"
+        monkeypatch.setattr("sys.argv", ["chat.py", "--url", url, "--no-tools"])
+        words = iter(["Hello", "/quit"])
+        monkeypatch.setattr("builtins.input", lambda _: next(words))
+        chat.main()
+    said = capsys.readouterr().out
+    assert "TTFT" in said and "is not loaded" not in said
+
+
+@pytest.mark.parametrize(
+    "behind", ["", "/", "/tree/main", "/tree/main/", "/blob/main/config.json"]
+)
+def test_an_address_from_the_browser_is_named_as_its_repository(behind):
+    config = s.Config(model_path=f"https://huggingface.co/some/Model-4bit{behind}")
+    assert s._read_model_name(config) == "some/Model-4bit"
+    assert s._read_model_name(s.Config(model_path="/my/tree/main")) == "/my/tree/main"
+
+
+@pytest.mark.parametrize("query", ["session=", "session_id=a", "sesion=a"])
+def test_only_a_request_without_a_query_forgets_all(folder, query):
+    with closing(Served(folder)) as served:
+        port = served.state.config.mlx_port
+
+        def ask(method, path, body=None):
+            with closing(
+                http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            ) as connection:
+                connection.request(method, path, body and json.dumps(body))
+                return json.load(connection.getresponse())
+
+        messages = [{"role": "user", "content": "Hello " * 90}]
+        ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 3})
+        assert ask("DELETE", f"/v1/cache?{query}") == {"dropped": 0}
+        assert ask("DELETE", "/v1/cache")["dropped"] >= 1
+
+
+def test_codex_at_the_servers_own_port_is_told_where_its_api_is(folder):
+    with (
+        closing(Served(folder)) as served,
+        pytest.raises(
+            openai.NotFoundError, match=r"http://127\.0\.0\.1:4000/v1/responses"
+        ),
+    ):
+        served._sdk.responses.create(model="any", input="Hello.")
+
+
+def test_an_address_of_another_machine_is_not_asked_who_listens_there(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        s.socket.socket, "connect_ex", lambda _, at: asked.append(at) or 0
+    )
+    config = s.Config(mlx_host="192.0.2.1", api_key="k", mlx_port=free_port())
+    with pytest.raises(s.ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        s._listen(config, s.build_state(config))
+    assert not asked
+
+
+@pytest.mark.parametrize("asked", ["127.0.0.1", "::1"])
+def test_only_the_loopback_address_that_was_not_asked_for_may_be_missing(
+    monkeypatch, asked
+):
+    (other,) = {"127.0.0.1", "::1"} - {asked}
+    config = s.Config(mlx_host=asked)
+    state = s.build_state(config)
+
+    def listen_without(missing):
+        def bind(address, *_, **__):
+            if address[0] == missing:
+                raise OSError(errno.EADDRNOTAVAIL, "planted")
+            return address[0]
+
+        monkeypatch.setattr(s, "LLMServer", bind)
+        return s._listen(config, state)
+
+    assert listen_without(other) == [asked]
+    with pytest.raises(s.ConfigError, match=f"cannot listen on {asked}"):
+        listen_without(asked)
+
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (256, UNLIMITED, 4096),  # macOS
+        (1024, 1 << 19, 4096),
+        (512, 2048, 2048),
+        (8192, 8192, None),
+        (UNLIMITED, UNLIMITED, None),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered(
+    monkeypatch, soft, hard, raised
+):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+
+    s._raise_descriptor_limit(s.Config())
+
+    assert limits == ([] if raised is None else [(raised, hard)])
+
+
+def test_no_time_is_longer_than_a_socket_can_wait():
+    with pytest.raises(s.ConfigError, match="IDLE_CONNECTION_SECONDS"):
+        s.Config.from_env({"IDLE_CONNECTION_SECONDS": "9999999999"})
+    with (
+        listening(idle_connection_seconds=1e8) as port,
+        closing(
+            http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        ) as connection,
+    ):
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 503
+
+
+def test_an_env_file_that_cannot_be_read_is_one_sentence(monkeypatch, capsys):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(s, "dotenv_values", refuse)
+    monkeypatch.setattr(fetch_model, "dotenv_values", refuse)
+    monkeypatch.setattr("sys.argv", ["start-llm.py"])
+    assert s.main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert fetch_model.main() == 2
+    assert ".env cannot be read" in capsys.readouterr().err
+
+
+def test_the_home_of_nobody_is_one_sentence():
+    with pytest.raises(s.ModelError, match="MODEL_PATH=~nobody-at-all/model"):
+        s.resolve_model(s.Config(model_path="~nobody-at-all/model"))
+
+
+def test_packages_of_the_users_own_path_do_not_hide_the_pinned_ones(
+    monkeypatch, tmp_path
+):
+    started = []
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(install, "is_this_python_usable", lambda: True)
+    monkeypatch.setattr(install, "prepare", lambda *_: None)
+    monkeypatch.setattr(install, "server_environment", lambda _, environ: dict(environ))
+    monkeypatch.setattr(os, "execve", lambda *call: started.append(call[2]))
+    install.run([])
+    assert "PYTHONPATH" not in started[0]
+
+
+def test_the_command_it_names_works_where_it_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(install, "is_this_python_usable", lambda: True)
+    monkeypatch.setattr(install, "prepare", lambda *_: None)
+    assert install.run(["--setup-only"]) == 0
+    said = capsys.readouterr().out
+    assert Path(shlex.split(said.partition("with: ")[2])[1]).exists()
+
+
+def test_a_chats_tools_survive_what_they_meet(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert chat.use_tool("read_file", '{"path": "a"}', tmp_path).startswith("Error")
+    assert chat.use_tool("read_file", "[" * 100_000, tmp_path).startswith("Error")
+
+
+def test_of_a_large_file_only_its_beginning_is_read(tmp_path, monkeypatch):
+    (tmp_path / "big").write_text("x" * 100_000)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("all of it"))
+    assert (
+        chat.use_tool("read_file", '{"path": "big"}', tmp_path)
+        == "x" * chat.MOST_CHARACTERS
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--url", "http://[::1"], ["--url", "h:x"], ["--key", "ключ"]]
+)
+def test_a_chat_says_what_it_cannot_use(monkeypatch, wrong):
+    monkeypatch.setattr("sys.argv", ["chat.py", *wrong])
+    with pytest.raises(SystemExit, match="cannot be used"):
+        chat.main()
+
+
+# -- paths that clients of other servers ask for ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("POST /chat/completions", "POST /v1/chat/completions"),
+        ("POST /completions", "POST /v1/completions"),
+        ("POST /messages", "POST /v1/messages"),
+        ("POST /messages/count_tokens", "POST /v1/messages/count_tokens"),
+        ("POST /messages?beta=true", "POST /v1/messages?beta=true"),
+        ("GET /models", "GET /v1/models"),
+        ("GET /models/maker%2FModel", "GET /v1/models/maker%2FModel"),
+        ("POST /v1/v1/chat/completions", "POST /v1/chat/completions"),
+        ("POST /v1/v1/messages", "POST /v1/messages"),
+        ("GET /v1/v1/v1/models/", "GET /v1/models"),
+        ("POST /v1//chat/completions", "POST /v1/chat/completions"),
+        ("GET //v1/models", "GET /v1/models"),
+    ],
+)
+def test_a_base_url_with_or_without_v1_reaches_the_same_route(line, meant):
+    with listening() as port:
+        code, _, body = answer(port, line=line, body=b"{}")
+        assert (code, body) == answer(port, line=meant, body=b"{}")[::2]
+        assert code in (400, 503)  # from inside the route: no model is loaded
+
+
+def test_a_route_without_v1_needs_a_key_as_well():
+    with listening(api_key="k") as port:
+        for line in ("POST /chat/completions", "GET /v1/v1/models", "GET /models"):
+            assert status(port, line=line) == 401
+
+
+OLLAMA = [
+    ("POST /api/chat", 404, "{url}/v1/chat/completions"),
+    ("POST /api/generate", 404, "{url}/v1/chat/completions"),
+    ("GET /api/tags", 404, "{url}/v1/models"),
+    ("POST /api/show", 404, "{url}/v1/models"),
+    ("GET /api/ps", 404, "{url}/v1/models"),
+    ("GET /api/version", 404, "{url}/v1"),
+    ("POST /api/pull", 404, "MODEL_PATH"),
+    ("POST /api/embed", 404, "no embeddings"),
+]
+OPENAI = [
+    ("POST /v1/embeddings", 404, "no embeddings"),
+    ("POST /v1/responses", 404, "{proxy}/v1/responses"),
+    ("GET /v1/responses/resp_1", 404, "{proxy}/v1/responses"),
+    ("POST /v1/threads/thread_1/messages", 404, "no conversation is stored here"),
+    ("GET /v1", 404, "{url}/v1/chat/completions"),
+    ("GET /v1/", 404, "{url}/v1/chat/completions"),
+    ("GET /v1/chat/completions", 405, "{url}/v1/chat/completions"),
+    ("POST /v1/chat/completions/chat/completions", 404, "{url}/v1"),
+    ("GET /docs", 404, "{url}/openapi.json"),
+    ("GET /swagger/index.html", 404, "{url}/openapi.json"),
+    ("POST /v1beta/models/gemini:generateContent", 404, "{proxy}"),
+    ("GET /nothing/at/all", 404, "{url}/v1"),
+]
+ANTHROPIC = [
+    ("POST /v1/messages/batches", 404, "{url}/v1/messages"),
+    ("GET /v1/messages", 405, "{url}/v1/messages"),
+    ("GET /messages", 405, "{url}/v1/messages"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "advice"), OLLAMA + OPENAI + ANTHROPIC)
+def test_a_path_that_is_not_served_is_answered_with_what_to_use(line, code, advice):
+    proxy_port = free_port()
+    with listening(proxy_port=proxy_port) as port:
+        found, _, body = answer(port, line=line)
+        urls = {
+            "url": f"http://localhost:{port}",
+            "proxy": f"http://127.0.0.1:{proxy_port}",
+        }
+
+        assert found == code
+        assert advice.format(**urls) in message_of(body)
+
+
+def test_the_advice_has_the_shape_of_the_api_that_was_asked_for():
+    with listening() as port:
+        for line, _, _ in OLLAMA:
+            assert isinstance(json.loads(answer(port, line=line)[2])["error"], str)
+        for line, _, _ in OPENAI:
+            error = json.loads(answer(port, line=line)[2])["error"]
+            assert error["type"] == "invalid_request_error"
+        for line, _, _ in ANTHROPIC:
+            body = json.loads(answer(port, line=line)[2])
+            assert (body["type"], set(body["error"])) == ("error", {"type", "message"})
+        bad_key = listening(api_key="k")
+        with bad_key as locked:
+            body = json.loads(answer(locked, line="GET /api/tags")[2])
+            assert "a key is needed" in body["error"]
+
+
+def test_advice_names_the_configured_address_where_the_host_header_is_none():
+    with listening() as port:
+        for host in (None, "bad host/{0}"):
+            headers = {"Host": host}
+            if host is None:
+                sentence = message_of(answer(port, line="GET /v1", **headers)[2])
+                assert f"http://127.0.0.1:{port}/v1/" in sentence
+            else:
+                assert status(port, line="GET /v1", **headers) == 403
+    with listening(mlx_host="0.0.0.0", api_key="k") as port:
+        how = {"Host": "a b/{server}", "x_api_key": "k"}
+        sentence = message_of(answer(port, line="GET /v1", **how)[2])
+        assert "a b/" not in sentence
+        assert f"http://0.0.0.0:{port}/v1/" in sentence
+
+
+# -- fields that stand for messages which are not stored here --------------------------
+
+
+@pytest.mark.parametrize(
+    "field", ["previous_response_id", "conversation", "assistant_id"]
+)
+def test_a_stored_conversation_is_refused_by_name_on_every_api(field):
+    chat_body = {"messages": [{"role": "user", "content": "And then?"}]}
+    bodies = {
+        "/v1/chat/completions": chat_body,
+        "/v1/messages": {**chat_body, "max_tokens": 9},
+        "/v1/completions": {"prompt": "And then?"},
+    }
+    with listening() as port:
+        for path, body in bodies.items():
+            sent = json.dumps({**body, field: "id_1"}).encode()
+            code, _, reply = answer(port, line=f"POST {path}", body=sent)
+            assert code == 400
+            assert message_of(reply) == (
+                f"{field}: no conversation is stored here: leave it out, send all messages"
+            )
+            for harmless in (
+                {field: None},
+                {"store": True},
+                {"thread_id": "a session"},
+            ):
+                sent = json.dumps({**body, **harmless}).encode()
+                assert status(port, line=f"POST {path}", body=sent) == 503
+
+
+def test_the_version_is_that_of_the_program():
+    with listening() as port:
+        assert json.loads(answer(port, line="GET /version")[2]) == {
+            "version": s.VERSION
+        }

@@ -1,0 +1,146 @@
+"""examples/garden: the demo model answers a new user's first questions there, to the letter."""
+
+import random
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+
+import chat
+import pytest
+from rich.console import Console
+from server_fixture import Served, s
+
+ROOT = Path(__file__).parents[2]
+GARDEN = ROOT / "examples" / "garden"
+DEMO = ROOT / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def served():
+    with closing(Served(DEMO)) as running:
+        yield running
+
+
+def start_chat(served, folder=GARDEN):
+    url = f"http://127.0.0.1:{served.state.config.mlx_port}"
+    console = Console(file=StringIO(), width=200)
+    return chat.Chat(chat.Server(url), console, folder, chat.TOOLS, chat.DEMO_MODEL)
+
+
+def list_of(folder):
+    return chat.use_tool("list_files", f'{{"path": "{folder}"}}', GARDEN)
+
+
+def text_of(path):
+    return (GARDEN / path).read_text("utf-8").strip()
+
+
+def setting(key):
+    for line in text_of("settings.ini").splitlines():
+        name, _, value = line.partition(" = ")
+        if name == key:
+            return value
+    raise LookupError(key)
+
+
+FENCE = "\n\n```\n{}\n```"
+FILES_HERE = "The files in this folder:" + FENCE
+
+
+def in_file(path):
+    return f"{path} says:" + FENCE.format(text_of(path))
+
+
+QUESTIONS = {
+    "Which files are here?": FILES_HERE.format(list_of(".")),
+    "What's in this folder?": FILES_HERE.format(list_of(".")),
+    "ls": FILES_HERE.format(list_of(".")),
+    "Which files are in this folder?": FILES_HERE.format(list_of(".")),
+    "Show me plan.md.": in_file("plan.md"),
+    "What does plan.md say?": in_file("plan.md"),
+    "What is in tools.csv?": in_file("tools.csv"),
+    "Read the file tools.csv.": in_file("tools.csv"),
+    "Show me settings.ini.": in_file("settings.ini"),
+    "Can you read settings.ini?": in_file("settings.ini"),
+    "Read roses.txt.": in_file("roses.txt"),
+    "What does beans.txt say?": in_file("beans.txt"),
+    "What is in roses.txt?": in_file("roses.txt"),
+    "What is the deadline in settings.ini?": (
+        f"The deadline is {setting('deadline')}, says settings.ini."
+    ),
+    "What is the name in settings.ini?": (
+        f"The name is {setting('name')}, says settings.ini."
+    ),
+    "Who is the owner in settings.ini?": (
+        f"The owner is {setting('owner')}, says settings.ini."
+    ),
+    "What is the width in settings.ini?": (
+        f"The width is {setting('width')}, says settings.ini."
+    ),
+    "What is 17 + 25?": "17 + 25 = 42",
+    "What is 7 * 8?": "7 * 8 = 56",
+    "Read notes.txt.": "I could not read notes.txt: Error: there is no such file",
+    "Which files are in docs?": "I could not read docs: Error: there is no such folder",
+}
+
+
+def test_each_question_alone_is_answered_to_the_letter(served):
+    for question, answer in QUESTIONS.items():
+        conversation = start_chat(served)
+        conversation.ask(question)
+        assert conversation.messages[-1]["content"] == answer, question
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_questions_in_one_conversation_are_answered_to_the_letter(served, seed):
+    questions = random.Random(seed).sample(sorted(QUESTIONS), 6)
+    conversation = start_chat(served)
+    for question in questions:
+        conversation.ask(question)
+        assert conversation.messages[-1]["content"] == QUESTIONS[question], question
+
+
+def test_each_reply_is_marked_as_the_demo_models(served):
+    conversation = start_chat(served)
+    conversation.ask("Hello")
+    assert "demo model · prompt " in conversation.console.file.getvalue()
+
+
+def test_elsewhere_the_chat_says_what_the_demo_is_for(tmp_path):
+    assert "small folders" in chat.greeting(chat.DEMO_MODEL, tmp_path)
+    assert "Which files are here?" in chat.greeting(chat.DEMO_MODEL, GARDEN)
+    assert "demo" not in chat.greeting("qwen3", tmp_path)
+
+
+def test_the_documents_show_the_garden_as_it_is(served):
+    """Its transcript is what the program prints, but for the seconds."""
+    shown = ROOT.joinpath("docs/demo-model.md").read_text("utf-8")
+    for question in (line[2:] for line in shown.splitlines() if line.startswith("> ")):
+        if question in QUESTIONS:
+            assert QUESTIONS[question] in shown, question
+    assert sum(f"> {question}\n" in shown for question in QUESTIONS) >= 3
+
+
+# -- it stops when it repeats itself ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 16, 50, 96])
+def test_repeats_are_found_and_nothing_else(period):
+    rng = random.Random(period)
+    opening = [rng.randrange(1000) for _ in range(200)]
+    cycle = [rng.randrange(1000) for _ in range(period)]
+    assert not s.is_repeating(opening)
+    n_repeats = -(-s.MIN_REPEATED_TOKENS // period) + s.MIN_REPEATS
+    repeated = opening + cycle * n_repeats
+    assert s.is_repeating(repeated)
+    assert not s.is_repeating([*repeated[:-2], 1001, 1002])
+    assert not s.is_repeating(opening + cycle * 3 + [1001])
+
+
+def test_a_demo_that_repeats_itself_is_stopped(served):
+    """One token is made certain at each step; other models go on to max_tokens."""
+    bias = {"50": 100}
+    messages = [{"role": "user", "content": "Hello"}]
+    reply = served.ask(messages, max_tokens=300, logit_bias=bias, tools=[])
+    assert reply.finish_reason == "length"
+    assert s.MIN_REPEATED_TOKENS <= reply.n_generated < 100

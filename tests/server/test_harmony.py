@@ -1,0 +1,276 @@
+"""Harmony, in which gpt-oss replies: channels instead of tags, and the recipient in a header."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import scripted_replies
+import start_llm as s
+from hypothesis import given
+from hypothesis import strategies as st
+from server_fixture import functions_of, user
+from tiny_models import TOOLS, tiny_model
+
+RENAMED = {
+    "<|im_start|>": "<|start|>",
+    "<|im_end|>": "<|return|>",
+    "<|endoftext|>": "<|end|>",
+    "<think>": "<|channel|>",
+    "</think>": "<|message|>",
+    "<tool_call>": "<|constrain|>",
+    "</tool_call>": "<|call|>",
+}
+# Ours, with what is peculiar to theirs: a final message ends otherwise once it is past, thinking
+# is called so and is dropped behind an answer, and a result names the call before it.
+TEMPLATE = """
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' -}}
+{%- set first = messages[0].content if messages[0].role in ('system', 'developer') else '' -%}
+{%- if tools or first -%}
+  {{- '<|start|>developer<|message|># Instructions\\n\\n' + first -}}
+  {%- for tool in tools or [] -%}{{- '\\n\\ntype ' + tool.function.name + ' = ' -}}
+    {{- tool.function.parameters | tojson -}}{%- endfor -%}
+  {{- '<|end|>' -}}
+{%- endif -%}
+{%- set last = namespace(call=none, answer=-1) -%}
+{%- for message in messages -%}
+  {%- if message.role == 'assistant' and not message.tool_calls -%}
+    {%- set last.answer = loop.index0 -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' -%}
+    {{- '<|start|>user<|message|>' + message.content + '<|end|>' -}}
+  {%- elif message.role == 'tool' -%}
+    {%- if not last.call -%}{{- raise_exception('a result without a call') -}}{%- endif -%}
+    {{- '<|start|>functions.' + last.call + ' to=assistant<|channel|>commentary<|message|>' -}}
+    {{- message.content | tojson + '<|end|>' -}}
+  {%- elif message.role == 'assistant' and message.tool_calls -%}
+    {%- if message.content and message.thinking -%}
+      {{- raise_exception('content and thinking') -}}
+    {%- endif -%}
+    {%- set why = message.content or message.thinking -%}
+    {%- if loop.index0 > last.answer and why -%}
+      {{- '<|start|>assistant<|channel|>analysis<|message|>' + why + '<|end|>' -}}
+    {%- endif -%}
+    {%- set last.call = message.tool_calls[0].function.name -%}
+    {{- '<|start|>assistant to=functions.' + last.call + '<|channel|>commentary json<|message|>' -}}
+    {{- message.tool_calls[0].function.arguments | tojson + '<|call|>' -}}
+  {%- elif message.role == 'assistant' -%}
+    {{- '<|start|>assistant<|channel|>final<|message|>' + message.content -}}
+    {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A sliding-window model of random weights; <|end|> ends none of its replies."""
+    made = tiny_model("gpt_oss", tmp_path_factory.mktemp("harmony"))
+    return scripted_replies.dressed(made, RENAMED, template=TEMPLATE, end="<|return|>")
+
+
+@pytest.fixture
+def served(folder, monkeypatch):
+    with scripted_replies.serving_dressed(folder, monkeypatch) as one:
+        yield one
+
+
+@pytest.fixture
+def script(served, monkeypatch):
+    return scripted_replies.in_turn(served, monkeypatch)
+
+
+THOUGHT = (
+    "<|channel|>analysis<|message|>The file must be read.<|end|><|start|>assistant"
+)
+ARGUMENTS = '{"path": "docs/a \\"b\\".md"}'
+HEADERS = (
+    "<|channel|>commentary to=functions.read <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.read json<|message|>",
+    "<|channel|>commentary to=functions.read<|message|>",
+    "<|channel|>analysis to=functions.read code<|message|>",
+    " to=functions.read<|channel|>commentary json<|message|>",
+    " to=functions.read<|channel|>commentary <|constrain|>json<|message|>",
+)
+FORM = s.ToolCallFormat("<|channel|>commentary to=functions.", "<|call|>", "harmony")
+
+
+def split(pieces, *, tools=TOOLS):
+    form = FORM if tools else None
+    starts = map(re.escape, ("<|channel|>analysis<|message|>", FORM.start))
+    tags = s.Tags(
+        *starts, form and form.untagged_pattern(tools), s.think_end_pattern("<|end|>")
+    )
+    tags = tags if tools else tags._replace(tool_start=None)
+    splitter = s.ReasoningStreamSplitter(tags, in_reasoning=False)
+    stream = s.ReplyParser(splitter, form, tools=tools, ids=iter("abc"))
+    for piece in pieces:
+        stream.feed(piece)
+    stream.finish()
+    return stream.message()
+
+
+@given(st.sampled_from(HEADERS), st.booleans(), st.booleans(), st.data())
+def test_a_reply_reads_the_same_in_any_pieces(header, thinks, speaks, data):
+    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" * speaks
+    text = THOUGHT * thinks + said + header + ARGUMENTS
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=9)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    message = split(pieces)
+    assert functions_of(message) == [{"name": "read", "arguments": ARGUMENTS}]
+    assert message.get("reasoning_content") == (
+        "The file must be read." if thinks else None
+    )
+    assert message["content"] == ("I look." if speaks else None)
+
+
+def test_a_header_without_a_recipient_ends_thinking():
+    """The two examples of the pattern."""
+    pattern = re.compile(s.think_end_pattern("<|end|>"))
+    assert pattern.fullmatch("<|channel|>final<|message|>")
+    assert not pattern.search("<|channel|>final")
+    assert s.think_end_pattern("</think>") == "</think>"
+
+
+def test_what_is_said_is_all_that_is_said():
+    final = "<|channel|>final<|message|>See `to=functions.x` and <b>.\n"
+    message = split([THOUGHT, final])
+    assert message["content"] == "See `to=functions.x` and <b>.\n"
+    assert split([final])["content"] == "See `to=functions.x` and <b>.\n"
+    assert split(["Plain."])["content"] == "Plain."
+
+
+def test_the_words_of_the_format_may_be_spoken_of():
+    final = "The header is `assistant to=functions.read` and so on."
+    assert split([THOUGHT, "<|channel|>final<|message|>", final])["content"] == final
+    thought = (
+        "Plan:\nto=functions.read, says the assistant to=functions.read, then\n done."
+    )
+    text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+    for pieces in (
+        [text, "<|channel|>final<|message|>ok"],
+        [*text, *"<|channel|>final<|message|>ok"],
+    ):
+        message = split(pieces)
+        assert (message["reasoning_content"], message["content"]) == (thought, "ok")
+
+
+def test_a_call_that_was_not_offered_is_no_call():
+    header = "<|channel|>commentary to=functions.rm json<|message|>"
+    message = split([header, '{"a": 1}'])
+    assert not functions_of(message)
+    assert "rm" in message["content"]
+    assert split([header, '{"a": 1}'], tools=[])["content"] == '{"a": 1}'
+
+
+def test_an_agent_loop_prefills_only_what_is_new(served, script):
+    loaded = served.state.engine.model
+    eos = {loaded.tokenizer.decode([token]) for token in loaded.eos_ids}
+    assert {"<|return|>", "<|call|>"} <= eos
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        user("What does docs/a say?"),
+    ]
+    call = THOUGHT + HEADERS[0] + ARGUMENTS + "<|call|>"
+    script += [call, THOUGHT + HEADERS[4] + ARGUMENTS + "<|call|>"]
+    script += ["<|channel|>final<|message|>It says hello.<|return|>"] * 2
+    seen = []
+    for news in (
+        [{"role": "tool", "content": "hello, " * 40}],
+        [{"role": "tool", "content": "bye"}],
+        [user("And now?")],
+        [],
+    ):
+        said = served.ask(messages)
+        seen.append(said)
+        tools = said.answer.get("tool_calls") or [{"id": ""}]
+        messages += [
+            said.answer,
+            *({"tool_call_id": tools[0]["id"], **one} for one in news),
+        ]
+    first, second, third, fourth = seen
+    for said in (first, second):
+        assert said.finish_reason == "tool_calls"
+        assert functions_of(said.answer) == [{"name": "read", "arguments": ARGUMENTS}]
+        assert said.answer["reasoning_content"] == "The file must be read."
+        assert said.answer["content"] is None
+    assert third.finish_reason == fourth.finish_reason == "stop"
+    assert third.answer["content"] == "It says hello."
+    for before, now in pairwise(seen):
+        if before.finish_reason == "tool_calls":
+            assert now.n_cached == before.usage["total_tokens"]
+    # The token that ends an answer is another once it is past, and windows cannot be rewound.
+    assert fourth.n_cached >= third.usage["prompt_tokens"] - 4
+    assert served.state.metrics.snapshot()["ledger_seam_fallback"] == 0
+
+
+def test_a_loop_that_is_rendered_keeps_its_thinking(served):
+    """After a restart nothing is replayed; the template takes a text or a thought, not both."""
+    call = {"name": "read", "arguments": ARGUMENTS}
+    reply = {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": call}],
+    }
+    result = {"role": "tool", "tool_call_id": "a", "content": "hello"}
+    for content in ("", "I look."):
+        told = {**reply, "content": content, "reasoning_content": "It must be read."}
+        asked = served.ask(
+            [user(f"What is said {content}?"), told, result], max_tokens=1
+        )
+        fed = served.recorder.fed[slice(*asked.span)]
+        prompt = served.scribe.decode([token for one in fed for token in one.tokens])
+        said = "\n\n".join(filter(None, ("It must be read.", content)))
+        assert f"<|channel|>analysis<|message|>{said}<|end|>" in prompt
+
+
+def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
+    loaded = served.state.engine.model
+    form = s.ToolCallFormat.detect(
+        loaded.template.source, loaded.family, tokenizer=loaded.tokenizer
+    )
+    body = {
+        "messages": [user("q")],
+        "tools": TOOLS,
+        "response_format": {"type": "json_object"},
+    }
+    request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
+    assert form is not None
+    (course,) = s.make_constraints(loaded, request, in_reasoning=False, can_call=True)
+    for header in (HEADERS[0], HEADERS[1]):
+        (matcher,) = course.args
+        matcher = matcher.deep_copy()
+        said = served.scribe.encode(
+            THOUGHT + header + ARGUMENTS, add_special_tokens=False
+        )
+        assert matcher.validate_tokens(said) == len(said)
+
+
+def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):
+    tokens = scripted_replies.heard(monkeypatch)
+    served.ask([user("Read it.")], tool_choice="required", max_tokens=300)
+    text = served.scribe.decode(tokens).rpartition("<|end|><|start|>assistant")[2]
+    text = text.removeprefix("<|start|>assistant")
+    assert text.startswith("<|channel|>commentary to=functions."), text[:200]
+    tokens.clear()
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+    }
+    form = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "x",
+            "schema": {**schema, "additionalProperties": False},
+        },
+    }
+    said = served.ask(
+        [user("Say it.")], response_format=form, tools=[], reasoning_effort="none"
+    )
+    assert json.loads(said.answer["content"]).keys() == {"a"}
+    text = served.scribe.decode(tokens)
+    assert "<|channel|>final<|message|>" in text

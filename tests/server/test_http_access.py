@@ -1,0 +1,811 @@
+"""HTTP: who may ask, what a web page may do, and that nobody holds a connection for ever."""
+
+import json
+import logging
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import start_llm as s
+from http_client import answer, heard, listening, message_of, opened, status, told
+from server_fixture import PATIENCE, Served, user
+from tiny_models import DENSE, tiny_model
+
+CHAT = "/v1/chat/completions"
+KEY, OTHER_KEY = "sk-örtlich-1", "sk-second"
+PAGE = "https://chat.example"
+IDLE = 0.4  # seconds; a request has twice as long
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether nothing but the end comes."""
+    with suppress(ConnectionError):
+        return connection.recv(1) == b""
+    return True
+
+
+def all_heard(connection: socket.socket) -> list[int]:
+    """The statuses of every response until the other end closes."""
+    said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d+) ", said)]
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+WITHOUT_KEY = [
+    ("OPTIONS", "*"),
+    ("GET", "/"),
+    ("GET", "/health"),
+    ("GET", "/openapi.json"),
+]
+RIGHT: list[dict[str, str]] = [
+    {"Authorization": f"Bearer {KEY}"},
+    {"Authorization": f"bearer   {OTHER_KEY}"},
+    {"x-api-key": KEY},
+    {"X-Api-Key": OTHER_KEY},
+    {"x-api-key": "wrong", "Authorization": f"Bearer {KEY}"},
+]
+WRONG: list[dict[str, str]] = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer"},
+    {"Authorization": f"Basic {KEY}"},
+    {"Authorization": KEY},
+    {"Authorization": f"Bearer {KEY},{OTHER_KEY}"},
+    {"Authorization": f"Bearer {KEY[:-1]}"},
+    {"x-api-key": ""},
+    {"x-api-key": f"{KEY}x"},
+    {"x-api-key": f"{KEY}, {OTHER_KEY}"},
+    {"Cookie": f"x-api-key={KEY}"},
+]
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[int]:
+    with listening(api_key=f" {KEY} ,, {OTHER_KEY}") as port:
+        yield port
+
+
+@pytest.mark.parametrize("headers", RIGHT, ids=repr)
+def test_each_key_opens_the_server_either_way(locked, headers):
+    assert status(locked, **headers) == 200
+
+
+@pytest.mark.parametrize("headers", WRONG, ids=repr)
+def test_nothing_else_opens_it(locked, headers):
+    code, said, body = answer(locked, **headers)
+    assert (code, said["www-authenticate"]) == (401, "Bearer")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == (
+        "invalid_request_error",
+        "invalid_api_key",
+    )
+    assert "x-api-key" in error["message"]
+    assert KEY not in body.decode()
+
+
+def test_every_route_needs_a_key_but_those_that_say_whether_it_lives(locked):
+    for method, path in s._ROUTES:
+        for line in (f"{method} {path}", f"{method} {path}/?x=1"):
+            is_open = (method, path) in WITHOUT_KEY
+            assert (status(locked, line=line) != 401) is is_open, line
+    for line in ("GET /nothing", "POST /", "POST /health", "OPTIONS /", "GET *"):
+        assert status(locked, line=line) == 401, line
+    assert status(locked, line="HEAD /health") == 503
+    assert status(locked, line="GET /nothing", x_api_key=KEY) == 404
+
+
+def test_a_wrong_key_is_told_that_it_is_wrong_and_a_missing_one_that_it_is_needed(
+    locked,
+):
+    how = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
+    for missing in ({}, {"x-api-key": ""}, {"Authorization": "Basic YTpi"}):
+        assert message_of(answer(locked, **missing)[2]) == f"a key is needed, as {how}"
+    for wrong in ({"x-api-key": "none"}, {"Authorization": "Bearer none"}):
+        sentence = message_of(answer(locked, **wrong)[2])
+        assert sentence == (
+            "the key that was sent is wrong: it is none of API_KEY. "
+            f"Send one of them, as {how}"
+        )
+
+
+def test_a_refusal_has_the_shape_of_the_api(locked):
+    code, _, body = answer(locked, line="POST /v1/messages", body=b"{}")
+    assert code == 401
+    error = json.loads(body)
+    assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+    _, _, body = answer(
+        locked, line="POST /v1/messages", body=b"{}", Host="evil.example"
+    )
+    assert json.loads(body)["error"]["type"] == "permission_error"
+
+
+@pytest.mark.parametrize(
+    "key", ["sk-voilà", "sk-Å"]
+)  # whose last byte is a blank in Latin-1
+def test_a_key_may_end_in_any_letter(key):
+    with listening(api_key=key) as port:
+        sent = key.encode().decode("latin-1")
+        for headers in ({"x-api-key": sent}, {"Authorization": f"Bearer {sent}"}):
+            with opened(port) as connection:
+                connection.sendall(told(port, **headers).decode().encode("latin-1"))
+                assert heard(connection)[0] == 200
+
+
+def test_without_api_key_any_key_will_do():
+    with listening() as port:
+        assert {status(port, **headers) for headers in (*RIGHT, *WRONG)} == {200}
+
+
+def test_a_body_is_not_read_before_the_key_nor_asked_for(locked):
+    with opened(locked) as connection:
+        connection.sendall(told(locked, line=f"POST {CHAT}", Content_Length=99))
+        assert heard(connection)[0] == 401
+        assert is_closed(connection)
+    with opened(locked) as connection:
+        ask = told(
+            locked, line=f"POST {CHAT}", Content_Length=99, Expect="100-continue"
+        )
+        connection.sendall(ask)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+    for line, length, first in [
+        ("POST /nothing", 2, b"404"),
+        (f"POST {CHAT}", 1 << 40, b"413"),
+        (f"POST {CHAT}", 2, b"100"),
+    ]:
+        with opened(locked) as connection:
+            how = {"Content_Length": length, "Expect": "100-continue", "x_api_key": KEY}
+            connection.sendall(told(locked, line=line, **how))
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + first)
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending(locked):
+    body = b"x" * (16 << 20)
+    for _ in range(5):
+        with opened(locked) as connection:
+            connection.sendall(told(locked, line=f"POST {CHAT}", body=body))
+            assert heard(connection)[0] == 401
+            assert is_closed(connection)
+
+
+def test_after_a_refusal_without_a_body_the_connection_goes_on(locked):
+    with opened(locked) as connection:
+        for headers, code in [({}, 401), ({"x_api_key": KEY}, 200), ({}, 401)]:
+            connection.sendall(told(locked, **headers))
+            assert heard(connection)[0] == code
+
+
+def test_keys_are_in_no_log_and_in_no_repr(locked, caplog, monkeypatch):
+    monkeypatch.setattr(s.logger, "propagate", True)
+    caplog.set_level(logging.DEBUG, s.logger.name)
+    for headers in (*RIGHT, *WRONG, {"x-api-key": "sk-mistyped"}):
+        status(locked, **headers)
+        status(locked, line=f"POST {CHAT}", body=b"{", **headers)
+    assert len(caplog.records) > len(RIGHT + WRONG)
+    assert not re.search("sk-|rtlich", caplog.text)
+    assert "sk-" not in repr(s.Config(api_key=KEY, proxy_api_key=OTHER_KEY))
+
+
+def tenants(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
+    """What a handler knows about KEY, OTHER_KEY and KEY again, on one connection."""
+
+    def tell(handler: s.Handler) -> None:
+        handler._send_json(200, handler._state.tenant)
+
+    route = s._Route(tell)
+    both = {("GET", "/v1/tenant"): route, ("DELETE", "/v1/tenant"): route}
+    monkeypatch.setattr(s, "_ROUTES", s._ROUTES | both)
+    with (
+        listening(api_key=f"{KEY},{OTHER_KEY}", **settings) as port,
+        opened(port) as connection,
+    ):
+        said = []
+        for method, key in [("GET", KEY), ("DELETE", OTHER_KEY), ("GET", KEY)]:
+            connection.sendall(told(port, line=f"{method} /v1/tenant", x_api_key=key))
+            said.append(json.loads(heard(connection)[2]))
+        code, headers, _ = answer(port, line="PUT /v1/tenant", x_api_key=KEY)
+        assert (code, headers["allow"]) == (405, "GET, DELETE")
+    return said
+
+
+def test_a_key_is_a_tenant_where_caches_are_apart(monkeypatch):
+    assert tenants(monkeypatch) == ["", "", ""]
+    one, two, again = tenants(monkeypatch, cache_isolation="key")
+    assert one == again != two
+    assert re.fullmatch(r"[0-9a-f]{16}", one)
+    assert re.fullmatch(r"[0-9a-f]{16}", two)
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_only_its_own_names_reach_a_server_on_loopback():
+    with listening(allowed_hosts="host.docker.internal, Mac.local:9") as port:
+        own = ["localhost", "LocalHost", "127.0.0.1", "[::1]", "host.docker.internal"]
+        passes = [*own, *(f"{name}:{port}" for name in own), "mac.local:9"]
+        other = [
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "x@localhost",
+        ]
+        other += [
+            "mac.local",
+            "host.docker.internal:1",
+            "localhost:1",
+            "",
+            "::1",
+            "0.0.0.0",
+        ]
+        for name in passes:
+            assert status(port, Host=name) == 200, name
+        for name in [*other, *(f"{name}:{port}" for name in other)]:
+            code, _, body = answer(port, Host=name)
+            assert code == 403, name
+            assert "ALLOWED_HOSTS" in json.loads(body)["error"]["message"]
+        assert status(port, Host=None) == 200
+        for line in ("GET /", "GET /health", "OPTIONS /", f"POST {CHAT}"):
+            assert status(port, line=line, Host="evil.example") == 403
+        with opened(port, "::1") as connection:
+            connection.sendall(
+                told(port, Host=f"[::1]:{port}") + told(port, Host="evil.example")
+            )
+            assert heard(connection)[0] == 200
+
+
+def test_a_server_that_others_reach_has_names_it_does_not_know(locked):
+    with listening(mlx_host="0.0.0.0", api_key=KEY) as port:
+        assert status(port, Host="mac.lan", x_api_key=KEY) == 200
+        assert status(port, Host="mac.lan") == 401
+    assert status(locked, Host="mac.lan", x_api_key=KEY) == 403
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has one loopback address")
+def test_another_loopback_address_is_its_own_name():
+    with (
+        listening(mlx_host="127.0.0.2") as port,
+        opened(port, "127.0.0.2") as connection,
+    ):
+        connection.sendall(told(port, Host=f"127.0.0.2:{port}"))
+        assert heard(connection)[0] == 200
+
+
+# -- web pages -------------------------------------------------------------------------------------
+
+FOREIGN = [
+    PAGE,
+    "null",
+    "http://localhost:1",
+    "file://",
+    "http://localhost.evil.example",
+    "",
+]
+
+
+def test_no_web_page_but_its_own_can_spend_the_machine():
+    with listening() as port:
+        own = f"http://localhost:{port}"
+        assert status(port, Origin=own) == status(port) == 200
+        assert "access-control-allow-origin" not in answer(port, Origin=own)[1]
+        for origin in (
+            *FOREIGN,
+            f"https://localhost:{port}",
+            f"http://127.0.0.1:{port}",
+        ):
+            for line in (
+                "GET /v1/status",
+                f"POST {CHAT}",
+                "OPTIONS /v1/models",
+                "GET /",
+                "PUT /x",
+            ):
+                code, headers, body = answer(
+                    port,
+                    line=line,
+                    Origin=origin,
+                    Content_Type="text/plain",
+                    body=b"{}",
+                )
+                assert code == 403, (origin, line)
+                assert "CORS_ORIGINS" in json.loads(body)["error"]["message"]
+                assert "access-control-allow-origin" not in headers
+        asks = {"Access_Control_Request_Method": "POST"}
+        assert status(port, line=f"OPTIONS {CHAT}", Origin=PAGE, **asks) == 403
+
+
+@pytest.mark.parametrize("origins", [f"https://x, {PAGE.upper()}", "*"])
+def test_a_page_that_may_ask_can_read_every_answer(origins):
+    with listening(cors_origins=origins, api_key=KEY) as port:
+        for how in (
+            {"x_api_key": KEY},
+            {},
+            {"line": "GET /nothing", "x_api_key": KEY},
+            {"line": "GET /"},
+            {"line": f"POST {CHAT}", "body": b"{", "x_api_key": KEY},
+        ):
+            _, headers, _ = answer(port, Origin=PAGE, **how)
+            assert headers["access-control-allow-origin"] == PAGE
+            assert headers["vary"] == "Origin"
+        code = status(port, Origin="https://evil.example", x_api_key=KEY)
+        assert code == (200 if origins == "*" else 403)
+        with opened(port) as connection:
+            for origin in (PAGE, None):
+                connection.sendall(told(port, x_api_key=KEY, Origin=origin))
+                assert heard(connection)[1].get("access-control-allow-origin") == origin
+
+
+def test_what_a_page_may_send_is_said_before_it_has_a_key():
+    asks = {"Access_Control_Request_Method": "POST"}
+    asks |= {"Access_Control_Request_Headers": "authorization, x-stainless-os"}
+    line = f"OPTIONS {CHAT}"
+    with listening(cors_origins=PAGE, api_key=KEY) as port, opened(port) as connection:
+        connection.sendall(told(port, line=line, Origin=PAGE, **asks))
+        code, headers, body = heard(connection)
+        assert (code, body) == (204, b"")
+        assert (
+            headers["access-control-allow-headers"] == "authorization, x-stainless-os"
+        )
+        assert {"GET", "POST", "DELETE"} <= set(
+            headers["access-control-allow-methods"].split(", ")
+        )
+        assert int(headers["access-control-max-age"]) > 0
+        assert headers["access-control-allow-origin"] == PAGE
+        connection.sendall(
+            told(port, Origin=PAGE, x_api_key=KEY)
+        )  # nothing of it was left over
+        assert heard(connection)[0] == 200
+        assert status(port, line=line) == 401  # no page
+        assert status(port, line=line, Origin="https://x", **asks) == 403
+
+
+def test_headers_that_are_echoed_cannot_become_others():
+    with listening(cors_origins="*") as port:
+        asks = {"Access_Control_Request_Method": "POST"}
+        asks |= {"Access_Control_Request_Headers": "a,\r\n Set-Cookie: b"}
+        _, headers, _ = answer(
+            port, line="OPTIONS /", Origin="x\r\n\tSet-Cookie: c", **asks
+        )
+        assert headers["access-control-allow-headers"] == "a, set-cookie: b"
+        assert headers["access-control-allow-origin"] == "x set-cookie: c"
+        assert "set-cookie" not in headers
+
+
+def test_a_stream_is_read_by_the_page_and_by_an_sdk_with_a_key(tmp_path_factory):
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    served = Served(
+        folder, cors_origins=PAGE, api_key="none"
+    )  # the key of serving's SDK
+    with closing(served):
+        assert served.ask([user("Hello.")], max_tokens=3).n_generated == 3
+        asked = {"messages": [user("Hello.")], "max_tokens": 3, "stream": True}
+        how = {
+            "body": json.dumps(asked).encode(),
+            "Authorization": "Bearer none",
+            "Origin": PAGE,
+        }
+        port = served.state.config.mlx_port
+        code, headers, body = answer(port, line=f"POST {CHAT}", **how)
+        assert (code, headers["access-control-allow-origin"]) == (200, PAGE)
+        assert headers["content-type"].startswith("text/event-stream")
+        assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_http_1_0_knows_no_chunks_and_is_told_that_the_connection_ends(
+    tmp_path_factory,
+):
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    with closing(Served(folder)) as served:
+        port, asked = (
+            served.state.config.mlx_port,
+            {"messages": [user("Hello.")], "max_tokens": 3},
+        )
+        for line, body in [
+            ("GET /health", b""),
+            (f"POST {CHAT}", json.dumps(asked).encode()),
+            (f"POST {CHAT}", json.dumps(asked | {"stream": True}).encode()),
+            ("POST /v1/messages", json.dumps(asked | {"stream": True}).encode()),
+        ]:
+            how = {
+                "line": line,
+                "body": body,
+                "Connection": "keep-alive",
+                "Expect": "100-continue",
+            }
+            with opened(port) as connection:
+                connection.sendall(
+                    told(port, **how).replace(b" HTTP/1.1", b" HTTP/1.0", 1)
+                )
+                said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            head, _, said = said.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b"\r\nConnection: close" in head
+            assert b"Transfer-Encoding" not in head
+            assert said.startswith((b"data: {", b"event: message_start\n", b"{"))
+            assert said.endswith((b"data: [DONE]\n\n", b'message_stop"}\n\n', b"}"))
+
+
+# -- the gate --------------------------------------------------------------------------------------
+
+
+def test_the_gate_checks_host_origin_length_and_key_in_this_order():
+    with listening(api_key=KEY, cors_origins=PAGE) as port:
+        wrong: dict[str, Any] = {
+            "Host": "evil.example",
+            "Origin": "https://evil.example",
+            "Content_Length": "many",
+            "x_api_key": "sk-wrong",
+        }
+        right = {
+            "Host": "localhost",
+            "Origin": PAGE,
+            "Content_Length": 0,
+            "x_api_key": KEY,
+        }
+        for name, code in [
+            ("Host", 403),
+            ("Origin", 403),
+            ("Content_Length", 400),
+            ("x_api_key", 401),
+        ]:
+            said, headers, body = answer(port, **wrong)
+            assert said == code, name
+            assert ("ALLOWED_HOSTS" in body.decode()) == (name == "Host")
+            can_read = "access-control-allow-origin" in headers
+            assert can_read == (name in ("Content_Length", "x_api_key"))
+            wrong[name] = right[name]
+        assert status(port, **wrong) == 200
+
+
+# -- one request is one request --------------------------------------------------------------------
+
+SECOND = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+TWO_IN_ONE: list[dict[str, Any]] = [
+    {"body": SECOND},
+    {"line": "GET /nothing", "body": SECOND},
+    {"line": f"PUT {CHAT}", "body": SECOND},
+    {"line": f"POST {CHAT}", "body": SECOND, "Host": "evil.example"},
+    {"line": f"POST {CHAT}", "body": SECOND, "Origin": PAGE},
+    {
+        "line": "OPTIONS /",
+        "body": SECOND,
+        "Origin": "https://x",
+        "Access_Control_Request_Method": "",
+    },
+    {
+        "line": f"POST {CHAT}",
+        "body": SECOND,
+        "Content_Length": "0\r\nContent-Length: 44",
+    },
+    {"body": SECOND, "Content_Length": "0\r\nContent-Length: 44"},
+    {"line": f"POST {CHAT}", "body": SECOND, "Content_Length": "0, 44"},
+    {
+        "line": f"POST {CHAT}",
+        "body": SECOND,
+        "Content_Length": "0\r\nno header\r\nX: y",
+    },
+    {"body": SECOND, "Content_Length": None, "X": "y\r\nContent-Length : 44"},
+    {
+        "line": f"POST {CHAT}",
+        "body": SECOND,
+        "Content_Length": None,
+        "Transfer_Encoding": "gzip",
+    },
+    {"line": f"POST {CHAT}", "body": SECOND, "Transfer_Encoding": "identity"},
+    {
+        "line": f"POST {CHAT}",
+        "body": b"0\r\n\r\n" + SECOND,
+        "Transfer_Encoding": "chunked",
+    },
+    {
+        "body": b"0\r\n\r\n" + SECOND,
+        "Content_Length": None,
+        "Transfer_Encoding": "chunked",
+    },
+]
+
+
+@pytest.mark.parametrize("how", TWO_IN_ONE, ids=repr)
+def test_no_request_hides_in_another(how):
+    with listening(cors_origins="https://x") as port, opened(port) as connection:
+        connection.sendall(told(port, **how))
+        assert len(all_heard(connection)) == 1
+
+
+@pytest.mark.parametrize("tools", [3, [1], "x", [{"name": 1}], {"name": 1}])
+def test_what_nobody_can_explain_is_the_clients_fault(tools):
+    body = json.dumps({"messages": [user("Hello.")], "tools": tools}).encode()
+    with listening() as port:
+        code, _, said = answer(port, line="POST /v1/cache/explain", body=body)
+    assert (code, json.loads(said)["error"]["type"]) == (400, "invalid_request_error")
+
+
+CHUNKED_BODIES = {  # how a chunked body may be written: whether it can be read
+    b"2\r\n{}\r\n0\r\n\r\n": True,
+    b"2;name=value\r\n{}\r\n0\r\n\r\n": True,
+    b"2 ;name\r\n{}\r\n0\r\nTrailer: x\r\n\r\n": True,
+    b"2\n{}\r\n0\r\n\r\n": False,
+    b"2;name=\rvalue\r\n{}\r\n0\r\n\r\n": False,
+    b"2\r\n{}\n0\r\n\r\n": False,
+    b"2\r\n{} \r\n0\r\n\r\n": False,
+    b"2\r\n{}\r\n0\n\r\n": False,
+    b"2\r\n{}\r\n0\r\nTrailer: x\n\r\n": False,
+    b" 2\r\n{}\r\n0\r\n\r\n": False,
+    b"0x2\r\n{}\r\n0\r\n\r\n": False,
+}
+
+
+@pytest.mark.parametrize("body", CHUNKED_BODIES, ids=repr)
+def test_a_line_of_a_chunked_body_ends_with_cr_lf(body):
+    """RFC 9112 section 7.1. A body that can be read is refused for its lack of messages."""
+    headers = {"Content_Length": None, "Transfer_Encoding": "chunked"}
+    with listening() as port:
+        code, how, said = answer(port, line=f"POST {CHAT}", body=body, **headers)
+
+    assert code == 400
+    is_malformed = message_of(said) == "the chunked body is malformed"
+    assert is_malformed != CHUNKED_BODIES[body]
+    assert (how.get("connection") == "close") == is_malformed
+
+
+@pytest.mark.parametrize(
+    "coding, status",
+    {
+        "identity": 400,
+        "chunked, identity": 400,
+        "chunked, chunked": 400,
+        "xchunked": 400,
+        "gzip, chunked": 501,
+        "Chunked": 200,
+    }.items(),
+)
+@pytest.mark.parametrize("has_length", [False, True])
+def test_a_transfer_coding_other_than_chunked_is_refused(coding, status, has_length):
+    length = {"Content_Length": 0} if has_length else {}
+    with listening() as port:
+        code, how, said = answer(port, Transfer_Encoding=coding, **length)
+
+    assert code == status
+    assert how["connection"] == "close"
+    assert status == 200 or "Transfer-Encoding can only be chunked" in message_of(said)
+
+
+def test_an_empty_line_before_a_request_counts_for_nothing():
+    """RFC 9112 section 2.2: some clients send one after a body."""
+    with listening() as port, opened(port) as connection:
+        request = told(port, line="GET /health")
+        connection.sendall(request + b"\r\n" + request)
+        connection.sendall(b"\n" + told(port, line="GET /health", Connection="close"))
+        assert all_heard(connection) == [503, 503, 503]
+    with listening() as port, opened(port) as connection:
+        connection.sendall(b"\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+
+
+def test_a_target_may_be_a_whole_url():
+    """RFC 9112 section 3.2.2: its host counts, and Host does not."""
+    with listening() as port:
+        here = f"http://localhost:{port}"
+        for target, code in {
+            f"{here}/v1/status": 200,
+            f"HTTP://localhost:{port}/v1/status?x=1": 200,
+            here: 503,
+            f"{here}?x": 503,
+            f"{here}/none": 404,
+            "http://evil.example/v1/status": 403,
+            f"http://localhost:{port}@evil.example/v1/status": 403,
+        }.items():
+            assert status(port, line=f"GET {target}") == code
+        url = f"GET {here}/v1/status"
+        assert status(port, line=url, Host="evil.example") == 200
+        assert status(port, line=url, Host=None) == 200
+        page = {"Origin": "http://evil.example", "Host": "evil.example"}
+        assert status(port, line=url, **page) == 403
+
+
+def test_a_request_after_another_is_no_part_of_it():
+    with listening() as port, opened(port) as connection:
+        empty = told(port, line=f"POST {CHAT}", Content_Length=0)
+        broken = told(port, line=f"POST {CHAT}", body=b"{")
+        connection.sendall(empty + broken + told(port, Connection="close"))
+        assert all_heard(connection) == [400, 400, 200]
+
+
+def test_a_model_is_found_by_the_name_of_its_repository(monkeypatch):
+    name = "maker/Größe 4bit"
+    model = SimpleNamespace(model_id=name, max_context_tokens=8)
+    monkeypatch.setattr(s.Engine, "model", model)
+    with listening() as port:
+        url = f"http://localhost:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
+            assert sdk.models.retrieve(name).id == name  # it writes %2F
+        assert (
+            answer(port, line="GET /v1/models/maker/Gr%C3%B6%C3%9Fe%204bit")[0] == 200
+        )
+        assert answer(port, line="GET /v1/models/maker%2Fother")[0] == 404
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+START = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+SLOW = {
+    "request line": b"GET /" + b"a" * 10_000,
+    "headers": b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 10_000,
+    "body": START + b"Content-Length: 10000\r\n\r\n" + b" " * 9000,
+    "chunk sizes": START
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"1\r\n \r\n" * 10_000,
+    "trailers": START
+    + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    + b"X: y\r\n" * 10_000,
+    "refused body": START
+    + b"Origin: http://x\r\nContent-Length: 10000\r\n\r\n"
+    + b" " * 9000,
+    "one, then another": told(1, Host="localhost") + b"GET /" + b"a" * 10_000,
+}
+
+
+def dribble(connection: socket.socket, sent: bytes) -> None:
+    """Send it byte by byte until cut off."""
+    began = time.monotonic()
+    with suppress(OSError):
+        for byte in sent:
+            connection.sendall(bytes([byte]))
+            time.sleep(IDLE / 20)
+            assert time.monotonic() - began < 15, "it is never cut off"
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_byte_now_and_then_holds_no_slot_for_ever(name):
+    sent = SLOW[name]
+    n_at_once = sent.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in sent else 5
+    began = time.monotonic()
+    one = listening(max_connections=1, idle_connection_seconds=IDLE)
+    with one as port, opened(port) as connection, ThreadPoolExecutor() as pool:
+        connection.sendall(sent[:n_at_once])
+        other = pool.submit(
+            status, port
+        )  # its turn comes, though the first never hangs up
+        dribble(connection, sent[n_at_once:])
+        assert time.monotonic() - began > IDLE * 2  # no sooner than promised
+        assert other.result(timeout=PATIENCE) == 200
+
+
+def test_what_comes_steadily_and_in_time_is_served_and_a_long_answer_is_not_cut(
+    monkeypatch,
+):
+    monkeypatch.setattr(
+        s, "status_body", lambda state: time.sleep(4 * IDLE) or {"so": "long"}
+    )
+    with listening(idle_connection_seconds=IDLE) as port, opened(port) as connection:
+        for _ in range(3):  # each request has its own time
+            request = told(port)
+            for start in range(0, len(request), 10):
+                connection.sendall(request[start : start + 10])
+                time.sleep(0.02)
+            assert heard(connection)[0] == 200
+
+
+def test_the_time_of_a_request_is_not_that_of_the_wait_for_it():
+    idle = 2.0  # a slow machine has 1.4 s to spare
+    with listening(idle_connection_seconds=idle) as port, opened(port) as connection:
+        connection.sendall(told(port))
+        assert heard(connection)[0] == 200
+        time.sleep(0.7 * idle)
+        began, request = time.monotonic(), told(port)
+        for byte in request[:-1]:
+            connection.sendall(bytes([byte]))
+            time.sleep(1.6 * idle / len(request))
+        assert time.monotonic() - began > 1.5 * idle
+        connection.sendall(request[-1:])
+        assert heard(connection)[0] == 200
+
+
+BROKEN = {
+    "half a request line": b"GET /hea",
+    "half the headers": b"GET /health HTTP/1.1\r\nHost: loc",
+    "less than Content-Length": START + b"Content-Length: 500\r\n\r\n{}",
+    "half a chunk": START + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{}",
+    "no body": START + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n",
+    "nothing": b"",
+    "a header too long": b"GET / HTTP/1.1\r\nX: " + b"y" * (1 << 20) + b"\r\n\r\n",
+    "headers too many": b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
+    "a request line too long": b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\n\r\n",
+    "a body too large": START
+    + b"Content-Length: 99999999999\r\n\r\n"
+    + b" " * (1 << 20),
+}
+
+
+def stay(connection: socket.socket) -> None:
+    """And say nothing."""
+
+
+def say_no_more(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("leave", [stay, say_no_more, socket.socket.close, reset])
+def test_every_broken_request_gives_its_slot_back(leave):
+    with (
+        listening(max_connections=2, idle_connection_seconds=IDLE) as port,
+        ExitStack() as stack,
+    ):
+        for sent in BROKEN.values():
+            connection = stack.enter_context(opened(port))
+            with suppress(ConnectionError):
+                connection.sendall(sent)
+            leave(connection)
+        for _ in range(2):  # both at once
+            connection = stack.enter_context(opened(port))
+            connection.sendall(told(port))
+            assert heard(connection)[0] == 200
+
+
+@pytest.mark.parametrize("name", [name for name in BROKEN if " too " in name])
+def test_what_is_too_large_is_said_to_be(name):
+    with listening() as port, opened(port) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(BROKEN[name])
+        assert heard(connection)[0] in (400, 413, 414, 431)
+        assert is_closed(connection)
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_a_browser_gets_the_page_and_programs_the_health(tmp_path, monkeypatch):
+    monkeypatch.setattr(s, "__file__", str(tmp_path / "start-llm.py"))
+    accepts = "text/html,application/xhtml+xml,*/*;q=0.8"
+    with listening() as port:
+        for how in (
+            {"Accept": accepts, "line": "GET /"},
+            {"line": "GET /openapi.json"},
+        ):
+            code, _, body = answer(port, **how)
+            assert code == 404
+            assert "web/" in json.loads(body)["error"]["message"]
+            assert str(tmp_path) not in body.decode()
+        (tmp_path / "web").mkdir()
+        for text in ("<p>Grüße</p>", "<p>changed</p>"):  # without a restart
+            (tmp_path / "web" / "index.html").write_text(text, "utf-8")
+            code, headers, body = answer(port, line="GET /", Accept=accepts)
+            assert (code, body.decode()) == (200, text)
+        assert headers["content-type"] == "text/html; charset=utf-8"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-cache"
+        rules = dict(
+            rule.split(" ", 1)
+            for rule in headers["content-security-policy"].split("; ")
+        )
+        assert (
+            rules["default-src"]
+            == rules["frame-ancestors"]
+            == rules["base-uri"]
+            == "'none'"
+        )
+        assert rules["connect-src"] == "'self'"
+        (tmp_path / "web" / "openapi.json").write_text('{"openapi": "3.1.0"}')
+        code, headers, body = answer(port, line="GET /openapi.json")
+        assert (code, json.loads(body)) == (200, {"openapi": "3.1.0"})
+        assert headers["content-type"] == "application/json"
+        for accept in ("application/json", "*/*", None):
+            code, _, body = answer(port, line="GET /", Accept=accept)
+            assert (code, json.loads(body)) == (503, {"status": "loading"})
+        code, headers, body = answer(port, line="HEAD /", Accept=accepts)
+        assert (code, headers["content-length"], body) == (200, "14", b"")

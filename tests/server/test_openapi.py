@@ -1,0 +1,759 @@
+"""web/openapi.json: it lists what the server has, and every answer to anything is one it allows."""
+
+import http.client
+import json
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+import start_llm as s
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core import NOT_SET
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from server_fixture import PATIENCE, Served, free_port, user
+from tiny_models import DENSE, TOOLS, tiny_model
+
+FILE = Path(s.__file__).resolve().parent / "web" / "openapi.json"
+DESCRIPTION = json.loads(FILE.read_text(encoding="utf-8"))
+SCHEMA = schemathesis.openapi.from_dict(DESCRIPTION)
+OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+EXPLAIN = "/v1/cache/explain"
+HELLO = [user("Hello.")]
+KEYLESS = {key for key, route in s._ROUTES.items() if not route.needs_key}
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    limits = {
+        "default_max_tokens": 4,
+        "generation_watchdog_seconds": 0.1,
+        "max_kv_size": 4096,
+    }
+    with closing(Served(folder, **limits)) as running:
+        yield running
+
+
+def ask(served, method, path, body: Any = None, **headers: str) -> Answer:
+    """`body`: JSON, or bytes as they are."""
+    config = served if isinstance(served, s.Config) else served.state.config
+    payload = (
+        body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    )
+    with closing(
+        http.client.HTTPConnection("127.0.0.1", config.mlx_port, timeout=PATIENCE)
+    ) as connection:
+        connection.request(method, path, payload, headers)
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read()
+
+
+def closed(schema: Any) -> Any:
+    """The same, where an object has no more fields than are described."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    more = (
+        {"additionalProperties": False}
+        if isinstance(schema.get("properties"), dict)
+        else {}
+    )
+    return more | {name: closed(one) for name, one in schema.items()}
+
+
+CLOSED = closed(DESCRIPTION["components"])
+
+
+def check_it_is(schema: Any, body: Any, components: Any = CLOSED) -> None:
+    """`schema`: itself or a name of one."""
+    named = (
+        {"$ref": f"#/components/schemas/{schema}"}
+        if isinstance(schema, str)
+        else schema
+    )
+    validator = Draft202012Validator({**named, "components": components})
+    wrong = best_match(validator.iter_errors(body))
+    said = json.dumps(body)[:1500]
+    assert wrong is None, f"{wrong.json_path}: {wrong.message[:300]} in {said}"
+
+
+def check(answer: Answer, path: str, method: str = "POST") -> Any:
+    """The body, which is one that the description has for this status, and gives nothing away."""
+    status, headers, payload = answer
+    described = DESCRIPTION["paths"][path][method.lower()]["responses"]
+    assert str(status) in described, (status, payload[:300])
+    response = described[str(status)]
+    if "$ref" in response:
+        response = DESCRIPTION["components"]["responses"][
+            response["$ref"].rpartition("/")[2]
+        ]
+    kind = headers["Content-Type"].partition(";")[0]
+    assert kind in response["content"]
+    for name, header in response.get("headers", {}).items():
+        assert name in headers or not header.get("required")
+    check_it_is_decent(payload)
+    if kind != "application/json":
+        return payload.decode()
+    body = json.loads(payload)
+    check_it_is(closed(response["content"][kind]["schema"]), body)
+    return body
+
+
+def check_it_is_decent(payload: bytes) -> None:
+    for words in (
+        b"Traceback",
+        b'File "',
+        b"[metal",
+        b"start-llm.py",
+        b"/tmp/",
+        b"site-packages",
+    ):
+        assert words not in payload
+
+
+def check_it_serves(served) -> None:
+    assert ask(served, "POST", CHAT, {"messages": HELLO})[0] == 200
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def test_it_lists_the_routes_of_the_server_and_no_other():
+    listed = {
+        (method.upper(), path)
+        for path, at in DESCRIPTION["paths"].items()
+        for method in at
+    }
+    served = {key for key in s._ROUTES if key != s._PREFLIGHT}
+    assert listed == {(method, path.replace("*", "{id}")) for method, path in served}
+
+
+def test_those_that_need_no_key_say_so():
+    free = {
+        (method.upper(), path)
+        for path, at in DESCRIPTION["paths"].items()
+        for method, operation in at.items()
+        if operation.get("security") == []
+    }
+    assert free == KEYLESS - {s._PREFLIGHT}
+
+
+def test_it_is_valid_openapi_of_valid_schemas_and_can_be_read():
+    SCHEMA.validate()
+    assert DESCRIPTION["openapi"].startswith("3.1.")
+    for schema in DESCRIPTION["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+    assert FILE.read_text(encoding="utf-8").count("\n") < 750
+
+
+def refs(part: Any) -> set[str]:
+    if isinstance(part, dict):
+        own = {part["$ref"]} if isinstance(part.get("$ref"), str) else set()
+        return own.union(*map(refs, part.values()))
+    return set().union(*map(refs, part)) if isinstance(part, list) else set()
+
+
+def test_nothing_is_referred_to_in_vain_and_nothing_is_left_over():
+    used = {tuple(ref.split("/")[2:]) for ref in refs(DESCRIPTION)}
+    components = DESCRIPTION["components"]
+    there = {
+        (kind, name)
+        for kind in ("parameters", "responses", "schemas")
+        for name in components[kind]
+    }
+    loose = {  # of paths and methods that no operation has
+        *(("responses", f"{api}NotAllowed") for api in ("", "Messages")),
+    }
+    assert used | loose == there
+
+
+def fields(name: str) -> set[str]:
+    schema = DESCRIPTION["components"]["schemas"][name]
+    inner = (
+        fields(part["$ref"].rpartition("/")[2]) for part in schema.get("allOf", ())
+    )
+    return set(schema["properties"]).union(*inner)
+
+
+def test_every_field_that_is_read_is_described():
+    sampling = set(s.SamplingParams.model_fields)
+    read = (
+        {name.partition(".")[0] for name in s._THINKING_FIELDS}
+        | sampling
+        | set(s._ChatBody.model_fields) - {"thinking_budget"}
+    )
+    assert read <= fields("ChatRequest")
+    assert sampling | set(s._CompletionBody.model_fields) <= fields("CompletionRequest")
+    assert sampling | set(s._MessagesBody.model_fields) <= fields("MessagesRequest")
+
+
+# -- real replies ----------------------------------------------------------------------------------
+
+LONG = {"max_tokens": 80, "temperature": 0}
+MESSAGES_TOOLS = [
+    {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
+    for tool in TOOLS
+]
+REQUESTS = [
+    ("GET", "/", None, {}),
+    ("GET", "/", None, {"Accept": "text/html"}),
+    ("GET", "/health", None, {}),
+    ("GET", "/openapi.json", None, {}),
+    ("GET", "/metrics", None, {}),
+    ("GET", "/v1/models", None, {}),
+    ("GET", "/version", None, {}),
+    ("POST", CHAT, {"messages": HELLO, "tools": TOOLS, **LONG}, {}),
+    ("POST", CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2}, {}),
+    ("POST", TEXT, {"prompt": "Hello."}, {}),
+    (
+        "POST",
+        MESSAGES,
+        {"messages": HELLO, "thinking": {"type": "enabled"}, **LONG},
+        {},
+    ),
+    ("POST", MESSAGES, {"messages": HELLO, "tools": MESSAGES_TOOLS, **LONG}, {}),
+    ("POST", COUNT, {"messages": HELLO}, {}),
+    ("POST", EXPLAIN, {"messages": HELLO}, {}),
+    ("POST", EXPLAIN, {"prompt": "Hello."}, {}),
+    ("POST", EXPLAIN, {"messages": HELLO, "system": "You help."}, {}),
+    ("GET", "/v1/status", None, {}),
+    ("DELETE", "/v1/cache", None, {}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "headers"), REQUESTS)
+def test_real_replies_are_as_described_to_the_last_field(
+    served, method, path, body, headers
+):
+    answer = ask(served, method, path, body, **headers)
+    assert answer[0] == 200
+    check(answer, path, method)
+    if body:
+        name = {
+            CHAT: "ChatRequest",
+            TEXT: "CompletionRequest",
+            EXPLAIN: "AnyRequest",
+        }.get(path)
+        check_it_is(name or "MessagesRequest", body, DESCRIPTION["components"])
+
+
+def test_a_model_is_found_by_its_name_and_another_is_not(served):
+    body = check(ask(served, "GET", "/v1/models"), "/v1/models", "GET")
+    one = ask(served, "GET", f"/v1/models/{body['data'][0]['id']}")
+    assert check(one, "/v1/models/{id}", "GET") == body["data"][0]
+    other = ask(served, "GET", "/v1/models/other")
+    assert other[0] == 404 and check(other, "/v1/models/{id}", "GET")
+
+
+def test_the_status_is_as_described_while_a_request_runs(served):
+    seen = []
+    fields = {"messages": [user("Hello. " * 200)], "session_id": "s"}
+    look = lambda fed: seen.append(ask(served, "GET", "/v1/status"))  # noqa: E731
+    with served.holding(look):
+        assert ask(served, "POST", CHAT, fields)[0] == 200
+    bodies = [check(answer, "/v1/status", "GET") for answer in seen]
+    assert any(body["requests"] for body in bodies)
+    assert ask(served, "GET", "/nothing")[0] == 404
+    body = check(ask(served, "GET", "/v1/status"), "/v1/status", "GET")
+    assert body["recent"] and body["refusals"]
+
+
+def test_explanations_are_as_described(folder):
+    talk = [{"role": "system", "content": "You help. " * 100}, *HELLO]
+    named = {"messages": talk, "session_id": "explained"}
+    with closing(
+        Served(folder, default_max_tokens=4)
+    ) as patient:  # what is cut is not compared
+        assert ask(patient, "POST", CHAT, named)[0] == 200
+        talk[0]["content"] = "EDITED " + talk[0]["content"]
+        body = check(ask(patient, "POST", EXPLAIN, named), EXPLAIN)
+        assert body["why_not_more"]["message"] == 0
+        body = check(ask(patient, "POST", EXPLAIN, {**named, "tools": TOOLS}), EXPLAIN)
+        assert "tools" in body["why_not_more"]["sentence"]
+
+
+def events(answer: Answer) -> list[str]:
+    status, headers, payload = answer
+    assert (status, headers["Content-Type"]) == (
+        200,
+        "text/event-stream; charset=utf-8",
+    )
+    return payload.decode().removesuffix("\n\n").split("\n\n")
+
+
+@pytest.mark.parametrize(("path", "name"), [(CHAT, "ChatChunk"), (TEXT, "Completion")])
+@pytest.mark.parametrize("usage", [True, False])
+def test_every_event_of_a_stream_is_as_described(served, path, name, usage):
+    what = {"prompt": "Hello."} if path == TEXT else {"messages": HELLO, "tools": TOOLS}
+    how = {"stream": True, "stream_options": {"include_usage": usage}}
+    *chunks, done = events(ask(served, "POST", path, {**what, **how, **LONG}))
+    assert done == "data: [DONE]" and len(chunks) > 2
+    for chunk in chunks:
+        check_it_is(name, json.loads(chunk.removeprefix("data: ")))
+
+
+def test_every_event_of_a_stream_with_progress_is_as_described(served):
+    body = {"messages": HELLO, "stream": True, "return_progress": True, **LONG}
+    *chunks, _done = events(ask(served, "POST", CHAT, body))
+    bodies = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    assert any("prompt_progress" in body for body in bodies)
+    for body in bodies:
+        check_it_is("ChatChunk", body)
+
+
+def test_every_event_of_a_messages_stream_is_as_described(served):
+    body = {"messages": HELLO, "tools": MESSAGES_TOOLS, "stream": True, **LONG}
+    for event in events(ask(served, "POST", MESSAGES, body)):
+        name, _, data = event.removeprefix("event: ").partition("\ndata: ")
+        assert json.loads(data)["type"] == name
+        check_it_is("MessagesEvent", json.loads(data))
+
+
+def bodies_of(method: str, path: str) -> Any:
+    what = {TEXT: {"prompt": "Hello."}}.get(path, {"messages": HELLO})
+    return what if method == "POST" else None
+
+
+EVERY = [tuple(label.split()) for label in OPERATIONS]
+
+
+@pytest.mark.parametrize(("method", "path"), EVERY)
+def test_refusals_are_as_described(served, method, path):
+    real = path.replace("{id}", "x")
+    refusals = {403: {"Host": "evil.example"}}
+    if method == "POST":
+        refusals |= {
+            413: {"Content-Length": str(10**12)},
+            415: {"Content-Encoding": "gzip"},
+        }
+    for status, headers in refusals.items():
+        answer = ask(served, method, real, bodies_of(method, path), **headers)
+        assert answer[0] == status
+        check(answer, path, method)
+    if method == "POST":
+        for body in (b"", b"{", b"[]", b"{}", b"\xff"):
+            answer = ask(served, method, real, body)
+            assert answer[0] == 400
+            check(answer, path, method)
+
+
+@pytest.mark.parametrize(
+    "path", [*DESCRIPTION["paths"], "/v1/none", "/v1/messages/none"]
+)
+def test_other_methods_and_paths_are_refused_as_described(served, path):
+    api = "Messages" if path.startswith(MESSAGES) else ""
+    is_there = path in DESCRIPTION["paths"]
+    status, headers, payload = ask(served, "PUT", path.replace("{id}", "x"))
+    assert status == (405 if is_there else 404)
+    check_it_is(f"{api}Error", json.loads(payload))
+    if is_there:
+        allowed = {method.upper() for method in DESCRIPTION["paths"][path]}
+        assert set(headers["Allow"].split(", ")) == allowed
+
+
+@pytest.fixture(scope="module")
+def loading():
+    """The settings of a server whose model is never loaded, and that asks for a key."""
+    config = s.Config(
+        mlx_port=free_port(), api_key="secret", enable_request_logging=False
+    )
+    servers = s._listen(config, s.build_state(config))
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield config
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("method", "path"), EVERY)
+def test_without_a_key_or_a_model_each_says_so_as_described(loading, method, path):
+    real, is_open = path.replace("{id}", "x"), (method, path) in KEYLESS
+    described = DESCRIPTION["paths"][path][method.lower()]["responses"]
+    for headers in ({}, {"x-api-key": "secret"}, {"Authorization": "Bearer secret"}):
+        answer = ask(loading, method, real, bodies_of(method, path), **headers)
+        welcome = 503 if "503" in described else 200
+        assert answer[0] == (welcome if headers or is_open else 401)
+        check(answer, path, method)
+
+
+def test_a_full_queue_is_a_503_that_says_when_to_come_again(served, monkeypatch):
+    def refuse(job):
+        raise s.Overloaded("too many wait")
+
+    monkeypatch.setattr(served.state.engine, "submit", refuse)
+    for path in (CHAT, TEXT, MESSAGES):
+        answer = ask(served, "POST", path, bodies_of("POST", path))
+        assert answer[0] == 503 and answer[1]["Retry-After"] == "2"
+        check(answer, path)
+
+
+# -- every request that can be made up -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_every_answer_is_one_that_the_description_allows(served, label, mode):
+    operation = OPERATIONS[label]
+    method, path = label.split()
+    takes = bool(operation.body) or bool(list(operation.iter_parameters()))
+    if mode is GenerationMode.NEGATIVE and not operation.body:
+        pytest.skip("any text is a name: there is nothing to get wrong")
+    url = f"http://127.0.0.1:{served.state.config.mlx_port}"
+
+    @settings(
+        max_examples=30 if method == "POST" else 8 if takes else 1,
+        phases=[Phase.generate],
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def ask_it(case):
+        response = case.call(base_url=url, timeout=PATIENCE)
+        case.validate_response(response, checks=CHECKS)
+        check_it_is_decent(response.content)
+        if (
+            response.status_code == 200 and case.body is not NOT_SET
+        ):  # what is taken is described
+            schema = DESCRIPTION["paths"][path]["post"]["requestBody"]["content"]
+            schema = schema["application/json"]["schema"]
+            check_it_is(schema, case.body, DESCRIPTION["components"])
+
+    ask_it()
+    check_it_serves(served)
+
+
+# -- what no schema says ---------------------------------------------------------------------------
+
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "read", "arguments": '{"path": "x"}'},
+}
+WHOLE = {
+    CHAT: {
+        "model": "any",
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "You help."}]},
+            {"role": "user", "content": "Hello.", "name": "bo"},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "tool_calls": [CALL],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "x"},
+        ],
+        "tools": TOOLS[:1],
+        "tool_choice": "auto",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "object"}},
+        },
+        "chat_template_kwargs": {"x": 1},
+        "thinking": {"type": "enabled", "budget_tokens": 9},
+        "stop": ["\n\n"],
+        "temperature": 0.5,
+        "max_tokens": 2,
+        "seed": 1,
+        "logit_bias": {"1": 2},
+        "metadata": {"session_id": "s", "user_id": "u"},
+        "stream": False,
+        "stream_options": {"include_usage": True},
+        "extra_body": {"top_k": 3},
+    },
+    TEXT: {"prompt": [1, 2, 3], "max_tokens": 2, "logit_bias": {"5": -1}, "stop": "x"},
+    MESSAGES: {
+        "model": "any",
+        "max_tokens": 2,
+        "system": [
+            {
+                "type": "text",
+                "text": "You help.",
+                "cache_control": {"type": "ephemeral"},
+            }
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "source": {"data": "x"}}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {
+                        "type": "tool_use",
+                        "id": "c",
+                        "name": "read",
+                        "input": {"path": "x"},
+                    },
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+                ],
+            },
+        ],
+        "tools": MESSAGES_TOOLS[:1],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+        "stop_sequences": ["\n\n"],
+        "output_config": {
+            "effort": "low",
+            "format": {"type": "json_schema", "schema": {}},
+        },
+        "metadata": {"user_id": "u"},
+        "stream": True,
+    },
+}
+WHOLE |= {COUNT: WHOLE[MESSAGES], EXPLAIN: WHOLE[CHAT]}
+
+
+def nested(
+    n: int, opening: bytes = b"[", inside: bytes = b"", closing: bytes = b"]"
+) -> bytes:
+    return opening * n + inside + closing * n
+
+
+HOSTILE = [
+    *(nested(n) for n in (60, 150, 10_000)),
+    *(
+        nested(n, b'{"type":"object","properties":{"a":', b"{}", b"}}")
+        for n in (30, 80, 10_000)
+    ),
+    *(b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"-1", b"1e-9", b"1.5", b"1e30"),
+    *(
+        b"9223372036854775807",
+        b"18446744073709551616",
+        b"0",
+        b"null",
+        b"true",
+        b"[]",
+        b"{}",
+    ),
+    *(
+        b'""',
+        b'" "',
+        b'"\\u0000"',
+        b'"\\ud800"',
+        b'"\\udc00\\ud800 x"',
+        b'"\xff"',
+        b'"\xed\xa0\x80"',
+    ),
+    *(
+        b'{"a":1,"a":[2]}',
+        b'{"type":7}',
+        b'{"type":["x",{}],"properties":[]}',
+        b'{"$ref":"#"}',
+    ),
+    *(
+        b"[null]",
+        b"[[]]",
+        b"[{}]",
+        b'[""]',
+        b'{"":null}',
+        b'{"\\ud800":1}',
+        b"x",
+        b"'x'",
+        b"1 2",
+    ),
+    b'"<|im_start|><|im_end|><tool_call></think>"',
+]
+
+
+def places(body: Any) -> list[tuple[Any, ...]]:
+    """The path of every value."""
+    inner = body.items() if isinstance(body, dict) else enumerate(body)
+    return [
+        (key, *rest)
+        for key, value in inner
+        for rest in ((), *(places(value) if isinstance(value, dict | list) else ()))
+    ]
+
+
+def spoiled(body: Any, place: tuple[Any, ...], raw: bytes) -> bytes:
+    """The body as JSON, with these bytes in one place."""
+    copy = here = json.loads(json.dumps(body))
+    for step in place[:-1]:
+        here = here[step]
+    here[place[-1]] = "@@"
+    return json.dumps(copy).encode().replace(b'"@@"', raw, 1)
+
+
+@settings(
+    max_examples=200,
+    phases=[Phase.generate],
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(st.data())
+def test_whatever_stands_in_a_body_has_an_answer(served, data):
+    path = data.draw(st.sampled_from(sorted(WHOLE)))
+    place = data.draw(st.sampled_from(places(WHOLE[path])))
+    raw = data.draw(st.sampled_from(HOSTILE))
+    answer = ask(served, "POST", path, spoiled(WHOLE[path], place, raw))
+    assert answer[0] in (200, 400), (place, raw[:80], answer[2][:200])
+    if answer[1]["Content-Type"] == "application/json":
+        check(answer, path)
+    check_it_is_decent(answer[2])
+
+
+def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [*messages, *HELLO], **fields}
+
+
+def offering(parameters: Any, name: str = "read", **fields: Any) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+    return chat(tools=[tool], **fields)
+
+
+def deep(n: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": deep(n - 1)}} if n else {}
+
+
+NO_SCHEMAS: list[Any] = [
+    {"type": 7},
+    {"type": "thing"},
+    {"type": [[], {}]},
+    {"properties": [1]},
+    {"properties": None},
+    {"properties": {"path": 5}},
+    {"properties": {"path": {"type": {}}}},
+    {"properties": {"path": {"anyOf": [5, None]}}},
+    {"properties": {"path": {"enum": 3}}},
+    {"properties": {"path": {"$ref": "#/nowhere"}}},
+    {"$ref": "#"},
+    {"$ref": 5},
+    {"required": "x"},
+    {"additionalProperties": 5},
+    {"pattern": "((("},
+]
+TEN_THOUSAND = [
+    {"role": ("user", "assistant")[i % 2], "content": "Hi."} for i in range(10_001)
+]
+MANY = [
+    ("empty body", CHAT, b""),
+    *((f"{n} levels", CHAT, nested(n)) for n in (10_000, 1_000_000)),
+    ("levels in pieces", CHAT, nested(10_000, b'{"messages":', b"1", b"}")),
+    ("levels, mended", CHAT, b'["\\ud800",' + nested(10_000) + b"]"),
+    (
+        "duplicate keys",
+        CHAT,
+        b'{"messages":1,"messages":[{"role":"user","content":"Hi."}]}',
+    ),
+    ("not UTF-8", CHAT, b'{"messages":[{"role":"user","content":"\xff"}]}'),
+    ("UTF-16", CHAT, json.dumps(chat()).encode("utf-16")),
+    ("10,000 messages", CHAT, {"messages": TEN_THOUSAND}),
+    ("10,000 messages", MESSAGES, {"messages": TEN_THOUSAND}),
+    (
+        "10,000 system messages",
+        CHAT,
+        {"messages": [{"role": "system", "content": "Hi."}] * 10_000},
+    ),
+    ("10,000 faults", CHAT, {"messages": [5] * 10_000}),
+    ("10,000 tools", CHAT, offering({})["tools"] * 10_000),
+    ("1 MB content", CHAT, chat(user("x" * 10**6))),
+    ("1 MB role", CHAT, chat({"role": "x" * 10**6, "content": ""})),
+    ("1 MB model", CHAT, chat(model="x" * 10**6)),
+    ("1 MB session", CHAT, chat(session_id="x" * 10**6)),
+    ("1 MB tool name", CHAT, offering({}, "x" * 10**6)),
+    (
+        "1 MB signature",
+        MESSAGES,
+        {"messages": HELLO, "metadata": {"user_id": "x" * 10**6}},
+    ),
+    ("empty tool name", CHAT, offering({}, "")),
+    (
+        "empty name",
+        MESSAGES,
+        {"messages": HELLO, "tools": [{"name": "", "input_schema": {}}]},
+    ),
+    ("huge token id", CHAT, chat(logit_bias={"9" * 5000: 1})),
+    ("two names of a token", CHAT, chat(logit_bias={"1": -100, "01": 100})),
+    *((f"{n} levels of a tool", CHAT, offering(deep(n))) for n in (20, 90)),
+    *(
+        (f"{n} levels of a tool", CHAT, offering(deep(n), tool_choice="required"))
+        for n in (20, 90)
+    ),
+]
+MANY += [
+    (json.dumps(schema), CHAT, offering(schema, tool_choice=choice, max_tokens=60))
+    for schema in NO_SCHEMAS
+    for choice in ("auto", "required")
+]
+MANY += [
+    (
+        json.dumps(schema),
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": form}),
+    )
+    for schema in [*NO_SCHEMAS, deep(90)]
+    for form in [{"schema": schema}]
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "path", "body"), MANY, ids=lambda value: str(value)[:40]
+)
+def test_what_no_schema_forbids_has_an_answer_and_then_it_serves(
+    served, what, path, body
+):
+    answer = ask(served, "POST", path, body)
+    assert answer[0] in (200, 400), answer[2][:300]
+    check(answer, path)
+    check_it_serves(served)
+
+
+# -- faults that are known and left ----------------------------------------------------------------
+
+ESCAPED = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+FAULTS = [
+    *((EXPLAIN, chat(tools=tools), 400) for tools in (5, True, [5], [None])),
+    (CHAT, chat(temperature=1e-40), 200),
+    (CHAT, chat(temperature=1.0, top_p=1e-300), 200),
+    (CHAT, chat(temperature=0, repetition_penalty=1e-45, max_tokens=60), 400),
+    (CHAT, chat(repetition_penalty=1.2, repetition_context_size=2**62), 200),
+    (CHAT, chat({"role": "assistant", "tool_calls": [ESCAPED]}), 200),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), FAULTS)
+def test_what_once_was_a_500(served, path, body, status):
+    assert ask(served, "POST", path, body)[0] == status
+
+
+def test_a_long_stop_string_holds_nobody_up():
+    stops, began = s.StopStrings(("x" * 1000,)), time.process_time()
+    assert stops.feed("x" * 20) == ""
+    assert time.process_time() - began < 0.05

@@ -1,0 +1,415 @@
+"""The whole server in trouble: floods, deaf clients, a dying model, orders to stop, two users."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from itertools import product
+
+import pytest
+import start_llm as s
+from program import Program
+from server_fixture import PATIENCE, SYSTEM, Scribe, Served, free_port, user, wait_until
+from status_client import ask, post, status, words
+from tiny_models import DENSE, TOOLS, tiny_model
+
+CHAT = {"model": "any", "temperature": 0, "tools": TOOLS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+@contextmanager
+def serving(folder, **settings):
+    with closing(Served(folder, **settings)) as served:
+        yield served
+
+
+def chat(text="Hello.", **fields):
+    return {**CHAT, "messages": [SYSTEM, user(text)], **fields}
+
+
+def plain(text="Hello.", **fields):
+    """A body that each of the three APIs understands."""
+    return {
+        "model": "any",
+        "prompt": text,
+        "messages": [user(text)],
+        "max_tokens": 30,
+        **fields,
+    }
+
+
+# -- floods, deaf clients --------------------------------------------------------------------------
+
+
+def test_a_flood_is_refused_before_the_headers_in_the_clients_own_shape(folder):
+    with serving(folder, max_queued_requests=2, batch_max_rows=1) as served:
+        port = served.state.config.mlx_port
+        with (
+            served.holding(lambda fed: time.sleep(0.02)),
+            ThreadPoolExecutor(16) as pool,
+        ):
+            bodies = [plain(words(40, n), stream=True) for n in range(12)]
+            paths = ["/v1/chat/completions", "/v1/messages"] * 6
+            answers = list(
+                pool.map(lambda x: post(port, *x), zip(paths, bodies, strict=True))
+            )
+        codes = [code for code, _, _ in answers]
+        assert set(codes) == {200, 503} and codes.count(503) >= 3
+        for path, (code, headers, body) in zip(paths, answers, strict=True):
+            if code == 503:
+                assert int(headers["Retry-After"]) > 0
+                kind = json.loads(body)["error"]["type"]
+                assert (kind == "overloaded_error") == (path == "/v1/messages")
+        assert served.ask([SYSTEM, user("Hello.")]).finish_reason
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere fewer may wait")
+def test_500_clients_in_one_moment_all_wait_to_be_accepted():
+    address = ("127.0.0.1", free_port())
+    with ExitStack() as opened:
+        # Nobody accepts: what connects does so to the backlog.
+        slots = threading.BoundedSemaphore(1)
+        server = s.LLMServer(address, None, slots=slots)
+        opened.callback(server.server_close)
+        clients = [opened.enter_context(socket.socket()) for _ in range(500)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(address)
+
+        for client in clients:
+            assert client.getpeername() == address  # raises if it is not connected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
+    monkeypatch.setattr(s, "MAX_UNREAD_EVENTS", 200)
+    accept = s.LLMServer.get_request
+
+    def accepted(server):  # the system buffers megabytes, which take long to fill
+        connection, address = accept(server)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        return connection, address
+
+    monkeypatch.setattr(s.LLMServer, "get_request", accepted)
+    with serving(folder, idle_connection_seconds=5) as served, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        deaf.connect(("127.0.0.1", served.state.config.mlx_port))
+        stop_never = {"logit_bias": {str(served.scribe.end): -100}}
+        body = json.dumps(
+            chat(stream=stream, max_tokens=100_000, **stop_never)
+        ).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        deaf.sendall(head.encode() + body)
+        wait_until(lambda: status(served)["engine"]["decoding"] == 1)
+        assert served.ask([SYSTEM, user(words(50))], max_tokens=40).n_generated
+        if not stream:  # there is nothing to read yet: it may go on until it leaves
+            deaf.close()
+        wait_until(lambda: status(served)["engine"]["decoding"] == 0)
+        wait_until(lambda: not status(served)["requests"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
+    with serving(folder, batch_max_rows=1 if phase == "queued" else 8) as served:
+        end = {"logit_bias": {str(served.scribe.end): -100}}
+
+        def phases():
+            return [one["phase"] for one in status(served)["requests"]]
+
+        with served.holding(
+            lambda fed: time.sleep(0.2 if phase == "prefill" else 0.01)
+        ):
+            if phase == "queued":
+                busy = threading.Thread(
+                    target=lambda: served.ask(
+                        [SYSTEM, user("Go on.")], max_tokens=400, **end
+                    )
+                )
+                busy.start()
+                wait_until(lambda: phases() == ["decode"])
+            n_words = 8000 if phase == "prefill" else 50
+            body = chat(words(n_words), stream=stream, max_tokens=5000, **end)
+            with closing(
+                http.client.HTTPConnection("127.0.0.1", served.state.config.mlx_port)
+            ) as c:
+                c.request("POST", "/v1/chat/completions", json.dumps(body))
+                wait_until(lambda: phase in phases())
+            left = time.monotonic()
+            wait_until(lambda: phases() == ["decode"] * (phase == "queued"))
+            assert time.monotonic() - left < 1.5
+            if phase == "queued":
+                busy.join()
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def test_what_went_wrong_inside_is_for_the_log_and_not_for_clients(folder, caplog):
+    def fail(_fed):
+        raise RuntimeError("[metal::malloc] /Users/me/secret.py line 7")
+
+    with serving(folder) as served:
+        port = served.state.config.mlx_port
+        paths = ("/v1/chat/completions", "/v1/messages", "/v1/completions")
+        for path, stream in product(paths, (False, True)):
+            with served.holding(fail):
+                code, _, answer = post(port, path, plain(stream=stream))
+            assert code in ((200,) if stream else (500, 503))
+            assert b"error" in answer
+            secrets = (b"metal", b"malloc", b"secret", b"Traceback", b"/Users")
+            assert not any(secret in answer for secret in secrets)
+        assert served.ask([SYSTEM, user("Hello.")]).finish_reason
+    assert "/Users/me/secret.py" in caplog.text
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
+    folder, monkeypatch, exits
+):
+    port = free_port()
+    config = s.Config(
+        model_path=str(folder),
+        mlx_port=port,
+        enable_proxy=False,
+        exit_on_engine_death=exits,
+    )
+    state, stop, statuses = s.build_state(config), threading.Event(), []
+    servers = s._listen(config, state)
+    main = threading.Thread(
+        target=lambda: statuses.append(s._serve(state, servers, stop=stop))
+    )
+    main.start()
+    try:
+        wait_until(lambda: state.engine.state == "ready")
+
+        def broken(_self):
+            raise RuntimeError("planted: /secret/path")
+
+        with ThreadPoolExecutor(1) as pool:
+            body = chat(max_tokens=100_000, logit_bias={str(served_end(folder)): -100})
+            waiting = pool.submit(post, port, "/v1/chat/completions", body)
+            wait_until(lambda: state.engine.report["decoding"])
+            monkeypatch.setattr(s.PrefixCache, "evict_idle", broken)
+            code, _, answer = waiting.result(timeout=PATIENCE)
+        assert code == 503 and b"secret" not in answer
+        if exits:
+            main.join(PATIENCE)
+            assert statuses == [1]
+        else:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            assert response.status == 503 and json.loads(response.read())["error"]
+            assert main.is_alive()
+    finally:
+        stop.set()
+        main.join(PATIENCE)
+    assert not main.is_alive()
+
+
+# -- orders to stop --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(tmp_path, folder, request):
+    settings = getattr(request, "param", {})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        running = Program(tmp_path / "program", folder)
+    running.wait_until_ready()
+    yield running
+    if running.process.poll() is None:
+        running.end(signal.SIGKILL)
+
+
+@contextmanager
+def streaming(port, max_tokens, stop_id):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    with closing(connection):
+        body = chat(stream=True, max_tokens=max_tokens, logit_bias={str(stop_id): -100})
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        response = connection.getresponse()
+        assert response.status == 200
+        while b"content" not in response.readline():
+            pass
+        yield response
+
+
+# A machine may be slow: what is not about the time allowed to running replies has a minute of it,
+# and half of that is soon.
+patient = pytest.mark.parametrize(
+    "program", [{"SHUTDOWN_GRACE_SECONDS": "60"}], indirect=True
+)
+
+
+@patient
+def test_a_running_reply_may_end_before_the_server_does(program, folder):
+    with streaming(program.port, 1500, served_end(folder)) as response:
+        program.process.send_signal(signal.SIGTERM)
+        text = response.read()
+    assert b'"finish_reason": "length"' in text and text.rstrip().endswith(
+        b"data: [DONE]"
+    )
+    assert program.process.wait(timeout=PATIENCE) == 0
+
+
+@pytest.mark.parametrize("program", [{"SHUTDOWN_GRACE_SECONDS": "0.5"}], indirect=True)
+def test_a_reply_that_takes_too_long_is_cut_with_an_error(program, folder):
+    with streaming(program.port, 100_000, served_end(folder)) as response:
+        program.process.send_signal(signal.SIGTERM)
+        began, text = time.monotonic(), response.read()
+    assert time.monotonic() - began < 30 and b'"error"' in text
+    assert b"the server is stopping" in text
+    assert program.process.wait(timeout=PATIENCE) == 0
+    assert "Traceback" not in program.said
+
+
+def test_a_request_is_under_way_until_its_error_has_left(folder, monkeypatch):
+    """Who waits for requests to end, as at a stop, would else take the error from the client."""
+    live, send = [], s.Handler._send_error_body
+
+    def noted(handler, error):
+        live.append(len(served.state.stores.live))
+        send(handler, error)
+
+    def broken(_fed):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s.Handler, "_send_error_body", noted)
+    with serving(folder) as served:
+        port = served.state.config.mlx_port
+        with served.holding(broken):
+            code, _, _ = post(port, "/v1/chat/completions", chat(max_tokens=3))
+        assert (code, live) == (500, [1])
+        wait_until(lambda: not served.state.stores.live)
+
+
+@patient
+def test_a_second_order_is_obeyed_at_once(program, folder):
+    with streaming(program.port, 100_000, served_end(folder)):
+        program.process.send_signal(signal.SIGTERM)
+        time.sleep(0.7)
+        assert program.process.poll() is None
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+@patient
+def test_while_it_stops_nobody_new_is_served(program, folder):
+    def is_refused():
+        try:
+            socket.create_connection(("127.0.0.1", program.port), timeout=2).close()
+        except ConnectionRefusedError:
+            return True
+        except (
+            ConnectionResetError
+        ):  # the door closed while this one stood in it: ask again
+            return False
+        return False
+
+    kept = http.client.HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE)
+    kept.request("GET", "/health")
+    assert kept.getresponse().read()
+    with streaming(program.port, 100_000, served_end(folder)):
+        program.process.send_signal(signal.SIGTERM)
+        wait_until(
+            is_refused, seconds=30
+        )  # a port is let go within 0.5 s, on a machine with time
+        kept.request("POST", "/v1/chat/completions", json.dumps(chat(max_tokens=3)))
+        assert kept.getresponse().status == 503
+
+
+def test_a_killed_server_leaves_its_port_free_at_once(program, folder, tmp_path):
+    with streaming(program.port, 100_000, served_end(folder)):
+        program.end(signal.SIGKILL)
+        second = Program(tmp_path / "second", folder, port=program.port)
+        try:
+            second.wait_until_ready()
+        finally:
+            second.end(signal.SIGKILL)
+
+
+def test_a_second_server_on_one_port_says_so_in_one_sentence(program, folder, tmp_path):
+    second = Program(tmp_path / "second", folder, port=program.port)
+    assert second.process.wait(timeout=PATIENCE) == 2
+    (line,) = second.said.strip().splitlines()
+    assert str(program.port) in line and "taken" in line
+
+
+def served_end(folder):
+    return Scribe(folder).end
+
+
+# -- two users -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isolation", ["key", "none"])
+def test_users_share_nothing_where_their_caches_are_apart(folder, isolation):
+    settings = {"api_key": "anna, ben", "cache_isolation": isolation}
+    with serving(folder, **settings) as served:
+        port = served.state.config.mlx_port
+
+        def cached(key, text):
+            code, _, body = post(
+                port,
+                "/v1/chat/completions",
+                chat(text, max_tokens=5, session_id="same"),
+                Authorization=f"Bearer {key}",
+            )
+            assert code == 200, body
+            return json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        secret = words(300)
+        assert cached("anna", secret) == 0
+        assert cached("anna", secret) > 300
+        is_shared = cached("ben", secret) > 300
+        assert is_shared == (isolation == "none")
+        for key in ("anna", "ben"):
+            body = ask(served, "GET", "/v1/status", **{"x-api-key": key})[1]
+            n_own = {"key": 2 if key == "anna" else 1, "none": 3}[isolation]
+            assert len(body["recent"]) == n_own
+            assert "anna" not in json.dumps(body) and "ben" not in json.dumps(body)
+        dropped = ask(served, "DELETE", "/v1/cache", **{"x-api-key": "ben"})[1][
+            "dropped"
+        ]
+        assert dropped >= 1
+        assert (cached("anna", secret) > 300) == (isolation == "key")
+        assert ask(served, "GET", "/v1/status")[0] == 401
+
+
+def test_environment_keys_are_not_in_what_the_server_says(folder, caplog):
+    assert "API_KEY" not in os.environ
+    with serving(folder, api_key="hush-hush") as served:
+        port = served.state.config.mlx_port
+        for key in ("hush-hush", "wrong-key"):
+            post(
+                port,
+                "/v1/chat/completions",
+                chat(max_tokens=2),
+                Authorization=f"Bearer {key}",
+            )
+    assert "hush-hush" not in caplog.text and "wrong-key" not in caplog.text
+
+
+def test_the_console_says_that_it_stops_and_that_it_has(program):
+    program.process.send_signal(signal.SIGTERM)
+
+    assert program.process.wait(timeout=PATIENCE) == 0
+    lines = program.said.splitlines()
+    assert lines[-1] == "stopped."
+    assert sum(line.startswith("Stopping ...") for line in lines) == 1
+    assert sum(line.startswith("start-llm ") for line in lines) == 2  # loading, banner

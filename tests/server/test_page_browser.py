@@ -1,0 +1,664 @@
+"""The page in a real browser: what a person reads, types and hears on it.
+
+It runs where Debian's chromium (or another in the PATH) and Playwright are. Each test waits
+for what the page shows, never for a time.
+"""
+
+import copy
+import os
+import shutil
+import threading
+
+import pytest
+from page_stub import (
+    NOW,
+    cache_entry,
+    chat_events,
+    ended,
+    four_agents_body,
+    idle_body,
+    live,
+    long_prefill_body,
+    serving_page,
+    whose,
+)
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="Playwright is missing: requirements-dev.txt has it"
+)
+expect = playwright.expect
+CHROMIUM = shutil.which("chromium")
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium in the PATH: apt-get install chromium"
+)
+
+PATIENCE_MS = 30_000  # for a condition to come true: the machine may be busy
+NEW_FIELDS = {  # that an older server does not send
+    "waited_seconds",
+    "waiting_for",
+    "waiting_for_request",
+    "prefill_left_seconds",
+    "client",
+    "title",
+    "waited_for",
+    "waited_for_request",
+    "started_at",
+}
+EVIL = "<img src=x onerror=document.title='pwned'>\u202e\n<b>x</b>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    is_root = os.geteuid() == 0  # whom chromium's sandbox refuses
+    with playwright.sync_playwright() as engines:
+        browser = engines.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"] if is_root else []
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def desktop(browser):
+    """A window that tests use one after another."""
+    return browser.new_page(viewport={"width": 1280, "height": 900})
+
+
+@pytest.fixture
+def visit(browser, desktop):
+    """Opens a stub's page. Whatever the browser complains of fails the test."""
+    complaints, pages = [], []
+
+    def complain(message):
+        # An answer that is no 200, and a server that has gone, are what some tests are about.
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            complaints.append(message.text)
+
+    def note_error(error):
+        complaints.append(str(error))
+
+    def open_page(stub, **options):
+        page = browser.new_page(**options) if options else desktop
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", note_error)
+        page.on("console", complain)
+        pages.append(page)
+        page.goto(stub.url)
+        page.wait_for_selector("#top[data-is]:not([data-is=loading]), #key:visible")
+        return page
+
+    expect.set_options(timeout=PATIENCE_MS)
+    yield open_page
+    for page in pages:
+        page.remove_listener("pageerror", note_error)
+        page.remove_listener("console", complain)
+        if page is desktop:
+            page.goto("about:blank")
+        else:
+            page.close()
+    assert complaints == []
+
+
+def refresh(page):
+    """Ask for the status now: not in a second."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def text_of(page, selector):
+    return " ".join(page.locator(selector).inner_text().split())
+
+
+def without_new_fields(body):
+    """What a server of before these fields would have sent."""
+    old = copy.deepcopy(body)
+    for name in ("version", "totals", "refusals"):
+        old.pop(name, None)
+    old["memory"].pop("peak", None)
+    for request in old["requests"] + old["recent"]:
+        for name in NEW_FIELDS:
+            request.pop(name, None)
+    return old
+
+
+# -- how it is, at a glance ------------------------------------------------------------
+
+
+def test_an_idle_server_shows_that_it_is_healthy_and_how_to_begin(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+
+        expect(page.locator("#sentence")).to_have_text(
+            "Healthy and ready; no request has come yet."
+        )
+        expect(page.locator("#connect")).to_have_attribute("open", "")
+        expect(page.locator("#exact")).to_have_attribute("data-is", "good")
+        url = stub.url.rstrip("/")
+        command = f"python3.12 install_and_run.py launch claude --url {url}"
+        expect(page.locator("#commands code").first).to_have_text(command)
+        assert stub.url + "v1/chat/completions" in text_of(page, "#commands")
+
+
+def test_a_busy_server_says_in_one_sentence_what_it_does(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+
+        expect(page.locator("#sentence")).to_have_text(
+            "Healthy: 1 request is being answered, 1 being read, 2 waiting."
+        )
+        asides = text_of(page, "#asides")
+        assert "“Rename Ledger to Transcript everywhere”: 31 s left to read." in asides
+        assert "1 request was refused in the last ten minutes." in asides
+        expect(page.locator("#connect")).not_to_have_attribute("open", "")
+
+
+def test_the_big_number_is_the_time_that_the_cache_saved(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+
+        expect(page.locator("#saved-number")).to_have_text("49 min saved")
+        words = text_of(page, "#saved-words")
+        assert "1.19M of 1.24M prompt tokens (95 %)" in words
+        assert "in 143 requests" in words
+
+
+def test_without_totals_the_big_number_comes_from_the_last_requests(visit):
+    body = idle_body()
+    body["recent"] = [
+        ended("r1", prompt=8_000, cached=0, prefill=20.0),  # 400 tokens a second
+        ended("r2", prompt=9_000, cached=8_000, prefill=2.5),
+    ]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        expect(page.locator("#saved-number")).to_have_text("20 s saved")
+        assert "in the last 2 requests" in text_of(page, "#saved-words")
+
+
+def test_what_is_wrong_stands_in_the_first_sentence(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+        healthy = stub.status
+
+        def show(change, kind, words):
+            stub.status = {**healthy, **change}
+            refresh(page)
+            expect(page.locator("#top")).to_have_attribute("data-is", kind)
+            expect(page.locator("#sentence")).to_contain_text(words)
+
+        show({"status": "loading"}, "loading", "The model is being loaded")
+        show({"status": "error", "error": "see the log"}, "error", "Out of order: see")
+        show({"counters": {"vlm_retreat": 2}}, "warn", "a counter of exactness is not")
+        show({}, "ok", "Healthy and ready")
+
+
+def test_a_server_that_is_gone_is_told_from_one_that_is_idle(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+    refresh(page)
+
+    expect(page.locator("#sentence")).to_contain_text("cannot be reached")
+    expect(page.locator("#top")).to_have_attribute("data-is", "error")
+
+
+# -- why a request was slow ------------------------------------------------------------
+
+
+def test_a_request_that_waited_says_for_what(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+
+        waiting = page.locator(".request[data-is=queued]", has_text="opencode")
+        expect(waiting.locator(".reason")).to_have_text(
+            "Mostly waiting. Has waited 9.4 s for a prefix that PI "
+            "“Rename Ledger to Transcript everywhere” is reading."
+        )
+        slow = page.locator(".request:not([data-live])", has_text="opencode").first
+        expect(slow.locator(".reason")).to_contain_text(
+            "Mostly waiting. Waited 13 s for a prefix that PI"
+        )
+        widths = slow.locator(".times > *").evaluate_all(
+            "parts => parts.map((part) => [part.className, part.offsetWidth])"
+        )
+        assert [name for name, _ in widths] == ["waited", "read", "wrote"]
+        assert max(widths, key=lambda pair: pair[1])[0] == "waited"
+
+
+def test_each_reason_to_wait_has_its_words(visit):
+    words = {
+        "queue": "Waited 5.0 s for its turn;",
+        "memory": "Waited 5.0 s for memory that running requests held;",
+        "prefix": "Waited 5.0 s for a prefix that another request was reading;",
+        None: "Waited 5.0 s; ",  # an older server
+    }
+    body = idle_body()
+    body["recent"] = [
+        ended(f"of-{reason}", waited_seconds=5.0, waited_for=reason) for reason in words
+    ]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        reasons = page.locator(".reason").all_inner_texts()
+        for shown, expected in zip(reversed(reasons), words.values(), strict=True):
+            assert expected in shown
+
+
+def test_a_long_prefill_shows_the_time_that_is_left(visit):
+    with serving_page(status=long_prefill_body()) as stub:
+        page = visit(stub)
+
+        expect(page.locator(".reason")).to_contain_text("about 3 min 3 s left")
+        expect(page.locator(".times .left")).to_be_visible()
+
+
+def test_what_was_read_again_is_explained_at_its_request(visit):
+    body = four_agents_body()
+    body["divergences"][0]["id"] = body["recent"][-1]["id"]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        newest = page.locator(".request:not([data-live])").first
+        expect(newest).to_contain_text("2,012 tokens were read again: Message 14")
+
+
+def test_refused_and_failed_requests_are_listed_newest_first(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+
+        items = page.locator("#refusals li")
+        expect(items.nth(0)).to_contain_text(
+            "curl refused with 404: POST /chat/completions"
+        )
+        expect(items.nth(0)).to_contain_text("did you mean /v1/chat/completions?")
+        expect(items.nth(1)).to_contain_text(
+            "Claude Code “Fix the failing login test” failed"
+        )
+        expect(items.nth(2)).to_contain_text("refused with 401: POST /v1/messages")
+
+
+# -- what is in the cache --------------------------------------------------------------
+
+
+def test_each_cache_entry_says_whose_it_is_and_what_it_saves(visit):
+    body = four_agents_body()
+    body["recent"] = [
+        ended("cold", prompt=8_000, cached=0, prefill=20.0),  # 400 tokens a second
+        ended("warm", prompt=8_000, cached=7_990, prefill=0.05, **whose("a")),
+    ]
+    body["cache"] = [cache_entry(1, session="5f2e8d10", tokens=5_600)]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        entry = page.locator(".entry")
+        expect(entry).to_contain_text("Claude Code “Fix the failing login test”")
+        expect(entry).to_contain_text("0.05 s instead of 14 s")
+
+
+def test_two_sessions_of_one_client_are_told_apart(visit):
+    body = idle_body()
+    body["recent"] = [
+        ended("r1", client="PI", title="", session="sha1:aaaa000011112222"),
+        ended("r2", client="PI", title="", session="sha1:bbbb000011112222"),
+        ended("r3", client="Codex", title="", session="sha1:cccc000011112222"),
+    ]
+    body["cache"] = [
+        cache_entry(n, session=request["session"])
+        for n, request in enumerate(body["recent"])
+    ]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        names = page.locator(".entry > :first-child").all_inner_texts()
+        assert names == ["PI (aaaa0000)", "PI (bbbb0000)", "Codex"]
+
+
+def test_the_cache_is_read_with_the_arrow_keys(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+        page.focus("#entries")
+        page.keyboard.press("ArrowDown")
+
+        said = page.locator("#entry-said")
+        expect(said).to_contain_text("Cache entry 2 of PI")
+        expect(said).to_contain_text(
+            "the first 9,000 shared with Claude Code “Fix the failing login test”"
+        )
+        expect(page.locator(".entry .path")).to_have_count(2)  # its own, its parent's
+
+
+def test_an_entry_is_not_drawn_through_tokens_that_its_parent_only_shares(visit):
+    body = idle_body()
+    body["cache"] = [
+        cache_entry(1, tokens=12_000),
+        cache_entry(2, parent=1, shared=9_000, tokens=11_000),
+        cache_entry(3, parent=2, shared=3_000, tokens=5_000),  # they are entry 1's
+    ]
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+        page.focus("#entries")
+        page.keyboard.press("End")
+
+        path = page.locator(".entry:has(.path)")
+        assert path.evaluate_all("rows => rows.map((row) => row.id)") == [
+            "entry-1",
+            "entry-3",
+        ]
+
+
+def test_the_cache_stands_above_the_charts(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+
+        tops = [
+            page.locator(name).bounding_box()["y"]
+            for name in ("#live", "#cache", "#charts")
+        ]
+        assert tops == sorted(tops)
+
+
+def test_one_percent_of_the_memory_can_be_seen(visit):
+    body = idle_body()
+    body["memory"] = {"limit": 100_000, "cache": 1_000, "model": 0, "peak": 60_000}
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        cache = page.locator("#kinds li", has_text="Cache at rest")
+        track = cache.locator(".track").bounding_box()["width"]
+        own = cache.locator(".own").bounding_box()["width"]
+        assert own / track == pytest.approx(0.1, abs=0.01)
+        expect(page.locator("#room")).to_contain_text("At most it was 60.0 kB")
+        expect(page.locator("#kinds .peak").first).to_be_visible()
+
+
+# -- charts ----------------------------------------------------------------------------
+
+
+def test_no_time_stands_twice_on_the_axis(visit):
+    ages = {  # seconds, of a hundred requests
+        "in a second": [0.01 * index for index in range(100)],
+        "in minutes": [7 * index for index in range(100)],
+        "in days": [4_000 * index for index in range(100)],
+        "in two bursts": [3_600 * (index > 20) + index for index in range(100)],
+    }
+    with serving_page() as stub:
+        page = visit(stub)
+
+        for name, seconds in ages.items():
+            stub.status["recent"] = [
+                ended(f"{name} {index}", time=NOW - seconds[index])
+                for index in reversed(range(100))
+            ]
+            refresh(page)
+            page.wait_for_selector(f'.request[data-key="false {name} 0"]')
+
+            texts = page.locator("#ttft-chart text").all_text_contents()
+            times = [text for text in texts if ":" in text]
+            assert times
+            assert len(times) == len(set(times)), name
+
+
+# -- trying it -------------------------------------------------------------------------
+
+
+def test_a_reply_streams_and_its_figures_stand_under_it(visit):
+    second_line_may_come = threading.Event()
+    body = four_agents_body()
+    body["recent"].append(ended("abcdef12", waited_seconds=0.25))
+    events = chat_events("Forty\ntwo\n", reasoning="17 and 25")
+
+    def hold_back(index):
+        if events[index].get("choices") and "two" in str(events[index]):
+            assert second_line_may_come.wait(60)
+
+    with serving_page(status=body, events=events, before_event=hold_back) as stub:
+        page = visit(stub)
+        page.fill("#prompt", "What is 17 + 25?")
+        page.keyboard.press("Enter")
+
+        expect(page.locator(".reply .text")).to_have_text("Forty")
+        second_line_may_come.set()
+        expect(page.locator(".reply .text")).to_have_text("Forty\ntwo")
+        figures = page.locator(".reply .figures")
+        expect(figures).to_contain_text("86 % of 100 tokens cached · waited 0.25 s")
+        expect(figures).to_contain_text("first token")
+        expect(figures).to_contain_text("tokens/s")
+        expect(page.locator(".reply .badge:visible")).to_have_text("demo model")
+        expect(figures).to_be_in_viewport(ratio=1)
+        thinking = page.locator(".reply details")
+        expect(thinking).not_to_have_attribute("open", "")
+        expect(thinking.locator("summary")).to_have_text("Thinking, 12 tokens")
+
+
+def test_a_conversation_is_sent_whole_until_a_new_one_begins(visit):
+    with serving_page(events=chat_events("Hello.", model="other")) as stub:
+        page = visit(stub)
+
+        def say(text, n_replies):
+            page.fill("#prompt", text)
+            page.click("#send")
+            expect(page.locator(".figures", has_text="tokens/s")).to_have_count(
+                n_replies
+            )
+
+        say("One", 1)
+        say("Two", 2)
+        page.click("#anew")
+        say("Three", 1)
+
+        sent = [
+            [message["content"] for message in body["messages"]]
+            for body in stub.bodies("/v1/chat/completions")
+        ]
+        assert sent == [["One"], ["One", "Hello.", "Two"], ["Three"]]
+        expect(page.locator(".badge:visible")).to_have_count(0)  # not the demo
+
+
+def test_a_refused_message_is_not_lost(visit):
+    refusal = (400, "the prompt is too long: 9 tokens of 8")
+    with serving_page(refusal=refusal) as stub:
+        page = visit(stub)
+        page.fill("#prompt", "One")
+        page.click("#send")
+
+        expect(page.locator(".figures")).to_have_text(refusal[1])
+        expect(page.locator("#prompt")).to_have_value("One")
+        stub.refusal = None
+        stub.events = chat_events("Hello.")
+        page.click("#send")
+        expect(page.locator(".reply .text").nth(1)).to_have_text("Hello.")
+        assert [m["content"] for m in stub.asked[-1][2]["messages"]] == ["One"]
+
+
+def test_an_error_in_the_stream_is_shown(visit):
+    events = [*chat_events("Half")[:2], {"error": {"message": "it was cut off"}}]
+    with serving_page(events=events) as stub:
+        page = visit(stub)
+        page.fill("#prompt", "One")
+        page.click("#send")
+
+        expect(page.locator(".figures")).to_have_text("it was cut off")
+        expect(page.locator("#send")).to_be_enabled()
+
+
+def test_a_reply_can_be_stopped(visit):
+    may_end = threading.Event()
+    with serving_page(
+        events=chat_events("Half\nof it\n"),
+        before_event=lambda index: index < 2 or may_end.wait(60),
+    ) as stub:
+        page = visit(stub)
+        page.fill("#prompt", "One")
+        page.click("#send")
+        expect(page.locator(".reply .text")).to_have_text("Half")
+        page.click("#halt")
+
+        expect(page.locator(".figures")).to_have_text("Stopped.")
+        expect(page.locator("#send")).to_be_enabled()
+        may_end.set()
+
+
+# -- keys, copying, dropping -----------------------------------------------------------
+
+
+def test_a_key_is_asked_for_and_used_but_not_shown(visit):
+    key = "secret-k3y"
+    with serving_page(key=key, events=chat_events("Hello.")) as stub:
+        page = visit(
+            stub,
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        expect(page.locator("#key-input")).to_be_focused()
+        page.keyboard.type(key)
+        page.keyboard.press("Enter")
+
+        expect(page.locator("#sentence")).to_contain_text("Healthy")
+        page.locator("#commands li", has_text="curl").get_by_role("button").click()
+        expect(page.locator("#toast")).to_have_text("Copied.")
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert f"'Authorization: Bearer {key}'" in copied
+        assert key not in page.locator("body").inner_text()
+        page.fill("#prompt", "One")
+        page.click("#send")
+        expect(page.locator(".reply .text")).to_have_text("Hello.")
+
+
+def test_the_cache_is_dropped_only_after_a_second_question(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+        expect(page.locator("#drop")).to_be_hidden()
+        page.click("#hood > summary")
+        page.click("#drop")
+        page.keyboard.press("Enter")  # on "Keep it"
+        expect(page.locator("#confirm")).to_be_hidden()
+        assert stub.asked == []
+
+        page.click("#drop")
+        page.get_by_role("button", name="Drop it").click()
+        expect(page.locator("#toast")).to_have_text("Dropped 3 cache entries.")
+        assert [(method, path) for method, path, _ in stub.asked] == [
+            ("DELETE", "/v1/cache")
+        ]
+
+
+# -- whatever it is given --------------------------------------------------------------
+
+
+def test_it_does_with_what_an_older_server_sends(visit):
+    with serving_page(status=without_new_fields(four_agents_body())) as stub:
+        page = visit(stub)
+
+        expect(page.locator("#sentence")).to_contain_text("1 request is being answered")
+        expect(page.locator(".request")).to_have_count(8)
+        expect(page.locator(".entry")).to_have_count(4)
+        shown = page.locator("body").inner_text()
+        assert not [word for word in ("undefined", "NaN", "null") if word in shown]
+
+
+def test_it_does_with_hardly_anything(visit):
+    with serving_page(status={"status": "ok"}) as stub:
+        page = visit(stub)
+
+        expect(page.locator("#sentence")).to_contain_text("Healthy and ready")
+        shown = page.locator("body").inner_text()
+        assert not [word for word in ("undefined", "NaN", "null") if word in shown]
+
+
+def test_what_clients_choose_is_text_and_never_markup(visit):
+    evil = {"client": EVIL, "title": EVIL, "session": EVIL}
+    body = four_agents_body()
+    for request in body["requests"] + body["recent"]:
+        request.update(evil)
+    body["requests"][0]["id"] = body["recent"][0]["id"] = EVIL
+    body["cache"][0]["session"] = EVIL
+    body["model"]["id"] = body["version"] = EVIL
+    body["refusals"][0] |= {
+        "client": EVIL,
+        "sentence": EVIL,
+        "path": EVIL,
+        "method": EVIL,
+    }
+    body["divergences"][0] |= {"why": EVIL, "session": EVIL}
+    body["sessions"] = [{"id": EVIL, "idle_seconds": 1.0, "turns": []}]
+    body["counters"][EVIL] = 1
+    with serving_page(status=body, events=chat_events(EVIL, reasoning=EVIL)) as stub:
+        page = visit(stub)
+        page.fill("#prompt", EVIL)
+        page.click("#send")
+        expect(page.locator(".reply .text")).to_contain_text("<img src=x")
+
+        expect(page.locator(".request").first).to_contain_text("<img src=x")
+        assert page.locator("img, .words b:has-text('x')").count() == 0
+        assert page.title().endswith("start-llm")
+        assert "\u202e" not in page.locator("#live").inner_text()
+
+
+def test_what_saved_less_than_a_second_is_counted_in_tokens(visit):
+    body = idle_body()
+    body["totals"] = {
+        "requests": 2,
+        "prompt_tokens": 114,
+        "cached_tokens": 71,
+        "saved_seconds": 0.004,
+    }
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        expect(page.locator("#saved-number")).to_have_text("71 tokens saved")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(visit, scheme):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(
+            stub,
+            viewport={"width": 390, "height": 844},
+            is_mobile=True,
+            color_scheme=scheme,
+            reduced_motion="reduce",
+        )
+        page.click("#connect > summary")
+        page.click("#hood > summary")
+
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        expect(page.locator(".entry").first).to_contain_text("instead of")
+        assert page.evaluate("document.getAnimations().length") == 0
+
+
+def test_everything_is_reached_with_the_tab_key(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+        wanted = {"prompt", "send", "entries", "share-chart", "ttft-chart", "anew"}
+        reached = set()
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.id"))
+
+        assert wanted <= reached
+
+
+def test_read_and_waited_differ_by_more_than_their_colour(visit):
+    with serving_page(status=four_agents_body()) as stub:
+        page = visit(stub)
+
+        looks = [
+            page.locator(f".swatch.{kind}").first.evaluate(
+                "node => getComputedStyle(node).backgroundImage"
+            )
+            for kind in ("waited", "read", "wrote", "cached")
+        ]
+        assert len({look.partition("(")[0] + look[-40:] for look in looks}) == 4
+        assert looks[3] == "none"
+
+
+def test_a_request_keeps_its_row_while_it_goes_on(visit):
+    with serving_page(status=long_prefill_body()) as stub:
+        page = visit(stub)
+        row = page.locator(".request").element_handle()
+        stub.status = copy.deepcopy(stub.status)
+        stub.status["requests"][0] |= {"done": 30_000, "prefill_left_seconds": 12.0}
+        stub.status["requests"].append(live("new", **whose("b")))
+        refresh(page)
+
+        expect(page.locator(".request")).to_have_count(2)
+        assert row.evaluate("node => node.isConnected")
+        expect(page.locator(".request").first).to_contain_text("about 12 s left")

@@ -1,0 +1,412 @@
+"""Images as they are sent: what is read, what is refused and how, what is never fetched."""
+
+import base64
+import contextlib
+import http.server
+import importlib.util
+import io
+import signal
+import struct
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import anthropic
+import httpx
+import numpy as np
+import pytest
+import start_llm as s
+from PIL import Image, ImageOps
+from server_fixture import PATIENCE, Served
+from vision_fixture import data_url, picture
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "helpers" / "fetch_image.py"
+A = picture(1)
+
+
+def asked(*parts):
+    body = {"messages": [{"role": "user", "content": list(parts)}]}
+    return s.parse_chat_request(body, s.Config(), request_id="r", headers={})
+
+
+def read(*parts, has_vision=True, salt=b"", **settings):
+    return s.extract_images(
+        asked(*parts), s.Config(**settings), has_vision=has_vision, salt=salt
+    )
+
+
+def image_part(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def bomb(side):
+    """A PNG of a few bytes that says it is `side` pixels wide and high."""
+
+    def chunk(kind, content):
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + check
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_formats(kind):
+    _, pictures = read(image_part(data_url(picture(3, 64, 48, kind))))
+    (one,) = pictures.values()
+    opened = one.decode()
+    assert (opened.mode, opened.size) == ("RGB", (64, 48))
+
+
+def test_of_a_gif_the_first_frame():
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    assert s.SentImage(file.getvalue(), "here").decode().getpixel((4, 4)) == (255, 0, 0)
+
+
+def test_what_is_transparent_lies_on_white():
+    drawn, file = Image.new("RGBA", (8, 8), (0, 0, 0, 0)), io.BytesIO()
+    drawn.putpixel((4, 4), (0, 0, 0, 255))
+    drawn.save(file, "PNG")
+    seen = s.SentImage(file.getvalue(), "here").decode()
+    assert (seen.getpixel((0, 0)), seen.getpixel((4, 4))) == (
+        (255, 255, 255),
+        (0, 0, 0),
+    )
+
+
+def test_a_photograph_is_turned_upright():
+    image, file = Image.new("RGB", (40, 20)), io.BytesIO()
+    exif = image.getexif()
+    exif[0x0112] = 6  # lies on its side
+    image.save(file, "JPEG", exif=exif)
+    assert s.SentImage(file.getvalue(), "here").decode().size == (20, 40)
+
+
+MODES = ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F", "YCbCr"]
+
+
+def drawn(mode, kind, **how):
+    """A file with noise in this mode; None if the format has none of it."""
+    noise = np.random.default_rng(0).integers(0, 255, (24, 17, 4), dtype=np.uint8)
+    image = Image.fromarray(noise, "RGBA")
+    image = Image.new(mode, (17, 24), 700) if mode == "I;16" else image.convert(mode)
+    file = io.BytesIO()
+    with contextlib.suppress(Exception):
+        image.save(file, kind, **how)
+        return file.getvalue()
+    return None
+
+
+def composited(data):
+    """RGB pixels on white, by the long way that is always right."""
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGBA")
+    white = Image.new("RGBA", upright.size, "white")
+    return Image.alpha_composite(white, upright).convert("RGB")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_small_image_has_the_pixels_that_it_has_on_white(mode, kind):
+    lies = Image.Exif()
+    lies[0x0112] = 6
+    clear = (1, 2, 3) if mode == "RGB" else 5
+    for how in ({}, {"transparency": clear}, {"exif": lies}):
+        data = drawn(mode, kind, **how)
+        if data is None:
+            continue
+        expected = composited(data)
+        image = s.SentImage(data, "here").decode()
+        assert (image.mode, image.size) == ("RGB", expected.size)
+        assert image.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_a_large_image_is_shrunk_before_it_is_composited(monkeypatch, mode):
+    monkeypatch.setattr(s, "_MAX_SEEN_PIXELS", 10_000)
+    composited_sizes = []
+    composite = Image.alpha_composite
+
+    def noted(first, second):
+        composited_sizes.append(second.size)
+        return composite(first, second)
+
+    monkeypatch.setattr(Image, "alpha_composite", noted)
+    file = io.BytesIO()
+    Image.new(mode, (400, 100), "red").save(file, "PNG")
+
+    image = s.SentImage(file.getvalue(), "here").decode()
+
+    assert image.size == (200, 50) and image.getpixel((9, 9)) == (255, 0, 0)
+    assert composited_sizes == ([(200, 50)] if mode == "RGBA" else [])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GIF89a",
+        A[:200],
+        A[: len(A) // 2],
+        b"<svg/>",
+        bomb(30_000),
+        bomb(2**31 - 1),
+    ],
+    ids=["empty", "head", "cut", "half", "svg", "large", "absurd"],
+)
+def test_what_is_no_image_is_refused_where_it_stands(data):
+    with pytest.raises(s.BadRequest) as refused:
+        s.SentImage(data, "messages[3].content[1]").decode()
+    assert refused.value.param == "messages[3].content[1]"
+
+
+@pytest.mark.parametrize("side", [8_001, 12_000, 30_000])
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_of_too_many_pixels_is_told_so(side):
+    with pytest.raises(s.BadRequest, match=r"has more than 64,000,000 pixels$"):
+        s.SentImage(bomb(side), "messages[3].content[1]").decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "",
+            "file:///etc/passwd",
+            "cat.png",
+            "data:image/png;base64",
+            "data:image/png,%FF",
+        ),
+        *(
+            "http://127.0.0.1/cat.png",
+            "https://example.org/cat.png",
+            "ftp://example.org/cat.png",
+        ),
+        *(
+            "data:image/png;base64,A",
+            "data:image/png;base64,\u00e9",
+            "javascript:alert(1)",
+        ),
+    ],
+)
+def test_what_is_no_data_url_is_refused_where_it_stands(url):
+    text = {"type": "text", "text": "x"}
+    with pytest.raises(s.BadRequest) as refused:
+        for one in read(text, image_part(url))[1].values():
+            one.decode()
+    assert refused.value.param == "messages[0].content[1]"
+
+
+def test_the_text_says_which_image_and_nothing_else():
+    def text(data, **how):
+        request, _ = read(
+            {"type": "text", "text": "see"}, image_part(data_url(data)), **how
+        )
+        return request.messages[0]["content"]
+
+    assert text(A) == text(A) != text(picture(2))
+    assert text(A) != text(A, salt=b"another user")
+    (one,) = read(image_part(data_url(A)), image_part(data_url(A)))[1].values()
+    assert one.data == A
+
+
+def test_without_images_a_request_is_as_it_was():
+    request = asked({"type": "text", "text": "x"})
+    assert s.extract_images(request, s.Config(), has_vision=True, salt=b"") == (
+        request,
+        {},
+    )
+
+
+def test_a_text_model_refuses_or_says_that_one_was_there():
+    part = image_part(data_url(A))
+    with pytest.raises(s.BadRequest, match="IMAGES_ON_TEXT_MODEL") as refused:
+        read(part, has_vision=False)
+    assert refused.value.param == "messages[0].content[0]"
+    request, pictures = read(part, has_vision=False, images_on_text_model="placeholder")
+    assert "cannot see" in request.messages[0]["content"][0]["text"]
+    assert not pictures
+
+
+@pytest.mark.parametrize("placeholder", [False, True])
+def test_a_text_model_through_both_apis(models, placeholder, tmp_path):
+    settings = {"images_on_text_model": "placeholder"} if placeholder else {}
+    chat = {
+        "messages": [{"role": "user", "content": [image_part(data_url(A))]}],
+        "max_tokens": 8,
+    }
+    source = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": base64.b64encode(A).decode(),
+    }
+    block = [{"type": "image", "source": source}]
+    ask = {
+        "model": "x",
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": block}],
+    }
+    with contextlib.closing(
+        Served(models("qwen3"), log_root=str(tmp_path), **settings)
+    ) as served:
+        url = served._sdk.base_url
+        said = httpx.post(f"{url}chat/completions", json=chat, timeout=PATIENCE)
+        sdk = anthropic.Anthropic(base_url=str(url)[:-4], api_key="x", max_retries=0)
+        refused = pytest.raises(
+            anthropic.BadRequestError, match=r"messages\[0\].content\[0\]"
+        )
+        with sdk, contextlib.nullcontext() if placeholder else refused:
+            assert sdk.messages.create(**ask).usage.input_tokens
+    assert said.status_code == (200 if placeholder else 400)
+    if not placeholder:
+        assert said.json()["error"]["param"] == "messages[0].content[0]"
+
+
+# -- remote images
+
+
+@pytest.fixture
+def fetcher():
+    spec = importlib.util.spec_from_file_location("fetch_image", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def web():
+    """A web server on this machine; what it answers is up to the test."""
+    answers, asked_for = {}, []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked_for.append(self.path)
+            status, headers, body = answers[self.path]
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", answers, asked_for
+        server.shutdown()
+
+
+PRIVATE = [
+    *(
+        "127.0.0.1",
+        "localhost",
+        "[::1]",
+        "0.0.0.0",
+        "10.1.2.3",
+        "192.168.0.1",
+        "169.254.169.254",
+    ),
+    *(
+        "[::ffff:127.0.0.1]",
+        "[fe80::1]",
+        "[fd00::1]",
+        "2130706433",
+        "127.1",
+        "224.0.0.1",
+    ),
+    *(
+        "[fec0::1]",
+        "[2002:7f00:1::]",
+        "[64:ff9b::7f00:1]",
+        "[64:ff9b:1::a00:1]",
+        "[::127.0.0.1]",
+    ),
+    *(
+        "192.0.0.8",
+        "[3fff::1]",
+        "[5f00::1]",
+        "[2001:0:7f00:1::]",
+        "100.64.0.1",
+        "198.18.0.1",
+    ),
+]
+
+
+@pytest.mark.parametrize("host", PRIVATE)
+def test_private_addresses_are_never_asked(host, fetcher):
+    with pytest.raises((ValueError, OSError)):
+        fetcher.fetch(f"http://{host}/cat.png")
+
+
+def test_a_private_address_is_refused_through_the_server(web):
+    url, answers, asked_for = web
+    answers["/cat.png"] = (200, {}, A)
+    with pytest.raises(s.BadRequest, match="not a public address") as refused:
+        read(image_part(f"{url}/cat.png"), allow_remote_images=True)
+    assert refused.value.param == "messages[0].content[0]"
+    assert not asked_for
+
+
+def test_public_images_are_fetched_and_redirects_are_checked_again(
+    web, fetcher, monkeypatch
+):
+    url, answers, asked_for = web
+    answers["/cat.png?a=b"] = (200, {}, A)
+    answers["/moved"] = (302, {"Location": "/cat.png?a=b"}, b"")
+    answers["/round"] = (302, {"Location": "/round"}, b"")
+    answers["/gone"] = (404, {}, b"")
+    answers["/inside"] = (302, {"Location": "http://localhost:1/"}, b"")
+    answers["/file"] = (302, {"Location": "file:///etc/passwd"}, b"")
+    real = fetcher.public_address
+    public = {"127.0.0.1": "127.0.0.1"}  # this one test's public internet
+    monkeypatch.setattr(
+        fetcher, "public_address", lambda h, p: public.get(h) or real(h, p)
+    )
+    assert fetcher.fetch(f"{url}/cat.png?a=b") == A
+    assert fetcher.fetch(f"{url}/moved") == A
+    for path in ("/round", "/gone", "/inside", "/file"):
+        with pytest.raises(ValueError):
+            fetcher.fetch(url + path)
+    assert asked_for.count("/round") == fetcher.MAX_REDIRECTS + 1
+
+
+def test_a_header_a_second_does_not_keep_it_waiting(fetcher, monkeypatch):
+    def endless(url):
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(fetcher, "fetch", endless)
+    monkeypatch.setattr(fetcher, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("http://example.org/"))
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
+    try:
+        assert fetcher.main() == 1
+    finally:
+        signal.alarm(0)
+    assert "over 1 s" in said.getvalue()
+
+
+@pytest.mark.parametrize("host", ["93.184.216.34", "[2606:2800:21f:cb07::1]"])
+def test_public_addresses_pass(host, fetcher):
+    address = host.strip("[]")
+    assert fetcher.public_address(address, 80) == address
+
+
+def test_what_is_too_large_or_too_slow_is_given_up(web, fetcher, monkeypatch):
+    url, answers, _ = web
+    answers["/large"] = (200, {}, b"x" * 200_000)
+    monkeypatch.setattr(fetcher, "public_address", lambda h, p: h)
+    for name, limit in (("MAX_BYTES", 100_000), ("MAX_SECONDS", 1e-9)):
+        with monkeypatch.context() as patch, pytest.raises((ValueError, OSError)):
+            patch.setattr(fetcher, name, limit)
+            fetcher.fetch(f"{url}/large")

@@ -1,0 +1,183 @@
+"""A request that fails before its first token is tried again, once, without the cache."""
+
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import TOLERANCE, words
+from server_fixture import PATIENCE, SYSTEM, Served, user
+from tiny_models import DENSE, tiny_model
+
+KINDS = ["qwen3", "qwen3_5", "gemma3_text"]  # attention, state, sliding windows
+
+
+@pytest.fixture
+def bench(bench):
+    def make(kind, **settings):
+        made = bench(kind, **settings)
+        made.may_try_again = True
+        return made
+
+    return make
+
+
+def n_second_tries(bench):
+    return bench.metrics.snapshot()["second_tries"]
+
+
+def entries_of(bench, tokens):
+    """Entries whose prompt begins so."""
+    return bench.engine.call(
+        lambda x: [
+            e for e in x.cache.entries if e.key.tokens[: len(tokens)].tolist() == tokens
+        ]
+    )
+
+
+class FailingOnce:
+    """Stands in for a function; raises at one call of those on the model thread."""
+
+    def __init__(self, error, *, at_call=1):
+        self.error = error
+        self.n_left = at_call
+
+    def __call__(self, *_):
+        self.n_left -= 1
+        if self.n_left == 0:
+            raise self.error
+
+
+def planted():
+    return RuntimeError("planted")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_whose_cached_kv_cannot_be_loaded_is_answered_cold(
+    bench, monkeypatch, kind
+):
+    b, rng = bench(kind), np.random.default_rng(3)
+    past = words(rng, 400)
+    reply, _, _ = b.ask(past)
+    (entry,) = entries_of(b, past)
+    real = s.load_span
+    fail = FailingOnce(planted())
+    monkeypatch.setattr(s, "load_span", lambda *how: fail() or real(*how))
+
+    ids, end, ticket = b.ask(past + reply + words(rng, 30))
+
+    assert b.worst(ticket, ids) <= TOLERANCE.get(kind, 0.0)
+    assert (end.cached_tokens, end.hit_kind) == (0, "miss")
+    assert n_second_tries(b) == 1
+    assert entry not in entries_of(b, past)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kv_without_numbers_is_used_once_and_never_again(bench, kind):
+    """The request leaves the entry early, so it works on a copy and the entry stays."""
+    b, rng = bench(kind), np.random.default_rng(4)
+    past = words(rng, 2000)
+    b.ask(past, boundaries=(600,))
+
+    def damage(scheduler):
+        for entry in scheduler.cache.entries:
+            arrays = [array * float("nan") for array in entry.span.arrays]
+            entry.span = entry.span._replace(arrays=arrays)
+        return list(scheduler.cache.entries)
+
+    damaged = b.engine.call(damage)
+    for _ in range(2):
+        ids, _, ticket = b.ask(past[:600] + words(rng, 30))
+        assert b.worst(ticket, ids) <= TOLERANCE.get(kind, 0.0)
+    assert n_second_tries(b) == 1
+    assert not set(damaged) & set(b.engine.call(lambda x: list(x.cache.entries)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_error_in_a_prompt_is_not_heard_of(bench, kind, at_call):
+    b, rng = bench(kind, prefill_step_size=64), np.random.default_rng(5)
+    b.model.before_call = FailingOnce(planted(), at_call=at_call)
+
+    ids, _, ticket = b.ask(words(rng, 200))
+
+    assert b.worst(ticket, ids) <= TOLERANCE.get(kind, 0.0)
+    assert n_second_tries(b) == 1
+
+
+def test_there_is_no_third_try(bench):
+    b = bench("qwen3")
+    n_calls = 0
+
+    def broken(_rows):
+        nonlocal n_calls
+        n_calls += 1
+        raise planted()
+
+    b.model.before_call = broken
+    ids, end = b.outcome(b.submit(words(np.random.default_rng(6), 100)))
+
+    assert (ids, type(end), n_calls) == ([], s.GenerationFailed, 2)
+    assert n_second_tries(b) == 1
+
+
+def test_after_the_first_token_an_error_is_an_error(bench):
+    b = bench("qwen3")
+    b.model.before_call = FailingOnce(planted(), at_call=4)
+
+    ids, end = b.outcome(b.submit(words(np.random.default_rng(7), 50)))
+
+    assert ids and isinstance(end, s.GenerationFailed)
+    assert n_second_tries(b) == 0
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("planted"), RuntimeError("[malloc] alloc")]
+)
+def test_want_of_memory_is_not_tried_again(bench, error):
+    b = bench("qwen3")
+    b.model.before_call = FailingOnce(error)
+
+    ids, end = b.outcome(b.submit(words(np.random.default_rng(8), 100)))
+
+    assert (ids, type(end)) == ([], s.Overloaded)
+    assert n_second_tries(b) == 0
+
+
+def test_who_has_left_is_not_tried_again(bench):
+    b, is_submitted = bench("qwen3"), threading.Event()
+
+    def leave(_rows):
+        is_submitted.wait(PATIENCE)
+        ticket.stop_reason = "cancelled"
+        raise planted()
+
+    b.model.before_call = leave
+    ticket = b.submit(words(np.random.default_rng(9), 100))
+    is_submitted.set()
+
+    assert isinstance(b.outcome(ticket)[1], s.GenerationFailed)
+    assert n_second_tries(b) == 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_hears_nothing_of_a_first_try(tmp_path_factory, caplog, is_stream):
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    question = [SYSTEM, user("What is the weather? " * 60)]
+    fields = {"max_tokens": 20, "temperature": 0}
+    with closing(Served(folder)) as served:
+        expected = served.ask(question, **fields)
+        follow_up = [*question, expected.answer, user("And now? " * 10)]
+        cold = served.ask(follow_up, **fields)
+        served.forget()
+        served.ask(question, **fields)
+        s.logger.propagate = True  # caplog listens to the root logger
+        with served.holding(FailingOnce(planted())):
+            exchange = served.ask(follow_up, stream=is_stream, **fields)
+
+        assert exchange.answer == cold.answer
+        assert exchange.n_cached == 0
+        assert served.state.metrics.snapshot()["second_tries"] == 1
+        assert b"start_llm_second_tries_total 1.0" in s.metrics_text(served.state)
+    assert "RuntimeError: planted" in caplog.text

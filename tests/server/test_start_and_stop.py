@@ -1,0 +1,258 @@
+"""Starting and stopping: signals at any time, a log that nobody reads, replies that are cut."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import start_llm as s
+from program import Program
+from server_fixture import PATIENCE, free_port
+from tiny_models import DENSE, tiny_model
+
+ROOT = Path(s.__file__).parent
+
+# An installed package whose import is a signal to its own process, and then takes long.
+SIGNALLING_PACKAGE = """
+import os, signal, time
+os.kill(os.getpid(), signal.{name})
+time.sleep(60)
+"""
+
+# The server with a model that is loaded for ever, inside MLX.
+ENDLESS_LOADING = """
+import importlib.util, sys
+import mlx.core as mx
+spec = importlib.util.spec_from_file_location("start_llm", sys.argv[1])
+s = importlib.util.module_from_spec(spec)
+sys.modules["start_llm"] = s
+spec.loader.exec_module(s)
+
+def load(*_):
+    weights = mx.random.normal((1500, 1500))
+    print("inside", flush=True)
+    while True:
+        mx.eval(weights @ weights)
+
+s.load_model = load
+sys.argv = sys.argv[1:2]
+sys.stderr = s.ConsoleStream(sys.stderr)
+s.end_process(s.main())
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+def settings(tmp_path, **more):
+    return {
+        **os.environ,
+        "MODEL_PATH": "demo",
+        "MLX_PORT": str(free_port()),
+        "ENABLE_PROXY": "false",
+        "LOG_ROOT": str(tmp_path / "logs"),
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_libraries_are_imported_ends_the_program_quietly(tmp_path, name):
+    package = tmp_path / "mlx"
+    package.mkdir()
+    (package / "__init__.py").write_text(SIGNALLING_PACKAGE.format(name=name), "utf-8")
+
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "start-llm.py")],
+        check=False,
+        env=settings(tmp_path, PYTHONPATH=str(tmp_path)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+
+    assert ended.returncode == -signal.Signals[name]
+    assert (ended.stdout, ended.stderr) == (b"", b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_model_is_inside_mlx_ends_the_program_quietly(
+    tmp_path, number
+):
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS_LOADING, str(ROOT / "start-llm.py")],
+        env=settings(tmp_path),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "inside\n"
+        process.send_signal(number)
+        _, console = process.communicate(timeout=PATIENCE)
+
+    assert process.returncode == 0
+    assert console.splitlines()[-1] == "stopped."
+    assert "terminate called" not in console
+    assert "Traceback" not in console
+
+
+def test_install_and_run_hands_a_signal_to_the_next_program(tmp_path):
+    """Python's own start would print a traceback at Ctrl-C: until then it waits."""
+    script = tmp_path / "install.py"
+    script.write_text(
+        "import importlib.util, os, signal, sys\n"
+        "spec = importlib.util.spec_from_file_location('program', sys.argv[1])\n"
+        "program = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(program)\n"
+        "program.hold_signals()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "os.execv(sys.executable, [sys.executable, sys.argv[2], '--help'])\n",
+        "utf-8",
+    )
+
+    ended = subprocess.run(
+        [
+            sys.executable,
+            str(script),
+            str(ROOT / "install_and_run.py"),
+            str(ROOT / "start-llm.py"),
+        ],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+
+    assert ended.returncode == -signal.SIGINT
+    assert (ended.stdout, ended.stderr) == (b"", b"")
+
+
+# -- a log that cannot be written ------------------------------------------------------------------
+
+
+def flood(program, n):
+    """Requests that are refused, and so logged: enough to fill a pipe."""
+    for _ in range(n):
+        assert program.get("/nothing/" + "x" * 190)[0] == 404
+
+
+@pytest.fixture
+def start(tmp_path, model):
+    programs = []
+
+    def start(**how):
+        programs.append(Program(tmp_path / f"program{len(programs)}", model, **how))
+        programs[-1].wait_until_ready()
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        if program.process.poll() is None:
+            program.end(signal.SIGKILL)
+
+
+def test_a_server_whose_stderr_nobody_reads_serves_on(start):
+    read_end, write_end = os.pipe()
+    program = start(stderr=write_end)
+    os.close(write_end)
+
+    flood(program, 500)
+
+    assert program.get("/health")[0] == 200
+    assert program.end(signal.SIGTERM) == 0
+    os.close(read_end)
+
+
+def test_a_server_whose_stderr_is_full_or_closed_starts_and_serves(start):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open("/dev/full", "wb") as full:
+        for stderr in (full.fileno(), write_end):
+            program = start(stderr=stderr)
+            flood(program, 3)
+            assert program.end(signal.SIGTERM) == 0
+    os.close(write_end)
+
+
+@contextlib.contextmanager
+def console_on_a_pipe():
+    """A console, and a function that reads what has been written."""
+    read_end, write_end = os.pipe()
+    console = s.ConsoleStream(os.fdopen(write_end, "w", encoding="utf-8"))
+    yield console, lambda: os.read(read_end, 1 << 16).decode()
+    os.close(read_end)
+
+
+def test_what_a_console_could_not_take_is_counted_in_its_place(monkeypatch):
+    monkeypatch.setattr(s, "_MAX_WAITING_CHARACTERS", 200_000)
+    with console_on_a_pipe() as (console, read):
+        lines = [f"line {i:05}\n" for i in range(40_000)]
+        for line in lines:
+            console.write(line)
+        text = ""
+        while "lines are missing" not in text:
+            text += read()
+        console.write("the end\n")
+        while "the end" not in text:
+            text += read()
+
+    *kept, report, last = text.splitlines(keepends=True)
+    assert kept == lines[: len(kept)]
+    assert report.split()[0] == str(len(lines) - len(kept))
+    assert last == "the end\n"
+
+
+def test_a_console_on_a_full_device_reports_once_there_is_room(monkeypatch):
+    write, is_full = os.write, True
+
+    def write_unless_full(descriptor, payload):
+        if is_full:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, payload)
+
+    with console_on_a_pipe() as (console, read):
+        monkeypatch.setattr(os, "write", write_unless_full)
+        for _ in range(7):
+            console.write("lost\n")
+        console.drain(seconds=PATIENCE)
+        is_full = False
+        console.write("kept\n")
+        console.drain(seconds=PATIENCE)
+        assert read() == "7 lines are missing: nobody could take them\nkept\n"
+
+
+def test_a_closed_stderr_is_no_fault():
+    console = s.ConsoleStream(None)
+    console.write("anything\n")
+    console.drain(seconds=PATIENCE)
+    assert not console.isatty()
+
+
+def test_nobody_waits_for_a_console(monkeypatch):
+    """write() returns although the thread that writes does not get on."""
+    is_released = threading.Event()
+    monkeypatch.setattr(s.ConsoleStream, "_write_out", lambda *_: is_released.wait())
+    console = s.ConsoleStream(io.TextIOWrapper(io.BytesIO()))
+    for _ in range(3):
+        console.write("text\n")
+    console.drain(seconds=0)
+    is_released.set()
+
+
+def test_a_log_root_that_cannot_be_written_is_said_at_the_start(start):
+    program = start(LOG_ROOT="/dev/null/logs")
+
+    (line,) = [line for line in program.said.splitlines() if "LOG_ROOT" in line]
+    assert "LOG_ROOT /dev/null/logs cannot be written: Not a directory" in line
+    assert program.end(signal.SIGTERM) == 0

@@ -1,0 +1,527 @@
+"""Tenants: nobody learns what another has sent, and each sees only what is its own."""
+
+import json
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import start_llm as s
+from server_fixture import SYSTEM, Served, user, wait_until, wait_until_idle
+from status_client import ask, post, words
+from tiny_models import DENSE, TOOLS, tiny_model
+
+CHAT = "/v1/chat/completions"
+TWO_KEYS = {"api_key": "anna, ben", "cache_isolation": "key"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+@contextmanager
+def serving(folder: Any, **settings: Any) -> Iterator[Served]:
+    with closing(Served(folder, **settings)) as served:
+        yield served
+
+
+def send(served: Served, key: str, body: dict[str, Any], expected: int = 200) -> Any:
+    port = served.state.config.mlx_port
+    bearer = {"Authorization": f"Bearer {key}"}
+    status, _, payload = post(port, CHAT, body, **bearer)
+    assert status == expected, payload
+    wait_until_idle(served.state.engine)
+    tenants = served.state.tenants
+    wait_until(lambda: not any(state.stores.live for state in tenants.states()))
+    return json.loads(payload)
+
+
+# -- what is quicker the second time ---------------------------------------------------
+
+
+class Work:
+    """All that is made for requests, and that a memo could have kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        self._patch = monkeypatch
+        self._watch(s, "_tokenize", "tokens")
+        self._watch(s.Canonicalizer, "_make", "canonical message")
+        self._watch(s, "render_sample", "sample")
+        self._watch(s, "probe_generation_prompt", "generation prompt")
+        self._watch(s.Renderer, "render", "text")
+        self._watch(s.VisionModel, "_run_tower", "image features")
+
+    def _watch(self, owner: Any, name: str, kind: str) -> None:
+        original = getattr(owner, name)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self.made.append(f"{kind} {args[1:]!r}")
+            return original(*args, **kwargs)
+
+        self._patch.setattr(owner, name, make)
+
+    def of(self, served: Served, key: str, body: dict[str, Any]) -> list[str]:
+        """What one request makes, in no order; a schema that is compiled, too."""
+        self.made.clear()
+        n_compiled = s._compile_grammar.cache_info().misses
+        send(served, key, body)
+        n_compiled = s._compile_grammar.cache_info().misses - n_compiled
+        return sorted([*self.made, f"{n_compiled} schemas"])
+
+
+def schema(word: str) -> dict[str, Any]:
+    properties = {word: {"enum": [word]}}
+    form = {"type": "object", "properties": properties, "required": [word]}
+    return {"type": "json_schema", "json_schema": {"name": word, "schema": form}}
+
+
+def chat(word: str) -> dict[str, Any]:
+    """A request with a word in everything that a memo keeps."""
+    call = {"name": "look", "arguments": json.dumps({"path": f"{word} in a call"})}
+    calls = [{"id": "call12345", "type": "function", "function": call}]
+    return {
+        "messages": [
+            {**SYSTEM, "content": f"Be careful with {word} in a system prompt."},
+            user(f"What is {word} in a question?"),
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "call12345", "content": f"{word}, found"},
+        ],
+        "tools": TOOLS,
+        "response_format": schema(word),
+        "stop": [f"{word} in a stop string"],
+        "chat_template_kwargs": {"mood": f"{word} in a kwarg"},
+        "temperature": 0,
+        "max_tokens": 3,
+    }
+
+
+def test_a_request_costs_the_same_work_whatever_another_key_has_sent(
+    folder, monkeypatch
+):
+    """The last request makes all anew, whichever of two texts the other one has sent."""
+    work = Work(monkeypatch)
+    costs = []
+    for sent_before in ("xylophone", "marimba"):
+        with serving(folder, **TWO_KEYS) as served:
+            work.of(served, "anna", chat(sent_before))
+            costs.append(work.of(served, "ben", chat("xylophone")))
+
+    assert costs[0] == costs[1]
+    assert sum("xylophone" in made for made in costs[0]) > 10
+
+
+def test_a_key_does_not_pay_twice_for_its_own(folder, monkeypatch):
+    work = Work(monkeypatch)
+    with serving(folder, **TWO_KEYS) as served:
+        first = work.of(served, "anna", chat("xylophone"))
+        again = work.of(served, "anna", chat("xylophone"))
+        assert served.state.engine.model.template.tenant == ""
+
+    kinds = ("tokens", "canonical message", "sample", "generation prompt", "1 schemas")
+    for kind in kinds:
+        assert sum(made.startswith(kind) for made in first) > 0, kind
+        assert sum(made.startswith(kind) for made in again) == 0, kind
+
+
+def test_without_isolation_keys_share_the_work(folder, monkeypatch):
+    work = Work(monkeypatch)
+    with serving(folder, api_key="anna, ben") as served:
+        work.of(served, "anna", chat("xylophone"))
+        assert not any(
+            "tokens" in made for made in work.of(served, "ben", chat("xylophone"))
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "forgets"),
+    [
+        ({}, False),
+        ({"api_key": "anna", "cache_isolation": "key"}, False),
+        ({"api_key": "anna, ben"}, False),
+        (TWO_KEYS, True),
+    ],
+)
+def test_the_tokenizer_keeps_no_words_where_there_are_tenants(
+    folder, monkeypatch, settings, forgets
+):
+    told: list[Any] = []
+    monkeypatch.setattr(s, "keep_no_words", told.append)
+    s.load_model(folder, s.Config(model_path=str(folder), **settings))
+    assert bool(told) == forgets
+
+
+# -- what a tenant sees ----------------------------------------------------------------
+
+MOVING = {"uptime_seconds", "idle_seconds", "seconds", "prefill_left_seconds"}
+
+
+def at_rest(value: Any) -> Any:
+    """A body without what moves by itself."""
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if key not in MOVING}
+        return {key: at_rest(item) for key, item in kept.items()}
+    return [at_rest(item) for item in value] if isinstance(value, list) else value
+
+
+def seen(served: Served, key: str, **headers: str) -> Any:
+    """All that this key can read of the server."""
+    engine = served.state.engine
+    engine.call(engine._publish)
+    bearer = {"x-api-key": key, **headers}
+    status = at_rest(ask(served, "GET", "/v1/status", **bearer)[1])
+    metrics = ask(served, "GET", "/metrics", **bearer)[1]
+    return status, [line for line in metrics.splitlines() if "_created" not in line]
+
+
+def plain(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [SYSTEM, user(text)], "max_tokens": 3, **fields}
+
+
+def test_a_key_sees_nothing_of_what_another_does(folder):
+    with serving(folder, **TWO_KEYS) as served:
+        send(served, "ben", plain("A tuba."))
+        before = seen(served, "ben")
+        for n in range(3):
+            send(served, "anna", plain(words(200 + n), session_id=f"s{n}"))
+        anna_status, anna_metrics = seen(served, "anna")
+        between = seen(served, "ben")
+        with ThreadPoolExecutor(1) as pool:
+            body = plain(words(300), max_tokens=400)
+            reply = pool.submit(send, served, "anna", body)
+            anna = {"x-api-key": "anna"}
+            wait_until(
+                lambda: ask(served, "GET", "/v1/status", **anna)[1]["engine"][
+                    "decoding"
+                ]
+            )
+            during = seen(served, "ben")
+            reply.result()
+        send(served, "anna", {"messages": "odd"}, expected=400)
+        assert before == between == during == seen(served, "ben")
+
+    status = before[0]
+    assert status["engine"]["lines"] == len(status["cache"]) == 1
+    assert status["engine"]["cache_bytes"] == status["memory"]["cache"] > 0
+    assert set(status["memory"]) == {"limit", "model", "cache", "running"}
+    assert status["totals"]["requests"] == len(status["recent"]) == 1
+    assert "start_llm_ttft_seconds_count 1.0" in before[1]
+    assert anna_status["totals"]["requests"] == 3
+    assert "start_llm_ttft_seconds_count 3.0" in anna_metrics
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({}, ""),
+        ({"api_key": "anna", "cache_isolation": "key"}, "anna"),
+        ({"api_key": "anna, ben"}, "ben"),
+        ({"cache_isolation": "user"}, ""),
+    ],
+    ids=["no key", "one key", "shared", "users without a key"],
+)
+def test_an_operator_sees_everything(folder, settings, key):
+    with serving(folder, **settings) as served:
+        for name in ("u", "v"):
+            send(served, key, plain(words(100), user=name))
+        send(served, key, plain(words(90)))
+        status, metrics = seen(served, key)
+
+    assert status["totals"]["requests"] == len(status["recent"]) == 3
+    times = [request["time"] for request in status["recent"]]
+    assert times == sorted(times)
+    assert status["engine"]["lines"] == len(status["cache"])
+    assert {"process", "peak", "working"} <= set(status["memory"])
+    assert len(status["sessions"]) == 3
+    assert "start_llm_requests_total" in " ".join(metrics)
+    assert "start_llm_ttft_seconds_count 3.0" in metrics
+
+
+def test_what_counts_for_a_user_counts_for_its_key_and_for_all():
+    everybody = s.CacheMetrics()
+    user_metrics = everybody.add_tenant("k/u")
+    everybody.of_tenant("k/u").bump("evicted_idle")
+    everybody.of_tenant("k/another").bump("evicted_idle", 10)
+    everybody.of_tenant("").bump("evicted_idle", 100)
+
+    counts = [
+        metrics.snapshot()["evicted_idle"]
+        for metrics in (user_metrics, everybody.of_tenant("k"), everybody)
+    ]
+    assert counts == [1, 11, 111]
+    everybody.drop_tenant("k/u")
+    assert everybody.of_tenant("k/u") is everybody.of_tenant("k")
+
+
+# -- users of one key ------------------------------------------------------------------
+
+CLAUDE = '{{"device_id": "{}", "account_uuid": "", "session_id": "{}"}}'
+
+
+def reuse(served: Served, **fields: Any) -> int:
+    """How many tokens of a long prompt are cached for whoever these fields name."""
+    headers = fields.pop("headers", {})
+    path = fields.pop("path", CHAT)
+    body = plain(words(300), **fields)
+    status, answer = ask(served, "POST", path, body, **headers)
+    assert status == 200, answer
+    wait_until_idle(served.state.engine)
+    usage = answer["usage"]
+    if path == CHAT:
+        return usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["cache_read_input_tokens"]
+
+
+def messages_of(user_id: str) -> dict[str, Any]:
+    return {
+        "path": "/v1/messages",
+        "system": "Be brief.",
+        "messages": [user(words(300))],
+        "metadata": {"user_id": user_id},
+    }
+
+
+@pytest.mark.parametrize(
+    ("anna", "ben"),
+    [
+        ({"headers": {"X-Cache-User": "anna"}}, {"headers": {"X-Cache-User": "ben"}}),
+        ({"prompt_cache_key": "anna"}, {"prompt_cache_key": "ben"}),
+        ({"user": "anna"}, {"user": "ben"}),
+        ({"safety_identifier": "anna"}, {}),
+        ({"headers": {"X-Cache-User": "anna"}, "user": "x"}, {"user": "x"}),
+        (messages_of("anna"), messages_of("ben")),
+        (messages_of(CLAUDE.format("a", "1")), messages_of(CLAUDE.format("b", "1"))),
+    ],
+    ids=["header", "cache key", "user", "nobody", "header wins", "metadata", "device"],
+)
+def test_users_of_one_key_share_nothing_where_users_are_apart(folder, anna, ben):
+    with serving(folder, cache_isolation="user") as served:
+        assert reuse(served, **anna) == 0
+        assert reuse(served, **anna) > 300
+        assert reuse(served, **ben) == 0
+
+
+def test_users_share_the_cache_where_they_are_not_apart(folder):
+    with serving(folder) as served:
+        assert reuse(served, user="anna") == 0
+        assert reuse(served, user="ben") > 300
+
+
+@pytest.mark.parametrize(
+    "form",
+    [CLAUDE.format("a", "{}"), "user_a1_account_b2_session_{}"],
+    ids=["as JSON", "as text"],
+)
+def test_the_sessions_of_one_claude_code_are_one_user(folder, form):
+    sessions = [form.replace("{}", name * 4) for name in ("1", "2")]
+    with serving(folder, cache_isolation="user") as served:
+        assert reuse(served, **messages_of(sessions[0])) == 0
+        assert reuse(served, **messages_of(sessions[1])) > 300
+
+
+def test_two_keys_with_one_user_are_two_tenants(folder):
+    settings = {**TWO_KEYS, "cache_isolation": "user"}
+    with serving(folder, **settings) as served:
+
+        def cached(key: str) -> int:
+            return reuse(served, user="u", headers={"x-api-key": key})
+
+        assert cached("anna") == 0
+        assert cached("anna") > 300
+        assert cached("ben") == 0
+
+
+def test_a_user_sees_its_own_and_the_key_all_of_its_users(folder):
+    settings = {**TWO_KEYS, "cache_isolation": "user"}
+    with serving(folder, **settings) as served:
+        for key, name in (("anna", "u"), ("anna", "v"), ("anna", "v"), ("ben", "u")):
+            send(served, key, plain(words(100), user=name))
+
+        def n_requests(key: str, **headers: str) -> list[int]:
+            status, metrics = seen(served, key, **headers)
+            (line,) = [row for row in metrics if "ttft_seconds_count" in row]
+            return [status["totals"]["requests"], len(status["recent"]), line]
+
+        count = "start_llm_ttft_seconds_count"
+        assert n_requests("anna") == [3, 3, f"{count} 3.0"]
+        assert n_requests("ben") == [1, 1, f"{count} 1.0"]
+        assert n_requests("anna", **{"X-Cache-User": "v"}) == [2, 2, f"{count} 2.0"]
+        assert n_requests("anna", **{"X-Cache-User": "w"}) == [0, 0, f"{count} 0.0"]
+
+        headers = {"x-api-key": "anna", "X-Cache-User": "u"}
+        assert ask(served, "DELETE", "/v1/cache", **headers)[1]["dropped"] == 1
+        anna = {"x-api-key": "anna"}
+        assert ask(served, "DELETE", "/v1/cache", **anna)[1]["dropped"] == 2
+        assert len(seen(served, "ben")[0]["cache"]) == 1
+
+
+def test_users_beyond_the_limit_are_forgotten_the_oldest_first():
+    state = s.build_state(s.Config(cache_isolation="user", api_key="a, b"))
+    names = ["k", *(f"k/{n}" for n in range(s.Tenants.MAX_TENANTS + 10))]
+    tenants = [state.for_tenant(name) for name in names]
+    tenants[2].stores.live["id"] = None  # has a request under way
+    state.for_tenant("k/2")  # is used again
+    state.expire(0.0)
+
+    left = {tenant.tenant for tenant in state.tenants.states()}
+    assert {"k", "k/1", "k/2", "k/12"} <= left
+    assert not {"k/0", "k/3", "k/10"} & left
+    assert len(left) == s.Tenants.MAX_TENANTS + 1
+    assert state.metrics.of_tenant("k/0") is state.metrics.of_tenant("k")
+
+
+# -- what clients wrote ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_what_differs_is_quoted_only_where_requests_are_logged(
+    folder, caplog, is_logged
+):
+    settings = {"max_kv_size": 8192, "enable_request_logging": is_logged}
+    with serving(folder, **settings) as served:
+        question = user("Now: " + words(900))
+        for text in ("The marimba is loud.", "The xylophone is loud."):
+            system = {**SYSTEM, "content": text}
+            messages = [system, question]
+            body = {"messages": messages, "session_id": "s", "max_tokens": 3}
+            send(served, "", body)
+        (divergence,) = ask(served, "GET", "/v1/status")[1]["divergences"]
+        explained = ask(
+            served,
+            "POST",
+            "/v1/cache/explain",
+            {"messages": [{**SYSTEM, "content": "The tuba is loud."}, question]},
+        )[1]["why_not_more"]
+
+    assert divergence["why"].startswith("message 0: a system message differs")
+    for shown in (json.dumps(divergence), caplog.text):
+        assert ("xylophone" in shown) == ("marimba" in shown) == is_logged
+    assert "tuba" in explained["is"] and explained["role"] == "system"
+
+
+# Words of a request that are to appear nowhere, each in a place of its own.
+PLACES = [
+    "system",
+    "user",
+    "call",
+    "result",
+    "tool",
+    "schema",
+    "format",
+    "kwarg",
+    "stop",
+    "image",
+    "bare",
+    "kind",
+]
+SECRETS = {place: f"xylo{place}phone" for place in PLACES}
+
+
+def requests_with_secrets() -> list[tuple[str, Any]]:
+    """Bodies that are answered, and bodies that are refused for each reason."""
+    hidden = SECRETS
+    system = {"role": "system", "content": hidden["system"] + words(300)}
+    question = user(hidden["user"] + words(300))
+    call = {"name": "look", "arguments": json.dumps({"path": hidden["call"]})}
+    calls = [{"id": "call12345", "type": "function", "function": call}]
+    talk = [
+        system,
+        question,
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call12345", "content": hidden["result"]},
+    ]
+    tool = {"name": hidden["tool"], "parameters": schema(hidden["schema"])}
+    good = {
+        "messages": talk,
+        "tools": [{"type": "function", "function": tool}],
+        "response_format": schema(hidden["format"]),
+        "chat_template_kwargs": {"mood": hidden["kwarg"]},
+        "stop": [hidden["stop"]],
+        "max_tokens": 4,
+        "session_id": "s",
+    }
+    image = {"url": f"data:image/png;base64,{hidden['image']}"}
+    picture = {"type": "image_url", "image_url": image}
+    wrong_schema = {"type": hidden["format"], "pattern": f"({hidden['schema']}"}
+    form = {"name": "x", "schema": wrong_schema}
+    named = {"type": "function", "function": {"name": hidden["tool"]}}
+    edited = [{**system, "content": hidden["system"] + "!" + words(300)}, *talk[1:]]
+    strict = {**tool, "parameters": wrong_schema, "strict": True}
+    messages_path = "/v1/messages"
+    block = {"type": hidden["kind"], "text": hidden["user"]}
+    return [
+        (CHAT, good),
+        (CHAT, {**good, "messages": edited}),
+        (CHAT, {"messages": [{"role": "user", "content": [picture]}]}),
+        (
+            CHAT,
+            {
+                "messages": talk,
+                "response_format": {**good["response_format"], "json_schema": form},
+            },
+        ),
+        (
+            CHAT,
+            {
+                "messages": talk,
+                "tools": [{"type": "function", "function": strict}],
+                "tool_choice": named,
+            },
+        ),
+        (CHAT, {"messages": talk, "tools": TOOLS, "tool_choice": named}),
+        (CHAT, {"messages": talk, "reasoning_effort": hidden["kind"]}),
+        (CHAT, {"messages": [{"role": hidden["kind"], "content": hidden["user"]}]}),
+        (CHAT, {"messages": talk, hidden["bare"]: {hidden["bare"]: 1}, "stop": 3}),
+        (
+            messages_path,
+            {"messages": [question], "system": hidden["system"], "max_tokens": 4},
+        ),
+        (
+            messages_path,
+            {"messages": [{"role": "user", "content": [block]}], "max_tokens": 4},
+        ),
+        ("/v1/completions", {"prompt": hidden["bare"], "max_tokens": 4}),
+    ]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_no_word_of_a_request_is_shown_or_written_down(
+    folder, tmp_path, caplog, monkeypatch, refuses
+):
+    """Neither by status, metrics and page, nor in the log and the session logs.
+
+    `refuses`: the chat template does, and quotes what it was given.
+    """
+    caplog.set_level(logging.DEBUG, s.logger.name)
+    answers = []
+    with serving(folder, log_root=str(tmp_path), max_kv_size=16_384) as served:
+        if refuses:
+            monkeypatch.setattr(
+                served.state.engine.model.template._renderer, "_apply", refuse
+            )
+        for path, body in requests_with_secrets():
+            answers.append(ask(served, "POST", path, body))
+            wait_until_idle(served.state.engine)
+        wait_until(lambda: not served.state.stores.live)
+        pages = [
+            ask(served, "GET", path)[1]
+            for path in ("/v1/status", "/metrics", "/health", "/v1/models")
+        ]
+
+    refused = [answer for status, answer in answers if status != 200]
+    quoting = [answer for answer in refused if "xylo" in json.dumps(answer)]
+    assert len(refused) + 4 >= len(answers) or refuses
+    assert len(quoting) >= 3  # its own client is told
+    files = [path.read_text() for path in tmp_path.rglob("*.log")]
+    assert files or refuses
+    assert pages[0]["divergences"] or refuses
+    for shown in (json.dumps(pages), caplog.text, *files):
+        found = [secret for secret in SECRETS.values() if secret in shown]
+        assert not found
+
+
+def refuse(messages: list[Any], **_kwargs: Any) -> str:
+    raise ValueError(f"no such talk: {messages!r}")

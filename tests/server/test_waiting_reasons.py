@@ -1,0 +1,569 @@
+"""STATUS: why a request was slow, what was refused, and what all requests add up to."""
+
+import http.client
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import start_llm as s
+from prometheus_client.parser import text_string_to_metric_families
+from server_fixture import PATIENCE, SYSTEM, Served, user, wait_until, wait_until_idle
+from status_client import ask, status, words
+from tiny_models import DENSE, tiny_model
+
+CHAT = "/v1/chat/completions"
+SECRET = "xylophonist"  # a word of a prompt that is to appear nowhere
+TIGHT = {"prompt_cache_max_bytes": 1_700_000}  # of KV: for one long prompt
+
+
+class Gate:
+    """Calls of the model wait here, each until it is let through."""
+
+    def __init__(self) -> None:
+        self.n_arrived = 0
+        self._permits = threading.Semaphore(0)
+
+    def __call__(self, _fed: Any) -> None:
+        self.n_arrived += 1
+        assert self._permits.acquire(timeout=PATIENCE)
+
+    def let_through(self, n: int) -> None:
+        """Let so many calls through, and wait until the next one is there."""
+        n_expected = self.n_arrived + n
+        self._permits.release(n)
+        wait_until(lambda: self.n_arrived == n_expected)
+
+    def open(self) -> None:
+        self._permits.release(1_000_000)
+
+
+@contextmanager
+def gated(served: Served) -> Iterator[Gate]:
+    gate = Gate()
+    with served.holding(gate):
+        try:
+            yield gate
+        finally:
+            gate.open()
+            wait_until_idle(served.state.engine)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def served(folder, tmp_path_factory):
+    root = tmp_path_factory.mktemp("logs")
+    with closing(Served(folder, log_root=str(root), max_kv_size=8192)) as running:
+        yield running
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+def live(served: Served) -> list[Any]:
+    return [reply.describe() for reply in list(served.state.stores.live.values())]
+
+
+def begin(
+    pool: ThreadPoolExecutor, served: Served, text: str, *, session: str = "s"
+) -> tuple[str, Future[Any]]:
+    """Send a request; its id, once the server has it, and its exchange to come."""
+    known = set(served.state.stores.live)
+    fields = {"max_tokens": 4, "extra_body": {"session_id": session}}
+    exchange = pool.submit(served.ask, [SYSTEM, user(text)], **fields)
+    wait_until(lambda: exchange.done() or set(served.state.stores.live) - known)
+    (request_id,) = set(served.state.stores.live) - known
+    return request_id[:8], exchange
+
+
+def by_id(rows: list[Any], request_id: str) -> Any:
+    (row,) = (row for row in rows if row["id"] == request_id)
+    return row
+
+
+def samples(served: Served) -> dict[tuple[Any, ...], float]:
+    _, text = ask(served, "GET", "/metrics")
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+# -- what a request waits for ----------------------------------------------------------
+
+
+def check_a_wait(
+    served: Served,
+    pool: ThreadPoolExecutor,
+    texts: tuple[str, str],
+    *,
+    reason: str,
+    names_request: bool,
+) -> None:
+    """The second of two requests waits while the model is held inside the first."""
+    n_waits = samples(served)["start_llm_waiting_seconds_count", reason]
+    with gated(served) as gate:
+        first_id, first = begin(pool, served, texts[0], session="first")
+        wait_until(lambda: gate.n_arrived == 1)
+        second_id, second = begin(pool, served, texts[1], session="second")
+        gate.let_through(1)  # the scheduler has looked at the second one now
+
+        row = by_id(status(served)["requests"], second_id)
+        blocker = first_id if names_request else None
+        assert (row["phase"], row["waiting_for"]) == ("queued", reason)
+        assert row["waiting_for_request"] == blocker
+        assert row["waited_seconds"] > 0 and row["prefill_left_seconds"] is None
+        assert row["tokens_per_second"] is None
+
+        row = by_id(status(served)["requests"], first_id)
+        assert (row["phase"], row["waiting_for"]) == ("prefill", None)
+        assert row["prefill_left_seconds"] > 0
+
+    first.result(PATIENCE), second.result(PATIENCE)
+    wait_until(lambda: not status(served)["requests"])
+    recent = status(served)["recent"]
+    ended = by_id(recent, second_id)
+    assert (ended["waited_for"], ended["waited_for_request"]) == (reason, blocker)
+    assert ended["waited_seconds"] == ended["waited"] >= row["waited_seconds"]
+    assert by_id(recent, first_id)["waited_for"] is None
+    assert samples(served)["start_llm_waiting_seconds_count", reason] > n_waits
+
+    (log,) = Path(served.state.config.log_root).glob("*/cache-session-second.log")
+    record = json.loads(log.read_text().splitlines()[-1])
+    assert (record["waited"], record["waited_for"]) == (ended["waited"], reason)
+
+
+def test_a_request_waits_for_the_prefix_that_another_one_reads(served, pool):
+    texts = (words(1500, 1), words(1500, 1) + " And then?")
+    check_a_wait(served, pool, texts, reason="prefix", names_request=True)
+
+
+def test_a_request_waits_in_the_queue_while_all_places_are_taken(
+    folder, pool, tmp_path
+):
+    with closing(Served(folder, batch_max_rows=1, log_root=str(tmp_path))) as narrow:
+        texts = (words(1500, 2), words(300, 3))
+        check_a_wait(narrow, pool, texts, reason="queue", names_request=False)
+
+
+def test_a_request_waits_for_memory_that_another_one_holds(folder, pool, tmp_path):
+    with closing(Served(folder, **TIGHT, log_root=str(tmp_path))) as tight:
+        n_words = tight.state.engine.report["capacity_tokens"] // 6  # 3 tokens each
+        texts = (words(n_words, 4), words(n_words, 5))
+        check_a_wait(tight, pool, texts, reason="memory", names_request=False)
+
+
+def test_a_request_alone_waits_for_nothing(served):
+    served.ask([SYSTEM, user("hello")], max_tokens=4)
+    wait_until(lambda: not status(served)["requests"])
+    last = status(served)["recent"][-1]
+    assert (last["waited_for"], last["waited_for_request"]) == (None, None)
+    assert last["started_at"] + last["waited_seconds"] <= last["time"]
+    assert last["tokens_per_second"] > 0
+
+
+def test_the_first_cause_counts_from_the_beginning_and_the_longest_is_known():
+    queue, prefix = s.WaitCause("queue"), s.WaitCause("prefix", "a")
+    waits = s.WaitTimes(since=10.0)
+    assert waits.seconds(11.0) == {}
+
+    waits = waits.switch(prefix, 12.0)
+    assert waits.seconds(13.0) == {prefix: 3.0}
+    assert waits.switch(prefix, 14.0) is waits
+
+    waits = waits.switch(queue, 15.0).switch(prefix, 16.0).switch(None, 18.0)
+    assert waits.seconds(99.0) == {prefix: 7.0, queue: 1.0}
+
+
+# -- requests that were cut ------------------------------------------------------------
+
+
+def test_a_cancelled_request_has_the_numbers_of_what_it_did(served):
+    begin_text = words(300, 6)
+    body = {"messages": [SYSTEM, user(begin_text)], "max_tokens": 4}
+    assert send(served, "POST", CHAT, body) == 200
+    longer = [SYSTEM, user(begin_text + " " + words(1500, 7))]
+
+    with gated(served) as gate:
+        with served.stream(longer, max_tokens=4):
+            wait_until(lambda: gate.n_arrived == 1)
+            gate.let_through(1)
+            (row,) = live(served)
+            assert row["cached"] > 200
+        wait_until(lambda: not live(served))
+
+    last = status(served)["recent"][-1]
+    assert (last["id"], last["finish"], last["out"]) == (row["id"], "cancelled", 0)
+    assert (last["prompt"], last["cached"]) == (row["prompt"], row["cached"])
+    assert last["prefill"] > 0 and last["match"] == row["match"] != "-"
+
+
+def test_a_request_cancelled_in_the_queue_has_waited_and_read_nothing(folder, pool):
+    with closing(Served(folder, batch_max_rows=1)) as narrow:
+        with gated(narrow) as gate:
+            _, first = begin(pool, narrow, words(1500, 8))
+            wait_until(lambda: gate.n_arrived == 1)
+            with narrow.stream([SYSTEM, user(words(200, 9))], max_tokens=4):
+                wait_until(lambda: len(live(narrow)) == 2)
+                gate.let_through(1)
+            wait_until(lambda: len(live(narrow)) == 1)
+            last = status(narrow)["recent"][-1]
+        first.result(PATIENCE)
+    assert (last["finish"], last["waited_for"]) == ("cancelled", "queue")
+    assert last["waited_seconds"] > 0
+    assert (last["prefill"], last["cached"], last["match"]) == (0, 0, "-")
+
+
+# -- refused and failed ----------------------------------------------------------------
+
+REFUSED = [  # method, path, body, headers, status, part of the sentence
+    ("POST", CHAT, b"{", {}, 400, "not valid JSON"),
+    ("POST", CHAT, {"messages": 7}, {}, 400, "messages"),
+    ("POST", CHAT, {"messages": [user(words(9000))]}, {}, 400, "context length"),
+    ("POST", CHAT, None, {"Content-Length": str(10**12)}, 413, "MAX_BODY_BYTES"),
+    ("GET", "/api/tags?x=1", None, {}, 404, "/api/tags"),
+    ("PUT", CHAT, None, {}, 405, "POST"),
+    ("GET", "/v1/models/other", None, {}, 404, "other"),
+    ("GET", "/health", None, {"Host": "evil.example"}, 403, "evil.example"),
+    ("POST", "/v1/messages", {"messages": []}, {}, 400, "messages"),
+]
+
+
+def send(served, method, path, body=None, **headers):
+    """The status of an answer; `body`: JSON, or bytes as they are."""
+    payload = body if body is None or isinstance(body, bytes) else json.dumps(body)
+    port = served.state.config.mlx_port
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    with closing(connection):
+        connection.request(method, path, payload, headers)
+        return connection.getresponse().status
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_each_refused_request_is_listed_counted_and_one_warning(served, caplog, case):
+    method, path, body, headers, code, part = case
+    wait_until_idle(served.state.engine)
+    before = status(served)
+    caplog.set_level(logging.INFO, s.logger.name)
+    answer = send(served, method, path, body, **{"User-Agent": "curl/8.1", **headers})
+    assert answer == code
+
+    after = status(served)
+    refusal = after["refusals"][-1]
+    named = {"method": method, "path": path.partition("?")[0], "client": "curl"}
+    assert named.items() <= refusal.items()
+    assert refusal["status"] == code and part in refusal["sentence"]
+    assert after["totals"] == {
+        **before["totals"],
+        "refused": before["totals"]["refused"] + 1,
+    }
+    assert samples(served)["start_llm_refused_total",] == after["totals"]["refused"]
+
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    line = record.getMessage()
+    assert line.startswith(f"{code} {method} ") and part in line and "curl" in line
+
+
+def test_a_wrong_key_is_refused_and_nobody_else_learns_of_it(folder):
+    keys = {"api_key": "one,two", "cache_isolation": "key"}
+    with closing(Served(folder, **keys)) as locked:
+        assert send(locked, "GET", "/v1/status", **{"x-api-key": "three"}) == 401
+        (refusal,) = locked.state.stores.refusals
+        assert (refusal["status"], refusal["path"]) == (401, "/v1/status")
+
+        assert send(locked, "GET", "/nothing", **{"x-api-key": "one"}) == 404
+        for key, expected in (("one", [404]), ("two", [])):
+            body = ask(locked, "GET", "/v1/status", **{"x-api-key": key})[1]
+            assert [row["status"] for row in body["refusals"]] == expected
+            assert body["totals"]["refused"] == len(expected)
+        assert locked.state.metrics.totals()["refused"] == 2
+
+
+def test_what_is_no_http_is_refused_without_what_it_was(served, caplog):
+    with socket.create_connection(("127.0.0.1", served.state.config.mlx_port)) as raw:
+        raw.sendall(f'"content": "the {SECRET}"\r\n\r\n'.encode())
+        assert b" 400 " in raw.recv(1000)
+    wait_until(lambda: status(served)["refusals"][-1]["method"] == "")
+    refusal = status(served)["refusals"][-1]
+    assert (refusal["path"], refusal["client"], refusal["status"]) == ("", "", 400)
+    assert SECRET not in json.dumps(refusal) and SECRET not in caplog.text
+
+
+def test_a_failed_request_is_one_warning_and_counts_as_failed(served, caplog):
+    def fail(_fed):
+        raise ValueError("a bug")
+
+    wait_until_idle(served.state.engine)
+    totals = status(served)["totals"]
+    caplog.set_level(logging.INFO, s.logger.name)
+    body = {"messages": [user("hello " * 200)]}
+    with served.holding(fail):
+        assert send(served, "POST", CHAT, body, **{"User-Agent": "curl/8"}) == 500
+    wait_until(lambda: not live(served))
+
+    after = status(served)
+    assert after["refusals"][-1]["status"] == 500
+    assert after["recent"][-1]["finish"] == "failed"
+    changes = {key: after["totals"][key] - totals[key] for key in totals}
+    assert (changes["requests"], changes["failed"], changes["refused"]) == (1, 1, 0)
+    assert samples(served)["start_llm_failed_total",] == after["totals"]["failed"]
+    [second_try, refusal] = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "is read again without the cache" in second_try.getMessage()
+    assert "a bug" not in refusal.getMessage()
+
+
+# -- sums ------------------------------------------------------------------------------
+
+
+def test_totals_add_up_to_the_requests_that_have_ended(folder):
+    with closing(Served(folder)) as fresh:
+        for text in (words(400), words(400), words(300, 1)):
+            fresh.ask([SYSTEM, user(text)], max_tokens=4)
+        send(fresh, "GET", "/nothing")
+        wait_until(lambda: not live(fresh))
+        body, metrics = status(fresh), samples(fresh)
+
+    totals, recent = body["totals"], body["recent"]
+    assert totals["requests"] == len(recent) == 3
+    assert (totals["refused"], totals["failed"]) == (1, 0)
+    fields = {"prompt_tokens": "prompt", "cached_tokens": "cached"}
+    for name, key in {**fields, "generated_tokens": "out"}.items():
+        assert totals[name] == sum(row[key] for row in recent) > 0
+        assert metrics[f"start_llm_{name}_total",] == totals[name]
+    seconds = sum(row["prefill"] for row in recent)
+    assert totals["prefill_seconds"] == pytest.approx(seconds)
+    assert body["engine"]["prefill_tokens_per_second"] > 0
+    assert totals["saved_seconds"] > 0
+
+
+def test_the_peak_of_memory_is_at_least_the_model(served):
+    served.ask([SYSTEM, user(words(400))], max_tokens=4)
+    memory = status(served)["memory"]
+    assert memory["peak"] >= memory["model"] > 0
+    assert samples(served)["start_llm_memory_peak_bytes",] > 0
+
+
+# -- who asks, and what ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("claude-cli/2.1.2 (external, cli)", "Claude Code"),
+        ("pi (linux 6.1.0; x64)", "PI"),
+        ("pi/0.60.0", "PI"),
+        ("pi", "PI"),
+        ("pip/24.0", "pip"),
+        ("codex_cli_rs/0.46.0 (Debian 12; x86_64) xterm", "Codex"),
+        ("codex_exec/0.46.0", "Codex"),
+        ("opencode/1.0.1 ai-sdk/provider-utils/3.0.9", "opencode"),
+        ("openclaw/2026.1.1", "OpenClaw"),
+        ("GitHubCopilotChat/0.35.0", "Copilot"),
+        ("QwenCode/0.5.0 (linux; x64)", "Qwen Code"),
+        ("curl/8.14.1", "curl"),
+        ("python-requests/2.32", "python"),
+        ("Python-urllib/3.12", "python"),
+        ("OpenAI/Python 2.6.1", "python"),
+        ("AsyncOpenAI/Python 2.6.1", "python"),
+        ("OpenAI/JS 6.26.0", "OpenAI"),
+        ("Something/1.0 (more)", "Something"),
+        ("x" * 90, "x" * 40),
+        ("a\x1b[31mb/1", "a_[31mb"),
+        ("", ""),
+        ("   ", ""),
+    ],
+)
+def test_a_client_is_named_by_its_user_agent(header, name):
+    assert s.name_client(header) == name
+
+
+def test_recent_requests_name_their_client_also_behind_the_proxy(served):
+    through_proxy = {"User-Agent": "AsyncOpenAI/Python 2.6", "X-Codex-Window-Id": "1"}
+    body = {"messages": [user("hello")], "max_tokens": 4}
+    for headers, name in (
+        ({"User-Agent": "pi (linux 6; x64)"}, "PI"),
+        (through_proxy, "Codex"),
+        ({}, ""),
+    ):
+        send(served, "POST", CHAT, body, **headers)
+        wait_until(lambda: not live(served))
+        assert status(served)["recent"][-1]["client"] == name
+
+
+def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
+    folder, tmp_path
+):
+    reminder = {"type": "text", "text": "<system-reminder>x</system-reminder>"}
+    question = {"type": "text", "text": "  Why is\nthe sky " + "so " * 60}
+    body = {
+        "messages": [
+            {"role": "user", "content": [reminder, question]},
+            {"role": "assistant", "content": "Because."},
+            user("And the sea?"),
+        ],
+        "max_tokens": 4,
+    }
+    for is_on in (True, False):
+        settings = {"enable_request_logging": is_on, "log_root": str(tmp_path)}
+        with closing(Served(folder, **settings)) as running:
+            send(running, "POST", CHAT, body)
+            wait_until(lambda: not live(running))
+            title = status(running)["recent"][-1]["title"]
+        expected = ("Why is the sky " + "so " * 60)[:60] if is_on else ""
+        assert title == expected
+
+
+def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
+    folder, tmp_path, caplog
+):
+    caplog.set_level(logging.DEBUG, s.logger.name)
+    secret = {"role": "user", "content": f"{SECRET} " * 300}
+    odd_block = {"role": "user", "content": [{"type": "odd", "text": SECRET}]}
+    picture = {"type": "image_url", "image_url": {"url": f"data:{SECRET}"}}
+    sent: list[tuple[str, Any]] = [
+        (CHAT, {"messages": [secret], "max_tokens": 4}),
+        (CHAT, {"messages": [{"role": "user", "content": [picture]}]}),
+        (CHAT, {"messages": [secret, {"role": "odd", "content": SECRET}]}),
+        (CHAT, {"messages": [{"role": "user", "content": {"text": SECRET}}]}),
+        (CHAT, f'{{"messages": [{{"content": "{SECRET}}}'.encode()),
+        (CHAT, {"messages": [secret], "temperature": "hot"}),
+        ("/v1/completions", {"prompt": SECRET, "max_tokens": 4}),
+        ("/v1/completions", {"prompt": [SECRET, SECRET]}),
+        ("/v1/messages", {"messages": [secret], "max_tokens": 4}),
+        ("/v1/messages", {"messages": [odd_block], "max_tokens": 4}),
+        ("/v1/messages", {"messages": [odd_block, secret], "system": 3}),
+    ]
+    with closing(Served(folder, log_root=str(tmp_path), max_kv_size=8192)) as running:
+        codes = [send(running, "POST", path, body) for path, body in sent]
+        body = {"messages": [user(f"{SECRET} " * 3000)]}
+        codes.append(send(running, "POST", CHAT, body))
+        wait_until(lambda: not live(running))
+        shown = json.dumps(status(running)) + str(ask(running, "GET", "/metrics"))
+
+    assert codes.count(200) == 3
+    assert codes.count(400) == len(codes) - codes.count(200)
+    files = [path.read_text() for path in tmp_path.rglob("*.log")]
+    assert files
+    for text in (shown, caplog.text, *files):
+        assert SECRET not in text
+
+
+# -- one line a request ----------------------------------------------------------------
+
+FACTS: s.RequestFacts = {
+    "id": "7f3a",
+    "api": "chat",
+    "session": "s",
+    "prompt": 2003,
+    "out": 64,
+    "cached": 1968,
+    "match": "line",
+    "finish": "stop",
+    "prefill": 0.1,
+    "decode": 0.5,
+    "waited": 0.04,
+    "waited_for": None,
+    "ttft_ms": 200,
+    "replayed": 0,
+    "fallback": None,
+}
+
+
+def test_a_request_is_one_short_line_without_parts_that_are_zero():
+    assert s.format_summary(FACTS, client="PI") == (
+        "PI  2,003 tokens, 98 % cached, read 0.1 s, first 0.2 s, 64 out in 0.5 s, stop"
+    )
+    waited: s.RequestFacts = {**FACTS, "waited": 12.3, "waited_for": "prefix"}
+    assert "98 % cached, waited for prefix 12.3 s, read" in (
+        s.format_summary(waited, client="PI")
+    )
+    nothing: s.RequestFacts = {
+        **FACTS,
+        "out": 0,
+        "cached": 0,
+        "prefill": 0.0,
+        "decode": 0.0,
+        "ttft_ms": 0,
+        "finish": "cancelled",
+    }
+    assert s.format_summary(nothing, client="") == "-  2,003 tokens, cancelled"
+
+
+def test_the_short_line_is_at_info_and_the_long_one_at_debug(served, caplog):
+    caplog.set_level(logging.DEBUG, s.logger.name)
+    body = {"messages": [user("hello")], "max_tokens": 4}
+    send(served, "POST", CHAT, body, **{"User-Agent": "curl/8"})
+    wait_until(lambda: not live(served))
+    lines = {
+        record.levelname: record.getMessage()
+        for record in caplog.records
+        if "finish=" in record.getMessage() or "tokens" in record.getMessage()
+    }
+    assert lines["INFO"].startswith("curl  ") and len(lines["INFO"]) < 100
+    assert lines["DEBUG"].startswith("id=") and " waited_for=" in lines["DEBUG"]
+
+
+# -- the progress of prefill -----------------------------------------------------------
+
+
+def chunks_of(served: Served, messages: list[Any], **fields: Any) -> list[Any]:
+    body = {"messages": messages, "stream": True, "max_tokens": 4, **fields}
+    port = served.state.config.mlx_port
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    with closing(connection):
+        connection.request("POST", CHAT, json.dumps(body))
+        events = connection.getresponse().read().decode().split("\n\n")
+    return [json.loads(event[6:]) for event in events[:-2]]
+
+
+def test_a_stream_shows_the_progress_of_prefill_to_who_asks(served):
+    begin_text = words(300, 20)
+    body = {"messages": [SYSTEM, user(begin_text)], "max_tokens": 4}
+    assert send(served, "POST", CHAT, body) == 200
+    longer = [SYSTEM, user(begin_text + " " + words(1500, 21))]
+    chunks = chunks_of(
+        served, longer, return_progress=True, stream_options={"include_usage": True}
+    )
+    usage = chunks[-1]["usage"]
+    progress = [c["prompt_progress"] for c in chunks if "prompt_progress" in c]
+    processed = [row["processed"] for row in progress]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert {row["total"] for row in progress} == {usage["prompt_tokens"]}
+    assert {row["cache"] for row in progress} == {cached} and cached > 200
+    assert processed == sorted(set(processed)) and len(processed) > 2
+    assert (processed[0], processed[-1]) == (cached, usage["prompt_tokens"])
+    times = [row["time_ms"] for row in progress]
+    assert times == sorted(times)
+    texts = [
+        n
+        for n, chunk in enumerate(chunks)
+        for choice in chunk["choices"]
+        if choice["delta"].get("reasoning_content") or choice["delta"].get("content")
+    ]
+    last = max(n for n, chunk in enumerate(chunks) if "prompt_progress" in chunk)
+    assert not texts or last < min(texts)
+
+
+def test_who_does_not_ask_for_progress_gets_none(served):
+    for fields in ({}, {"return_progress": False}, {"return_progress": None}):
+        chunks = chunks_of(served, [user(words(300, 22))], **fields)
+        assert not any("prompt_progress" in chunk for chunk in chunks)
+    body = {"messages": [user("hello")], "return_progress": "yes"}
+    assert send(served, "POST", CHAT, body) == 400

@@ -1,0 +1,431 @@
+"""The whole program as its user starts it: a process, spoken to over HTTP, treated badly."""
+
+import contextlib
+import http.client
+import json
+import random
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import start_llm
+from program import BODY_LIMIT, CHAT, Program
+from server_fixture import (
+    PATIENCE,
+    SYSTEM,
+    Client,
+    Scribe,
+    Talk,
+    free_port,
+    user,
+    wait_until,
+)
+from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
+
+N_DISCONNECTS = (
+    390  # with the malformed ones and some that are right: 500 mixed requests
+)
+N_MALFORMED = 100
+GROWTH = 1.05  # of memory, after the storm
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Any]:
+    """Start programs; those still running at the end are killed."""
+    started: list[Program] = []
+
+    def start(model: str | Path, **how: Any) -> Program:
+        started.append(Program(tmp_path / f"program{len(started)}", model, **how))
+        return started[-1]
+
+    yield start
+    for program in started:
+        if program.process.poll() is None:
+            program.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+def converse(port: int, *, seed: int, n_steps: int = 3) -> list[dict[str, Any]]:
+    """A conversation through the SDK: what was said, and all but the first request was warm."""
+    client = Client(port)
+    with contextlib.closing(client):
+        talk = Talk(client, seed)
+        steps = [talk.step() for _ in range(n_steps)]
+        assert all(step.n_cached > 300 for step in steps[1:])
+        return [{**step.said, "finish_reason": step.finish_reason} for step in steps]
+
+
+# -- start and stop --------------------------------------------------------------------------------
+
+
+def test_it_listens_before_it_is_ready_survives_a_kill_and_stops_when_told(
+    start, tmp_path_factory
+):
+    model = tiny_model(HYBRID, tmp_path_factory.getbasetemp())
+    first = start(model)
+    seen = [answer for answer in first.wait_until_ready() if answer[0]]
+    assert seen == [(503, "loading"), (200, "ok")]
+    said = converse(first.port, seed=1)
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    second = start(model, port=first.port)
+    second.wait_until_ready()
+    assert converse(first.port, seed=1) == said
+    assert second.end(signal.SIGTERM) == 0
+    assert "Traceback" not in second.said
+
+
+def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
+    unknown = tmp_path / "unknown"
+    shutil.copytree(model, unknown)
+    facts = json.loads((unknown / "config.json").read_text("utf-8"))
+    (unknown / "config.json").write_text(
+        json.dumps({**facts, "model_type": "nope7"}), "utf-8"
+    )
+    first = start(model)
+    first.wait_until_ready()
+    refused = {
+        "missing": start(tmp_path / "missing"),
+        "nope7": start(unknown),
+        str(first.port): start(model, port=first.port),
+        "API_KEY": start(model, MLX_HOST="0.0.0.0"),
+    }
+    for named, program in refused.items():
+        assert program.process.wait(timeout=PATIENCE) == 2
+        lines = program.said.strip().splitlines()
+        (sentence,) = [line for line in lines if line.startswith("start-llm: ")]
+        assert named in sentence and sentence == lines[-1]
+        assert "Traceback" not in program.said
+    assert first.get("/health")[0] == 200
+
+
+def test_a_low_limit_of_open_files_is_enough_or_one_sentence_says_so(start, model):
+    enough = start(model, open_files=1024)
+    too_few = start(model, open_files=64)
+
+    assert too_few.process.wait(timeout=PATIENCE) == 2
+    sentence = too_few.said.strip().splitlines()[-1]
+    assert sentence.startswith("start-llm: 320 open files are needed")
+    assert "MAX_CONNECTIONS" in sentence
+    enough.wait_until_ready()
+    assert enough.end(signal.SIGTERM) == 0
+    assert "Traceback" not in enough.said
+
+
+# -- LiteLLM beside it -----------------------------------------------------------------------------
+
+
+def is_up(port: int) -> bool:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=1),
+    ):
+        return True
+    return False
+
+
+def test_copied_alone_it_says_that_there_is_no_proxy_and_serves(start, model):
+    program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(free_port()))
+    program.wait_until_ready()
+    wait_until(lambda: program.said.count("no proxy") == 1)
+    assert program.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "told twice"])
+def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, how):
+    if not Path(sys.executable).with_name("litellm").exists():
+        pytest.skip("LiteLLM is not installed")
+    helpers = Path(start_llm.__file__).parent / "scripts" / "helpers"
+    beside = tmp_path / "program0" / "scripts" / "helpers"
+    beside.mkdir(parents=True)
+    for name in ("litellm_beside.py", "litellm_gate.py"):
+        shutil.copy(helpers / name, beside / name)
+    port = free_port()
+    program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(port))
+    program.wait_until_ready()
+    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{port}" in program.said)
+    family = psutil.Process(program.process.pid).children(recursive=True)
+    if how == "killed":
+        program.end(signal.SIGKILL)
+    while program.process.poll() is None:
+        program.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert not psutil.wait_procs(family, 10)[1]
+    assert not is_up(port)
+
+
+# -- clients that leave ----------------------------------------------------------------------------
+
+
+def endless_request(rng: random.Random, end: int) -> bytes:
+    """A chat request whose reply nobody has the time to wait for: its end token is banned."""
+    talk = Talk(None, rng.randrange(1 << 30))
+    body = {
+        "messages": [SYSTEM, user(talk.words(rng.choice((10, 200, 400))))],
+        "tools": TOOLS,
+        "stream": rng.random() < 0.5,
+        "max_tokens": 50_000,
+        "logit_bias": {str(end): -100},
+    }
+    return http_bytes(json.dumps(body).encode())
+
+
+def http_bytes(
+    body: bytes, *, line: str = f"POST {CHAT} HTTP/1.1", **headers: str
+) -> bytes:
+    named = {"Host": "localhost", "Content_Length": str(len(body)), **headers}
+    lines = [
+        line,
+        *(f"{name.replace('_', '-')}: {value}" for name, value in named.items()),
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def leave(port: int, end: int, *, seed: int) -> None:
+    """Connect, get as far as chance has it, and go: politely or with a reset."""
+    rng = random.Random(seed)
+    message = endless_request(rng, end)
+    n_sent = rng.choice(
+        (0, rng.randrange(100), rng.randrange(len(message)), *[len(message)] * 3)
+    )
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.sendall(message[:n_sent])
+        if rng.random() < 0.5:
+            connection.settimeout(rng.random() ** 3)
+            with contextlib.suppress(TimeoutError):
+                connection.recv(rng.choice((1, 500, 5000)))
+        time.sleep(rng.random() ** 3 * 0.5)
+        if rng.random() < 0.5:
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+
+
+def many_leave(port: int, end: int, *, seeds: range) -> None:
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda seed: leave(port, end, seed=seed), seeds))
+
+
+# -- requests that are wrong -----------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "Hello."}]
+WRONG_FIELDS: list[tuple[str, Any]] = [
+    ("messages", None),
+    ("messages", []),
+    ("messages", {}),
+    ("messages", "Hello."),
+    ("messages", [None]),
+    ("messages", [[]]),
+    ("messages", [{}]),
+    ("messages", [{"role": "robot", "content": "x"}]),
+    ("messages", [{"role": 7, "content": "x"}]),
+    ("messages", [{"role": "user"}]),
+    ("messages", [{"role": "user", "content": 7}]),
+    ("messages", [{"role": "user", "content": {"text": "x"}}]),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+    ),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+    ("messages", [{"role": "user", "content": ["x", 7]}]),
+    ("messages", [*MESSAGES, {"role": "assistant", "tool_calls": "x"}]),
+    ("messages", [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": 7}]}]),
+    ("messages", [*MESSAGES, {"role": "assistant", "content": "x", "tool_calls": [7]}]),
+    ("messages", [{"role": "system", "content": "x"}]),
+    ("temperature", "hot"),
+    ("temperature", -1),
+    ("temperature", 99),
+    ("temperature", [1]),
+    ("top_p", 7),
+    ("top_p", "x"),
+    ("top_k", "x"),
+    ("top_k", 1.5),
+    ("min_p", 2),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("max_tokens", "many"),
+    ("max_tokens", 1.5),
+    ("max_completion_tokens", -1),
+    ("n", 2),
+    ("n", "one"),
+    ("stop", 7),
+    ("stop", [7]),
+    ("stop", {"a": 1}),
+    ("seed", "x"),
+    ("seed", 1.5),
+    ("stream", "maybe"),
+    ("stream", 7),
+    ("stream_options", 7),
+    ("logprobs", "x"),
+    ("top_logprobs", 1000),
+    ("top_logprobs", -1),
+    ("logit_bias", [1]),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"5": "x"}),
+    ("logit_bias", {"99999999": 1}),
+    ("presence_penalty", "x"),
+    ("frequency_penalty", [0]),
+    ("repetition_penalty", -1),
+    ("tools", "bash"),
+    ("tools", [7]),
+    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": 7}}]),
+    ("tools", [{"type": "function", "function": {"parameters": {}}}]),
+    ("tool_choice", "sometimes"),
+    ("tool_choice", 7),
+    ("tool_choice", {"type": "function", "function": {"name": "unknown"}}),
+    ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("response_format", 7),
+    ("audio", {"voice": "x"}),
+    ("modalities", ["audio"]),
+    ("chat_template_kwargs", 7),
+]
+WRONG_BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"7",
+    b"null",
+    b'"text"',
+    b"{'messages': []}",
+    b"\xff\xfe{}",
+    b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}',
+    b"[" * 50_000,
+    b'{"a":' * 50_000,
+    b'{"messages": ' + b"9" * 6000 + b"}",
+    b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+    b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1e300}',
+]
+WRONG_REQUESTS: list[tuple[bytes, set[int]]] = [
+    (http_bytes(b"{}", line="POST /v1/nothing HTTP/1.1"), {404}),
+    (http_bytes(b"{}", line="POST / HTTP/1.1"), {405}),
+    (http_bytes(b"", line="GET /etc/passwd HTTP/1.1"), {404}),
+    (http_bytes(b"", line="GET /../../x HTTP/1.1"), {404}),
+    (http_bytes(b"", line="GET /v1/models/none HTTP/1.1"), {404}),
+    (http_bytes(b"", line=f"GET {CHAT} HTTP/1.1"), {405}),
+    (http_bytes(b"", line=f"DELETE {CHAT} HTTP/1.1"), {405}),
+    (http_bytes(b"{}", line="PUT /v1/models HTTP/1.1"), {405}),
+    (http_bytes(b"", line=f"BREW {CHAT} HTTP/1.1"), {400, 405, 501}),
+    (http_bytes(b"{}", Content_Encoding="gzip"), {415}),
+    (http_bytes(b"{}", Content_Length="x"), {400}),
+    (http_bytes(b"{}", Content_Length="-2"), {400}),
+    (http_bytes(b"", Content_Length=str(1 << 40)), {413}),
+    (http_bytes(b"x" * (BODY_LIMIT + 1)), {413}),
+    (http_bytes(b"zz\r\n{}\r\n0\r\n\r\n", Transfer_Encoding="chunked"), {400}),
+    (http_bytes(b"-5\r\n{}\r\n0\r\n\r\n", Transfer_Encoding="chunked"), {400}),
+    (http_bytes(b"fffffff\r\n{}", Transfer_Encoding="chunked"), {413}),
+    (http_bytes(b"2\r\n{}\r\n0\r\n\r\n", Transfer_Encoding="chunked"), {400}),
+    (http_bytes(b"{}", Expect="100-continue", Content_Encoding="br"), {415}),
+    (b"GARBAGE\r\n\r\n", {400}),
+    (b"GET / HTTP/9.9\r\n\r\n", {400, 505}),
+    (b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", {400, 414}),
+    (http_bytes(b"", line="GET /health HTTP/1.1", X="y" * 70_000), {400, 431}),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", {400}),
+]
+
+
+CUT_EMOJI = (
+    rb'{"messages": [{"role": "user", "content": "cut: \ud83d"}], "max_tokens": 3}'
+)
+
+
+def malformed() -> list[tuple[bytes, set[int]]]:
+    """Requests nobody should send, each with the statuses that are a right answer."""
+    good = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 5}
+    fields = [{**good, name: value} for name, value in WRONG_FIELDS]
+    bodies = [*(json.dumps(one).encode() for one in fields), *WRONG_BODIES]
+    refused = [*((http_bytes(body), {400}) for body in bodies), *WRONG_REQUESTS]
+    return [
+        *refused,
+        (http_bytes(CUT_EMOJI), {200}),
+    ]  # JavaScript sends these; they can be read
+
+
+def answer_to(port: int, message: bytes) -> tuple[int, dict[str, Any]]:
+    """(status, body) of the response to raw bytes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        with contextlib.suppress(
+            ConnectionError
+        ):  # an answer may come before all is sent
+            connection.sendall(message)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        return response.status, json.loads(response.read())
+
+
+def check_malformed(port: int) -> None:
+    """Each is refused with a status and an OpenAI-shaped error that has something to say."""
+    requests = malformed()
+    assert len(requests) >= N_MALFORMED
+    for message, statuses in requests:
+        status, body = answer_to(port, message)
+        assert status in statuses, (message[:300], status, body)
+        if status != 200:
+            assert body["error"].keys() == {"message", "type", "param", "code"}
+            assert body["error"]["message"]
+
+
+# -- and afterwards --------------------------------------------------------------------------------
+
+
+def at_rest(program: Program) -> dict[str, float]:
+    """What the process holds once it is idle and its cache has run out."""
+
+    def is_idle() -> bool:
+        engine = program.get("/v1/status")[1]["engine"]
+        return not any(
+            engine[key] for key in ("queued", "prefilling", "decoding", "lines")
+        )
+
+    wait_until(is_idle)
+    time.sleep(
+        2.5
+    )  # an idle engine without KV gives unused buffers back within a second
+    process = psutil.Process(program.process.pid)
+    with process.oneshot():
+        return {
+            "cache_bytes": program.get("/v1/status")[1]["engine"]["cache_bytes"],
+            "memory": process.memory_info().rss,
+            "threads": process.num_threads(),
+            "files": process.num_fds(),
+        }
+
+
+def test_it_stands_clients_that_leave_and_requests_that_are_wrong(start, model):
+    end = Scribe(model).end
+    program = start(model)
+    program.wait_until_ready()
+    said = converse(program.port, seed=2)
+    # what is kept for good, buffers and memories of fixed size, fills up
+    many_leave(program.port, end, seeds=range(N_DISCONNECTS, N_DISCONNECTS + 100))
+    check_malformed(program.port)
+    before = at_rest(program)
+
+    many_leave(program.port, end, seeds=range(N_DISCONNECTS))
+    assert converse(program.port, seed=2) == said
+    check_malformed(program.port)
+    assert converse(program.port, seed=2) == said
+
+    after = at_rest(program)
+    assert after["cache_bytes"] == before["cache_bytes"] == 0
+    assert after["memory"] <= before["memory"] * GROWTH
+    assert (
+        after["threads"] <= before["threads"] + 1
+    )  # the connection that asked may still close
+    assert after["files"] <= before["files"] + 1
+    assert program.end(signal.SIGTERM) == 0
+    assert "Traceback" not in program.said
+    assert "ERROR" not in program.said

@@ -1,0 +1,128 @@
+"""An engine on a tiny model, without HTTP: jobs in, events out, a cold run as the oracle."""
+
+import functools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import start_llm as s
+from cold_reference import Oracle
+from mlx_lm import load
+from server_fixture import PATIENCE, Recorder, wait_until
+
+VOCAB = 300  # plain text tokens of the tiny models' vocabulary
+GREEDY = s.SamplingParams(
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    repetition_context_size=64,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    seed=None,
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """As much of a LoadedModel as an engine asks for."""
+
+    model: Any
+    max_context_tokens: int = 1 << 20
+    vision: None = None
+    eos_ids: frozenset[int] = frozenset()
+    nbytes: int = 1 << 20
+    # What an idle engine tells it.
+    template: Any = field(
+        default_factory=lambda: SimpleNamespace(clear_memos=lambda: None)
+    )
+
+
+@functools.cache
+def oracle(folder):
+    """One for each model: many tests ask the same of the same."""
+    return Oracle(folder, at_once=512)
+
+
+class Bench:
+    """An engine on a tiny model, with a record of the log-probabilities of every token."""
+
+    def __init__(self, path, monkeypatch, **settings):
+        self.path = path
+        self.seen: dict[s.RequestHandle, list[np.ndarray]] = {}
+        self.asked: dict[s.RequestHandle, list[int]] = {}
+        self.may_try_again = False  # else a second try would hide a fault from a test
+        add_token = s.RunningRequest.add_token
+
+        def recorded(row, token, *, logprobs):
+            self.seen.setdefault(row.handle, []).append(np.array(logprobs))
+            add_token(row, token, logprobs=logprobs)
+            if row.has_failed:  # no token was reported
+                self.seen[row.handle].pop()
+
+        monkeypatch.setattr(s.RunningRequest, "add_token", recorded)
+        config = s.Config(**settings)
+        self.metrics = s.CacheMetrics()
+        self.engine = s.Engine(config, self.metrics, load=self._load)
+        self.engine.start()
+        wait_until(lambda: self.engine.state != "loading")
+        assert self.engine.failure is None
+
+    def _load(self):
+        self.model = Recorder(load(str(self.path))[0])
+        return Loaded(self.model)
+
+    def submit(self, tokens, n=8, boundaries=(), **fields):
+        job = s.EngineRequest(
+            key=s.TokenKey(
+                b"r",
+                np.asarray(tokens, np.int32),
+                s.block_hashes(tokens, 16, root=b"r"),
+            ),
+            checkpoint_positions=tuple(boundaries),
+            max_tokens=n,
+            sampling=fields.pop("sampling", GREEDY),
+            **fields,
+        )
+        ticket = self.engine.submit(job)
+        self.asked[ticket] = list(tokens)
+        return ticket
+
+    def outcome(self, ticket, timeout=PATIENCE):
+        """(ids, Finished or the error): how a request went, whatever way that was."""
+        ids = []
+        while True:
+            event = ticket.next_event(timeout)
+            assert event is not None, "nothing happened for too long"
+            if isinstance(event, s.TokenEvent):
+                ids.append(event.token_id)
+            elif not isinstance(event, int | s.SecondTryEvent):
+                return ids, event
+
+    def finish(self, ticket, timeout=PATIENCE):
+        ids, end = self.outcome(ticket, timeout)
+        assert isinstance(end, s.FinishedEvent), str(end)
+        assert self.may_try_again or not ticket.is_second_try
+        return ids, end
+
+    def ask(self, tokens, n=8, **fields):
+        ticket = self.submit(tokens, n, **fields)
+        ids, end = self.finish(ticket)
+        return ids, end, ticket
+
+    def worst(self, ticket, ids):
+        """Largest difference to a cold run over all generated tokens of a request."""
+        warm = np.array(self.seen[ticket])
+        cold = oracle(self.path).logprobs([*self.asked[ticket], *ids[:-1]], n=len(ids))
+        assert cold.shape == warm.shape
+        return float(np.abs(cold - warm).max())
+
+
+def words(rng, n):
+    return rng.integers(10, VOCAB, n).tolist()
+
+
+TOLERANCE = {"gemma3_text": 1e-4}

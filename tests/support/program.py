@@ -1,0 +1,99 @@
+"""The whole program as a process: started, listened to, ended."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import start_llm
+from server_fixture import PATIENCE, free_port, wait_until
+
+BODY_LIMIT = 1 << 20
+
+TTL_SECONDS = 3  # idle for so long, the cache is empty again
+
+CHAT = "/v1/chat/completions"
+
+
+class Program:
+    """start-llm.py, copied to a folder of its own, running there in a process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str | Path,
+        *,
+        port: int | None = None,
+        open_files: int | None = None,
+        stderr: int | None = None,
+        **more: str,
+    ) -> None:
+        """`stderr`: a descriptor in place of the file that `said` reads."""
+        folder.mkdir(exist_ok=True)
+        shutil.copy(start_llm.__file__, folder / "start-llm.py")
+        self.port = port or free_port()
+        self._stderr = folder / "stderr.txt"
+        settings = {
+            "MODEL_PATH": str(model),
+            "MLX_PORT": str(self.port),
+            "ENABLE_PROXY": "false",
+            "LOG_ROOT": str(folder / "logs"),
+            "MAX_BODY_BYTES": str(BODY_LIMIT),
+            "PROMPT_CACHE_TTL_SECONDS": str(TTL_SECONDS),
+            "HF_HUB_OFFLINE": "1",
+            **more,
+        }
+        command = [sys.executable, "start-llm.py"]
+        if open_files is not None:
+            limit = f'ulimit -n {open_files}; exec "$@"'
+            command = ["sh", "-c", limit, "sh", *command]
+        with self._stderr.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **settings},
+                stderr=file if stderr is None else stderr,
+            )
+
+    @property
+    def said(self) -> str:
+        """What is on the console so far."""
+        return self._stderr.read_text(encoding="utf-8", errors="replace")
+
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """(status, body); status 0 while nobody listens."""
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=PATIENCE
+        )
+        with contextlib.closing(connection):
+            try:
+                connection.request("GET", path)
+                response = connection.getresponse()
+                return response.status, json.loads(response.read())
+            except OSError:
+                return 0, {}
+
+    def wait_until_ready(self) -> list[tuple[int, str]]:
+        """What /health said on the way: each different (status, word) once, in order."""
+        seen: list[tuple[int, str]] = []
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.said
+            status, body = self.get("/health")
+            answer = (status, body.get("status", ""))
+            if answer not in seen:
+                seen.append(answer)
+            return status == 200
+
+        wait_until(is_ready)
+        return seen
+
+    def end(self, number: int) -> int:
+        """Send a signal; the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=PATIENCE)

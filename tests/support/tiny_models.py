@@ -1,0 +1,77 @@
+"""Tiny models made by scripts/tools/make_tiny_model.py: random weights, planted grammar."""
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+SCRIPT = (
+    Path(__file__).resolve().parents[2] / "scripts" / "tools" / "make_tiny_model.py"
+)
+
+
+@functools.cache
+def load_script() -> ModuleType:
+    """scripts/tools/make_tiny_model.py as a module; scripts/ is no package."""
+    spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_tiny_model"] = (
+        module  # before exec: dataclasses look their module up by name
+    )
+    spec.loader.exec_module(module)
+    return module
+
+
+KINDS: tuple[str, ...] = load_script().KINDS
+DENSE, HYBRID, SLIDING = "qwen3", "qwen3_5", "gemma3_text"
+
+# Words the grammar does not know, and the tools that it calls.
+WORDS = [
+    "alpha",
+    "river",
+    "stone",
+    "cloud",
+    "paper",
+    "green",
+    "seven",
+    "table",
+    "window",
+    "orange",
+]
+PARAMETERS = {
+    "read": ["path"],
+    "bash": ["command"],
+    "write": ["path", "content"],
+    "get_weather": ["city"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string"} for key in keys},
+                "required": keys,
+            },
+        },
+    }
+    for name, keys in PARAMETERS.items()
+]
+
+
+def tiny_model(kind: str, tmp_root: Path, **size: int) -> Path:
+    """The folder of a tiny model, for mlx_lm.load; made in a second, at most once under `tmp_root`.
+
+    `size` changes single fields of the script's Recipe: `layers=4`, `window=128`, `seed=7`,
+    `context=4096` (tokens), `heads=1, kv_heads=1` (half the cost of long prompts) ...
+    """
+    script = load_script()
+    seed = size.pop("seed", None)
+    recipe = script.choose_recipe(kind, size="tiny", seed=seed, **size)
+    named = "".join(f"-{field}{value}" for field, value in sorted(size.items()))
+    folder = tmp_root / f"{kind}-seed{recipe.seed}{named}"
+    script.make_model(folder, recipe)
+    return folder

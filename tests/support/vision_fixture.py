@@ -1,0 +1,343 @@
+"""The real server in this process on a tiny vision model, and the plain model as its oracle."""
+
+import base64
+import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import mlx.core as mx
+import numpy as np
+import openai
+import start_llm as s
+from minimum_prefill import Request, Turns, fewest
+from mlx_lm.utils import load_tokenizer
+from mlx_vlm.utils import load_model, load_processor
+from PIL import Image
+from server_fixture import (
+    PATIENCE,
+    Message,
+    _with_objects,
+    clear_cache,
+    forget_pasts,
+    free_port,
+    joined,
+    wait_until,
+    wait_until_idle,
+)
+from tiny_models import TOOLS
+from tiny_vision import PHRASE
+
+Picture = bytes  # a file
+
+
+def picture(
+    seed: int, width: int = 288, height: int = 256, kind: str = "PNG"
+) -> Picture:
+    """Coarse random squares, so that every encoder keeps them apart."""
+    squares = np.random.default_rng(seed).integers(0, 255, (8, 10, 3)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(squares).resize((width, height), Image.Resampling.NEAREST).save(
+        file, kind
+    )
+    return file.getvalue()
+
+
+def data_url(data: Picture, media: str = "image/png") -> str:
+    return f"data:{media};base64,{base64.b64encode(data).decode()}"
+
+
+def shown(*parts: str | Picture) -> Message:
+    """A user message of texts and images, in OpenAI's words."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request: what it was, what the model was fed for it, and what came."""
+
+    messages: list[Message]
+    answer: Message
+    usage: dict[str, Any]
+    prompt: tuple[int, ...]  # images as negative numbers of their own
+    reply: tuple[int, ...]
+    prefilled: int
+    logprobs: np.ndarray  # (tokens, vocabulary)
+
+    @property
+    def cached(self) -> int:
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+
+class ImageTurns(Turns):
+    """A model that cannot cut back can also go on before and behind each image."""
+
+    def boundaries(self, request: Request) -> set[int]:
+        known = request.prompt
+        edges = (
+            at for at in range(1, len(known)) if (known[at] < 0) != (known[at - 1] < 0)
+        )
+        return super().boundaries(request) | {
+            at for at in edges if at <= len(request.known)
+        }
+
+
+class Seeing:
+    """A running server and both SDKs; everything that the model and its tower are called with."""
+
+    def __init__(self, folder: Path, monkeypatch: Any, **settings: Any) -> None:
+        self.folder, self.requests, self.seen = folder, [], []
+        self.calls: list[tuple[list[int], int]] = []  # (positions the rows had, tokens)
+        self.tower_runs = 0
+        self._rows: dict[Any, tuple[list[int], list[np.ndarray]]] = {}  # by job
+        self._watch_rows(monkeypatch)
+        port = free_port()
+        config = s.Config(
+            model_path=str(folder), mlx_port=port, enable_proxy=False, **settings
+        )
+        state = s.build_state(config)
+        engine = s.Engine(
+            config, state.metrics, load=lambda: self._load(folder, config)
+        )
+        self.state = replace(state, engine=engine)
+        self._stop = threading.Event()
+        how = {
+            "args": (self.state, s._listen(config, self.state)),
+            "kwargs": {"stop": self._stop},
+        }
+        self._main = threading.Thread(target=s._serve, daemon=True, **how)
+        self._main.start()
+        wait_until(lambda: engine.state != "loading")
+        assert engine.failure is None, engine.failure
+        self.url = f"http://127.0.0.1:{port}"
+        self.openai = openai.OpenAI(
+            base_url=self.url + "/v1", api_key="x", max_retries=0
+        )
+        self.anthropic = anthropic.Anthropic(
+            base_url=self.url, api_key="x", max_retries=0
+        )
+        self._plain()
+
+    def _plain(self) -> None:
+        """Upstream's model, processor and template, without a line of the server."""
+        self.oracle, self.processor = (
+            load_model(self.folder),
+            load_processor(self.folder, False),
+        )
+        self.tokenizer = load_tokenizer(self.folder)
+        self._process = lru_cache(8)(self._process)  # each prompt is wanted twice
+        config = self.oracle.config
+        self.pad = config.image_token_id
+        ids = lambda text: tuple(self.tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+        start, (self.end,) = ids("<|im_start|>"), ids("<|im_end|>")
+        heads = (
+            ids(f"<|im_start|>{name}")
+            for name in ("system\n", "user\n", "user\n<tool_response>")
+        )
+        self.turns = ImageTurns(start[0], *heads)
+
+    def _load(self, folder: Path, config: s.Config) -> s.LoadedModel:
+        loaded = s.load_model(folder, config)
+        self.model = loaded.vision
+        whole = loaded.vision.whole
+
+        def watched(part: Any, note: Any) -> None:
+            kind = type(part)
+
+            def call(self: Any, *args: Any, **given: Any) -> Any:
+                note(*args, **given)
+                return kind.__call__(self, *args, **given)
+
+            part.__class__ = type(
+                f"Watched{kind.__name__}", (kind,), {"__call__": call}
+            )
+
+        watched(whole.language_model, self._note_call)
+        watched(whole.vision_tower, self._note_tower)
+        return loaded
+
+    before_call = staticmethod(lambda: None)
+
+    def _note_call(self, tokens: mx.array, *_: Any, cache: Any, **__: Any) -> None:
+        self.before_call()
+        offset = next(layer.offset for layer in cache if hasattr(layer, "offset"))
+        held = (
+            [offset] * tokens.shape[0] if isinstance(offset, int) else offset.tolist()
+        )
+        self.calls.append((held, tokens.shape[1]))
+
+    def _note_tower(self, *_: Any, **__: Any) -> None:
+        self.tower_runs += 1
+
+    def _watch_rows(self, monkeypatch: Any) -> None:
+        add_token = s.RunningRequest.add_token
+
+        def told(row: Any, token: int, *, logprobs: mx.array) -> None:
+            ids, rows = self._rows.setdefault(row.request, ([], []))
+            ids.append(token)
+            rows.append(np.array(logprobs))
+            self._last = row.request
+            add_token(row, token, logprobs=logprobs)
+
+        monkeypatch.setattr(s.RunningRequest, "add_token", told)
+
+    def ask(
+        self, messages: list[Message], *, stream: bool = True, **fields: Any
+    ) -> Seen:
+        """Greedy; one request at a time."""
+        fields = {
+            "model": "any",
+            "temperature": 0,
+            "max_tokens": 300,
+            "tools": TOOLS,
+            **fields,
+        }
+        began = len(self.calls)
+        if stream:
+            wants = {"stream": True, "stream_options": {"include_usage": True}}
+            with self.openai.chat.completions.create(
+                messages=messages, **wants, **fields
+            ) as chunks:
+                answer, _, usage = joined(chunks)
+        else:
+            whole = self.openai.chat.completions.create(messages=messages, **fields)
+            answer, usage = (
+                whole.choices[0].message.model_dump(exclude_none=True),
+                whole.usage,
+            )
+            usage = usage.model_dump()
+        return self.note(messages, answer, usage, began=began)
+
+    def at_once(self, ask: Callable[[int], Any], n: int) -> list[Any]:
+        """`n` answers, asked for together and in part decoded together; then all is forgotten."""
+        with ThreadPoolExecutor(n) as pool:
+            replies = list(pool.map(ask, range(n), timeout=PATIENCE))
+        assert max(len(held) for held, _ in self.calls) > 1, "nothing decoded together"
+        self.forget()
+        return replies
+
+    def note(
+        self, messages: list[Message], answer: Message, usage: Any, *, began: int
+    ) -> Seen:
+        """What the request that ended last was fed."""
+        ids, rows = self._rows[self._last]
+        prompt = self.prompt(messages)
+        prefilled = sum(
+            max(0, min(at + n, len(prompt)) - at)
+            for held, n in self.calls[began:]
+            for at in held
+        )
+        one = Seen(
+            messages, answer, usage, prompt, tuple(ids), prefilled, np.array(rows)
+        )
+        assert len(prompt) == usage["prompt_tokens"]
+        self.seen.append(one)
+        self.requests.append(Request(prompt, one.reply))
+        return one
+
+    def text(self, messages: list[Message]) -> tuple[str, list[Picture]]:
+        """The prompt as the template renders it, and the images in order."""
+        told, images = [], []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                sent = (
+                    part["image_url"]["url"]
+                    for part in content
+                    if part["type"] != "text"
+                )
+                images += [base64.b64decode(url.partition(",")[2]) for url in sent]
+                content = [
+                    p if p["type"] == "text" else {"type": "image"} for p in content
+                ]
+            told.append(_with_objects({**message, "content": content}))
+        how = {
+            "add_generation_prompt": True,
+            "preserve_thinking": True,
+            "enable_thinking": True,
+        }
+        return self.tokenizer.apply_chat_template(
+            told, tools=TOOLS, tokenize=False, **how
+        ), images
+
+    def inputs(self, messages: list[Message]) -> dict[str, mx.array]:
+        text, images = self.text(messages)
+        assert text.count(PHRASE) == len(images)
+        return dict(self._process(text, tuple(images)))
+
+    def _process(self, text: str, images: tuple[Picture, ...]) -> dict[str, mx.array]:
+        opened = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
+        made = self.processor(text=[text], images=opened or None)
+        return {name: value for name, value in made.items() if name != "attention_mask"}
+
+    def prompt(self, messages: list[Message]) -> tuple[int, ...]:
+        """Token ids; of an image numbers that no other image has."""
+        ids = np.array(self.inputs(messages)["input_ids"])[0].tolist()
+        images = iter(self.text(messages)[1])
+        marked, inside = [], 0
+        for token in ids:
+            if token == self.pad and not inside:
+                base = (
+                    int.from_bytes(sha256(next(images)).digest()[:5], "big") * 100_000
+                )
+            inside = inside + 1 if token == self.pad else 0
+            marked.append(-(base + inside) if inside else token)
+        return tuple(marked)
+
+    def fewest(self) -> list[int]:
+        """Per request so far, on a server that forgot nothing."""
+        return fewest(self.requests, self.turns if self.is_hybrid else None)
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.state.engine.report["kv_bytes_per_token"] < 300
+
+    def worst(self, one: Seen) -> float:
+        """Largest difference to a cold run of the plain model over all tokens of the reply."""
+        given = self.inputs(one.messages)
+        n_prompt = given["input_ids"].shape[1]
+        given["input_ids"] = mx.concatenate(
+            [given["input_ids"], mx.array([one.reply[:-1]], mx.int32)], axis=1
+        )
+        inner = self.oracle.language_model
+        inner._rope_deltas = inner._position_ids = None
+        logits = self.oracle(**given).logits[0, n_prompt - 1 :]
+        allowed = np.isfinite(one.logprobs)  # without tools a call is forbidden
+        assert allowed.mean() > 0.99
+        logits = mx.where(mx.array(allowed), logits, -mx.inf)
+        cold = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        assert np.ptp(cold[allowed]) > 1, (
+            "logits that say nothing cannot tell a wrong cache"
+        )
+        return float(np.abs(cold[allowed] - one.logprobs[allowed]).max())
+
+    def forget(self) -> None:
+        """An empty server and an empty record; what images look like is still known."""
+        wait_until_idle(self.state.engine)
+        clear_cache(self.state.engine)
+        forget_pasts(self.state)
+        wait_until(lambda: self.state.engine.report["lines"] == 0)
+        self.requests.clear()
+        self.seen.clear()
+        self.calls.clear()
+        self.model._features.clear()
+        self.tower_runs = 0
+
+    def close(self) -> None:
+        self.openai.close()
+        self.anthropic.close()
+        self._stop.set()
+        self._main.join(timeout=PATIENCE)
+        assert not self._main.is_alive(), "the server did not stop"

@@ -1,0 +1,181 @@
+"""The layout check passes a sound source text and finds each planted fault."""
+
+import pytest
+from check_layout import check_layout
+from style_measure import find_slips, measure
+
+SOUND = '''"""A small server.
+
+    CONFIG
+    KV STATE
+    MAIN
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import mlx.core as mx
+
+# region CONFIG ================================================================
+# Every setting, read once.
+# Public   Config, Port,
+#          clamp
+# Uses     -
+# Thread   any; pure
+
+Port = int
+_LIMIT = 3
+
+
+class Config:
+    """Settings."""
+
+    port: Port = 1
+
+
+def clamp(value: int) -> int:
+    """The value, or the limit if that is lower."""
+    return min(value, _LIMIT)
+
+
+# region KV STATE ==============================================================
+# What outlives a request; why(L-01).
+# Public   Store
+# Uses     CONFIG
+# Owns     store_lock, a leaf
+# Thread   model; mlx
+
+
+class Store:
+    """Keeps arrays."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.store_lock = threading.Lock()
+
+    def put(self, value: int) -> mx.array:
+        return mx.array([_double(value)])
+
+
+def _double(value: int) -> int:
+    return 2 * value
+
+
+# region MAIN ==================================================================
+# Start.
+# Public   main
+# Uses     all
+# Threads  main
+
+
+def main() -> int:
+    """Serve."""
+    port: Port = len(os.environ)
+    Store(Config()).put(port + int(time.time()))
+    return 0
+
+
+# endregion
+
+if __name__ == "__main__":
+    raise SystemExit(main())
+'''
+LESSON_PAGE = "# Lessons\n\n## L-01 A failure\n"
+LAST_LINE = "    return 0\n"
+
+FAULTS = [  # the fault that is reported, what is replaced in SOUND, and by what
+    ("KV STATE is not on the title page", "    KV STATE\n", "    KV\n"),
+    ("MAIN is out of order", "    KV STATE\n    MAIN", "    MAIN\n    KV STATE"),
+    (
+        "stands before the first section",
+        "# region CONFIG",
+        "STRAY = 1\n\n# region CONFIG",
+    ),
+    ("acts when the file is imported", "_LIMIT = 3\n", "_LIMIT = 3\nprint(_LIMIT)\n"),
+    ("has no line Thread", "# Threads  main\n", ""),
+    (
+        "does not define its public name gone",
+        "# Public   main",
+        "# Public   main, gone",
+    ),
+    ("does not define its public name gone", "#          clamp", "#          gone"),
+    ("no docstring for its public name main", '    """Serve."""\n', ""),
+    ("uses Config of CONFIG at line", "# Uses     CONFIG", "# Uses     -"),
+    ("MAIN in Uses, which is no section above", "Uses     CONFIG", "Uses     MAIN"),
+    ("CONFIG in Uses and uses nothing of it", "config: Config", "config: int"),
+    ("uses _double at line", LAST_LINE, "    return _double(0)\n"),
+    ("uses _LIMIT at line", LAST_LINE, "    return _LIMIT\n"),
+    ("uses Port at line", "# Public   Config, Port,", "# Public   Config,"),
+    ("Thread line does not say mlx", LAST_LINE, "    return mx.array(0)\n"),
+    ("its Thread line says pure", "min(value, _LIMIT)", "min(time.time(), _LIMIT)"),
+    ("its Thread line says pure", "min(value, _LIMIT)", "min(open(value), _LIMIT)"),
+    ("touches store_lock at line", LAST_LINE, "    return Store(0).store_lock\n"),
+    ("touches environ at line", "mx.array([_d", "os.environ([_d"),
+    ("lists old_lock in Owns", "store_lock, a leaf", "store_lock, old_lock"),
+    ("L-99 is cited", "why(L-01)", "why(L-99)"),
+]
+
+LONG_TEXT = "x" * 90
+SLIPS = [  # the slip that is reported, and a source text that has it
+    ("tokens a code line", "a = [1, 2, 3, 4, 5, 6]\n"),
+    ("of the names are bare", "def f(said):\n    return 1\n"),
+    ("golf, parallel assignment", "a, b = 1, 2\n"),
+    ("golf, walrus", "print(a := 1)\n"),
+    ("golf, text or list times", "a = 's' * (b > 1)\n"),
+    ("golf, dictionary merge", "a = b | {'c': 1}\n"),
+    ("golf, expression for its effect", "a and b()\n"),
+    ("golf, and as control flow", "a = b and b[0]\n"),
+    ("golf, nested comprehension", "a = [b for b in c if b if b > 1]\n"),
+    ("f has 61 code lines", "def f():\n" + "    g()\n" * 60),
+    ("f has complexity 16", "def f():\n" + "    assert g\n" * 15),
+    ("f has 11.4 tokens", "def f():\n" + "    g(1, 2, 3, 4, n)\n" * 11),
+    ("over 88 columns", f"# {LONG_TEXT}\n"),
+    ("a long regular expression", f"a = r'\\s{LONG_TEXT}'\n"),
+]
+
+
+def test_sound_layout_has_no_fault():
+    assert check_layout(SOUND, LESSON_PAGE) == []
+
+
+@pytest.mark.parametrize(("fault", "old", "new"), FAULTS)
+def test_planted_layout_fault_is_found(fault, old, new):
+    assert old in SOUND
+
+    found = check_layout(SOUND.replace(old, new, 1), LESSON_PAGE)
+
+    assert any(fault in sentence for sentence in found), found
+
+
+def test_import_may_stand_in_a_with_statement_but_not_in_a_section():
+    guarded_import = "with suppress(OSError):\n    import mlx\n"
+    sound = SOUND.replace("# region CONFIG", guarded_import + "\n# region CONFIG", 1)
+    faulty = SOUND.replace("_LIMIT = 3\n", "_LIMIT = 3\n" + guarded_import, 1)
+
+    assert check_layout(sound, LESSON_PAGE) == []
+    assert check_layout(faulty, LESSON_PAGE)
+
+
+def test_local_name_may_equal_a_private_name_elsewhere():
+    source = SOUND.replace(LAST_LINE, "    _double = 0\n    return _double\n")
+
+    assert check_layout(source, LESSON_PAGE) == []
+
+
+def test_plain_source_trips_no_wire():
+    assert list(find_slips(measure(SOUND))) == []
+
+
+@pytest.mark.parametrize(("slip", "source"), SLIPS)
+def test_planted_style_slip_is_found(slip, source):
+    found = list(find_slips(measure(source)))
+
+    assert any(slip in sentence for sentence in found), found
+
+
+def test_two_lessons_with_one_number_are_found():
+    twice = LESSON_PAGE + "\n## L-01 Another failure\n"
+    assert check_layout(SOUND, twice) == ["L-01 is the number of two lessons"]

@@ -1,0 +1,114 @@
+"""SCRIPTS for clients: what a real client's recorded requests say about the cache."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import client_check
+import pytest
+from capture_proxy import Exchange
+from clients import drive
+
+ROOT = Path(__file__).parents[2]
+QUESTION = {"role": "user", "content": "Which files are here?"}
+ANSWER = {"role": "assistant", "content": "Two of them."}
+
+
+def chat(
+    seq: int, messages: list, *, prompt: int, cached: int, whole: bool = True
+) -> Exchange:
+    usage = {"prompt_tokens": prompt, "completion_tokens": 10}
+    usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    events = [
+        {"choices": [{"delta": {"content": ANSWER["content"]}}]},
+        {"usage": usage},
+    ]
+    reply = (
+        "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        + "data: [DONE]\n\n"
+    )
+    body = {"messages": messages, "stream": True}
+    path, facts = "/v1/chat/completions", {"status": 200, "is_whole": whole}
+    return Exchange(seq, "POST", path, headers={}, body=body, reply=reply, **facts)
+
+
+def anthropic(seq: int, messages: list, *, prompt: int, cached: int) -> Exchange:
+    usage = {"input_tokens": 1, "cache_read_input_tokens": cached, "output_tokens": 10}
+    usage["cache_creation_input_tokens"] = prompt - cached - 1
+    block = {"type": "tool_use", "id": "t", "name": "Bash", "input": {}}
+    events = [
+        {"type": "message_start", "message": {"usage": usage}},
+        {"type": "content_block_start", "index": 0, "content_block": block},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_stop"},
+    ]
+    reply = "".join(f"event: x\ndata: {json.dumps(event)}\n\n" for event in events)
+    body = {"messages": messages, "system": "You help."}
+    path = "/v1/messages?beta=true"
+    return Exchange(seq, "POST", path, headers={}, body=body, status=200, reply=reply)
+
+
+LONGER = [QUESTION, ANSWER, {"role": "user", "content": "And now?"}]
+
+
+@pytest.mark.parametrize("ask", [chat, anthropic])
+@pytest.mark.parametrize(("cached", "status"), [(110, 0), (108, 1)])
+def test_what_was_sent_and_said_before_has_to_be_cached(ask, cached, status):
+    first = ask(1, [QUESTION], prompt=100, cached=0)
+    second = ask(2, LONGER, prompt=130, cached=cached)
+    rows = client_check.rows_of([first, second])
+    assert [(row.talk, row.n_prompt, row.n_known) for row in rows] == [
+        (1, 100, 0),
+        (1, 130, 110),
+    ]
+    assert sum(row.n_calls for row in rows) == (2 if ask is anthropic else 0)
+    assert client_check.verdict(rows, [])[1] == status
+
+
+def test_another_conversation_is_not_held_against_the_cache():
+    first = chat(1, [QUESTION], prompt=100, cached=0)
+    other = [
+        {"role": "system", "content": "Make a title."},
+        {"role": "user", "content": "x"},
+    ]
+    title = chat(2, other, prompt=50, cached=0)
+    rows = client_check.rows_of([first, title, chat(3, LONGER, prompt=130, cached=110)])
+    assert sorted(row.talk for row in rows) == [1, 1, 2]
+    assert client_check.verdict(rows, [])[1] == 0
+
+
+def test_one_request_is_nothing_to_judge_and_a_failed_one_is_named():
+    rows = client_check.rows_of([chat(1, [QUESTION], prompt=100, cached=0)])
+    assert client_check.verdict(rows, [])[1] == 2
+    sentence, status = client_check.verdict(rows, [chat(2, LONGER, prompt=1, cached=0)])
+    assert status == 1
+    assert "200" in sentence
+
+
+@pytest.mark.parametrize(("end", "is_done"), [("", True), ("{", False)])
+def test_a_client_may_leave_when_it_has_read_the_last_event(end, is_done):
+    left = chat(1, [QUESTION], prompt=100, cached=0, whole=False)
+    reply = left.reply + end
+    cut = Exchange(
+        **{name: getattr(left, name) for name in left.__slots__} | {"reply": reply}
+    )
+    assert client_check.is_done(cut) == is_done
+
+
+def test_every_client_can_be_installed_by_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(drive, "CLIENTS", tmp_path)
+    script = (ROOT / drive.INSTALL).read_text("utf-8")
+    subprocess.run(["bash", "-n", ROOT / drive.INSTALL], check=True, timeout=20)
+    for client in client_check.CLIENTS.values():
+        assert client.missing() == ["node24", *client.PARTS]
+        assert all(part in client.how_to_install() for part in client.missing())
+        assert all(
+            f"{part})" in script or part.startswith("claude-code-")
+            for part in client.PARTS
+        )
+
+
+def test_a_client_that_is_missing_is_told_in_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(drive, "CLIENTS", tmp_path)
+    assert client_check.main(["pi"]) == 2
+    assert "install.sh node24 pi" in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""README and docs: links lead somewhere, programs exist, and what is generated is current."""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import choose_model
+import list_settings
+import pytest
+import start_llm as s
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+PROGRAM = re.compile(
+    r"(?<![\w/.-])((?:scripts|benchmarks|tests|docs|examples)/[\w./-]+\.\w+)"
+)
+TABLE_ROW = re.compile(
+    r"^\| (\d+) GB \| (\S+) \| ([\d.]+) GB \| ([\d,]+) \|$", re.MULTILINE
+)
+SETTING_ROW = re.compile(
+    r"^\| `([A-Z0-9_]+)` \| (?:`(.*?)`|\(empty\)) \|", re.MULTILINE
+)
+MOST_README_LINES = 200
+
+
+@cache
+def documents():
+    """All Markdown files of the project, but for notes to its authors."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [name for name in listed.stdout.split() if not name.startswith(".context/")]
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def anchor_of(heading):
+    """The name that GitHub gives a heading."""
+    text = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
+    return text.replace(" ", "-")
+
+
+def broken_links(text, folder):
+    """The links of a document in `folder` that lead nowhere."""
+    broken = []
+    for match in LINK.finditer(text):
+        link = match[1] or match[2]
+        if re.match(r"https?:|mailto:|\$", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (folder / path) if path else None
+        if target is not None and not target.exists():
+            broken.append(link)
+        elif anchor:
+            page = target.read_text("utf-8") if target else text
+            headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+            if anchor not in map(anchor_of, headings):
+                broken.append(link)
+    return broken
+
+
+def missing_programs(text):
+    """The files that a document names and the project does not have."""
+    return [name for name in PROGRAM.findall(text) if not (ROOT / name).exists()]
+
+
+def test_documents_have_no_broken_link():
+    broken = {
+        name: broken_links(read(name), (ROOT / name).parent) for name in documents()
+    }
+    assert not {name: links for name, links in broken.items() if links}
+
+
+def test_documents_name_only_files_that_exist():
+    names = [name for name in documents() if not name.startswith("models/")]
+    missing = {name: missing_programs(read(name)) for name in names}
+    assert not {name: files for name, files in missing.items() if files}
+
+
+@pytest.mark.parametrize(
+    "text", ["[x](none.md)", "[x](README.md#no-such-heading)", '<img src="none.png">']
+)
+def test_a_broken_link_is_found(text):
+    assert broken_links(text, ROOT)
+    assert not broken_links("[x](README.md#will-it-fit) [y](https://a.example)", ROOT)
+
+
+def test_a_program_that_is_gone_is_found():
+    assert missing_programs("run `scripts/gone.py` now") == ["scripts/gone.py"]
+    assert not missing_programs("run `scripts/helpers/launch.py`, see docs/clients.md")
+
+
+def test_readme_is_short_and_names_every_document():
+    text = read("README.md")
+    assert len(text.splitlines()) <= MOST_README_LINES
+    unnamed = [path.name for path in (ROOT / "docs").glob("*.md")]
+    assert [name for name in unnamed if f"(docs/{name})" not in text] == []
+
+
+def test_docs_settings_is_what_config_and_the_example_make():
+    groups = list_settings.read_example(read(".env.example"))
+    schemas = s.Config.model_json_schema()["properties"]
+    schemas = {name.upper(): schema for name, schema in schemas.items()}
+    made = list_settings.make_markdown(groups, schemas)
+    assert read("docs/settings.md") == made, (
+        "scripts/tools/list_settings.py > docs/settings.md"
+    )
+
+
+def test_docs_settings_lists_every_setting():
+    names = dict(SETTING_ROW.findall(read("docs/settings.md")))
+    assert set(names) >= {name.upper() for name in s.Config.model_fields}
+
+
+def test_defaults_in_the_readme_are_those_of_config():
+    rows = dict(SETTING_ROW.findall(read("README.md")))
+    assert len(rows) == 8
+    assert s.Config.from_env(rows) == s.Config()
+
+
+def test_readme_says_which_model_fits_as_choose_model_does():
+    rows = TABLE_ROW.findall(read("README.md"))
+    assert len(rows) >= 6
+    for gigabytes, *row in rows:
+        assert row == fitting_row(int(gigabytes)), gigabytes
+
+
+def fitting_row(gigabytes):
+    """Model, download and context of the largest known-good model for so much memory."""
+    room = choose_model.usable_memory(gigabytes * 2**30, is_apple_silicon=True)
+    models = choose_model.APPLE_MODELS
+    model = next(model for model in models if model.memory_bytes <= room)
+    kv_bytes = choose_model.CACHE_SHARE * (room - model.nbytes)
+    n_tokens = int(kv_bytes / model.kv_bytes_per_token) // 1000 * 1000
+    return [model.name, f"{model.nbytes / 1e9:.1f}", f"{n_tokens:,}"]
+
+
+def test_ratios_on_the_first_screen_are_those_of_the_benchmarks():
+    figures = read("docs/benchmarks.md")
+    for row in re.findall(r"\| \*\*([\d.]+)\*\* \| ([\d.]+) \|", read("README.md")):
+        for figure in row:
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}", figures), figure
+
+
+# Lessons
+
+
+def lessons_of(text):
+    """The numbers of a page's headings, and those of its table."""
+    headings = re.findall(r"^## (L-\d+) \S", text, re.MULTILINE)
+    rows = re.findall(r"^\| \[(L-\d+)\]\(#[\w-]+\) \| .+ \| .+ \|$", text, re.MULTILINE)
+    return headings, rows
+
+
+def test_each_lesson_has_a_row_and_a_number_of_its_own():
+    pages = sorted((ROOT / "docs" / "lessons").glob("*.md"))
+    listed = re.findall(
+        r"L-\d+", read("docs/lessons/README.md").partition("Each file")[0]
+    )
+    found = []
+    for page in pages:
+        headings, rows = lessons_of(page.read_text("utf-8"))
+        assert rows == headings, page.name
+        found += headings
+    assert len(found) == len(set(found)) > 100
+    assert sorted(set(listed) - {"L-07"}) == sorted(set(found) - {"L-07"})
+
+
+def test_rules_of_lessons_are_one_sentence():
+    for page in (ROOT / "docs" / "lessons").glob("*.md"):
+        for rule in re.findall(
+            r"^\| \[L-\d+\]\(\S+\) \| (.+?) \|", page.read_text("utf-8"), re.MULTILINE
+        ):
+            assert rule.endswith(".") and rule.count(". ") == 0, rule

@@ -1,0 +1,111 @@
+"""What stands around the program: workflow, templates, pre-commit, files that start it at login."""
+
+import configparser
+import importlib.util
+import os
+import plistlib
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = re.compile(r"(?<![\w./-])((?:\.ci|\.github|scripts|tests)/[\w./-]+)")
+
+
+def load_install_and_run():
+    path = ROOT / "install_and_run.py"
+    spec = importlib.util.spec_from_file_location("set_up_program", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_yaml(name):
+    return yaml.safe_load((ROOT / name).read_text("utf-8"))
+
+
+def workflow_commands():
+    jobs = read_yaml(".github/workflows/checks.yml")["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    return [step["run"] for step in steps if "run" in step]
+
+
+def test_workflow_has_the_four_jobs():
+    jobs = read_yaml(".github/workflows/checks.yml")["jobs"]
+    systems = {name: job["runs-on"] for name, job in jobs.items()}
+    assert set(systems) == {"lint-and-types", "unit", "whole-program", "macos"}
+    assert systems["macos"].startswith("macos-")
+
+
+def test_workflow_commands_are_understood_by_the_programs():
+    install_and_run = load_install_and_run()
+    read = 0
+    for command in workflow_commands():
+        words = command.split()
+        if "install_and_run.py" in words:
+            words = words[words.index("install_and_run.py") + 1 :]
+            assert install_and_run.read_arguments(words).mode in {"test", "setup"}
+            read += 1
+    assert read >= 3
+
+
+def test_workflow_and_hooks_name_files_that_exist():
+    hooks = read_yaml(".pre-commit-config.yaml")["repos"][0]["hooks"]
+    commands = [*workflow_commands(), *(hook["entry"] for hook in hooks)]
+    named = [name for command in commands for name in PROGRAM.findall(command)]
+    named = [name for name in named if name != "tests/unit"]
+    assert len(named) >= 4
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    for name in (".ci/run", ".github/one_reply.sh"):
+        assert os.access(ROOT / name, os.X_OK), name
+
+
+def test_issue_forms_have_a_title_and_fields_with_ids():
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    for path in folder.glob("*.yml"):
+        form = read_yaml(path.relative_to(ROOT))
+        if path.name == "config.yml":
+            continue
+        ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+        assert form["name"] and form["description"]
+        assert len(ids) == len(set(ids)) > 0
+
+
+def test_project_has_one_version_and_names_its_files():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert f"## {project['version']}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert (ROOT / project["readme"]).exists()
+    assert all((ROOT / name).exists() for name in project["license-files"])
+
+
+def test_launchd_starts_the_server_again_after_a_failure():
+    text = (ROOT / "examples" / "start-llm.plist").read_bytes()
+    job = plistlib.loads(text)
+    assert job["ProgramArguments"][1].endswith("/install_and_run.py")
+    assert job["KeepAlive"] == {"SuccessfulExit": False}
+    assert job["RunAtLoad"] is True
+
+
+def test_systemd_starts_the_server_again_but_not_after_a_wrong_setting():
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str
+    unit.read(ROOT / "examples" / "start-llm.service")
+    service = unit["Service"]
+    assert service["ExecStart"].endswith("/install_and_run.py")
+    assert service["Restart"] == "on-failure"
+    assert service["RestartPreventExitStatus"] == "2"
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
+def test_systemd_takes_the_unit(tmp_path):
+    text = (ROOT / "examples" / "start-llm.service").read_text("utf-8")
+    unit = tmp_path / "start-llm.service"
+    unit.write_text(text.replace("/usr/bin/python3.12", "/bin/true"), "utf-8")
+    command = ["systemd-analyze", "verify", "--user", str(unit)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "start-llm.service:" not in result.stderr, result.stderr

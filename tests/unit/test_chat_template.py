@@ -1,0 +1,726 @@
+"""RENDER: whatever the template, every text of the client is in the prompt, as text, exactly."""
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import start_llm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from templates import (
+    CHATML,
+    GEMMA_TOKENS,
+    GLM_TOKENS,
+    QWEN_TOKENS,
+    REAL,
+    call,
+    chat,
+    said,
+    tiny_tokenizer,
+    tokenizer_of,
+    tool,
+)
+from tokenizers import (
+    AddedToken,
+    processors,
+)
+from transformers import PreTrainedTokenizerFast
+
+BENT = settings(
+    max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+# No system role, roles alternate: as gemma-2 and the early Mistrals are.
+ALTERNATING = """\
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Roles must alternate') }}
+{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+MODELS = [
+    "chatml/tiny",
+    *(f"{name}/{vocab}" for name in REAL for vocab in ("qwen3", "glm-4")),
+]
+QWENS = [model for model in MODELS if "gemma" not in model]
+
+
+@cache
+def template_of(model: str, **settings: str) -> start_llm.ChatTemplate:
+    return make_template(tokenizer_of(model), **settings)
+
+
+def make_template(
+    tokenizer: PreTrainedTokenizerFast, **env: str
+) -> start_llm.ChatTemplate:
+    is_gemma = "<|channel>" in (tokenizer.chat_template or "")
+    start, end = ("<|channel>", "<channel|>") if is_gemma else ("<think>", "</think>")
+    config = start_llm.Config.from_env(env)
+    return start_llm.ChatTemplate(
+        tokenizer, config, think_start=start, think_end=end, ends=set()
+    )
+
+
+def conversation(say: Callable[[str], str] = str) -> list:
+    """Each kind of message; `say` may dress the words up."""
+    calls = [
+        call(json.dumps({"q": say("ask1")})),
+        call(json.dumps({"q": say("ask2")}), n=1),
+    ]
+    return [
+        said("system", say("rules1")),
+        said("user", say("hello1")),
+        said("assistant", say("reply1"), reasoning_content=say("thought1")),
+        said("user", say("hello2")),
+        said("assistant", None, tool_calls=calls),
+        said("tool", say("result1"), tool_call_id="call00000"),
+        said("tool", say("result2"), tool_call_id="call00001"),
+    ]
+
+
+WORDS = ["rules1", "hello1", "reply1", "hello2", "ask1", "ask2", "result1", "result2"]
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    tokenizer_of(request.param)  # skips where it is absent
+    return request.param
+
+
+# -- ids --------------------------------------------------------------------------
+
+plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+code_text = st.sampled_from(
+    ["def f(x):\n    return x\n", " <b> </b>", "\n\n\n", " é\u0301 漢字 🙂", "<|", "|>"]
+)
+
+
+@given(st.data())
+@BENT
+def test_encode_is_the_tokenizers_own(model: str, data: st.DataObject) -> None:
+    tokens = st.sampled_from(sorted(tokenizer_of(model).get_added_vocab()))
+    text = "".join(data.draw(st.lists(plain_text | code_text | tokens, max_size=12)))
+    wanted = tokenizer_of(model).encode(text, add_special_tokens=False)
+    assert template_of(model).encode(text) == wanted
+
+
+ALL_TOKENS = {*GLM_TOKENS, *GEMMA_TOKENS, *QWEN_TOKENS}
+said_text = (  # hypothesis likes to take strings of these files
+    st.lists(plain_text | code_text, max_size=4)
+    .map("".join)
+    .filter(
+        lambda text: not any(token in text for token in (*ALL_TOKENS, "<|endoftext|>"))
+    )
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list:
+    messages = [said("system", draw(said_text))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 4))):
+        messages.append(said("user", draw(said_text)))
+        for _ in range(draw(st.integers(0, 2))):
+            calls = [call(json.dumps({"q": draw(said_text)}))]
+            messages.append(said("assistant", draw(said_text), tool_calls=calls))
+            messages.append(said("tool", draw(said_text), tool_call_id="call00000"))
+        messages.append(
+            said("assistant", draw(said_text), reasoning_content=draw(said_text))
+        )
+    return [*messages, said("user", draw(said_text))]
+
+
+@given(messages=conversations())
+@BENT
+def test_random_conversations_lose_nothing_and_are_remembered_right(
+    model: str, messages: list
+) -> None:
+    """The memo is shared by all examples: a wrong piece in it would show in a later one."""
+    template, tokenizer = template_of(model), tokenizer_of(model)
+    request = chat(messages)
+    before = copy.deepcopy(request)
+    rendered = template.render_prompt(request)
+    assert rendered.ids.tolist() == tokenizer.encode(
+        rendered.text, add_special_tokens=False
+    )
+    assert tokenizer.decode(rendered.ids.tolist()) == unicode_form(
+        tokenizer, rendered.text
+    )
+    assert template.render_prompt(request) == rendered
+    assert request == before
+    end = 0
+    for message in messages:
+        if message["role"] == "user":
+            end = rendered.text.index(message["content"].strip(), end)
+
+
+def unicode_form(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    return normalizer.normalize_str(text) if normalizer else text
+
+
+def test_memo_stays_small_and_right() -> None:
+    template, tokenizer = make_template(tiny_tokenizer()), tiny_tokenizer()
+    memo = template._encoder.memo
+    memo.clear()
+    memo.max_bytes = 12_000
+    for n in range(60):
+        messages = [
+            said("user", f"turn {n % 7} " * (n % 9)),
+            said("user", "x" * 30 * n),
+        ]
+        rendered = template.render_prompt(chat(messages))
+        assert rendered.ids.tolist() == tokenizer.encode(
+            rendered.text, add_special_tokens=False
+        )
+        cost = sum(2 * len(piece) + 700 for _, piece in memo.entries)
+        assert cost == memo.nbytes <= 12_000
+    template.clear_memos()
+    assert (
+        not memo.entries
+        and template.render_prompt(chat(messages)).ids.tolist() == rendered.ids.tolist()
+    )
+
+
+def test_many_threads_get_the_same_tokens() -> None:
+    template = make_template(tiny_tokenizer())
+    template._encoder.memo.max_bytes = 9000
+    requests = [
+        chat([said("user", f"{n} " * 50), said("user", "again " * n)])
+        for n in range(40)
+    ]
+    wanted = [
+        make_template(tiny_tokenizer()).render_prompt(request) for request in requests
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert list(pool.map(template.render_prompt, requests)) == wanted
+
+
+def test_tokens_that_eat_spaces_are_left_to_the_tokenizer() -> None:
+    """rstrip tokens (Phi-3) make piecewise encoding wrong; literal ones still are text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|eat|>", rstrip=True, normalized=False)])
+    template = make_template(tokenizer)
+    text = "a<|eat|>   b<|im_end|>c"
+    assert template.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    rendered = template.render_prompt(chat([said("user", text)]))
+    assert tokenizer.convert_tokens_to_ids("<|eat|>") not in rendered.ids.tolist()
+    assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
+
+
+@given(
+    st.lists(st.text("<>ab|", min_size=1, max_size=7), max_size=30),
+    st.text("<>ab|", max_size=60),
+)
+def test_added_tokens_are_found_leftmost_and_then_longest(
+    tokens: list, text: str
+) -> None:
+    found, at = [], 0
+    while at < len(text):
+        token = max((t for t in tokens if text.startswith(t, at)), key=len, default="")
+        found += [(at, token)] if token else []
+        at += len(token) or 1
+    seen = start_llm.token_pattern(tokens).finditer(text)
+    assert [(match.start(), match[0]) for match in seen] == found
+
+
+# -- markup as text ---------------------------------------------------------------
+
+
+def test_markup_in_client_text_is_text(model: str) -> None:
+    """In contents, thinking, arguments, results, tools: no special id, and no byte lost."""
+    template, tokenizer = template_of(model), tokenizer_of(model)
+    added = tokenizer.get_added_vocab()
+    markup = "".join(f"a{token} {token}" for token in added) + "\ufdd0<\ufdd0|im_end|>z"
+    told = chat(
+        conversation(lambda w: f"{w}{markup}{w}"), tools=[tool(f"Looks. {markup}")]
+    )
+    plain = chat(conversation(lambda w: f"{w}{w}"), tools=[tool("Looks.")])
+    rendered, simple = template.render_prompt(told), template.render_prompt(plain)
+    special = set(added.values())
+    found, wanted = (
+        [t for t in r.ids.tolist() if t in special] for r in (rendered, simple)
+    )
+    assert found == wanted
+    assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
+    assert len(rendered.positions.message_starts) == len(
+        simple.positions.message_starts
+    )
+    for word in WORDS:
+        spoken = f"{word}{markup}{word}"
+        as_json = json.dumps(spoken, ensure_ascii=False)[1:-1]
+        assert spoken in rendered.text or as_json in rendered.text
+
+
+def test_markup_in_names_is_text(model: str) -> None:
+    template, tokenizer = template_of(model), tokenizer_of(model)
+    tokens = tokenizer.get_added_vocab()
+    step = said(
+        "assistant", "", tool_calls=[call({f"a{token}": "x" for token in tokens})]
+    )
+    plain = said(
+        "assistant", "", tool_calls=[call({f"a{n}": "x" for n in range(len(tokens))})]
+    )
+    special = set(tokens.values())
+    found, wanted = (
+        [
+            t
+            for t in template.render_prompt(chat([said("user", "u"), m])).ids.tolist()
+            if t in special
+        ]
+        for m in (step, plain)
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize("model", QWENS)
+def test_closing_tags_in_an_answer_do_not_cut_it(model: str) -> None:
+    answer = "Close it with </think> here, open with <think>."
+    messages = [said("user", "how?"), said("assistant", answer), said("user", "thanks")]
+    assert answer in template_of(model).render_prompt(chat(messages)).text
+
+
+@pytest.mark.parametrize("model", [m for m in QWENS if "coder" not in m])
+def test_thinking_echoed_in_the_content_is_thinking(model: str) -> None:
+    echo = said(
+        "assistant", "<think>\nI think of </tool_call>\n</think>\n\nso </think> it is"
+    )
+    apart = said(
+        "assistant", "so </think> it is", reasoning_content="I think of </tool_call>"
+    )
+    texts = [
+        template_of(model).render_prompt(
+            chat([said("user", "how?"), reply, said("user", "go")])
+        )
+        for reply in (echo, apart)
+    ]
+    assert texts[0] == texts[1]
+    assert "so </think> it is" in texts[0].text
+
+
+def test_thinking_stays_in_the_content_where_a_template_knows_no_other_place() -> None:
+    template = template_of("qwen3-coder/qwen3")
+    echo = said("assistant", "<think>why <think></think>so </think>")
+    rendered = template.render_prompt(
+        chat([said("user", "how?"), echo, said("user", "go")])
+    )
+    assert "<think>why <think></think>so </think>" in rendered.text
+    opened, closed = (template.encode(tag)[0] for tag in ("<think>", "</think>"))
+    assert [t for t in rendered.ids.tolist() if t in (opened, closed)] == [
+        opened,
+        closed,
+    ]
+
+
+# -- positions --------------------------------------------------------------------
+
+
+def test_boundaries_part_the_messages(model: str) -> None:
+    """Between two of them are the words of one message; all message starts but merged ones."""
+    template, tokenizer = template_of(model), tokenizer_of(model)
+    messages = conversation()
+    rendered = template.render_prompt(chat(messages, tools=[tool()]))
+    cuts = [0, *rendered.positions.message_starts, len(rendered.ids.tolist())]
+    spans = [tokenizer.decode(rendered.ids.tolist()[a:b]) for a, b in pairwise(cuts)]
+    found = [[word for word in WORDS if word in span] for span in spans]
+    wanted = [
+        ["rules1"],
+        ["hello1"],
+        ["reply1"],
+        ["hello2"],
+        ["ask1", "ask2"],
+        ["result1"],
+        ["result2"],
+    ]
+    assert [words for words in found if words] == wanted
+    # messages and prompt; GLM and chatml have a head in two turns, gemma no prompt after a result
+    extra = {"glm-4.7-flash": 1, "chatml": 1, "gemma-4": -1}.get(model.split("/")[0], 0)
+    assert len(rendered.positions.message_starts) == len(messages) + 1 + extra
+    starts = {rendered.ids.tolist()[at] for at in rendered.positions.message_starts}
+    assert starts <= set(tokenizer.get_added_vocab().values())
+
+
+def test_places_of_a_prompt(model: str) -> None:
+    template, tokenizer = template_of(model), tokenizer_of(model)
+    rendered = template.render_prompt(
+        chat(conversation(), tools=[tool("hello1 hello2 look")])
+    )
+    head = tokenizer.decode(rendered.ids.tolist()[: rendered.positions.system_end])
+    assert "rules1" in head and "Looks" not in head and "hello1 hello2 look" in head
+    rest = tokenizer.decode(rendered.ids.tolist()[rendered.positions.system_end :])
+    assert rest.count("hello1") == 1 and "rules1" not in rest
+    last = tokenizer.decode(rendered.ids.tolist()[rendered.positions.last_user_start :])
+    assert "hello2" in last and "reply1" not in last
+    assert rendered.positions.last_user_start in rendered.positions.message_starts
+    prompt = tokenizer.decode(
+        rendered.ids.tolist()[rendered.positions.generation_start :]
+    )
+    assert "result2" not in prompt and len(prompt) < 60
+    assert rendered.positions.generation_start in (
+        *rendered.positions.message_starts,
+        len(rendered.ids.tolist()),
+    )
+
+
+def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
+    template = template_of(model)
+    messages = conversation()[:2]
+    short = template.render_prompt(chat(messages))
+    longer = template.render_prompt(
+        chat([*messages, said("assistant", "x"), said("user", "y")])
+    )
+    assert (
+        longer.ids.tolist()[: short.positions.generation_start]
+        == short.ids.tolist()[: short.positions.generation_start]
+    )
+    assert short.positions.generation_start in longer.positions.message_starts
+
+
+@pytest.mark.parametrize(
+    ("model", "opens"),
+    [
+        ("chatml/tiny", True),
+        ("qwen3/qwen3", False),
+        ("qwen3-coder/qwen3", False),
+        ("qwen3.5/qwen3", True),
+        ("glm-4.7-flash/glm-4", True),
+        ("gemma-4/qwen3", False),
+    ],
+)
+def test_starts_in_reasoning(model: str, opens: bool) -> None:
+    template = template_of(model)
+    for messages in (conversation(), conversation()[:2]):
+        assert template.render_prompt(chat(messages)).starts_in_reasoning is opens
+        assert not template.render_prompt(
+            chat(messages, enable_thinking=False)
+        ).starts_in_reasoning
+
+
+# -- what templates cannot say ------------------------------------------------------
+
+
+def test_nothing_is_lost_and_nothing_said_about_it(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = make_template(tokenizer_of(model))
+    parts = [{"type": "text", "text": "part1"}, {"type": "text", "text": "part2"}]
+    messages = [
+        said("developer", "rules0"),
+        *conversation(),
+        said("system", "late1"),
+        said("assistant", ""),
+        said("user", parts),
+        said("user", "more1"),
+    ]
+    with caplog.at_level(logging.WARNING, "start-llm"):
+        text = template.render_prompt(chat(messages, tools=[tool()])).text
+    assert not caplog.records
+    end = 0
+    for words in ["rules0", *WORDS, "late1", "part1", "part2", "more1"]:
+        end = text.index(words, end)
+    assert "'text'" not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "is_folded"), [("qwen3/qwen3", False), ("qwen3.5/qwen3", True)]
+)
+def test_a_late_system_message_ends_the_one_before(model: str, is_folded: bool) -> None:
+    messages = [*conversation(), said("system", "late1")]
+    text = template_of(model).render_prompt(chat(messages)).text
+    folded = "result2\n\n<system-reminder>\nlate1\n</system-reminder>"
+    assert (folded in text) is is_folded
+    assert ("<|im_start|>system\nlate1<|im_end|>" in text) is not is_folded
+
+
+def test_a_late_system_message_is_never_put_into_the_models_mouth() -> None:
+    messages = [
+        *conversation()[:3],
+        said("system", "<system-reminder>late1</system-reminder>"),
+    ]
+    text = template_of("qwen3.5/qwen3").render_prompt(chat(messages)).text
+    assert (
+        "<|im_start|>user\n<system-reminder>late1</system-reminder><|im_end|>" in text
+    )
+
+
+def test_roles_that_must_alternate_and_no_system_role(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "start-llm"):
+        template = make_template(tiny_tokenizer(ALTERNATING))
+    assert ["no system role" in record.getMessage() for record in caplog.records] == [
+        True
+    ]
+    messages = [
+        said("system", "rules"),
+        said("user", "a"),
+        said("user", "b"),
+        said("system", "c"),
+    ]
+    text = template.render_prompt(chat(messages)).text
+    reminder = "<system-reminder>\nc\n</system-reminder>"
+    wanted = f"<|im_start|>user\nrules\n\na\n\nb\n\n{reminder}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == wanted
+    alone = template.render_prompt(chat([said("system", "rules")])).text
+    assert alone == "<|im_start|>user\nrules<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_merged_replies_keep_the_thinking_of_both() -> None:
+    """A client that was cut off sends two replies in a row, and here roles alternate."""
+    thinking = "(m.reasoning_content or '') + '|' + m.content"
+    source = ALTERNATING.replace("m.content | trim", thinking)
+    template = make_template(tiny_tokenizer(source))
+    messages = [
+        said("user", "go"),
+        said("assistant", "first", reasoning_content="why1"),
+        said("assistant", "second", reasoning_content="why2"),
+        said("user", "on"),
+    ]
+    text = template.render_prompt(chat(messages)).text
+    assert "why1\n\nwhy2|first\n\nsecond<|im_end|>" in text
+
+
+def test_a_developer_speaks_as_the_system(model: str) -> None:
+    told = [
+        template_of(model).render_prompt(
+            chat([said(role, "rules"), said("user", "hello")])
+        )
+        for role in ("developer", "system")
+    ]
+    assert told[0] == told[1]
+    assert told[0].positions.system_end > 0
+
+
+def test_what_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """ALTERNATING prints neither tools nor calls."""
+    template = make_template(tiny_tokenizer(ALTERNATING))
+    caplog.clear()
+    messages = [said("user", "a"), said("assistant", "", tool_calls=[call("{}")])]
+    request = chat(messages, tools=[tool()])
+    with caplog.at_level(logging.WARNING, "start-llm"):
+        template.render_prompt(request)
+        template.render_prompt(request)
+    kinds = [record.getMessage().rpartition("moves ")[2] for record in caplog.records]
+    assert kinds == ["tool calls", "tools"]
+
+
+def test_arguments_as_text_and_as_object_are_one(model: str) -> None:
+    prompts, parsed = [], {"q": "ask1", "deep": {"n": [1, "x"]}}
+    for arguments in (json.dumps(parsed), parsed):
+        messages = [
+            said("user", "u"),
+            said("assistant", "", tool_calls=[call(arguments)]),
+        ]
+        prompts.append(template_of(model).render_prompt(chat(messages)))
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "null", "[1, 2]", '"words"', '{"q": "cut o', "7"]
+)
+def test_arguments_that_are_no_object_do_not_crash(model: str, arguments: str) -> None:
+    messages = [said("user", "u"), said("assistant", "", tool_calls=[call(arguments)])]
+    text = template_of(model).render_prompt(chat([*messages, said("user", "v")])).text
+    shown = {"": "", "null": ""}.get(arguments, arguments)
+    assert shown in text or json.dumps(shown)[1:-1] in text
+
+
+@pytest.mark.parametrize("depth", [100, 900, 1500, 3000, 20_000])
+def test_deep_arguments_arrive_or_are_a_bad_request(depth: int) -> None:
+    deep = '{"q": ' + "[" * depth + "]" * depth + "}"
+    messages = [said("user", "u"), said("assistant", "", tool_calls=[call(deep)])]
+    try:
+        text = template_of("chatml/tiny").render_prompt(chat(messages)).text
+    except start_llm.BadRequest:
+        assert depth > 200
+    else:
+        assert "[" * depth in text
+
+
+def test_a_refusal_is_a_bad_request_in_the_templates_words() -> None:
+    template = make_template(tiny_tokenizer(ALTERNATING))
+    with pytest.raises(start_llm.BadRequest, match="Roles must alternate") as caught:
+        template.render_prompt(chat([said("assistant", "first"), said("user", "x")]))
+    assert caught.value.param == "messages"
+
+
+def test_no_chat_template_is_a_bad_request() -> None:
+    template = make_template(tiny_tokenizer(None))
+    with pytest.raises(start_llm.BadRequest, match="no chat template"):
+        template.render_prompt(chat([said("user", "x")]))
+    assert template.tokenize_completion(
+        "some text"
+    ).ids.tolist() == tiny_tokenizer().encode("some text")
+
+
+@pytest.mark.parametrize(
+    "name", ["self", "switches", "conversations", "sanitize_control_tokens"]
+)
+def test_a_switch_with_a_name_of_ours_is_no_crash(name: str) -> None:
+    plain = template_of("chatml/tiny").render_prompt(chat([said("user", "x")]))
+    try:
+        request = chat([said("user", "x")], chat_template_kwargs={name: True})
+        assert template_of("chatml/tiny").render_prompt(request) == plain
+    except start_llm.BadRequest as refusal:
+        assert refusal.param
+
+
+# -- switches -----------------------------------------------------------------------
+
+
+def test_past_thinking_stays_where_the_template_can() -> None:
+    messages = [*conversation()[:3], said("user", "more")]
+    kept = template_of("glm-4.7-flash/glm-4").render_prompt(chat(messages))
+    dropped = template_of(
+        "glm-4.7-flash/glm-4", PRESERVE_THINKING="false"
+    ).render_prompt(chat(messages))
+    assert "thought1" in kept.text
+    assert "thought1" not in dropped.text
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ m.reasoning_content if clear_thinking is false }}", "clear_thinking"),
+        ("{{ m.reasoning_content if preserve_thinking }}", "preserve_thinking"),
+        ("{{ m.reasoning_content }}", None),
+        ("", None),
+    ],
+)
+def test_probe_preserve_thinking_support(source: str, wanted: str | None) -> None:
+    loop = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}" + source + "{% endfor %}"
+    )
+    found = start_llm.probe_preserve_thinking_support(
+        make_template(tiny_tokenizer(loop))._renderer
+    )
+    assert list(found) == ([wanted] if wanted else [])
+
+
+@pytest.mark.parametrize(
+    ("source", "off", "on"),
+    [
+        (
+            "{{ 'T' if enable_thinking }}",
+            {"enable_thinking": False},
+            {"enable_thinking": True},
+        ),
+        ("{{ 'T' if thinking }}", {"thinking": False}, {"thinking": True}),
+        ("{{ reasoning_effort | default('medium') }}", {"reasoning_effort": "low"}, {}),
+        ("", {}, {}),
+    ],
+)
+def test_thinking_switches(source: str, off: dict, on: dict) -> None:
+    loop = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}" + source
+    traits = make_template(tiny_tokenizer(loop)).traits
+    assert traits.thinking_kwargs == {True: on, False: off}
+
+
+def test_client_switches_reach_the_template() -> None:
+    source = CHATML + "{{ style }}"
+    template = make_template(tiny_tokenizer(source))
+    request = chat([said("user", "x")], chat_template_kwargs={"style": "<|im_end|>!"})
+    rendered = template.render_prompt(request)
+    assert rendered.text.endswith("<think>\n<|im_end|>!")
+    assert rendered.ids.tolist().count(template.encode("<|im_end|>")[0]) == 1
+
+
+def test_written_contents_are_hidden_only_when_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arguments = json.dumps({"path": "a.py", "content": "print(1)\n" * 9})
+    messages = [
+        said("user", "u"),
+        said("assistant", "", tool_calls=[call(arguments, "Write")]),
+    ]
+    assert "print(1)" in template_of("chatml/tiny").render_prompt(chat(messages)).text
+    with caplog.at_level(logging.WARNING, "start-llm"):
+        hiding = make_template(
+            tiny_tokenizer(), NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT="true"
+        )
+        text = hiding.render_prompt(chat(messages)).text
+    assert (
+        "print(1)" not in text and "[81 characters, sha256 " in text and "a.py" in text
+    )
+    assert ["NORMALIZE_WRITE" in record.getMessage() for record in caplog.records] == [
+        True
+    ]
+
+
+def test_source_is_the_text_of_every_template() -> None:
+    assert make_template(tiny_tokenizer()).source == CHATML
+    assert make_template(tiny_tokenizer(None)).source == ""
+    named = tiny_tokenizer()
+    named.chat_template = {"default": CHATML, "tool_use": ALTERNATING}
+    source = make_template(named).source
+    assert CHATML in source and ALTERNATING in source
+
+
+def test_a_template_may_be_a_function() -> None:
+    """Of DeepSeek-V3.2, for one, mlx-lm brings the template in Python."""
+
+    def written(
+        messages: list, *, add_generation_prompt: bool = False, **_how: object
+    ) -> str:
+        said = "".join(
+            f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages
+        )
+        return said + "<|im_start|>assistant\n" * add_generation_prompt
+
+    told = TokenizerWrapper(tiny_tokenizer(None), chat_template=written)
+    rendered = make_template(told).render_prompt(chat([said("user", "Hello.")]))
+    text = "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered.ids.tolist() == told.encode(text, add_special_tokens=False)
+
+
+def test_raw_encodes_as_the_tokenizer_does_by_default() -> None:
+    tokenizer = tiny_tokenizer()
+    bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", pair="$A $B", special_tokens=[("<|im_start|>", bos)]
+    )
+    template = make_template(tokenizer)
+    rendered = template.tokenize_completion("some <|im_end|> text")
+    assert rendered.ids.tolist() == tokenizer.encode("some <|im_end|> text")
+    assert rendered.ids.tolist()[0] == bos
+    assert rendered.positions.generation_start == len(
+        rendered.ids.tolist()
+    ) and rendered.positions.message_starts == (0,)
+    assert template.encode("some")[0] != bos
+    assert (
+        template.render_prompt(chat([said("user", "x")])).ids.tolist().count(bos) == 2
+    )  # never doubled
+
+
+def test_raw_takes_ids_of_the_vocabulary_only() -> None:
+    template = template_of("chatml/tiny")
+    assert template.tokenize_completion((5, 6, 7)).ids.tolist() == [5, 6, 7]
+    for prompt in ((5, 10**6), (-1,), "", ()):
+        with pytest.raises(start_llm.BadRequest) as caught:
+            template.tokenize_completion(prompt)
+        assert caught.value.param == "prompt"
+
+
+def test_completion_requests_are_counted_too() -> None:
+    body = {"prompt": [5, 6, 7]}
+    config = start_llm.Config()
+    request = start_llm.parse_completion_request(
+        body, config, request_id="r", headers={}
+    )
+    assert len(template_of("chatml/tiny").render_prompt(request).ids.tolist()) == 3
+
+
+def test_boundaries_are_positions_of_turn_tokens() -> None:
+    template = template_of("chatml/tiny")
+    [turn] = template.encode("<|im_start|>")
+    ids = np.array([1, turn, 2, turn], np.int32)
+    assert start_llm.compute_msg_token_boundaries(ids, template.traits) == (1, 3)

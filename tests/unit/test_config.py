@@ -1,0 +1,357 @@
+"""CONFIG: one list of settings, every bad value told at once, nothing silently ignored."""
+
+import re
+from pathlib import Path
+
+import pytest
+import start_llm
+from dotenv import dotenv_values
+from hypothesis import given
+from hypothesis import strategies as st
+from start_llm import Config, ConfigError, check_names
+
+EXAMPLE = Path(__file__).parents[2] / ".env.example"
+RESERVED = {"KV_BITS", "KV_GROUP_SIZE", "KV_QUANT_SCHEME", "QUANTIZED_KV_START"}
+RESERVED |= {"CACHE_SESSION_PARTITIONING"}
+ALL = {name.upper() for name in Config.model_fields} | RESERVED
+LINE = re.compile(r"^(#?)([A-Z][A-Z0-9_]*)=(.*)$", re.MULTILINE)
+
+ORIGINAL = """
+MODEL_PATH MODEL_FAMILY PROXY_MODEL_ID MLX_HOST MLX_PORT PROXY_PORT PROXY_STARTUP_WAIT_SECONDS
+MAX_KV_SIZE KV_GROUP_SIZE KV_BITS KV_QUANT_SCHEME QUANTIZED_KV_START PROMPT_CACHE_MAX_ENTRIES_GLOBAL
+PROMPT_CACHE_MAX_ENTRIES_PER_SESSION PROMPT_CACHE_TTL_SECONDS PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS
+PROMPT_CACHE_BLOCK_SIZE CACHE_USE_BLOCK_INDEX CACHE_CANONICALIZE_TOOL_CONTEXT
+CACHE_VLM_IMAGE_IDENTITY CACHE_SESSION_PARTITIONING CACHE_NORM_SAFETY_CHECK
+NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT DEFAULT_TEMPERATURE DEFAULT_TOP_P DEFAULT_TOP_K
+DEFAULT_MIN_P DEFAULT_REPETITION_PENALTY DEFAULT_REPETITION_CONTEXT_SIZE DEFAULT_MAX_TOKENS
+DEFAULT_THINKING PRESERVE_THINKING GENERATION_WATCHDOG_SECONDS ENABLE_REQUEST_LOGGING LOG_ROOT
+VLM_CACHE_DEBUG
+"""
+
+BAD = {
+    "MLX_HOST": ["0.0.0.0", "::", "192.168.1.7", "localhost.lan", "*"],
+    "PROXY_HOST": ["0.0.0.0"],
+    "CACHE_ISOLATION": ["KEY", "session"],
+    "MLX_PORT": ["0", "65536", "-1", "http", "80.5"],
+    "PROXY_PORT": ["0", "70000"],
+    "DEFAULT_TEMPERATURE": ["-0.1", "2.1", "warm", "nan", "inf"],
+    "DEFAULT_TOP_P": ["0", "1.1"],
+    "DEFAULT_TOP_K": ["-1", "1.5"],
+    "DEFAULT_MIN_P": ["-0.1", "1.1"],
+    "DEFAULT_REPETITION_PENALTY": ["0", "-1"],
+    "DEFAULT_THINKING": ["maybe", "2"],
+    "MODEL_FAMILY": ["llama"],
+    "LOG_LEVEL": ["LOUD"],
+    "MAX_BODY_BYTES": ["0", "64MiB"],
+    "BATCH_PADDING_MAX": ["-0.01", "1.01"],
+    "KEEPALIVE_SECONDS": ["0", "-1", "nan"],
+    "PROMPT_CACHE_TTL_SECONDS": ["-1", "inf"],
+    "PROMPT_CACHE_BLOCK_SIZE": ["0"],
+}
+
+
+def example_settings():
+    return [m.groups() for m in LINE.finditer(EXAMPLE.read_text())]
+
+
+def test_every_setting_of_the_original_exists():
+    acting = {name.upper() for name in Config.model_fields}
+    assert set(ORIGINAL.split()) <= acting | RESERVED
+    assert not acting & RESERVED
+
+
+def test_the_example_lists_every_setting_once_with_its_default():
+    names = [name for _, name, _ in example_settings()]
+    assert sorted(names) == sorted(ALL)
+    settings = [each for each in example_settings() if each[1] not in RESERVED]
+    assert Config.from_env({name: text for _, name, text in settings}) == Config()
+    for (
+        _,
+        name,
+        text,
+    ) in settings:  # an empty default is written as empty, nothing else is
+        default = Config.model_fields[name.lower()].default
+        assert (text == "") == (default == ""), name
+
+
+def test_the_example_marks_and_comments_out_what_does_not_act():
+    commented = {name for hash_sign, name, _ in example_settings() if hash_sign}
+    assert commented == RESERVED
+    described = re.findall(
+        r"^# (.+)\n#?([A-Z0-9_]+)=", EXAMPLE.read_text(), re.MULTILINE
+    )
+    assert {name for _, name in described} == ALL
+    assert {name for text, name in described if "not yet acting" in text} == commented
+
+
+def told_by_main(monkeypatch, written, environ):
+    """What the program says of its settings' names before it ends for want of a model."""
+    told = []
+
+    def build(config, **_):
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(start_llm, "dotenv_values", lambda path: written)
+    monkeypatch.setattr(start_llm, "build_state", build)
+    monkeypatch.setattr(start_llm, "start_logging", lambda config: None)
+    monkeypatch.setattr(
+        start_llm.logger, "warning", lambda text, *parts: told.append(text % parts)
+    )
+    monkeypatch.setattr("os.environ", environ)
+    monkeypatch.setattr("sys.argv", ["start-llm.py"])
+    assert start_llm.main() == 2
+    return told
+
+
+def test_an_env_file_in_another_encoding_is_one_sentence(monkeypatch, capsys):
+    def read(path):
+        return {"A": b"\xe8".decode("utf-8")}
+
+    monkeypatch.setattr(start_llm, "dotenv_values", read)
+    monkeypatch.setattr("sys.argv", ["start-llm.py"])
+    assert start_llm.main() == 2
+    assert capsys.readouterr().err.startswith(
+        "start-llm: .env: 'utf-8' codec can't decode"
+    )
+
+
+def test_a_copied_example_changes_nothing_and_warns_of_nothing(monkeypatch):
+    env = dotenv_values(EXAMPLE)
+    assert env
+    assert Config.from_env(env) == Config()
+    assert told_by_main(monkeypatch, env, {}) == []
+
+
+@given(
+    st.sets(st.sampled_from(sorted(BAD)), min_size=1).flatmap(
+        lambda names: st.fixed_dictionaries({n: st.sampled_from(BAD[n]) for n in names})
+    )
+)
+def test_all_bad_values_are_told_at_once(env):
+    good = {"LOG_ROOT": "0.0.0.0", "MAX_KV_SIZE": "4096"}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env(env | good)
+    lines = str(caught.value).splitlines()
+    assert {line.partition("=")[0] for line in lines} == set(env)
+    for name, text in env.items():
+        told = [line for line in lines if line.startswith(f"{name}={text!r}: ")]
+        assert len(told) == 1
+        assert "should" in told[0] or "valid" in told[0]
+
+
+def test_the_allowed_range_is_told():
+    with pytest.raises(ConfigError, match=r"MLX_PORT='70000': should be .* 65535"):
+        Config.from_env({"MLX_PORT": "70000"})
+    with pytest.raises(
+        ConfigError, match=r"LOG_LEVEL='LOUD': should be 'DEBUG', 'INFO', "
+    ):
+        Config.from_env({"LOG_LEVEL": "LOUD"})
+
+
+@pytest.mark.parametrize("kind", ["pinned", "telemetry"])
+def test_a_late_system_message_is_transient_or_plain_text(kind):
+    with pytest.raises(ConfigError, match=r"RULE_LATE_SYSTEM=.*'transient' or 'off'"):
+        Config.from_env({"RULE_LATE_SYSTEM": kind})
+    assert Config.from_env({"RULE_LATE_SYSTEM": "Off"}).rule_late_system == "off"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("LOG_LEVEL", "debug", "DEBUG"),
+        ("MLX_PORT", " 9090 ", 9090),
+        ("DEFAULT_TEMPERATURE", "0", 0.0),
+        ("DEFAULT_THINKING", "False", False),
+        ("BATCH_PADDING_MAX", "1", 1.0),
+        ("PROMPT_CACHE_MAX_ENTRIES_GLOBAL", "0", 0),
+        ("GENERATION_WATCHDOG_SECONDS", "0", 0.0),
+        ("MODEL_PATH", "org/name", "org/name"),
+        ("MLX_HOST", "127.1.2.3", "127.1.2.3"),
+        ("MLX_HOST", "::1", "::1"),
+        ("PROXY_HOST", "LocalHost", "LocalHost"),
+        ("CACHE_ISOLATION", "None", "none"),
+    ],
+)
+def test_good_values_are_taken(name, text, value):
+    config = Config.from_env({name: text})
+    assert getattr(config, name.lower()) == value
+    others = {n: v for n, v in config.model_dump().items() if n != name.lower()}
+    assert others.items() <= Config().model_dump().items()
+
+
+OPEN = {"MLX_HOST": "0.0.0.0", "PROXY_HOST": "0.0.0.0", "CACHE_ISOLATION": "key"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({}, set(OPEN)),
+        ({"API_KEY": " , "}, set(OPEN)),
+        ({"PROXY_API_KEY": "k"}, {"MLX_HOST", "CACHE_ISOLATION"}),
+        ({"API_KEY": "k"}, set()),
+        ({"API_KEY": "k, l", "PROXY_API_KEY": "m"}, set()),
+    ],
+)
+def test_what_others_reach_needs_a_key(keys, refused):
+    told = ""
+    try:
+        assert Config.from_env(OPEN | keys).mlx_host == "0.0.0.0"
+    except ConfigError as error:
+        told = str(error)
+    assert {line.partition("=")[0] for line in told.splitlines()} == refused
+    assert all("API_KEY is set" in line for line in told.splitlines())
+
+
+def test_empty_and_unknown_variables_are_not_settings():
+    assert (
+        Config.from_env({"MLX_PORT": "", "LOG_LEVEL": "  ", "PATH": "/bin"}) == Config()
+    )
+    assert Config.from_env({"mlx_port": "1"}) == Config()
+
+
+def test_it_is_frozen_and_keeps_the_token_to_itself():
+    config = Config(hf_token="hf_secret", api_key="sk_secret")
+    with pytest.raises(ValueError, match="frozen"):
+        config.mlx_port = 1
+    assert "_secret" not in repr(config)
+    with pytest.raises(ValueError, match="no_such_setting"):
+        Config(no_such_setting=1)
+
+
+def test_every_unknown_name_in_the_env_file_is_named_with_the_nearest_setting(
+    monkeypatch,
+):
+    """.env is ours alone, so a name in small letters is a mistake, too."""
+    written = {
+        "CAT": "tabby",
+        "LOG_PATH": "/var/log",
+        "PORT": "9000",
+        "PROMPT_CACHE_MAX_BYTE": "1",
+        "mlx_port": "1",
+        "MLX_PORT": "8080",
+        "API_KEY": "",
+    }
+    environ = {"PATH": "x", "HOME": "/", "OTHER": "y"}
+
+    told = told_by_main(monkeypatch, written, environ)
+
+    sentence = "in .env: nothing acts on it"
+    assert told == [
+        f"CAT {sentence}",
+        f"LOG_PATH {sentence}; did you mean LOG_ROOT?",
+        f"PORT {sentence}; did you mean MLX_PORT?",
+        f"PROMPT_CACHE_MAX_BYTE {sentence}; did you mean PROMPT_CACHE_MAX_BYTES?",
+        f"mlx_port {sentence}; did you mean MLX_PORT?",
+    ]
+
+
+def test_a_near_miss_in_the_environment_is_named_unless_the_setting_is_there(
+    monkeypatch,
+):
+    environ = {"MLX_PROT": "9000", "log_root": "x", "PROXYPORT": "1", "APIKEY": ""}
+
+    told = told_by_main(monkeypatch, {}, environ)
+
+    sentence = "in the environment: nothing acts on it; did you mean"
+    assert told == [
+        f"MLX_PROT {sentence} MLX_PORT?",
+        f"PROXYPORT {sentence} PROXY_PORT?",
+        f"log_root {sentence} LOG_ROOT?",
+    ]
+    assert told_by_main(monkeypatch, {}, {"MLX_PROT": "1", "MLX_PORT": "2"}) == []
+
+
+@pytest.mark.parametrize(
+    "setting", sorted(ALL - RESERVED - {"API_KEY", "DEFAULT_TOP_K"})
+)
+def test_a_setting_in_small_letters_or_with_two_swapped_is_recognized(setting):
+    """But API_KEY is too short, and DEFAULT_TOPK_ is as near to DEFAULT_TOP_P."""
+    swapped = setting[:-2] + setting[-1] + setting[-2]
+    for name in {swapped, setting.lower()} - ALL:
+        try:
+            (told,) = check_names({}, {name: "x"})
+        except ConfigError as error:
+            told = str(error)
+            assert setting == "MODEL_PATH"
+
+        assert f"did you mean {setting}?" in told
+
+
+SHELL = """
+HOME PATH PWD OLDPWD SHELL SHLVL TERM USER LOGNAME LANG LC_ALL LANGUAGE EDITOR VISUAL PAGER DISPLAY
+HOSTNAME HOST PORT HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy all_proxy
+SSH_AUTH_SOCK TMPDIR XDG_RUNTIME_DIR XDG_CACHE_HOME VIRTUAL_ENV PYTHONPATH PYTHONHOME CONDA_PREFIX
+NODE_PATH GOPATH JAVA_HOME MODULE_PATH MODULEPATH MANPATH INFOPATH LD_LIBRARY_PATH LD_PRELOAD
+DYLD_LIBRARY_PATH CLASSPATH GEM_PATH PERL5LIB OMP_NUM_THREADS OPENBLAS_NUM_THREADS
+OPENAI_API_KEY ANTHROPIC_API_KEY GEMINI_API_KEY GOOGLE_API_KEY XAI_API_KEY GROQ_API_KEY
+OPENROUTER_API_KEY MISTRAL_API_KEY AZURE_API_KEY BRAVE_API_KEY OPENAI_BASE_URL ANTHROPIC_BASE_URL
+ANTHROPIC_AUTH_TOKEN ANTHROPIC_MODEL OPENAI_MODEL MODEL MODEL_NAME MODEL_ID MODEL_DIR MODELS_PATH
+HF_HOME HF_HUB_CACHE HF_ENDPOINT HUGGING_FACE_HUB_TOKEN GH_TOKEN GITHUB_TOKEN GITLAB_TOKEN NPM_TOKEN
+OLLAMA_HOST OLLAMA_MODELS OLLAMA_KEEP_ALIVE OLLAMA_CONTEXT_LENGTH LLAMA_ARG_PORT VLLM_API_KEY
+VLLM_PORT VLLM_HOST_IP LOGLEVEL LOG_FORMAT LOG_FILE LOG_DIR RUST_LOG DEBUG NODE_ENV CI
+MAX_TOKENS TEMPERATURE DATABASE_URL REDIS_URL AWS_ACCESS_KEY_ID AWS_PROFILE KUBECONFIG DOCKER_HOST
+DB_HOST DB_PORT PGHOST PGPORT MYSQL_HOST SMTP_PORT SMTP_HOST PROXY_USER PROXY_PASSWORD PROXY
+MLX_METAL_DEBUG MLX_BUILD_TESTS MTL_HUD_ENABLED LITELLM_MASTER_KEY LITELLM_LOG PROXY_BASE_URL
+"""
+
+
+def test_what_else_a_shell_sets_is_no_near_miss():
+    assert check_names({}, dict.fromkeys(SHELL.split(), "x")) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["MODELPATH", "model_path", "MODEL_PATHS", "MODLE_PATH"]
+)
+def test_a_near_miss_of_the_model_stops_the_start(monkeypatch, capsys, name):
+    for place, written, environ in [
+        (".env", {name: "some/Model"}, {}),
+        ("the environment", {}, {name: "some/Model"}),
+    ]:
+        assert told_by_main(monkeypatch, written, environ) == []
+        assert capsys.readouterr().err == (
+            f"start-llm: {name} in {place}: nothing acts on it; "
+            "did you mean MODEL_PATH? Rename or remove it: as it is, another model would "
+            "be served\n"
+        )
+
+
+def test_the_model_of_an_option_is_meant_whatever_is_misspelt(monkeypatch):
+    monkeypatch.setattr(start_llm, "dotenv_values", lambda path: {})
+    monkeypatch.setattr(start_llm, "start_logging", lambda config: None)
+    monkeypatch.setattr("os.environ", {"MODELPATH": "other/Model"})
+    config = start_llm._read_config({"MODEL_PATH": "some/Model"})
+    assert config.model_path == "some/Model"
+    with pytest.raises(ConfigError):
+        start_llm._read_config({})
+
+
+@pytest.mark.parametrize("name", ["MODEL", "MODEL_NAME", "MODEL_ID", "MODEL_DIR"])
+def test_what_can_only_mean_the_model_stops_the_start_in_the_env_file(name):
+    with pytest.raises(ConfigError, match=r"did you mean MODEL_PATH\?"):
+        check_names({name: "some/Model"}, {})
+    assert check_names({name: "", "MLX_PORT": "1"}, {}) != []
+    assert check_names({name: "x", "MODEL_PATH": "some/Model"}, {}) != []
+    assert check_names({name: "x"}, {"MODEL_PATH": "some/Model"}) != []
+    with pytest.raises(ConfigError):
+        check_names({name: "x", "MODEL_PATH": ""}, {"MODEL_PATH": ""})
+
+
+def test_docs_settings_lists_every_setting_once_with_its_default():
+    text = (EXAMPLE.parent / "docs" / "settings.md").read_text()
+    rows = re.findall(
+        r"^\| `([A-Z][A-Z0-9_]*)` \| (?:`(.*?)`|\(empty\)) \|", text, re.MULTILINE
+    )
+    assert rows == [(name, value) for _, name, value in example_settings()]
+
+
+def test_an_option_wins_over_the_environment_and_the_env_file(monkeypatch):
+    monkeypatch.setattr(
+        start_llm, "dotenv_values", lambda _: {"MLX_PORT": "1", "MODEL_PATH": "file"}
+    )
+    monkeypatch.setenv("MLX_PORT", "2")
+    monkeypatch.delenv("MODEL_PATH", raising=False)
+
+    config = start_llm._read_config({"MLX_PORT": "3"})
+
+    assert (config.mlx_port, config.model_path) == (3, "file")
+    assert start_llm._read_config({}).mlx_port == 2

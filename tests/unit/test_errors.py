@@ -1,0 +1,103 @@
+"""ERRORS: every error is a whole OpenAI error object with the status its kind promises."""
+
+import json
+
+import pytest
+import start_llm
+from start_llm import (
+    BadRequest,
+    ClientGone,
+    ContextTooLong,
+    NotServed,
+    Overloaded,
+    ServerError,
+)
+
+TABLE = {
+    "ServerError": (500, "server_error", None),
+    "BadRequest": (400, "invalid_request_error", None),
+    "ContextTooLong": (400, "invalid_request_error", "context_length_exceeded"),
+    "NotServed": (405, "invalid_request_error", None),
+    "NotReady": (503, "server_error", "model_not_ready"),
+    "Overloaded": (503, "server_error", "queue_full"),
+    "GenerationFailed": (500, "server_error", "generation_failed"),
+}
+
+
+def family(kind):
+    return {kind.__name__} | {
+        name for child in kind.__subclasses__() for name in family(child)
+    }
+
+
+def test_the_table_is_complete():
+    assert family(ServerError) == set(TABLE)
+    assert not issubclass(ClientGone, ServerError)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in TABLE if n not in ("ContextTooLong", "NotServed")]
+)
+def test_each_kind_has_its_status_type_and_code(name):
+    status, type_, code = TABLE[name]
+    error = getattr(start_llm, name)("what went wrong")
+    assert error.status == status
+    body = json.loads(json.dumps(error.body()))
+    inner = {"message": "what went wrong", "type": type_, "param": None}
+    assert body == {"error": inner | {"code": code}}
+
+
+def test_a_bad_request_says_where_in_its_text_too_unless_the_text_does():
+    named = BadRequest("wrong", field="messages[3].content")
+    assert named.param == "messages[3].content"
+    assert str(named) == "messages[3].content: wrong"
+
+    unnamed = BadRequest("wrong", param="messages[3].content")
+    assert unnamed.param == "messages[3].content"
+    assert str(unnamed) == "wrong"
+
+
+def test_what_http_refuses_has_its_own_status_code_and_headers():
+    lost = NotServed(404, "m", code="model_not_found")
+    assert (lost.status, lost.headers) == (404, {})
+    assert lost.body()["error"] == {
+        "message": "m",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "model_not_found",
+    }
+    refused = NotServed(405, "no", headers={"Allow": "POST"})
+    assert (refused.status, refused.headers, refused.code) == (
+        405,
+        {"Allow": "POST"},
+        None,
+    )
+
+
+def test_context_too_long_says_both_numbers_in_the_words_agents_match():
+    error = ContextTooLong(9001, 8192)
+    assert isinstance(error, start_llm.BadRequest)
+    assert "maximum context length is 8192 tokens" in str(error)
+    assert "resulted in 9001 tokens" in str(error)
+    status, type_, code = TABLE["ContextTooLong"]
+    assert (error.status, error.type, error.code, error.param) == (
+        status,
+        type_,
+        code,
+        "messages",
+    )
+
+
+def test_headers_belong_to_one_error():
+    assert Overloaded("full").headers == {"Retry-After": "2"}
+    assert ServerError("x").headers == {}
+
+
+def test_an_event_is_one_line_to_whoever_reads_lines():
+    body, written = {"text": "a\u2028b\u0085c\ud83d\u00e9"}, []
+    handler = object.__new__(start_llm.Handler)
+    handler._write_chunk = written.append
+    handler._send_event(body)  # half of a surrogate pair included: models do spell them
+    (event,) = written
+    assert len(event.decode().splitlines()) == 2
+    assert json.loads(event.removeprefix(b"data: ")) == body

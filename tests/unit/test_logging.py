@@ -1,0 +1,297 @@
+"""LOG: one line per request, sessions in private files, counters that lose nothing."""
+
+import json
+import logging
+import shutil
+import stat
+import threading
+
+import pytest
+import start_llm
+from hypothesis import given
+from hypothesis import strategies as st
+from start_llm import (
+    CacheMetrics,
+    Config,
+    SessionLog,
+    format_request_line,
+    logger,
+    start_logging,
+)
+
+anything = st.text(st.characters(exclude_categories=()), max_size=120)
+
+
+@pytest.fixture
+def bare_log(monkeypatch):
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+def session_files(root):
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def session_log(root, **settings):
+    return SessionLog(Config(log_root=str(root), **settings))
+
+
+@pytest.mark.usefixtures("bare_log", "capsys")
+def test_start_logging_twice_adds_one_handler_and_follows_the_level():
+    start_logging(Config(log_level="WARNING"))
+    start_logging(Config(log_level="DEBUG"))
+    assert len(logger.handlers) == 1
+    assert logger.level == logging.DEBUG
+    assert not logger.propagate
+
+
+@pytest.mark.usefixtures("bare_log")
+def test_lines_for_a_file_are_plain_and_whole(capsys):
+    start_logging(Config())
+    logger.info("start %s end", "x" * 300)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [
+        line.endswith(f"start {'x' * 300} end") for line in printed.err.splitlines()
+    ] == [True]
+
+
+@given(
+    st.dictionaries(st.sampled_from(["id", "match", "finish", "vlm_retreat"]), anything)
+)
+def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values):
+    line = format_request_line(**values)
+    fields = [field.split("=") for field in line.split(" ")]
+    keys = [field[0] for field in fields]
+    assert all(len(field) == 2 and field[1] for field in fields)
+    assert line.isascii()
+    assert line.isprintable()
+    always = [
+        "id",
+        "prompt",
+        "cached",
+        "match",
+        "prefill",
+        "decode",
+        "ttft_ms",
+        "finish",
+    ]
+    assert [key for key in keys if key in always] == always
+    assert keys[: len(keys) - ("vlm_retreat" in values)] == keys_of(
+        format_request_line()
+    )
+
+
+def test_logs_lie_beside_the_server_wherever_it_was_started(tmp_path, monkeypatch):
+    """And not in somebody's project, or in / where a supervisor starts it."""
+    elsewhere, home = tmp_path / "project", tmp_path / "start-llm"
+    elsewhere.mkdir()
+    home.mkdir()
+    monkeypatch.setattr(start_llm, "__file__", str(home / "start-llm.py"))
+    monkeypatch.chdir(elsewhere)
+    session_log("logs").write("one", {})
+    assert [path.parents[2] for path in session_files(tmp_path)] == [home]
+
+
+def keys_of(line):
+    return [field.partition("=")[0] for field in line.split(" ")]
+
+
+def test_a_request_line_shows_what_it_was_given():
+    line = format_request_line(
+        id="7f3a", prompt=1200, ttft_ms=12.345, finish=None, hybrid_trim_miss=2
+    )
+    assert line.startswith("id=7f3a ")
+    assert " prompt=1200 " in line
+    assert " ttft_ms=12.345 " in line
+    assert " finish=- hybrid_trim_miss=2" in line
+
+
+def test_counters_start_at_zero_and_lose_nothing_between_threads():
+    metrics = CacheMetrics()
+    assert set(metrics.snapshot().values()) == {0}
+
+    def work():
+        for _ in range(2000):
+            metrics.bump("vlm_retreat")
+            metrics.bump("evicted_idle", 3)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert metrics.snapshot() == {
+        "vlm_retreat": 8000,
+        "vlm_tower_runs": 0,
+        "vlm_feature_hits": 0,
+        "hybrid_trim_miss": 0,
+        "ledger_seam_fallback": 0,
+        "exact_key_rejected_by_model_lcp": 0,
+        "telemetry_dropped": 0,
+        "second_tries": 0,
+        "evicted_for_room": 0,
+        "evicted_idle": 24000,
+    }
+    metrics.snapshot()["vlm_retreat"] = 0
+    assert metrics.snapshot()["vlm_retreat"] == 8000
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_log_root_that_is_made_is_for_its_owner_alone(tmp_path):
+    root = tmp_path / "new" / "logs"
+    session_log(root).write("a", {})
+    (day,) = root.iterdir()
+    assert (mode_of(root), mode_of(day)) == (0o700, 0o700)
+
+
+@pytest.mark.parametrize(
+    ("mode", "names", "expected"),
+    [
+        (0o755, [], 0o700),
+        (0o775, [".gitkeep", "litellm-4000.log.1", "2026-11-20"], 0o700),
+        (0o755, ["a-report.pdf"], 0o755),
+        (0o777, [], 0o777),
+    ],
+    ids=["empty", "ours", "somebody's", "shared"],
+)
+def test_a_log_root_that_was_there_is_closed_if_only_logs_are_in_it(
+    tmp_path, mode, names, expected
+):
+    root = tmp_path / "logs"
+    root.mkdir()
+    root.chmod(mode)
+    for name in names:
+        (root / name).touch()
+    session_log(root).write("a", {})
+    assert session_files(root)[-1].suffix
+    assert mode_of(root) == expected
+
+
+def test_records_come_back_in_order_from_a_private_file(tmp_path):
+    sessions = session_log(tmp_path)
+    records = [{"n": n, "text": "é\n\u2028 \ud800 " * n} for n in range(5)]
+    for record in records:
+        sessions.write("abc-1", record)
+    (path,) = session_files(tmp_path)
+    assert path.name == "cache-session-abc-1.log"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    lines = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    assert [line["n"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[2]["text"] == "é\n\u2028 ? " * 2
+    assert all(path.parent.name == line["time"][:10] for line in lines)
+
+
+def test_days_that_are_too_long_ago_are_deleted_when_a_new_one_begins(tmp_path):
+    for name in ("2020-01-01", "2020-13-99", "keep-me"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cache-session-x.log").touch()
+    session_log(tmp_path, log_keep_days=3).write("s", {})
+    left = {path.name for path in tmp_path.iterdir()}
+    assert (
+        {"2020-13-99", "keep-me"} < left and "2020-01-01" not in left and len(left) == 3
+    )
+
+
+@pytest.mark.usefixtures("bare_log")
+def test_a_day_that_cannot_be_deleted_costs_no_record_and_is_named(
+    tmp_path, monkeypatch, caplog
+):
+    for name in ("2020-01-01", "2020-01-02", "2020-01-03"):
+        (tmp_path / name).mkdir()
+    delete = shutil.rmtree
+
+    def refuse(folder):
+        if folder.name == "2020-01-02":
+            raise PermissionError("not yours")
+        delete(folder)
+
+    monkeypatch.setattr(start_llm.shutil, "rmtree", refuse)
+    session_log(tmp_path, log_keep_days=3).write("s", {"n": 1})
+
+    (path,) = session_files(tmp_path)
+    assert json.loads(path.read_text())["n"] == 1
+    old_days = [folder.name for folder in tmp_path.glob("2020-*")]
+    assert old_days == ["2020-01-02"]
+    (warning,) = [record.message for record in caplog.records]
+    assert "2020-01-02 cannot be deleted" in warning
+    assert path.name not in warning
+
+
+def test_no_session_id_leaves_its_folder_or_shares_a_file(tmp_path):
+    ids = [
+        "",
+        ".",
+        "..",
+        "../../x",
+        "/etc/x",
+        "a/b",
+        "a_b",
+        "a b",
+        "é" * 300,
+        "x" * 300,
+        "x" * 301,
+    ]
+    ids += ["a\0b", "con:", "\ud800", "?"]
+    ids += ["abc", "ABC", "Abc"]  # one file where case does not count
+    sessions = session_log(tmp_path / "root")
+    for session_id in ids:
+        sessions.write(session_id, {"session": ascii(session_id)})
+    names = [
+        path.stem.removeprefix("cache-session-") for path in session_files(tmp_path)
+    ]
+    ids += set(names) - set(ids)  # a client may call its sessions by our names
+    for session_id in ids:
+        sessions.write(session_id, {"session": ascii(session_id)})
+
+    files = session_files(tmp_path)
+    assert len({path.name.lower() for path in files}) == len(ids)
+    assert {path.parent.parent for path in files} == {tmp_path / "root"}
+    written = []
+    for path in files:
+        lines = path.read_text().splitlines()
+        written.append({json.loads(line)["session"] for line in lines})
+    assert sorted(map(sorted, written)) == sorted([ascii(each)] for each in ids)
+
+
+def test_lines_of_several_threads_never_mix(tmp_path):
+    sessions = session_log(tmp_path)
+
+    def work(name):
+        for n in range(40):
+            sessions.write("shared", {"n": n, "name": name, "text": name * 20_000})
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (path,) = session_files(tmp_path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line["text"] == line["name"] * 20_000 for line in lines)
+    assert [line["n"] for line in lines if line["name"] == "c"] == list(range(40))
+
+
+@pytest.mark.usefixtures("bare_log")
+def test_a_session_log_that_cannot_be_written_complains_once_and_never_raises(
+    tmp_path, caplog
+):
+    (tmp_path / "file").write_text("in the way")
+    sessions = session_log(tmp_path / "file")
+    endless = {}
+    endless["self"] = endless
+    for record in ({"n": 1}, {("a",): 1}, endless, {"n": 2}):
+        sessions.write("s", record)
+    assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
+
+
+def test_values_json_does_not_know_are_written_as_text(tmp_path):
+    session_log(tmp_path).write("s", {"path": tmp_path, "kind": {1}})
+    (path,) = session_files(tmp_path)
+    assert json.loads(path.read_text())["path"] == str(tmp_path)

@@ -1,0 +1,103 @@
+"""Which library loads a model: by its config, its weights and MODEL_KIND."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import start_llm as s
+from safetensors.numpy import load_file, save_file
+from tiny_models import tiny_model
+from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tiny_vision_model(HYBRID_VISION, tmp_path / "made")
+    return shutil.copytree(made, tmp_path / "copy")
+
+
+def loaded(folder, **settings):
+    return s.load_model(folder, s.Config(model_path=str(folder), **settings))
+
+
+def test_a_tower_with_weights_is_loaded_by_mlx_vlm(folder):
+    model = loaded(folder)
+    assert model.vision is model.model
+    assert model.vision.phrase == "<|vision_start|><|image_pad|><|vision_end|>"
+    assert loaded(folder, model_kind="text").vision is None
+
+
+def test_a_conversion_that_left_the_tower_out_is_a_text_model(folder):
+    weights = load_file(folder / "model.safetensors")
+    text = {name: value for name, value in weights.items() if "vision" not in name}
+    save_file(text, folder / "model.safetensors", {"format": "mlx"})
+    assert loaded(folder).vision is None
+    with pytest.raises(s.ModelError, match="cannot be loaded"):
+        loaded(folder, model_kind="vision")
+
+
+def test_a_tower_that_mlx_vlm_does_not_know_is_none(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "from_the_future"})
+    )
+    assert not s.has_vision_tower(folder)
+
+
+@pytest.mark.parametrize("where", ["__init__", "_run_tower", "make_cache"])
+def test_a_model_whose_images_cannot_be_read_is_served_as_text(
+    folder, monkeypatch, caplog, where
+):
+    def fail(*_, **__):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(s.VisionModel, where, fail)
+    monkeypatch.setattr(s.logger, "propagate", True)  # caplog is on the root logger
+    caplog.set_level("INFO", logger=s.logger.name)  # whatever another test has set
+
+    model = loaded(folder)
+
+    assert model.vision is None
+    warnings = [r for r in caplog.records if r.levelname == "WARNING"]
+    [sentence] = {r.getMessage() for r in warnings if r.name == s.logger.name}
+    assert "MODEL_KIND=vision insists" in sentence
+    assert "planted" in sentence
+    with pytest.raises(s.ModelError, match=r"loaded by mlx-vlm: .*planted"):
+        loaded(folder, model_kind="vision")
+
+
+def test_a_model_that_neither_library_loads_is_one_error(folder, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(s.VisionModel, "__init__", fail)
+    monkeypatch.setattr(s.mlx_lm, "load", fail)
+    monkeypatch.setattr(s.logger, "propagate", True)
+
+    with pytest.raises(s.ModelError, match="cannot be loaded by mlx-vlm"):
+        loaded(folder)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_a_text_model_has_no_tower(tmp_path):
+    assert not s.has_vision_tower(tiny_model("qwen3", tmp_path))
+
+
+@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
+def test_nothing_pulls_torch_in(kind, tmp_path):
+    folder = tiny_vision_model(kind, tmp_path)
+    tests = str(Path(s.__file__).parent / "tests")
+    program = (
+        f"import sys; sys.path[:0] = [{tests!r}, {tests + '/support'!r}]\n"
+        "import conftest, pathlib, start_llm as s\n"
+        "assert 'mlx_vlm' not in sys.modules, 'imported without need'\n"
+        f"s.load_model(pathlib.Path({str(folder)!r}), s.Config(model_path={str(folder)!r}))\n"
+        "assert 'mlx_vlm' in sys.modules and 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False
+    )
+    assert not done.returncode, done.stderr.decode()[-2000:]

@@ -1,0 +1,647 @@
+"""MODEL: a folder or one sentence; exact text from ids; facts that other rooms may rely on."""
+
+import json
+import random
+import shutil
+import threading
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+import start_llm
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
+from start_llm import (
+    Config,
+    Detokenizer,
+    LoadedModel,
+    ModelError,
+    load_model,
+    resolve_model,
+)
+from tokenizers import Tokenizer, decoders, models
+
+SOURCE = Path(start_llm.__file__)
+TEXT = "héllo wörld, 你好 🙂🙂👩‍👩‍👧 def f(x):\n    return x\n\tcafé\u0301 naïve 🇨🇭 "
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<tool_call>{{ tool_call.name }}</tool_call>{% endif %}"
+)
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def write_tokenizer(folder: Path) -> int:
+    """A byte-level BPE tokenizer in the Qwen style; returns its size."""
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        trainers,
+    )
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=alphabet,
+        show_progress=False,
+        special_tokens=[],
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False) for t in PLAIN])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE
+    ).save_pretrained(folder)
+    return int(tokenizer.get_vocab_size())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A qwen3 of random weights, in two weight files with an index."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import qwen3
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
+    folder.mkdir()
+    config = {**QWEN3, "vocab_size": write_tokenizer(folder)}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [eos_of(folder)]})
+    )
+    mx.random.seed(1)
+    weights = sorted(
+        tree_flatten(qwen3.Model(qwen3.ModelArgs.from_dict(config)).parameters())
+    )
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    mx.save_safetensors(str(folder / names[0]), dict(weights[:4]))
+    mx.save_safetensors(str(folder / names[1]), dict(weights[4:]))
+    index = {key: names[n >= 4] for n, (key, _) in enumerate(weights)}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": index})
+    )
+    return folder
+
+
+def eos_of(folder: Path) -> int:
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    return next(int(t["id"]) for t in added if t["content"] == "<|endoftext|>")
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny: Path) -> LoadedModel:
+    return load_model(tiny, Config(model_path=str(tiny)))
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def refusal(path: str) -> str:
+    """The one sentence that resolve_model ends with."""
+    with pytest.raises(ModelError) as caught:
+        resolve_model(Config(model_path=path))
+    return sentence(caught.value)
+
+
+def load_refusal(folder: Path, **settings: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, Config(model_path=str(folder), **settings))
+    return sentence(caught.value)
+
+
+def sentence(error: ModelError) -> str:
+    assert "\n" not in str(error)
+    assert str(error)
+    return str(error)
+
+
+# -- folders ---------------------------------------------------------------------
+
+
+def test_a_complete_folder_is_taken_as_it_is(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_model(Config(model_path=str(tiny))) == tiny
+    monkeypatch.setenv("HOME", str(tiny.parent))
+    assert resolve_model(Config(model_path="~/tiny-qwen3")) == tiny
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where start-llm.py, which seems to lie elsewhere, looks for the program that fetches."""
+    (tmp_path / "home" / "scripts" / "helpers").mkdir(parents=True)
+    monkeypatch.setattr(start_llm, "__file__", str(tmp_path / "home" / "start-llm.py"))
+    return tmp_path / "home" / "scripts" / "helpers" / "fetch_model.py"
+
+
+@pytest.mark.parametrize("name", ["org/tiny", "demo", "-x", "~/nothing/here"])
+def test_what_is_no_folder_is_for_the_script(
+    script: Path, tiny: Path, name: str
+) -> None:
+    arguments = script.with_name("arguments.json")
+    script.write_text(
+        "import json, pathlib, sys\n"
+        f"pathlib.Path({str(arguments)!r}).write_text(json.dumps(sys.argv[1:]))\n"
+        f"print('noise'); print({str(tiny)!r})"
+    )
+    assert resolve_model(Config(model_path=name)) == tiny
+    memory = f"--memory-bytes={start_llm.memory_limit(Config(model_path=name))}"
+    assert json.loads(arguments.read_text()) == [memory, "--", name]
+
+
+def test_the_demo_is_the_one_beside_the_server(script: Path, copy: Path) -> None:
+    demo = script.parents[2] / "models" / "demo"
+    shutil.copytree(copy, demo)
+    assert resolve_model(Config(model_path="demo")) == demo
+
+
+def test_an_incomplete_folder_is_for_the_script(
+    script: Path,
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert resolve_model(Config(model_path=str(copy))) == copy
+    weights = sorted(copy.glob("model*.safetensors"))
+    script.write_text("raise SystemExit(7)")
+    for lacking in (weights[1], weights[0], copy / "config.json"):
+        lacking.unlink()
+        assert (
+            refusal(str(copy))
+            == f"MODEL_PATH={copy}: fetch_model.py says why above (7)"
+        )
+    monkeypatch.setattr(start_llm, "__file__", str(SOURCE))
+    assert refusal(str(copy)) == f"MODEL_PATH={copy}: fetch_model.py says why above (2)"
+    assert "it has no config.json, model*.safetensors" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["", "print()"])
+def test_a_fetch_that_names_no_folder_is_refused_in_a_sentence(
+    script: Path, program: str
+) -> None:
+    script.write_text(program)
+    assert refusal("org/tiny") == "MODEL_PATH=org/tiny: fetch_model.py named no folder"
+
+
+def test_copied_alone_the_server_asks_the_hub_itself(
+    script: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = f"def snapshot_download(name):\n    return {str(copy)!r} if name == 'own/er' else ''\n"
+    (script.parent / "huggingface_hub.py").write_text(hub)
+    monkeypatch.setenv("PYTHONPATH", str(script.parent))
+    assert resolve_model(Config(model_path="own/er")) == copy
+
+
+def test_copied_alone_it_says_why_the_hub_has_nothing(
+    script: Path, copy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "config.json").unlink()
+    assert refusal(str(copy)).startswith(
+        f"MODEL_PATH={copy}: incomplete, and not fetched: "
+    )
+    assert capfd.readouterr().err == ""
+
+
+def test_a_broken_index_is_for_the_script(script: Path, copy: Path) -> None:
+    script.write_text("raise SystemExit(7)")
+    for text in ("{", "[]", '{"weight_map": 7}', '{"weight_map": {"a": "/x"}}'):
+        (copy / "model.safetensors.index.json").write_text(text)
+        assert "above (7)" in refusal(str(copy))
+
+
+def test_without_a_setting_the_script_chooses_the_model(script: Path) -> None:
+    arguments = script.with_name("arguments.json")
+    chooser = script.with_name("choose_model.py")
+    chooser.write_text(
+        "import json, pathlib, sys\n"
+        f"pathlib.Path({str(arguments)!r}).write_text(json.dumps(sys.argv[1:]))\n"
+        "print('noise'); print('/a folder/b')"
+    )
+    stop = threading.Event()
+    assert start_llm.choose_model(Config(), stop) == "/a folder/b"
+    assert json.loads(arguments.read_text()) == []
+    assert start_llm.choose_model(Config(memory_limit_bytes=5), stop)
+    assert json.loads(arguments.read_text()) == ["--memory-bytes=5"]
+
+    chooser.write_text("raise SystemExit(1)")
+    assert start_llm.choose_model(Config(), stop) == "demo"
+    chooser.unlink()
+    assert start_llm.choose_model(Config(), stop) == "demo"
+
+
+def test_an_order_to_stop_ends_the_question(script: Path) -> None:
+    script.with_name("choose_model.py").write_text("import time; time.sleep(600)")
+    stop = threading.Event()
+    stop.set()
+
+    assert start_llm.choose_model(Config(), stop) == "demo"
+
+
+def test_the_demo_stands_in_for_a_chosen_model_that_cannot_be_had(
+    script: Path, copy: Path
+) -> None:
+    demo = script.parents[2] / "models" / "demo"
+    shutil.copytree(copy, demo)
+    script.write_text("raise SystemExit(2)")
+    config = Config(model_path="org/too-large")
+
+    assert start_llm.load_or_demo(config).path == demo
+    with pytest.raises(ModelError):
+        resolve_model(config)
+
+
+def test_copied_alone_without_a_model_it_asks_for_one(script: Path) -> None:
+    assert refusal("") == "no model is named, and no demo is here: start with --model"
+
+
+# -- loading -------------------------------------------------------------------------------
+
+
+def test_the_facts_of_a_model(loaded: LoadedModel, tiny: Path) -> None:
+    from mlx_lm.utils import get_total_parameters
+
+    vocab = json.loads((tiny / "tokenizer.json").read_text())["added_tokens"]
+    ids = {token["content"]: token["id"] for token in vocab}
+    assert loaded.model_id == "tiny-qwen3"
+    assert (loaded.path, loaded.family) == (tiny, "qwen3")
+    assert (loaded.context_length, loaded.max_context_tokens) == (4096, 4096)
+    assert loaded.eos_ids == {ids["<|endoftext|>"], ids["<|im_end|>"]}
+    assert loaded.vocab_size == len(loaded.tokenizer)
+    n_params = get_total_parameters(loaded.model)
+    assert loaded.nbytes == 4 * n_params
+    marks = loaded.tokenizer
+    assert (marks.think_start, marks.think_end) == ("<think>", "</think>")
+    assert marks.think_end_tokens == (ids["</think>"],)
+    assert (marks.tool_call_start, marks.tool_call_end) == (
+        "<tool_call>",
+        "</tool_call>",
+    )
+    call = marks.tool_parser('{"name": "f", "arguments": {"x": 1}}', None)
+    assert call == {"name": "f", "arguments": {"x": 1}}
+    assert loaded.hidden_ids == {ids[name] for name in SPECIAL}
+
+
+def test_the_smaller_of_model_and_setting_limits_the_context(tiny: Path) -> None:
+    model = load_model(
+        tiny, Config(model_path=str(tiny), max_kv_size=1000, model_family="glm4")
+    )
+    assert (model.max_context_tokens, model.context_length, model.family) == (
+        1000,
+        4096,
+        "glm4",
+    )
+
+
+def test_the_id_clients_see(tiny: Path) -> None:
+    for name in ("org/tiny", "demo"):
+        assert load_model(tiny, Config(model_path=name)).model_id == name
+
+
+def test_an_unknown_type_is_named(copy: Path) -> None:
+    for kind, said in (
+        ("from_the_future", "Model type from_the_future not supported."),
+        ("cache", "module 'mlx_lm.models.cache' has no attribute 'Model'"),
+        ("../models/qwen3", "Model type ../models/qwen3 not supported."),
+        (None, "Model type None not supported."),
+    ):
+        edit_config(copy, model_type=kind)
+        refused = load_refusal(copy)
+        assert f"The model in {copy} cannot be loaded by mlx-lm 0." in refused
+        assert said in refused
+
+
+def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None:
+    edit_config(copy, model_file="custom.py")
+    (copy / "custom.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs")
+    assert "'custom.py'" in load_refusal(copy)
+    config = Config(model_path=str(copy), trust_remote_code=True)
+    assert load_model(copy, config).model_id == "copy"
+
+
+@pytest.mark.parametrize(
+    "damage", ["garbage", "truncated", "header", "missing", "tokenizer"]
+)
+def test_a_damaged_model_is_one_sentence(copy: Path, damage: str) -> None:
+    file = copy / "model-00002-of-00002.safetensors"
+    whole = file.read_bytes()
+    if damage == "garbage":
+        file.write_bytes(b"not weights")
+    elif damage == "truncated":
+        file.write_bytes(whole[: len(whole) // 2])
+    elif damage == "header":
+        file.write_bytes(whole[:20])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        (copy / "tokenizer.json").write_text("{}")
+    assert f"The model in {copy} cannot be loaded by mlx-lm 0." in load_refusal(copy)
+
+
+def test_a_broken_config_is_one_sentence(copy: Path) -> None:
+    (copy / "config.json").write_text('{"model_type": ')
+    assert f"The model in {copy} cannot be loaded by mlx-lm" in load_refusal(copy)
+    (copy / "config.json").write_text("[]")
+    assert f"The model in {copy} cannot be loaded by mlx-lm" in load_refusal(copy)
+
+
+def test_the_revision_names_the_weights(loaded: LoadedModel, copy: Path) -> None:
+    before = load_model(copy, Config(model_path=str(copy))).revision
+    assert load_model(copy, Config(model_path=str(copy))).revision == before
+    edit_config(copy, rope_theta=500.0)
+    changed = load_model(copy, Config(model_path=str(copy))).revision
+    weights = copy / "model-00001-of-00002.safetensors"
+    weights.touch()
+    assert (
+        len({before, changed, load_model(copy, Config(model_path=str(copy))).revision})
+        == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "tokenizer_length", "expected"),
+    [
+        ({"max_position_embeddings": 40960}, 131072, 40960),
+        ({"n_positions": 1024}, 10**30, 1024),
+        ({}, 8192, 8192),
+        ({}, 10**30, 32768),
+        ({"model_type": "gemma3_text"}, 10**30, 131072),
+        (
+            {"max_position_embeddings": 40960,
+             "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                              "original_max_position_embeddings": 32768}},
+            10**30, 131072,
+        ),
+        (
+            {"max_position_embeddings": 163840,
+             "rope_scaling": {"type": "yarn", "factor": 40,
+                              "original_max_position_embeddings": 4096}},
+            10**30, 163840,
+        ),
+        (
+            {"max_position_embeddings": 131072,
+             "rope_scaling": {"rope_type": "llama3", "factor": 8.0,
+                              "original_max_position_embeddings": 8192}},
+            10**30, 131072,
+        ),
+    ],
+)  # fmt: skip
+def test_the_context_length(
+    facts: dict[str, Any], tokenizer_length: int, expected: int
+) -> None:
+    assert start_llm._context_length(facts, tokenizer_length) == expected
+
+
+# -- text ------------------------------------------------------------------------------------
+
+
+def detokenizer_of(loaded: Any) -> Any:
+    return Detokenizer(loaded.tokenizer.backend_tokenizer, loaded.hidden_ids)
+
+
+def spoken(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [detokenizer.feed(token) for token in ids] + [detokenizer.finish()]
+
+
+def test_text_of_a_reply_is_what_decoding_it_at_once_gives(loaded: LoadedModel) -> None:
+    ids = loaded.tokenizer.encode(" " + TEXT, add_special_tokens=False)
+    pieces = spoken(detokenizer_of(loaded), ids)
+    assert "".join(pieces) == " " + TEXT  # with its leading space
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert sum(piece != "" for piece in pieces) > len(TEXT) // 4  # it streams
+
+
+def test_any_ids_give_the_text_that_decoding_the_shown_ones_gives(
+    loaded: LoadedModel,
+) -> None:
+    rng = random.Random(7)
+    hidden = loaded.hidden_ids
+    for _ in range(500):
+        ids = [rng.randrange(len(loaded.tokenizer)) for _ in range(rng.randrange(40))]
+        shown = [token for token in ids if token not in hidden]
+        want = loaded.tokenizer.decode(shown, skip_special_tokens=False)
+        assert "".join(spoken(detokenizer_of(loaded), ids)) == want
+
+
+def test_bytes_that_are_no_character_do_not_end_a_reply() -> None:
+    """Behind a whole emoji in bytes a cut one (L-95)."""
+    pieces = ["a", "b", *(f"<0x{byte:02X}>" for byte in (0xF0, 0x9F, 0x98, 0x80))]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    said = "".join(
+        spoken(Detokenizer(backend, frozenset()), [0, 2, 3, 4, 5, 2, 3, 1, 0, 2, 3])
+    )
+    assert said == "a\U0001f600\ufffd\ufffdba\ufffd\ufffd"
+
+
+def test_hidden_ids_make_no_text_and_markup_does(loaded: LoadedModel) -> None:
+    encode = loaded.tokenizer.convert_tokens_to_ids
+    ids = [
+        encode(name)
+        for name in ("<|im_start|>", "<think>", "<|im_end|>", "<tool_call>")
+    ]
+    assert "".join(spoken(detokenizer_of(loaded), ids)) == "<think><tool_call>"
+    assert (
+        detokenizer_of(loaded).feed(len(loaded.tokenizer) + 5) == ""
+    )  # a padding row of the head
+
+
+def test_a_character_cut_off_at_the_end_is_told_once(loaded: LoadedModel) -> None:
+    ids = loaded.tokenizer.encode("a\U0001f9ff", add_special_tokens=False)[:-1]
+    detokenizer = detokenizer_of(loaded)
+    assert "".join(detokenizer.feed(token) for token in ids) == "a"
+    assert set(detokenizer.finish()) == {"\ufffd"}
+    assert detokenizer.finish() == ""
+
+
+def test_detokenizers_on_many_threads_do_not_meet(loaded: LoadedModel) -> None:
+    ids = loaded.tokenizer.encode(TEXT * 20, add_special_tokens=False)
+    texts: list[str] = []
+
+    def work() -> None:
+        texts.append("".join(spoken(detokenizer_of(loaded), ids)))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [TEXT * 20] * 8
+
+
+def test_special_tokens_that_a_tool_parser_reads_are_not_hidden() -> None:
+    from mlx_lm.tool_parsers.kimi_k2 import parse_tool_call
+
+    Token = namedtuple("Token", "content special")
+    names = (
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|im_user|>",
+        "word",
+    )
+    added = {n: Token(name, name != "word") for n, name in enumerate(names)}
+
+    class Tokenizer:
+        tool_parser = staticmethod(parse_tool_call)
+        think_start_tokens = think_end_tokens = None
+        tool_call_start_tokens, tool_call_end_tokens = (0,), None
+        added_tokens_decoder = added
+        eos_token_ids = frozenset({9})
+
+    assert start_llm._find_hidden_ids(Tokenizer()) == {2, 9}
+
+
+# -- the banner --------------------------------------------------------------------------------
+
+
+def write_banner(model: LoadedModel, *, has_proxy: bool = True, **settings: Any) -> str:
+    config = Config(**settings)
+    return start_llm.banner(
+        model, config, limit_bytes=2 * 10**9, cache_bytes=10**9, has_proxy=has_proxy
+    )
+
+
+def test_the_banner_has_what_a_first_day_needs_in_at_most_twelve_lines(
+    loaded: LoadedModel, tiny: Path
+) -> None:
+    text = write_banner(loaded)
+
+    assert text.startswith(f"start-llm {start_llm.VERSION} ")
+    for part in (
+        *("tiny-qwen3: ", "4,096 tokens", "2.0 GB", "1.0 GB", loaded.device),
+        *("http://127.0.0.1:8080/\n", "http://127.0.0.1:8080/v1\n"),
+        *("http://127.0.0.1:8080\n", "http://127.0.0.1:4000/v1 "),
+        *("python3.12 install_and_run.py launch claude\n", "Ctrl-C", "--model"),
+        str(SOURCE.parent / "logs"),
+    ):
+        assert part in text
+    assert "demo" not in text
+    demo = load_model(tiny, Config(model_path="demo"))
+    for shown, has_proxy in ((loaded, False), (loaded, True), (demo, True)):
+        n_lines = write_banner(shown, has_proxy=has_proxy).count("\n") + 1
+        assert 8 <= n_lines <= 12
+
+
+def test_the_addresses_of_the_banner_can_be_opened_here(loaded: LoadedModel) -> None:
+    text = write_banner(loaded, mlx_host="::1", mlx_port=9)
+    assert "http://[::1]:9/v1\n" in text
+    assert "launch claude --url http://[::1]:9\n" in text
+
+    text = write_banner(loaded, mlx_host="0.0.0.0", api_key="k", has_proxy=False)
+    assert "http://127.0.0.1:8080/v1\n" in text
+    assert "0.0.0.0" not in text
+    assert "Responses" not in text
+
+
+def test_the_device_has_memory() -> None:
+    assert start_llm.memory_limit(Config()) > 100_000_000
+    assert start_llm.memory_limit(Config(memory_limit_bytes=5)) == 5
+
+
+def test_marks_that_mlx_lm_does_not_know(tmp_path: Path) -> None:
+    """Magistral's thoughts: special tokens, which would not be shown either."""
+    write_tokenizer(tmp_path)
+    known = mlx_lm.utils.load_tokenizer(tmp_path)
+    start_llm._teach_tags(known)
+    assert known.think_start == "<think>"
+    before = known.eos_token_ids.copy()
+    known.add_special_tokens(
+        {"additional_special_tokens": ["[THINK]", "[/THINK]", "<|call|>"]}
+    )
+    start_llm._teach_tags(known)  # what is known stays
+    assert (known.think_start, known.tool_call_start) == ("<think>", "<tool_call>")
+    known._think_start = None
+    start_llm._teach_tags(known)
+    assert (known.think_start, known.think_end) == ("[THINK]", "[/THINK]")
+    assert known.decode(known.think_end_tokens) == "[/THINK]"
+    assert known.eos_token_ids == before
+    assert start_llm._find_hidden_ids(known).isdisjoint(known.think_start_tokens)
+
+
+# -- weights on the CPU ----------------------------------------------------------------------------
+
+
+def model_of(weights_type, bits=None):
+    """A tiny model with such weights."""
+    arguments = qwen3.ModelArgs.from_dict({**QWEN3, "vocab_size": 64})
+    model = qwen3.Model(arguments)
+    model.set_dtype(weights_type)
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("weights_type", [mx.bfloat16, mx.float16])
+def test_16_bits_become_float32_with_the_same_values(weights_type):
+    model = model_of(weights_type)
+    before = {name: mx.array(w) for name, w in tree_flatten(model.parameters())}
+    start_llm.widen_weights(model, max_bytes=10**9)
+    for name, weights in tree_flatten(model.parameters()):
+        assert weights.dtype == mx.float32
+        assert mx.array_equal(weights, before[name].astype(mx.float32)), name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_weights_become_what_they_stand_for(bits):
+    model = model_of(mx.bfloat16, bits)
+    before = dict(model.named_modules())
+    start_llm.widen_weights(model, max_bytes=10**9)
+    n_dequantized = 0
+    for name, module in model.named_modules():
+        if hasattr(before[name], "scales"):
+            old = before[name]
+            meant = mx.dequantize(
+                old.weight, old.scales, old.biases, old.group_size, old.bits
+            )
+            assert module.weight.dtype == mx.float32
+            assert mx.array_equal(module.weight, meant.astype(mx.float32)), name
+            n_dequantized += 1
+    assert n_dequantized > 5
+    assert all(w.dtype == mx.float32 for _, w in tree_flatten(model.parameters()))
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_room_that_is_foreseen_is_the_room_that_is_taken(bits):
+    """At one byte less the weights stay as they are."""
+    wide = model_of(mx.bfloat16, bits)
+    start_llm.widen_weights(wide, max_bytes=10**9)
+    n_bytes = sum(weights.nbytes for _, weights in tree_flatten(wide.parameters()))
+
+    model = model_of(mx.bfloat16, bits)
+    start_llm.widen_weights(model, max_bytes=n_bytes - 1)
+    assert any(w.dtype == mx.bfloat16 for _, w in tree_flatten(model.parameters()))
+    start_llm.widen_weights(model, max_bytes=n_bytes)
+    assert all(w.dtype == mx.float32 for _, w in tree_flatten(model.parameters()))

@@ -1,0 +1,168 @@
+"""The page: it stands alone, its server's words are never markup, and everything has a name."""
+
+import hashlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from start_llm import CacheMetrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (Path(__file__).parents[2] / "web" / "index.html").read_text(encoding="utf-8")
+VOID = {"meta", "link", "input", "wbr", "br", "hr", "img"}
+NAMES = ("aria-label", "aria-labelledby", "title")
+MARKUP = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser"
+NAMESPACE = "http://www.w3.org/2000/svg"  # of drawings: a name, never fetched
+
+
+class Outline(HTMLParser):
+    """The elements of a page, each with its text, and what is nested wrongly."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.unbalanced, self._open = [], [], []
+        self.feed(page)
+        self.close()
+        self.unbalanced += [f"<{tag}> is never closed" for tag, _, _ in self._open]
+
+    def handle_starttag(self, tag, attrs):
+        element = (tag, dict(attrs), [])
+        self.elements.append(element)
+        if tag not in VOID:
+            self._open.append(element)
+
+    def handle_endtag(self, tag):
+        if not self._open or self._open.pop()[0] != tag:
+            self.unbalanced.append(f"</{tag}> closes another")
+
+    def handle_data(self, data):
+        for _, _, texts in self._open:
+            texts.append(data)
+
+    def of(self, *tags):
+        return [(a, "".join(texts)) for tag, a, texts in self.elements if tag in tags]
+
+
+def outside(page):
+    """What would be fetched from elsewhere."""
+    addresses = re.findall(r"[a-z][a-z0-9+.-]*://[^\s'\"`<>)]*", page)
+    found = [address for address in addresses if address != NAMESPACE]
+    found += re.findall(r"@import|url\(", page)
+    for attributes, _ in Outline(page).of(
+        "a", "link", "script", "img", "form", "iframe", "base"
+    ):
+        links = [
+            attributes[name] for name in ("src", "href", "action") if name in attributes
+        ]
+        found += [link for link in links if not link.startswith("data:")]
+    return [f"{address} is outside" for address in found]
+
+
+def nameless(page):
+    """Controls that a screen reader could not name."""
+    outline = Outline(page)
+    labelled = {a["for"] for a, text in outline.of("label") if text.strip()}
+    found = []
+    for tag, attributes, texts in outline.elements:
+        named = any(attributes.get(name, "").strip() for name in NAMES)
+        if tag in {"input", "textarea", "select"}:
+            named = "aria-label" in attributes or attributes.get("id") in labelled
+        elif tag in {"button", "summary", "th"}:
+            named = named or bool("".join(texts).strip())
+        elif not ("tabindex" in attributes or tag in {"section", "svg", "dialog"}):
+            continue
+        found += [] if named else [f"<{tag} {attributes}> has no name"]
+    return found
+
+
+def dangling(page):
+    """Ids that are there twice, and ids that are spoken of but not there."""
+    elements = Outline(page).elements
+    ids = [attributes["id"] for _, attributes, _ in elements if "id" in attributes]
+    spoken = set(re.findall(r"\bat\(\"([\w-]+)\"\)", page))
+    for _, attributes, _ in elements:
+        for name in ("for", "aria-labelledby", "aria-describedby"):
+            spoken.update(attributes.get(name, "").split())
+    twice = [
+        f"id {name} is there twice" for name in sorted(set(ids)) if ids.count(name) > 1
+    ]
+    return twice + [f"id {name} does not exist" for name in sorted(spoken - set(ids))]
+
+
+def problems(page):
+    outline = Outline(page)
+    attributes = {name for _, given, _ in outline.elements for name in given}
+    return [
+        *outline.unbalanced,
+        *outside(page),
+        *nameless(page),
+        *dangling(page),
+        *(
+            f"{name} is an inline handler"
+            for name in sorted(attributes)
+            if name.startswith("on")
+        ),
+        *(f"{word} makes markup of text" for word in re.findall(MARKUP, page)),
+    ]
+
+
+def test_the_page_is_sound():
+    assert problems(PAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "planted"),
+    [
+        (
+            "https://cdn.example/x.js is outside",
+            '<script src="https://cdn.example/x.js"></script>',
+        ),
+        (
+            "//cdn.example/x.css is outside",
+            '<link rel="stylesheet" href="//cdn.example/x.css">',
+        ),
+        ("url( is outside", "<style>body { background: url(x.png) }</style>"),
+        ("has no name", '<input id="unnamed">'),
+        ("has no name", "<button> </button>"),
+        ("has no name", '<svg tabindex="0"></svg>'),
+        ("id board is there twice", '<p id="board"></p>'),
+        ("id nowhere does not exist", '<script>at("nowhere")</script>'),
+        ("onclick is an inline handler", '<p onclick="x()"></p>'),
+        ("innerHTML makes markup", "<script>x.innerHTML = y</script>"),
+        ("<div> is never closed", "<div>"),
+    ],
+)
+def test_each_planted_problem_is_found(problem, planted):
+    assert any(problem in found for found in problems(PAGE + planted))
+
+
+def test_the_counters_that_stay_at_zero_are_the_servers():
+    shown = {
+        a["data-counter"] for _, a, _ in Outline(PAGE).elements if "data-counter" in a
+    }
+    assert len(shown) == 2 and "hybrid_trim_miss" not in shown  # clean traffic has that
+    assert shown < set(CacheMetrics().snapshot())
+
+
+def test_it_is_one_style_and_one_script_without_sources():
+    outline = Outline(PAGE)
+    assert [attributes for attributes, _ in outline.of("script", "style")] == [{}, {}]
+
+
+def test_the_pictures_are_of_this_page():
+    """Another page needs other pictures: scripts/tools/look_at_page.py --readme takes them."""
+    pictured = (DOCS / "page.sha256").read_text(encoding="ascii").strip()
+
+    assert pictured == hashlib.sha256(PAGE.encode()).hexdigest()
+    for size in ("desktop", "phone"):
+        for scheme in ("dark", "light"):
+            assert (DOCS / f"page-{size}-{scheme}.png").is_file()
+
+
+def test_it_uses_the_words_of_the_project():
+    """STYLE: cache entry, not line; transcript, not recorded past."""
+    shown = " ".join(text for _, text in Outline(PAGE).of("main", "title"))
+
+    assert not re.search(r"(?i)cache lines?\b|recorded pasts?", PAGE)
+    assert "Cache" in shown

@@ -1,0 +1,781 @@
+"""CACHE: any history of requests gets the deepest exact prefix, and nobody's bytes are touched.
+
+KV is stood in for by arrays that say which token they belong to, so a wrong slice, an aliased
+buffer or a lost tail shows as a wrong number.
+"""
+
+import random
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+
+ROOT = b"root"
+BLOCK = 16
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+class StillClock:
+    """It goes on only when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_cache(
+    *, has_state=False, max_bytes=1 << 30, clock=None, token_bytes=16, **settings
+):
+    config = s.Config(**{"prompt_cache_max_entries_global": 1000, **settings})
+    shape = s.KVSpec(
+        token_bytes, state_bytes=8, has_state=has_state, can_batch=True, can_tap=False
+    )
+    return s.PrefixCache(
+        config,
+        shape,
+        max_bytes=max_bytes,
+        metrics=s.CacheMetrics(),
+        clock=clock or Clock(),
+    )
+
+
+def span_of(tokens, capacity=None):
+    """One layer, one head, one dimension: the KV of token t is t (keys) and -t (values)."""
+    padded = list(tokens) + [0] * ((capacity or len(tokens)) - len(tokens))
+    keys = mx.array(padded, mx.float32).reshape(1, 1, -1, 1)
+    values = -keys
+    mx.eval(keys, values)
+    return s.KVSpan([keys, values], len(tokens))
+
+
+def tokens_in(span):
+    keys, values = (array.reshape(-1)[: span.length].tolist() for array in span.arrays)
+    assert [-v for v in values] == keys
+    return [int(k) for k in keys]
+
+
+def state_of(tokens):
+    return s.StateCheckpoint((tuple(tokens),), 8)
+
+
+@dataclass
+class Running:
+    """A request on the model: it holds the KV of its first `filled` tokens."""
+
+    tokens: list[int]
+    filled: list[int] = field(default_factory=list)
+    lease: s.CacheLease | None = None
+
+    @property
+    def line(self):
+        return self.lease.entry
+
+    def load_kv(self, span, state):
+        self.filled = tokens_in(span)
+        n_cached = len(self.filled)
+        assert self.filled == self.tokens[:n_cached], "KV of other tokens"
+        if state is not None:
+            states = list(state.leaves[0])
+            assert states == self.tokens[:n_cached], "a state of another past"
+
+    def read_span(self, end):
+        assert end <= len(self.filled)
+        return span_of(self.filled[:end])
+
+
+def prompt_of(tokens, root=ROOT):
+    return s.TokenKey(
+        root, np.asarray(tokens, np.int32), s.block_hashes(tokens, BLOCK, root=root)
+    )
+
+
+def begin(cache, tokens, *, head_end=0, session=""):
+    prompt = prompt_of(tokens)
+    reuse = cache.find(prompt)
+    row, owner = Running(list(tokens)), s.RequestOwner("", session)
+    row.lease = cache.start(reuse, prompt, running=row, owner=owner, head_end=head_end)
+    assert len(row.filled) == reuse.cached_tokens == row.line.end
+    assert (reuse.state is not None) == (cache._spec.has_state and row.filled != [])
+    return row, reuse
+
+
+def advance(cache, row, count, checkpoint=False):
+    row.filled = row.tokens[: min(len(row.tokens), len(row.filled) + count)]
+    row.lease.advance(len(row.filled))
+    if checkpoint and row.filled:
+        row.lease.add_checkpoint(len(row.filled), state_of(row.filled))
+
+
+def end(cache, row, reply=()):
+    tokens = (
+        row.filled + list(reply) if len(row.filled) == len(row.tokens) else row.filled
+    )
+    if not tokens:
+        row.lease.drop()
+        return tokens
+    row.lease.add_checkpoint(len(tokens), state_of(tokens))
+    row.lease.put_back(prompt_of(tokens), span_of(tokens, len(tokens) + 7))
+    return tokens
+
+
+def check(cache, running):
+    """Every line at rest holds exactly the KV of its own part of its path."""
+    for line in cache.entries:
+        path = line.key.tokens.tolist()
+        assert line.end <= len(path)
+        if line.running_kv is None:
+            assert line.span is not None
+            assert tokens_in(line.span) == path[line.start : line.end]
+        if (parent := line.parent) is not None:
+            assert parent in cache.entries and parent.start < line.start <= parent.end
+            assert parent.key.tokens.tolist()[: line.start] == path[: line.start]
+        else:
+            assert line.start == 0
+        for position, snapshot in line.checkpoints.items():
+            assert list(snapshot.leaves[0]) == path[:position]
+    for row in running:
+        assert row.line in cache.entries or row.line.parent is None
+
+
+def lcp(a, b):
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("use_index", [True, False])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_histories_get_the_deepest_prefix_and_never_alias(
+    has_state, use_index, seed
+):
+    rng = random.Random(seed)
+    cache = make_cache(has_state=has_state, cache_use_block_index=use_index)
+    pasts: list[list[int]] = []
+    known: set[tuple[int, ...]] = set()  # positions with a state, as prefixes
+    running: list[Running] = []
+    depths = 0
+    for _ in range(60):
+        if running and rng.random() < 0.5:
+            row = running.pop(rng.randrange(len(running)))
+            advance(cache, row, rng.choice([0, 40, 10_000]), checkpoint=True)
+            known.add(tuple(row.filled))
+            done = end(
+                cache, row, [rng.randrange(1, 9) for _ in range(rng.randrange(30))]
+            )
+            known.add(tuple(done))
+            pasts.append(done)
+        else:
+            base = rng.choice(pasts) if pasts and rng.random() < 0.85 else []
+            cut = rng.choice([len(base), rng.randrange(len(base) + 1)])
+            tokens = base[:cut] + [
+                rng.randrange(1, 9) for _ in range(rng.randrange(1, 400))
+            ]
+            row, reuse = begin(cache, tokens)
+            ready = [r.filled for r in running if r is not row]
+            expected = max(
+                (min(lcp(p, tokens), len(tokens) - 1) for p in pasts + ready), default=0
+            )
+            if has_state:
+                expected = max(
+                    (
+                        len(k)
+                        for k in known
+                        if len(k) < len(tokens) and tokens[: len(k)] == list(k)
+                    ),
+                    default=0,
+                )
+            if reuse.pending_tokens <= expected:
+                assert reuse.cached_tokens == expected
+            depths += reuse.cached_tokens
+            advance(cache, row, rng.choice([0, 64, 10_000]), checkpoint=True)
+            known.add(tuple(row.filled))
+            running.append(row)
+        known.discard(())
+        check(cache, running)
+    assert depths > 0, "nothing was ever reused: this run tested nothing"
+
+
+def converse(cache, tokens, reply):
+    row, reuse = begin(cache, tokens)
+    advance(cache, row, 100_000)
+    return end(cache, row, reply), reuse
+
+
+def test_a_growing_conversation_keeps_one_line_and_its_buffers():
+    cache = make_cache()
+    past, _ = converse(cache, list(range(1, 600)), [7, 7])
+    for turn in range(5):
+        past, reuse = converse(
+            cache, [*past, *range(1000 + turn * 50, 1040 + turn * 50)], [9, 9]
+        )
+        assert reuse.hit_kind == "line"
+        assert len(cache.entries) == 1
+
+
+def test_branches_hold_their_prefix_once():
+    cache = make_cache()
+    prefix = list(range(1, 4001))
+    tails = [[5000 + 100 * i + j for j in range(100)] for i in range(8)]
+    for tail in tails:
+        converse(cache, prefix + tail, [1])
+    unique = 8 * (
+        len(prefix) + sum(len(t) + 1 for t in tails)
+    )  # keys and values, 4 bytes each
+    assert cache.nbytes <= 1.1 * unique
+    for tail in tails:  # and every one of them is still whole
+        row, reuse = begin(cache, prefix + tail)
+        assert reuse.cached_tokens == len(prefix) + len(tail) - 1
+        advance(cache, row, 100_000)
+        end(cache, row, [1])
+        check(cache, [])
+    assert cache.nbytes <= 1.1 * unique
+
+
+def test_a_tail_another_conversation_owns_survives_a_divergence_before_it():
+    cache = make_cache()
+    first, _ = converse(cache, list(range(1, 1001)), [3] * 40)
+    converse(cache, [*first[:900], *range(2000, 2050)], [4] * 5)
+    _, reuse = begin(cache, [*first, 8, 8])
+    assert reuse.cached_tokens == len(first)
+
+
+def test_a_lent_line_is_visible_and_promises_what_it_will_hold():
+    cache = make_cache()
+    row, _ = begin(cache, list(range(1, 2001)))
+    advance(cache, row, 500)
+    twin = [*range(1, 1501), 9, 9, 9]
+    reuse = cache.find(prompt_of(twin))
+    assert (reuse.cached_tokens, reuse.pending_tokens) == (500, 1500)
+    advance(cache, row, 1500)
+    other, reuse = begin(cache, twin)
+    assert reuse.cached_tokens == 1500
+    end(cache, row)
+    advance(cache, other, 100)
+    end(cache, other)
+    check(cache, [])
+
+
+def test_another_root_shares_nothing():
+    cache = make_cache()
+    tokens = list(range(1, 200))
+    converse(cache, tokens, [1])
+    assert cache.find(prompt_of(tokens, root=b"tenant")).cached_tokens == 0
+
+
+def test_no_entries_means_no_reuse():
+    cache = make_cache(prompt_cache_max_entries_global=0)
+    tokens = list(range(1, 200))
+    for _ in range(3):
+        _, reuse = converse(cache, tokens, [1])
+        assert reuse.cached_tokens == 0
+    assert not cache.entries
+
+
+def test_eviction_is_by_value_and_keeps_what_branches_need():
+    clock = Clock()
+    cache = make_cache(max_bytes=8 * 3000, clock=clock)
+    prefix = list(range(1, 1001))
+    converse(cache, [*prefix, *range(2000, 2300)], [1])
+    converse(cache, [*prefix, *range(3000, 3300)], [1])
+    for _ in range(4):
+        converse(cache, [*prefix, *range(3000, 3300)], [1])  # used often
+    clock.now += 900
+    converse(cache, list(range(5000, 6200)), [1])
+    check(cache, [])
+    assert cache.nbytes <= cache.max_bytes
+    _, often = begin(cache, [*prefix, *range(3000, 3300), 1, 2])
+    assert often.cached_tokens >= 1300, "the line that was used most was evicted first"
+
+
+def make_room(cache, tokens, n_more=0):
+    """As a request does before it starts; what it was promised, and whether all fits."""
+    reuse = cache.find(prompt_of(tokens))
+    n_bytes = 8 * (len(tokens) + n_more)
+    return reuse, cache.evict_to_fit(n_bytes, keep=reuse)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_room_for_a_request_is_never_made_of_what_it_goes_on_from(has_state, seed):
+    """Extended, branched, cut short; its line old or young, and by itself or among branches."""
+    rng, clock = random.Random(seed), Clock()
+    cache = make_cache(
+        has_state=has_state, max_bytes=8 * 3000, token_bytes=8, clock=clock
+    )
+    pasts, n_evicting, n_reused = [], 0, 0
+    for _ in range(120):
+        base = rng.choice(pasts[-6:]) if pasts and rng.random() < 0.8 else []
+        cut = rng.choice([len(base), rng.randrange(len(base) + 1)])
+        tokens = base[:cut] + [
+            rng.randrange(1, 9) for _ in range(rng.randrange(1, 900))
+        ]
+        tokens = tokens[:2400]
+        clock.now += rng.choice([0, 0, 900])
+        before = cache.metrics.snapshot()["evicted_for_room"]
+        promised, fits = make_room(cache, tokens)
+        n_evicting += cache.metrics.snapshot()["evicted_for_room"] > before
+        row, reuse = begin(cache, tokens)
+        if fits:
+            assert reuse.cached_tokens >= promised.cached_tokens
+            n_reused += reuse.cached_tokens > 0
+        while len(row.filled) < len(tokens):
+            advance(cache, row, rng.choice([100, 400, 10_000]), checkpoint=True)
+        pasts.append(end(cache, row, [9]))
+        check(cache, [])
+    assert n_evicting > 10 and n_reused > 10
+
+
+def test_a_long_line_gives_up_its_end_and_not_the_beginning_that_is_asked_for():
+    clock = Clock()
+    cache = make_cache(max_bytes=8 * 3000, token_bytes=8, clock=clock)
+    converse(cache, list(range(1, 1801)), [1])
+    young, _ = converse(cache, list(range(3000, 4000)), [1])
+    for line in cache.entries:
+        line.last_used -= 900 * (line.key.tokens[0] == 1)
+    promised, fits = make_room(cache, [*range(1, 701), *range(5000, 5200)])
+    assert fits and promised.cached_tokens == 700
+    assert begin(cache, [*range(1, 701), *range(5000, 5200)])[1].cached_tokens == 700
+    assert cache.find(prompt_of([*young, 1])).cached_tokens == len(young)
+
+
+def test_a_new_conversation_among_many_old_ones_is_kept_from_turn_to_turn():
+    """No entry is free: not the conversation that is going on must make room for the next one."""
+    clock = Clock()
+    cache = make_cache(prompt_cache_max_entries_global=24, clock=clock)
+    for i in range(24):
+        converse(cache, [10_000 * i + j for j in range(1, 3000)], [1])
+    for line in cache.entries:
+        line.n_uses = 10
+    clock.now += 600
+    past: list[int] = []
+    for turn in range(4):
+        new = range(500_000 + 300 * turn, 500_300 + 300 * turn)
+        n_known, (past, reuse) = len(past), converse(cache, [*past, *new], [7] * 20)
+        assert reuse.cached_tokens == n_known
+        assert len(cache.entries) <= 24
+
+
+@pytest.mark.parametrize("head", [0, 2000])
+def test_a_running_branch_takes_the_checkpoints_of_the_line_that_is_evicted(head):
+    """It has that KV in its own buffers, and brings it back: others still begin behind it."""
+    cache = make_cache(has_state=True)
+    past = list(range(9000))
+    row, _ = begin(cache, past, head_end=head)
+    for count in (2000, 2000, 5000):
+        advance(cache, row, count, checkpoint=True)
+    end(cache, row)
+    branch, reuse = begin(cache, [*past[:4000], *range(20_000, 20_500)])
+    assert reuse.cached_tokens == 4000
+    advance(cache, branch, 400)
+    cache.max_bytes = 10_000
+    cache.evict_to_fit(5000)
+    cache.max_bytes = 1 << 30
+    advance(cache, branch, 100)
+    end(cache, branch)
+    for depth in (2000, 4000):
+        assert (
+            cache.find(prompt_of([*past[:depth], *range(30_000, 30_100)])).cached_tokens
+            == depth
+        )
+
+
+def test_one_entry_too_many_costs_one_line_and_no_other_its_end():
+    cache = make_cache(prompt_cache_max_entries_global=3)
+    head = list(range(1, 1001))
+    main, _ = converse(cache, [*head, *range(5000, 7000)], [1])
+    converse(cache, [*head, *range(9000, 12_000)], [1])
+    for line in cache.entries:
+        line.last_used -= 200 * (line.parent is None)
+    for start in (20_000, 30_000):
+        converse(cache, list(range(start, start + 3600)), [1])
+    assert len(cache.entries) == 3
+    assert cache.find(prompt_of([*main, 1])).cached_tokens == len(main)
+
+
+@pytest.mark.parametrize("max_bytes", [150_000, 1 << 30])
+def test_checkpoints_give_way_before_any_kv_does_and_only_where_room_is_short(
+    max_bytes,
+):
+    """Five agents in turn, a checkpoint for each message: half the budget is enough for all KV."""
+    cache = make_cache(has_state=True, max_bytes=max_bytes, token_bytes=8)
+    pasts = [[10_000 * i + j for j in range(300)] for i in range(5)]
+    for turn, i in product(range(12), range(5)):
+        tokens = pasts[i] + [10_000 * i + 1000 + 100 * turn + j for j in range(60)]
+        make_room(cache, tokens)
+        row, reuse = begin(cache, tokens)
+        assert reuse.cached_tokens == (len(pasts[i]) if turn else 0)
+        for at in range(reuse.cached_tokens + 15, len(tokens) + 1, 15):
+            advance(cache, row, at - len(row.filled))
+            snapshot = s.StateCheckpoint((tuple(tokens[:at]),), 2000)
+            row.lease.add_checkpoint(at, snapshot)
+        row.lease.put_back(prompt_of(tokens), span_of(tokens))
+        pasts[i] = tokens
+        check(cache, [])
+    assert cache.metrics.snapshot()["evicted_for_room"] == 0
+    held = [len(line.checkpoints) for line in cache.entries]
+    assert len(held) == 5
+    assert max(held) <= 12 if max_bytes == 150_000 else min(held) > 50
+
+
+def test_thinning_leaves_the_end_of_the_head_that_sessions_share():
+    """It is close to the first message, and not the first: the lattice begins inside the head."""
+    cache = make_cache(has_state=True, max_bytes=5000)
+    head = list(range(1, 141))
+    row, _ = begin(cache, [*head, *range(1000, 1400)], head_end=len(head))
+    for at in (20, 130, 140, 145, *range(200, 540, 10)):
+        advance(cache, row, at - len(row.filled), checkpoint=True)
+    advance(cache, row, 1000)
+    end(cache, row, [1])
+    assert cache.evict_to_fit(480)
+    (line,) = cache.entries
+    assert len(line.checkpoints) < 30
+    assert begin(cache, [*head, *range(2000, 2100)])[1].cached_tokens == len(head)
+
+
+def test_requests_cancelled_before_they_fed_anything_push_nothing_out():
+    cache = make_cache(prompt_cache_max_entries_global=8)
+    rows = [begin(cache, list(range(300)) + [1000 + i] * 700) for i in range(3)]
+    pasts = []
+    for row, _ in rows:
+        advance(cache, row, 1000)
+        pasts.append(end(cache, row))
+    for i in range(30):
+        row, reuse = begin(cache, list(range(300)) + [5000 + i] * 20)
+        assert reuse.cached_tokens == 300
+        end(cache, row)
+    assert len(cache.entries) <= 8
+    assert all(
+        cache.find(prompt_of([*past, 1])).cached_tokens == len(past) for past in pasts
+    )
+
+
+def test_nothing_fits_what_cannot_fit():
+    cache = make_cache(max_bytes=1000)
+    assert not cache.evict_to_fit(2000)
+    assert cache.evict_to_fit(500)
+
+
+def test_idle_lines_go_after_their_ttl_and_not_before():
+    clock = Clock()
+    cache = make_cache(clock=clock, prompt_cache_ttl_seconds=100)
+    converse(cache, list(range(1, 400)), [1])
+    cache.evict_idle()
+    assert cache.entries
+    clock.now += 200
+    cache.evict_idle()
+    assert not cache.entries and cache.nbytes == 0
+
+
+def test_where_the_largest_entry_can_spare_no_checkpoint_another_one_does():
+    """Both requests run, so no KV can go; the large one has its first and last ones alone."""
+    cache = make_cache(has_state=True, max_bytes=8000)
+    few, _ = begin(cache, list(range(1, 40)))
+    many, _ = begin(cache, list(range(101, 140)))
+    for at in (10, 20):
+        advance(cache, few, 10)
+        few.lease.add_checkpoint(at, s.StateCheckpoint((tuple(few.filled),), 1000))
+    for _ in range(5):
+        advance(cache, many, 5, checkpoint=True)
+
+    lacking = 8
+    assert cache.evict_to_fit(cache.max_bytes - cache.nbytes + lacking)
+
+    assert sorted(few.line.checkpoints) == [10, 20]
+    assert len(many.line.checkpoints) == 4
+
+
+def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
+    cache = make_cache(has_state=True, max_bytes=800)
+    row, _ = begin(cache, list(range(1, 40)))
+    for _ in range(39):
+        advance(cache, row, 1, checkpoint=True)
+    end(cache, row, [1])
+    (line,) = cache.entries
+    kept = sorted(line.checkpoints)
+    assert sum(c.nbytes for c in line.checkpoints.values()) <= 200 < 8 * 40
+    assert kept[0] == 1 and kept[-1] == 40
+
+
+def test_a_failed_row_takes_its_branches_at_rest_with_it():
+    cache = make_cache()
+    prefix = list(range(1, 1001))
+    row, _ = begin(cache, [*prefix, 5, 5, 5])
+    advance(cache, row, 100_000)
+    converse(cache, [*prefix, *range(2000, 2100)], [1])
+    row.lease.drop()
+    assert not cache.entries
+    _, reuse = begin(cache, [*prefix, 6])
+    assert reuse.cached_tokens == 0
+
+
+@pytest.fixture
+def copies_left(monkeypatch):
+    """A list with how many copies of KV are made until one fails; none does from 0 on down."""
+    left, real = [0], s.KVSpan.cut
+
+    def cut(span, start, end):
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError
+        return real(span, start, end)
+
+    monkeypatch.setattr(s.KVSpan, "cut", cut)
+    return left
+
+
+def continuation(rng, pasts):
+    """Some tokens behind a part of a past, or behind none."""
+    base = rng.choice(pasts) if pasts and rng.random() < 0.85 else []
+    past = base[: rng.choice([len(base), rng.randrange(len(base) + 1)])]
+    return past + [rng.randrange(1, 9) for _ in range(rng.randrange(1, 400))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_failures_and_evictions_at_any_moment_leave_whole_lines(
+    seed, copies_left, monkeypatch
+):
+    monkeypatch.setattr(s, "MIN_PREFIX_TOKENS", 32)  # many branches
+    rng = random.Random(seed)
+    settings = {
+        "max_bytes": rng.choice([3000, 12_000, 1 << 30]),
+        "prompt_cache_ttl_seconds": 200,
+    }
+    settings["prompt_cache_max_entries_global"] = rng.choice([3, 8, 1000])
+    cache = make_cache(has_state=seed % 2 == 0, **settings)
+    pasts, running = [], []
+    for _ in range(120):
+        match rng.choice(
+            ["begin", "begin", "fail", "end", "end", "drop", "sweep", "evict"]
+        ):
+            case "begin":
+                running.append(begin(cache, continuation(rng, pasts))[0])
+                advance(
+                    cache, running[-1], rng.choice([0, 64, 10_000]), checkpoint=True
+                )
+            case "fail":
+                copies_left[0] = rng.choice([1, 2])
+                with suppress(MemoryError):
+                    begin(cache, continuation(rng, pasts))[0].lease.drop()
+                copies_left[0] = 0
+            case "end" if running:
+                row = running.pop(rng.randrange(len(running)))
+                advance(cache, row, rng.choice([0, 40, 10_000]), checkpoint=True)
+                pasts.append(end(cache, row, [rng.randrange(1, 9)] * rng.randrange(30)))
+            case "drop" if running:
+                running.pop(rng.randrange(len(running))).lease.drop()
+            case "sweep":
+                cache.evict_idle()
+            case "evict":
+                cache.evict_to_fit(rng.choice([500, 20_000]))
+        check(cache, running)
+
+
+def test_a_session_is_dropped_whole_whichever_of_its_branches_went_on_last():
+    cache, shared = make_cache(), list(range(600))
+    tips = [shared + list(range(1000 * n, 1000 * n + 400)) for n in (1, 2, 3)]
+    for tip in [*tips, tips[1] + [7] * 50]:
+        row, _ = begin(cache, tip, session="x")
+        advance(cache, row, len(tip))
+        end(cache, row)
+    assert len(cache.entries) == 3
+    cache.evict_session("", "x")
+    assert cache.entries == []
+
+
+def test_a_request_that_has_read_nothing_pushes_out_no_other_entry():
+    """The newest entry is spared when one is too many, but not an empty one (L-78)."""
+    cache = make_cache(prompt_cache_max_entries_global=2)
+    first, second = list(range(1000)), list(range(1000, 2000))
+    for tokens in (first, second):
+        row, _ = begin(cache, tokens)
+        advance(cache, row, len(tokens))
+        end(cache, row)
+    row, reuse = begin(cache, [*first[:400], *range(2000, 2100)])
+    assert reuse.cached_tokens == 400 == row.line.start
+
+    end(cache, row)  # it was cancelled at once
+
+    assert len(cache.entries) == 2
+    for tokens in (first, second):
+        assert cache.find(prompt_of([*tokens, 1])).cached_tokens == 1000
+
+
+# -- who goes when memory is short, and who does not while it is free ------------------------------
+
+
+class Sessions:
+    """Conversations that each send one more message when it is their turn."""
+
+    def __init__(self, cache, clock, *, n_tokens=600):
+        self._cache, self._clock = cache, clock
+        self._pasts = {}
+        self._n_tokens = n_tokens
+
+    def take_turn(self, name, *, seconds):
+        """After so many seconds; returns how much of its past was found, 0 to 1."""
+        self._clock.now += seconds
+        first = [100_000 * (name + 1) + j for j in range(self._n_tokens)]
+        past = self._pasts.get(name, first)
+        tokens = [*past, 15_000_000 + len(past)]
+        make_room(self._cache, tokens)
+        row, reuse = begin(self._cache, tokens, session=str(name))
+        advance(self._cache, row, len(tokens), checkpoint=True)
+        self._pasts[name] = end(self._cache, row, [5])
+        check(self._cache, [])
+        return reuse.cached_tokens / len(past)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("seconds", [2, 60, 600])
+@pytest.mark.parametrize("jitter", [0.0, 0.9])
+def test_of_twice_as_many_agents_in_turn_as_fit_nearly_half_find_their_past(
+    has_state, seconds, jitter
+):
+    rng, clock = random.Random(1), StillClock()
+    # A state of 8 bytes counts, too; a little room for what is read meanwhile.
+    max_bytes = 8 * 8 * 700
+    cache = make_cache(
+        has_state=has_state, max_bytes=max_bytes, token_bytes=8, clock=clock
+    )
+    sessions = Sessions(cache, clock)
+    found = []
+    for _round in range(9):
+        for name in range(16):
+            pause = seconds * (1 + jitter * rng.uniform(-1, 1))
+            found.append(sessions.take_turn(name, seconds=pause))
+    steady = found[3 * 16 :]
+    assert sum(steady) / len(steady) >= 0.44
+
+
+def test_one_agent_more_than_fits_does_not_cost_all_the_others_their_past():
+    clock = StillClock()
+    cache = make_cache(max_bytes=8 * 8 * 640, token_bytes=8, clock=clock)
+    sessions = Sessions(cache, clock)
+    found = [
+        sessions.take_turn(name, seconds=20) for _ in range(10) for name in range(9)
+    ]
+    assert sum(found[27:]) / len(found[27:]) >= 0.7
+
+
+def test_who_works_keeps_its_past_while_others_take_turns():
+    """Every few seconds, among twelve that return every two minutes; six fit."""
+    clock = StillClock()
+    cache = make_cache(max_bytes=8 * 6 * 700, token_bytes=8, clock=clock)
+    sessions = Sessions(cache, clock)
+    found = []
+    for turn in range(100):
+        found.append(sessions.take_turn(99, seconds=5))
+        sessions.take_turn(turn % 12, seconds=5)
+    assert min(found[1:]) == 1.0
+
+
+def test_who_has_left_gives_way_to_those_who_return():
+    """Four conversations that paused for a minute each time, and are over now."""
+    clock = StillClock()
+    cache = make_cache(max_bytes=8 * 5 * 700, token_bytes=8, clock=clock)
+    sessions = Sessions(cache, clock)
+    for _ in range(4):
+        for name in range(4):
+            sessions.take_turn(name, seconds=15)
+    clock.now += 3600
+    found = [
+        sessions.take_turn(name, seconds=15) for _ in range(4) for name in range(10, 14)
+    ]
+    assert found[4:] == [1.0] * 12
+
+
+def test_nothing_is_evicted_while_memory_is_free():
+    """By default no count does it, nor a clock: five hundred, and a week later."""
+    clock = StillClock()
+    cache = s.PrefixCache(
+        s.Config(),
+        s.KVSpec(16, state_bytes=0, has_state=False, can_batch=True, can_tap=False),
+        max_bytes=1 << 40,
+        metrics=s.CacheMetrics(),
+        clock=clock,
+    )
+    pasts = [
+        converse(cache, list(range(1000 * n, 1000 * n + 300)), [1])[0]
+        for n in range(500)
+    ]
+    clock.now += 7 * 24 * 3600
+    cache.evict_idle()
+    for past in pasts:
+        assert cache.find(prompt_of([*past, 1])).cached_tokens == len(past)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_lookup_that_passes_entries_over_finds_what_a_full_one_does(seed, has_state):
+    """Sessions that share a head, some whole, some cut short, some running."""
+    rng = random.Random(seed)
+    cache = make_cache(has_state=has_state)
+    full = make_cache(has_state=has_state, cache_use_block_index=False)
+    pasts = []
+    for _ in range(150):
+        tokens = continuation(rng, pasts)
+        key = prompt_of(tokens)
+        found, expected = cache.find(key), full.find(key)
+        assert found.rank == expected.rank
+        assert found.matched_tokens == expected.matched_tokens
+        runs_on, n_read = rng.random() < 0.1, rng.choice([30, 300, 10_000])
+        for each in (cache, full):
+            row, _ = begin(each, tokens)
+            advance(each, row, n_read, checkpoint=True)
+            if not runs_on:
+                end(each, row, [3])
+        pasts.append(tokens)
+
+
+# -- counters --------------------------------------------------------------------------------------
+
+
+def test_no_eviction_cuts_inside_an_image():
+    """Wherever it falls; so no lookup has to retreat, and the counter stays where it is."""
+    image = s.inject_image_markers(
+        np.arange(700, dtype=np.int32), slice(100, 600), digest="ab" * 32
+    )
+    for lacking in range(8, 8 * 600, 61):
+        cache = make_cache(token_bytes=8)
+        past, _ = converse(cache, [*range(5000, 5300), *image.tolist()], [1])
+        assert cache.evict_to_fit(cache.max_bytes - cache.nbytes + lacking)
+        found = cache.find(prompt_of([*past, 2]))
+        assert not s.is_inside_image(np.array(past, np.int32), found.cached_tokens)
+        assert found.cached_tokens >= 300 or lacking > 8 * 400
+        assert cache.metrics.snapshot()["vlm_retreat"] == 0
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "n_missed"), [(None, 1), (20, 1), (500, 1), (900, 0), (1000, 0)]
+)
+def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
+    checkpoint, n_missed
+):
+    """1,000 tokens are the same: to read 256 of them again, or more, is counted."""
+    cache = make_cache(has_state=True)
+    row, _ = begin(cache, list(range(2000)))
+    if checkpoint:
+        advance(cache, row, checkpoint, checkpoint=True)
+    advance(cache, row, 2000)
+    end(cache, row)
+    _, reuse = begin(cache, [*range(1000), *range(5000, 5100)])
+    assert reuse.cached_tokens == (checkpoint or 0)
+    assert cache.metrics.snapshot()["hybrid_trim_miss"] == n_missed

@@ -1,0 +1,249 @@
+"""SPLIT: any chunking of any reply gives the same texts, and a tag is never one of them."""
+
+import re
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from start_llm import Piece, ReasoningStreamSplitter, Tags
+
+TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
+TAGGED = {
+    "reasoning": ("<think>", "</think>", "<tool_call>"),
+    "content": ("<tool_call>",),
+}
+SNIPPETS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<thin", "</", "<", ">", "<tool_call",
+    "\n", "\n\n", " ", "\t", "a", "word", "é😀", "\u3000", "<b>", "k>", "think>",
+]  # fmt: skip
+REPLIES = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=4), max_size=12).map(
+    "".join
+)
+
+
+def chunked(text: str, cuts: list[int]) -> list[str]:
+    edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def split(
+    chunks: list[str],
+    *,
+    in_reasoning: bool = False,
+    tags: Tags = TAGS,
+    literal: bool = False,
+) -> dict[str, str]:
+    """The texts by kind."""
+    splitter = ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
+    pieces = [
+        piece for chunk in chunks for piece in splitter.feed(chunk, literal=literal)
+    ]
+    pieces += splitter.finish()
+    assert all(piece.text for piece in pieces)
+    texts = {"reasoning": "", "content": "", "tool": ""}
+    for piece in pieces:
+        texts[piece.kind] += piece.text
+    return texts
+
+
+def content(text: str, **how: bool) -> str:
+    return split([text], **how)["content"]
+
+
+def reasoning(text: str, **how: bool) -> str:
+    return split([text], **how)["reasoning"]
+
+
+@given(REPLIES, st.lists(st.integers(0, 200), max_size=12), st.booleans())
+def test_any_chunking_gives_the_same_texts(
+    text: str, cuts: list[int], opened: bool
+) -> None:
+    whole = split([text], in_reasoning=opened)
+    assert split(chunked(text, cuts), in_reasoning=opened) == whole
+    assert split(list(text), in_reasoning=opened) == whole
+
+
+@given(REPLIES, st.booleans())
+def test_a_tag_is_never_text(text: str, opened: bool) -> None:
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=opened)
+    said = {"reasoning": "", "content": ""}
+    for piece in splitter.feed(text) + splitter.finish():
+        if piece.kind == "tool":
+            assert piece.text.lstrip().startswith("<tool_call>")
+            continue
+        assert not any(tag in piece.text for tag in TAGGED[piece.kind])
+        for spoken_of in re.finditer(
+            "</?think>", piece.text
+        ):  # behind a thought, within a line
+            line = (said["content"] + piece.text[: spoken_of.start()]).rpartition("\n")[
+                2
+            ]
+            assert said["reasoning"] and line.strip()
+            assert (
+                spoken_of[0] == "<think>" or "<think>" in said["content"] + piece.text
+            )
+        said[piece.kind] += piece.text
+
+
+@given(REPLIES, st.booleans())
+def test_nothing_but_tags_and_white_space_is_lost(text: str, opened: bool) -> None:
+    before = text.partition("<tool_call>")[0]
+    kinds = split([before], in_reasoning=opened)
+    lost = Counter("".join(before.split()))
+    lost.subtract("".join((kinds["reasoning"] + kinds["content"]).split()))
+    closing = lost["/"]
+    opening = lost["<"] - closing
+    assert 0 <= opening <= before.count("<think>") and 0 <= closing <= before.count(
+        "</think>"
+    )
+    assert lost == Counter("<think>" * opening + "</think>" * closing)
+
+
+@given(REPLIES, st.integers(0, 60))
+def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -> None:
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
+    early = {"reasoning": "", "content": "", "tool": ""}
+    for piece in splitter.feed(text[:cut]):
+        early[piece.kind] += piece.text
+    late = split([text])
+    assert all(late[kind].startswith(early[kind]) for kind in early)
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "said"),
+    [
+        ("plain", False, "", "plain"),
+        ("<think>\nwhy\n</think>\n\nanswer", False, "why", "answer"),  # Qwen3
+        (
+            "why\n</think>\n\nanswer",
+            True,
+            "why",
+            "answer",
+        ),  # Qwen3.5: the prompt opened it
+        ("\nwhy</think>answer", True, "why", "answer"),  # GLM
+        ("<think>\nwhy\n</think>\n\nanswer", True, "why", "answer"),  # opened twice
+        ("some\n</think>\nanswer", False, "", "some\nanswer"),  # an orphan closing tag
+        ("<think>\n\n</think>\n\nanswer", False, "", "answer"),
+        ("\n<think>why", False, "why", ""),  # cut off while thinking
+        ("<think>why\n", False, "why\n", ""),
+        ("<think>a\n\nb </think> x", False, "a\n\nb", " x"),
+        (
+            "</think>\n\n    indented",
+            True,
+            "",
+            "    indented",
+        ),  # only line breaks are the tag's
+        ("one<think>two</think>\n\nthree", False, "two", "one\n\nthree"),
+        (
+            "why</think>in `<think>` and </think>, so",
+            True,
+            "why",
+            "in `<think>` and </think>, so",
+        ),
+        ("why</think>one\n<think>two x</think>three", True, "whytwo x", "onethree"),
+        # A budget ended the thought; the model goes on and ends it, too.
+        (
+            "2 and</think> 2 make 4.</think>\nIt is 4.",
+            True,
+            "2 and",
+            " 2 make 4.\nIt is 4.",
+        ),
+        ("  kept \n", False, "", "  kept \n"),  # no tag: as generated
+        ("done\n<think>", False, "", "done"),
+        ("half <thi", False, "", "half <thi"),  # it was no tag after all
+        ("why</thi", True, "why</thi", ""),
+        ("", True, "", ""),
+    ],
+)
+def test_real_shapes_of_replies(
+    text: str, opened: bool, thought: str, said: str
+) -> None:
+    texts = split(list(text), in_reasoning=opened)
+    assert (texts["reasoning"], texts["content"]) == (thought, said)
+
+
+def test_a_call_takes_the_white_space_before_it_and_all_that_follows() -> None:
+    pieces = ReasoningStreamSplitter(TAGS, in_reasoning=False).feed(
+        "I look.\n\n<tool_call>x"
+    )
+    assert pieces == [Piece("content", "I look."), Piece("tool", "\n\n<tool_call>x")]
+
+
+def test_a_call_inside_an_unclosed_think_block_closes_it() -> None:
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=True)
+    assert splitter.is_thinking
+    assert splitter.feed("hm\n<tool_call>c") == [
+        Piece("reasoning", "hm"), Piece("tool", "\n<tool_call>c"),
+    ]  # fmt: skip
+    assert splitter.in_call and not splitter.is_thinking
+    assert splitter.feed("</think>") == [
+        Piece("tool", "</think>")
+    ]  # the call's own text
+    assert splitter.resume("\n\ndone", called=True) == [Piece("content", "done")]
+    assert not splitter.is_thinking
+
+
+def test_what_only_looked_like_a_call_leaves_the_reply_where_it_was() -> None:
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=True)
+    (_, call) = splitter.feed("say <tool_call> to call")
+    back = splitter.add_text(call.text[: -len(" to call")])
+    assert back == [Piece("reasoning", " <tool_call>")]
+    assert splitter.resume(" to call", called=False) == [Piece("reasoning", " to call")]
+    assert splitter.feed("</think>ok") == [Piece("content", "ok")]
+
+
+def test_text_around_calls_is_as_generated_and_calls_alone_have_no_content() -> None:
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
+    assert [p.kind for p in splitter.feed("\n\n<tool_call>")] == ["tool"]
+    assert [p.kind for p in splitter.resume("\n<tool_call>", called=True)] == ["tool"]
+    assert splitter.resume("\n\n", called=True) == [] == splitter.finish()
+
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
+    splitter.feed("before \n<tool_call>")
+    assert splitter.resume("\nafter", called=True) == [Piece("content", "\nafter")]
+
+
+@given(REPLIES, st.lists(st.integers(0, 200), max_size=8))
+@settings(max_examples=50)
+def test_text_without_tag_tokens_is_literal(text: str, cuts: list[int]) -> None:
+    texts = split(chunked(text, cuts), literal=True)
+    assert texts == {"reasoning": "", "content": text, "tool": ""}
+
+
+def test_literal_text_ends_what_might_have_become_a_tag() -> None:
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
+    assert splitter.feed("a<thi") == [Piece("content", "a")]
+    assert splitter.feed("nk>", literal=True) == [Piece("content", "<think>")]
+    assert splitter.feed("<think>b") == [Piece("reasoning", "b")]
+
+
+def test_what_may_belong_to_a_tag_is_held_back_until_it_is_certain() -> None:
+    """The example in the banner of the section."""
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
+    assert splitter.feed("I look.\n") == [Piece("content", "I look.")]
+    assert splitter.feed("\n<tool") == []
+    assert splitter.feed("box>") == [Piece("content", "\n\n<toolbox>")]
+
+
+def test_a_model_without_tags_has_only_content() -> None:
+    assert content("<think>a</think><tool_call>") == "" == reasoning("b")
+    plain = split(["<think>a</think>", "<tool_call>"], tags=Tags())
+    assert plain["content"] == "<think>a</think><tool_call>"
+
+
+def test_tags_of_other_models() -> None:
+    tags = Tags(
+        think_start=re.escape("<|channel>thought"),
+        think_end=re.escape("<channel|>"),
+        tool_start=re.escape("<|tool_call>"),
+    )
+    texts = split(
+        list("<|channel>thought\nwhy<channel|>ok<|tool_call>call:f{}"), tags=tags
+    )
+    assert texts == {
+        "reasoning": "why",
+        "content": "ok",
+        "tool": "<|tool_call>call:f{}",
+    }

@@ -1,0 +1,316 @@
+"""ANSWER: what a request becomes before it runs, and how a reply ends where the client said."""
+
+import os
+import stat
+from types import SimpleNamespace
+
+import pytest
+import start_llm as s
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+PIECES = st.lists(st.text(alphabet="abST OP\n", max_size=5), max_size=20)
+
+
+@example(["bO"], ["O", "bOO"])  # at the end the longer one can no longer come
+@given(PIECES, st.lists(st.text(alphabet="abSTOP", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_cut_at_the_first_one_however_the_text_is_chunked(pieces, stops):
+    text = "".join(pieces)
+    found = [text.find(stop) for stop in stops if stop in text]
+    machine = s.StopStrings(tuple(stops))
+    out = "".join(machine.feed(piece) for piece in pieces)
+    out += machine.feed("", is_last=True)
+    assert out == (text[: min(found)] if found else text)
+    assert bool(machine.hit) == bool(found)
+    if found:
+        assert machine.hit in stops
+        assert text.startswith(machine.hit, min(found))
+
+
+def test_stop_strings_hold_back_no_more_than_they_must():
+    machine = s.StopStrings(("STOP",))
+    assert machine.feed("and ST") == "and "
+    assert machine.feed("AY ") == "STAY "
+
+
+WRITE = {
+    "type": "function",
+    "function": {
+        "name": "write",
+        "parameters": {"properties": {"content": {"type": "string"}}},
+    },
+}
+HERMES = s.ToolCallFormat("<tool_call>", "</tool_call>", "hermes", "\n")
+MINIMAX = s.ToolCallFormat("<minimax:tool_call>", "</minimax:tool_call>", "minimax")
+CALL = [
+    "<tool_call>",
+    '\n{"name": "write", "arguments": {"content": "# T\\n',
+    "```",
+    'py"}}\n',
+]
+
+
+ASKED = {
+    "kind": "chat",
+    "tools": (WRITE,),
+    "deferred_tools": (),
+    "parallel_tool_calls": True,
+}
+
+
+def heard(monkeypatch, pieces, *, stop=(), thinks=True, form=HERMES, **fields):
+    """What a listener makes of tokens, one for each of these texts: the message, what stopped."""
+
+    def detokenizer(_, hidden):
+        feed = lambda token: "" if token in hidden else pieces[token]  # noqa: E731
+        return SimpleNamespace(feed=feed, finish=lambda: "")
+
+    monkeypatch.setattr(s, "Detokenizer", detokenizer)
+    hidden_ids = frozenset(map(pieces.index, fields.pop("special", ())))
+    facts = {"hidden_ids": hidden_ids, "eos_ids": frozenset()}
+    known = SimpleNamespace(
+        think_start="<think>", think_end="</think>", backend_tokenizer=None
+    )
+    template = SimpleNamespace(
+        encode=lambda text: [pieces.index(text) if text in pieces else -1]
+    )
+    prepared = SimpleNamespace(
+        request=SimpleNamespace(**{**ASKED, "stop": stop, **fields}),
+        model=SimpleNamespace(tokenizer=known, template=template, **facts),
+        tool_format=form,
+        plan=SimpleNamespace(rendered=SimpleNamespace(starts_in_reasoning=thinks)),
+    )
+    listener = s.ReplyDecoder(prepared)
+    for token in range(len(pieces)):
+        listener.feed(token)
+    listener.finish(closes=True)
+    message = listener.parser.message()
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    return (
+        message.get("reasoning_content"),
+        message["content"],
+        calls,
+        listener.stops.hit,
+    )
+
+
+def test_stop_strings_end_what_is_said_and_not_what_is_thought(monkeypatch):
+    thought = [
+        "I see.",
+        "\n\n",
+        "Observa",
+        "tion: it",
+        " is 4.",
+        "</think>",
+        "\n\n",
+        "It is",
+        " 4.",
+    ]
+    whole = "I see.\n\nObservation: it is 4.", "It is 4.", []
+    for stop in ("\n\n", "Observation", "see"):
+        assert heard(monkeypatch, thought, stop=(stop,)) == (*whole, "")
+        said = [*thought, f"{stop} and", " more"]
+        assert heard(monkeypatch, said, stop=(stop,)) == (*whole, stop)
+    assert (
+        heard(monkeypatch, ["a", "\n\n", "b"], stop=("\n\n",), thinks=False)[1] == "a"
+    )
+
+
+def test_stop_strings_cut_no_call_in_two(monkeypatch):
+    """Half a file must not be written: after "stop" clients run what they got."""
+    said = ["Done", " soon", *CALL, "</tool_call>"]
+    written = '{"content": "# T\\n```py"}'
+    reply = heard(monkeypatch, said, stop=("```", "soon!"), thinks=False)
+    assert reply == (None, "Done soon", [written], "")
+    reply = heard(monkeypatch, [*said, "and ```"], stop=("```",), thinks=False)
+    assert reply == (None, "Done soonand ", [written], "```")
+
+
+@pytest.mark.parametrize("stop", ["call", ">", "<", "_call>\n{", "soon<"])
+def test_no_stop_string_is_found_in_a_tag(monkeypatch, stop):
+    said = ["Done", " soon", *CALL, "</tool_call>"]
+    reply = heard(monkeypatch, said, stop=(stop,), thinks=False)
+    assert reply == (None, "Done soon", ['{"content": "# T\\n```py"}'], "")
+
+
+def test_an_answer_may_begin_with_a_stop_string_of_several_tokens(monkeypatch):
+    """White space that follows a tag goes with it; behind what was held back it does not."""
+    said = ["why", "</think>", "\n\n", "END", "\n", "more", " text"]
+    assert heard(monkeypatch, said, stop=("END\nmore",)) == (
+        "why",
+        None,
+        [],
+        "END\nmore",
+    )
+
+
+def test_a_special_token_may_be_a_stop_string(monkeypatch):
+    """As those who fill in code ask for it (CodeGemma); others stay unseen."""
+    said = ["a", "<|quiet|>", "b", "<|next_file|>", "c"]
+    how = {"special": said[1::2], "thinks": False}
+    assert heard(monkeypatch, said, stop=("<|next_file|>",), **how)[1::2] == (
+        "ab",
+        "<|next_file|>",
+    )
+    assert heard(monkeypatch, said, stop=("zz",), **how)[1::2] == ("abc", "")
+
+
+def test_nothing_of_a_call_too_many_is_said(monkeypatch):
+    invoke = [
+        "\n<invoke",
+        ' name="write">\n<parameter name="content">',
+        "x</parameter>",
+        "</invoke>",
+    ]
+    said = [
+        "I look.",
+        "\n",
+        "<minimax:tool_call>",
+        *invoke,
+        *invoke,
+        "\n</minimax:tool_call>",
+    ]
+    for parallel in (True, False):
+        how = {"form": MINIMAX, "parallel_tool_calls": parallel, "thinks": False}
+        wanted = (None, "I look.", ['{"content": "x"}'] * (2 if parallel else 1), "")
+        assert heard(monkeypatch, said, **how) == wanted
+    said = [*CALL, "<tool_call>", '{"name": "write", "arguments": {}}', "</tool_call>"]
+    reply = heard(monkeypatch, said, thinks=False, parallel_tool_calls=False)
+    assert reply[1:3] == (None, ['{"content": "# T\\n```py"}'])
+
+
+def byte_level_tokens():
+    """The one-byte tokens of a vocabulary of bytes, and those of all bytes together."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({letter: n for n, letter in enumerate(letters)}, [])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def as_transformers(tokenizer):
+    return SimpleNamespace(
+        decode=tokenizer.decode, convert_ids_to_tokens=tokenizer.id_to_token
+    )
+
+
+def test_the_bytes_of_all_tokens_are_those_of_the_text():
+    """A client joins them: a token that is a part of a character has its bytes, too."""
+    tokenizer = byte_level_tokens()
+    text = "é €😀 \ufffd\x00\n~"
+    told = [
+        s.format_logprob(as_transformers(tokenizer), token_id, -0.5)
+        for token_id in tokenizer.encode(text).ids
+    ]
+    assert "\ufffd" in told[0]["token"]
+    assert bytes(byte for one in told for byte in one["bytes"]) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [("<0xE2>", b"\xe2"), ("\ufffd", "\ufffd".encode()), ("\u65e5", None)],
+)
+def test_the_bytes_of_a_token_in_a_vocabulary_of_characters(spelling, expected):
+    tokenizer = SimpleNamespace(
+        decode=lambda _: "\ufffd", convert_ids_to_tokens=lambda _: spelling
+    )
+    told = s.format_logprob(tokenizer, 7, -0.5)["bytes"]
+    assert told == (None if expected is None else list(expected))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_machine_is_kept_awake_while_a_request_runs_and_no_longer(
+    tmp_path, monkeypatch, wanted
+):
+    note = tmp_path / "pid"
+    fake = tmp_path / "caffeinate"
+    fake.write_text(f'#!/bin/sh\necho "$$ $*" > {note}\nexec sleep 60\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with s.kept_awake(s.Config(keep_awake=wanted)):
+        pid, *arguments = _wait_for(note) if wanted else (None,)
+        if pid:
+            os.kill(pid, 0)
+            assert arguments[-2:] == ["-w", str(os.getpid())]  # or it would outlive us
+    if pid:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert note.exists() == wanted
+
+
+def _wait_for(note):
+    for _ in range(500):
+        if note.exists() and note.read_text().strip():
+            pid, *arguments = note.read_text().split()
+            return int(pid), *arguments
+        os.sched_yield()
+        __import__("time").sleep(0.01)
+    raise AssertionError("caffeinate was not started")
+
+
+def positions_of(**fields):
+    return s.PromptPositions(generation_start=90, **fields)
+
+
+def test_checkpoints_are_asked_for_where_a_later_request_may_part_from_this_one():
+    positions = s._checkpoint_positions(
+        positions_of(
+            message_starts=(0, 10, 20, 40, 60, 80), system_end=10, last_user_start=40
+        )
+    )
+    assert positions == (10, 40, 60, 80, 90)
+
+
+def outcome(**fields):
+    """A chat that the model ended after some text, but for these fields."""
+    ordinary = {
+        "reason": "stop",
+        "is_chat": True,
+        "has_end_token": True,
+        "is_stopped": False,
+        "is_thinking": False,
+        "has_calls": False,
+        "has_content": True,
+    }
+    return s.ReplyOutcome(**{**ordinary, **fields})
+
+
+@pytest.mark.parametrize("reason", ["deadline", "cancelled", "failed"])
+def test_a_reply_that_was_not_finished_is_recorded_nowhere(reason):
+    assert not any(s.decide_recording(outcome(reason=reason)))
+
+
+def test_a_completion_is_recorded_in_the_sessions_only():
+    recording = s.decide_recording(outcome(is_chat=False))
+    assert recording == s.Recording(in_sessions=True)
+
+
+def test_a_whole_reply_is_recorded_everywhere():
+    for fields in ({}, {"has_calls": True}, {"has_content": False}):
+        assert all(s.decide_recording(outcome(**fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_ledger", "in_healing_store"),
+    [
+        ({}, True, True),
+        ({"has_calls": True}, False, True),
+        ({"has_content": False}, False, True),
+        ({"is_thinking": True, "has_content": False}, False, False),
+    ],
+)
+def test_a_reply_cut_at_the_token_limit_is_replayed_if_it_was_cut_in_its_text(
+    fields, in_ledger, in_healing_store
+):
+    cut = outcome(reason="length", has_end_token=False, **fields)
+    recording = s.decide_recording(cut)
+    assert recording.in_ledger == in_ledger
+    assert recording.in_healing_store == in_healing_store
+
+
+def test_a_reply_ended_by_a_stop_string_is_not_replayed():
+    recording = s.decide_recording(outcome(is_stopped=True, has_end_token=False))
+    assert not recording.in_ledger
+    assert recording.in_healing_store and recording.in_history

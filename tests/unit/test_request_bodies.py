@@ -1,0 +1,1010 @@
+"""WIRE: what a body may say, what it means, how a fault is named, what an answer looks like."""
+
+import copy
+import itertools
+import json
+import re
+from inspect import signature
+
+import pytest
+import start_llm
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import ValidationError
+from start_llm import (
+    BadRequest,
+    Config,
+    OpenAIFormatter,
+    ReplyEnd,
+    SamplingParams,
+    SessionContext,
+    ToolChoice,
+    Usage,
+    parse_chat_request,
+    parse_completion_request,
+    parse_json_body,
+)
+from transformers import PreTrainedTokenizerBase
+
+CONFIG = Config()
+LONE = re.compile("[\ud800-\udfff]")
+
+
+def tool(name, **rest):
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object"}},
+        **rest,
+    }
+
+
+CONVERSATION = [
+    {"role": "system", "content": "You help."},
+    {"role": "developer", "content": "Briefly."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "list"}, {"type": "text", "text": " it"}],
+    },
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "ls", "arguments": '{"a": 1}'},
+            },
+            {
+                "id": "c2",
+                "type": "function",
+                "function": {"name": "ls", "arguments": {"a": 2}},
+            },
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    {"role": "tool", "tool_call_id": "c2", "content": ""},
+    {"role": "assistant", "content": "done"},
+    {"role": "user", "content": "thanks", "name": "bo"},
+]
+
+
+def chat(headers=None, config=CONFIG, **fields):
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return parse_chat_request(body, config, request_id="r1", headers=headers or {})
+
+
+def completion(**fields):
+    return parse_completion_request(fields, CONFIG, request_id="r1", headers={})
+
+
+def whole_chat(**fields):
+    return chat(
+        messages=copy.deepcopy(CONVERSATION), tools=[tool("ls"), tool("cat")], **fields
+    )
+
+
+def refused(build, *args, **fields):
+    with pytest.raises(BadRequest) as caught:
+        build(*args, **fields)
+    assert caught.value.param is None or caught.value.param in str(caught.value)
+    return caught.value.param
+
+
+# -- bytes -> JSON ---------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=())),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def mended(value):
+    if isinstance(value, str):
+        return LONE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [mended(item) for item in value]
+    if isinstance(value, dict):
+        return {mended(key): mended(item) for key, item in value.items()}
+    return value
+
+
+@given(json_values)
+def test_a_body_is_what_the_standard_library_reads_with_lone_surrogates_replaced(value):
+    for text in (json.dumps(value), json.dumps(value).replace("\\ud", "\\uD")):
+        assert parse_json_body(text.encode()) == mended(json.loads(text))
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["\\\\", "\\ud83d", "\\uDE00", "ud800", "\\n", '\\"', "x", "\\u00e9"]
+        )
+    )
+)
+def test_escaped_backslashes_never_hide_or_make_a_surrogate(pieces):
+    text = '"' + "".join(pieces) + '"'
+    assert parse_json_body(text.encode()) == mended(json.loads(text))
+
+
+BAD_JSON = {
+    "empty": b"",
+    "half": b'{"a": ',
+    "trailing": b"{} x",
+    "nan": b'{"a": NaN}',
+    "infinity": b"[-Infinity]",
+    "latin1": '{"a": "é"}'.encode("latin-1"),
+    "raw surrogate": b'"\xed\xa0\x80"',
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep objects": b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    "long number": b"1" * 10_000,
+    "half and a surrogate": b'{"a": "\\ud800',
+    "backslashes": b'"' + b"\\" * 1_000_001,
+}
+
+
+@pytest.mark.parametrize("raw", BAD_JSON.values(), ids=BAD_JSON.keys())
+def test_what_is_not_json_is_a_bad_request(raw):
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        parse_json_body(raw)
+
+
+@pytest.mark.parametrize(
+    "raw, fault",
+    {
+        b"": "it is empty",
+        b" \n": "it is empty",
+        b"{": "a name in double quotes is missing (line 1, column 2)",
+        b'{"a"\n 1}': "a colon is missing after a name (line 2, column 2)",
+        b'{"a": 1 "b": 2}': "a comma or a closing bracket is missing (line 1, column 9)",
+        b'{"a": }': "a value is missing (line 1, column 7)",
+        b"[1,]": "a value is missing (line 1, column 4)",
+        b'{"a": 1,}': "a name in double quotes is missing (line 1, column 9)",
+        b"{} {}": "something follows its end (line 1, column 4)",
+        b'{"a": "b': "a string has no end (line 1, column 7)",
+        b'"a\nb"': "a control character in a string is not escaped (line 1, column 3)",
+        b'"\\x"': "no character is escaped like this (line 1, column 2)",
+        b'"\\u12"': "four hexadecimal digits must follow \\u (line 1, column 3)",
+        b"\xef\xbb\xbf{}": "it begins with a byte order mark (line 1, column 1)",
+        b'{"a": "\xff"}': "byte 7 is no UTF-8",
+        b"[" * 100_000: "it is nested too deeply",
+        b"[NaN]": "a number is NaN or infinite, or has too many digits",
+        b"1" * 10_000: "a number is NaN or infinite, or has too many digits",
+    }.items(),
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_fault_of_json_is_described_in_our_words(raw, fault):
+    with pytest.raises(BadRequest) as refused:
+        parse_json_body(raw)
+    assert str(refused.value) == f"the body is not valid JSON: {fault}"
+
+
+@pytest.mark.parametrize("raw", BAD_JSON.values(), ids=BAD_JSON.keys())
+def test_no_fault_of_json_is_left_without_words(raw):
+    with pytest.raises(BadRequest) as refused:
+        parse_json_body(raw)
+    assert "it cannot be read" not in str(refused.value)
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 3, [{"messages": []}]])
+def test_a_body_is_an_object(body):
+    for build in (parse_chat_request, parse_completion_request):
+        with pytest.raises(BadRequest, match="object"):
+            build(body, CONFIG, request_id="r", headers={})
+
+
+# -- faults are named where they are ---------------------------------------------
+
+WRONG = [
+    ("model", 3),
+    ("stream", "yes"),
+    ("stream", 1),
+    ("stream_options", []),
+    ("stream_options.include_usage", 1),
+    ("max_tokens", 0),
+    ("max_tokens", True),
+    ("max_tokens", 1.5),
+    ("max_completion_tokens", "9"),
+    ("temperature", 2.1),
+    ("temperature", -0.1),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", float("nan")),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", 2),
+    ("repetition_penalty", 0),
+    ("repetition_context_size", -1),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("logit_bias", [1]),
+    ("seed", 1.5),
+    ("seed", True),
+    ("seed", 2**63),
+    ("stop", ""),
+    ("stop", 3),
+    ("stop", ["a"] * 17),
+    ("stop[1]", ""),
+    ("stop[0]", None),
+    ("messages", []),
+    ("messages", None),
+    ("messages", "x"),
+    ("messages", {}),
+    ("messages[1]", None),
+    ("messages[0].role", "function"),
+    ("messages[0].role", None),
+    ("messages[0].role", 1),
+    ("messages[0].content", None),
+    ("messages[2].content", 3),
+    ("messages[2].content", {"str": 1}),
+    ("messages[2].content", []),
+    ("messages[2].content[1]", "text"),
+    ("messages[2].content[1].type", "image_url"),
+    ("messages[2].content[1].text", None),
+    ("messages[3].tool_calls", {}),
+    ("messages[3].tool_calls[1].type", "custom"),
+    ("messages[3].tool_calls[1].id", 7),
+    ("messages[3].tool_calls[0].function", "ls"),
+    ("messages[3].tool_calls[0].function.name", ""),
+    ("messages[3].tool_calls[0].function.arguments", 3),
+    ("messages[3].reasoning_content", []),
+    ("messages[4].tool_call_id", 3),
+    ("messages[7].name", {}),
+    ("tools", {}),
+    ("tools[1]", 3),
+    ("tools[1].type", "web_search"),
+    ("tools[1].function", None),
+    ("tools[0].function.name", ""),
+    ("tools[0].function.description", 3),
+    ("tools[0].function.parameters", []),
+    ("tool_choice", "always"),
+    ("tool_choice", 3),
+    ("tool_choice.function", None),
+    ("tool_choice.function.name", 3),
+    ("tool_choice.type", "allowed_tools"),
+    ("parallel_tool_calls", "no"),
+    ("logprobs", 1),
+    ("top_logprobs", 21),
+    ("top_logprobs", True),
+    ("chat_template_kwargs", []),
+]
+
+
+def planted(path, value):
+    """A good body with `value` at `path`."""
+    body = {
+        "messages": copy.deepcopy(CONVERSATION),
+        "tools": [tool("ls"), tool("cat")],
+        "tool_choice": {"type": "function", "function": {"name": "ls"}},
+        "stream_options": {},
+        "stop": ["a", "b"],
+        "logprobs": True,
+    }
+    *way, last = [
+        int(part) if part.isdigit() else part for part in re.findall(r"\w+", path)
+    ]
+    here = body
+    for part in way:
+        here = here[part]
+    here[last] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), WRONG, ids=[f"{p}={v!r:.20}" for p, v in WRONG]
+)
+def test_a_fault_is_named_by_its_path(path, value):
+    assert (
+        chat(**planted("model", "fine")).model == "fine"
+    )  # the body is good without the fault
+    assert refused(chat, **planted(path, value)) == path
+
+
+@pytest.mark.parametrize(
+    "entry", [("a", 1), ("-1", 1), ("1", 101), ("1", "2"), ("4294967296", 1)]
+)
+def test_a_bias_that_cannot_be_is_named(entry):
+    assert refused(chat, logit_bias=dict([entry])).partition(".")[0] == "logit_bias"
+    assert (
+        refused(chat, logit_bias=dict([("7", 1), entry])).partition(".")[0]
+        == "logit_bias"
+    )
+
+
+def test_the_first_fault_is_told_whatever_else_is_wrong():
+    messages = [{"role": "user", "content": "x"} for _ in range(12)]
+    messages[1] = 3
+    messages[10] = {"role": "user", "content": [{"type": "text"}]}
+    assert refused(chat, messages=messages) == "messages[1]"
+    assert refused(chat, stream=3, stream_options=3) == "stream"
+    parts = [{"type": "text", "text": "x"} for _ in range(12)]
+    parts[1], parts[10] = 3, {"type": "text"}
+    assert (
+        refused(chat, messages=[{"role": "user", "content": parts}])
+        == "messages[0].content[1]"
+    )
+
+
+NOTHING_SPECIAL = {
+    "n": [1],
+    "best_of": [1],
+    "echo": [False],
+    "suffix": [""],
+    "modalities": [["text"]],
+    "response_format": [{"type": "text"}],
+    "functions": [[]],
+    "function_call": ["auto", "none"],
+    "audio": [],
+    "previous_response_id": [""],
+    "conversation": [""],
+    "assistant_id": [""],
+}
+SPECIAL = {
+    "n": [2, 0, "1"],
+    "best_of": [3],
+    "echo": [True],
+    "suffix": ["tail"],
+    "modalities": [["text", "audio"], ["audio"]],
+    "response_format": [
+        {"type": "json_schema", "json_schema": {}},
+        {"type": "xml"},
+        "json",
+    ],
+    "functions": [[{"name": "f"}]],
+    "function_call": [{"name": "f"}],
+    "audio": [{"voice": "alloy"}],
+    "previous_response_id": ["resp_1"],
+    "conversation": ["conv_1", {"id": "conv_1"}],
+    "assistant_id": ["asst_1"],
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_field_that_would_change_the_answer_is_refused_unless_it_asks_for_nothing(
+    name,
+):
+    for value in SPECIAL[name]:
+        for fields in ({name: value}, {"extra_body": {name: value}}):
+            for param in (
+                refused(chat, **fields),
+                refused(completion, prompt="x", **fields),
+            ):
+                assert re.match(r"\w+", param)[0] == name
+    for value in [*NOTHING_SPECIAL[name], None]:
+        assert chat(**{name: value}) == chat()
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=12).map("x_{}".format), json_values, max_size=4
+    )
+)
+def test_unknown_and_advisory_fields_change_nothing(unknown):
+    advisory = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "self": 1,
+        "cls": 2,
+    }
+    dunder = {"__dataclass_self__": 1, "build": 2}
+    assert whole_chat(**unknown, **advisory, **dunder) == whole_chat()
+    assert completion(prompt="x", **unknown, **advisory) == completion(prompt="x")
+
+
+@given(st.data())
+def test_null_means_absent(data):
+    optional = [
+        *[
+            "model",
+            "stream",
+            "stream_options",
+            "max_tokens",
+            "stop",
+            "temperature",
+            "seed",
+            "tools",
+        ],
+        *[
+            "tool_choice",
+            "logprobs",
+            "top_logprobs",
+            "logit_bias",
+            "thinking",
+            "user",
+            "n",
+            "audio",
+        ],
+        *[
+            "reasoning_effort",
+            "chat_template_kwargs",
+            "metadata",
+            "extra_body",
+            "parallel_tool_calls",
+        ],
+    ]
+    nulls = dict.fromkeys(data.draw(st.sets(st.sampled_from(optional))))
+    assert chat(**nulls) == chat()
+    assert chat(**{"temperature": 0.5, **nulls, "seed": 4}).sampling.seed == 4
+
+
+@given(json_values, st.sampled_from(sorted({path for path, _ in WRONG})))
+def test_anything_anywhere_is_a_request_or_a_bad_request(value, path):
+    body = planted(path, value)
+    before = copy.deepcopy(body)
+    try:
+        request = chat(**body)
+    except BadRequest as error:
+        assert error.param
+        top = re.match(r"\w+", path)[0]
+        assert error.param.startswith((top, "tool_choice", "top_logprobs"))
+    else:
+        assert request.max_tokens >= 1
+        assert all(isinstance(m["content"], str | list) for m in request.messages)
+    assert body == before  # a request is parsed, never edited
+
+
+# -- messages and tools ----------------------------------------------------------
+
+
+def test_messages_stay_dicts_in_order_with_all_they_said():
+    request = whole_chat()
+    assert [m["role"] for m in request.messages] == [m["role"] for m in CONVERSATION]
+    expected = copy.deepcopy(CONVERSATION)
+    expected[3]["content"] = ""
+    assert list(request.messages) == expected
+    assert all(type(m) is dict for m in request.messages)
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_spellings_of_an_empty_message_are_one(content):
+    call = {"id": "c", "function": {"name": "f", "arguments": ""}}
+    for message in ({"role": "assistant", "tool_calls": [call]}, {"role": "tool"}):
+        assert chat(messages=[{**message, "content": content}]) == chat(
+            messages=[message]
+        )
+        assert chat(messages=[message]).messages[0]["content"] == ""
+
+
+def test_thinking_echoed_under_either_name_is_one_field():
+    said = {"role": "assistant", "content": "a"}
+    either = [
+        {**said, "reasoning": "t"},
+        {**said, "reasoning_content": "t", "reasoning": None, "tool_calls": []},
+        {**said, "reasoning_content": "t", "reasoning": "other"},
+    ]
+    for message in either:
+        (parsed,) = chat(messages=[message]).messages
+        assert parsed == {**said, "reasoning_content": "t"}
+
+
+def test_a_call_may_leave_out_its_arguments():
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f"}}],
+    }
+    assert chat(messages=[message]).messages == (message,)
+
+
+def test_unknown_parts_of_messages_are_kept():
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": "x", "cache_control": 1}],
+        "x": 2,
+    }
+    assert chat(messages=[message]).messages == (message,)
+
+
+def test_tools_keep_what_describes_the_function_and_drop_the_rest():
+    schema = {
+        "type": "object",
+        "properties": {"b": {"default": None}, "a": {}},
+        "$x": [None],
+    }
+    function = {"strict": True, "parameters": schema, "description": None, "name": "f"}
+    expected = {"name": "f", "parameters": schema, "strict": True}
+    for wrapped in (
+        {"function": function},
+        tool("", function=function, cache_control={"t": 1}),
+    ):
+        (parsed,) = chat(tools=[wrapped]).tools
+        assert parsed == {"type": "function", "function": expected}
+        assert list(parsed["function"]["parameters"]["properties"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "expected"),
+    [
+        (None, [], ToolChoice("none")),
+        ("auto", [], ToolChoice("none")),
+        ("none", [], ToolChoice("none")),
+        (None, ["f"], ToolChoice("auto")),
+        ("auto", ["f"], ToolChoice("auto")),
+        ("none", ["f"], ToolChoice("none")),
+        ("required", ["f"], ToolChoice("required")),
+        ("g", ["f", "g"], ToolChoice("named", "g")),
+        ("required", [], None),
+        ("g", ["f"], None),
+        ("g", [], None),
+    ],
+)
+def test_tool_choice(choice, tools, expected):
+    given_choice = (
+        {"type": "function", "function": {"name": "g"}} if choice == "g" else choice
+    )
+    fields = {"tool_choice": given_choice, "tools": [tool(name) for name in tools]}
+    if expected is None:
+        assert refused(chat, **fields) == "tool_choice"
+    else:
+        assert chat(**fields).tool_choice == expected
+
+
+# -- sampling, lengths, stops ----------------------------------------------------
+
+
+def test_defaults_are_the_configured_ones():
+    config = Config(default_temperature=0.7, default_top_k=7, default_max_tokens=70)
+    request = chat(config=config)
+    assert request.sampling == SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=7, min_p=0.05
+    )
+    assert request.max_tokens == 70
+    assert chat(config=config, temperature=0, top_p=1).sampling.temperature == 0.0
+
+
+@given(
+    st.sampled_from(["temperature", "top_p", "min_p", "repetition_penalty"]),
+    st.floats(-1, 12) | st.sampled_from([0.0, 1.0, 2.0, 10.0]),
+)
+def test_what_a_setting_allows_a_request_allows(name, value):
+    def accepts(build, field):
+        try:
+            return build(**{field: value}) is not None
+        except ValidationError:
+            return False
+
+    assert accepts(Config, f"default_{name}") == accepts(SamplingParams, name)
+
+
+def test_sampling_fields_reach_the_sampler():
+    asked = {"temperature": 1, "top_k": -1, "presence_penalty": -2, "seed": -(2**63)}
+    sampling = chat(**asked, logit_bias={"7": -100, "11": 2.5}).sampling
+    assert sampling.logit_bias == {7: -100.0, 11: 2.5}
+    assert {name: getattr(sampling, name) for name in asked} == asked
+
+
+def test_lengths_and_stops():
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+    assert chat(stop="x").stop == ("x",)
+    assert chat(stop=["x", "\n\n"]).stop == ("x", "\n\n")
+    assert chat().stop == chat(stop=[]).stop == ()
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not chat(stream_options={"include_usage": None}).include_usage
+    assert chat(logprobs=True, top_logprobs=20).top_logprobs == 20
+    assert refused(chat, top_logprobs=1) == "top_logprobs"
+
+
+# -- thinking --------------------------------------------------------------------
+
+FREE = {"self", "documents", "kwargs"}  # documents are what a template may print
+
+SPELLINGS = [
+    ({"enable_thinking": True}, True, None),
+    ({"enable_thinking": False}, False, None),
+    ({"thinking": True}, True, None),
+    ({"thinking": "off"}, False, None),
+    ({"thinking": "on"}, True, None),
+    ({"thinking": "medium"}, True, "medium"),
+    ({"thinking": "XHIGH"}, True, "high"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True, None),
+    ({"thinking": {"type": "adaptive"}}, True, None),
+    ({"thinking": {"type": "disabled"}}, False, None),
+    ({"reasoning_effort": "none"}, False, None),
+    ({"reasoning_effort": "off"}, False, None),
+    ({"reasoning_effort": "minimal"}, True, "low"),
+    ({"reasoning_effort": "low"}, True, "low"),
+    ({"reasoning": {"enabled": True}}, True, None),
+    ({"reasoning": {"enabled": False, "effort": "high"}}, False, None),
+    ({"reasoning": {"enabled": True, "effort": "high"}}, True, "high"),
+    ({"reasoning": {"effort": "none"}}, False, None),
+    ({"reasoning": {"level": "medium"}}, True, "medium"),
+    ({"reasoning": {"type": "disabled"}}, False, None),
+    ({"enable_thinking": True, "reasoning_effort": "none"}, True, None),
+    ({"enable_thinking": False, "thinking": "high"}, False, None),
+    ({"thinking": True, "reasoning_effort": "medium"}, True, "medium"),
+]
+
+
+@pytest.mark.parametrize(("spelling", "thinks", "effort"), SPELLINGS, ids=str)
+@pytest.mark.parametrize("nest", [None, "metadata", "extra_body"])
+@pytest.mark.parametrize("default", [True, False])
+def test_every_spelling_of_thinking_means_the_same(
+    spelling, thinks, effort, nest, default
+):
+    fields = spelling if nest is None else {nest: spelling}
+    request = chat(config=Config(default_thinking=default), **fields)
+    assert request.thinking is thinks
+    assert request.template_kwargs == ({"reasoning_effort": effort} if effort else {})
+
+
+@pytest.mark.parametrize(
+    "silent", [{}, {"reasoning": {}}, {"reasoning": {"summary": "auto"}}]
+)
+def test_a_body_that_says_nothing_of_thinking_gets_the_default(silent):
+    for default in (True, False):
+        assert (
+            chat(config=Config(default_thinking=default), **silent).thinking is default
+        )
+
+
+def test_the_template_switch_wins_and_the_others_pass_through():
+    switches = {"enable_thinking": False, "preserve_thinking": True, "custom": None}
+    request = chat(enable_thinking=True, chat_template_kwargs=switches)
+    assert not request.thinking
+    assert request.template_kwargs == {"preserve_thinking": True}
+    assert "enable_thinking" in switches
+    request = chat(
+        reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "odd"}
+    )
+    assert request.template_kwargs == {"reasoning_effort": "odd"}
+    nested = chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert not nested.thinking
+    assert not chat(metadata={"thinking": "off"}).thinking
+    assert chat(metadata={"thinking": "off"}, thinking="on").thinking
+    assert chat(extra_body={"thinking": "off"}, thinking="on").thinking
+
+
+def test_a_thinking_budget_is_where_anthropic_has_it_and_nowhere_else() -> None:
+    given = {"thinking": {"type": "enabled", "budget_tokens": 5}}
+    assert chat(**given, thinking_budget=9).thinking_budget == 5
+    assert chat(thinking_budget=9).thinking_budget is None
+
+
+ARGUMENTS = (
+    set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - FREE
+)
+
+
+@pytest.mark.parametrize("name", sorted({"messages", *ARGUMENTS}))
+def test_a_request_cannot_set_how_the_template_is_applied(name):
+    switches = {"custom": 1, name: "x"}
+    assert (
+        refused(chat, chat_template_kwargs=switches) == f"chat_template_kwargs.{name}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": "perhaps"}, "enable_thinking"),
+        ({"thinking": 3}, "thinking"),
+        ({"thinking": {"type": "banana"}}, "thinking.type"),
+        ({"reasoning": {"effort": ["x"]}}, "reasoning.effort"),
+        ({"reasoning_effort": ""}, "reasoning_effort"),
+        ({"metadata": {"reasoning_effort": "huge"}}, "metadata.reasoning_effort"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": 1}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        ({"enable_thinking": True, "thinking": "banana"}, "thinking"),
+        ({"enable_thinking": {"type": "enabled"}}, "enable_thinking"),
+        (
+            {"chat_template_kwargs": {"thinking": {"type": "disabled"}}},
+            "chat_template_kwargs.thinking",
+        ),
+    ],
+)
+def test_an_unknown_thinking_value_is_refused_by_name(fields, param):
+    assert refused(chat, **fields) == param
+
+
+def test_thinking_parts_of_a_reply_are_its_thinking():
+    parts = [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "so"}]
+    (reply,) = chat(messages=[{"role": "assistant", "content": parts}]).messages
+    assert reply["reasoning_content"] == "why"
+    assert reply["content"] == parts[1:]
+    with pytest.raises(BadRequest) as refused:
+        chat(messages=[{"role": "user", "content": parts}])
+    assert refused.value.param == "messages[0].content"
+
+
+# -- sessions --------------------------------------------------------------------
+
+CLAUDE_USER = json.dumps({"device_id": "d", "session_id": "s-claude"})
+IDS = [  # most specific first: each wins over all that follow
+    ({"session_id": "a"}, {}, "a"),
+    ({"conversation_id": "b"}, {}, "b"),
+    ({"thread_id": "c"}, {}, "c"),
+    ({"chat_id": 12}, {}, "12"),
+    ({"metadata": {"session_id": "d"}}, {}, "d"),
+    ({"metadata": {"user_id": CLAUDE_USER}}, {}, "s-claude"),
+    ({}, {"X-Claude-Code-Session-Id": "e"}, "e"),
+    ({}, {"x-session-id": "f"}, "f"),
+    ({}, {"Thread-Id": "g"}, "g"),
+    ({}, {"session-id": "h"}, "h"),
+    ({"prompt_cache_key": "i"}, {}, "i"),
+    ({"user": "j"}, {}, "j"),
+]
+
+
+@pytest.mark.parametrize("n", range(len(IDS)))
+def test_a_session_id_is_found_wherever_clients_put_it(n):
+    fields, headers, session_id = IDS[n]
+    assert chat(headers, **fields).session == SessionContext(session_id)
+    assert chat(extra_body=fields).session.session_id == (
+        session_id if fields else None
+    )
+    everything, all_headers = {}, {}
+    for later_fields, later_headers, *_ in reversed(IDS[n:]):
+        everything |= {**later_fields, **_merged_metadata(everything, later_fields)}
+        all_headers |= later_headers
+    assert chat(all_headers, **everything).session == SessionContext(session_id)
+
+
+def _merged_metadata(old, new):
+    merged = {**old.get("metadata", {}), **new.get("metadata", {})}
+    return {"metadata": merged} if merged else {}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"session_id": ""},
+        {"session_id": True},
+        {"session_id": ["x"]},
+        {"session_id": None},
+        {"metadata": "x"},
+        {"metadata": {"user_id": "somebody"}},
+        {"extra_body": [1]},
+    ],
+)
+def test_what_is_no_session_id_is_passed_over(fields):
+    assert chat(**fields).session == SessionContext()
+    assert chat(**{**fields, "user": "u"}).session == SessionContext("u")
+
+
+def test_a_sub_agent_has_a_session_of_its_own_and_a_parent():
+    agent = {"x-claude-code-session-id": "main", "x-claude-code-agent-id": "7"}
+    assert chat(agent).session == SessionContext("main/7", "main")
+    child = {"x-session-id": "child", "x-parent-session-id": "main"}
+    assert chat(child).session == SessionContext("child", "main")
+    assert chat({"x-claude-code-agent-id": "7"}).session == SessionContext()
+
+
+def test_a_session_id_is_bounded():
+    assert len(chat(session_id="x" * 100_000).session.session_id) == 256
+
+
+# -- completions -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("x", "x"), (["x"], "x"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2)), ([5], (5,))],
+)
+def test_a_prompt_is_text_or_ids(prompt, expected):
+    request = completion(
+        prompt=prompt, max_tokens=3, stop="s", temperature=0, user="u", stream=True
+    )
+    assert (request.kind, request.prompt, request.messages) == (
+        "completion",
+        expected,
+        (),
+    )
+    assert (request.max_tokens, request.stop, request.stream) == (3, ("s",), True)
+    assert (request.sampling.temperature, request.session.session_id) == (0.0, "u")
+    assert not request.thinking
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], ["a", "b"], [[1], [2]], [""], [[]], 3, {}, [1, "a"]]
+)
+def test_what_is_no_prompt_is_refused(prompt):
+    assert refused(completion, prompt=prompt).startswith("prompt")
+
+
+@pytest.mark.parametrize("prompt", [[1, -1], [1, 2**31], [1, True], [1, 1.5]])
+def test_a_bad_token_is_named(prompt):
+    assert refused(completion, prompt=prompt) == "prompt[1]"
+
+
+def test_what_only_chats_know_changes_no_completion():
+    chats = {
+        "parallel_tool_calls": 1,
+        "top_logprobs": "x",
+        "thinking_budget": -1,
+        "thinking": True,
+    }
+    assert completion(prompt="x", **chats) == completion(prompt="x")
+
+
+def test_completions_have_no_logprobs():
+    assert refused(completion, prompt="x", logprobs=0) == "logprobs"
+    assert not completion(prompt="x", logprobs=None).logprobs
+
+
+# -- answers ---------------------------------------------------------------------
+
+USAGE = Usage(
+    prompt_tokens=10, cached_tokens=8, completion_tokens=5, reasoning_tokens=2
+)
+HE = {"token": "he", "bytes": list(b"he"), "logprob": -0.5}
+LOGPROBS = {"content": [{**HE, "top_logprobs": [HE, {**HE, "token": "x"}]}]}
+
+
+def through_json(kind, body):
+    """`body` as an SDK sees it; nothing in it may be lost on the way."""
+    sent = json.loads(json.dumps(body, allow_nan=False))
+    seen = kind.model_validate(sent, strict=False)
+    assert seen.model_dump(exclude_unset=True) == sent
+    return seen
+
+
+def test_a_chat_answer_is_what_the_sdk_expects():
+    shape = OpenAIFormatter("chat", "r1", "org/model", 1700000000)
+    message = {"role": "assistant", "content": "hi", "reasoning_content": "hm"}
+    whole = through_json(
+        ChatCompletion,
+        shape.full_body(message, ReplyEnd("stop", USAGE, logprobs=LOGPROBS)),
+    )
+    assert (whole.id, whole.model, whole.object) == (
+        "chatcmpl-r1",
+        "org/model",
+        "chat.completion",
+    )
+    assert whole.choices[0].message.content == "hi"
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage.total_tokens == 15
+    assert whole.usage.prompt_tokens_details.cached_tokens == 8
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 2
+    (first,) = whole.choices[0].logprobs.content
+    assert (first.bytes, [t.token for t in first.top_logprobs]) == (
+        list(b"he"),
+        ["he", "x"],
+    )
+
+
+def test_chat_chunks_are_what_the_sdk_expects():
+    shape = OpenAIFormatter("chat", "r1", "m", 1700000000, include_usage=True)
+    chunk = through_json(ChatCompletionChunk, shape.delta_events({"content": "a"})[0])
+    assert (chunk.id, chunk.object) == ("chatcmpl-r1", "chat.completion.chunk")
+    assert (chunk.choices[0].delta.content, chunk.choices[0].finish_reason) == (
+        "a",
+        None,
+    )
+    last, usage = (
+        through_json(ChatCompletionChunk, body)
+        for body in shape.end_events(ReplyEnd("tool_calls", USAGE))
+    )
+    assert last.choices[0].finish_reason == "tool_calls"
+    ping = through_json(ChatCompletionChunk, shape.ping_event())
+    assert ping.choices[0].delta.model_dump(exclude_unset=True) == {
+        "content": "",
+        "reasoning_content": "",
+    }
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
+
+
+def test_completion_answers_are_what_the_sdk_expects():
+    shape = OpenAIFormatter("completion", "r1", "m", 1700000000)
+    ending = ReplyEnd("length", USAGE)
+    whole = through_json(Completion, shape.full_body({"content": "hé"}, ending))
+    assert (whole.id, whole.object, whole.choices[0].text) == (
+        "cmpl-r1",
+        "text_completion",
+        "hé",
+    )
+    assert shape.delta_events({"content": "a"})[0]["choices"] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
+    ]
+    assert shape.ping_event()["choices"][0]["text"] == ""
+    assert len(shape.end_events(ending)) == 1
+
+
+@pytest.mark.parametrize("body", [start_llm._ChatBody, start_llm._MessagesBody])
+def test_a_million_faults_cost_no_more_than_one(body):
+    """Each is an object of its own: 1.5 MB of them took 0.8 GB and held up all streams."""
+    for name, known in body.model_fields.items():
+        if "list" in str(known.annotation) or "Each" in str(known.annotation):
+            with pytest.raises(ValidationError) as wrong:
+                body.model_validate({"messages": [{}], name: [1.5] * 1000})
+            assert wrong.value.error_count() < 12, name
+
+
+# -- results of parallel calls ---------------------------------------------------------------------
+
+
+def calls(*ids):
+    functions = [{"id": i, "type": "function", "function": {"name": "f"}} for i in ids]
+    return {"role": "assistant", "tool_calls": functions}
+
+
+def result(name):
+    return {"role": "tool", "tool_call_id": name, "content": f"of {name}"}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abcx")))
+def test_results_stand_in_the_order_of_their_calls_whatever_order_they_ended_in(order):
+    user = {"role": "user", "content": "go on"}
+    some = [
+        user,
+        calls(*"abc"),
+        *map(result, order),
+        user,
+        calls("d"),
+        result("d"),
+        user,
+    ]
+    read = chat(messages=some).messages
+    assert [m["content"] for m in read[2:6]] == ["of a", "of b", "of c", "of x"]
+    assert [m["role"] for m in read] == [m["role"] for m in some]
+    assert read[8]["content"] == "of d"
+
+
+def test_results_of_calls_in_several_messages_stand_in_the_order_of_all_of_them():
+    user, note = ({"role": role, "content": "quickly"} for role in ("user", "system"))
+    for some in (
+        [calls("a"), calls("b", "c"), result("a"), result("b"), result("c")],
+        [calls("a"), calls("b", "c"), result("c"), result("a"), result("b")],
+        [calls("a", "b", "c"), user, result("c"), result("a"), result("b")],
+        [calls("a", "b", "c"), note, user, result("c"), result("a"), result("b")],
+    ):
+        read = chat(messages=[user, *some]).messages
+        assert [m["content"] for m in read[-3:]] == ["of a", "of b", "of c"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_note_between_results_follows_them(role):
+    note = {"role": role, "content": "be quick"}
+    some = [
+        calls("a", "b"),
+        result("b"),
+        note,
+        result("a"),
+        {"role": "user", "content": "and?"},
+    ]
+    read = [m["content"] for m in chat(messages=[note, *some]).messages]
+    assert read == ["be quick", "", "of a", "of b", "be quick", "and?"]
+
+
+def test_results_of_calls_that_share_a_name_stay_as_they_came():
+    """There are clients that name a call after its tool, also twice."""
+    some = [
+        calls("f", "g", "f"),
+        *({**result(i), "content": i + n} for i, n in ("f1", "g0", "f2")),
+    ]
+    assert [m["content"] for m in chat(messages=some).messages[1:]] == [
+        "f1",
+        "g0",
+        "f2",
+    ]
+
+
+def test_results_without_their_calls_stay_as_they_came():
+    some = [result("b"), result("a"), {"role": "user", "content": "and?"}]
+    assert [m["content"] for m in chat(messages=some).messages] == [
+        "of b",
+        "of a",
+        "and?",
+    ]
+
+
+def test_a_template_s_own_switch_for_thinking_is_heard():
+    for name in ("thinking", "enable_thinking"):
+        assert chat(chat_template_kwargs={name: False}).thinking is False
+        assert chat(chat_template_kwargs={name: True}).thinking is True

@@ -1,0 +1,252 @@
+"""SCHEDULER, policy: who prefills next, whether beside decoding, and how long a slice is.
+
+Nothing here needs a model, a thread or a clock.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import start_llm as s
+
+SPEED = 1000.0  # tokens a second
+
+
+@dataclass
+class Prefill:
+    submitted_at: float
+    n_to_prefill: int
+    prefill_speed: float = SPEED
+
+
+def run_slice(policy, candidates, *, seconds, is_decoding=False):
+    """Let the next candidate prefill for so long, as Scheduler does; returns it."""
+    chosen = policy.next_prefill(candidates)
+    chosen.n_to_prefill -= int(seconds * chosen.prefill_speed)
+    policy.charge_slice(seconds, is_decoding=is_decoding)
+    policy.charge_prefill(seconds, is_alone=len(candidates) == 1)
+    return chosen
+
+
+# -- which one -------------------------------------------------------------------------
+
+
+def test_policy_first_prefills_what_ends_first():
+    policy = s.SchedulingPolicy()
+    old, short = Prefill(0.0, 5000), Prefill(9.0, 300)
+
+    assert policy.next_prefill([old, short]) is short
+
+
+def test_policy_gives_the_oldest_a_ninth_of_the_time():
+    policy, seconds = s.SchedulingPolicy(), {"old": 0.0, "short": 0.0}
+    old = Prefill(0.0, 10**9)
+
+    for n in range(5000):
+        candidates = [old, Prefill(1.0 + n, 300), Prefill(2.0 + n, 200)]
+        chosen = run_slice(policy, candidates, seconds=0.1)
+        seconds["old" if chosen is old else "short"] += 0.1
+
+    assert seconds["short"] / seconds["old"] == pytest.approx(s.OTHERS_SHARE, rel=0.02)
+
+
+def test_policy_counts_short_slices_too():
+    """Slices of 20 tokens without end do not keep a long prompt waiting (L-71)."""
+    policy, old = s.SchedulingPolicy(), Prefill(0.0, 10**6)
+
+    chosen = [
+        run_slice(policy, [old, Prefill(1.0 + n, 20)], seconds=0.02)
+        for n in range(1000)
+    ]
+
+    assert 100 < sum(one is old for one in chosen) < 120
+
+
+def test_policy_does_not_ask_a_lone_prefill_to_pay_for_its_past():
+    """A long time alone takes nothing from anybody; it has had one slice, though."""
+    policy, old = s.SchedulingPolicy(), Prefill(0.0, 10**6)
+    for _ in range(100):
+        run_slice(policy, [old], seconds=0.4)
+
+    short = Prefill(50.0, 3000)
+    n_before_old = 0
+    while run_slice(policy, [old, short], seconds=0.2) is short:
+        n_before_old += 1
+
+    one_slice = s.SLICE_SECONDS * s.OTHERS_SHARE  # what it has had in advance
+    assert n_before_old == pytest.approx(one_slice / 0.2, abs=1)
+
+
+def test_policy_reads_equal_prompts_one_after_the_other():
+    """In turns, all would end last (L-71)."""
+    policy = s.SchedulingPolicy()
+    candidates = [Prefill(float(n), 2000) for n in range(6)]
+    order = []
+
+    while candidates:
+        chosen = run_slice(policy, candidates, seconds=0.2)
+        if chosen.n_to_prefill <= 0:
+            candidates.remove(chosen)
+            order.append(chosen.submitted_at)
+
+    assert order == sorted(order)
+
+
+# -- beside decoding -------------------------------------------------------------------
+
+
+def test_policy_lets_prefill_go_on_when_nobody_decodes():
+    policy = s.SchedulingPolicy()
+    policy.charge_slice(1000.0, is_decoding=True)
+
+    assert policy.may_prefill(Prefill(0.0, 10**6), is_decoding=False)
+
+
+def test_policy_makes_prefill_wait_until_decoding_has_had_its_share():
+    policy, long = s.SchedulingPolicy(), Prefill(0.0, 10**6)
+    seconds = {"prefill": 0.0, "decode": 0.0}
+
+    for _ in range(2000):
+        policy.charge_decode(0.03)
+        seconds["decode"] += 0.03
+        if policy.may_prefill(long, is_decoding=True):
+            policy.charge_slice(0.2, is_decoding=True)
+            seconds["prefill"] += 0.2
+
+    share = seconds["decode"] / seconds["prefill"]
+    assert share == pytest.approx(s.DECODE_SHARE, rel=0.06)
+
+
+def test_policy_lets_decoding_wait_for_who_can_join_soon_but_not_forever():
+    """why(L-68)"""
+    policy, n_slices = s.SchedulingPolicy(), 0
+    soon = Prefill(0.0, int(SPEED * s.SOON_SECONDS) - 1)
+
+    while policy.may_prefill(soon, is_decoding=True):
+        policy.charge_slice(0.2, is_decoding=True)
+        n_slices += 1
+
+    most = s.MAX_BORROWED_SECONDS / s.DECODE_SHARE
+    assert n_slices == math.floor(most / 0.2) + 1
+    assert not policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
+
+
+def test_policy_forgets_a_debt_to_requests_that_are_over():
+    policy = s.SchedulingPolicy()
+    policy.charge_slice(10.0, is_decoding=True)
+    policy.charge_slice(0.2, is_decoding=False)
+
+    assert policy.decode_debt == pytest.approx(0.2 * s.DECODE_SHARE)
+
+
+# -- how long --------------------------------------------------------------------------
+
+
+def prompt_with_images(rng, n):
+    """Tokens, and the ranges of the images among them."""
+    tokens, images, position = np.arange(10, 10 + n, dtype=np.int32), [], 0
+    while position + 40 < n:
+        position += rng.randrange(30)
+        image = slice(position, min(position + rng.randrange(2, 90), n - 1))
+        digest = rng.randbytes(32).hex()
+        tokens = s.inject_image_markers(tokens, image, digest=digest)
+        images.append(image)
+        position = image.stop + rng.randrange(2)
+    return tokens, images
+
+
+def test_slice_end_is_never_inside_an_image_and_always_further():
+    rng = random.Random(3)
+    for _ in range(300):
+        tokens, images = prompt_with_images(rng, rng.randrange(80, 900))
+        starts = [0, *(image.start for image in images), *(i.stop for i in images)]
+        start = rng.choice(starts)
+        later_ends = [image.stop for image in images if image.stop > start]
+        stop = min([*later_ends[:1], len(tokens) - 1])
+        if stop <= start:
+            continue
+
+        max_tokens = rng.randrange(1, 400)
+        end = s.slice_end(tokens, start, stop=stop, max_tokens=max_tokens)
+
+        assert start < end <= stop
+        assert not s.is_inside_image(tokens, end)
+        if stop - start - max_tokens < s.MIN_WAIT_GAIN_TOKENS:
+            assert end == stop, "who waits for the stop would prefill the rest"
+        elif end != stop:
+            assert end <= start + max_tokens
+
+
+def test_slice_is_as_long_as_allowed_in_plain_text():
+    tokens = np.arange(1, 5000, dtype=np.int32)
+
+    assert s.slice_end(tokens, 100, stop=4000, max_tokens=512) == 612
+    assert s.slice_end(tokens, 100, stop=650, max_tokens=512) == 650
+    assert s.slice_end(tokens, 100, stop=300, max_tokens=512) == 300
+
+
+def test_affordable_tokens_fall_with_depth_where_attention_keeps_scores():
+    """why(L-55)"""
+    costs = [s.SliceCost(end, 1000.0 + 2.0 * end) for end in range(100, 3000, 100)]
+
+    at_1000 = s.affordable_tokens(costs, 1000, working_bytes=6_000_000)
+    at_9000 = s.affordable_tokens(costs, 9000, working_bytes=6_000_000)
+
+    assert at_1000 == pytest.approx(6_000_000 / (2 * 3000))
+    assert at_9000 == pytest.approx(6_000_000 / (2 * 19_000))
+
+
+def test_affordable_tokens_do_not_grow_with_depth():
+    costs = [s.SliceCost(end, 5000.0 - end) for end in (1000, 2000, 3000)]
+
+    assert s.affordable_tokens(costs, 90_000, working_bytes=6000) == 1.0
+    assert s.affordable_tokens(costs, 0, working_bytes=6000) == 1.0
+
+
+def test_affordable_tokens_are_unlimited_until_something_was_measured():
+    assert s.affordable_tokens([], 500, working_bytes=1) == math.inf
+    one = [s.SliceCost(64, 0.0)]
+    assert s.affordable_tokens(one, 500, working_bytes=7) == 7.0
+
+
+# -- memory and states -----------------------------------------------------------------
+
+
+def test_memory_shares_add_up_to_what_the_model_leaves():
+    rng = random.Random(1)
+    for _ in range(200):
+        limit = rng.randrange(1 << 20, 1 << 36)
+        model_bytes = rng.randrange(limit)
+        max_kv_bytes = rng.choice([0, rng.randrange(1, limit)])
+        has_vision = rng.random() < 0.5
+
+        shares = s.divide_memory(
+            limit,
+            model_bytes=model_bytes,
+            max_kv_bytes=max_kv_bytes,
+            has_vision=has_vision,
+        )
+
+        _, kv, features, working = shares
+        assert kv + features + working == limit - model_bytes
+        assert kv + features <= s.KV_SHARE * (limit - model_bytes)
+        assert not max_kv_bytes or kv + features <= max_kv_bytes
+        assert features == 0 or has_vision
+
+
+def test_request_times_name_the_state_and_the_seconds_in_each():
+    waiting = s.RequestTimes(submitted=10.0)
+    prefilling = waiting._replace(started=12.0)
+    decoding = prefilling._replace(decoding=17.0)
+
+    assert [t.state for t in (waiting, prefilling, decoding)] == [
+        "waiting",
+        "prefilling",
+        "decoding",
+    ]
+    assert [t.state_since for t in (waiting, prefilling, decoding)] == [10, 12, 17]
+    assert waiting.seconds(20.0) == (10.0, 0.0, 0.0)
+    assert prefilling.seconds(20.0) == (2.0, 8.0, 0.0)
+    assert decoding.seconds(20.0) == (2.0, 5.0, 3.0)

@@ -1,0 +1,421 @@
+"""HEAL: a reply is known by what clients keep of it; what they say themselves is never replaced."""
+
+import copy
+import json
+import re
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from typing import Any
+
+import pytest
+import start_llm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from templates import call, said
+
+QUICK = settings(max_examples=60)
+THOROUGH = settings(max_examples=200)
+TAGS = ("<think>", "</think>")
+ASKED = (b"digest of what is answered",)
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+# -0.0, 2.0, 1e21, 2**53 + 1 and keys that look like indices: what a JavaScript client rewrites.
+numbers = (
+    st.integers(-(2**70), 2**70)
+    | st.integers(-9, 9).map(float)
+    | st.sampled_from([-0.0, 2.0, 1e21, 1e300, 5e-324, 2.0**53, 2**53 + 1])
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+scalars = st.none() | st.booleans() | numbers | words
+keys = words | st.integers(0, 30).map(str)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+objects = st.dictionaries(keys, values, max_size=4)
+
+
+# -- arguments ----------------------------------------------------------------------
+
+
+def js_number(value: float) -> int | float:
+    """As Number.prototype.toString prints it: whole below 1e21, shortest digits, no minus zero."""
+    number = float(value)
+    whole = number.is_integer() and abs(number) < 1e21
+    return int(Decimal(repr(number))) if whole else number
+
+
+def js_value(value: Any) -> Any:
+    """The value after JSON.parse and JSON.stringify: indices first and ascending, then the rest."""
+    if isinstance(value, dict):
+        indices = sorted(
+            (k for k in value if k.isdecimal() and str(int(k)) == k), key=int
+        )
+        order = [*indices, *(key for key in value if key not in indices)]
+        return {key: js_value(value[key]) for key in order}
+    if isinstance(value, list):
+        return list(map(js_value, value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return js_number(value) if is_number else value
+
+
+def js_text(value: Any) -> str:
+    return json.dumps(js_value(value), ensure_ascii=False, separators=(",", ":"))
+
+
+@given(objects, st.sampled_from([None, 1, 4]), st.booleans())
+@QUICK
+def test_a_javascript_round_trip_changes_no_arguments(
+    arguments: dict, indent: int | None, ascii_only: bool
+) -> None:
+    """White space, escapes, the order of keys and the spelling of numbers: none of it is a name."""
+    generated = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
+    name = start_llm.canonical_json(generated)
+    assert name == start_llm.canonical_json(js_text(arguments))
+    assert name == start_llm.canonical_json(arguments)
+    assert name == start_llm.canonical_json(name)
+
+
+def plain(value: Any) -> Any:
+    """What Claude Code 2.1 leaves of arguments: `false` is a default, "1" may be 1 (L-81)."""
+    if isinstance(value, list):
+        return [
+            plain(each) if isinstance(each, dict | list) else each for each in value
+        ]
+    kept = {}
+    for key, each in value.items():
+        text = each if isinstance(each, str) else str(each)
+        while (start := text.partition(" && "))[1] and re.fullmatch(
+            r"cd \S+", start[0]
+        ):
+            text = start[2]
+        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
+        if isinstance(each, dict | list):
+            kept[key] = plain(each)
+        elif text not in ("False", "None"):
+            kept[key] = text
+    return kept
+
+
+@given(st.data(), objects)
+@QUICK
+def test_other_arguments_have_another_name(
+    data: st.DataObject, arguments: dict
+) -> None:
+    """Equal names exactly where a JavaScript client could not tell the two apart."""
+    other = data.draw(objects | st.just(arguments) | st.just({**arguments, "q": 1}))
+    same = json.dumps(plain(js_value(arguments)), sort_keys=True)
+    told = json.dumps(plain(js_value(other)), sort_keys=True)
+    names = [start_llm.canonical_json(each) for each in (arguments, other)]
+    assert (names[0] == names[1]) == (same == told)
+
+
+WRITTEN = (
+    r"""{ "timeout" : 20.0,  "command":"printf '%s\\n' \"caf\u00e9 \u6f22 <b>&amp; """
+    r"""\ud83d\ude00 a\/b\"", "10":"ten",  "2" : {"z":1.50, "a":[1.0, 1e2 ,-0.0] , "1":null}, """
+    '"x": true }'
+)
+ECHOED = (
+    r'{"2":{"1":null,"z":1.5,"a":[1,100,0]},"10":"ten","timeout":20,'
+    r""""command":"printf '%s\\n' \"café 漢 <b>&amp; 😀 a/b\"","x":true}"""
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "echoed"),
+    [
+        (WRITTEN, ECHOED),  # by Claude Code, PI and OpenClaw alike
+        ('{"n": 2.0}', '{"n":2}'),
+        ('{"n": -0.0}', '{"n":0}'),
+        ('{"n": 9007199254740993}', '{"n":9007199254740992}'),
+        ('{"n": 1e21}', '{"n":1e+21}'),
+        ('{"b": 1, "10": 2, "9": 3}', '{"9":3,"10":2,"b":1}'),
+        ('{"s": "\\u6f22 \\u00e9"}', '{"s":"漢 é"}'),
+        ('{"new_string": "x"}', '{"replace_all":false,"new_string":"x","limit":null}'),
+        ('{"content": "a  \\n\\tb \\n"}', '{"content":"a\\n\\tb\\n"}'),
+        ('{"command": "cd /work/a-b && ls"}', '{"command":"ls"}'),
+        ('{"offset": "1", "edits": [{"n": "2"}]}', '{"offset":1,"edits":[{"n":2}]}'),
+        ('{ "a" : [ 1 , 2.50 ] }', '{"a":[1,2.5]}'),
+        ("", "{}"),
+        ("null", "{}"),
+    ],
+)
+def test_what_clients_were_seen_to_rewrite(written: str, echoed: str) -> None:
+    assert start_llm.canonical_json(written) == start_llm.canonical_json(echoed)
+    assert start_llm.canonical_json(None) == start_llm.canonical_json("{}")
+
+
+def test_a_name_takes_no_longer_than_its_text() -> None:
+    """A run of blanks that ends no line must not be looked at from each of them."""
+    long = " " * 300_000 + "x" + "\t" * 300_000 + "cd a && " * 50_000
+    began = time.process_time()
+    assert start_llm.canonical_json({"command": long, "content": long})
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"n": 2}', '{"n": 2.5}'),
+        ('{"n": 1}', '{"n": true}'),
+        ('{"n": 0}', "{}"),
+        ('{"command": "ls && cd /a && ls"}', '{"command": "ls && ls"}'),
+        ('{"a": ["x "]}', '{"a": ["x"]}'),
+        ('{"a": [1, 2]}', '{"a": [2, 1]}'),
+        ('{"s": " x"}', '{"s": "x"}'),
+        ('{"q": "cut o', '{"q": "cut off'),
+        ('{"new": "None"}', '{"new": "False"}'),
+        ('{"new": "False"}', "{}"),
+    ],
+)
+def test_what_is_something_else(one: str, other: str) -> None:
+    assert start_llm.canonical_json(one) != start_llm.canonical_json(other)
+
+
+@given(
+    st.text()
+    | st.sampled_from(["[" * 500, "NaN", "1e999", "-", '{"a": 1e400}', '"\\ud800"'])
+)
+@QUICK
+def test_text_that_is_no_json_is_its_own_name(text: str) -> None:
+    """A model may write anything; it gets a name, the same each time, and nothing is raised."""
+    name = start_llm.canonical_json(text)
+    assert name == start_llm.canonical_json(text)
+    assert isinstance(name, str)
+
+
+# -- what names a reply -------------------------------------------------------------
+
+
+def reply(
+    content: str = "so it is", *arguments: object, thought: str = "", **fields: Any
+) -> dict:
+    calls = [call(each, n=n) for n, each in enumerate(arguments)]
+    message = said("assistant", content, **fields)
+    return (
+        message
+        | ({"tool_calls": calls} if calls else {})
+        | ({"reasoning_content": thought} if thought else {})
+    )
+
+
+def test_thinking_and_ids_name_no_reply() -> None:
+    """OpenClaw sends `call_779` back as `call779`; most clients drop thinking at some time."""
+    plain = reply("x", '{"q": 1}', '{"q": 2}')
+    other = copy.deepcopy(plain) | {"reasoning_content": "why"}
+    for each in other["tool_calls"]:
+        each |= {"id": each["id"].replace("call", "call_"), "index": 7}
+    assert start_llm.reply_digest(plain) == start_llm.reply_digest(other)
+
+
+def test_each_word_call_and_order_names_a_reply() -> None:
+    different = [
+        reply("x"),
+        reply("x y"),
+        reply("", '{"q": 1}'),
+        reply("x", '{"q": 1}'),
+        reply("x", '{"q": 2}'),
+        reply("x", '{"q": 1}', '{"q": 2}'),
+        reply("x", '{"q": 2}', '{"q": 1}'),
+        reply("x", '{"q": 1}', '{"q": 1}'),
+        reply("x") | {"tool_calls": [call('{"q": 1}', name="listen")]},
+    ]
+    assert len({start_llm.reply_digest(each) for each in different}) == len(different)
+
+
+# -- the store ----------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["keep", "ask"]), st.integers(0, 7)), min_size=20
+    )
+)
+@THOROUGH
+def test_the_replies_used_least_recently_are_forgotten(steps: list) -> None:
+    """Against a plain LRU: remembering a reply and asking for it are both uses."""
+    oracle: OrderedDict[int, str] = OrderedDict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start_llm.HealingStore, "CAP", 4)
+        store = start_llm.HealingStore()
+        for at, (step, n) in enumerate(steps):
+            if step == "keep":
+                oracle[n] = f"thought {at}"
+                store.remember(reply(f"r{n}", thought=oracle[n]), ASKED)
+            assert store.find_thinking(reply(f"r{n}"), ASKED) == oracle.get(n, "")
+            if n in oracle:
+                oracle.move_to_end(n)
+            while len(oracle) > 4:
+                oracle.popitem(last=False)
+            assert len(store) == len(oracle)
+
+
+def test_the_store_holds_four_thousand_names() -> None:
+    store = start_llm.HealingStore()
+    for n in range(4005):
+        store.remember(reply(f"r{n}", thought=f"t{n}"), ASKED)
+    assert len(store) == store.CAP == 4000
+    assert store.find_thinking(reply("r4"), ASKED) == ""
+    assert store.find_thinking(reply("r5"), ASKED) == "t5"
+
+
+def test_a_reply_without_thinking_is_not_kept() -> None:
+    store = start_llm.HealingStore()
+    store.remember(reply("x"), ASKED)
+    store.remember(reply("y", reasoning_content=""), ASKED)
+    assert len(store) == 0
+
+
+def test_many_threads_share_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_llm.HealingStore, "CAP", 50)
+    store = start_llm.HealingStore()
+
+    def work(seed: int) -> bool:
+        for n in range(300):
+            name = f"r{(n * seed) % 97}"
+            store.remember(reply(name, thought=f"of {name}"), ASKED)
+            if store.find_thinking(reply(name), ASKED) not in {"", f"of {name}"}:
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(1, 9)))
+    assert len(store) == 50
+
+
+# -- healing ------------------------------------------------------------------------
+
+
+def as_parsed(message: dict) -> dict:
+    """A message as HEAL gets it: CANON has put thinking under one name."""
+    canon = start_llm.Canonicalizer(
+        start_llm.Config(), part_separator="\n", thinking_tags=TAGS
+    )
+    [turn] = start_llm.canonicalize_messages([message], canon)
+    return turn.original
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        reply("so it is"),
+        reply("\n\nso it is"),
+        reply("so it is", reasoning_content=""),
+        reply("so it is", reasoning_content=" \n"),
+        reply("<think>\n\n</think>\n\nso it is"),
+        reply("") | {"content": [{"type": "text", "text": "so it is"}]},
+    ],
+)
+def test_thinking_comes_back_however_it_was_dropped(echo: dict) -> None:
+    store = start_llm.HealingStore()
+    store.remember(reply("so it is", thought="because"), ASKED)
+    [healed] = start_llm.heal_messages([as_parsed(echo)], store, contexts=[ASKED])
+    assert healed == reply("so it is", thought="because")
+
+
+def test_a_call_without_words_is_healed_through_its_arguments() -> None:
+    store = start_llm.HealingStore()
+    store.remember(reply("", '{"n": 2.0, "1": "\\u00e9"}', thought="because"), ASKED)
+    echo = reply("", '{"1":"é","n":2}')
+    [healed] = start_llm.heal_messages([echo], store, contexts=[ASKED])
+    assert healed["reasoning_content"] == "because"
+    assert healed["tool_calls"] == echo["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        reply("so it is", thought="I say otherwise"),
+        reply("<think>\nI say otherwise\n</think>\n\nso it is"),
+    ],
+)
+def test_what_the_client_thinks_is_never_replaced(echo: dict) -> None:
+    store = start_llm.HealingStore()
+    store.remember(reply("so it is", thought="because"), ASKED)
+    [healed] = start_llm.heal_messages([as_parsed(echo)], store, contexts=[ASKED])
+    assert healed["reasoning_content"] == "I say otherwise"
+
+
+def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_since() -> (
+    None
+):
+    store = start_llm.HealingStore()
+    for thought in ("the sky is blue", "two is even"):
+        store.remember(reply("yes", thought=thought), ASKED)
+    name = start_llm.thinking_signature("the sky is blue")
+    assert store.find_thinking(reply("yes", thought_id=name), ()) == "the sky is blue"
+    assert (
+        store.find_thinking(reply("yes", thought_id="unknown"), ASKED) == "two is even"
+    )
+
+
+def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
+    """A client's own examples are full of "yes"; no thought of ours led to them."""
+    store = start_llm.HealingStore()
+    for asked, thought in (
+        (b"is the sky blue?", "it is day"),
+        (b"is two even?", "two halves"),
+    ):
+        store.remember(reply("yes", thought=thought), (asked,))
+    asked = [(b"",), (b"is the sky blue?",), (b"are you there?",), (b"is two even?",)]
+    healed = start_llm.heal_messages([reply("yes")] * 4, store, contexts=asked)
+    assert [m.get("reasoning_content") for m in healed] == [
+        None,
+        "it is day",
+        None,
+        "two halves",
+    ]
+
+
+def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_since() -> (
+    None
+):
+    store = start_llm.HealingStore()
+    for conversation in (b"Ann's", b"Bob's"):
+        store.remember(
+            reply("hello", thought=f"{conversation!r} greets"), (conversation, b"hi")
+        )
+    names = [(b"Ann's", b"hi"), (b"Bob's", b"hi"), (b"an edited one", b"hi")]
+    thoughts = [store.find_thinking(reply("hello"), name) for name in names]
+    assert thoughts == [f"{who!r} greets" for who in (b"Ann's", b"Bob's", b"Bob's")]
+
+
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, 7, None])
+def test_a_signature_that_is_none_finds_nothing(name: object) -> None:
+    """Fields that a client adds come as they are."""
+    store = start_llm.HealingStore()
+    store.remember(
+        {"role": "assistant", "content": "x", "reasoning_content": "t"}, [b""]
+    )
+    reply = {"role": "assistant", "content": "y", "thought_id": name}
+    assert store.find_thinking(reply, [b""]) == ""
+
+
+def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
+    store = start_llm.HealingStore()
+    store.remember(reply("same words", thought="because"), ASKED)
+    messages = [
+        said("system", "same words"),
+        said("user", "same words"),
+        reply("same words"),
+        said("tool", "same words", tool_call_id="call00000"),
+        reply("other words"),
+    ]
+    before = copy.deepcopy(messages)
+    healed = [*start_llm.heal_messages(messages, store, contexts=[ASKED] * 5)]
+    assert messages == before
+    assert [m.get("reasoning_content") for m in healed] == [
+        None,
+        None,
+        "because",
+        None,
+        None,
+    ]
+    assert [{**m, "reasoning_content": 0} for m in healed] == [
+        {**m, "reasoning_content": 0} for m in messages
+    ]

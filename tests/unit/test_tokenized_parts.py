@@ -1,0 +1,167 @@
+"""A long text is tokenized in parts, and has the tokens that it has as a whole (L-118)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import start_llm as s
+from mlx_lm.utils import load_tokenizer
+from templates import chat, said
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import WordLevel
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = (ROOT / "start-llm.py").read_text() + (ROOT / "README.md").read_text()
+ODD = [
+    *(" ", "\n", "\n\n   \n", " " * 9, "\r\n", "\t\tab cd", " \u00a0x", "a " * 20),
+    *("\u4e2d\u6587\u5b57\u7b26\u3002\u65b0\u7684", "\u00e9\u0301 go on", "\ufb01"),
+    *("\U0001f642\u200d\U0001f467", "123456 7", "'s 'll DON'T x", "aB cD", "<0x0A>"),
+]
+
+
+def demo() -> Tokenizer:
+    """Byte-level BPE with the regular expression of its family."""
+    whole = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
+    plain = Tokenizer(whole.model)
+    plain.normalizer = whole.normalizer
+    plain.pre_tokenizer = whole.pre_tokenizer
+    return plain
+
+
+def tokenizers() -> Iterator[tuple[str, Tokenizer]]:
+    """The same vocabulary, used as each kind of tokenizer uses its own."""
+    yield "byte-level", demo()
+    spaced = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    llama = demo()
+    llama.pre_tokenizer = pre_tokenizers.Sequence([])
+    llama.normalizer = normalizers.Sequence(spaced)
+    yield "a space is put before each text", llama
+    gemma = demo()
+    gemma.pre_tokenizer = pre_tokenizers.Sequence([])
+    gemma.normalizer = spaced[1]
+    yield "no words are parted", gemma
+    metaspace = demo()
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    yield "words with a space before them", metaspace
+
+
+TOKENIZERS = dict(tokenizers())
+
+
+def texts(n: int) -> Iterator[str]:
+    rng = random.Random(5)
+    for _ in range(n):
+        parts = []
+        for _ in range(rng.randrange(40)):
+            start = rng.randrange(len(SOURCE) - 300)
+            excerpt = SOURCE[start : start + rng.randrange(300)]
+            parts.append(rng.choice([excerpt, excerpt, rng.choice(ODD)]))
+        yield "".join(parts)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_parts_have_the_tokens_of_the_whole(name, monkeypatch):
+    monkeypatch.setattr(s, "_PIECE_CHARACTERS", 80)
+    cutter = s._TextCutter(TOKENIZERS[name])
+    n_parts = 0
+
+    for text in texts(100):
+        parts = list(cutter.split(text))
+        assert [i for p in parts for i in cutter._encode(p)] == cutter._encode(text)
+        n_parts += len(parts)
+
+    assert n_parts > 1_000
+
+
+def test_no_text_is_cut_where_a_token_of_the_vocabulary_goes_on():
+    vocabulary = demo().get_vocab()
+    vocabulary["of\u0120the"] = len(vocabulary)
+    crossing = Tokenizer(WordLevel(vocabulary, unk_token="of\u0120the"))
+
+    assert "[ ]" in s._TextCutter(demo())._places.pattern
+    assert "[ ]" not in s._TextCutter(crossing)._places.pattern
+
+
+def test_no_part_is_much_longer_than_the_limit(monkeypatch):
+    monkeypatch.setattr(s, "_PIECE_CHARACTERS", 1_000)
+    parts = list(s._TextCutter(demo()).split(SOURCE))
+
+    assert "".join(parts) == SOURCE
+    assert max(map(len, parts)) < 2_000
+
+
+@pytest.fixture(scope="module")
+def template() -> s.ChatTemplate:
+    tokenizer = load_tokenizer(ROOT / "models/demo")
+    return s.ChatTemplate(
+        tokenizer,
+        s.Config(),
+        think_start=tokenizer.think_start or "",
+        think_end=tokenizer.think_end or "",
+        ends=set(tokenizer.eos_token_ids),
+    )
+
+
+@pytest.fixture
+def tokenized(monkeypatch) -> list[str]:
+    """The texts that went through the tokenizer."""
+    texts: list[str] = []
+    tokenize = s._tokenize
+
+    def noted(tokenizer, text):
+        texts.append(text)
+        return tokenize(tokenizer, text)
+
+    monkeypatch.setattr(s, "_PIECE_CHARACTERS", 1_000)
+    monkeypatch.setattr(s, "_tokenize", noted)
+    return texts
+
+
+def test_a_prompt_far_over_the_context_is_not_tokenized_to_its_end(template, tokenized):
+    request = chat([said("user", SOURCE)])
+    whole = template.render_prompt(request)
+    template.clear_memos()
+    tokenized.clear()
+
+    limited = replace(request, max_counted_tokens=2_000)
+    rendered = template.render_prompt(limited)
+
+    assert sum(map(len, tokenized)) < 40_000 < len(SOURCE) // 10
+    assert len(rendered.ids) > 2_000
+    assert rendered.n_tokens == pytest.approx(len(whole.ids), rel=0.5)
+
+
+def test_a_prompt_within_the_limit_is_counted_exactly(template, tokenized):
+    request = chat([said("user", SOURCE[:60_000])])
+    whole = template.render_prompt(request)
+
+    n_tokens = len(whole.ids)
+    limited = replace(request, max_counted_tokens=n_tokens)
+    assert template.render_prompt(limited) == whole
+    assert template.render_prompt(limited).ids.tolist() == whole.ids.tolist()
+
+
+def test_tokenizing_is_left_when_the_client_has_gone(template, tokenized):
+    n_looks = 0
+
+    def leave():
+        nonlocal n_looks
+        n_looks += 1
+        if n_looks == 5:
+            raise s.ClientGone
+
+    request = replace(chat([said("user", SOURCE[::-1])]), check_client=leave)
+    with pytest.raises(s.ClientGone):
+        template.render_prompt(request)
+    assert 0 < len(tokenized) <= 5
+
+
+def test_a_long_completion_has_the_tokens_that_the_tokenizer_gives(template):
+    text = SOURCE[:200_000]
+    (encoding,) = template._encoder.tokenizer.encode_batch_fast([text])
+
+    assert template.tokenize_completion(text).ids.tolist() == encoding.ids

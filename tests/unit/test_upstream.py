@@ -1,0 +1,341 @@
+"""UPSTREAM: mlx-lm and mlx-vlm are as the section reads them.
+
+A new version that fails here must be read before the pin moves.
+"""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+import start_llm as s
+from mlx_lm.generate import GenerationBatch
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from read_layout import read_sections
+from tiny_models import DENSE, HYBRID, SLIDING
+
+TESTS = Path(__file__).parents[1]
+SOURCE = Path(s.__file__).read_text(encoding="utf-8")
+
+
+def numbers(n, start=0):
+    """Keys of n tokens, each its position."""
+    return mx.arange(start, start + n, dtype=mx.float32).reshape(1, 1, n, 1)
+
+
+def fill(leaf, n, start=0):
+    keys = numbers(n, start)
+    leaf.update_and_fetch(keys, -keys)
+    mx.eval(leaf.keys, leaf.values)
+    return leaf
+
+
+# -- the section itself ----------------------------------------------------------------
+
+
+def test_each_part_of_the_section_names_a_test_that_exists():
+    section = SOURCE.partition("\n# region UPSTREAM ")[2].partition("\n# region ")[0]
+
+    pins = re.findall(r"(?m)^# Pinned by (\w+\.py)(?:::(\w+))?", section)
+
+    assert len(pins) > 15
+    for file, test in pins:
+        [path] = TESTS.rglob(file)
+        text = path.read_text(encoding="utf-8")
+        assert f"\ndef {test or 'test_'}" in text, (file, test)
+    parts = re.findall(r"(?m)^(# Pinned .*\n)?(def|class) (\w+)", section)
+    helpers = {"_add_image_block", "_present_inputs", "TokenChoice", "SampledToken"}
+    assert {name for pin, _, name in parts if not pin} == helpers
+
+
+def test_no_other_section_uses_a_private_name_of_another_library():
+    tree = ast.parse(SOURCE)
+    ours = set(re.findall(r"\b(?:self|cls)\.(_\w+)|def (_\w+)|^    (_\w+):", SOURCE))
+    ours = {name for names in ours for name in names if name}
+    ours |= {"_replace", "_asdict", "_fields", "_exit", "_path"}
+    ours |= {"_run_exitfuncs"}  # of Python's own atexit
+
+    foreign = {
+        (section.name, attribute)
+        for section in read_sections(SOURCE, tree)
+        for attribute in section.used_attributes()
+        if attribute.startswith("_") and not attribute.endswith("__")
+        if attribute not in ours and section.name != "UPSTREAM"
+    }
+
+    assert foreign == set()
+
+
+# -- 1 caches --------------------------------------------------------------------------
+
+
+def test_cache_lists_contain_leaves():
+    first, second, third = KVCache(), ArraysCache(2), RotatingKVCache(8)
+    layers = [CacheList(first, second), third]
+
+    assert list(map(id, s.cache_leaves(layers))) == [id(first), id(second), id(third)]
+
+
+def test_attention_caches_keep_all_tokens():
+    leaf = fill(KVCache(), 3)
+    keys, values, offset = leaf.state
+
+    assert (keys is leaf.keys, values is leaf.values, offset) == (True, True, 3)
+    assert KVCache.step == s.BUFFER_STEP_TOKENS == leaf.keys.shape[2]
+    assert s.is_attention(leaf) and s.is_attention(BatchKVCache([0]))
+    lookalikes = [RotatingKVCache(8), ChunkedKVCache(8), ArraysCache(2)]
+    lookalikes += [QuantizedKVCache(), BatchRotatingKVCache(8, [0])]
+    assert not any(map(s.is_attention, lookalikes))
+
+
+def test_recurrent_caches_are_lists_of_arrays():
+    arrays = [mx.ones((1, 2)), mx.zeros((1, 3))]
+
+    leaf = s.make_recurrent(arrays)
+
+    assert type(leaf) is ArraysCache and s.is_recurrent(leaf)
+    assert leaf.cache is arrays and leaf.state[0] is arrays
+    assert leaf.state[1:] == (None, None)
+    leaf[0] = mx.full((1, 2), 7.0)
+    assert arrays[0].tolist() == [[7.0, 7.0]], "an item of the list is replaced"
+    assert not s.is_recurrent(KVCache()) and not s.is_recurrent(RotatingKVCache(8))
+
+
+def test_rows_of_a_batch_are_padded_at_their_beginning():
+    batch = KVCache.merge([fill(KVCache(), 3), fill(KVCache(), 5)])
+
+    assert type(batch) is BatchKVCache
+    assert [s.first_slot(batch, row=row) for row in (0, 1)] == [2, 0]
+    assert batch.keys[0, 0, 2:5, 0].tolist() == [0, 1, 2]
+    assert batch.offset.tolist() == [3, 5], "tokens of each row, padding not counted"
+    assert s.first_slot(fill(KVCache(), 3), row=0) == 0
+
+
+def test_windows_say_how_many_tokens_they_read():
+    assert s.window_tokens(RotatingKVCache(8)) == 8
+    assert s.window_tokens(ChunkedKVCache(16)) == 16
+    assert s.window_tokens(ArraysCache(2)) == 0
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_window_is_no_longer_than_what_is_read_again(keep):
+    leaf = fill(fill(RotatingKVCache(8, keep=keep), 6), 20, start=6)
+    assert leaf.keys.shape[2] > 8
+
+    s.drop_outside_window(leaf)
+
+    expected = [*range(keep), *range(26 - (8 - keep), 26)]
+    assert leaf.keys.reshape(-1).tolist() == expected
+    assert leaf.offset == 26
+    before = leaf.keys
+    s.drop_outside_window(leaf)
+    assert leaf.keys is before
+    fill(leaf, 1, start=26)
+    assert sorted(leaf.keys.reshape(-1).tolist()) == [
+        *expected[:keep],
+        *expected[keep + 1 :],
+        26,
+    ]
+
+
+def test_other_caches_have_nothing_outside_a_window():
+    short = fill(RotatingKVCache(8), 5)
+    chunk = fill(ChunkedKVCache(8), 20)
+    recurrent = s.make_recurrent([mx.ones((1, 2))])
+
+    for leaf in (short, chunk, recurrent):
+        s.drop_outside_window(leaf)
+
+    assert short.offset == 5 and chunk.offset == 20
+    assert short.keys.shape[2] == 5 and recurrent[0].tolist() == [[1.0, 1.0]]
+
+
+def test_a_maximum_size_is_never_asked_for():
+    """why(L-09): with one, upstream builds caches that forget in silence."""
+    assert "max_kv_size" in inspect.signature(make_prompt_cache).parameters
+    assert "max_kv_size" not in SOURCE.partition("# region UPSTREAM")[2].replace(
+        "config.max_kv_size", ""
+    )
+
+
+# -- 2 generation ----------------------------------------------------------------------
+
+
+def choice(**fields):
+    return s.TokenChoice(
+        **{"sampler": s.greedy_sampler, "processors": [], "context": [], **fields}
+    )
+
+
+def started(model, tokens, *, n_before=0, **fields):
+    """A generator of one row, of whose prompt n_before tokens are in the cache."""
+    cache = make_prompt_cache(model)
+    ids = mx.array([tokens])
+    if n_before:
+        model(ids[:, :n_before], cache=cache)
+        s.evaluate_caches(cache)
+    return s.TokenGenerator(model, ids[:, n_before:], cache, choice(**fields))
+
+
+def cold_logprobs(model, tokens):
+    logits = model(mx.array([tokens]))[0, -1]
+    return np.array(logits - mx.logsumexp(logits))
+
+
+def same(ours, theirs, kind):
+    tolerance = 1e-4 if kind == SLIDING else 0.0
+    return np.abs(np.array(ours) - theirs).max() <= tolerance
+
+
+@pytest.fixture(scope="module", params=[DENSE, HYBRID, SLIDING])
+def plain(request, tmp_path_factory):
+    from tiny_models import tiny_model
+
+    folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
+    return request.param, mlx_lm.load(str(folder))[0]
+
+
+def test_generation_feeds_what_it_has_sampled(plain):
+    kind, model = plain
+    prompt = np.random.default_rng(1).integers(10, 300, 60).tolist()
+
+    generator = started(model, prompt, n_before=40)
+
+    first = generator.first_token()
+    assert same(first.logprobs, cold_logprobs(model, prompt), kind)
+    assert first.token_id == int(np.argmax(first.logprobs))
+    assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60
+    tokens = [*prompt, first.token_id]
+    for n in range(1, 6):
+        (fed,) = generator.step()
+        assert fed.token_id == tokens[-1], "a step returns what it feeds"
+        assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60 + n
+        following = generator.first_token()
+        assert same(following.logprobs, cold_logprobs(model, tokens), kind)
+        tokens.append(following.token_id)
+
+
+def test_rows_join_and_leave_and_stay_what_they_were(plain):
+    _, model = plain
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(10, 300, n).tolist() for n in (30, 40, 50)]
+    alone = []
+    for prompt in prompts:
+        generator = started(model, prompt)
+        alone.append([generator.step()[0] for _ in range(8)])
+
+    joined = started(model, prompts[0])
+    joined.layer_caches = s.to_batch(joined.layer_caches)
+    for prompt in prompts[1:]:
+        other = started(model, prompt)
+        other.layer_caches = s.to_batch(other.layer_caches)
+        joined.extend(other)
+    steps = [joined.step() for _ in range(4)]
+    joined.keep_rows([0, 2])
+    steps += [joined.step() for _ in range(4)]
+
+    for n, rows in enumerate(steps):
+        expected = alone if n < 4 else [alone[0], alone[2]]
+        for row, tokens in zip(rows, expected, strict=True):
+            assert row.token_id == tokens[n].token_id
+            assert (
+                np.abs(np.array(row.logprobs) - np.array(tokens[n].logprobs)).max()
+                < 1e-3
+            )
+
+
+def test_processors_read_the_context_and_each_token(plain):
+    _, model = plain
+    read = []
+
+    def note(tokens, logits):
+        read.append(tokens.tolist())
+        return logits
+
+    generator = started(model, [11, 12, 13], processors=[note], context=[11, 12])
+    ids = [generator.step()[0].token_id for _ in range(2)]
+
+    assert read == [[11, 12, 13], [11, 12, 13, ids[0]], [11, 12, 13, *ids]]
+
+
+def test_a_batch_is_made_of_these_parts():
+    parameters = list(inspect.signature(GenerationBatch.__init__).parameters)
+    assert parameters == [
+        *("self", "model", "uids", "inputs", "prompt_cache", "tokens", "samplers"),
+        *("fallback_sampler", "logits_processors", "stop_sequences", "max_tokens"),
+    ]
+
+
+# -- 3 tokenizer -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tiny_models import tiny_model
+
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+def test_a_tokenizer_is_told_to_keep_no_words(folder):
+    tokenizer = mlx_lm.utils.load_tokenizer(folder)
+    before = tokenizer.encode("No word of this is kept.")
+    s.keep_no_words(tokenizer)
+    assert tokenizer.encode("No word of this is kept.") == before
+
+
+@pytest.mark.parametrize("tag", s.REPLY_TAGS)
+def test_a_tag_that_is_set_is_read_by_the_property(folder, tag):
+    tokenizer = mlx_lm.utils.load_tokenizer(folder)
+    ids = tuple(tokenizer.encode("<|im_start|>[x]", add_special_tokens=False))
+
+    s.set_reply_tag(tokenizer, tag, "<|im_start|>[x]")
+
+    assert getattr(tokenizer, tag) == "<|im_start|>[x]"
+    assert getattr(tokenizer, f"{tag}_tokens") == ids
+
+
+def test_a_tool_parser_is_a_function_of_a_module(folder):
+    tokenizer = mlx_lm.utils.load_tokenizer(folder)
+
+    assert "def parse_tool_call" in s.read_tool_parser_source(tokenizer)
+    assert tokenizer.tool_call_start in s.read_tool_parser_source(tokenizer)
+    tokenizer._tool_parser = None
+    assert s.read_tool_parser_source(tokenizer) == ""
+
+
+# -- 4 vision --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_cached", [0, 5])
+def test_the_tokens_of_an_image_see_each_other(n_cached):
+    from mlx_vlm.models.gemma4.language import Gemma4TextModel
+
+    name = "_apply_blockwise_bidirectional_overlay"
+    parameters = inspect.signature(getattr(Gemma4TextModel, name)).parameters
+    assert list(parameters) == ["self", "base_mask", "mm_token_type_ids"]
+
+    n, image = 6, range(2, 5)
+    flags = mx.array([[int(i in image) for i in range(n)]])
+    rows = np.arange(n)[:, None] + n_cached
+    causal = rows >= np.arange(n_cached + n)[None]
+
+    mask = np.array(s._add_image_block(mx.array(causal), flags))[0, 0]
+
+    for row in range(n):
+        for column in range(n_cached + n):
+            both = row in image and column - n_cached in image
+            assert mask[row, column] == (causal[row, column] or both)
