@@ -31,14 +31,16 @@ def canon(joint: str = "\n", **fields: Any) -> start_llm.Canonicalizer:
 
 
 def turns_of(
-    messages: list, by: start_llm.Canonicalizer | None = None
+    messages: list, canonicalizer: start_llm.Canonicalizer | None = None
 ) -> tuple[start_llm.CanonicalMessage, ...]:
     """Through the door that clients use: null contents and the like are normalised there."""
-    return start_llm.canonicalize_messages(chat(messages).messages, by or canon())
+    return start_llm.canonicalize_messages(
+        chat(messages).messages, canonicalizer or canon()
+    )
 
 
-def names(messages: list, by: start_llm.Canonicalizer | None = None) -> list:
-    return [(turn.role, turn.digest) for turn in turns_of(messages, by)]
+def names(messages: list, canonicalizer: start_llm.Canonicalizer | None = None) -> list:
+    return [(turn.role, turn.digest) for turn in turns_of(messages, canonicalizer)]
 
 
 def fields_of(
@@ -46,11 +48,11 @@ def fields_of(
 ) -> list[start_llm.VolatileField]:
     """Pinned values and notes in its content, ascending."""
     fields = [*turn.pinned, *turn.inline_notes]
-    return sorted(fields, key=lambda one: one.start)
+    return sorted(fields, key=lambda field: field.start)
 
 
-def text_of(one: start_llm.VolatileField) -> str:
-    return one.value if isinstance(one, start_llm.PinnedValue) else one.text
+def text_of(field: start_llm.VolatileField) -> str:
+    return field.value if isinstance(field, start_llm.PinnedValue) else field.text
 
 
 def part(text: str) -> dict:
@@ -68,16 +70,16 @@ class Field:
 
     rule: str
     message: dict
-    one: str
-    other: str
-    alone: str = ""  # the words of the field by themselves, on a line or as a block
-    before: tuple[dict, ...] = ()
+    first_value: str
+    second_value: str
+    own_words: str = ""  # the field by itself, on a line or as a block
+    earlier: tuple[dict, ...] = ()
 
-    def said(self, value: str) -> list:
-        return filled([*self.before, self.message], value)
+    def messages_with(self, value: str) -> list:
+        return filled([*self.earlier, self.message], value)
 
-    def words(self, value: str) -> str:
-        return self.alone.replace("V", value)
+    def words_with(self, value: str) -> str:
+        return self.own_words.replace("V", value)
 
 
 def filled(value: Any, word: str) -> Any:
@@ -196,250 +198,289 @@ ENVIRONMENT = "# Environment\n - Primary working directory: /home/V\n\nToday's d
 BILLING = (
     "x-anthropic-billing-header: cc_version=2.1.121.V; cc_entrypoint=sdk-cli; cch=V;"
 )
-DAYS = ("2026-11-20", "2026-11-21")
-HASHES = ("0d3a3", "040e0")
 ASKED = (said("system", "You help."), said("user", "hello"))
 FIELDS = [
     Field(
-        *("billing_header", said("system", [part(BILLING), part("You are an agent.")])),
-        *(*HASHES, BILLING),
+        rule="billing_header",
+        message=said("system", [part(BILLING), part("You are an agent.")]),
+        first_value="0d3a3",
+        second_value="040e0",
+        own_words=BILLING,
     ),
     Field(
-        "billing_header",
-        said("system", f"{BILLING}\nYou are an agent."),
-        *HASHES,
-        BILLING,
+        rule="billing_header",
+        message=said("system", f"{BILLING}\nYou are an agent."),
+        first_value="0d3a3",
+        second_value="040e0",
+        own_words=BILLING,
     ),
     Field(
-        *("message_id", said("developer", INBOUND), "d9e7c8c5-1777", "7cbc2c04-e382"),
-        '"message_id": "V"',
+        rule="message_id",
+        message=said("developer", INBOUND),
+        first_value="d9e7c8c5-1777",
+        second_value="7cbc2c04-e382",
+        own_words='"message_id": "V"',
     ),
     Field(
-        *("timestamp", said("user", "[V] Read notes.txt"), "Fri 2026-11-20 14:16 UTC"),
-        *("Sat 2026-11-21 09:07 UTC", "[V] Read notes.txt"),
+        rule="timestamp",
+        message=said("user", "[V] Read notes.txt"),
+        first_value="Fri 2026-11-20 14:16 UTC",
+        second_value="Sat 2026-11-21 09:07 UTC",
+        own_words="[V] Read notes.txt",
     ),
     Field(
-        *(
-            "timestamp",
-            said("user", [part("[V] Say hello")]),
-            "Wed 2026-02-18 20:48 GMT+1",
+        rule="timestamp",
+        message=said("user", [part("[V] Say hello")]),
+        first_value="Wed 2026-02-18 20:48 GMT+1",
+        second_value="Wed 2026-02-18 20:49:10 Europe/Berlin",
+        own_words="[V] Say hello",
+    ),
+    Field(
+        rule="timestamp",
+        message=said("user", f"{WRAPPER}[V] Say hello"),
+        first_value="Wed 2026-02-18 20:48 GMT+1",
+        second_value="Wed 2026-02-18 20:49 GMT+1",
+    ),
+    Field(
+        rule="user_message_id",
+        message=said("user", f"{WRAPPER}list files".replace("ID", "V")),
+        first_value="d9e7c8c5-1777",
+        second_value="7cbc2c04-e382",
+    ),
+    Field(
+        rule="user_message_id",
+        message=said("user", f"{TIGHT_WRAPPER}list files"),
+        first_value="d9e7c8c5-1777",
+        second_value="7cbc2c04-e382",
+    ),
+    Field(
+        rule="timestamp",
+        message=said("user", f"{ROUTED}{ANNOUNCED}"),
+        first_value="sub:601c",
+        second_value="sub:77aa",
+        own_words=f"{ROUTED}{ANNOUNCED}",
+    ),
+    Field(
+        rule="inbound_context",
+        message=said("developer", f"You help.\n{SECTION}# Project Context\nx"),
+        first_value="webchat",
+        second_value="heartbeat",
+        own_words=SECTION,
+    ),
+    Field(
+        rule="current_time",
+        message=said("user", HEARTBEAT),
+        first_value="2:21",
+        second_value="2:51",
+        own_words="Current time: V PM (UTC)",
+    ),
+    Field(
+        rule="current_time",
+        message=said("user", "wake up\nReference UTC: 2026-11-20 V UTC"),
+        first_value="14:21",
+        second_value="14:51",
+        own_words="Reference UTC: 2026-11-20 V UTC",
+    ),
+    Field(
+        rule="current_time",
+        message=said("system", "You help.\nCurrent time is V.\nBe brief."),
+        first_value="12:00",
+        second_value="12:01",
+        own_words="Current time is V.",
+    ),
+    Field(
+        rule="current_time",
+        message=said("system", "You help.\n- The current time is V.\nBe brief."),
+        first_value="2026-11-20 10:05:07.123456",
+        second_value="2026-11-21T09:00:00+01:00",
+        own_words="The current time is V.",
+    ),
+    Field(
+        rule="current_time",
+        message=said("system", "You help.\n\nSystem time: V"),
+        first_value="2026-11-20T10:05:07.123456+00:00",
+        second_value="2026-11-20T10:06:00.654321+00:00",
+        own_words="System time: V",
+    ),
+    Field(
+        rule="current_time",
+        message=said("system", "You help.\nCurrent Time (UTC): V\nBe brief."),
+        first_value="2026-11-20 10:05",
+        second_value="2026-11-20 10:06",
+        own_words="Current Time (UTC): V",
+    ),
+    Field(
+        rule="current_time",
+        message=said("system", "You help.\n**Current time (Europe/Zurich)**: V"),
+        first_value="10:05 PM",
+        second_value="10:06 PM",
+        own_words="**Current time (Europe/Zurich)**: V",
+    ),
+    Field(
+        rule="current_date",
+        message=said("system", "Current Date (YYYY-MM-DD): V\nYou help."),
+        first_value="2026-11-20",
+        second_value="2026-11-21",
+        own_words="Current Date (YYYY-MM-DD): V",
+    ),
+    Field(
+        rule="current_date",
+        message=said("system", "**Current date and time:** V (the user's)"),
+        first_value="Friday, November 20th, 2026, 9:03 PM",
+        second_value="Sat, 21 Nov 2026 at 10:00 CET",
+        own_words="V (the",
+    ),
+    Field(
+        rule="current_date",
+        message=said("system", "Today is V. You are an assistant."),
+        first_value="Friday, 20 November 2026",
+        second_value="Saturday, 21 November 2026",
+        own_words="Today is V. You are",
+    ),
+    Field(
+        rule="current_date",
+        message=said("system", "## Temporal Context\nCurrent date: V\nTime zone: UTC"),
+        first_value="2026-11-20",
+        second_value="2026-11-21",
+        own_words="Current date: V",
+    ),
+    Field(
+        rule="current_date",
+        message=said("system", "<env>\n  Today's date: V\n</env>\nBe brief."),
+        first_value="Fri Nov 20 2026",
+        second_value="Sat Nov 21 2026",
+        own_words="Today's date: V",
+    ),
+    Field(
+        rule="current_date",
+        message=said("developer", "Guidelines\n- Current date: V"),
+        first_value="2026-11-20",
+        second_value="2026-11-21",
+        own_words="- Current date: V",
+    ),
+    Field(
+        rule="git_status",
+        message=said("system", GIT),
+        first_value="(clean)",
+        second_value="?? out.txt\n M notes.txt",
+        own_words="gitStatus: This is the git status.\n\nStatus:\nV",
+    ),
+    Field(
+        rule="git_status",
+        message=said("system", f"Be brief.\n{SNAPSHOT}```\nBe kind.\n"),
+        first_value="(clean)",
+        second_value="?? out.txt\ngit: M notes.txt",
+        own_words=SNAPSHOT,
+    ),
+    Field(
+        rule="git_status",
+        message=said("system", f"Absolute path: /work\n\n{CONTEXT}\n\nBe kind."),
+        first_value="4de6519 lab start",
+        second_value="77ab012 more\n4de6519 lab start",
+        own_words=CONTEXT,
+    ),
+    Field(
+        rule="git_status",
+        message=said("system", f"Context:\n\n{STATUS}</context>\n<context>x</context>"),
+        first_value="Working tree clean",
+        second_value="M notes.txt\n?? out.txt",
+        own_words=STATUS,
+    ),
+    Field(
+        rule="runtime",
+        message=said("user", TASK),
+        first_value="492ms",
+        second_value="2m 3s",
+        own_words="Stats: runtime V • tokens 6.0k",
+    ),
+    Field(
+        rule="session_line",
+        message=said("user", RUNTIME),
+        first_value="451b0e19",
+        second_value="b26cb207",
+        own_words="Runtime: agent=main | V",
+    ),
+    Field(
+        rule="session_line",
+        message=said("developer", "x\nInline buttons not enabled for V. If you need"),
+        first_value="webchat",
+        second_value="heartbeat",
+        own_words="Inline buttons not enabled for V.",
+    ),
+    Field(
+        rule="session_line",
+        message=said(
+            "developer", "## Runtime\nRuntime: agent=main | V\nReasoning: off"
         ),
-        *("Wed 2026-02-18 20:49:10 Europe/Berlin", "[V] Say hello"),
+        first_value="channel=webchat",
+        second_value="channel=cli",
+        own_words="Runtime: agent=main | V",
     ),
     Field(
-        *("timestamp", said("user", f"{WRAPPER}[V] Say hello")),
-        *("Wed 2026-02-18 20:48 GMT+1", "Wed 2026-02-18 20:49 GMT+1"),
+        rule="reminder",
+        message=said("user", [part(REMINDER), part("Read notes.txt")]),
+        first_value="(clean)",
+        second_value="?? out.txt",
+        own_words=REMINDER,
     ),
     Field(
-        *("user_message_id", said("user", f"{WRAPPER}list files".replace("ID", "V"))),
-        *("d9e7c8c5-1777", "7cbc2c04-e382"),
+        rule="reminder",
+        message=said("user", f"Read notes.txt\n{REMINDER}\n\nthen stop"),
+        first_value="(clean)",
+        second_value="?? out.txt",
+        own_words=REMINDER,
     ),
     Field(
-        *("user_message_id", said("user", f"{TIGHT_WRAPPER}list files")),
-        *("d9e7c8c5-1777", "7cbc2c04-e382"),
+        rule="internal_context",
+        message=said("user", [part(CARRIER)]),
+        first_value="none",
+        second_value="1 job",
+        own_words=CARRIER,
+        earlier=ASKED,
     ),
     Field(
-        *("timestamp", said("user", f"{ROUTED}{ANNOUNCED}"), "sub:601c", "sub:77aa"),
-        f"{ROUTED}{ANNOUNCED}",
+        rule="internal_context",
+        message=said("user", f"hello\n\n{CARRIER}"),
+        first_value="none",
+        second_value="1 job",
+        own_words=CARRIER,
     ),
     Field(
-        *(
-            "inbound_context",
-            said("developer", f"You help.\n{SECTION}# Project Context\nx"),
-        ),
-        *("webchat", "heartbeat", SECTION),
+        rule="operator_note",
+        message=said("user", [part(OPERATOR), part("V tokens left")]),
+        first_value="1200",
+        second_value="900",
+        own_words=f"{OPERATOR}\nV tokens left",
+        earlier=ASKED,
     ),
     Field(
-        "current_time",
-        said("user", HEARTBEAT),
-        "2:21",
-        "2:51",
-        "Current time: V PM (UTC)",
+        rule="late_system",
+        message=said("system", [part(ENVIRONMENT)]),
+        first_value="ann",
+        second_value="bob",
+        earlier=ASKED,
     ),
     Field(
-        *("current_time", said("user", "wake up\nReference UTC: 2026-11-20 V UTC")),
-        *("14:21", "14:51", "Reference UTC: 2026-11-20 V UTC"),
+        rule="late_system",
+        message=said("developer", "<total>V</total>"),
+        first_value="9",
+        second_value="8",
+        earlier=ASKED,
     ),
-    Field(
-        *("current_time", said("system", "You help.\nCurrent time is V.\nBe brief.")),
-        *("12:00", "12:01", "Current time is V."),
-    ),
-    Field(
-        *(
-            "current_time",
-            said("system", "You help.\n- The current time is V.\nBe brief."),
-        ),
-        *(
-            "2026-11-20 10:05:07.123456",
-            "2026-11-21T09:00:00+01:00",
-            "The current time is V.",
-        ),
-    ),
-    Field(
-        *("current_time", said("system", "You help.\n\nSystem time: V")),
-        *("2026-11-20T10:05:07.123456+00:00", "2026-11-20T10:06:00.654321+00:00"),
-        "System time: V",
-    ),
-    Field(
-        *(
-            "current_time",
-            said("system", "You help.\nCurrent Time (UTC): V\nBe brief."),
-        ),
-        *("2026-11-20 10:05", "2026-11-20 10:06", "Current Time (UTC): V"),
-    ),
-    Field(
-        *(
-            "current_time",
-            said("system", "You help.\n**Current time (Europe/Zurich)**: V"),
-        ),
-        *("10:05 PM", "10:06 PM", "**Current time (Europe/Zurich)**: V"),
-    ),
-    Field(
-        *("current_date", said("system", "Current Date (YYYY-MM-DD): V\nYou help.")),
-        *("2026-11-20", "2026-11-21", "Current Date (YYYY-MM-DD): V"),
-    ),
-    Field(
-        *("current_date", said("system", "**Current date and time:** V (the user's)")),
-        *(
-            "Friday, November 20th, 2026, 9:03 PM",
-            "Sat, 21 Nov 2026 at 10:00 CET",
-            "V (the",
-        ),
-    ),
-    Field(
-        *("current_date", said("system", "Today is V. You are an assistant.")),
-        *(
-            "Friday, 20 November 2026",
-            "Saturday, 21 November 2026",
-            "Today is V. You are",
-        ),
-    ),
-    Field(
-        *(
-            "current_date",
-            said("system", "## Temporal Context\nCurrent date: V\nTime zone: UTC"),
-        ),
-        *(*DAYS, "Current date: V"),
-    ),
-    Field(
-        *(
-            "current_date",
-            said("system", "<env>\n  Today's date: V\n</env>\nBe brief."),
-        ),
-        *("Fri Nov 20 2026", "Sat Nov 21 2026", "Today's date: V"),
-    ),
-    Field(
-        *("current_date", said("developer", "Guidelines\n- Current date: V")),
-        *(*DAYS, "- Current date: V"),
-    ),
-    Field(
-        *("git_status", said("system", GIT), "(clean)", "?? out.txt\n M notes.txt"),
-        "gitStatus: This is the git status.\n\nStatus:\nV",
-    ),
-    Field(
-        *(
-            "git_status",
-            said("system", f"Be brief.\n{SNAPSHOT}```\nBe kind.\n"),
-            "(clean)",
-        ),
-        *("?? out.txt\ngit: M notes.txt", SNAPSHOT),
-    ),
-    Field(
-        *(
-            "git_status",
-            said("system", f"Absolute path: /work\n\n{CONTEXT}\n\nBe kind."),
-        ),
-        *("4de6519 lab start", "77ab012 more\n4de6519 lab start", CONTEXT),
-    ),
-    Field(
-        *(
-            "git_status",
-            said("system", f"Context:\n\n{STATUS}</context>\n<context>x</context>"),
-        ),
-        *("Working tree clean", "M notes.txt\n?? out.txt", STATUS),
-    ),
-    Field(
-        "runtime",
-        said("user", TASK),
-        "492ms",
-        "2m 3s",
-        "Stats: runtime V • tokens 6.0k",
-    ),
-    Field(
-        "session_line",
-        said("user", RUNTIME),
-        "451b0e19",
-        "b26cb207",
-        "Runtime: agent=main | V",
-    ),
-    Field(
-        *(
-            "session_line",
-            said("developer", "x\nInline buttons not enabled for V. If you need"),
-        ),
-        *("webchat", "heartbeat", "Inline buttons not enabled for V."),
-    ),
-    Field(
-        *(
-            "session_line",
-            said("developer", "## Runtime\nRuntime: agent=main | V\nReasoning: off"),
-        ),
-        *("channel=webchat", "channel=cli", "Runtime: agent=main | V"),
-    ),
-    Field(
-        *(
-            "reminder",
-            said("user", [part(REMINDER), part("Read notes.txt")]),
-            "(clean)",
-        ),
-        *("?? out.txt", REMINDER),
-    ),
-    Field(
-        *(
-            "reminder",
-            said("user", f"Read notes.txt\n{REMINDER}\n\nthen stop"),
-            "(clean)",
-        ),
-        *("?? out.txt", REMINDER),
-    ),
-    Field(
-        "internal_context",
-        said("user", [part(CARRIER)]),
-        "none",
-        "1 job",
-        CARRIER,
-        ASKED,
-    ),
-    Field(
-        "internal_context",
-        said("user", f"hello\n\n{CARRIER}"),
-        "none",
-        "1 job",
-        CARRIER,
-    ),
-    Field(
-        *("operator_note", said("user", [part(OPERATOR), part("V tokens left")])),
-        *("1200", "900", f"{OPERATOR}\nV tokens left", ASKED),
-    ),
-    Field(
-        "late_system", said("system", [part(ENVIRONMENT)]), "ann", "bob", before=ASKED
-    ),
-    Field("late_system", said("developer", "<total>V</total>"), "9", "8", before=ASKED),
 ]
-WORDED = [
-    field for field in FIELDS if field.alone
-]  # found by its words, not by its place
+# Those found by their words, not by their place.
+WORDED = [field for field in FIELDS if field.own_words]
 
 
 @pytest.mark.parametrize("clock", ["Current time: 10:05", "Current date: 2026-11-20"])
 @pytest.mark.parametrize(
-    "behind",
+    "suffix",
     [". You work for {}.", ", and you work for {}", " - {}", " ({})", " on the {}"],
 )
 def test_what_a_line_says_behind_the_clock_is_not_the_clocks(
-    clock: str, behind: str
+    clock: str, suffix: str
 ) -> None:
-    lines = [clock + behind.format(name) for name in ("Acme", "Globex")]
+    lines = [clock + suffix.format(name) for name in ("Acme", "Globex")]
     assert names([said("system", lines[0])]) != names([said("system", lines[1])])
     (turn,) = start_llm.canonicalize_messages([said("system", lines[0])], canon())
     assert [pinned.value for pinned in turn.pinned] == [clock.partition(": ")[2]]
@@ -502,44 +543,49 @@ def test_what_identifies_nobody_crosses_sessions() -> None:
         "git_status",
     }
     assert crossing == harmless
+
     for field in FIELDS:
-        turns = turns_of(field.said(field.one))
-        pinned = [one for turn in turns for one in turn.pinned]
+        turns = turns_of(field.messages_with(field.first_value))
+        pinned_values = [value for turn in turns for value in turn.pinned]
         is_routed = field.message["content"] == f"{ROUTED}{ANNOUNCED}"
-        for one in pinned:
-            is_private = one.rule not in harmless or is_routed
-            assert one.is_private is is_private
+        for value in pinned_values:
+            is_private = value.rule not in harmless or is_routed
+            assert value.is_private is is_private
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
 def test_drift_has_one_name_and_two_without_the_rule(field: Field) -> None:
-    one, other = field.said(field.one), field.said(field.other)
-    assert names(one) == names(other)
-    assert names(one, off(field.rule)) != names(other, off(field.rule))
+    first = field.messages_with(field.first_value)
+    second = field.messages_with(field.second_value)
+
+    assert names(first) == names(second)
+    assert names(first, off(field.rule)) != names(second, off(field.rule))
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
 def test_the_other_rules_do_not_depend_on_it(field: Field) -> None:
     """A rule alone finds its field; all the others together do not."""
-    others = [rule.name for rule in start_llm._RULES if rule.name != field.rule]
-    assert names(field.said(field.one), off(*others)) == names(
-        field.said(field.other), off(*others)
-    )
+    first = field.messages_with(field.first_value)
+    second = field.messages_with(field.second_value)
+    other_rules = [rule.name for rule in start_llm._RULES if rule.name != field.rule]
+
+    assert names(first, off(*other_rules)) == names(second, off(*other_rules))
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
 def test_what_the_model_reads_is_what_was_sent(field: Field) -> None:
     """In the first pipeline nothing is stilled; only telemetry is missing there."""
-    messages = field.said(field.one)
+    messages = field.messages_with(field.first_value)
     request = chat(messages)
-    before = copy.deepcopy(request)
+    request_before = copy.deepcopy(request)
     turns = start_llm.canonicalize_messages(request.messages, canon())
-    assert request == before
-    told = "\n".join(text for turn in turns for text in all_texts(turn))
+    assert request == request_before
+
+    visible_text = "\n".join(text for turn in turns for text in all_texts(turn))
     for text in itertools.chain.from_iterable(map(texts_of, messages)):
         is_gone = field.rule == "billing_header" and "billing" in text
-        assert (text in told) is not is_gone
-    assert "__STABLE_" not in told
+        assert (text in visible_text) is not is_gone
+    assert "__STABLE_" not in visible_text
 
 
 def all_texts(turn: start_llm.CanonicalMessage) -> Iterator[str]:
@@ -550,12 +596,14 @@ def all_texts(turn: start_llm.CanonicalMessage) -> Iterator[str]:
 
 def texts_of(message: dict) -> list[str]:
     content = message["content"] or ""
-    return [content] if isinstance(content, str) else [each["text"] for each in content]
+    return (
+        [content] if isinstance(content, str) else [block["text"] for block in content]
+    )
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.rule)
 def test_to_still_what_is_still_changes_nothing(field: Field) -> None:
-    first = turns_of(field.said(field.one))
+    first = turns_of(field.messages_with(field.first_value))
     again = turns_of(
         [{"role": t.role, "content": t.canonical["content"]} for t in first]
     )
@@ -572,6 +620,7 @@ def test_telemetry_is_as_good_as_absent() -> None:
         "cc_is_subagent=true;",
     ]
     bare = names([said("system", [part("You are an agent.")]), said("user", "hello")])
+
     for line in lines:
         for head in (
             [part(line), part("You are an agent.")],
@@ -585,15 +634,19 @@ def test_a_section_that_comes_and_goes_is_as_good_as_absent() -> None:
     head = "- Inline buttons off.\n{}# Project Context\nx"
     section = filled(SECTION, 'webchat",\n  "message_id": "868237f5')
     group = f"## Group Chat Context\n{section}"
-    there, gone = (said("developer", head.format(section)) for section in (group, ""))
-    assert names([there, said("user", "hello")]) == names([gone, said("user", "hello")])
-    other = said("developer", head.format("## Group Chat Context\n"))
-    assert names([other, said("user", "hello")]) != names([gone, said("user", "hello")])
+    hello = said("user", "hello")
+    with_section = said("developer", head.format(group))
+    with_heading_only = said("developer", head.format("## Group Chat Context\n"))
+    without_section = said("developer", head.format(""))
+
+    assert names([with_section, hello]) == names([without_section, hello])
+    assert names([with_heading_only, hello]) != names([without_section, hello])
 
 
 def test_a_stamp_that_becomes_another_prefix_is_the_same_message() -> None:
     """OpenClaw 2026.9.6 sends what a sub-agent announces once stamped, and routed ever after."""
-    stamped, routed = f"[Fri 2026-11-20 14:20 UTC] {ANNOUNCED}", f"{ROUTED}{ANNOUNCED}"
+    stamped = f"[Fri 2026-11-20 14:20 UTC] {ANNOUNCED}"
+    routed = f"{ROUTED}{ANNOUNCED}"
     assert names([said("user", stamped)]) == names([said("user", routed)])
     assert names([said("user", stamped)]) != names([said("user", ANNOUNCED)])
 
@@ -616,11 +669,13 @@ def near_misses(words: str, rule: start_llm.Rule) -> Iterator[dict]:
 
 @pytest.mark.parametrize("field", WORDED, ids=lambda field: field.rule)
 def test_near_misses_are_text(field: Field) -> None:
-    by = canon()
-    one, other = field.words(field.one), field.words(field.other)
+    canonicalizer = canon()
     rule = rule_named(field.rule)
-    for pair in zip(near_misses(one, rule), near_misses(other, rule), strict=True):
-        turns = [by.canonicalize(message) for message in pair]
+    first_messages = near_misses(field.words_with(field.first_value), rule)
+    second_messages = near_misses(field.words_with(field.second_value), rule)
+
+    for pair in zip(first_messages, second_messages, strict=True):
+        turns = [canonicalizer.canonicalize(message) for message in pair]
         assert turns[0].digest != turns[1].digest, pair[0]
         for turn, message in zip(turns, pair, strict=True):
             assert not fields_of(turn)
@@ -678,16 +733,18 @@ def test_each_of_several_blocks_is_found() -> None:
     """Claude Code 2.1.328 begins its first user message with three reminders, a part each."""
     blocks = [filled(REMINDER, f"state {n}") for n in range(3)]
     for joint, gap in itertools.product(("\n", "", "\n\n"), ("", "\n")):
-        by = canon(joint)
+        canonicalizer = canon(joint)
         parts = [part(f"{block}{gap}") for block in blocks]
         parts[-1] = part(f"{blocks[-1]}\n")
-        turn = by.canonicalize(said("user", [*parts, part("Read notes.txt")]))
+        turn = canonicalizer.canonicalize(
+            said("user", [*parts, part("Read notes.txt")])
+        )
         assert [note.text for note in turn.notes] == blocks
         assert turn.canonical["content"] == "Read notes.txt"
 
 
 @pytest.mark.parametrize(
-    "before",
+    "opening",
     [
         "```npm test``` fails",
         "Use ~~~ so:\n~~~struck~~~",
@@ -695,11 +752,11 @@ def test_each_of_several_blocks_is_found() -> None:
         "It fails:\n```\nnpm test",  # never closed: what follows may be the client's
     ],
 )
-def test_what_is_no_fence_hides_nothing(before: str) -> None:
+def test_what_is_no_fence_hides_nothing(opening: str) -> None:
     block = filled(REMINDER, "a mode")
     for role, words in (("user", block), ("system", "Current time: 10:05")):
-        turn = canon().canonicalize(said(role, f"{before}\n\n{words}"))
-        assert [text_of(one) for one in fields_of(turn)] == [
+        turn = canon().canonicalize(said(role, f"{opening}\n\n{words}"))
+        assert [text_of(field) for field in fields_of(turn)] == [
             words.removeprefix("Current time: ")
         ]
 
@@ -749,16 +806,17 @@ def test_a_literal_sentinel_is_not_the_field() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("field", WORDED, ids=lambda field: field.rule)
 def test_a_setting_says_what_becomes_of_a_field(field: Field, kind: str) -> None:
-    by = canon(**{f"rule_{field.rule}": kind})
-    others = [rule.name for rule in start_llm._RULES if rule.name != field.rule]
-    alone = canon(
-        **{f"rule_{field.rule}": kind}, **{f"rule_{name}": "off" for name in others}
-    )
-    acting = [rule.setting for rule in by.rules if rule.name == field.rule]
-    assert acting == [kind] * (kind != "off")
-    message = field.said(field.one)[-1]
-    turn = alone.canonicalize({**message, "content": "\n".join(texts_of(message))})
-    in_both = [field.one in content for content in contents(turn)]
+    canonicalizer = canon(**{f"rule_{field.rule}": kind})
+    settings = [rule.setting for rule in canonicalizer.rules if rule.name == field.rule]
+    assert settings == ([] if kind == "off" else [kind])
+
+    only_this_rule = {f"rule_{rule.name}": "off" for rule in start_llm._RULES}
+    only_this_rule[f"rule_{field.rule}"] = kind
+    message = field.messages_with(field.first_value)[-1]
+    content = "\n".join(texts_of(message))
+    turn = canon(**only_this_rule).canonicalize({**message, "content": content})
+
+    in_both = [field.first_value in text for text in contents(turn)]
     assert in_both == [kind != "telemetry", kind == "off"]
     assert kind == "pinned" or "__STABLE_" not in turn.canonical["content"]
     assert bool(list(turn.notes)) is (kind == "transient")
@@ -773,19 +831,19 @@ def test_telemetry_is_not_looked_for_in_code_or_around_an_image() -> None:
         "rule_reminder": "telemetry",
         "rule_inbound_context": "telemetry",
     }
-    by = canon(**kinds)
+    canonicalizer = canon(**kinds)
     code = "```sh\nCurrent time is 10:05\n```\n"
     image = f"<system-reminder>\n\ufdd1{'ab' * 32}\ufdd2\n</system-reminder>"
     for text in (code, image):
-        message = by.canonicalize(said("user", text))
+        message = canonicalizer.canonicalize(said("user", text))
         assert (message.original["content"], len(message.dropped)) == (text, 0)
 
     line = "Current time is 10:05"
-    message = by.canonicalize(said("user", f"{line}\n{code}{line}"))
+    message = canonicalizer.canonicalize(said("user", f"{line}\n{code}{line}"))
     assert (message.original["content"], len(message.dropped)) == (f"\n{code}", 2)
     # The client writes this one in a fence itself.
     section = "## Inbound Context (trusted)\n```json\n{}\n```\n"
-    message = by.canonicalize(said("system", f"Be brief.\n{section}"))
+    message = canonicalizer.canonicalize(said("system", f"Be brief.\n{section}"))
     assert (message.original["content"], len(message.dropped)) == ("Be brief.\n", 1)
 
 
@@ -811,35 +869,42 @@ prose = st.lists(
 WHOLE = {"git_status", "operator_note"}  # all to the end of the text is theirs
 PARTIAL = [field for field in WORDED if field.rule not in WHOLE]
 volatile = st.sampled_from(
-    [(field, v) for field in PARTIAL for v in (field.one, field.other)]
+    [(field, v) for field in PARTIAL for v in (field.first_value, field.second_value)]
 )
 
 
-def places_of(one: start_llm.VolatileField, text: str) -> range:
+def places_of(field: start_llm.VolatileField, text: str) -> range:
     """Of its characters; the line breaks around a transient block go and come with it."""
-    if isinstance(one, start_llm.PinnedValue):
-        return range(one.start, one.end)
-    after = len(text[one.end :].lstrip("\n"))
-    return range(len(text[: one.start].rstrip("\n")), len(text) - after)
+    if isinstance(field, start_llm.PinnedValue):
+        return range(field.start, field.end)
+    start = len(text[: field.start].rstrip("\n"))
+    end = len(text) - len(text[field.end :].lstrip("\n"))
+    return range(start, end)
 
 
 @given(st.data(), volatile, prose)
 @QUICK
 def test_one_character_elsewhere_is_another_name(
-    data: st.DataObject, found: tuple[Field, str], more: str
+    data: st.DataObject, found: tuple[Field, str], filler: str
 ) -> None:
     field, value = found
-    by = canon()
-    message = field.said(value)[-1]
-    text = "\n".join(texts_of(message)) + f"\n\n{more} end"
-    turn = by.canonicalize({**message, "content": text})
-    shown: str = turn.original["content"]
-    inside = {at for one in fields_of(turn) for at in places_of(one, shown)}
-    at = data.draw(st.sampled_from([n for n in range(len(shown)) if n not in inside]))
-    other = data.draw(st.sampled_from("xZ7 é\n").filter(lambda c: c != shown[at]))
-    changed = by.canonicalize(
-        {**message, "content": shown[:at] + other + shown[at + 1 :]}
+    canonicalizer = canon()
+    message = field.messages_with(value)[-1]
+    text = "\n".join(texts_of(message)) + f"\n\n{filler} end"
+    turn = canonicalizer.canonicalize({**message, "content": text})
+    sent_text: str = turn.original["content"]
+
+    outside = set(range(len(sent_text)))
+    for volatile_field in fields_of(turn):
+        outside -= set(places_of(volatile_field, sent_text))
+    index = data.draw(st.sampled_from(sorted(outside)))
+    letters = st.sampled_from("xZ7 é\n").filter(
+        lambda letter: letter != sent_text[index]
     )
+    letter = data.draw(letters)
+    changed_text = sent_text[:index] + letter + sent_text[index + 1 :]
+
+    changed = canonicalizer.canonicalize({**message, "content": changed_text})
     assert changed.digest != turn.digest
 
 
@@ -850,26 +915,26 @@ def test_one_character_elsewhere_is_another_name(
 @QUICK
 def test_any_mixture_is_stilled_once_and_for_all(mixture: list, joint: str) -> None:
     """And nothing of what is not volatile is missing from the name."""
-    role = (
-        "system"
-        if mixture[0][0][0].message["role"] in start_llm.SYSTEM_ROLES
-        else "user"
-    )
-    parts, marks = [], []
+    (first_field, _), _ = mixture[0]
+    is_system = first_field.message["role"] in start_llm.SYSTEM_ROLES
+    role = "system" if is_system else "user"
+    block_rules = {"reminder", "internal_context"}  # blocks may be neighbours
+    parts = []
+    marks = []
     for n, ((field, value), text) in enumerate(mixture):
-        if text or field.rule not in {
-            "reminder",
-            "internal_context",
-        }:  # blocks may be neighbours
+        if text or field.rule not in block_rules:
             marks.append(f"mark{n} ")
             parts.append(part(f"{marks[-1]}{text}\n"))
-        parts.append(part(f"{field.words(value)}\n"))
-    by = canon(joint)
-    turn = by.canonicalize(said(role, parts))
+        parts.append(part(f"{field.words_with(value)}\n"))
+
+    canonicalizer = canon(joint)
+    turn = canonicalizer.canonicalize(said(role, parts))
+
     assert all(mark in turn.canonical["content"] for mark in marks)
-    again = by.canonicalize(said(role, turn.canonical["content"]))
+    again = canonicalizer.canonicalize(said(role, turn.canonical["content"]))
     assert again.canonical == turn.canonical
-    spans = [(one.start, one.end) for one in fields_of(turn)]
+
+    spans = [(found.start, found.end) for found in fields_of(turn)]
     assert spans == sorted(spans)
     assert all(a[1] <= b[0] or b[1] <= a[1] for a, b in itertools.pairwise(spans))
 
@@ -900,15 +965,14 @@ def test_every_message_is_in_some_turn_once(roles: list) -> None:
         else said(role, f"w{n}w")
         for n, role in enumerate(["user", *roles])
     ]
-    turns = turns_of(messages)
-    told = ""
-    for turn in turns:
-        above, below = (
-            " ".join(note.text for note in some)
-            for some in (turn.notes_above, turn.notes_below)
-        )
-        told += f"{above} {turn.original['content']} {below}\n"
-    found = [int(n) for n in re.findall(r"w(\d)w", told)]
+
+    text = ""
+    for turn in turns_of(messages):
+        notes_above = " ".join(note.text for note in turn.notes_above)
+        notes_below = " ".join(note.text for note in turn.notes_below)
+        text += f"{notes_above} {turn.original['content']} {notes_below}\n"
+
+    found = [int(n) for n in re.findall(r"w(\d)w", text)]
     assert sorted(found) == list(range(len(messages)))
     plain = [n for n in found if n == 0 or roles[n - 1] in {"user", "assistant"}]
     assert plain == sorted(plain)
@@ -969,9 +1033,9 @@ SHAPES = [
 SHAPE_PAIRS = [(shapes[0], other) for shapes in SHAPES for other in shapes[1:]]
 
 
-@pytest.mark.parametrize(("one", "other"), SHAPE_PAIRS)
-def test_the_shape_of_a_message_is_not_its_name(one: dict, other: dict) -> None:
-    assert names([*ASKED, one]) == names([*ASKED, other])
+@pytest.mark.parametrize(("message", "reshaped"), SHAPE_PAIRS)
+def test_the_shape_of_a_message_is_not_its_name(message: dict, reshaped: dict) -> None:
+    assert names([*ASKED, message]) == names([*ASKED, reshaped])
 
 
 @pytest.mark.parametrize(
@@ -1004,6 +1068,7 @@ def test_every_message_has_a_name_of_its_own() -> None:
     different += [reply("", tool_calls=[call(ECHOED, name="other")])]
     different += [reply("", tool_calls=ONE_CALL * 2), reply("x", tool_calls=ONE_CALL)]
     all_names = {name for message in different for name in names([message])}
+
     assert len(all_names) == len(different)
 
 
@@ -1022,14 +1087,12 @@ STEP = [*ASKED, reply("", tool_calls=ONE_CALL), RESULT]
 
 def places(messages: list) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """(role, notes at the head, notes at the tail) of each turn."""
-    return [
-        (
-            turn.role,
-            tuple(n.text for n in turn.notes_above),
-            tuple(n.text for n in turn.notes_below),
-        )
-        for turn in turns_of(messages)
-    ]
+    rows = []
+    for turn in turns_of(messages):
+        texts_above = tuple(note.text for note in turn.notes_above)
+        texts_below = tuple(note.text for note in turn.notes_below)
+        rows.append((turn.role, texts_above, texts_below))
+    return rows
 
 
 NOTES = [
@@ -1046,9 +1109,9 @@ NOTES = [
 def test_a_note_ends_the_message_before_it(message: dict, note: str) -> None:
     assert places([*STEP, message])[-1] == ("tool", (), (note,))
     assert names([*STEP, message]) == names(STEP)
-    more = [*STEP, reply("done"), said("user", "next")]
-    assert places([*more, message])[-1] == ("user", (), (note,))
-    assert names([*more, message]) == names(more)
+    longer = [*STEP, reply("done"), said("user", "next")]
+    assert places([*longer, message])[-1] == ("user", (), (note,))
+    assert names([*longer, message]) == names(longer)
 
 
 @pytest.mark.parametrize(("message", "note"), NOTES)
@@ -1069,9 +1132,10 @@ def test_what_the_system_says_before_the_first_reply_heads_the_conversation(
     """Then system prompt, tools and environment are one prefix for all sessions (L-43)."""
     message, note = late
     assert places([*ASKED, message])[-1] == ("user", (note,), ())
-    two = [*ASKED, message, said("user", "and"), said("system", "more")]
-    more = "<system-reminder>\nmore\n</system-reminder>"
-    assert places(two)[1:] == [("user", (note, more), ()), ("user", (), ())]
+
+    second_note = "<system-reminder>\nmore\n</system-reminder>"
+    messages = [*ASKED, message, said("user", "and"), said("system", "more")]
+    assert places(messages)[1:] == [("user", (note, second_note), ()), ("user", (), ())]
 
 
 def test_a_carrier_ends_even_the_first_message() -> None:
@@ -1126,6 +1190,7 @@ def test_nine_tenths_of_the_text_must_be_in_the_canonical_copy(
     elif n_note:
         messages.append(said("user", note_of(n_note)))
     turns = turns_of(messages)
+
     assert [len(turn.canonical["content"]) for turn in turns] == [n_kept]
     assert start_llm.assert_cache_key_safety(turns) is is_safe
 
@@ -1141,11 +1206,8 @@ def note_of(n_letters: int) -> str:
 def requests_in(folder: Path) -> Iterator[list]:
     for path in sorted(folder.glob("*.json")):
         body = json.loads(path.read_text("utf-8")).get("body")
-        if (
-            isinstance(body, dict)
-            and str(body.get("messages"))[:1] == "["
-            and "system" not in body
-        ):
+        has_messages = isinstance(body, dict) and str(body.get("messages"))[:1] == "["
+        if has_messages and "system" not in body:
             yield [m for m in body["messages"] if "image_url" not in str(m["content"])]
 
 
@@ -1161,36 +1223,36 @@ def test_recorded_conversations_only_grow(folder: str) -> None:
     requests = list(requests_in(CAPTURES / folder))
     if not requests:
         pytest.skip("needs CAPTURES: recordings made by scripts/tools/capture_proxy.py")
-    by = canon()
-    seen: list[list] = []
+
+    canonicalizer = canon()
+    earlier_requests: list[list] = []
     for messages in requests:
-        now = names(messages, by)
-        past = [before for before in seen if before[:1] == now[:1]]
-        assert not past or any(grows(before, now) for before in past)
-        assert now not in seen
-        seen.append(now)
+        request = names(messages, canonicalizer)
+        past = [earlier for earlier in earlier_requests if earlier[:1] == request[:1]]
+        assert not past or any(grows(earlier, request) for earlier in past)
+        assert request not in earlier_requests
+        earlier_requests.append(request)
 
 
 def test_the_memo_stays_small_and_right() -> None:
-    by = canon()
-    by.memo.max_bytes = 5_000
+    canonicalizer = canon()
+    canonicalizer.memo.max_bytes = 5_000
     for n in range(400):
         message = said("user", f"[Fri 2026-11-20 14:16 UTC] {n % 300} " * 3)
-        assert by.canonicalize(message) == canon().canonicalize(message)
-        assert (
-            sum(len(str(turn.original)) for turn in by.memo.entries.values()) < 12_000
-        )
+        assert canonicalizer.canonicalize(message) == canon().canonicalize(message)
+        remembered = canonicalizer.memo.entries.values()
+        assert sum(len(str(turn.original)) for turn in remembered) < 12_000
 
 
 @pytest.mark.parametrize("n_words", [3, 60, 3_000])
 def test_the_memo_knows_what_it_holds(n_words: int) -> None:
-    by = canon()
+    canonicalizer = canon()
     tracemalloc.start()
     for n in range(400):
-        by.canonicalize(said("user", f"{n} " + "word " * n_words))
+        canonicalizer.canonicalize(said("user", f"{n} " + "word " * n_words))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert 0.7 * held < by.memo.nbytes < 1.5 * held
+    assert 0.7 * held < canonicalizer.memo.nbytes < 1.5 * held
 
 
 def test_the_sender_in_a_wrapper_is_text() -> None:
@@ -1203,7 +1265,7 @@ def test_the_sender_in_a_wrapper_is_text() -> None:
 
 @pytest.mark.parametrize("setting", ["telemetry", "transient"])
 def test_what_stands_before_a_stamp_stays_in_the_prompt(setting: str) -> None:
-    by = canon(rule_timestamp=setting, rule_user_message_id="off")
+    canonicalizer = canon(rule_timestamp=setting, rule_user_message_id="off")
     stamped = said("user", f"{WRAPPER}[Fri 2026-11-20 14:16 UTC] list files")
-    canonical = by.canonicalize(stamped).canonical["content"]
+    canonical = canonicalizer.canonicalize(stamped).canonical["content"]
     assert '"sender": "cli"' in canonical and "14:16" not in canonical
