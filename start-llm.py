@@ -1535,9 +1535,9 @@ class WorkBudget:
 # and ranges with pydantic, which is strict: "1" is no number. Null means absent.
 # Messages stay plain dicts, so that fields we do not know reach the chat template.
 # Public   JsonObject, Message, OriginalMessages, TokenIds, KvOffset, TokenId, ListOf,
-#          NonEmptyText, parse_json_body, present_fields, drop_nulls, validate_fields,
-#          SamplingParams, ToolChoice, SessionContext, assume_client, ChatRequest,
-#          FinishReason, Usage, PromptProgress, ReplyEnd, ResponseFormatter
+#          MapOf, NonEmptyText, parse_json_body, present_fields, drop_nulls,
+#          validate_fields, SamplingParams, ToolChoice, SessionContext, assume_client,
+#          ChatRequest, FinishReason, Usage, PromptProgress, ReplyEnd, ResponseFormatter
 # Uses     CONFIG, ERRORS
 # Thread   any; pure
 
@@ -1564,8 +1564,9 @@ KvOffset = NewType("KvOffset", int)
 
 NonEmptyText = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# A list of which the first bad item is reported: a million cost no more than one.
+# A list or an object of which the first fault is reported: a million cost no more.
 type ListOf[T] = Annotated[list[T], Field(fail_fast=True)]
+type MapOf[K, V] = Annotated[dict[K, V], Field(fail_fast=True)]
 
 # A step in the path of a field: an index or a name. In the paths of pydantic there are
 # also the branches of unions, such as `str`, `_TextPart` or `list[...]`: no match. (The
@@ -1706,7 +1707,7 @@ class SamplingParams(BaseModel, frozen=True, strict=True):
     repetition_context_size: int = Field(256, ge=0)  # tokens that the penalty sees
     presence_penalty: _OpenAIPenalty = 0.0
     frequency_penalty: _OpenAIPenalty = 0.0
-    logit_bias: Mapping[_BiasKey, _Bias] = {}
+    logit_bias: MapOf[_BiasKey, _Bias] = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)  # None: random
 
 
@@ -1913,7 +1914,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):
 
     model: str | None = None
     stream: bool = False
-    stream_options: dict[str, bool | None] = {}
+    stream_options: MapOf[str, bool | None] = {}
     return_progress: bool = False  # llama.cpp's server
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -1954,7 +1955,7 @@ class _CompletionBody(BaseModel, strict=True):
     """The fields that differ from those of a chat."""
 
     prompt: NonEmptyText | _PromptIds
-    response_format: dict[Literal["type"], Literal["text"]] = {}
+    response_format: MapOf[Literal["type"], Literal["text"]] = {}
     logprobs: None = None
 
 
