@@ -20,11 +20,10 @@ REFUSED = ("rwkv7", "recurrent_gemma")
 MAMBA_2 = ("mamba2", "granitemoehybrid", "falcon_h1")
 
 
-def made(family: str) -> Any:
+def make_model(family: str) -> Any:
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    model = module.Model(
-        module.ModelArgs.from_dict({"model_type": family, **FAMILIES[family]})
-    )
+    fields = {"model_type": family, **FAMILIES[family]}
+    model = module.Model(module.ModelArgs.from_dict(fields))
     mx.random.seed(3)
     small = tree_map(lambda p: 0.3 * mx.random.normal(p.shape), model.parameters())
     model.update(small)
@@ -32,40 +31,46 @@ def made(family: str) -> Any:
     return model
 
 
-def states(snapshot: s.StateCheckpoint) -> list[np.ndarray]:
-    return [
-        np.array(x) for _, x in tree_flatten(snapshot.leaves) if isinstance(x, mx.array)
-    ]
+def state_arrays(snapshot: s.StateCheckpoint) -> list[np.ndarray]:
+    leaves = [leaf for _, leaf in tree_flatten(snapshot.leaves)]
+    return [np.array(leaf) for leaf in leaves if isinstance(leaf, mx.array)]
 
 
-def check_notes(model: Any, *, within: float = 0.0) -> None:
+def check_notes(model: Any, *, tolerance: float = 0.0) -> None:
     """Noted states are those of a run that ends there, and nothing else is another."""
     rng = np.random.default_rng(5)
     tokens = mx.array(rng.integers(10, 50, (1, 40)))
-    plain, noted = make_prompt_cache(model), make_prompt_cache(model)
-    expected = model(tokens, cache=plain)
+    plain = make_prompt_cache(model)
+    noted = make_prompt_cache(model)
+
     ends = sorted(rng.choice(np.arange(1, 40), 5, replace=False).tolist())
     s.request_tapped_states(noted, ends)
-    assert mx.abs(model(tokens, cache=noted) - expected).max() <= within
+    difference = model(tokens, cache=noted) - model(tokens, cache=plain)
+    assert mx.abs(difference).max() <= tolerance
+
     notes = s.take_tapped_states(noted)
     assert len(notes) == len(ends) + 1
+
     for end, note in zip([*ends, 40], notes, strict=True):
         short = make_prompt_cache(model)
         model(tokens[:, :end], cache=short)
-        for ours, theirs in zip(states(note), states(s.copy_state(short)), strict=True):
-            assert np.abs(ours - theirs).max() <= within
+        for ours, theirs in zip(
+            state_arrays(note), state_arrays(s.copy_state(short)), strict=True
+        ):
+            assert np.abs(ours - theirs).max() <= tolerance
+
     assert s.take_tapped_states(noted) == []
-    assert (
-        mx.abs(model(tokens, cache=noted) - model(tokens, cache=plain)).max() <= within
-    )
+
+    difference = model(tokens, cache=noted) - model(tokens, cache=plain)
+    assert mx.abs(difference).max() <= tolerance
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in REFUSED])
 def test_states_inside_a_call_are_those_of_a_call_that_ends_there(family: str) -> None:
-    model = made(family)
+    model = make_model(family)
     assert s.measure_kv(model).can_tap
     # upstream computes Mamba 2 in blocks of the tokens that it is given
-    check_notes(model, within=1e-4 if family in MAMBA_2 else 0.0)
+    check_notes(model, tolerance=1e-4 if family in MAMBA_2 else 0.0)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
@@ -79,12 +84,16 @@ def test_so_are_those_of_the_models_that_people_use(
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_that_cannot_is_left_as_it_was(family: str) -> None:
-    model = made(family)
-    before, tokens = [type(layer) for layer in model.modules()], mx.array([[1, 2, 3]])
+    model = make_model(family)
+    classes = [type(layer) for layer in model.modules()]
+    tokens = mx.array([[1, 2, 3]])
     logits = model(tokens, cache=make_prompt_cache(model))
-    shape = s.measure_kv(model)
-    assert shape.has_state and not shape.can_tap
-    assert [type(layer) for layer in model.modules()] == before
+
+    spec = s.measure_kv(model)
+    assert spec.has_state
+    assert not spec.can_tap
+    assert [type(layer) for layer in model.modules()] == classes
+
     cache = make_prompt_cache(model)
     s.request_tapped_states(cache, [1])
     assert (model(tokens, cache=cache) == logits).all()
@@ -98,12 +107,12 @@ def test_layers_whose_notes_are_wrong_are_refused() -> None:
         def __call__(
             self, x: mx.array, mask: Any = None, cache: Any = None
         ) -> mx.array:
-            out = super().__call__(x, mask, cache)
+            output = super().__call__(x, mask, cache)
             self.calls = getattr(self, "calls", 0) + 1
             cache[1] = cache[1] * self.calls
-            return out
+            return output
 
-    model = made("mamba2")
+    model = make_model("mamba2")
     for layer in model.layers:
         layer.mixer.__class__ = Forgetful
     assert not s.measure_kv(model).can_tap
@@ -114,25 +123,31 @@ def test_a_chunk_of_local_attention_counts_as_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Llama 4's: it is measured behind two tokens, and a snapshot holds up to a chunk of them."""
-    text: dict[str, Any] = SIZE | ATTENTION | {"head_dim": 16}
-    text |= {"attention_bias": False, "attention_chunk_size": 512, "rope_theta": 1e4}
-    text |= {
+    text_config: dict[str, Any] = {
+        **SIZE,
+        **ATTENTION,
+        "model_type": "llama4_text",
+        "attention_bias": False,
+        "attention_chunk_size": 512,
+        "head_dim": 16,
         "interleave_moe_layer_step": 2,
         "intermediate_size_mlp": 64,
-        "rms_norm_eps": 1e-5,
-    }
-    text |= {"num_experts_per_tok": 1, "num_local_experts": 2, "use_qk_norm": True}
-    text |= {
         "max_position_embeddings": 4096,
-        "model_type": "llama4_text",
+        "num_experts_per_tok": 1,
+        "num_local_experts": 2,
+        "rms_norm_eps": 1e-5,
         "rope_scaling": None,
+        "rope_theta": 1e4,
+        "use_qk_norm": True,
     }
-    monkeypatch.setitem(FAMILIES, "llama4", {"text_config": text})
-    model = made("llama4")
-    cache, tokens = make_prompt_cache(model), mx.zeros((1, 256), mx.int32)
+    monkeypatch.setitem(FAMILIES, "llama4", {"text_config": text_config})
+    model = make_model("llama4")
+    cache = make_prompt_cache(model)
+    tokens = mx.zeros((1, 256), mx.int32)
     for _ in range(4):
         model(tokens, cache=cache)
         s.evaluate_caches(cache)
+
     assert s.copy_state(cache).nbytes <= 1.6 * s.measure_kv(model).state_bytes
 
 
@@ -141,14 +156,16 @@ def test_boundaries_cost_no_call_of_the_model_and_are_gone_on_from(
 ) -> None:
     bench = Bench(tiny_model("qwen3_5", tmp_path_factory.getbasetemp()), monkeypatch)
     rng = np.random.default_rng(2)
-    past, cuts = words(rng, 400), [90, 200, 330, 360, 395]
+    past = words(rng, 400)
+    cuts = [90, 200, 330, 360, 395]
     bench.ask(past, n=1, boundaries=cuts)
-    assert [len(call.tokens) for call in bench.model.fed][-3:-1] == [
-        399,
-        1,
-    ]  # then a step too many
+    n_tokens = [len(call.tokens) for call in bench.model.fed]
+
+    assert n_tokens[-3:-1] == [399, 1]  # then a step too many
+
     for cut in cuts:
         ids, end, ticket = bench.ask([*past[:cut], *words(rng, 12)], boundaries=[cut])
         assert end.cached_tokens == cut
         assert bench.worst(ticket, ids) == 0.0
+
     bench.engine.stop()
