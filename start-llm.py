@@ -11232,10 +11232,14 @@ class DecodeBatch:
             running.num_computed_tokens += 1
 
     def padding_with(self, n_tokens: int) -> float:
-        """Padding as a share of real tokens, if a request of this length joined."""
+        """Padding as a share of real tokens, if a request of this length joined.
+
+        A short request counts as BUFFER_STEP_TOKENS: no buffer has fewer places.
+        """
         lengths = [running.num_computed_tokens for running in self.requests]
         lengths.append(n_tokens)
-        return max(lengths) * len(lengths) / sum(lengths) - 1
+        filled_places = [max(length, BUFFER_STEP_TOKENS) for length in lengths]
+        return max(filled_places) * len(filled_places) / sum(filled_places) - 1
 
     def merge(self, joining_batch: DecodeBatch) -> None:
         """Take over the requests of another batch, which must not be used any more."""

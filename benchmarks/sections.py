@@ -64,6 +64,15 @@ DECODER = {
     "layers": 4,
     "mlp": 2048,
 }
+SMOL = {
+    "hidden": 576,
+    "head_dim": 64,
+    "heads": 9,
+    "kv_heads": 3,
+    "layers": 12,
+    "mlp": 1536,
+    "vocabulary": 16_384,
+}  # as wide as SmolLM2-135M, less deep: 200 MB
 
 
 def tokenizer_of(folder: Path) -> Any:
@@ -652,6 +661,38 @@ def short_request(server: Server, words: Words) -> float:
     return server.ask(body).total
 
 
+def short_together(bench: Bench) -> Iterator[Line]:
+    """Four short cold prompts that are sent in one moment: how fast all are answered."""
+    folder = bench.model("qwen3", **SMOL)
+    words = Words(tokenizer_of(folder), 31)
+    alike, unlike = (40, 40, 40, 40), (20, 60, 120, 220)
+
+    def once(lengths: Sequence[int], n_out: int) -> list[list[Reply]]:
+        bodies = [short_chat(words, n_prompt=n, n_out=n_out) for n in lengths]
+        return in_any_order(servers, lambda server: ask_together(server, bodies))
+
+    with both_servers(folder, bench.scratch) as servers:
+        for lengths, n_out in ((alike, 16), (alike, 32), (alike, 128), (unlike, 32)):
+            shape = "/".join(str(n) for n in sorted(set(lengths)))
+            bench.say(f"four prompts of {shape} tokens at once, replies of {n_out}")
+            pairs = rounds(bench.times(15), partial(once, lengths, n_out))
+            ours, theirs = zip(*pairs, strict=True)
+            yield speed_line(
+                f"four cold prompts of {shape} tokens at once, replies of {n_out}, "
+                "tokens/s all in all",
+                [speed_in_all(replies) for replies in ours],
+                [speed_in_all(replies) for replies in theirs],
+            )
+
+
+def short_chat(words: Words, *, n_prompt: int, n_out: int) -> Any:
+    """A question of about so many tokens, without tools, with a reply of so many."""
+    messages = [{"role": "user", "content": words.text(n_prompt - 10)}]
+    body = chat(messages, n_out=0, **endless(words.tokenizer, n_out))
+    del body["tools"]
+    return body
+
+
 ALL: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
     "prefilled": prefilled,
     "volatile": volatile,
@@ -663,4 +704,5 @@ ALL: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
     "checkpoints": checkpoints,
     "tokenising": tokenising,
     "short": short_behind_long,
+    "together": short_together,
 }

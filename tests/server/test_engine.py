@@ -305,6 +305,25 @@ def test_who_comes_together_decodes_together(bench):
     assert n_partial < 3  # one by one it is six
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_short_prompts_decode_together_whatever_their_lengths(bench, kind):
+    """Buffers grow by 256 tokens, so padding up to there costs no memory."""
+    b, everyone, widths = bench(kind), threading.Event(), []
+
+    def noted(fed):
+        everyone.wait(PATIENCE)
+        widths.append(len(fed))
+
+    b.model.before_call = noted
+    lengths = (16, 60, 130, 250)
+    prompts = [words(np.random.default_rng(n), n) for n in lengths]
+    tickets = [b.submit(prompt, n=20) for prompt in prompts]
+    everyone.set()
+    for ticket in tickets:
+        assert b.worst(ticket, b.finish(ticket)[0]) == 0.0
+    assert max(widths) == 4
+
+
 def test_a_failure_while_starting_costs_that_request_and_nothing_after_it(
     bench, monkeypatch
 ):
