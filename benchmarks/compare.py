@@ -1,7 +1,7 @@
 """Compare this server with mlx_lm.server on the same small models, and with the project's bars.
 
     .venv/bin/python benchmarks/compare.py [--quick] [--only SECTION ...]
-                                           [--json FILE] [--markdown FILE]
+                                           [--json FILE] [--markdown DOCUMENT]
 
 Everything runs on this machine with random weights of fixed seeds. Times are compared as ratios of
 neighbouring measurements, because machines differ and are never quiet; a table cell gives the
@@ -143,15 +143,20 @@ def main() -> int:
     arguments = read_arguments()
     about = f"Measured on {machine(with_openblas())}, with `{' '.join(['python', *sys.argv])}`."
     console.print(about, highlight=False, soft_wrap=True)
-    lines = [
-        line for name in arguments.only for line in measure(name, quick=arguments.quick)
-    ]
+
+    lines: list[Line] = []
+    for name in arguments.only:
+        section_lines = measure(name, quick=arguments.quick)
+        lines += section_lines
+        if arguments.markdown:
+            cells = [line.cells for line in section_lines]
+            table = report.markdown(report.HEADINGS, cells, about)
+            report.write_into(arguments.markdown, name, table)
+
     console.print(report.rich_table(lines))
     if arguments.json:
         written = {"about": about, "lines": report.as_json(lines)}
         arguments.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
-    if arguments.markdown:
-        arguments.markdown.write_text(report.markdown(lines, about), "utf-8")
     return 0
 
 

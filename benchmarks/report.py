@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -51,9 +54,28 @@ def rich_table(lines: Sequence[Line]) -> Table:
     return table
 
 
-def markdown(lines: Sequence[Line], about: str) -> str:
-    rows = [HEADINGS, ("---",) * len(HEADINGS), *(line.cells for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{about}\n"
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], about: str) -> str:
+    """A table, and below it when and how it was measured."""
+    table = [headings, ("---",) * len(headings), *rows]
+    today = datetime.now().astimezone()
+    text = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    return f"{text}\n\n{today:%-d %B %Y}. {about}\n"
+
+
+def write_into(document: Path, name: str, table: str) -> None:
+    """Replace the table between `<!-- name -->` and `<!-- /name -->`; all else stays.
+
+    Raises ValueError where the document has no such place.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    place = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+
+    old_text = document.read_text("utf-8")
+    if not place.search(old_text):
+        raise ValueError(f"{document} has no {begin.strip()} ... {end.strip()}")
+
+    new_text = place.sub(lambda _: begin + table + end, old_text)
+    document.write_text(new_text, "utf-8")
 
 
 def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Compare this server with mlx_vlm.server, its prefix cache on, in conversations about images.
 
     .venv/bin/python benchmarks/vision.py [--kind dense hybrid] [--rounds 5] [--defaults]
+                                          [--markdown DOCUMENT]
 
 Both serve the same model of random weights side by side and are sent the same conversation in
 turns, each with its own replies: instructions, an image and a question; two more questions; a
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import report
 from agent_workload import Words, chat
 from compare import machine, with_openblas
 from compared_servers import Reply, Server, free_port, our_server, running
@@ -265,6 +267,12 @@ def read_arguments() -> argparse.Namespace:
         action="store_true",
         help=f"{THEIRS} with APC_ENABLED=1 and nothing else",
     )
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="DOCUMENT",
+        help="put each table into its place there: docs/benchmarks.md has them",
+    )
     return parser.parse_args()
 
 
@@ -274,7 +282,13 @@ def main() -> None:
     console.print(about, highlight=False, soft_wrap=True)
     for kind in arguments.kind:
         with tempfile.TemporaryDirectory(prefix="start-llm-vision-") as scratch:
-            console.print(measure(kind, Path(scratch), arguments))
+            drawn = measure(kind, Path(scratch), arguments)
+        console.print(drawn)
+        if arguments.markdown:
+            headings = [str(column.header) for column in drawn.columns]
+            rows = zip(*(column.cells for column in drawn.columns), strict=True)
+            table = report.markdown(headings, rows, about)
+            report.write_into(arguments.markdown, f"vision {kind}", table)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import choose_model
 import list_settings
 import pytest
+import report
 import start_llm as s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +148,30 @@ def test_ratios_on_the_first_screen_are_those_of_the_benchmarks():
     for row in re.findall(r"\| \*\*([\d.]+)\*\* \| ([\d.]+) \|", read("README.md")):
         for figure in row:
             assert re.search(rf"(?<![\d.]){re.escape(figure)}", figures), figure
+
+
+def test_each_benchmark_has_a_place_for_its_table(tmp_path):
+    listed_sections = read("benchmarks/sections.py").partition("\nALL: ")[2]
+    names = re.findall(r'^    "(\w+)": \w+,$', listed_sections, re.MULTILINE)
+    names += ["vision dense", "vision hybrid"]
+    assert "prefilled" in names
+    document = tmp_path / "benchmarks.md"
+    document.write_text(read("docs/benchmarks.md"), "utf-8")
+
+    for name in names:
+        report.write_into(document, name, f"table of {name}\n")
+
+    text = document.read_text("utf-8")
+    assert re.findall(r"table of (.+)", text) == re.findall(r"<!-- (\w.*) -->", text)
+    assert text.count("\n#") == read("docs/benchmarks.md").count("\n#")
+
+
+def test_a_document_without_a_place_for_a_table_stays_as_it_was(tmp_path):
+    document = tmp_path / "notes.md"
+    document.write_text("Nothing here.\n", "utf-8")
+    with pytest.raises(ValueError, match="has no <!-- decode -->"):
+        report.write_into(document, "decode", "table\n")
+    assert document.read_text("utf-8") == "Nothing here.\n"
 
 
 # Lessons
