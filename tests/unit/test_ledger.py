@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +107,22 @@ def template_text(name: str) -> str:
 
 def spoken(model: str, chat_template: str = "", **config: Any) -> Spoken:
     name = model.partition("/")[0]
-    is_tiny = model.endswith("/tiny")
-    text = chat_template or (template_text(name) if is_tiny else "")
-    tokenizer = tiny_tokenizer(text) if is_tiny else tokenizer_of(model)
-    known = tokenizer.get_vocab()
-    ends = [known[end] for end in ENDS.get(name, ["<|im_end|>"]) if end in known]
-    start, end = (
-        ("<|channel>", "<channel|>") if name == "gemma-4" else ("<think>", "</think>")
-    )
+    if model.endswith("/tiny"):
+        tokenizer = tiny_tokenizer(chat_template or template_text(name))
+    else:
+        tokenizer = tokenizer_of(model)
+    vocabulary = tokenizer.get_vocab()
+    end_texts = ENDS.get(name, ["<|im_end|>"])
+    ends = [vocabulary[text] for text in end_texts if text in vocabulary]
+    thinking_tags = ("<think>", "</think>")
+    if name == "gemma-4":
+        thinking_tags = ("<|channel>", "<channel|>")
+
     template = start_llm.ChatTemplate(
         tokenizer,
         start_llm.Config(**config),
-        think_start=start,
-        think_end=end,
+        think_start=thinking_tags[0],
+        think_end=thinking_tags[1],
         ends={*ends},
     )
     call_end = ends[1] if name in {"glm-4.7-flash", "gemma-4"} else ends[0]
@@ -146,6 +149,10 @@ def planner(**config: Any) -> start_llm.PromptPlanner:
         start_llm.Ledger(settings),
         start_llm.HealingStore(),
     )
+
+
+def ids_of(plan: start_llm.PromptPlan) -> list[int]:
+    return list(plan.rendered.ids.tolist())
 
 
 def generated(
@@ -179,7 +186,9 @@ MARKUP = "a <|im_end|> <|im_start|>user <turn|> <|user|> <|observation|> </think
 AS_JSON = '{"ä": ["漢字", "🙂", "\\"q\\""], "n": 1.0}\n'
 PARTS = [{"type": "text", "text": "part1"}, {"type": "text", "text": "part2"}]
 STEP = [said("assistant", "a step of another model"), said("user", "go on")]
-OTHER_TOOL = {**tool(), "function": {**tool()["function"], "name": "other"}}
+TOOLS = [tool()]
+OTHER_TOOL = tool()
+OTHER_TOOL["function"]["name"] = "other"
 
 
 def asks(*arguments: str, content: object = "", **fields: object) -> dict:
@@ -245,22 +254,21 @@ HEADS: list[tuple[str, list, dict]] = [
 
 def shapes() -> Iterator[Shape]:
     """One tool, mostly; a proof made with one must not be believed where there are two."""
+    tables = (AFTER_TEXT, AFTER_CALL, AFTER_CALLS)
     for thinks in (True, False):
-        fields = {"tools": [tool()], "enable_thinking": thinks}
-        for (_, last, _), news in zip(
-            REPLIES, (AFTER_TEXT, AFTER_CALL, AFTER_CALLS), strict=False
-        ):
+        fields = {"tools": TOOLS, "enable_thinking": thinks}
+        for (_, last, _), news in zip(REPLIES, tables, strict=False):
             for name, new in news.items():
                 yield Shape(f"{name}, {thinks}", [SYSTEM, USER, last], new, fields)
-    for head, old, fields in HEADS:
+
+    for head, old, head_fields in HEADS:
+        fields = {"tools": TOOLS, **head_fields}
         for name, last, new in REPLIES:
-            yield Shape(
-                f"{head}: {name}", [*old, last], new, {"tools": [tool()], **fields}
-            )
+            yield Shape(f"{head}: {name}", [*old, last], new, fields)
 
 
 @dataclass(frozen=True)
-class Whole:
+class Conversation:
     """A whole conversation as the template renders it: the truth that splicing must meet."""
 
     speaker: Spoken
@@ -270,47 +278,51 @@ class Whole:
     end: int  # position of the token that ends the reply
 
     @classmethod
-    def of(cls, speaker: Spoken, shape: Shape) -> "Whole":
+    def of(cls, speaker: Spoken, shape: Shape) -> "Conversation":
         request = chat([*shape.old, *shape.new], **shape.fields)
-        truth = planner().plan(request, speaker.template, room=PLENTY, now=0.0).rendered
-        ids = truth.ids.tolist()
-        stops = (at for at, token in enumerate(ids) if token in speaker.ends)
-        end = next(at for at in stops if LAST in speaker.text(ids[:at]))
-        return cls(speaker, shape, request, truth, end)
+        plan = planner().plan(request, speaker.template, room=PLENTY, now=0.0)
+        ids = ids_of(plan)
+        end = 0
+        while ids[end] not in speaker.ends or LAST not in speaker.text(ids[:end]):
+            end += 1
+        return cls(speaker, shape, request, plan.rendered, end)
 
     def drafted(
         self, reply_ids: Sequence[int], ended: int | None
     ) -> start_llm.PromptPlan:
         """The prompt after a past of exactly these tokens, which end in the reply."""
-        maker, old = planner(), self.shape.old
-        template, fields = self.speaker.template, self.shape.fields
-        before = maker.plan(chat(old[:-1], **fields), template, room=PLENTY, now=0.0)
-        ids = np.array(reply_ids, np.int32)
-        before = replace(before, rendered=replace(before.rendered, ids=ids))
+        maker = planner()
+        old = self.shape.old
+        template = self.speaker.template
+        fields = self.shape.fields
+        request = chat(old[:-1], **fields)
+        plan = maker.plan(request, template, room=PLENTY, now=0.0)
+        rendered = replace(plan.rendered, ids=np.array(reply_ids, np.int32))
         [reply] = template.canonicalize(chat([old[-1]]).messages)
+
         maker.ledger.record(
-            before, reply=reply, generated=generated((), is_cut=ended is None)
+            replace(plan, rendered=rendered),
+            reply=reply,
+            generated=generated((), is_cut=ended is None),
         )
         return maker.plan(self.request, template, room=PLENTY, now=0.0)
 
     def verdict(self, draft: start_llm.PromptPlan) -> str:
         if draft.transcript is None:
             return "fallback"
-        return (
-            "ok" if draft.rendered.ids.tolist() == self.truth.ids.tolist() else "WRONG"
-        )
+        return "ok" if ids_of(draft) == self.truth.ids.tolist() else "WRONG"
 
 
-def wholes(model: str) -> Iterator[Whole]:
+def conversations(model: str) -> Iterator[Conversation]:
     for shape in shapes():
-        yield Whole.of(shared(model), shape)
+        yield Conversation.of(shared(model), shape)
 
 
 def is_turned_round(model: str, shape: Shape) -> bool:
     """gemma-4 prints a reply's text behind its calls and their results; it was said before."""
-    return "gemma" in model and bool(
-        shape.old[-1]["content"] and shape.old[-1].get("tool_calls")
-    )
+    reply = shape.old[-1]
+    has_text_and_calls = bool(reply["content"] and reply.get("tool_calls"))
+    return "gemma" in model and has_text_and_calls
 
 
 @pytest.fixture(scope="module")
@@ -324,14 +336,15 @@ def table() -> Iterator[list[str]]:
 def test_splicing_says_what_the_template_says(model: str, table: list[str]) -> None:
     verdicts: dict[str, list[str]] = {"ok": [], "fallback": [], "WRONG": []}
     turned_round = []
-    for whole in wholes(model):
-        ids = whole.truth.ids.tolist()[: whole.end + 1]
-        verdict = whole.verdict(whole.drafted(ids, ids[-1]))
-        verdicts[verdict].append(whole.shape.name)
-        turned_round += [whole.shape.name] * is_turned_round(model, whole.shape)
-    table.append(
-        f"{model}: {', '.join(str(len(names)) for names in verdicts.values())}"
-    )
+    for conversation in conversations(model):
+        ids = conversation.truth.ids.tolist()[: conversation.end + 1]
+        verdict = conversation.verdict(conversation.drafted(ids, ids[-1]))
+        verdicts[verdict].append(conversation.shape.name)
+        if is_turned_round(model, conversation.shape):
+            turned_round.append(conversation.shape.name)
+
+    counts = [str(len(names)) for names in verdicts.values()]
+    table.append(f"{model}: {', '.join(counts)}")
     assert verdicts["WRONG"] == turned_round
     assert not verdicts["fallback"]
     assert len(verdicts["ok"]) == len(list(shapes())) - len(turned_round)
@@ -339,47 +352,52 @@ def test_splicing_says_what_the_template_says(model: str, table: list[str]) -> N
 
 def test_a_model_may_stop_at_another_token(model: str) -> None:
     """Qwen's <|endoftext|>, GLM's <|user|> before a result: what the template prints there wins."""
-    for whole in wholes(model):
-        if is_turned_round(model, whole.shape):
+    for conversation in conversations(model):
+        if is_turned_round(model, conversation.shape):
             continue
-        ids = whole.truth.ids.tolist()[: whole.end]
-        for other in {*whole.speaker.ends} - {whole.truth.ids.tolist()[whole.end]}:
-            assert whole.verdict(whole.drafted([*ids, other], other)) == "ok", (
-                whole.shape.name
-            )
+        *ids, end_token = conversation.truth.ids.tolist()[: conversation.end + 1]
+        for other_end in {*conversation.speaker.ends} - {end_token}:
+            draft = conversation.drafted([*ids, other_end], other_end)
+            assert conversation.verdict(draft) == "ok", conversation.shape.name
 
 
 def test_a_reply_cut_in_its_text_is_replayed_and_one_cut_in_a_call_is_not(
     model: str,
 ) -> None:
-    for whole in wholes(model):
-        ids, text = whole.truth.ids.tolist(), whole.speaker.text
-        cut = next(at for at in range(whole.end + 1) if LAST in text(ids[:at]))
-        verdict = whole.verdict(whole.drafted(ids[:cut], None))
-        is_call = "tool_calls" in whole.shape.old[-1]
-        assert verdict == ("fallback" if is_call else "ok"), whole.shape.name
+    for conversation in conversations(model):
+        ids = conversation.truth.ids.tolist()
+        n_tokens = 0
+        while LAST not in conversation.speaker.text(ids[:n_tokens]):
+            n_tokens += 1
+        verdict = conversation.verdict(conversation.drafted(ids[:n_tokens], None))
+        is_call = "tool_calls" in conversation.shape.old[-1]
+        assert verdict == ("fallback" if is_call else "ok"), conversation.shape.name
 
 
 def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
     """Checkpoints are taken there. Only of templates and shapes that leave the past as it was."""
     n_compared = 0
-    for whole in wholes(model):
-        old, template = whole.shape.old[:-1], shared(model).template
-        before = planner().plan(
-            chat(old, **whole.shape.fields), template, room=PLENTY, now=0.0
-        )
-        n_same = before.rendered.positions.generation_start
-        if before.rendered.ids.tolist()[:n_same] != whole.truth.ids.tolist()[:n_same]:
+    for conversation in conversations(model):
+        old = conversation.shape.old[:-1]
+        template = shared(model).template
+        request = chat(old, **conversation.shape.fields)
+        plan = planner().plan(request, template, room=PLENTY, now=0.0)
+        n_same = plan.rendered.positions.generation_start
+        ids = conversation.truth.ids.tolist()
+        if ids_of(plan)[:n_same] != ids[:n_same]:
             continue
-        ids = whole.truth.ids.tolist()[: whole.end + 1]
-        rendered = whole.drafted(ids, ids[-1]).rendered
-        if not is_turned_round(model, whole.shape):
-            positions = replace(
-                whole.truth.positions, note_ends=rendered.positions.note_ends
-            )
-            truth = replace(whole.truth, text="", positions=positions)
-            assert replace(rendered, text="") == truth, whole.shape.name
-            n_compared += 1
+        if is_turned_round(model, conversation.shape):
+            continue
+
+        rendered = conversation.drafted(
+            ids[: conversation.end + 1], ids[conversation.end]
+        ).rendered
+        note_ends = rendered.positions.note_ends
+        positions = replace(conversation.truth.positions, note_ends=note_ends)
+        truth = replace(conversation.truth, text="", positions=positions)
+        assert replace(rendered, text="") == truth, conversation.shape.name
+        n_compared += 1
+
     assert n_compared >= 20
 
 
@@ -393,10 +411,10 @@ def test_our_own_words_in_a_message_are_never_misread(model: str, words: str) ->
         (asks(LAST), result(words)),
     ):
         shape = Shape(words, [SYSTEM, USER, old], [new])
-        whole = Whole.of(shared(model), shape)
-        ids = whole.truth.ids.tolist()[: whole.end + 1]
-        draft = whole.drafted(ids, ids[-1])
-        assert draft.rendered.ids.tolist() == whole.truth.ids.tolist()
+        conversation = Conversation.of(shared(model), shape)
+        ids = conversation.truth.ids.tolist()[: conversation.end + 1]
+        draft = conversation.drafted(ids, ids[-1])
+        assert ids_of(draft) == conversation.truth.ids.tolist()
 
 
 # -- a conversation, step by step ---------------------------------------------------------
@@ -414,9 +432,8 @@ class Server:
         self, messages: list, *, room: int = PLENTY, **fields: Any
     ) -> start_llm.PromptPlan:
         request = chat(messages, **fields)
-        return self.planner.plan(
-            request, self.speaker.template, room=room, now=self.now
-        )
+        template = self.speaker.template
+        return self.planner.plan(request, template, room=room, now=self.now)
 
     def say(
         self,
@@ -427,47 +444,68 @@ class Server:
         session: str = "",
     ) -> list[int]:
         """Record a reply; the tokens of prompt and reply."""
-        speaker, [turn] = (
-            self.speaker,
-            self.speaker.template.canonicalize(chat([reply]).messages),
-        )
+        speaker = self.speaker
+        [turn] = speaker.template.canonicalize(chat([reply]).messages)
         end = speaker.call_end if "tool_calls" in reply else speaker.ends[0]
-        ids = [*speaker.template.encode(words or f"~{json.dumps(reply)}~"), end]
+        text = words or f"~{json.dumps(reply)}~"
+        ids = [*speaker.template.encode(text), end]
+
         record = generated(ids, session_id=session, finished_at=self.now)
         self.planner.ledger.record(draft, reply=turn, generated=record)
-        self.planner.healing.remember(
-            turn.original, draft.conversation.reply_contexts()[-1]
-        )
-        return [*draft.rendered.ids.tolist(), *ids]
+        context = draft.conversation.reply_contexts()[-1]
+        self.planner.healing.remember(turn.original, context)
+        return [*ids_of(draft), *ids]
+
+    def answer(
+        self,
+        messages: list,
+        reply: dict,
+        *,
+        words: str = "",
+        session: str = "",
+        **fields: Any,
+    ) -> list[int]:
+        """Plan a prompt and record the reply to it; the tokens of both."""
+        draft = self.draft(messages, **fields)
+        return self.say(draft, reply, words=words, session=session)
 
     def text(self, draft: start_llm.PromptPlan) -> str:
-        return self.speaker.text(draft.rendered.ids.tolist())
+        return self.speaker.text(ids_of(draft))
 
     def n_fallbacks(self) -> int:
         return self.planner.metrics.snapshot()["ledger_seam_fallback"]
 
+    def n_bytes(self) -> int:
+        return self.planner.ledger.snapshot()["bytes"]
+
 
 def starts_with(draft: start_llm.PromptPlan, past: Sequence[int]) -> bool:
     """An end token that the template prints otherwise may be missing."""
-    tokens = draft.rendered.ids.tolist()[: len(past) - 1]
-    return draft.n_replayed >= len(past) - 1 and tokens == list(past[: len(past) - 1])
+    n_tokens = len(past) - 1
+    is_equal = ids_of(draft)[:n_tokens] == list(past[:n_tokens])
+    return draft.n_replayed >= n_tokens and is_equal
 
 
 FINE = said("assistant", "fine")
 NEXT = said("user", "next")
+SECOND_REQUEST = [SYSTEM, USER, FINE, NEXT]
 
 
 def test_generated_tokens_are_replayed_not_rendered_again(model: str) -> None:
     """Over many turns, whatever the model wrote; and the whole history is in each prompt."""
     server = Server(model)
-    messages, past = [SYSTEM, USER], [0]
+    messages = [SYSTEM, USER]
+    past = [0]
     for n in range(5):
-        draft = server.draft(messages, tools=[tool()])
+        draft = server.draft(messages, tools=TOOLS)
         assert n == 0 or starts_with(draft, past)
-        reply = asks(f"ask{n}") if n % 2 else said("assistant", f"answer{n}")
-        past = server.say(draft, reply, words=f"  odd  spelling {n} <|im_start|> ")
-        news = result(f"r{n}") if n % 2 else said("user", f"more{n}")
-        messages = [*messages, reply, news]
+        turn = [said("assistant", f"answer{n}"), said("user", f"more{n}")]
+        if n % 2:
+            turn = [asks(f"ask{n}"), result(f"r{n}")]
+        spelling = f"  odd  spelling {n} <|im_start|> "
+        past = server.say(draft, turn[0], words=spelling)
+        messages = [*messages, *turn]
+
     assert server.n_fallbacks() == 0
 
 
@@ -475,21 +513,27 @@ def note(words: str) -> str:
     return f"<system-reminder>\n{words}\n</system-reminder>"
 
 
+def modes_in(server: Server, draft: start_llm.PromptPlan) -> list[str]:
+    return re.findall(r"MODE (\w+)", server.text(draft))
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_note_said_again_after_another_is_told_again(is_late: bool) -> None:
     """The client keeps all three where they are: the mode that holds is the last (L-84)."""
-    server, messages = Server(), [SYSTEM]
+    server = Server()
+    messages = [SYSTEM]
     for n, mode in enumerate(("MODE plan", "MODE edit", "MODE plan")):
         text = f"task {n}" if is_late else f"task {n}\n\n{note(mode)}"
-        messages += [said("user", text)]
-        messages += [said("system", mode)] * is_late
+        messages.append(said("user", text))
+        if is_late:
+            messages.append(said("system", mode))
         draft = server.draft(messages)
         server.say(draft, FINE)
-        messages += [FINE]
-    modes = ["plan", "edit", "plan"]
-    assert re.findall(r"MODE (\w+)", server.text(draft)) == modes
+        messages.append(FINE)
+
     as_sent = Server().draft(messages[:-1])
-    assert re.findall(r"MODE (\w+)", server.text(as_sent)) == modes
+    assert modes_in(server, draft) == ["plan", "edit", "plan"]
+    assert modes_in(server, as_sent) == ["plan", "edit", "plan"]
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -497,33 +541,31 @@ def test_a_note_in_force_again_behind_a_kept_one_is_told_again(
     *, is_kept: bool
 ) -> None:
     """The first has gone from where it was, but the second was told behind it (L-96)."""
-    server, first = Server(), [SYSTEM, said("user", f"task 1\n\n{note('MODE plan')}")]
-    server.say(server.draft(first), FINE)
-    past, edit = (
-        [SYSTEM, said("user", "task 1"), FINE],
-        f"task 2\n\n{note('MODE edit')}",
-    )
-    server.say(server.draft([*past, said("user", edit)]), FINE)
+    server = Server()
+    first = [SYSTEM, said("user", f"task 1\n\n{note('MODE plan')}")]
+    server.answer(first, FINE)
+    past = [SYSTEM, said("user", "task 1"), FINE]
+    edit = f"task 2\n\n{note('MODE edit')}"
+    server.answer([*past, said("user", edit)], FINE)
     past += [said("user", edit if is_kept else "task 2"), FINE]
     draft = server.draft([*past, said("user", f"task 3\n\n{note('MODE plan')}")])
-    assert draft.transcript and re.findall(r"MODE (\w+)", server.text(draft)) == [
-        "plan",
-        "edit",
-        "plan",
-    ]
+
+    assert draft.transcript
+    assert modes_in(server, draft) == ["plan", "edit", "plan"]
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_note_that_moves_is_told_once(*, late: bool) -> None:
     """Also where late system messages, another rule's, stay behind it: Claude Code's plan mode."""
-    server, past = Server(), [SYSTEM]
+    server = Server()
+    past = [SYSTEM]
     for n in range(4):
-        left = [said("system", f"{9 - n} left")] * late
-        draft = server.draft(
-            [*past, said("user", f"task {n}\n\n{note('MODE plan')}"), *left]
-        )
+        late_messages = [said("system", f"{9 - n} left")] if late else []
+        question = said("user", f"task {n}\n\n{note('MODE plan')}")
+        draft = server.draft([*past, question, *late_messages])
         server.say(draft, FINE)
-        past += [said("user", f"task {n}"), *left, FINE]
+        past += [said("user", f"task {n}"), *late_messages, FINE]
+
     assert server.text(draft).count("MODE plan") == 1
 
 
@@ -533,23 +575,29 @@ def test_a_text_of_the_user_that_reads_like_a_note_is_in_the_prompt(
 ) -> None:
     """The system says it after every question; then it is the user's question."""
     words = "x <system-reminder>a</system-reminder>"
-    server, past = Server(), [SYSTEM]
+    server = Server()
+    past = [SYSTEM]
     for n, question in enumerate(("first", "second", words, words)):
-        asked, late = said("user", question), said("system", words)
-        draft = server.draft([*past, asked, late])
+        late = said("system", words)
+        draft = server.draft([*past, said("user", question), late])
         assert n == 0 or draft.transcript
         server.say(draft, FINE)
-        past += [asked, *[late] * is_kept, FINE]
+        past.append(said("user", question))
+        if is_kept:
+            past.append(late)
+        past.append(FINE)
+
     turns = server.text(draft).split("<|im_start|>user\n")[1:]
     texts = [turn.partition("<|im_end|>")[0] for turn in turns]
-    note = f"\n\n{words}" * is_kept
+    note = f"\n\n{words}" if is_kept else ""
     assert texts == [f"{words}\n\nfirst", f"second{note}", words + note, words + note]
 
 
 @pytest.mark.parametrize("place", ["system", "developer", "reminder"])
 def test_a_note_in_force_again_at_its_own_place_is_told_again(place: str) -> None:
     """CLAUDE.md changed and changed back, where the client's first message shows it (L-98)."""
-    server, past = Server(), []
+    server = Server()
+    past = []
     for n, mode in enumerate(("plan", "edit", "plan", "plan")):
         first = [said("user", "hello"), said(place, f"MODE {mode}")]
         if place == "reminder":
@@ -557,8 +605,9 @@ def test_a_note_in_force_again_at_its_own_place_is_told_again(place: str) -> Non
         draft = server.draft([SYSTEM, *first, FINE, *past, said("user", f"task {n}")])
         server.say(draft, FINE)
         past += [said("user", f"task {n}"), FINE]
+
     assert draft.transcript
-    assert re.findall(r"MODE (\w+)", server.text(draft)) == ["plan", "edit", "plan"]
+    assert modes_in(server, draft) == ["plan", "edit", "plan"]
 
 
 @pytest.mark.parametrize("stays", [False, True])
@@ -567,20 +616,23 @@ def test_a_note_in_front_of_a_question_costs_no_reply(
     place: str, *, stays: bool
 ) -> None:
     """Retrieved text, a memory, a mode: told before the question, and gone with the answer."""
-    server, past = Server(), [SYSTEM, said("user", "hello"), FINE]
+    server = Server()
+    past = [SYSTEM, said("user", "hello"), FINE]
     for n in range(4):
-        memo, question = said(place, f"MEMO {n}"), said("user", f"task {n}")
+        memo = said(place, f"MEMO {n}")
+        question = said("user", f"task {n}")
         if place == "reminder":
             memo = said("user", note(f"MEMO {n}"))
         draft = server.draft([*past, memo, question])
-        assert n == 0 or (
-            draft.transcript
-            and len(draft.transcript.thinking) == len(draft.conversation.messages) - 1
-        )
+        if n > 0:
+            n_messages = len(draft.conversation.messages)
+            assert draft.transcript
+            assert len(draft.transcript.thinking) == n_messages - 1
         server.say(draft, FINE)
-        past += [*[memo] * stays, question, FINE]
-    told = re.findall(r"(MEMO|task) (\d)", server.text(draft))
-    assert told == [(what, str(n)) for n in range(4) for what in ("MEMO", "task")]
+        past += [memo, question, FINE] if stays else [question, FINE]
+
+    told_words = re.findall(r"(?:MEMO|task) \d", server.text(draft))
+    assert told_words == [f"{kind} {n}" for n in range(4) for kind in ("MEMO", "task")]
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
@@ -588,25 +640,27 @@ def test_a_note_behind_a_reply_stays_the_turn_that_was_answered(
     *, is_answered: bool
 ) -> None:
     """A wake-up call of the system's: what follows its answer finds it where it was."""
-    server, past = (
-        Server(),
-        [SYSTEM, said("user", "hello"), FINE, said("system", "wake up")],
-    )
+    server = Server()
+    past = [SYSTEM, said("user", "hello"), FINE, said("system", "wake up")]
     first = server.draft(past)
     server.say(first, FINE)
-    rest = [FINE] if is_answered else []
-    draft = server.draft([*past, *rest, said("user", "more")])
+    if is_answered:
+        past.append(FINE)
+    draft = server.draft([*past, said("user", "more")])
     assert bool(draft.transcript) == is_answered
-    assert re.findall("hello|wake up|more", server.text(draft)) == [
-        "hello",
-        "wake up",
-        "more",
-    ]
+
+    words = re.findall("hello|wake up|more", server.text(draft))
+    assert words == ["hello", "wake up", "more"]
+
+
+def users_in(server: Server, draft: start_llm.PromptPlan) -> list[str]:
+    return re.findall(r"The user is (\w+)", server.text(draft))
 
 
 def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed() -> None:
     """Ann and Bob begin with the same words at different times; Bob's past is newer (L-99)."""
-    server, hello = Server(), said("assistant", "Hello! How can I help?")
+    server = Server()
+    hello = said("assistant", "Hello! How can I help?")
 
     def begun(time: str) -> list:
         return [SYSTEM, said("user", f"hi\nCurrent time: {time}")]
@@ -616,70 +670,67 @@ def test_of_two_pasts_the_one_with_the_same_pinned_values_is_replayed() -> None:
         server.say(draft, hello, words=f"It is {time}.", session=f"sha1:{time}")
         server.now += 1
     draft = server.draft([*begun("08:00"), hello, said("user", "is it morning?")])
-    assert draft.transcript and re.findall(r"\d\d:\d\d", server.text(draft)) == [
-        "08:00",
-        "08:00",
-    ]
+    times = re.findall(r"\d\d:\d\d", server.text(draft))
+    assert draft.transcript
+    assert times == ["08:00", "08:00"]
 
 
 def test_an_argument_is_looked_for_before_what_repeats_it() -> None:
     """Several lines, printed as JSON in the call and as they are in a result behind it."""
     lines = "first line\nsecond line"
     messages = [asks(lines), result("written"), asks("again"), result(lines)]
-    for message in messages[::2]:
-        message["tool_calls"][0]["function"] = {
-            "name": "look",
-            "arguments": {"q": lines},
-        }
-    messages[2]["tool_calls"][0]["function"]["arguments"] = {"q": "again"}
+    for message, argument in ((messages[0], lines), (messages[2], "again")):
+        function = {"name": "look", "arguments": {"q": argument}}
+        message["tool_calls"][0]["function"] = function
+
     text = f"look {json.dumps(lines)[1:-1]} written look again {lines}"
     assert not start_llm._find_losses(messages, text)
 
 
 def test_a_past_with_another_conversations_notes_is_none_of_ours() -> None:
     """Ann and Bob begin with the same words and get the same reply (L-85)."""
-    server, hello = Server(), said("assistant", "Hello! How can I help?")
+    server = Server()
+    hello = said("assistant", "Hello! How can I help?")
 
     def begin(name: str) -> list:
         return [SYSTEM, said("user", "hi"), said("system", f"The user is {name}.")]
 
     for name in ("Ann", "Bob"):
-        server.say(server.draft(begin(name)), hello, session="sha1:same")
+        server.answer(begin(name), hello, session="sha1:same")
         server.now += 1
     draft = server.draft([*begin("Ann"), hello, said("user", "who am I?")])
-    assert (
-        re.findall(r"The user is (\w+)", server.text(draft)) == ["Ann"]
-        and draft.transcript
-    )
+    assert users_in(server, draft) == ["Ann"]
+    assert draft.transcript
 
 
 @pytest.mark.parametrize("knows_id", [True, False])
 def test_who_has_the_id_of_our_last_call_goes_on_from_there(*, knows_id: bool) -> None:
     """A client without session ids looks at its folder again when it is resumed (L-103)."""
-    server, called = Server("chatml/tiny"), asks("ls")
+    server = Server("chatml/tiny")
+    called = asks("ls")
     called["tool_calls"][0]["id"] = "5e1e438e4"
 
     def begun(files: str) -> list:
-        return [
-            SYSTEM,
-            said("user", f"{note(f'In this folder: {files}.')}\n\nMake out.txt."),
-        ]
+        folder = note(f"In this folder: {files}.")
+        return [SYSTEM, said("user", f"{folder}\n\nMake out.txt.")]
 
     first = server.draft(begun("notes.txt"))
     server.say(first, called, session="sha1:own")
-    past = [called, said("tool", "made", tool_call_id="5e1e438e4")]
-    done = said("assistant", "It is there.")
-    whole = server.say(
-        server.draft([*begun("notes.txt"), *past]), done, session="sha1:own"
-    )
+    step = [called, said("tool", "made", tool_call_id="5e1e438e4")]
+    last_reply = said("assistant", "It is there.")
+    second = server.draft([*begun("notes.txt"), *step])
+    past = server.say(second, last_reply, session="sha1:own")
     if not knows_id:  # as somebody has it who asked the same and was answered the same
-        past[0] = asks("ls")
-    draft = server.draft(
-        [*begun("notes.txt, out.txt"), *past, done, said("user", "go on")]
-    )
-    told = re.findall(r"In this folder: ([^<]*?)\.\n", server.text(draft))
-    assert told == (["notes.txt"] if knows_id else []) + ["notes.txt, out.txt"]
-    assert starts_with(draft, whole) == knows_id
+        step[0] = asks("ls")
+    end = [*step, last_reply, said("user", "go on")]
+    draft = server.draft([*begun("notes.txt, out.txt"), *end])
+
+    folders = re.findall(r"In this folder: ([^<]*?)\.\n", server.text(draft))
+    if knows_id:
+        assert folders == ["notes.txt", "notes.txt, out.txt"]
+    else:
+        assert folders == ["notes.txt, out.txt"]
+    assert starts_with(draft, past) == knows_id
 
 
 @pytest.mark.parametrize("call_id", ["5e1e438e4", ""])
@@ -688,39 +739,39 @@ def test_a_chat_that_was_cloned_behind_a_call_is_told_its_own_notes(
     call_id: str, *, is_ours: bool
 ) -> None:
     """Ann and Bob go on from one beginning, with the id of its call (L-103)."""
-    server, called = Server(), asks("ls")
+    server = Server()
+    called = asks("ls")
     called["tool_calls"][0]["id"] = call_id
-    begun = [
-        SYSTEM,
-        said("user", "list"),
-        called,
-        said("tool", "a.txt", tool_call_id=call_id),
-    ]
+    begun = [SYSTEM, said("user", "list")]
+    step = [called, said("tool", "a.txt", tool_call_id=call_id)]
     if is_ours:
-        server.say(server.draft(begun[:2]), called, session="sha1:same")
+        server.answer(begun, called, session="sha1:same")
     hello = said("assistant", "Hello! How can I help?")
-    named = {
-        name: said("user", f"hi\n\n{note(f'The user is {name}.')}")
-        for name in ("Ann", "Bob")
-    }
-    server.say(server.draft([*begun, FINE, named["Ann"]]), hello, session="sha1:same")
-    draft = server.draft([*begun, FINE, named["Bob"], hello, said("user", "who am I?")])
-    assert re.findall(r"The user is (\w+)", server.text(draft)) == ["Bob"]
+
+    def messages_of(name: str) -> list:
+        greeting = said("user", f"hi\n\n{note(f'The user is {name}.')}")
+        return [*begun, *step, FINE, greeting]
+
+    server.answer(messages_of("Ann"), hello, session="sha1:same")
+    draft = server.draft([*messages_of("Bob"), hello, said("user", "who am I?")])
+    assert users_in(server, draft) == ["Bob"]
 
 
 @pytest.mark.parametrize("call_id", ["call_1", ""])
 def test_a_call_that_was_not_made_here_says_nothing_of_who_asks(call_id: str) -> None:
     """Ann's and Bob's beginnings come from another server, which calls every call the same."""
-    server, called = Server(), asks("ls")
+    server = Server()
+    called = asks("ls")
     called["tool_calls"][0]["id"] = call_id
     past = [called, said("tool", "a.txt", tool_call_id=call_id)]
-    begun = {
-        name: [SYSTEM, said("user", f"list\n\n{note(f'The user is {name}.')}"), *past]
-        for name in ("Ann", "Bob")
-    }
-    server.say(server.draft(begun["Ann"]), FINE, session="sha1:same")
-    draft = server.draft([*begun["Bob"], FINE, said("user", "who am I?")])
-    assert re.findall(r"The user is (\w+)", server.text(draft)) == ["Bob"]
+
+    def messages_of(name: str) -> list:
+        question = said("user", f"list\n\n{note(f'The user is {name}.')}")
+        return [SYSTEM, question, *past]
+
+    server.answer(messages_of("Ann"), FINE, session="sha1:same")
+    draft = server.draft([*messages_of("Bob"), FINE, said("user", "who am I?")])
+    assert users_in(server, draft) == ["Bob"]
 
 
 @pytest.mark.parametrize("session", ["", "shared"])
@@ -728,24 +779,22 @@ def test_of_two_pasts_the_one_with_fewer_notes_of_others_is_replayed(
     session: str,
 ) -> None:
     """Two sub-agents with one task and one first reply; the other's is newer (L-96)."""
-    server, fine = Server(), said("assistant", "I will read it.")
+    server = Server()
+    fine = said("assistant", "I will read it.")
     begun = {
-        name: [
-            SYSTEM,
-            said(
-                "user",
-                f"Review it.\n\n{note(f'Sub-agent {name}.')}" if name else "Review it.",
-            ),
-        ]
-        for name in ("A", "", "B")
+        "A": [SYSTEM, said("user", f"Review it.\n\n{note('Sub-agent A.')}")],
+        "": [SYSTEM, said("user", "Review it.")],
+        "B": [SYSTEM, said("user", f"Review it.\n\n{note('Sub-agent B.')}")],
     }
     for messages in begun.values():
-        server.say(server.draft(messages, user=session), fine, session=session)
+        server.answer(messages, fine, user=session, session=session)
         server.now += 1
+
     for name, messages in begun.items():
         draft = server.draft([*messages, fine, said("user", "go on")], user=session)
+        names = re.findall(r"Sub-agent (\w+)", server.text(draft))
         assert draft.transcript
-        assert re.findall(r"Sub-agent (\w+)", server.text(draft)) == [name] * bool(name)
+        assert names == ([name] if name else [])
 
 
 class Everywhere:
@@ -757,65 +806,67 @@ class Everywhere:
 
 def test_a_guess_counts_if_the_whole_past_says_the_same(model: str) -> None:
     """What is used in the end is what is rendered behind all messages, guessed at or not."""
-    server, sure = Server(model), Server(model)
+    server = Server(model)
+    sure = Server(model)
     sure.planner.unguessable = Everywhere()
-    messages, n_wrong, n_guesses = [SYSTEM, USER], 0, 0
+    messages = [SYSTEM, USER]
+    n_wrong = 0
+    n_guesses = 0
     for n in range(16):
-        while not server.planner.verify(
-            draft := server.draft(messages, tools=[tool()])
-        ):
+        draft = server.draft(messages, tools=TOOLS)
+        while not server.planner.verify(draft):
             n_wrong += 1
+            draft = server.draft(messages, tools=TOOLS)
         n_guesses += draft.unverified is not None
-        truth = sure.draft(messages, tools=[tool()])
-        assert draft.rendered == truth.rendered and truth.unverified is None
-        assert draft.rendered.ids.tolist() == truth.rendered.ids.tolist()
-        reply = said("assistant", f"answer{n}") if n % 4 == 3 else asks(f"ask{n}")
-        for each, drafted in ((server, draft), (sure, truth)):
-            each.say(drafted, reply)
-        messages = [
-            *messages,
-            reply,
-            said("user", f"more{n}") if n % 4 == 3 else result(f"r{n}"),
-        ]
-    assert n_wrong == (
-        model == "numbered/tiny"
-    )  # once, and then it is guessed at no more
+        truth = sure.draft(messages, tools=TOOLS)
+        assert draft.rendered == truth.rendered
+        assert truth.unverified is None
+        assert ids_of(draft) == ids_of(truth)
+
+        turn = [asks(f"ask{n}"), result(f"r{n}")]
+        if n % 4 == 3:
+            turn = [said("assistant", f"answer{n}"), said("user", f"more{n}")]
+        server.say(draft, turn[0])
+        sure.say(truth, turn[0])
+        messages = [*messages, *turn]
+
+    # Once, and then it is guessed at no more.
+    assert n_wrong == (model == "numbered/tiny")
     assert (n_guesses > 4) != n_wrong
 
 
 def test_a_retry_is_rendered_behind_the_past_before(model: str) -> None:
     """A full resend has no new message behind its longest past; the same tokens all the same."""
     server = Server(model)
-    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    past = server.answer([SYSTEM, USER], FINE)
     messages = [SYSTEM, USER, FINE, NEXT]
     first = server.draft(messages)
     server.say(first, said("assistant", "done"))
     again = server.draft(messages)
-    assert again.transcript is first.transcript and starts_with(again, past)
-    assert (
-        again.rendered == first.rendered
-        and again.rendered.ids.tolist() == first.rendered.ids.tolist()
-    )
+    assert again.transcript is first.transcript
+    assert starts_with(again, past)
+    assert again.rendered == first.rendered
+    assert ids_of(again) == ids_of(first)
+
     edited = server.draft([SYSTEM, USER, FINE, said("user", "other")])
     assert edited.transcript is first.transcript
-    interrupted = server.draft(
-        [*messages, said("assistant", "do"), said("user", "go on")]
-    )
+
+    interruption = [said("assistant", "do"), said("user", "go on")]
+    interrupted = server.draft([*messages, *interruption])
     assert interrupted.transcript is first.transcript
 
 
 def test_a_request_may_end_in_a_reply(model: str) -> None:
     """To be continued, or by mistake: nothing follows its longest past, so a shorter one serves."""
     server = Server(model)
-    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    past = server.answer([SYSTEM, USER], FINE)
     messages = [SYSTEM, USER, FINE, NEXT]
-    server.say(server.draft(messages), said("assistant", "done"))
+    server.answer(messages, said("assistant", "done"))
     draft = server.draft([*messages, said("assistant", "done")])
-    assert (
-        starts_with(draft, past)
-        and draft.transcript
-        and len(draft.transcript.thinking) == 3
-    )
+
+    assert starts_with(draft, past)
+    assert draft.transcript
+    assert len(draft.transcript.thinking) == 3
     assert server.draft([SYSTEM, USER, FINE]).transcript is None
 
 
@@ -825,28 +876,28 @@ CUTS = CHATML.replace(
 
 
 @pytest.mark.parametrize(
-    ("template", "words", "why"),
+    ("template", "words", "refusal"),
     [
         (CUTS, "a message that is longer than twenty letters", "lost text"),
     ],
 )
 def test_what_cannot_be_verified_is_rendered_as_sent(
-    template: str, words: str, why: str
+    template: str, words: str, refusal: str
 ) -> None:
     """And counted, with its reason for the log."""
     assert template != CHATML
     server = Server()
     server.speaker = spoken("chatml/tiny", template)
-    past = server.say(server.draft([SYSTEM, USER]), FINE)
-    assert starts_with(server.draft([SYSTEM, USER, FINE, NEXT]), past)
-    draft = server.draft([SYSTEM, USER, FINE, said("user", words)])
-    assert (
-        draft.transcript is None and draft.refusal == why and server.n_fallbacks() == 1
-    )
-    truth = server.speaker.template.render_prompt(
-        chat([SYSTEM, USER, FINE, said("user", words)])
-    )
-    assert draft.rendered.ids.tolist() == truth.ids.tolist()
+    past = server.answer([SYSTEM, USER], FINE)
+    assert starts_with(server.draft(SECOND_REQUEST), past)
+
+    messages = [SYSTEM, USER, FINE, said("user", words)]
+    draft = server.draft(messages)
+    assert draft.transcript is None
+    assert draft.refusal == refusal
+    assert server.n_fallbacks() == 1
+    truth = server.speaker.template.render_prompt(chat(messages))
+    assert ids_of(draft) == truth.ids.tolist()
 
 
 ENDING = "{{- '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add"
@@ -857,36 +908,39 @@ CHANGES = CHATML.replace(ENDING, f"{{{{- '\\n' if {BEFORE_BARE} }}}}{ENDING}")
 def test_what_closes_a_reply_may_depend_on_what_follows_it() -> None:
     """It is read off this very conversation; a whole reply keeps the end that was generated."""
     assert CHANGES != CHATML
+
     server = Server()
     server.speaker = spoken("chatml/tiny", CHANGES)
-    past = server.say(server.draft([SYSTEM, USER]), FINE)
+    past = server.answer([SYSTEM, USER], FINE)
     for words in ("bare words", "other words"):
         draft = server.draft([SYSTEM, USER, FINE, said("user", words)])
-        assert starts_with(draft, past) and not draft.refusal
+        assert starts_with(draft, past)
+        assert not draft.refusal
 
 
 def test_what_is_rendered_first_is_what_is_rendered_again() -> None:
     server = Server()
     drafts = [server.draft([SYSTEM, USER]) for _ in range(2)]
-    assert drafts[0].rendered.ids.tolist() == drafts[1].rendered.ids.tolist()
-    assert drafts[0].transcript is None and not drafts[0].refusal
+    assert ids_of(drafts[0]) == ids_of(drafts[1])
+    assert drafts[0].transcript is None
+    assert not drafts[0].refusal
 
 
 def test_another_world_is_another_past() -> None:
     """Tools, system prompt and an edited message; not the order of what a client resends."""
     server = Server()
     messages = [SYSTEM, USER, FINE, NEXT]
-    server.say(server.draft([SYSTEM, USER], tools=[tool()]), FINE)
-    assert server.draft(messages, tools=[tool()]).transcript
+    server.answer([SYSTEM, USER], FINE, tools=TOOLS)
+    assert server.draft(messages, tools=TOOLS).transcript
+
     assert not server.draft(messages).transcript
     assert not server.draft(messages, tools=[tool("Sees.")]).transcript
-    assert not server.draft(
-        [said("system", "You are."), *messages[1:]], tools=[tool()]
-    ).transcript
-    assert not server.draft([SYSTEM, NEXT, *messages[2:]], tools=[tool()]).transcript
-    assert not server.draft(
-        [SYSTEM, USER, said("assistant", "fin"), NEXT], tools=[tool()]
-    ).transcript
+
+    other_system = [said("system", "You are."), USER, FINE, NEXT]
+    other_question = [SYSTEM, NEXT, FINE, NEXT]
+    other_reply = [SYSTEM, USER, said("assistant", "fin"), NEXT]
+    for edited in (other_system, other_question, other_reply):
+        assert not server.draft(edited, tools=TOOLS).transcript
 
 
 # -- alternatives -----------------------------------------------------------------------
@@ -896,17 +950,16 @@ def test_one_key_has_up_to_four_pasts() -> None:
     server = Server()
     messages = [SYSTEM, USER, FINE, NEXT]
     draft = server.draft([SYSTEM, USER])
-    said_tokens = []
+    pasts = []
     for n in range(6):
         server.now += 1
-        said_tokens.append(
-            server.say(draft, FINE, words=f"version {n}", session=f"s{n}")
-        )
+        past = server.say(draft, FINE, words=f"version {n}", session=f"s{n}")
+        pasts.append(past)
         assert server.planner.ledger.snapshot()["transcripts"] == min(n + 1, 4)
     for n in range(6):
-        drafted = server.draft(messages, user=f"s{n}")
-        wanted = said_tokens[n] if n >= 2 else None
-        assert wanted is None or starts_with(drafted, wanted)
+        draft_of_session = server.draft(messages, user=f"s{n}")
+        assert n < 2 or starts_with(draft_of_session, pasts[n])
+
     server.now += 1
     newest = server.say(draft, FINE, words="newest", session="else")
     assert starts_with(server.draft(messages, user="nobody"), newest)
@@ -919,70 +972,75 @@ THOUGHT = said("assistant", "fine", reasoning_content="because of it")
 
 def test_thinking_that_the_client_dropped_is_replayed(model: str) -> None:
     server = Server(model)
-    past = server.say(server.draft([SYSTEM, USER]), THOUGHT)
+    past = server.answer([SYSTEM, USER], THOUGHT)
     echoes = [
         FINE,
         THOUGHT,
         {**FINE, "reasoning_content": ""},
         said("assistant", "\n\nfine"),
     ]
+
     for echo in [*echoes, {**FINE, "reasoning": "because of it\n"}]:
         assert starts_with(server.draft([SYSTEM, USER, echo, NEXT]), past)
 
 
 def test_a_reply_whose_end_was_trimmed_is_replayed(model: str) -> None:
     """As opencode sends it back; its thinking is healed, too (L-92)."""
-    server, asked = Server(model), [SYSTEM, USER]
+    server = Server(model)
     reply = said("assistant", "All done. \n\n", reasoning_content="why")
-    past = server.say(server.draft(asked), reply)
-    echoed = [*asked, said("assistant", "All done."), NEXT]
+    past = server.answer([SYSTEM, USER], reply)
+    echoed = [SYSTEM, USER, said("assistant", "All done."), NEXT]
     assert starts_with(server.draft(echoed), past)
+
     server.planner.ledger.forget(None)
-    told = [*asked, said("assistant", "All done.", reasoning_content="why"), NEXT]
-    cold = Server(model).draft(told).rendered.ids.tolist()
-    assert server.draft(echoed).rendered.ids.tolist() == cold
+    whole_reply = said("assistant", "All done.", reasoning_content="why")
+    cold = Server(model).draft([SYSTEM, USER, whole_reply, NEXT])
+    assert ids_of(server.draft(echoed)) == ids_of(cold)
 
 
 def test_thinking_that_the_client_changed_refuses_the_past(model: str) -> None:
     """What it sends is what the model must see; a past before it may still be replayed."""
     server = Server(model)
-    first = server.say(server.draft([SYSTEM, USER]), FINE)
+    first = server.answer([SYSTEM, USER], FINE)
     messages = [SYSTEM, USER, FINE, NEXT]
-    server.say(server.draft(messages), THOUGHT)
+    server.answer(messages, THOUGHT)
     changed = {**FINE, "reasoning_content": "of something else"}
     draft = server.draft([*messages, changed, said("user", "go on")])
-    assert (
-        starts_with(draft, first)
-        and draft.transcript
-        and len(draft.transcript.thinking) == 3
-    )
+    assert starts_with(draft, first)
+    assert draft.transcript
+    assert len(draft.transcript.thinking) == 3
+
     invented = server.draft([SYSTEM, USER, changed, NEXT])
     assert invented.transcript is None
 
 
 def test_a_tool_loop_tells_no_pinned_value_again_and_holds_none() -> None:
     """Bytes of a past are those of what it adds, however much was told before."""
-    server, sizes = Server(), []
-    stamps = [f"[Wed 2026-02-18 20:{m:02} UTC] question {m}" for m in range(40)]
+    server = Server()
+    sizes = []
     messages = [SYSTEM]
-    for stamp in stamps:
-        messages += [said("user", stamp), FINE]
+    for minute in range(40):
+        stamp = f"[Wed 2026-02-18 20:{minute:02} UTC]"
+        messages += [said("user", f"{stamp} question {minute}"), FINE]
     messages.append(NEXT)
+
     for n in range(6):
-        before = server.planner.ledger.snapshot()["bytes"]
-        server.say(server.draft(messages), asks(f"call {n}"))
-        sizes.append(server.planner.ledger.snapshot()["bytes"] - before)
+        n_bytes_before = server.n_bytes()
+        server.answer(messages, asks(f"call {n}"))
+        sizes.append(server.n_bytes() - n_bytes_before)
         messages += [asks(f"call {n}"), result(f"result {n}")]
+
     assert max(sizes[1:]) < 0.3 * sizes[0]
 
 
 def test_thinking_outlives_the_past_it_was_part_of() -> None:
     """What is rendered again for want of a past is healed, where the template prints it."""
     server = Server()
-    server.say(server.draft([SYSTEM, USER]), THOUGHT)
+    server.answer([SYSTEM, USER], THOUGHT)
     server.planner.ledger._transcripts.clear()
-    draft = server.draft([SYSTEM, USER, FINE, NEXT])
-    assert draft.transcript is None and "because of it" in server.text(draft)
+    draft = server.draft(SECOND_REQUEST)
+    assert draft.transcript is None
+    assert "because of it" in server.text(draft)
 
 
 def test_two_thoughts_under_one_reply_are_told_apart() -> None:
@@ -992,6 +1050,7 @@ def test_two_thoughts_under_one_reply_are_told_apart() -> None:
     for thought in ("one", "two"):
         reply = {**FINE, "reasoning_content": thought}
         pasts[thought] = server.say(draft, reply, words=thought)
+
     for thought, past in pasts.items():
         echo = {**FINE, "reasoning_content": thought}
         assert starts_with(server.draft([SYSTEM, USER, echo, NEXT]), past)
@@ -1006,24 +1065,27 @@ def test_thinking_is_not_preserved_when_so_configured(name: str) -> None:
     server = Server(name, preserve_thinking=False)
     messages = [SYSTEM, USER]
     thinks = asks("x", reasoning_content="why I look")
-    server.say(server.draft(messages, tools=[tool()]), thinks, words="why I look")
+    server.answer(messages, thinks, tools=TOOLS, words="why I look")
     messages = [*messages, asks("x"), result("r")]
-    draft = server.draft(messages, tools=[tool()])
-    assert draft.transcript and "why I look" in server.text(draft)
+    draft = server.draft(messages, tools=TOOLS)
+    assert draft.transcript
+    assert "why I look" in server.text(draft)
+
     server.say(draft, THOUGHT, words="because of it")
-    turn = server.draft([*messages, FINE, NEXT], tools=[tool()])
-    assert turn.transcript is None and turn.refusal
-    truth = server.speaker.template.render_prompt(
-        chat([*messages, FINE, NEXT], tools=[tool()])
-    )
-    assert turn.rendered.ids.tolist() == truth.ids.tolist()
-    assert "why" not in server.text(turn) and "because" not in server.text(turn)
+    messages = [*messages, FINE, NEXT]
+    turn = server.draft(messages, tools=TOOLS)
+    assert turn.transcript is None
+    assert turn.refusal
+    truth = server.speaker.template.render_prompt(chat(messages, tools=TOOLS))
+    assert ids_of(turn) == truth.ids.tolist()
+    assert "why" not in server.text(turn)
+    assert "because" not in server.text(turn)
 
 
 def test_without_past_thinking_a_past_is_replayed_even_then() -> None:
     server = Server("chatml/tiny", preserve_thinking=False)
-    past = server.say(server.draft([SYSTEM, USER]), FINE)
-    assert starts_with(server.draft([SYSTEM, USER, FINE, NEXT]), past)
+    past = server.answer([SYSTEM, USER], FINE)
+    assert starts_with(server.draft(SECOND_REQUEST), past)
 
 
 def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
@@ -1031,7 +1093,7 @@ def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
     server = Server()
     reply = said("assistant", "fine", reasoning_content=LONG)
     head = [head_with("id-1"), USER]
-    server.say(server.draft(head), reply, words=LONG)
+    server.answer(head, reply, words=LONG)
     loop = asks("x", reasoning_content="of this turn")
     late = [LATE, said("user", CARRIER.format("a job"))]
     messages = [
@@ -1043,14 +1105,20 @@ def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
         result("r"),
         *late,
     ]
+
     full = server.draft(messages)
-    assert LONG in server.text(full) and full.transcript
+    assert LONG in server.text(full)
+    assert full.transcript
+
     bare = server.draft(messages, room=len(full.rendered.ids) - 1)
-    assert bare.transcript is None and LONG not in server.text(bare)
+    assert bare.transcript is None
+    assert LONG not in server.text(bare)
     for words in ("id-2", "of this turn", "look", "late words", "a job", "fine"):
         assert words in server.text(bare), words
+
     tight = server.draft(messages, room=len(bare.rendered.ids))
-    assert tight.rendered.ids.tolist() == bare.rendered.ids.tolist()
+    assert ids_of(tight) == ids_of(bare)
+
     past = server.say(bare, said("assistant", "done"))
     again = server.draft([*messages, said("assistant", "done"), NEXT])
     assert starts_with(again, past)
@@ -1062,15 +1130,15 @@ def test_replayed_thinking_counts_as_much_as_thinking_that_was_sent(
 ) -> None:
     server = Server()
     reply = {**FINE, "reasoning_content": thought}
-    server.say(server.draft([SYSTEM, USER]), reply, words=thought)
+    server.answer([SYSTEM, USER], reply, words=thought)
+    request = chat(SECOND_REQUEST)
+    without_thinking = server.speaker.template.render_prompt(request)
+
     for echo in (FINE, reply):
         messages = [SYSTEM, USER, echo, NEXT]
         n_full = len(server.draft(messages).rendered.ids)
-        without = server.speaker.template.render_prompt(
-            chat([SYSTEM, USER, FINE, NEXT])
-        )
         bare = server.draft(messages, room=n_full - 100)
-        assert bare.rendered.ids.tolist() == without.ids.tolist()
+        assert ids_of(bare) == without_thinking.ids.tolist()
 
 
 # -- pinned fields and notes -------------------------------------------------------------
@@ -1091,41 +1159,48 @@ def restated(text: str) -> list[str]:
 def test_a_new_id_in_the_head_moves_nothing(model: str) -> None:
     """The first value stays; each other is told once, in the message that was newest then."""
     server = Server(model)
-    past = server.say(server.draft([head_with("id-1"), USER]), FINE)
+    past = server.answer([head_with("id-1"), USER], FINE)
     rest = [USER, FINE, NEXT]
-    plain, drifted = (server.draft([head_with(f"id-{n}"), *rest]) for n in (1, 2))
-    assert starts_with(plain, past) and starts_with(drifted, past)
-    assert restated(server.text(plain)) == [] and restated(server.text(drifted)) == [
-        "id-2"
-    ]
+
+    plain = server.draft([head_with("id-1"), *rest])
+    assert starts_with(plain, past)
+    assert restated(server.text(plain)) == []
+
+    drifted = server.draft([head_with("id-2"), *rest])
+    assert starts_with(drifted, past)
+    assert restated(server.text(drifted)) == ["id-2"]
     line = "\n\n[message_id is now id-2]"
     assert server.text(drifted) == server.text(plain).replace("next", f"next{line}")
+
     past = server.say(drifted, said("assistant", "two"))
     rest = [*rest, said("assistant", "two"), said("user", "more")]
-    for value, told in (
-        ("id-2", ["id-2"]),
-        ("id-1", ["id-2", "id-1"]),
-        ("id-3", ["id-2", "id-3"]),
-    ):
-        draft = server.draft([head_with(value), *rest])
+    all_values = {
+        "id-2": ["id-2"],
+        "id-1": ["id-2", "id-1"],
+        "id-3": ["id-2", "id-3"],
+    }
+    for message_id, values in all_values.items():
+        draft = server.draft([head_with(message_id), *rest])
         assert starts_with(draft, past)
-        assert restated(server.text(draft)) == told
+        assert restated(server.text(draft)) == values
 
 
 def test_a_head_is_shared_by_all_who_begin_alike(model: str) -> None:
     server = Server(model)
     first = server.draft([head_with("id-1"), USER])
-    other = server.draft([head_with("id-2"), said("user", "Something else.")])
-    shared_ids = first.rendered.ids.tolist()[: first.rendered.positions.system_end]
-    assert (
-        other.rendered.ids.tolist()[: other.rendered.positions.system_end] == shared_ids
-    )
-    assert restated(server.text(other)) == ["id-2"]
+    second = server.draft([head_with("id-2"), said("user", "Something else.")])
+
+    head_ids = [
+        ids_of(draft)[: draft.rendered.positions.system_end]
+        for draft in (first, second)
+    ]
+    assert head_ids[0] == head_ids[1]
+    assert restated(server.text(second)) == ["id-2"]
     assert server.planner.ledger.snapshot()["heads"] == 1
 
 
 def named(name: str, **fields: Any) -> dict:
-    function = tool()["function"] | {"name": name} | fields
+    function = {**tool()["function"], "name": name, **fields}
     return {"type": "function", "function": function}
 
 
@@ -1140,65 +1215,70 @@ def test_the_same_tools_in_another_order_move_nothing(model: str) -> None:
     """Nor in another order of their keys: they are told as they were first."""
     server = Server(model)
     tools = [named("look"), named("list"), named("write")]
-    past = server.say(server.draft([SYSTEM, USER], tools=tools), FINE)
+    past = server.answer([SYSTEM, USER], FINE, tools=tools)
     messages = [SYSTEM, USER, FINE, NEXT]
     first = server.draft(messages, tools=tools)
     assert starts_with(first, past)
+
     assert json.dumps(turned(tools[0])) != json.dumps(tools[0])
     for order in (*permutations(tools), [turned(tools[0]), *tools[1:]]):
         draft = server.draft(messages, tools=list(order))
-        assert draft.rendered.ids.tolist() == first.rendered.ids.tolist()
-    others = [
-        tools[:2],
-        [*tools, tools[0]],
-        [*tools[:2], named("write", description="Writes.")],
-    ]
-    for other in others:
-        draft = server.draft(messages, tools=other)
-        assert not starts_with(draft, past) and draft.transcript is None
-        cold = Server(model).draft(messages, tools=other)
-        assert draft.rendered.ids.tolist() == cold.rendered.ids.tolist()
+        assert ids_of(draft) == ids_of(first)
+
+    fewer = tools[:2]
+    repeated = [*tools, tools[0]]
+    described = [*tools[:2], named("write", description="Writes.")]
+    for changed in (fewer, repeated, described):
+        draft = server.draft(messages, tools=changed)
+        assert not starts_with(draft, past)
+        assert draft.transcript is None
+        cold = Server(model).draft(messages, tools=changed)
+        assert ids_of(draft) == ids_of(cold)
+
     server.planner.ledger.forget(None)
     backwards = server.draft(messages, tools=tools[::-1])
-    assert backwards.rendered.ids.tolist() != first.rendered.ids.tolist()
+    assert ids_of(backwards) != ids_of(first)
 
 
 def test_who_asks_for_a_summary_without_tools_reads_nothing_again(model: str) -> None:
     """The conversation's tools are told, since it used them; who never called one has none."""
-    server, offered = Server(model), [named("f"), named("other")]
-    before = server.say(server.draft([SYSTEM, USER], tools=offered), asks("x"))
+    server = Server(model)
+    offered = [named("f"), named("other")]
+    first_past = server.answer([SYSTEM, USER], asks("x"), tools=offered)
     history = [SYSTEM, USER, asks("x"), result("r")]
-    past = server.say(server.draft(history, tools=offered), FINE)
+    past = server.answer(history, FINE, tools=offered)
+
     ask = [*history, FINE, said("user", "sum it up")]
     draft = server.draft(ask, tools=[])
     assert starts_with(draft, past)
-    assert (
-        draft.rendered.ids.tolist()
-        == server.draft(ask, tools=offered).rendered.ids.tolist()
-    )
-    assert starts_with(server.draft(history, tools=[]), before)
+    assert ids_of(draft) == ids_of(server.draft(ask, tools=offered))
+    assert starts_with(server.draft(history, tools=[]), first_past)
+
     # as sent: of another server, without a call, with other words before it, after a restart
     elsewhere = [SYSTEM, said("user", "Another task."), *ask[2:]]
-    for other in ([SYSTEM, USER, FINE, NEXT], elsewhere):
-        cold = Server(model).draft(other, tools=[])
-        assert (
-            server.draft(other, tools=[]).rendered.ids.tolist()
-            == cold.rendered.ids.tolist()
-        )
+    for messages in (SECOND_REQUEST, elsewhere):
+        draft = server.draft(messages, tools=[])
+        cold = Server(model).draft(messages, tools=[])
+        assert ids_of(draft) == ids_of(cold)
 
 
 def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
     """Where the context is full a summary may be asked for without them: it must not be refused."""
-    server, offered = Server(model), [named("f", description="many words " * 200)]
-    server.say(server.draft([SYSTEM, USER], tools=offered), asks("x"))
+    server = Server(model)
+    offered = [named("f", description="many words " * 200)]
+    server.answer([SYSTEM, USER], asks("x"), tools=offered)
     ask = [SYSTEM, USER, asks("x"), result("r"), said("user", "sum it up")]
     cold = Server(model).draft(ask, tools=[])
     n_whole = len(Server(model).draft(ask, tools=offered).rendered.ids)
     tight = server.draft(ask, tools=[], room=n_whole)  # and none for the summary
-    assert tight.rendered.ids.tolist() == cold.rendered.ids.tolist()
-    past, more = server.say(tight, FINE), [*ask, FINE, NEXT]
-    assert starts_with(server.draft(more, tools=[]), past)
-    with_tools = server.draft(more, tools=offered)  # not behind a past that has none
+    assert ids_of(tight) == ids_of(cold)
+
+    past = server.say(tight, FINE)
+    follow_up = [*ask, FINE, NEXT]
+    assert starts_with(server.draft(follow_up, tools=[]), past)
+    with_tools = server.draft(
+        follow_up, tools=offered
+    )  # not behind a past that has none
     assert not starts_with(with_tools, past)
 
 
@@ -1226,37 +1306,44 @@ def test_a_section_that_comes_and_goes_moves_nothing() -> None:
         name: said("system", f"Be brief.\n{text}# End")
         for name, text in sections.items()
     }
+
     for first, second in (("", "chat"), ("chat", ""), ("chat", "wake")):
         server = Server()
         messages = [USER]
-        past = server.say(server.draft([heads[first], *messages]), FINE)
+        past = server.answer([heads[first], *messages], FINE)
         for n in range(2):
             messages = [*messages, FINE if n == 0 else said("assistant", "so"), NEXT]
             draft = server.draft([heads[second], *messages])
             assert starts_with(draft, past)
             text = server.text(draft)
             assert sections[second].strip() in text
-            assert text.count("## Inbound") == sum(
-                bool(sections[name]) for name in (first, second)
-            )
+            n_sections = bool(sections[first]) + bool(sections[second])
+            assert text.count("## Inbound") == n_sections
             past = server.say(draft, said("assistant", "so"))
 
 
 def test_who_has_no_section_is_told_nobody_elses() -> None:
     """A head is shared by those who have the same blocks in it (L-93, L-106)."""
-    server, day = Server(), "Current date: 2026-11-20\n"
+    server = Server()
+    day = "Current date: 2026-11-20\n"
 
     def told(section: str, session: str = "") -> str:
         head = said("system", f"Be brief.\n{day}{section}# End")
         fields = {"user": session} if session else {}
         return server.text(server.draft([head, NEXT], **fields))
 
-    first, phone = told(SECTION, "s1"), SECTION.replace("webchat", "phone")
+    first = told(SECTION, "s1")
+    phone = SECTION.replace("webchat", "phone")
     assert "## Inbound" not in told("", "s1")
-    same = told(phone, "s1")
-    assert same.startswith(first[: first.index("# End")]) and '"phone"' in same
-    other = told(phone, "s2")
-    assert '"phone"' in other.partition("# End")[0] and "webchat" not in other
+
+    same_session = told(phone, "s1")
+    head = first.partition("# End")[0]
+    assert same_session.startswith(head)
+    assert '"phone"' in same_session
+
+    other_session = told(phone, "s2")
+    assert '"phone"' in other_session.partition("# End")[0]
+    assert "webchat" not in other_session
 
 
 # -- two senders (L-106) -----------------------------------------------------------------
@@ -1275,15 +1362,19 @@ PRIVATE = {
 }
 
 
-def begun_by(sender: str, where: str, message_id: str = "id-1") -> list:
-    role, text = PRIVATE[where]
+def begun_by(sender: str, place: str, message_id: str = "id-1") -> list:
+    role, text = PRIVATE[place]
     text = text.replace("SENDER", sender).replace("id-1", message_id)
-    head = (
-        f"Be brief.\nCurrent date: 2026-11-20\n{text if role == 'system' else ''}# End"
-    )
-    question = f"hello\n{text}" if role == "user" else "hello"
-    if where == "routed":
+    section = ""
+    question = "hello"
+    if role == "system":
+        section = text
+    else:
+        question = f"hello\n{text}"
+    if place == "routed":
         question = f"[Inter-session message] sourceSession={sender} x\nIt came.\nhello"
+
+    head = f"Be brief.\nCurrent date: 2026-11-20\n{section}# End"
     return [said("system", head), said("user", question)]
 
 
@@ -1296,38 +1387,45 @@ def say_to(server: Server, messages: list, sender: str, session: str) -> dict:
     return said("assistant", "Hello!")
 
 
-@pytest.mark.parametrize("where", PRIVATE)
+@pytest.mark.parametrize("place", PRIVATE)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("senders", SENDERS)
 def test_nothing_of_one_sender_is_in_the_prompt_of_another(
-    where: str, ids: tuple[str, str], senders: tuple[str, str]
+    place: str, ids: tuple[str, str], senders: tuple[str, str]
 ) -> None:
     """Neither head nor transcript nor thinking: as if the first had never been here."""
-    (first, second), (first_id, second_id) = senders, ids
+    first, second = senders
+    first_id, second_id = ids
     server = Server()
-    hello = say_to(server, begun_by(first, where), first, first_id)
+    hello = say_to(server, begun_by(first, place), first, first_id)
     fields = {"user": second_id} if second_id else {}
 
-    begun = begun_by(second, where)
+    begun = begun_by(second, place)
     for messages in (begun, [*begun, hello, NEXT]):
-        draft, cold = server.draft(messages, **fields), Server().draft(messages)
+        draft = server.draft(messages, **fields)
+        cold = Server().draft(messages)
         assert draft.transcript is None
-        assert first not in server.text(draft) and second in server.text(draft)
-        assert draft.rendered.ids.tolist() == cold.rendered.ids.tolist()
+        assert first not in server.text(draft)
+        assert second in server.text(draft)
+        assert ids_of(draft) == ids_of(cold)
 
 
 @pytest.mark.parametrize("ids", IDS)
 def test_two_senders_in_turns_keep_their_own_transcripts(ids: tuple[str, str]) -> None:
-    server, names = Server(), dict(zip(("alice", "bob"), ids, strict=True))
+    server = Server()
+    names = dict(zip(("alice", "bob"), ids, strict=True))
     for name, session in names.items():
         say_to(server, begun_by(name, "inbound context"), name, session)
+
     for name, session in names.items():
         fields = {"user": session} if session else {}
         messages = [*begun_by(name, "inbound context"), said("assistant", "Hello!")]
         draft = server.draft([*messages, NEXT], **fields)
-        other = {"alice": "bob", "bob": "alice"}[name]
+        stranger = {"alice": "bob", "bob": "alice"}[name]
         text = server.text(draft)
-        assert draft.transcript and f"{name} greets me" in text and other not in text
+        assert draft.transcript
+        assert f"{name} greets me" in text
+        assert stranger not in text
 
 
 @pytest.mark.parametrize("ids", IDS)
@@ -1337,25 +1435,34 @@ def test_the_same_sender_with_another_message_id_shares_the_head(
     server = Server()
     say_to(server, begun_by("alice", "inbound context"), "alice", ids[0])
     begun = begun_by("alice", "inbound context", "id-2")
-    draft = server.draft(begun, **({"user": ids[1]} if ids[1] else {}))
+    fields = {"user": ids[1]} if ids[1] else {}
+
+    draft = server.draft(begun, **fields)
     head = server.text(draft).partition("hello")[0]
-    assert "id-1" in head and "id-2" not in head
-    messages = [*begun, said("assistant", "Hello!"), NEXT]
-    again = server.draft(messages, **({"user": ids[1]} if ids[1] else {}))
-    assert again.transcript and "id-2" in server.text(again)
+    assert "id-1" in head
+    assert "id-2" not in head
+
+    again = server.draft([*begun, said("assistant", "Hello!"), NEXT], **fields)
+    assert again.transcript
+    assert "id-2" in server.text(again)
 
 
 def test_a_value_that_changes_inside_a_session_moves_nothing() -> None:
     """A group: the session is the chat. And after a restart of the conversation, too."""
-    server, fields = Server(), {"user": "group"}
+    server = Server()
+    fields = {"user": "group"}
     hello = say_to(server, begun_by("alice", "inbound context"), "alice", "group")
     begun = begun_by("bob", "inbound context")
+
     draft = server.draft([*begun, hello, NEXT], **fields)
     text = server.text(draft)
-    assert draft.transcript and text.index('"alice"') < text.index('"bob"')
+    assert draft.transcript
+    assert text.index('"alice"') < text.index('"bob"')
+
     anew = server.draft([begun[0], said("user", "another task")], **fields)
     head = server.text(anew).partition("another task")[0]
-    assert '"alice"' in head and '"bob"' not in head
+    assert '"alice"' in head
+    assert '"bob"' not in head
     assert '"bob"' in server.text(anew)
 
 
@@ -1366,37 +1473,44 @@ def test_a_chat_that_another_sender_has_cloned_is_rendered_anew(
     """The clone has the id of the call that was made here (L-103)."""
     server = Server()
     fields = [{"user": session} if session else {} for session in ids]
-    begun, called = begun_by("alice", "inbound context"), asks("ls")
+    begun = begun_by("alice", "inbound context")
+    called = asks("ls")
     called["tool_calls"][0]["id"] = "5e1e438e4"
-    server.say(server.draft(begun, **fields[0]), called, session=ids[0] or "sha1:x")
+    server.answer(begun, called, **fields[0], session=ids[0] or "sha1:x")
     past = [called, said("tool", "a.txt", tool_call_id="5e1e438e4")]
     draft = server.draft([*begun_by("bob", "inbound context"), *past], **fields[1])
-    assert draft.transcript is None and "alice" not in server.text(draft)
+
+    assert draft.transcript is None
+    assert "alice" not in server.text(draft)
 
 
 def test_a_section_that_is_absent_for_once_is_of_the_conversation_with_its_call() -> (
     None
 ):
     """OpenClaw sends no session id, and no section when a sub-agent has finished."""
-    server, called = Server(), asks("ls")
+    server = Server()
+    called = asks("ls")
     called["tool_calls"][0]["id"] = "5e1e438e4"
     begun = begun_by("alice", "inbound context")
-    past = server.say(server.draft(begun), called, session="sha1:x")
+    past = server.answer(begun, called, session="sha1:x")
     head = said("system", "Be brief.\nCurrent date: 2026-11-20\n# End")
     tail = [called, said("tool", "a.txt", tool_call_id="5e1e438e4")]
     assert starts_with(server.draft([head, begun[1], *tail]), past)
+
     unknown = [asks("ls"), said("tool", "a.txt", tool_call_id="call00000")]
     assert "alice" not in server.text(server.draft([head, begun[1], *unknown]))
 
 
 def test_tools_of_one_sender_are_not_shown_to_another() -> None:
     """Who asks for a summary without tools is shown those of his conversation (L-91)."""
-    server, called = Server(), asks("ls")
+    server = Server()
+    called = asks("ls")
     begun = {name: begun_by(name, "inbound context") for name in ("alice", "bob")}
     tools = [named("look", description="the secret of alice")]
-    server.say(server.draft(begun["alice"], tools=tools), called, session="sha1:x")
+    server.answer(begun["alice"], called, tools=tools, session="sha1:x")
     tail = [called, result("a.txt"), NEXT]
     server.draft([*begun["alice"], *tail[:2]], tools=tools)
+
     for name, is_shown in (("alice", True), ("bob", False)):
         text = server.text(server.draft([*begun[name], *tail], tools=[]))
         assert ("the secret of alice" in text) is is_shown
@@ -1411,7 +1525,8 @@ def test_notes_in_a_system_prompt_stay_in_their_session() -> None:
 
 
 def test_a_session_that_was_forgotten_renders_its_head_anew() -> None:
-    server, fields = Server(), {"user": "group"}
+    server = Server()
+    fields = {"user": "group"}
     say_to(server, begun_by("alice", "inbound context"), "alice", "group")
     server.planner.ledger.forget("group")
     text = server.text(server.draft(begun_by("bob", "inbound context"), **fields))
@@ -1429,21 +1544,24 @@ def test_heads_used_least_recently_are_forgotten(
         head["content"] += words
         return restated(server.text(server.draft([head, USER])))
 
-    assert [told(words, "id-1") for words in "aba"] == [[], [], []]
-    assert told("c", "id-1") == [] and server.planner.ledger.snapshot()["heads"] == 2
-    assert told("a", "id-2") == ["id-2"] and told("b", "id-2") == []
+    for words in "aba":
+        assert told(words, "id-1") == []
+    assert told("c", "id-1") == []
+    assert server.planner.ledger.snapshot()["heads"] == 2
+    assert told("a", "id-2") == ["id-2"]
+    assert told("b", "id-2") == []
 
 
 def test_a_stamp_of_a_retry_is_restated() -> None:
     server = Server()
     messages = [SYSTEM, said("user", "[Fri 2026-11-20 14:16 UTC] hello"), FINE, NEXT]
-    past = server.say(server.draft(messages[:2]), FINE)
+    past = server.answer(messages[:2], FINE)
     messages[1] = said("user", "[Fri 2026-11-20 14:19 UTC] hello")
     draft = server.draft(messages)
+    restatement = r"next\n\n\[timestamp is now \[?Fri 2026-11-20 14:19 UTC"
+
     assert starts_with(draft, past)
-    assert re.search(
-        r"next\n\n\[timestamp is now \[?Fri 2026-11-20 14:19 UTC", server.text(draft)
-    )
+    assert re.search(restatement, server.text(draft))
 
 
 def carried(server: Server, job: str, messages: list) -> start_llm.PromptPlan:
@@ -1453,16 +1571,19 @@ def carried(server: Server, job: str, messages: list) -> start_llm.PromptPlan:
 def test_a_note_is_repeated_only_when_it_changed(model: str) -> None:
     """The carrier ends every request and is gone from the next one (OpenClaw 2026.9.6)."""
     server = Server(model)
-    messages, counts, past = [SYSTEM, USER], [], [0]
+    messages = [SYSTEM, USER]
+    counts = []
+    past = [0]
     for n, job in enumerate(["none", "none", "job 1", "job 1", "none"]):
         draft = carried(server, job, messages)
         assert n == 0 or starts_with(draft, past)
-        told = re.findall(r"INTERNAL_CONTEXT>>>\n(.*)\n", server.text(draft))
-        counts.append(told)
+        jobs = re.findall(r"INTERNAL_CONTEXT>>>\n(.*)\n", server.text(draft))
+        counts.append(len(jobs))
         past = server.say(draft, said("assistant", f"a{n}"))
         messages = [*messages, said("assistant", f"a{n}"), said("user", f"u{n}")]
-    assert [len(told) for told in counts] == [1, 1, 2, 2, 3]
-    assert counts[-1] == ["none", "job 1", "none"]
+
+    assert counts == [1, 1, 2, 2, 3]
+    assert jobs == ["none", "job 1", "none"]
     assert server.n_fallbacks() == 0
 
 
@@ -1470,20 +1591,21 @@ def test_a_note_is_repeated_only_when_it_changed(model: str) -> None:
 def test_a_reminder_that_moves_along_is_told_once(words: str) -> None:
     """`opencode run` ends a piped text in a line break, which the block has for its own (L-92)."""
     block = "<system-reminder>\nplan mode\n</system-reminder>"
-    server, texts = (
-        Server(),
-        [{"type": "text", "text": text} for text in (words, block)],
-    )
-    past = server.say(server.draft([SYSTEM, said("user", texts)]), FINE)
-    draft = server.draft(
-        [SYSTEM, said("user", words), FINE, said("user", f"next\n\n{block}")]
-    )
-    assert starts_with(draft, past) and server.text(draft).count("plan mode") == 1
-    gone = server.draft([SYSTEM, said("user", "hello"), FINE, NEXT])
-    assert starts_with(gone, past)
+    server = Server()
+    texts = [{"type": "text", "text": text} for text in (words, block)]
+    past = server.answer([SYSTEM, said("user", texts)], FINE)
+    next_with_block = said("user", f"next\n\n{block}")
+    draft = server.draft([SYSTEM, said("user", words), FINE, next_with_block])
+    assert starts_with(draft, past)
+    assert server.text(draft).count("plan mode") == 1
+
+    draft = server.draft([SYSTEM, said("user", "hello"), FINE, NEXT])
+    assert starts_with(draft, past)
+
     changed = block.replace("plan", "build")
-    other = server.draft([SYSTEM, said("user", f"hello\n\n{changed}"), FINE, NEXT])
-    assert starts_with(other, past) and f"next\n\n{changed}" in server.text(other)
+    draft = server.draft([SYSTEM, said("user", f"hello\n\n{changed}"), FINE, NEXT])
+    assert starts_with(draft, past)
+    assert f"next\n\n{changed}" in server.text(draft)
 
 
 # -- switches ---------------------------------------------------------------------------
@@ -1507,12 +1629,12 @@ def test_a_switch_of_the_tail_keeps_the_past(place: str) -> None:
     server.speaker = spoken("chatml/tiny", STYLED[place])
     loop = [asks("x"), result("r")]
     messages = [SYSTEM, USER, *loop]
-    past = server.say(
-        server.draft(messages, tools=[tool()], reasoning_effort="low"), FINE
-    )
+    first = server.draft(messages, tools=TOOLS, reasoning_effort="low")
+    past = server.say(first, FINE)
     messages = [*messages, FINE, NEXT]
+
     for effort in ("low", "high"):
-        draft = server.draft(messages, tools=[tool()], reasoning_effort=effort)
+        draft = server.draft(messages, tools=TOOLS, reasoning_effort=effort)
         is_same = effort == "low" or place == "tail"
         assert starts_with(draft, past) if is_same else draft.transcript is None
         assert server.text(draft).count(effort) >= 1
@@ -1524,8 +1646,8 @@ def test_a_switch_of_the_tail_keeps_the_past(place: str) -> None:
 def test_thinking_may_be_switched_in_mid_session(model: str, keeps: bool) -> None:
     """Qwen3 prints the switch in the generation prompt, gemma-4 in the head."""
     server = Server(model)
-    past = server.say(server.draft([SYSTEM, USER], enable_thinking=True), FINE)
-    draft = server.draft([SYSTEM, USER, FINE, NEXT], enable_thinking=False)
+    past = server.answer([SYSTEM, USER], FINE, enable_thinking=True)
+    draft = server.draft(SECOND_REQUEST, enable_thinking=False)
     assert starts_with(draft, past) if keeps else draft.transcript is None
 
 
@@ -1538,17 +1660,16 @@ def fill(server: Server, n: int, *, turns: int = 3) -> list:
     for turn in range(turns):
         server.now += 1
         reply = said("assistant", f"answer {turn}")
-        server.say(server.draft(messages), reply)
+        server.answer(messages, reply)
         messages = [*messages, reply, said("user", f"more {turn}")]
     return messages
 
 
 def counted(book: start_llm.Ledger) -> int:
-    return sum(
-        past.nbytes
-        for alternatives in book._transcripts.values()
-        for past in alternatives
-    )
+    n_bytes = 0
+    for alternatives in book._transcripts.values():
+        n_bytes += sum(past.nbytes for past in alternatives)
+    return n_bytes
 
 
 def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> None:
@@ -1559,6 +1680,7 @@ def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> Non
         assert server.draft(conversations[0]).transcript  # keeps it in use
         shown = server.planner.ledger.snapshot()
         assert shown["bytes"] == counted(server.planner.ledger) <= 40_000
+
     assert server.draft(conversations[-1]).transcript
     assert not server.draft(conversations[1]).transcript
     assert 10 < shown["transcripts"] < 40
@@ -1569,42 +1691,34 @@ def test_what_a_fifth_alternative_pushes_out_counts_no_more() -> None:
     base = [SYSTEM, said("user", "a long question " * 100)]
     for n in range(30):
         server.now += 1
-        server.say(server.draft(base), FINE, words=f"version {n}")
+        server.answer(base, FINE, words=f"version {n}")
         draft = server.draft([*base, FINE, said("user", f"go on {n}")])
         server.say(draft, said("assistant", f"done {n}"))
-        assert (
-            server.planner.ledger.snapshot()["bytes"]
-            == counted(server.planner.ledger)
-            <= 100_000
-        )
+        assert server.n_bytes() == counted(server.planner.ledger) <= 100_000
+
     server.now += 10**6
     assert not server.draft([*base, FINE, NEXT]).transcript
-    assert (
-        server.planner.ledger.snapshot()["bytes"] == counted(server.planner.ledger) == 0
-    )
+    assert server.n_bytes() == counted(server.planner.ledger) == 0
 
 
 def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
         fill(server, n, turns=3 + n % 5)
-        kept = [
-            past.segments
-            for pasts in server.planner.ledger._transcripts.values()
-            for past in pasts
-        ]
-        own = {id(ids[-1]) for ids in kept}
-        assert all(id(tokens) in own for ids in kept for tokens in ids)
+        pasts = chain.from_iterable(server.planner.ledger._transcripts.values())
+        segment_lists = [past.segments for past in pasts]
+        last_segments = {id(segments[-1]) for segments in segment_lists}
+        for segments in segment_lists:
+            assert last_segments.issuperset(map(id, segments))
+
+
+EMPTY = {"transcripts": 0, "heads": 0, "bytes": 0}
 
 
 def test_one_past_that_is_too_large_is_not_kept() -> None:
     server = Server(ledger_max_bytes=500)
     fill(server, 1)
-    assert server.planner.ledger.snapshot() == {
-        "transcripts": 0,
-        "heads": 0,
-        "bytes": 0,
-    }
+    assert server.planner.ledger.snapshot() == EMPTY
 
 
 def test_a_past_expires_unless_it_is_used() -> None:
@@ -1614,12 +1728,9 @@ def test_a_past_expires_unless_it_is_used() -> None:
         server.now += 90
         assert server.draft(messages).transcript
     server.now += 101
+
     assert not server.draft(messages).transcript
-    assert server.planner.ledger.snapshot() == {
-        "transcripts": 0,
-        "heads": 0,
-        "bytes": 0,
-    }
+    assert server.planner.ledger.snapshot() == EMPTY
 
 
 def test_zero_seconds_are_for_ever() -> None:
@@ -1636,7 +1747,8 @@ class Client:
     """An agent with the habits of CLIENTS.md, each by chance; checks every prompt it causes."""
 
     def __init__(self, server: Server, seed: int) -> None:
-        self.server, self.seed = server, seed
+        self.server = server
+        self.seed = seed
         self.chance = random.Random(seed)
         self.habit = {
             name: self.chance.random() < 0.5 for name in ("id", "carrier", "blank")
@@ -1655,74 +1767,80 @@ class Client:
 
     def news(self) -> list:
         """What the client adds: results, or a question; and what hangs on to either."""
+        new = []
         calls = self.history[-1].get("tool_calls", ()) if self.history else ()
-        new = [
-            said("tool", f"r {self.word()}", tool_call_id=each["id"]) for each in calls
-        ]
+        for tool_call in calls:
+            text = f"r {self.word()}"
+            new.append(said("tool", text, tool_call_id=tool_call["id"]))
         if not new or self.one_in(5):
-            stamp = (
-                f"[Fri 2026-11-20 14:1{self.chance.randrange(3)} UTC] " * self.one_in(2)
-            )
-            mode = f"\n<system-reminder>\nmode {self.chance.choice('ab')}\n</system-reminder>\n"
-            new.append(said("user", f"{stamp}ask {self.word()}{mode * self.one_in(3)}"))
+            new.append(said("user", self.question()))
         if self.one_in(4):
-            new.append(
-                said("system", self.chance.choice(["9 left", f"late {self.word()}"]))
-            )
+            note_text = self.chance.choice(["9 left", f"late {self.word()}"])
+            new.append(said("system", note_text))
+
         return new
 
+    def question(self) -> str:
+        text = f"ask {self.word()}"
+        if self.one_in(2):
+            text = f"[Fri 2026-11-20 14:1{self.chance.randrange(3)} UTC] {text}"
+        if self.one_in(3):
+            text += f"\n{note(f'mode {self.chance.choice("ab")}')}\n"
+        return text
+
     def request(self, new: list) -> list:
-        value = f"id-{self.chance.randrange(3) if self.habit['id'] else 0}"
-        carrier = said("user", CARRIER.format(self.chance.choice(["none", "job 1"])))
-        tail = [carrier] if self.habit["carrier"] else []
-        return [head_with(value), *self.history, *new, *tail]
+        number = self.chance.randrange(3) if self.habit["id"] else 0
+        messages = [head_with(f"id-{number}"), *self.history, *new]
+        if self.habit["carrier"]:
+            job = self.chance.choice(["none", "job 1"])
+            messages.append(said("user", CARRIER.format(job)))
+        return messages
 
     def reply(self) -> dict:
-        texts = [f"{self.word()} é漢", self.word()][: 1 + self.one_in(3)]
-        reply = (
-            asks(*texts) if self.one_in(2) else said("assistant", f"so {self.word()}")
-        )
-        thought = (
-            {"reasoning_content": f"I think {self.word()}"} if self.one_in(2) else {}
-        )
-        return reply | thought
+        reply = said("assistant", f"so {self.word()}")
+        if self.one_in(2):
+            arguments = [f"{self.word()} é漢", self.word()]
+            reply = asks(*arguments[: 1 + self.one_in(3)])
+        if self.one_in(2):
+            reply["reasoning_content"] = f"I think {self.word()}"
+        return reply
 
     def turn(self) -> None:
         new = self.news()
         for _ in range(1 + self.one_in(4)):  # sent again, with other values
             messages = self.request(new)
-            before = copy.deepcopy(messages)
-            draft = self.server.draft(messages, tools=[tool()])
-            assert messages == before
+            messages_before = copy.deepcopy(messages)
+            draft = self.server.draft(messages, tools=TOOLS)
+            assert messages == messages_before
             self.check(messages, draft)
+
         reply = self.reply()
         self.past = self.server.say(draft, reply, session=str(self.seed))
         echo = dict(reply)
-        if (
-            self.echoes != "all"
-            and echo.pop("reasoning_content", "")
-            and self.echoes == "blank"
-        ):
+        if "reasoning_content" in reply and self.echoes == "none":
+            del echo["reasoning_content"]
+        if "reasoning_content" in reply and self.echoes == "blank":
             echo["reasoning_content"] = "\n"
         self.history = [*self.history, *new, echo]
 
     def check(self, messages: list, draft: start_llm.PromptPlan) -> None:
         """Nothing is prefilled twice, nothing the client says is missing, the last id is right."""
         text = self.server.text(draft)
-        assert not draft.refusal and starts_with(draft, self.past or [0])
+        assert not draft.refusal
+        assert starts_with(draft, self.past or [0])
+
         turns = self.server.speaker.template.canonicalize(chat(messages).messages)
         for turn in turns:
-            start, said_words = (
-                0,
-                turn.original["content"] if turn.role != "assistant" else "",
-            )
+            words = turn.original["content"] if turn.role != "assistant" else ""
+            start = 0
             fields = [*turn.pinned, *turn.inline_notes]
-            for one in sorted(fields, key=lambda one: one.start):
-                assert said_words[start : one.start].strip() in text
-                start = one.end
-            assert said_words[start:].strip() in text
+            for volatile_field in sorted(fields, key=lambda field: field.start):
+                assert words[start : volatile_field.start].strip() in text
+                start = volatile_field.end
+            assert words[start:].strip() in text
             assert all(pinned.value in text for pinned in turn.pinned)
             assert all(note.text in text for note in turn.notes)
+
         value = turns[0].pinned[0].value
         assert re.findall(r'message_id(?:": "| is now )(id-\d)', text)[-1] == value
 
@@ -1758,9 +1876,8 @@ def test_eight_clients_share_a_ledger() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
     shown = server.planner.ledger.snapshot()
-    assert shown["transcripts"] == 64 and shown["bytes"] == counted(
-        server.planner.ledger
-    )
+    assert shown["transcripts"] == 64
+    assert shown["bytes"] == counted(server.planner.ledger)
     assert server.n_fallbacks() == 0
 
 
@@ -1806,10 +1923,13 @@ def chosen_at_once(choose: Callable[[int], Any]) -> list[Any]:
 
 
 def test_two_threads_at_once_render_the_same_first_head() -> None:
-    memory, lock = start_llm.HeadMemory(), WatchedLock()
+    memory = start_llm.HeadMemory()
+    lock = WatchedLock()
     memory._heads_lock = lock  # type: ignore[assignment]
     memory._heads = BothMiss(8, lock)
-    heads = [([said("system", f"id-{n}")], start_llm.NOTHING_STATED) for n in range(2)]
+    first_head = ([said("system", "id-0")], start_llm.NOTHING_STATED)
+    second_head = ([said("system", "id-1")], start_llm.NOTHING_STATED)
+    heads = [first_head, second_head]
 
     first, second = chosen_at_once(lambda n: memory.choose(b"key", heads[n], ""))
 
@@ -1817,7 +1937,8 @@ def test_two_threads_at_once_render_the_same_first_head() -> None:
 
 
 def test_two_threads_at_once_show_tools_in_the_same_order() -> None:
-    memory, lock = start_llm.ToolMemory(), WatchedLock()
+    memory = start_llm.ToolMemory()
+    lock = WatchedLock()
     memory._tools_lock = lock  # type: ignore[assignment]
     memory._first_order = BothMiss(8, lock)
     tools = (named("look"), named("ask"))
@@ -1834,27 +1955,20 @@ def test_what_is_dropped_and_what_is_refused_is_counted(
     """Both counters would read 0 for ever if nothing moved them."""
     server = Server()
     billing = "x-anthropic-billing-header: cc_version=2.1.121.dd4; cch=0d3a3;\n"
-    talk = [
-        {"role": "system", "content": billing + "Be brief."},
-        {"role": "user", "content": "hi"},
-    ]
+    talk = [said("system", billing + "Be brief."), said("user", "hi")]
     server.draft(talk)
     counts = server.planner.metrics.snapshot()
     assert counts["telemetry_dropped"] == 1
     assert counts["exact_key_rejected_by_model_lcp"] == 0
 
-    server.say(server.draft(talk), {"role": "assistant", "content": "yes"})
+    reply = said("assistant", "yes")
+    server.answer(talk, reply)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise start_llm.SpliceRefused("lost text")
 
     monkeypatch.setattr(start_llm.Splice, "_render_after", refuse)
-    server.draft(
-        [
-            *talk,
-            {"role": "assistant", "content": "yes"},
-            {"role": "user", "content": "u"},
-        ]
-    )
-    assert server.planner.metrics.snapshot()["exact_key_rejected_by_model_lcp"] == 1
+    server.draft([*talk, reply, said("user", "u")])
+    counts = server.planner.metrics.snapshot()
+    assert counts["exact_key_rejected_by_model_lcp"] == 1
     assert server.n_fallbacks() == 1

@@ -46,21 +46,21 @@ objects = st.dictionaries(keys, values, max_size=4)
 def js_number(value: float) -> int | float:
     """As Number.prototype.toString prints it: whole below 1e21, shortest digits, no minus zero."""
     number = float(value)
-    whole = number.is_integer() and abs(number) < 1e21
-    return int(Decimal(repr(number))) if whole else number
+    is_printed_whole = number.is_integer() and abs(number) < 1e21
+    return int(Decimal(repr(number))) if is_printed_whole else number
 
 
 def js_value(value: Any) -> Any:
     """The value after JSON.parse and JSON.stringify: indices first and ascending, then the rest."""
     if isinstance(value, dict):
-        indices = sorted(
-            (k for k in value if k.isdecimal() and str(int(k)) == k), key=int
-        )
-        order = [*indices, *(key for key in value if key not in indices)]
+        indices = [key for key in value if key.isdecimal() and str(int(key)) == key]
+        other_keys = [key for key in value if key not in indices]
+        order = [*sorted(indices, key=int), *other_keys]
         return {key: js_value(value[key]) for key in order}
     if isinstance(value, list):
-        return list(map(js_value, value))
+        return [js_value(item) for item in value]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+
     return js_number(value) if is_number else value
 
 
@@ -85,21 +85,28 @@ def plain(value: Any) -> Any:
     """What Claude Code 2.1 leaves of arguments: `false` is a default, "1" may be 1 (L-81)."""
     if isinstance(value, list):
         return [
-            plain(each) if isinstance(each, dict | list) else each for each in value
+            plain(item) if isinstance(item, dict | list) else item for item in value
         ]
-    kept = {}
-    for key, each in value.items():
-        text = each if isinstance(each, str) else str(each)
-        while (start := text.partition(" && "))[1] and re.fullmatch(
-            r"cd \S+", start[0]
-        ):
-            text = start[2]
+
+    echoed = {}
+    for key, item in value.items():
+        if isinstance(item, dict | list):
+            echoed[key] = plain(item)
+            continue
+        text = without_changes_of_folder(str(item))
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
-        if isinstance(each, dict | list):
-            kept[key] = plain(each)
-        elif text not in ("False", "None"):
-            kept[key] = text
-    return kept
+        if text not in ("False", "None"):
+            echoed[key] = text
+    return echoed
+
+
+def without_changes_of_folder(text: str) -> str:
+    """`ls` of `cd /a && cd b && ls`."""
+    first, separator, rest = text.partition(" && ")
+    while separator and re.fullmatch(r"cd \S+", first):
+        text = rest
+        first, separator, rest = text.partition(" && ")
+    return text
 
 
 @given(st.data(), objects)
@@ -108,11 +115,15 @@ def test_other_arguments_have_another_name(
     data: st.DataObject, arguments: dict
 ) -> None:
     """Equal names exactly where a JavaScript client could not tell the two apart."""
-    other = data.draw(objects | st.just(arguments) | st.just({**arguments, "q": 1}))
-    same = json.dumps(plain(js_value(arguments)), sort_keys=True)
-    told = json.dumps(plain(js_value(other)), sort_keys=True)
-    names = [start_llm.canonical_json(each) for each in (arguments, other)]
-    assert (names[0] == names[1]) == (same == told)
+    with_one_more = {**arguments, "q": 1}
+    changed = data.draw(objects | st.just(arguments) | st.just(with_one_more))
+    echoes = [
+        json.dumps(plain(js_value(value)), sort_keys=True)
+        for value in (arguments, changed)
+    ]
+    names = [start_llm.canonical_json(value) for value in (arguments, changed)]
+
+    assert (names[0] == names[1]) == (echoes[0] == echoes[1])
 
 
 WRITTEN = (
@@ -159,7 +170,7 @@ def test_a_name_takes_no_longer_than_its_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("arguments", "changed"),
     [
         ('{"n": 2}', '{"n": 2.5}'),
         ('{"n": 1}', '{"n": true}'),
@@ -173,8 +184,8 @@ def test_a_name_takes_no_longer_than_its_text() -> None:
         ('{"new": "False"}', "{}"),
     ],
 )
-def test_what_is_something_else(one: str, other: str) -> None:
-    assert start_llm.canonical_json(one) != start_llm.canonical_json(other)
+def test_what_is_something_else(arguments: str, changed: str) -> None:
+    assert start_llm.canonical_json(arguments) != start_llm.canonical_json(changed)
 
 
 @given(
@@ -195,22 +206,24 @@ def test_text_that_is_no_json_is_its_own_name(text: str) -> None:
 def reply(
     content: str = "so it is", *arguments: object, thought: str = "", **fields: Any
 ) -> dict:
-    calls = [call(each, n=n) for n, each in enumerate(arguments)]
     message = said("assistant", content, **fields)
-    return (
-        message
-        | ({"tool_calls": calls} if calls else {})
-        | ({"reasoning_content": thought} if thought else {})
-    )
+    if arguments:
+        message["tool_calls"] = [call(text, n=n) for n, text in enumerate(arguments)]
+    if thought:
+        message["reasoning_content"] = thought
+    return message
 
 
 def test_thinking_and_ids_name_no_reply() -> None:
     """OpenClaw sends `call_779` back as `call779`; most clients drop thinking at some time."""
     plain = reply("x", '{"q": 1}', '{"q": 2}')
-    other = copy.deepcopy(plain) | {"reasoning_content": "why"}
-    for each in other["tool_calls"]:
-        each |= {"id": each["id"].replace("call", "call_"), "index": 7}
-    assert start_llm.reply_digest(plain) == start_llm.reply_digest(other)
+    echo = copy.deepcopy(plain)
+    echo["reasoning_content"] = "why"
+    for tool_call in echo["tool_calls"]:
+        tool_call["id"] = tool_call["id"].replace("call", "call_")
+        tool_call["index"] = 7
+
+    assert start_llm.reply_digest(plain) == start_llm.reply_digest(echo)
 
 
 def test_each_word_call_and_order_names_a_reply() -> None:
@@ -223,9 +236,11 @@ def test_each_word_call_and_order_names_a_reply() -> None:
         reply("x", '{"q": 1}', '{"q": 2}'),
         reply("x", '{"q": 2}', '{"q": 1}'),
         reply("x", '{"q": 1}', '{"q": 1}'),
-        reply("x") | {"tool_calls": [call('{"q": 1}', name="listen")]},
+        reply("x", tool_calls=[call('{"q": 1}', name="listen")]),
     ]
-    assert len({start_llm.reply_digest(each) for each in different}) == len(different)
+    digests = {start_llm.reply_digest(message) for message in different}
+
+    assert len(digests) == len(different)
 
 
 # -- the store ----------------------------------------------------------------------
@@ -243,11 +258,12 @@ def test_the_replies_used_least_recently_are_forgotten(steps: list) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_llm.HealingStore, "CAP", 4)
         store = start_llm.HealingStore()
-        for at, (step, n) in enumerate(steps):
+        for n_steps, (step, n) in enumerate(steps):
             if step == "keep":
-                oracle[n] = f"thought {at}"
+                oracle[n] = f"thought {n_steps}"
                 store.remember(reply(f"r{n}", thought=oracle[n]), ASKED)
             assert store.find_thinking(reply(f"r{n}"), ASKED) == oracle.get(n, "")
+
             if n in oracle:
                 oracle.move_to_end(n)
             while len(oracle) > 4:
@@ -308,7 +324,7 @@ def as_parsed(message: dict) -> dict:
         reply("so it is", reasoning_content=""),
         reply("so it is", reasoning_content=" \n"),
         reply("<think>\n\n</think>\n\nso it is"),
-        reply("") | {"content": [{"type": "text", "text": "so it is"}]},
+        said("assistant", [{"type": "text", "text": "so it is"}]),
     ],
 )
 def test_thinking_comes_back_however_it_was_dropped(echo: dict) -> None:
@@ -348,6 +364,7 @@ def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_si
     for thought in ("the sky is blue", "two is even"):
         store.remember(reply("yes", thought=thought), ASKED)
     name = start_llm.thinking_signature("the sky is blue")
+
     assert store.find_thinking(reply("yes", thought_id=name), ()) == "the sky is blue"
     assert (
         store.find_thinking(reply("yes", thought_id="unknown"), ASKED) == "two is even"
@@ -357,13 +374,14 @@ def test_a_signature_finds_its_own_thinking_though_the_same_words_had_another_si
 def test_the_same_words_said_to_something_else_stay_without_thinking() -> None:
     """A client's own examples are full of "yes"; no thought of ours led to them."""
     store = start_llm.HealingStore()
-    for asked, thought in (
-        (b"is the sky blue?", "it is day"),
-        (b"is two even?", "two halves"),
-    ):
-        store.remember(reply("yes", thought=thought), (asked,))
-    asked = [(b"",), (b"is the sky blue?",), (b"are you there?",), (b"is two even?",)]
-    healed = start_llm.heal_messages([reply("yes")] * 4, store, contexts=asked)
+    thoughts = {b"is the sky blue?": "it is day", b"is two even?": "two halves"}
+    for question, thought in thoughts.items():
+        store.remember(reply("yes", thought=thought), (question,))
+
+    questions = (b"", b"is the sky blue?", b"are you there?", b"is two even?")
+    contexts = [(question,) for question in questions]
+    healed = start_llm.heal_messages([reply("yes")] * 4, store, contexts=contexts)
+
     assert [m.get("reasoning_content") for m in healed] == [
         None,
         "it is day",
@@ -380,9 +398,10 @@ def test_a_conversation_has_its_own_thinking_though_another_answered_the_same_si
         store.remember(
             reply("hello", thought=f"{conversation!r} greets"), (conversation, b"hi")
         )
+
     names = [(b"Ann's", b"hi"), (b"Bob's", b"hi"), (b"an edited one", b"hi")]
     thoughts = [store.find_thinking(reply("hello"), name) for name in names]
-    assert thoughts == [f"{who!r} greets" for who in (b"Ann's", b"Bob's", b"Bob's")]
+    assert thoughts == [f"{name!r} greets" for name in (b"Ann's", b"Bob's", b"Bob's")]
 
 
 @pytest.mark.parametrize("name", [["a"], {"a": 1}, 7, None])
@@ -406,9 +425,10 @@ def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
         said("tool", "same words", tool_call_id="call00000"),
         reply("other words"),
     ]
-    before = copy.deepcopy(messages)
+    messages_before = copy.deepcopy(messages)
     healed = [*start_llm.heal_messages(messages, store, contexts=[ASKED] * 5)]
-    assert messages == before
+
+    assert messages == messages_before
     assert [m.get("reasoning_content") for m in healed] == [
         None,
         None,
