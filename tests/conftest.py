@@ -23,9 +23,8 @@ def load_start_llm() -> ModuleType:
     spec = importlib.util.spec_from_file_location("start_llm", SOURCE)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["start_llm"] = (
-        module  # before exec: dataclasses look their module up by name
-    )
+    # before exec: dataclasses look their module up by name
+    sys.modules["start_llm"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -44,10 +43,12 @@ from tiny_models import tiny_model  # noqa: E402
 @pytest.fixture(autouse=True)
 def signals_stay_open():
     """A test that leaves a signal blocked would have every later program here ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
     yield
-    after = signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert after == before, f"the test left signals blocked: {after - before}"
+
+    new_mask = signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+    assert new_mask == old_mask, f"the test left blocked: {new_mask - old_mask}"
 
 
 @pytest.fixture
@@ -58,9 +59,13 @@ def table(record_property):
 
 def pytest_terminal_summary(terminalreporter):
     """The rows of `table`."""
-    reports = [r for group in terminalreporter.stats.values() for r in group]
-    called = [r for r in reports if getattr(r, "when", None) == "call"]
-    for name, row in (pair for report in called for pair in report.user_properties):
+    properties = []
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                properties += report.user_properties
+
+    for name, row in properties:
         if name == "row":
             terminalreporter.write_line(row)
 
@@ -73,13 +78,14 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def bench(models, monkeypatch):
-    """Make engines to be stopped in the end."""
-    made = []
+    """Makes engines, which are stopped at the end of the test."""
+    benches = []
 
     def make(kind, size=MappingProxyType({}), **settings):
-        made.append(Bench(models(kind, **size), monkeypatch, **settings))
-        return made[-1]
+        benches.append(Bench(models(kind, **size), monkeypatch, **settings))
+        return benches[-1]
 
     yield make
-    for one in made:
-        one.engine.stop()
+
+    for new_bench in benches:
+        new_bench.engine.stop()

@@ -43,11 +43,14 @@ def ask(sdk, messages, *, stream, **fields):
         "messages": messages,
     }
     fields["extra_body"] = {"temperature": 0}  # the SDK has no such argument any more
+
     if not stream:
         return sdk.messages.create(**fields)
+
     with sdk.messages.stream(**fields) as events:
         kinds = [event.type for event in events]
         message = events.get_final_message()
+
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
     return message

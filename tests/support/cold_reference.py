@@ -10,43 +10,55 @@ from mlx_lm.models.cache import make_prompt_cache
 
 
 class Oracle:
-    """The plain model on exactly these tokens: no server code, no cache but what it fed itself.
+    """The plain model on exactly these tokens: no server code, only caches of its own.
 
-    Most of a tiny model's work is in scores, so it makes none but those that are asked for.
+    Most of a tiny model's work is in the logits, so it computes only those it returns.
     """
 
     def __init__(self, folder: Path, *, at_once: int) -> None:
-        self._model = load(str(folder))[0]
-        self._at_once = at_once
-        self._caches: dict[bytes, list] = {}  # after whole slices, by the tokens so far
-        self._answers: dict[tuple[bytes, int], np.ndarray] = {}
+        self._model, _ = load(str(folder))
+        self._slice_size = at_once
+        # After whole slices, by the tokens so far.
+        self._caches: dict[bytes, list] = {}
+        self._logprobs: dict[tuple[bytes, int], np.ndarray] = {}
 
     def logprobs(self, tokens, *, n: int) -> np.ndarray:
         """Of what may follow each of the last n of these tokens: (n, vocabulary)."""
         ids = np.array(tokens, np.int32)
-        asked = ids.tobytes(), n
-        if asked not in self._answers:
-            cache = self._fed(ids[:-n])
-            logits = self._model(mx.array(ids[None, -n:]), cache=cache)[0]
-            self._answers[asked] = np.array(
-                logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            )
-        return self._answers[asked]
+        key = (ids.tobytes(), n)
+        if key in self._logprobs:
+            return self._logprobs[key]
 
-    def _fed(self, ids: np.ndarray) -> list:
-        """A cache that has been given these tokens."""
-        size, whole = self._at_once, len(ids) // self._at_once * self._at_once
-        done = whole
-        while done and ids[:done].tobytes() not in self._caches:
-            done -= size
-        known = self._caches.get(ids[:done].tobytes())
-        cache = copy.deepcopy(known) if known else make_prompt_cache(self._model)
-        for end in (*range(done + size, whole + 1, size), len(ids)):
-            if end == done:
-                break
-            self._model(mx.array(ids[None, done:end]), cache=cache)
+        cache = self._prefill(ids[:-n])
+        last_ids = mx.array(ids[None, -n:])
+        logits = self._model(last_ids, cache=cache)[0]
+        log_total = mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = np.array(logits - log_total)
+        self._logprobs[key] = logprobs
+        return logprobs
+
+    def _prefill(self, ids: np.ndarray) -> list:
+        """A cache that holds these tokens."""
+        size = self._slice_size
+        offset, cache = self._longest_cache(ids)
+
+        while offset < len(ids):
+            end = min(offset + size, len(ids))
+            next_ids = mx.array(ids[None, offset:end])
+            self._model(next_ids, cache=cache)
             mx.eval([layer.state for layer in cache])
             if end % size == 0:
-                self._caches[ids[:end].tobytes()] = copy.deepcopy(cache)
-            done = end
+                key = ids[:end].tobytes()
+                self._caches[key] = copy.deepcopy(cache)
+            offset = end
         return cache
+
+    def _longest_cache(self, ids: np.ndarray) -> tuple[int, list]:
+        """How many of these tokens an earlier run prefilled, and a copy of its cache."""
+        offset = len(ids) - len(ids) % self._slice_size
+        while offset:
+            key = ids[:offset].tobytes()
+            if key in self._caches:
+                return offset, copy.deepcopy(self._caches[key])
+            offset -= self._slice_size
+        return 0, make_prompt_cache(self._model)

@@ -87,6 +87,7 @@ class Bench:
             sampling=fields.pop("sampling", GREEDY),
             **fields,
         )
+
         ticket = self.engine.submit(job)
         self.asked[ticket] = list(tokens)
         return ticket

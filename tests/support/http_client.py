@@ -17,12 +17,16 @@ Response = tuple[int, dict[str, str], bytes]
 @contextmanager
 def listening(**settings: Any) -> Iterator[int]:
     """The port of a server whose model is never loaded: who is let in gets a 503, or better."""
-    config = s.Config(
-        **{"mlx_port": free_port(), "enable_request_logging": False, **settings}
-    )
+    settings.setdefault("mlx_port", free_port())
+    settings.setdefault("enable_request_logging", False)
+    config = s.Config(**settings)
     servers = s._listen(config, s.build_state(config))
     for server in servers:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        thread = threading.Thread(
+            target=server.serve_forever, args=(0.05,), daemon=True
+        )
+        thread.start()
+
     try:
         yield config.mlx_port
     finally:
@@ -35,14 +39,17 @@ def listening(**settings: Any) -> Iterator[int]:
 def told(
     port: int, *, line: str = "GET /v1/status", body: bytes = b"", **headers: Any
 ) -> bytes:
-    """A request as bytes; `Host=None` leaves one out, an underscore is a hyphen."""
-    named = {
-        "Host": f"localhost:{port}",
-        **({"Content_Length": len(body)} if body else {}),
-    }
-    named |= headers
-    fields = [f"{n.replace('_', '-')}: {v}" for n, v in named.items() if v is not None]
-    return "\r\n".join([f"{line} HTTP/1.1", *fields]).encode() + b"\r\n\r\n" + body
+    """A request as bytes; `Host=None` leaves a header out, an underscore is a hyphen."""
+    fields: dict[str, Any] = {"Host": f"localhost:{port}"}
+    if body:
+        fields["Content_Length"] = len(body)
+    fields.update(headers)
+
+    lines = [f"{line} HTTP/1.1"]
+    for name, value in fields.items():
+        if value is not None:
+            lines.append(f"{name.replace('_', '-')}: {value}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def opened(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -54,17 +61,20 @@ def heard(connection: socket.socket, *, method: str = "GET") -> Response:
     response = http.client.HTTPResponse(connection, method=method)
     response.begin()
     body = response.read()
-    return response.status, {k.lower(): v for k, v in response.getheaders()}, body
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return response.status, headers, body
 
 
-def answer(port: int, **how: Any) -> Response:
+def answer(port: int, **request: Any) -> Response:
+    """The response to what `told` makes of `request`."""
+    method = request.get("line", "GET").partition(" ")[0]
     with opened(port) as connection:
-        connection.sendall(told(port, **how))
-        return heard(connection, method=how.get("line", "GET").partition(" ")[0])
+        connection.sendall(told(port, **request))
+        return heard(connection, method=method)
 
 
-def status(port: int, **how: Any) -> int:
-    return answer(port, **how)[0]
+def status(port: int, **request: Any) -> int:
+    return answer(port, **request)[0]
 
 
 def message_of(body: bytes) -> str:

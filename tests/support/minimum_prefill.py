@@ -1,7 +1,7 @@
 """How many prompt tokens a server prefilled, and the fewest any exact server could have.
 
-Knows nothing of the server. It is given what the model was called with and, in the order they were
-sent, the tokens of each request and its reply:
+It does not use the server. Its input is what the model was called with and, in the order in which
+they were sent, the tokens of each request and its reply:
 
     fewest = prompt length - longest prefix that an earlier request had fed or generated, at least 1
 
@@ -9,7 +9,7 @@ A model with layers that cannot be cut back can only go on from a boundary that 
 prefix: the end of the system prompt, the newest question, the generation prompt, the prompt's end
 minus one, the end of a reply, or where a cancelled prefill stood.
 
-    python fewest.py LOG.json
+    python minimum_prefill.py LOG.json
 
 LOG.json: {"turns": {"start": id, "system": [ids], "user": [ids], "tool": [ids]}, "rewinds": bool,
 "requests": [{"prompt": [ids], "reply": [ids], "reached": n or null}], "fed": [[position, [ids]]]}
@@ -26,21 +26,23 @@ from pathlib import Path
 
 import numpy as np
 
+Tokens = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Fed:
     """What one call gave one row of the model: `tokens` at positions `at`, `at` + 1 ..."""
 
     at: int
-    tokens: tuple[int, ...]
+    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """`reached`: how far a request got that was cancelled in prefill; None: to the reply's end."""
 
-    prompt: tuple[int, ...]
-    reply: tuple[int, ...] = ()
+    prompt: Tokens
+    reply: Tokens = ()
     reached: int | None = None
 
     @property
@@ -59,88 +61,115 @@ class Turns:
     """How messages look in tokens; `system`, `user` and `tool` begin with `start`."""
 
     start: int
-    system: tuple[int, ...]
-    user: tuple[int, ...]
-    tool: tuple[int, ...]
+    system: Tokens
+    user: Tokens
+    tool: Tokens
 
     def boundaries(self, request: Request) -> set[int]:
         """Where a server that cannot cut back must be able to go on."""
         prompt = request.prompt
-        starts = [at for at, token in enumerate(prompt) if token == self.start]
-        questions = [at for at in starts if self._is_question(prompt, at)]
-        system_end = starts[1:2] if prompt[: len(self.system)] == self.system else []
-        found = {*system_end, *questions[-1:], *starts[-1:], len(prompt) - 1}
-        depth = len(request.known)
-        return {at for at in found if at <= depth} | {depth}
+        starts = [i for i, token in enumerate(prompt) if token == self.start]
+        questions = [start for start in starts if self._is_question(prompt[start:])]
+        system_end = starts[1:2] if is_prefix(self.system, prompt) else []
 
-    def _is_question(self, prompt: tuple[int, ...], at: int) -> bool:
-        is_tool = prompt[at : at + len(self.tool)] == self.tool
-        return prompt[at : at + len(self.user)] == self.user and not is_tool
+        offsets = {*system_end, *questions[-1:], *starts[-1:], len(prompt) - 1}
+        n_known = len(request.known)
+        return {offset for offset in offsets if offset <= n_known} | {n_known}
+
+    def _is_question(self, tokens: Tokens) -> bool:
+        is_tool_result = is_prefix(self.tool, tokens)
+        return is_prefix(self.user, tokens) and not is_tool_result
+
+
+def is_prefix(header: Tokens, tokens: tuple[int, ...]) -> bool:
+    return tokens[: len(header)] == header
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """How many tokens two sequences have in common at their beginning."""
     n = min(len(a), len(b))
-    different = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
-    return int(different[0]) if len(different) else n
+    is_different = np.asarray(a[:n]) != np.asarray(b[:n])
+    if not is_different.any():
+        return n
+    return int(is_different.argmax())
 
 
 def fewest(requests: Sequence[Request], turns: Turns | None = None) -> list[int]:
     """Per request, the fewest prompt tokens to prefill; `turns` for models that cannot cut back."""
-    needed = []
-    for place, request in enumerate(requests):
-        wanted, deepest = request.wanted, 0
-        for earlier in requests[:place]:
-            shared = min(common_prefix(wanted, earlier.known), len(wanted) - 1)
+    counts = []
+    for index, request in enumerate(requests):
+        prompt = request.wanted
+        n_reusable = 0
+
+        for earlier in requests[:index]:
+            n_common = common_prefix(prompt, earlier.known)
+            offset = min(n_common, len(prompt) - 1)
             if turns is not None:
-                shared = max(
-                    (b for b in turns.boundaries(earlier) if b <= shared), default=0
-                )
-            deepest = max(deepest, shared)
-        needed.append(len(wanted) - deepest)
-    return needed
+                boundaries = turns.boundaries(earlier)
+                offset = max((b for b in boundaries if b <= offset), default=0)
+            n_reusable = max(n_reusable, offset)
+        counts.append(len(prompt) - n_reusable)
+    return counts
 
 
 def prefilled(fed: Sequence[Fed], requests: Sequence[Request]) -> int:
     """Prompt tokens the model was given: all it was given, less the replies fed back to it.
 
     Raises ValueError when the log is not explained by these requests: a token of a reply that was
-    never fed (its last one need not be), or a token fed that no prompt has there.
+    never fed (the last one need not be), or a token fed that no prompt has there.
     """
-    steps = Counter((one.at, one.tokens[0]) for one in fed if len(one.tokens) == 1)
+    single_tokens: Counter[tuple[int, int]] = Counter()
+    inputs = []  # of prompts
+    for model_input in fed:
+        if len(model_input.tokens) == 1:
+            (token,) = model_input.tokens
+            single_tokens[model_input.at, token] += 1
+        else:
+            inputs.append(model_input)
+
     for request in requests:
         replied = list(enumerate(request.reply, start=len(request.prompt)))
-        if missing := Counter(replied[:-1]) - steps:
-            raise ValueError(
-                f"generated and never fed: (position, token) {sorted(missing)[:3]}"
-            )
-        steps -= Counter(replied)
-    slices = [one for one in fed if len(one.tokens) > 1]
-    singles = [Fed(at, (token,)) for at, token in steps.elements()]
-    for one in (*slices, *singles):
-        if not any(_is_part(one, request.prompt) for request in requests):
-            raise ValueError(f"fed, but in no prompt: {one.tokens[:8]} at {one.at}")
-    return sum(len(one.tokens) for one in (*slices, *singles))
+        missing = Counter(replied[:-1]) - single_tokens
+        if missing:
+            examples = sorted(missing)[:3]
+            raise ValueError(f"generated and never fed: (position, token) {examples}")
+        single_tokens -= Counter(replied)
+    inputs += [Fed(offset, (token,)) for offset, token in single_tokens.elements()]
+
+    for model_input in inputs:
+        if not any(_is_part(model_input, request.prompt) for request in requests):
+            examples = model_input.tokens[:8]
+            raise ValueError(f"fed, but in no prompt: {examples} at {model_input.at}")
+    return sum(len(model_input.tokens) for model_input in inputs)
 
 
-def _is_part(one: Fed, prompt: tuple[int, ...]) -> bool:
-    return prompt[one.at : one.at + len(one.tokens)] == one.tokens
+def _is_part(model_input: Fed, prompt: Tokens) -> bool:
+    return is_prefix(model_input.tokens, prompt[model_input.at :])
 
 
 def main() -> int:
     log = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    turns = {
-        key: tuple(v) if isinstance(v, list) else v for key, v in log["turns"].items()
-    }
-    requests = [
-        Request(tuple(one["prompt"]), tuple(one["reply"]), one["reached"])
-        for one in log["requests"]
-    ]
-    fed = [Fed(at, tuple(tokens)) for at, tokens in log["fed"]]
-    needed = fewest(requests, None if log["rewinds"] else Turns(**turns))
+
+    headers = log["turns"]
+    turns = Turns(
+        start=headers["start"],
+        system=tuple(headers["system"]),
+        user=tuple(headers["user"]),
+        tool=tuple(headers["tool"]),
+    )
+    requests = []
+    for entry in log["requests"]:
+        prompt = tuple(entry["prompt"])
+        reply = tuple(entry["reply"])
+        requests.append(Request(prompt, reply, entry["reached"]))
+    fed = [Fed(offset, tuple(tokens)) for offset, tokens in log["fed"]]
+
+    counts = fewest(requests, None if log["rewinds"] else turns)
+    minimum = sum(counts)
     total = prefilled(fed, requests)
     sys.stdout.write(
-        f"prefilled {total}, fewest {sum(needed)}, ratio {total / sum(needed):.4f}\n"
-        f"fewest per request: {needed}\n"
+        f"prefilled {total}, fewest {minimum}, ratio {total / minimum:.4f}\n"
+        f"fewest per request: {counts}\n"
     )
     return 0
 

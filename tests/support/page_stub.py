@@ -253,14 +253,13 @@ def _history() -> Iterator[Body]:
             "decode": 1.2 + 0.2 * (index % 3),
         }
         if index == 22:
-            facts |= {
-                "waited_seconds": 12.5,
-                "waited_for": "prefix",
-                "waited_for_request": "b2f0",
-                "ttft_ms": 12_900,
-            }
+            facts["waited_seconds"] = 12.5
+            facts["waited_for"] = "prefix"
+            facts["waited_for_request"] = "b2f0"
+            facts["ttft_ms"] = 12_900
         if index == 20:
-            facts |= {"finish": "failed", "out": 3}
+            facts["finish"] = "failed"
+            facts["out"] = 3
         yield ended(f"r{index:03}", **facts, **whose(agent))
 
 
@@ -342,12 +341,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.stub.asked.append(("POST", self.path, body))
+
         if not self._has_key():
             return
         if self.stub.refusal:
             status, sentence = self.stub.refusal
             self._send_json(status, {"error": {"message": sentence}})
             return
+
         self._send_head(200, "text/event-stream; charset=utf-8")
         for index, event in enumerate(self.stub.events):
             self.stub.before_event(index)
@@ -384,6 +385,7 @@ def serving_page(**answers: Any) -> Iterator[StubServer]:
     """The page and what it asks for, on a free port."""
     stub = StubServer(**answers)
     handler = type("Handler", (_Handler,), {"stub": stub})
+
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
         stub.url = f"http://127.0.0.1:{server.server_port}/"

@@ -48,10 +48,12 @@ class Program:
             "HF_HUB_OFFLINE": "1",
             **more,
         }
+
         command = [sys.executable, "start-llm.py"]
         if open_files is not None:
             limit = f'ulimit -n {open_files}; exec "$@"'
             command = ["sh", "-c", limit, "sh", *command]
+
         with self._stderr.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
@@ -79,19 +81,19 @@ class Program:
                 return 0, {}
 
     def wait_until_ready(self) -> list[tuple[int, str]]:
-        """What /health said on the way: each different (status, word) once, in order."""
-        seen: list[tuple[int, str]] = []
+        """What /health answered on the way: each different (status, word) once, in order."""
+        answers: list[tuple[int, str]] = []
 
         def is_ready() -> bool:
             assert self.process.poll() is None, self.said
             status, body = self.get("/health")
             answer = (status, body.get("status", ""))
-            if answer not in seen:
-                seen.append(answer)
+            if answer not in answers:
+                answers.append(answer)
             return status == 200
 
         wait_until(is_ready)
-        return seen
+        return answers
 
     def end(self, number: int) -> int:
         """Send a signal; the exit status."""

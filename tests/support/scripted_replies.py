@@ -1,13 +1,12 @@
-"""Words put into the model's mouth, while all that it is fed stays real.
+"""Scripted replies of a model whose prefill and decode are real.
 
-A script takes the place of the sampler: behind the model's own logits all mass is put on the next
-token that the script has. Which reply it is, is read from the prompt alone: its opening words, the
-first that any scene has, choose the scene, and the n-th reply comes after n replies. What the
-model would have said is noted first.
+A script takes the place of the sampler: after the model's own logits are recorded, all mass is put
+on the next token of the script. The prompt alone chooses the reply: its opening words choose the
+scene (the first words that any scene has), and the n-th reply comes after n replies.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +38,29 @@ def with_processor(choice: Any, request: s.EngineRequest, processor: Any) -> Any
     return choice._replace(processors=[*choice.processors, processor], context=context)
 
 
+def force_tokens(
+    reply_ids: Sequence[int],
+    note_logits: Callable[[int, mx.array], None] | None = None,
+) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor after which only the next token of the reply is possible.
+
+    `note_logits` gets the number of generated tokens and the model's own logits.
+    """
+    counts: list[int] = []  # of tokens per step; tokens of images are not among them
+
+    def force(tokens: mx.array, logits: mx.array) -> mx.array:
+        counts.append(len(tokens))
+        n_generated = len(tokens) - counts[0]
+        if note_logits is not None:
+            note_logits(n_generated, logits)
+
+        next_id = reply_ids[min(n_generated, len(reply_ids) - 1)]
+        is_next = mx.arange(logits.shape[-1]) == next_id
+        return mx.where(is_next, logits, -mx.inf)
+
+    return force
+
+
 class Script:
     """While it stands, prompts that hold n replies are answered with the n-th of their scene.
 
@@ -52,7 +74,8 @@ class Script:
         scenes: Mapping[str, Sequence[Sequence[int]]],
     ) -> None:
         self.said: list[Said] = []  # in the order of first words
-        self._scribe, self._scenes = scribe, scenes
+        self._scribe = scribe
+        self._scenes = scenes
         self._header = tuple(scribe.ids("<|im_start|>assistant\n"))
         self._token_choice = s._token_choice
         patch.setattr(s, "_token_choice", self._with_script)
@@ -60,35 +83,32 @@ class Script:
     def _with_script(self, request: s.EngineRequest) -> Any:
         prompt = tuple(request.key.tokens.tolist())
         opening = self.opening(prompt)
-        said = Said(prompt, tuple(self._scenes[opening][self._n_replies(prompt)]))
-        self.said.append(said)
+        reply_ids = tuple(self._scenes[opening][self._n_replies(prompt)])
+        record = Said(prompt, reply_ids)
+        self.said.append(record)
 
-        n_before: list[
-            int
-        ] = []  # tokens of the prompt; of images processors are told nothing
+        def note_logits(n_generated: int, logits: mx.array) -> None:
+            # One more step is launched before the end is seen.
+            if n_generated < len(reply_ids):
+                record.logits.append(np.array(logits[0]))
 
-        def force(tokens: mx.array, logits: mx.array) -> mx.array:
-            n_before.append(len(tokens))
-            n = len(tokens) - n_before[0]
-            if n < len(said.reply):  # one more step is launched before the end is seen
-                said.logits.append(np.array(logits[0]))
-            word = said.reply[min(n, len(said.reply) - 1)]
-            return mx.where(mx.arange(logits.shape[-1]) == word, logits, -mx.inf)
-
-        return with_processor(self._token_choice(request), request, force)
+        processor = force_tokens(reply_ids, note_logits)
+        return with_processor(self._token_choice(request), request, processor)
 
     def opening(self, prompt: Sequence[int]) -> str:
         """Which scene it is. Raises ValueError where no script foresaw this conversation."""
-        text = self._scribe.text(
-            [token for token in prompt if token >= 0]
-        )  # without images
+        text_ids = [token for token in prompt if token >= 0]  # without images
+        text = self._scribe.text(text_ids)
         return min((words for words in self._scenes if words in text), key=text.index)
 
     def _n_replies(self, prompt: tuple[int, ...]) -> int:
-        """How many replies the prompt holds; its end is the header of the next one."""
-        first, n = self._header[0], len(self._header)
-        starts = (at for at, token in enumerate(prompt) if token == first)
-        return sum(prompt[at : at + n] == self._header for at in starts) - 1
+        """How many replies the prompt has; it ends with the header of the next one."""
+        n_headers = 0
+        for start, token in enumerate(prompt):
+            if token == self._header[0]:
+                end = start + len(self._header)
+                n_headers += prompt[start:end] == self._header
+        return n_headers - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,39 +139,44 @@ class Wiretap:
         self.posted: list[Posted] = []
         self.told: list[Told] = []
         self._recorder = served.recorder
-        self._parse, self._ending = s.parse_json_body, s.ReplyGeneration._reply_end
+        self._parse_json_body = s.parse_json_body
+        self._reply_end = s.ReplyGeneration._reply_end
         patch.setattr(s, "parse_json_body", self._note_request)
-        note = self._note_answer
+        note_answer = self._note_answer
 
-        def ending(
-            answer: s.ReplyGeneration,
-        ) -> s.ReplyEnd:  # a function, to be bound to the answer
-            return note(answer)
+        # A function, because it is bound to the generation as a method.
+        def reply_end(generation: s.ReplyGeneration) -> s.ReplyEnd:
+            return note_answer(generation)
 
-        patch.setattr(s.ReplyGeneration, "_reply_end", ending)
+        patch.setattr(s.ReplyGeneration, "_reply_end", reply_end)
 
     def _note_request(self, raw: bytes) -> object:
-        body = self._parse(raw)
-        if isinstance(body, dict) and "messages" in body:  # and no call's arguments
+        body = self._parse_json_body(raw)
+        # Arguments of tool calls are parsed there, too.
+        if isinstance(body, dict) and "messages" in body:
             self.posted.append(Posted(body, len(self._recorder.fed)))
         return body
 
-    def _note_answer(self, answer: s.ReplyGeneration) -> s.ReplyEnd:
-        ending = self._ending(answer)
-        prompt = tuple(answer._prepared.engine_request.key.tokens.tolist())
-        self.told.append(Told(prompt, tuple(answer._decoder.token_ids), ending.usage))
-        return ending
+    def _note_answer(self, generation: s.ReplyGeneration) -> s.ReplyEnd:
+        reply_end = self._reply_end(generation)
+        prompt = generation._prepared.engine_request.key.tokens.tolist()
+        reply_ids = generation._decoder.token_ids
+        self.told.append(Told(tuple(prompt), tuple(reply_ids), reply_end.usage))
+        return reply_end
 
     @property
     def usages(self) -> list[s.Usage]:
-        return [one.usage for one in self.told]
+        return [answer.usage for answer in self.told]
 
     @property
     def fed(self) -> list[list[Fed]]:
         """What the model was given for each request, if they came one after the other."""
-        began = [one.began for one in self.posted]
-        pairs = zip(began, [*began[1:], None], strict=True)
-        return [self._recorder.fed[slice(*pair)] for pair in pairs]
+        starts = [request.began for request in self.posted]
+        ends = [*starts[1:], None]
+        return [
+            self._recorder.fed[start:end]
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
 
 def spelled(scribe: Scribe, script: str) -> list[int]:
@@ -166,11 +191,11 @@ def reply(thought: str, text: str = "", *calls: str) -> str:
 
 
 def call(name: str, **arguments: str) -> str:
-    written = "".join(
-        f"<parameter={key}>\n{value}\n</parameter>\n"
-        for key, value in arguments.items()
-    )
-    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+    lines = ["<tool_call>", f"<function={name}>"]
+    for key, value in arguments.items():
+        lines += [f"<parameter={key}>", value, "</parameter>"]
+    lines += ["</function>", "</tool_call>"]
+    return "\n".join(lines)
 
 
 def in_turn(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
@@ -178,18 +203,12 @@ def in_turn(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
     replies: list[str] = []
     token_choice = s._token_choice
 
-    def scripted(request: s.EngineRequest) -> Any:
-        words = served.scribe.encode(replies.pop(0), add_special_tokens=False)
-        n_before: list[int] = []
+    def choose_scripted(request: s.EngineRequest) -> Any:
+        reply_ids = served.scribe.encode(replies.pop(0), add_special_tokens=False)
+        processor = force_tokens(reply_ids)
+        return with_processor(token_choice(request), request, processor)
 
-        def force(tokens: mx.array, logits: mx.array) -> mx.array:
-            n_before.append(len(tokens))
-            word = words[min(len(tokens) - n_before[0], len(words) - 1)]
-            return mx.where(mx.arange(logits.shape[-1]) == word, logits, -mx.inf)
-
-        return with_processor(token_choice(request), request, force)
-
-    patch.setattr(s, "_token_choice", scripted)
+    patch.setattr(s, "_token_choice", choose_scripted)
     return replies
 
 
@@ -197,11 +216,12 @@ def heard(patch: pytest.MonkeyPatch) -> list[int]:
     """An empty list that every token of every reply is added to."""
     tokens: list[int] = []
     feed = s.ReplyDecoder.feed
-    patch.setattr(
-        s.ReplyDecoder,
-        "feed",
-        lambda self, token: (tokens.append(token), feed(self, token))[1],
-    )
+
+    def note_and_feed(decoder: s.ReplyDecoder, token: int) -> Any:
+        tokens.append(token)
+        return feed(decoder, token)
+
+    patch.setattr(s.ReplyDecoder, "feed", note_and_feed)
     return tokens
 
 
@@ -218,15 +238,19 @@ def dressed(
 ) -> Path:
     """A tiny model's folder, its special tokens renamed, with a template and one end token."""
     for file in folder.iterdir():
-        text = "" if file.suffix == ".safetensors" else file.read_text("utf-8")
-        for old, new in renamed.items():
-            text = text.replace(old, new)
-        if text:
-            file.write_text(text, "utf-8")
-    ends = load_tokenizer(folder).convert_tokens_to_ids(end)
+        if file.suffix == ".safetensors":
+            continue
+        text = file.read_text("utf-8")
+        for old_token, new_token in renamed.items():
+            text = text.replace(old_token, new_token)
+        file.write_text(text, "utf-8")
+
+    end_id = load_tokenizer(folder).convert_tokens_to_ids(end)
     for file in (folder / "config.json", folder / "generation_config.json"):
-        facts = json.loads(file.read_bytes())
-        assert ends in facts["eos_token_id"]
-        file.write_text(json.dumps(facts | {"eos_token_id": [ends]}), "utf-8")
+        config = json.loads(file.read_bytes())
+        assert end_id in config["eos_token_id"]
+        config["eos_token_id"] = [end_id]
+        file.write_text(json.dumps(config), "utf-8")
+
     (folder / "chat_template.jinja").write_text(template.strip(), "utf-8")
     return folder

@@ -33,9 +33,9 @@ def free_port() -> int:
 
 def wait_until(condition: Callable[[], object], *, seconds: float = PATIENCE) -> None:
     """Raises AssertionError when the condition has not come true in time."""
-    ends = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < ends, "what was waited for did not come"
+        assert time.monotonic() < deadline, "what was waited for did not come"
         time.sleep(0.01)
 
 
@@ -79,8 +79,11 @@ class Recorder:
 
     def __call__(self, inputs: Any, cache: Any = None) -> Any:
         rows = inputs.tolist()
-        pairs = zip(_depths(cache, len(rows)), rows, strict=True)
-        fed = [Fed(at, tuple(tokens)) for at, tokens in pairs]
+        offsets = _offsets(cache, len(rows))
+        fed = [
+            Fed(offset, tuple(tokens))
+            for offset, tokens in zip(offsets, rows, strict=True)
+        ]
         self.before_call(fed)
         self.fed += fed
         self.n_rows_most = max(self.n_rows_most, len(rows))
@@ -90,8 +93,8 @@ class Recorder:
         return getattr(self.plain, name)
 
 
-def _depths(cache: Any, n_rows: int) -> list[int]:
-    """Tokens that each row holds already; recurrent layers do not know."""
+def _offsets(cache: Any, n_rows: int) -> list[int]:
+    """Tokens that each row has in its cache; recurrent layers have no offset."""
     offsets = (layer.offset for layer in cache if hasattr(layer, "offset"))
     offset = next(offsets, 0)
     return [offset] * n_rows if isinstance(offset, int) else offset.tolist()
@@ -121,17 +124,23 @@ class Scribe:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def prompt(
-        self, messages: list[Message], fields: dict[str, Any], **how: Any
+        self, messages: list[Message], fields: dict[str, Any], **template_kwargs: Any
     ) -> tuple[int, ...]:
         """`fields`: those of the request."""
-        switches = {"enable_thinking": True, **fields.get("extra_body", {})}
-        rendered = self._tokenizer.apply_chat_template(
+        template_kwargs = {
+            "add_generation_prompt": True,
+            "enable_thinking": True,
+            **fields.get("extra_body", {}),
+            **template_kwargs,
+        }
+
+        prompt_ids = self._tokenizer.apply_chat_template(
             [_with_objects(message) for message in messages],
             tools=fields.get("tools"),
             preserve_thinking=True,
-            **{"add_generation_prompt": True, **switches, **how},
+            **template_kwargs,
         )
-        return tuple(rendered)
+        return tuple(prompt_ids)
 
     def reply(
         self, messages: list[Message], answer: Message, fields: dict[str, Any]
@@ -140,22 +149,21 @@ class Scribe:
         prompt = self.prompt(messages, fields)
         rendered = self.prompt([*messages, answer], fields, add_generation_prompt=False)
         assert rendered[: len(prompt)] == prompt
-        return rendered[len(prompt) : rendered.index(self.end, len(prompt)) + 1]
+        end = rendered.index(self.end, len(prompt)) + 1
+        return rendered[len(prompt) : end]
 
 
 def _with_objects(message: Message) -> Message:
     """Tool-call arguments as objects, as templates want them."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.loads(call["function"]["arguments"]),
-            },
-        }
-        for call in message.get("tool_calls") or ()
-    ]
-    return {**message, "tool_calls": calls} if calls else message
+    if not message.get("tool_calls"):
+        return message
+
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.loads(call["function"]["arguments"])
+        function = {**call["function"], "arguments": arguments}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +191,12 @@ class Exchange:
         return {**self.answer, "tool_calls": functions_of(self.answer)}
 
 
-def _parts(whole: Any) -> tuple[Message, str, dict[str, Any]]:
-    """What `joined` says of a stream, for an answer that came whole."""
-    choice = whole.choices[0]
+def _parts(completion: Any) -> tuple[Message, str, dict[str, Any]]:
+    """What `joined` returns of a stream, for an answer that was not streamed."""
+    choice = completion.choices[0]
     answer = choice.message.model_dump(exclude_unset=True, exclude_none=True)
-    return {"content": None, **answer}, choice.finish_reason, whole.usage.model_dump()
+    message = {"content": None, **answer}
+    return message, choice.finish_reason, completion.usage.model_dump()
 
 
 def functions_of(answer: Message) -> list[dict[str, Any]]:
@@ -197,9 +206,11 @@ def functions_of(answer: Message) -> list[dict[str, Any]]:
 def joined(chunks: Iterable[Any]) -> tuple[Message, str, dict[str, Any]]:
     """A stream's (message, finish reason, usage), as an SDK user would put it together."""
     message: Message = {"role": "assistant", "content": None}
-    finish_reason, usage = "", {}
+    finish_reason = ""
+    usage: dict[str, Any] = {}
     for chunk in chunks:
-        usage = chunk.usage.model_dump() if chunk.usage else usage
+        if chunk.usage:
+            usage = chunk.usage.model_dump()
         for choice in chunk.choices:
             finish_reason = choice.finish_reason or finish_reason
             _add_delta(message, choice.delta.model_dump(exclude_unset=True))
@@ -215,9 +226,8 @@ def _add_delta(message: Message, delta: dict[str, Any]) -> None:
         if piece["index"] == len(calls):
             name = {"name": piece["function"]["name"], "arguments": ""}
             calls.append({"id": piece["id"], "type": "function", "function": name})
-        calls[piece["index"]]["function"]["arguments"] += (
-            piece["function"].get("arguments") or ""
-        )
+        function = calls[piece["index"]]["function"]
+        function["arguments"] += piece["function"].get("arguments") or ""
 
 
 class Client:
@@ -241,13 +251,16 @@ class Client:
     ) -> Exchange:
         """Greedy unless told otherwise, with the tools the model knows."""
         fields = {"temperature": 0, "max_tokens": MOST_TOKENS, "tools": TOOLS, **fields}
-        messages, began = list(messages), self._mark()
+        messages = list(messages)
+        n_fed_before = self._mark()
+
         if stream:
             with self.stream(messages, **fields) as chunks:
                 parts = joined(chunks)
         else:
             parts = _parts(self._create(messages, **fields))
-        span = (began, self._mark())
+
+        span = (n_fed_before, self._mark())
         self.exchanges.append(Exchange(messages, fields, *parts, span))
         return self.exchanges[-1]
 
@@ -294,16 +307,20 @@ class Talk:
         return exchange
 
     def _react(self, answer: Message) -> list[Message]:
+        calls = answer.get("tool_calls")
+        if not calls:
+            return [user(self.words(12))]
         return [
             {"role": "tool", "tool_call_id": call["id"], "content": self.words(30)}
-            for call in answer.get("tool_calls") or ()
-        ] or [user(self.words(12))]
+            for call in calls
+        ]
 
     def branch(self, n_messages: int, *, seed: int) -> "Talk":
         """Another conversation with the same beginning and another question."""
-        other = Talk(self._client, seed)
-        other.messages = [*self.messages[:n_messages], user(other.words(15))]
-        return other
+        new_talk = Talk(self._client, seed)
+        question = user(new_talk.words(15))
+        new_talk.messages = [*self.messages[:n_messages], question]
+        return new_talk
 
 
 class Served(Client):
@@ -317,12 +334,14 @@ class Served(Client):
         self.scribe = Scribe(folder)
         self.recorder: Recorder | None = None
         self.given_up: list[Request] = []
+
         state = s.build_state(config)
         engine = s.Engine(
             config, state.metrics, load=lambda: self._load(folder, config)
         )
         self.state = replace(state, engine=engine)
         self._stop = threading.Event()
+
         servers = s._listen(config, self.state)
         self._main = threading.Thread(
             target=s._serve,
@@ -331,6 +350,7 @@ class Served(Client):
             daemon=True,
         )
         self._main.start()
+
         wait_until(lambda: engine.state != "loading")
         assert engine.failure is None, engine.failure
 
@@ -367,12 +387,13 @@ class Served(Client):
 
     def request(self, exchange: Exchange) -> Request:
         """An exchange in tokens, from the messages alone."""
-        messages, fields = exchange.messages, exchange.fields
+        messages = exchange.messages
+        fields = exchange.fields
         prompt = self.scribe.prompt(messages, fields)
         reply = self.scribe.reply(messages, exchange.answer, fields)
         reply = reply[: exchange.n_generated]  # without the end where it was cut off
         assert len(prompt) == exchange.usage["prompt_tokens"]
         assert len(reply) == exchange.n_generated, (
-            "what was said is not what was generated"
+            "the answer is not what was generated"
         )
         return Request(prompt, reply)

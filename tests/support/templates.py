@@ -93,11 +93,13 @@ def tiny_vocabulary() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+
     trainer = trainers.BpeTrainer(
         vocab_size=600,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+
     tokenizer.train_from_iterator([Path(__file__).read_text("utf-8")], trainer)
     tokenizer.add_tokens(
         [AddedToken(t, special=True, normalized=False) for t in CHATML_TOKENS]

@@ -8,7 +8,9 @@ from typing import Any
 
 from tiny_models import load_script
 
-HIDDEN, HEADS, WINDOW = 64, 4, 32
+HIDDEN = 64
+HEADS = 4
+WINDOW = 32
 Body = dict[str, Any]
 
 
@@ -88,10 +90,10 @@ def _glm4v(text: Body, token: Callable[[str], int]) -> Body:
 
 
 def _gemma3(text: Body, token: Callable[[str], int]) -> Body:
-    more = {"head_dim": 16, "query_pre_attn_scalar": 16, "mm_tokens_per_image": 16}
+    heads = {"head_dim": 16, "query_pre_attn_scalar": 16, "mm_tokens_per_image": 16}
     windows = {"sliding_window": WINDOW, "sliding_window_pattern": 2}
     return {
-        "text_config": {**text, **more, **windows, "model_type": "gemma3_text"},
+        "text_config": {**text, **heads, **windows, "model_type": "gemma3_text"},
         "vision_config": {
             **PLAIN,
             "model_type": "siglip_vision_model",
@@ -106,7 +108,7 @@ def _gemma3(text: Body, token: Callable[[str], int]) -> Body:
 
 
 def _gemma4(text: Body, token: Callable[[str], int], **changes: Any) -> Body:
-    more = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8}
+    heads = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8}
     windows = {
         "sliding_window": WINDOW,
         "sliding_window_pattern": 2,
@@ -117,7 +119,7 @@ def _gemma4(text: Body, token: Callable[[str], int], **changes: Any) -> Body:
     return {
         "text_config": {
             **text,
-            **more,
+            **heads,
             **windows,
             **layers,
             **changes,
@@ -309,15 +311,14 @@ def _write(folder: Path, kind: str, family: Family) -> None:
         "eos_token_id": eos,
     }
     config = family.config(text, tokenizer.token_to_id)
-    config |= {
-        "model_type": kind,
-        "eos_token_id": eos,
-        "vocab_size": text["vocab_size"],
-    }
+    config["model_type"] = kind
+    config["eos_token_id"] = eos
+    config["vocab_size"] = text["vocab_size"]
+
     (folder / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))
     if family.processor:
         (folder / "processor_config.json").write_text(json.dumps(family.processor))
-    named = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
@@ -325,7 +326,7 @@ def _write(folder: Path, kind: str, family: Family) -> None:
         "model_max_length": 8192,
         "extra_special_tokens": family.named,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     template = (load_script().SOURCES / "chat_template.jinja").read_text("utf-8")
     phrase = family.phrase.replace("\n", "\\n")
     shown = (

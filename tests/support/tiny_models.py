@@ -17,17 +17,18 @@ def load_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["make_tiny_model"] = (
-        module  # before exec: dataclasses look their module up by name
-    )
+    # before exec: dataclasses look their module up by name
+    sys.modules["make_tiny_model"] = module
     spec.loader.exec_module(module)
     return module
 
 
 KINDS: tuple[str, ...] = load_script().KINDS
-DENSE, HYBRID, SLIDING = "qwen3", "qwen3_5", "gemma3_text"
+DENSE = "qwen3"
+HYBRID = "qwen3_5"
+SLIDING = "gemma3_text"
 
-# Words the grammar does not know, and the tools that it calls.
+# Words that are not in the grammar, and the tools that it calls.
 WORDS = [
     "alpha",
     "river",
@@ -71,7 +72,7 @@ def tiny_model(kind: str, tmp_root: Path, **size: int) -> Path:
     script = load_script()
     seed = size.pop("seed", None)
     recipe = script.choose_recipe(kind, size="tiny", seed=seed, **size)
-    named = "".join(f"-{field}{value}" for field, value in sorted(size.items()))
-    folder = tmp_root / f"{kind}-seed{recipe.seed}{named}"
+    size_suffix = "".join(f"-{field}{value}" for field, value in sorted(size.items()))
+    folder = tmp_root / f"{kind}-seed{recipe.seed}{size_suffix}"
     script.make_model(folder, recipe)
     return folder

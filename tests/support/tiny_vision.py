@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 from tiny_models import load_script
 
-DENSE_VISION, HYBRID_VISION = "qwen3_vl", "qwen3_5"
+DENSE_VISION = "qwen3_vl"
+HYBRID_VISION = "qwen3_5"
 TEXT_KIND = {DENSE_VISION: "qwen3", HYBRID_VISION: "qwen3_5"}
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PHRASE = "<|vision_start|><|image_pad|><|vision_end|>"
-MERGE, PATCH = 2, 16  # a token of the prompt is a square of 32 x 32 pixels
+# A token of the prompt is a square of 32 x 32 pixels.
+MERGE = 2
+PATCH = 16
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,10 @@ def tiny_vision_model(
     kind: str, tmp_root: Path, tower: Tower = TINY, **size: int
 ) -> Path:
     """The folder of a tiny vision model, for mlx_vlm.load; made at most once under `tmp_root`."""
-    named = "".join(f"-{field}{value}" for field, value in sorted(size.items()))
+    size_suffix = "".join(f"-{field}{value}" for field, value in sorted(size.items()))
     if tower != TINY:
-        named += "-tower" + "x".join(map(str, astuple(tower)))
-    folder = tmp_root / f"{kind}-vision{named}"
+        size_suffix += "-tower" + "x".join(map(str, astuple(tower)))
+    folder = tmp_root / f"{kind}-vision{size_suffix}"
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
         recipe = load_script().choose_recipe(TEXT_KIND[kind], size="tiny", **size)
@@ -64,22 +67,26 @@ def _write(folder: Path, recipe: Any, kind: str, tower: Tower) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(weights, folder / "model.safetensors", {"format": "mlx"})
     template = (script.SOURCES / "chat_template.jinja").read_text("utf-8")
-    shown = (
-        "{%- if part.type == 'image' -%}{{- '"
-        + PHRASE
-        + "' -}}{%- continue -%}{%- endif -%}"
+    loop = "{%- for part in content -%}"
+    image_branch = (
+        "{%- if part.type == 'image' -%}"
+        f"{{{{- '{PHRASE}' -}}}}"
+        "{%- continue -%}{%- endif -%}"
     )
-    start = "{%- for part in content -%}"
-    assert start in template
-    (folder / "chat_template.jinja").write_text(
-        template.replace(start, start + shown), "utf-8"
-    )
-    sizes = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE}
-    sizes |= {"min_pixels": 64 * 64, "max_pixels": tower.side**2}
+    assert loop in template
+    template = template.replace(loop, loop + image_branch)
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+
     files = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": eos, "do_sample": False},
-        "preprocessor_config.json": sizes,
+        "preprocessor_config.json": {
+            "patch_size": PATCH,
+            "temporal_patch_size": 2,
+            "merge_size": MERGE,
+            "min_pixels": 64 * 64,
+            "max_pixels": tower.side**2,
+        },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
@@ -99,10 +106,8 @@ def _config(
     half = text["head_dim"] // (2 if kind == DENSE_VISION else 4)  # rotated pairs
     section = [half - 2 * (half // 3), half // 3, half // 3]
     if kind == DENSE_VISION:
-        text |= {
-            "model_type": kind,
-            "rope_scaling": {"type": "default", "mrope_section": section},
-        }
+        text["model_type"] = kind
+        text["rope_scaling"] = {"type": "default", "mrope_section": section}
     else:
         text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": section}
     vision = {
@@ -148,23 +153,19 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _weight(planter: Any, name: str, shape: tuple[int, ...]) -> Any:
     if name.startswith("language_model."):
         return np.ascontiguousarray(planter.parameter(name, shape), np.float32)
-    into_residual, n_states = (
-        "merger" in name and "linear_fc2" in name,
-        planter.states.n,
-    )
+    is_last_layer = "merger" in name and "linear_fc2" in name
     if len(shape) == 1:
         values = np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.float32)
-        if into_residual and "deepstack" not in name:
-            values[0] = (
-                planter.residual.state_value
-            )  # as a word that the grammar does not know
+        if is_last_layer and "deepstack" not in name:
+            # As a word that is not in the grammar.
+            values[0] = planter.residual.state_value
         return values
-    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
-        shape, np.float32
-    )
-    if into_residual:
-        values[:n_states] = 0.0
-    gain = 0.4 if into_residual else 1.5  # about as large as words
-    return values * (
-        1.0 if "pos_embed" in name else gain / math.sqrt(math.prod(shape[1:]))
-    )
+
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    values = random.standard_normal(shape, np.float32)
+    if is_last_layer:  # adds to the residual stream
+        values[: planter.states.n] = 0.0
+    if "pos_embed" in name:
+        return values
+    gain = 0.4 if is_last_layer else 1.5  # about as large as words
+    return values * (gain / math.sqrt(math.prod(shape[1:])))

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ def picture(
     seed: int, width: int = 288, height: int = 256, kind: str = "PNG"
 ) -> Picture:
     """Coarse random squares, so that every encoder keeps them apart."""
-    squares = np.random.default_rng(seed).integers(0, 255, (8, 10, 3)).astype(np.uint8)
+    numbers = np.random.default_rng(seed).integers(0, 255, (8, 10, 3))
+    squares = Image.fromarray(numbers.astype(np.uint8))
+    image = squares.resize((width, height), Image.Resampling.NEAREST)
+
     file = io.BytesIO()
-    Image.fromarray(squares).resize((width, height), Image.Resampling.NEAREST).save(
-        file, kind
-    )
+    image.save(file, kind)
     return file.getvalue()
 
 
@@ -85,24 +87,51 @@ class ImageTurns(Turns):
     """A model that cannot cut back can also go on before and behind each image."""
 
     def boundaries(self, request: Request) -> set[int]:
-        known = request.prompt
-        edges = (
-            at for at in range(1, len(known)) if (known[at] < 0) != (known[at - 1] < 0)
-        )
-        return super().boundaries(request) | {
-            at for at in edges if at <= len(request.known)
-        }
+        offsets = super().boundaries(request)
+        for offset, (token, next_token) in enumerate(pairwise(request.prompt), 1):
+            is_edge = (token < 0) != (next_token < 0)
+            if is_edge and offset <= len(request.known):
+                offsets.add(offset)
+        return offsets
+
+
+def watch_calls(module: Any, note: Callable[..., None]) -> None:
+    """Have `note` called with the arguments of each call of this module, before it runs."""
+    kind = type(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return kind.__call__(self, *args, **kwargs)
+
+    module.__class__ = type(f"Watched{kind.__name__}", (kind,), {"__call__": call})
+
+
+def _split_images(content: list[Message]) -> tuple[list[Message], list[Picture]]:
+    """The parts of a message with images left out, and the images in order."""
+    parts = []
+    images = []
+    for part in content:
+        if part["type"] == "text":
+            parts.append(part)
+            continue
+        _, _, data = part["image_url"]["url"].partition(",")
+        images.append(base64.b64decode(data))
+        parts.append({"type": "image"})
+    return parts, images
 
 
 class Seeing:
     """A running server and both SDKs; everything that the model and its tower are called with."""
 
     def __init__(self, folder: Path, monkeypatch: Any, **settings: Any) -> None:
-        self.folder, self.requests, self.seen = folder, [], []
-        self.calls: list[tuple[list[int], int]] = []  # (positions the rows had, tokens)
+        self.folder = folder
+        self.requests: list[Request] = []
+        self.seen: list[Seen] = []
+        self.calls: list[tuple[list[int], int]] = []  # (offsets of the rows, tokens)
         self.tower_runs = 0
         self._rows: dict[Any, tuple[list[int], list[np.ndarray]]] = {}  # by job
         self._watch_rows(monkeypatch)
+
         port = free_port()
         config = s.Config(
             model_path=str(folder), mlx_port=port, enable_proxy=False, **settings
@@ -112,15 +141,20 @@ class Seeing:
             config, state.metrics, load=lambda: self._load(folder, config)
         )
         self.state = replace(state, engine=engine)
+
         self._stop = threading.Event()
-        how = {
-            "args": (self.state, s._listen(config, self.state)),
-            "kwargs": {"stop": self._stop},
-        }
-        self._main = threading.Thread(target=s._serve, daemon=True, **how)
+        servers = s._listen(config, self.state)
+        self._main = threading.Thread(
+            target=s._serve,
+            args=(self.state, servers),
+            kwargs={"stop": self._stop},
+            daemon=True,
+        )
         self._main.start()
+
         wait_until(lambda: engine.state != "loading")
         assert engine.failure is None, engine.failure
+
         self.url = f"http://127.0.0.1:{port}"
         self.openai = openai.OpenAI(
             base_url=self.url + "/v1", api_key="x", max_retries=0
@@ -132,51 +166,40 @@ class Seeing:
 
     def _plain(self) -> None:
         """Upstream's model, processor and template, without a line of the server."""
-        self.oracle, self.processor = (
-            load_model(self.folder),
-            load_processor(self.folder, False),
-        )
+        self.oracle = load_model(self.folder)
+        self.processor = load_processor(self.folder, False)
         self.tokenizer = load_tokenizer(self.folder)
         self._process = lru_cache(8)(self._process)  # each prompt is wanted twice
-        config = self.oracle.config
-        self.pad = config.image_token_id
-        ids = lambda text: tuple(self.tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
-        start, (self.end,) = ids("<|im_start|>"), ids("<|im_end|>")
-        heads = (
-            ids(f"<|im_start|>{name}")
-            for name in ("system\n", "user\n", "user\n<tool_response>")
+        self.pad = self.oracle.config.image_token_id
+
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+        (self.end,) = encode("<|im_end|>")
+        (start,) = encode("<|im_start|>")
+        self.turns = ImageTurns(
+            start=start,
+            system=encode("<|im_start|>system\n"),
+            user=encode("<|im_start|>user\n"),
+            tool=encode("<|im_start|>user\n<tool_response>"),
         )
-        self.turns = ImageTurns(start[0], *heads)
 
     def _load(self, folder: Path, config: s.Config) -> s.LoadedModel:
         loaded = s.load_model(folder, config)
         self.model = loaded.vision
-        whole = loaded.vision.whole
-
-        def watched(part: Any, note: Any) -> None:
-            kind = type(part)
-
-            def call(self: Any, *args: Any, **given: Any) -> Any:
-                note(*args, **given)
-                return kind.__call__(self, *args, **given)
-
-            part.__class__ = type(
-                f"Watched{kind.__name__}", (kind,), {"__call__": call}
-            )
-
-        watched(whole.language_model, self._note_call)
-        watched(whole.vision_tower, self._note_tower)
+        vlm_model = loaded.vision.whole
+        watch_calls(vlm_model.language_model, self._note_call)
+        watch_calls(vlm_model.vision_tower, self._note_tower)
         return loaded
 
     before_call = staticmethod(lambda: None)
 
     def _note_call(self, tokens: mx.array, *_: Any, cache: Any, **__: Any) -> None:
         self.before_call()
+        n_rows, n_tokens = tokens.shape[:2]
         offset = next(layer.offset for layer in cache if hasattr(layer, "offset"))
-        held = (
-            [offset] * tokens.shape[0] if isinstance(offset, int) else offset.tolist()
-        )
-        self.calls.append((held, tokens.shape[1]))
+        offsets = [offset] * n_rows if isinstance(offset, int) else offset.tolist()
+        self.calls.append((offsets, n_tokens))
 
     def _note_tower(self, *_: Any, **__: Any) -> None:
         self.tower_runs += 1
@@ -184,14 +207,14 @@ class Seeing:
     def _watch_rows(self, monkeypatch: Any) -> None:
         add_token = s.RunningRequest.add_token
 
-        def told(row: Any, token: int, *, logprobs: mx.array) -> None:
+        def note_token(row: Any, token: int, *, logprobs: mx.array) -> None:
             ids, rows = self._rows.setdefault(row.request, ([], []))
             ids.append(token)
             rows.append(np.array(logprobs))
             self._last = row.request
             add_token(row, token, logprobs=logprobs)
 
-        monkeypatch.setattr(s.RunningRequest, "add_token", told)
+        monkeypatch.setattr(s.RunningRequest, "add_token", note_token)
 
     def ask(
         self, messages: list[Message], *, stream: bool = True, **fields: Any
@@ -204,27 +227,26 @@ class Seeing:
             "tools": TOOLS,
             **fields,
         }
+
         began = len(self.calls)
+        create = self.openai.chat.completions.create
         if stream:
             wants = {"stream": True, "stream_options": {"include_usage": True}}
-            with self.openai.chat.completions.create(
-                messages=messages, **wants, **fields
-            ) as chunks:
+            with create(messages=messages, **wants, **fields) as chunks:
                 answer, _, usage = joined(chunks)
         else:
-            whole = self.openai.chat.completions.create(messages=messages, **fields)
-            answer, usage = (
-                whole.choices[0].message.model_dump(exclude_none=True),
-                whole.usage,
-            )
-            usage = usage.model_dump()
+            completion = create(messages=messages, **fields)
+            answer = completion.choices[0].message.model_dump(exclude_none=True)
+            usage = completion.usage.model_dump()
+
         return self.note(messages, answer, usage, began=began)
 
     def at_once(self, ask: Callable[[int], Any], n: int) -> list[Any]:
         """`n` answers, asked for together and in part decoded together; then all is forgotten."""
         with ThreadPoolExecutor(n) as pool:
             replies = list(pool.map(ask, range(n), timeout=PATIENCE))
-        assert max(len(held) for held, _ in self.calls) > 1, "nothing decoded together"
+        most_rows = max(len(offsets) for offsets, _ in self.calls)
+        assert most_rows > 1, "nothing decoded together"
         self.forget()
         return replies
 
@@ -234,43 +256,46 @@ class Seeing:
         """What the request that ended last was fed."""
         ids, rows = self._rows[self._last]
         prompt = self.prompt(messages)
-        prefilled = sum(
-            max(0, min(at + n, len(prompt)) - at)
-            for held, n in self.calls[began:]
-            for at in held
-        )
-        one = Seen(
-            messages, answer, usage, prompt, tuple(ids), prefilled, np.array(rows)
+        prefilled = 0
+        for offsets, n_tokens in self.calls[began:]:
+            for offset in offsets:
+                end = min(offset + n_tokens, len(prompt))
+                prefilled += max(0, end - offset)
+
+        record = Seen(
+            messages=messages,
+            answer=answer,
+            usage=usage,
+            prompt=prompt,
+            reply=tuple(ids),
+            prefilled=prefilled,
+            logprobs=np.array(rows),
         )
         assert len(prompt) == usage["prompt_tokens"]
-        self.seen.append(one)
-        self.requests.append(Request(prompt, one.reply))
-        return one
+        self.seen.append(record)
+        self.requests.append(Request(prompt, record.reply))
+        return record
 
     def text(self, messages: list[Message]) -> tuple[str, list[Picture]]:
         """The prompt as the template renders it, and the images in order."""
-        told, images = [], []
+        template_messages = []
+        images = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, list):
-                sent = (
-                    part["image_url"]["url"]
-                    for part in content
-                    if part["type"] != "text"
-                )
-                images += [base64.b64decode(url.partition(",")[2]) for url in sent]
-                content = [
-                    p if p["type"] == "text" else {"type": "image"} for p in content
-                ]
-            told.append(_with_objects({**message, "content": content}))
-        how = {
-            "add_generation_prompt": True,
-            "preserve_thinking": True,
-            "enable_thinking": True,
-        }
-        return self.tokenizer.apply_chat_template(
-            told, tools=TOOLS, tokenize=False, **how
-        ), images
+                content, content_images = _split_images(content)
+                images += content_images
+            template_messages.append(_with_objects({**message, "content": content}))
+
+        text = self.tokenizer.apply_chat_template(
+            template_messages,
+            tools=TOOLS,
+            tokenize=False,
+            add_generation_prompt=True,
+            preserve_thinking=True,
+            enable_thinking=True,
+        )
+        return text, images
 
     def inputs(self, messages: list[Message]) -> dict[str, mx.array]:
         text, images = self.text(messages)
@@ -278,22 +303,29 @@ class Seeing:
         return dict(self._process(text, tuple(images)))
 
     def _process(self, text: str, images: tuple[Picture, ...]) -> dict[str, mx.array]:
-        opened = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
-        made = self.processor(text=[text], images=opened or None)
-        return {name: value for name, value in made.items() if name != "attention_mask"}
+        decoded = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
+        arrays = self.processor(text=[text], images=decoded or None)
+        return {
+            name: value for name, value in arrays.items() if name != "attention_mask"
+        }
 
     def prompt(self, messages: list[Message]) -> tuple[int, ...]:
         """Token ids; of an image numbers that no other image has."""
         ids = np.array(self.inputs(messages)["input_ids"])[0].tolist()
         images = iter(self.text(messages)[1])
-        marked, inside = [], 0
+
+        marked = []
+        n_inside = 0  # tokens of the image so far
         for token in ids:
-            if token == self.pad and not inside:
-                base = (
-                    int.from_bytes(sha256(next(images)).digest()[:5], "big") * 100_000
-                )
-            inside = inside + 1 if token == self.pad else 0
-            marked.append(-(base + inside) if inside else token)
+            if token != self.pad:
+                n_inside = 0
+                marked.append(token)
+                continue
+            if n_inside == 0:
+                digest = sha256(next(images)).digest()
+                base = int.from_bytes(digest[:5], "big") * 100_000
+            n_inside += 1
+            marked.append(-(base + n_inside))
         return tuple(marked)
 
     def fewest(self) -> list[int]:
@@ -304,24 +336,23 @@ class Seeing:
     def is_hybrid(self) -> bool:
         return self.state.engine.report["kv_bytes_per_token"] < 300
 
-    def worst(self, one: Seen) -> float:
+    def worst(self, record: Seen) -> float:
         """Largest difference to a cold run of the plain model over all tokens of the reply."""
-        given = self.inputs(one.messages)
-        n_prompt = given["input_ids"].shape[1]
-        given["input_ids"] = mx.concatenate(
-            [given["input_ids"], mx.array([one.reply[:-1]], mx.int32)], axis=1
-        )
-        inner = self.oracle.language_model
-        inner._rope_deltas = inner._position_ids = None
-        logits = self.oracle(**given).logits[0, n_prompt - 1 :]
-        allowed = np.isfinite(one.logprobs)  # without tools a call is forbidden
+        arrays = self.inputs(record.messages)
+        prompt_ids = arrays["input_ids"]
+        reply_ids = mx.array([record.reply[:-1]], mx.int32)
+        arrays["input_ids"] = mx.concatenate([prompt_ids, reply_ids], axis=1)
+        language_model = self.oracle.language_model
+        language_model._rope_deltas = None
+        language_model._position_ids = None
+        logits = self.oracle(**arrays).logits[0, prompt_ids.shape[1] - 1 :]
+
+        allowed = np.isfinite(record.logprobs)  # without tools a call is forbidden
         assert allowed.mean() > 0.99
         logits = mx.where(mx.array(allowed), logits, -mx.inf)
         cold = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        assert np.ptp(cold[allowed]) > 1, (
-            "logits that say nothing cannot tell a wrong cache"
-        )
-        return float(np.abs(cold[allowed] - one.logprobs[allowed]).max())
+        assert np.ptp(cold[allowed]) > 1, "even logits do not show a wrong cache"
+        return float(np.abs(cold[allowed] - record.logprobs[allowed]).max())
 
     def forget(self) -> None:
         """An empty server and an empty record; what images look like is still known."""
