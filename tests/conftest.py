@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -58,7 +59,7 @@ def table(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The rows of `table`."""
+    """The rows of `table`, and last what was not run, with what would run it."""
     properties = []
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -68,6 +69,14 @@ def pytest_terminal_summary(terminalreporter):
     for name, row in properties:
         if name == "row":
             terminalreporter.write_line(row)
+
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in skipped
+    )
+    if reasons:
+        counted = "; ".join(f"{n}: {reason}" for reason, n in reasons.most_common())
+        terminalreporter.write_line(f"{len(skipped)} tests were not run ({counted})")
 
 
 @pytest.fixture(scope="session")

@@ -410,7 +410,7 @@ def skip_if_missing(name: str) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("the clients are installed for Linux")
     if CLIENT_NAMES[name].missing():
-        pytest.skip(CLIENT_NAMES[name].how_to_install())
+        pytest.skip("needs clients: scripts/tools/clients/install.sh, CLIENTS_HOME")
 
 
 @contextmanager

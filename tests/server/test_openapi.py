@@ -421,14 +421,19 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again(served, monkeypatch)
 # -- every request that can be made up -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("label", OPERATIONS)
+def generated_requests():
+    """Each operation, and each with wrong bodies: of the others, any text is a name."""
+    for label, operation in OPERATIONS.items():
+        yield label, GenerationMode.POSITIVE
+        if operation.body:
+            yield label, GenerationMode.NEGATIVE
+
+
+@pytest.mark.parametrize(("label", "mode"), generated_requests())
 def test_every_answer_is_one_that_the_description_allows(served, label, mode):
     operation = OPERATIONS[label]
     method, path = label.split()
     takes = bool(operation.body) or bool(list(operation.iter_parameters()))
-    if mode is GenerationMode.NEGATIVE and not operation.body:
-        pytest.skip("any text is a name: there is nothing to get wrong")
     url = f"http://127.0.0.1:{served.state.config.mlx_port}"
 
     @settings(

@@ -8,7 +8,6 @@ text that no added token parts.
 
 import importlib
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
+from artifacts import artifact
 from minimum_prefill import Request, common_prefix, fewest
 from mlx.utils import tree_flatten, tree_map
 from recurrent_families import FAMILIES
@@ -26,10 +26,6 @@ from tiny_models import WORDS, load_script
 from transformers import PreTrainedTokenizerFast
 
 MOST = 1.02  # prefilled / fewest
-ARTIFACTS = Path(
-    os.environ.get("MODEL_ARTIFACTS")
-    or Path(__file__).parents[3].joinpath("shared", "model-artifacts")
-)
 
 # -- templates -------------------------------------------------------------------------------------
 
@@ -128,10 +124,7 @@ def template_of(family: str) -> str:
     template = SHAPES[family][0]
     if not template.endswith(".jinja"):
         return template
-    path = ARTIFACTS / "templates" / template
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    return path.read_text("utf-8")
+    return artifact("templates", template).read_text("utf-8")
 
 
 def make_folder(folder: Path, family: str) -> Path:

@@ -1222,7 +1222,7 @@ def test_recorded_conversations_only_grow(folder: str) -> None:
     """Each request of a real client extends the one before it, or another one, or is a new one."""
     requests = list(requests_in(CAPTURES / folder))
     if not requests:
-        pytest.skip("needs CAPTURES: recordings made by scripts/tools/capture_proxy.py")
+        pytest.skip("needs CAPTURES: recordings of scripts/tools/capture_proxy.py")
 
     canonicalizer = canon()
     earlier_requests: list[list] = []
