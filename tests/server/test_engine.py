@@ -308,19 +308,23 @@ def test_who_comes_together_decodes_together(bench):
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_short_prompts_decode_together_whatever_their_lengths(bench, kind):
     """Buffers grow by 256 tokens, so padding up to there costs no memory."""
-    b, everyone, widths = bench(kind), threading.Event(), []
+    b = bench(kind)
+    is_everyone_here = threading.Event()
+    widths = []
 
-    def noted(fed):
-        everyone.wait(PATIENCE)
+    def note_width(fed):
+        is_everyone_here.wait(PATIENCE)
         widths.append(len(fed))
 
-    b.model.before_call = noted
+    b.model.before_call = note_width
     lengths = (16, 60, 130, 250)
     prompts = [words(np.random.default_rng(n), n) for n in lengths]
     tickets = [b.submit(prompt, n=20) for prompt in prompts]
-    everyone.set()
+    is_everyone_here.set()
+
     for ticket in tickets:
-        assert b.worst(ticket, b.finish(ticket)[0]) == 0.0
+        ids, _ = b.finish(ticket)
+        assert b.worst(ticket, ids) == 0.0
     assert max(widths) == 4
 
 
