@@ -61,9 +61,8 @@ def cold(kind, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracle(kind, tmp_path_factory):
-    return Oracle(
-        tiny_model(kind, tmp_path_factory.getbasetemp()), at_once=SLICE_TOKENS
-    )
+    folder = tiny_model(kind, tmp_path_factory.getbasetemp())
+    return Oracle(folder, at_once=SLICE_TOKENS)
 
 
 @pytest.fixture
@@ -95,6 +94,7 @@ def sub_agents_branch_and_return(served: Served) -> list[Exchange]:
             agent = main.branch(n_messages, seed=30 + turn)
             agent.step()
             agent.step()
+
     main.step()
     return served.exchanges[-3:]
 
@@ -104,13 +104,12 @@ def edited_tool_result(served: Served) -> list[Exchange]:
     talk = Talk(served, 4)
     for _ in range(8):
         talk.step()
-    results = [
-        i for i, message in enumerate(talk.messages) if message["role"] == "tool"
-    ]
+    roles = [message["role"] for message in talk.messages]
+    results = [i for i, role in enumerate(roles) if role == "tool"]
     place = results[len(results) // 2]
     edited = Talk(served, 40, list(talk.messages))
     edited.messages[place] = {**talk.messages[place], "content": edited.words(30)}
-    return [one.step() for one in (edited, talk, edited)]
+    return [conversation.step() for conversation in (edited, talk, edited)]
 
 
 def five_last_messages(served: Served) -> list[Exchange]:
@@ -138,16 +137,19 @@ def cold_crowd(served: Served) -> list[Exchange]:
     talks = [Talk(served, seed) for seed in range(90, 98)]
     n_shared = share_system(served, talks, novel)
     # All but the last 45 tokens in whole slices: those who wait must not begin before the rest.
-    n_shared = share_system(
-        served, talks, novel + " the" * ((45 - n_shared) % SLICE_TOKENS)
-    )
+    n_lacking = (45 - n_shared) % SLICE_TOKENS
+    n_shared = share_system(served, talks, novel + " the" * n_lacking)
+
     assert n_shared > CROWD_TOKENS
     assert n_shared % SLICE_TOKENS == 45
+
     with ThreadPoolExecutor(len(talks)) as pool:
-        asked = pool.map(Talk.step, talks)
+        steps = [pool.submit(talk.step) for talk in talks]
         wait_until(lambda: len(served.recorder.fed) > 8)
         stranger = Talk(served, 98).step()
-        list(asked)
+        for step in steps:
+            step.result()
+
     return [stranger]
 
 
@@ -176,9 +178,8 @@ def divergence_everywhere(served: Served) -> list[Exchange]:
     boundaries = list(range(1, len(steps[-1].messages) + 2))  # the last reply included
     random.Random(12).shuffle(boundaries)
     for boundary in boundaries:
-        check_restored_within_one_message(
-            served, talk.branch(boundary, seed=boundary).step()
-        )
+        exchange = talk.branch(boundary, seed=boundary).step()
+        check_restored_within_one_message(served, exchange)
     return steps[::4]
 
 
@@ -186,12 +187,12 @@ def check_restored_within_one_message(served: Served, exchange: Exchange) -> Non
     """What is reused reaches back no further than to the last message that is not new."""
     *past, _, _ = exchange.messages
     if "user" in (message["role"] for message in past):
-        before = served.scribe.prompt(
+        past_prompt = served.scribe.prompt(
             past, exchange.fields, add_generation_prompt=False
         )
         prompt = served.scribe.prompt(exchange.messages, exchange.fields)
         # What follows the end mark of a reply is no part of the reply.
-        assert exchange.n_cached >= common_prefix(before, prompt) - 1
+        assert exchange.n_cached >= common_prefix(past_prompt, prompt) - 1
 
 
 SCENARIOS = [
@@ -210,23 +211,27 @@ SCENARIOS = [
 def give_up_halfway(served: Served, messages: list[Message]) -> None:
     """Close a streamed request at half its prefill; the model waits until the server sees that."""
     prompt = served.scribe.prompt(messages, {"tools": TOOLS})
-    halfway, gone, held = threading.Event(), threading.Event(), []
+    halfway = threading.Event()
+    has_left = threading.Event()
+    held = []
 
     def hold(rows: list[Fed]) -> None:
         if rows[0].at >= len(prompt) // 2:
             held.append(rows[0])
             halfway.set()
-            gone.wait(PATIENCE)
+            has_left.wait(PATIENCE)
 
     with served.holding(hold):
         with served.stream(messages, tools=TOOLS, temperature=0):
             assert halfway.wait(PATIENCE)
             n_connections = connections()
         wait_until(lambda: connections() < n_connections)
-        gone.set()
+        has_left.set()
+
     wait_until(lambda: held[0] in served.recorder.fed)
     reached = held[0].at + len(held[0].tokens)
     assert reached < len(prompt) * 3 // 4
+
     served.given_up.append(Request(prompt, reached=reached))
 
 
@@ -240,13 +245,24 @@ def requests_of(served: Served, exchanges: list[Exchange]) -> list[Request]:
 def check_usage(served: Served, exchanges: list[Exchange], *, n_prefilled: int) -> None:
     """cached_tokens are the prompt tokens that the model was not given: in all, and where a request
     ran alone, of each."""
-    claimed = sum(one.usage["prompt_tokens"] - one.n_cached for one in exchanges)
-    assert claimed == n_prefilled - sum(one.reached for one in served.given_up)
-    if any(one.span[1] > other.span[0] for one, other in pairwise(exchanges)):
+    n_claimed = sum(e.usage["prompt_tokens"] - e.n_cached for e in exchanges)
+    n_given_up = sum(request.reached for request in served.given_up)
+    assert n_claimed == n_prefilled - n_given_up
+
+    spans = [exchange.span for exchange in exchanges]
+    if any(span[1] > next_span[0] for span, next_span in pairwise(spans)):
         return
-    for one in exchanges:
-        given = prefilled(served.recorder.fed[slice(*one.span)], [served.request(one)])
-        assert one.usage["prompt_tokens"] - one.n_cached == given
+
+    for exchange in exchanges:
+        calls = served.recorder.fed[slice(*exchange.span)]
+        n_given = prefilled(calls, [served.request(exchange)])
+        assert exchange.usage["prompt_tokens"] - exchange.n_cached == n_given
+
+
+def cold_logprobs_of(oracle: Oracle, request: Request) -> np.ndarray:
+    """Of every token of the vocabulary, for each token of the reply."""
+    tokens = (*request.prompt, *request.reply[:-1])
+    return oracle.logprobs(tokens, n=len(request.reply))
 
 
 @pytest.fixture
@@ -255,15 +271,14 @@ def check_replies(served, oracle, cold):
     whole what a cold server says."""
 
     def check(exchanges: list[Exchange], to_repeat: list[Exchange]) -> None:
-        for asked in (
-            served.request(one) for one in exchanges if "tool_choice" not in one.fields
-        ):
-            cold_words = oracle.logprobs(
-                (*asked.prompt, *asked.reply[:-1]), n=len(asked.reply)
-            )
-            assert cold_words.argmax(axis=-1).tolist() == list(asked.reply)
-        for one in to_repeat:
-            assert cold.ask(one.messages, **one.fields).said == one.said
+        for exchange in exchanges:
+            if "tool_choice" not in exchange.fields:
+                request = served.request(exchange)
+                cold_logprobs = cold_logprobs_of(oracle, request)
+                assert cold_logprobs.argmax(axis=-1).tolist() == list(request.reply)
+        for exchange in to_repeat:
+            cold_exchange = cold.ask(exchange.messages, **exchange.fields)
+            assert cold_exchange.said == exchange.said
 
     return check
 
@@ -271,27 +286,53 @@ def check_replies(served, oracle, cold):
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
 def test_nothing_is_prefilled_twice(served, check_replies, kind, table, scenario):
     to_repeat = list(scenario(served))
-    exchanges = sorted(served.exchanges, key=lambda one: one.span)
+    exchanges = sorted(served.exchanges, key=lambda exchange: exchange.span)
     requests = requests_of(served, exchanges)
     n_prefilled = prefilled(served.recorder.fed, requests)
-    needed = fewest(requests, None if kind == DENSE else served.scribe.turns)
-    ratio = n_prefilled / sum(needed)
+    n_fewest = fewest(requests, None if kind == DENSE else served.scribe.turns)
+    ratio = n_prefilled / sum(n_fewest)
     table(
         f"{kind:12} {scenario.__name__:28} {len(requests):3} requests  "
-        f"prefilled {n_prefilled:6}  fewest {sum(needed):6}  ratio {ratio:.4f}"
+        f"prefilled {n_prefilled:6}  fewest {sum(n_fewest):6}  ratio {ratio:.4f}"
     )
-    assert ratio <= MOST, needed
+
+    assert ratio <= MOST, n_fewest
     check_usage(served, exchanges, n_prefilled=n_prefilled)
     check_replies(exchanges, to_repeat)
 
 
+def count_tokens(served: Served, messages: list[Message]) -> int:
+    body = {"messages": messages, "tools": TOOLS}
+    request = s.parse_chat_request(
+        body, served.state.config, request_id="1", headers={}
+    )
+    return s.count_tokens_body(served.state, request)["input_tokens"]
+
+
+def note_submits(engine, monkeypatch):
+    """The handles, and for each the stop reasons of those before it when it was submitted."""
+    submit = engine.submit
+    handles = []
+    earlier_stop_reasons = []
+
+    def submit_and_note(request):
+        handle = submit(request)
+        earlier_stop_reasons.append([earlier.stop_reason for earlier in handles])
+        handles.append(handle)
+        return handle
+
+    monkeypatch.setattr(engine, "submit", submit_and_note)
+    return handles, earlier_stop_reasons
+
+
 def test_a_wrong_guess_is_taken_back_before_a_word_leaves(served, cold, monkeypatch):
     """The client gets what a cold server says; the same template is guessed at no more."""
-    render_after, asked = s.Splice._render_after, []
+    render_after = s.Splice._render_after
+    n_asked = []
 
-    def misled(splice, past_messages):
+    def guess_wrongly(splice, past_messages):
         rendered = render_after(splice, past_messages)
-        asked.append(len(past_messages))
+        n_asked.append(len(past_messages))
         if len(past_messages) < 15:  # the whole past has more messages
             ids = np.append(rendered.ids, rendered.ids[-1])
             rendered = replace(rendered, text=f"{rendered.text}.", ids=ids)
@@ -301,28 +342,29 @@ def test_a_wrong_guess_is_taken_back_before_a_word_leaves(served, cold, monkeypa
     for _ in range(11):
         talk.step()
     monkeypatch.setattr(served.state.stores.planner, "unguessable", {})
-    monkeypatch.setattr(s.Splice, "_render_after", misled)
+    monkeypatch.setattr(s.Splice, "_render_after", guess_wrongly)
     n_before = served.state.metrics.snapshot()["ledger_seam_fallback"]
-    body = {"messages": talk.messages, "tools": TOOLS}
-    request = {"config": served.state.config, "request_id": "1", "headers": {}}
-    counted = s.count_tokens_body(served.state, s.parse_chat_request(body, **request))
-    assert len(asked) == 3 and asked[0] < asked[1] == asked[2]
+    n_counted = count_tokens(served, talk.messages)
+
+    assert len(n_asked) == 3
+    assert n_asked[0] < n_asked[1] == n_asked[2]
+
     served.state.stores.planner.unguessable.clear()
-    submit, tickets = served.state.engine.submit, []
+    handles, earlier_stop_reasons = note_submits(served.state.engine, monkeypatch)
+    first = talk.step()
+    second = talk.step()
+    assert len(handles) == 3
+    assert earlier_stop_reasons[1] == ["cancelled"]
+    assert len(n_asked) == 7
+    assert min(n_asked[4:]) > 15
 
-    def submitted(job):
-        tickets.append((submit(job), [ticket.stop_reason for ticket, _ in tickets]))
-        return tickets[-1][0]
+    for exchange in (first, second):
+        cold_exchange = cold.ask(exchange.messages, **exchange.fields)
+        assert cold_exchange.said == exchange.said
+        n_prompt = cold_exchange.usage["prompt_tokens"]
+        assert n_prompt == exchange.usage["prompt_tokens"]
 
-    monkeypatch.setattr(served.state.engine, "submit", submitted)
-    one, again = talk.step(), talk.step()
-    assert len(tickets) == 3 and tickets[1][1] == ["cancelled"]
-    assert len(asked) == 7 and min(asked[4:]) > 15
-    for exchange in (one, again):
-        truth = cold.ask(exchange.messages, **exchange.fields)
-        assert truth.said == exchange.said
-        assert truth.usage["prompt_tokens"] == exchange.usage["prompt_tokens"]
-    assert counted["input_tokens"] == one.usage["prompt_tokens"]
+    assert n_counted == first.usage["prompt_tokens"]
     assert served.state.metrics.snapshot()["ledger_seam_fallback"] == n_before
 
 
@@ -332,30 +374,30 @@ def test_a_wrong_guess_is_taken_back_before_a_word_leaves(served, cold, monkeypa
 def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
     talks = [Talk(served, seed) for seed in range(200, 208)]
     share_system(served, talks, talks[0].words(700))  # rows that long need no padding
-    endless = {str(served.scribe.end): -100}
-    wanted = {
+    fields = {
         "temperature": 0.8,
-        "logit_bias": endless,
+        "logit_bias": {str(served.scribe.end): -100},  # it goes on to max_tokens
         "max_tokens": 200,
         "tools": TOOLS,
     }
-    alone = served.ask(talks[3].messages, seed=3, **wanted)
+    alone = served.ask(talks[3].messages, seed=3, **fields)
     served.forget()
     everyone_asked = threading.Event()
     with (
         served.holding(lambda _rows: everyone_asked.wait(PATIENCE)),
-        ExitStack() as streams,
+        ExitStack() as stack,
     ):
-        opened = [
-            streams.enter_context(served.stream(talk.messages, seed=seed, **wanted))
-            for seed, talk in enumerate(talks)
-        ]
+        streams = []
+        for seed, talk in enumerate(talks):
+            stream = served.stream(talk.messages, seed=seed, **fields)
+            streams.append(stack.enter_context(stream))
         everyone_asked.set()
-        said = [joined(chunks)[0] for chunks in opened]
+        replies = [joined(chunks)[0] for chunks in streams]
+
     assert served.recorder.n_rows_most == 8
-    assert said[3]["reasoning_content"] == alone.answer["reasoning_content"]
-    assert said[3]["content"] == alone.answer["content"]
-    assert len({message["reasoning_content"] for message in said}) > 4
+    assert replies[3]["reasoning_content"] == alone.answer["reasoning_content"]
+    assert replies[3]["content"] == alone.answer["content"]
+    assert len({message["reasoning_content"] for message in replies}) > 4
 
 
 @pytest.mark.parametrize("n_best", [0, 3, 20])
@@ -363,53 +405,64 @@ def test_log_probabilities_are_those_of_a_cold_run_best_first(
     served, oracle, n_best, monkeypatch
 ):
     """The same in a stream as in a whole reply."""
-    talk, made, create = Talk(served, 310), [], served._create
-    monkeypatch.setattr(
-        served,
-        "_create",
-        lambda *what, **how: made.append(create(*what, **how)) or made[-1],
-    )
-    wanted = {"logprobs": True, "top_logprobs": n_best}
-    asked = served.request(served.ask(talk.messages, stream=False, **wanted))
+    talk = Talk(served, 310)
+    bodies = []
+    create = served._create
+
+    def create_and_note(*args, **kwargs):
+        bodies.append(create(*args, **kwargs))
+        return bodies[-1]
+
+    monkeypatch.setattr(served, "_create", create_and_note)
+    fields = {"logprobs": True, "top_logprobs": n_best}
+    exchange = served.ask(talk.messages, stream=False, **fields)
+    entries = bodies[0].choices[0].logprobs.content
+
+    streamed = []
     with served.stream(
-        talk.messages, temperature=0, tools=TOOLS, max_tokens=400, **wanted
+        talk.messages, temperature=0, tools=TOOLS, max_tokens=400, **fields
     ) as chunks:
-        said = [
-            choice.logprobs
-            for chunk in chunks
-            for choice in chunk.choices
-            if choice.logprobs
-        ]
-    streamed = [entry for one in said for entry in one.content]
-    whole = made[0].choices[0].logprobs.content
-    assert streamed == whole
-    cold = oracle.logprobs((*asked.prompt, *asked.reply[:-1]), n=len(asked.reply))
-    for entry, token, row in zip(whole, asked.reply, cold, strict=True):
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+    for choice in choices:
+        if choice.logprobs:
+            streamed += choice.logprobs.content
+
+    assert streamed == entries
+
+    request = served.request(exchange)
+    cold = cold_logprobs_of(oracle, request)
+    for entry, token, row in zip(entries, request.reply, cold, strict=True):
         assert entry.logprob == pytest.approx(row[token], abs=1e-4)
         assert entry.token == served.scribe.text([token])
-        best = [one.logprob for one in entry.top_logprobs]
-        assert best == pytest.approx(sorted(row, reverse=True)[:n_best], abs=1e-4)
-        assert best == sorted(best, reverse=True)
+        top_logprobs = [top.logprob for top in entry.top_logprobs]
+        largest = sorted(row, reverse=True)[:n_best]
+        assert top_logprobs == pytest.approx(largest, abs=1e-4)
+        assert top_logprobs == sorted(top_logprobs, reverse=True)
 
 
 def test_arguments_leave_before_the_last_token_of_their_call_is_generated(served):
     """The model does not go on to that token before the client has seen a piece of them."""
     talk = Talk(served, 300)
-    asked = talk.step(tool_choice="required")
-    request = served.request(asked)
+    exchange = talk.step(tool_choice="required")
+    request = served.request(exchange)
     last = len(request.prompt) + request.reply.index(served.scribe.call_end)
-    arrived, in_time = threading.Event(), []
+    arrived = threading.Event()
+    in_time = []
 
     def hold(rows: list[Fed]) -> None:
         if rows[0].at == last - 1:
             in_time.append(arrived.wait(PATIENCE))
 
-    with served.holding(hold), served.stream(asked.messages, **asked.fields) as chunks:
+    with (
+        served.holding(hold),
+        served.stream(exchange.messages, **exchange.fields) as chunks,
+    ):
         for chunk in chunks:
             deltas = [choice.delta.model_dump() for choice in chunk.choices]
             pieces = [piece for delta in deltas for piece in delta["tool_calls"] or ()]
             if any(piece["function"]["arguments"] for piece in pieces):
                 arrived.set()
+
     assert in_time == [True]
 
 
@@ -422,20 +475,18 @@ CUT = {
 
 def test_streamed_and_whole_answers_are_the_same(served):
     for seed in range(20):
-        talk, is_thinking = Talk(served, 400 + seed), seed % 2 == 0
-        fields = {
-            "extra_body": {"enable_thinking": is_thinking},
-            **(CUT if seed % 4 == 0 else {}),
-        }
-        streamed, whole = (
-            served.ask(talk.messages, stream=x, **fields) for x in (True, False)
-        )
-        assert streamed.said == whole.said
-        assert streamed.finish_reason == whole.finish_reason
-        assert streamed.n_generated == whole.n_generated
-        assert ("reasoning_content" in whole.said) == is_thinking
-    assert {one.finish_reason for one in served.exchanges} == {
-        "stop",
-        "tool_calls",
-        "length",
-    }
+        talk = Talk(served, 400 + seed)
+        is_thinking = seed % 2 == 0
+        fields = {"extra_body": {"enable_thinking": is_thinking}}
+        if seed % 4 == 0:
+            fields.update(CUT)
+        streamed = served.ask(talk.messages, stream=True, **fields)
+        plain = served.ask(talk.messages, stream=False, **fields)
+
+        assert streamed.said == plain.said
+        assert streamed.finish_reason == plain.finish_reason
+        assert streamed.n_generated == plain.n_generated
+        assert ("reasoning_content" in plain.said) == is_thinking
+
+    reasons = {exchange.finish_reason for exchange in served.exchanges}
+    assert reasons == {"stop", "tool_calls", "length"}
