@@ -2,9 +2,9 @@
 
 Agent traffic through the real server, dressed as the captured clients dress it. An agent keeps the
 conversation as it was; its client sends something else (`sent`). The fewest tokens an exact server
-needs are counted on a third form (`meant`): every volatile field at the value it had first, every
-block where it was first told, rendered with no server code. What was prefilled is read from the
-model's own calls, and the logits of every reply are those of a cold run of the reported tokens.
+needs are counted on a third form (`reference`): every volatile field at the value it had first,
+every block where it was first sent, rendered with no server code. What was prefilled is read from
+the model's own calls, and the logits of every reply are those of a cold run of the reported tokens.
 """
 
 import json
@@ -49,10 +49,9 @@ from transformers import PreTrainedTokenizerFast
 
 KINDS = (DENSE, HYBRID, SLIDING)
 TOLERANCE = {SLIDING: 1e-4}
-EXACT, RESTATED = (
-    1.02,
-    1.10,
-)  # prefilled / fewest: as it is, and where values are restated
+# Prefilled tokens for each of the fewest.
+EXACT = 1.02
+RESTATED = 1.10  # where values are restated
 SCRIPTED = 4242  # the seed that asks for a script
 CUT_HERE = "¦"  # in a script: the tokens before and after it never merge into one
 
@@ -61,8 +60,8 @@ CUT_HERE = "¦"  # in a script: the tokens before and after it never merge into 
 
 
 @dataclass(slots=True)
-class Heard:
-    """What the model said to one prompt: ids, and the log-probabilities they were taken from."""
+class Generation:
+    """What the model generated for one prompt: ids, and the log-probabilities they come from."""
 
     job: s.EngineRequest
     ids: list[int] = field(default_factory=list)
@@ -84,33 +83,37 @@ class Witness:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.heard: dict[s.RequestHandle, Heard] = {}  # in the order of first words
+        # in the order of first words
+        self.generations: dict[s.RequestHandle, Generation] = {}
         self.script: list[int] = []  # of the next reply
         self.before_word: Callable[[int], object] = lambda _n: None
-        self._sampler, add_token = s.make_sampler, s.RunningRequest.add_token
+        self._sampler = s.make_sampler
+        add_token = s.RunningRequest.add_token
 
-        def noted(row, token, *, logprobs):
-            heard = self.heard.setdefault(row.handle, Heard(row.request))
-            heard.ids.append(token)
-            heard.logprobs.append(np.array(logprobs))
+        def note_and_add_token(row, token, *, logprobs):
+            new = Generation(row.request)
+            generation = self.generations.setdefault(row.handle, new)
+            generation.ids.append(token)
+            generation.logprobs.append(np.array(logprobs))
             add_token(row, token, logprobs=logprobs)
 
-        patch.setattr(s.RunningRequest, "add_token", noted)
+        patch.setattr(s.RunningRequest, "add_token", note_and_add_token)
         patch.setattr(s, "make_sampler", self._scripted)
 
     @property
-    def last(self) -> Heard:
-        return list(self.heard.values())[-1]
+    def last(self) -> Generation:
+        return list(self.generations.values())[-1]
 
     def _scripted(self, sampling):
         if sampling.seed != SCRIPTED:
             return self._sampler(sampling)
-        script, before = self.script, self.before_word
+        script = self.script
+        before_word = self.before_word
         words = iter(enumerate(script))
 
         def next_word(_logprobs):
             n, word = next(words, (0, script[-1]))
-            before(n)
+            before_word(n)
             return mx.array([word])
 
         return next_word
@@ -133,26 +136,27 @@ class Reports:
 
 
 class Case:
-    """One scenario on one server: every request as it was fed and as it was meant."""
+    """One scenario on one server: every request as it was fed, and its reference."""
 
     def __init__(
         self, kind: str, served: Served, *, witness: Witness, reports: Reports
     ) -> None:
-        self.kind, self.served, self.scribe = kind, served, served.scribe
-        self._witness, self._reports = witness, reports
-        self.epochs: list[list[Request]] = [
-            []
-        ]  # as meant; between two of them all KV was lost
-        self.heard: list[Heard] = []
-        self._given_up: dict[
-            int, list[int]
-        ] = {}  # scripts of replies, by place in `heard`
+        self.kind = kind
+        self.served = served
+        self.scribe = served.scribe
+        self._witness = witness
+        self._reports = reports
+        # references; between two of these lists all KV was lost
+        self.epochs: list[list[Request]] = [[]]
+        self.generations: list[Generation] = []
+        # scripts of replies, by place in `generations`
+        self._given_up: dict[int, list[int]] = {}
         self._n_fallbacks = self._fallbacks()
-        witness.heard.clear()
+        witness.generations.clear()
         reports.news()
 
     def ask(
-        self, sent: list[Message], meant: list[Message], *, script="", **fields
+        self, sent: list[Message], reference: list[Message], *, script="", **fields
     ) -> Exchange:
         """`script`: a reply, from inside its thinking on, that the model is made to say."""
         if script:
@@ -160,35 +164,41 @@ class Case:
             fields["seed"] = SCRIPTED
         exchange = self.served.ask(sent, **fields)
         (report,) = self._reports.news()
-        heard = self._witness.last
-        self.heard.append(heard)
-        assert tuple(report["tokens"]) == heard.prompt
-        assert exchange.usage["prompt_tokens"] == len(heard.prompt)
-        meant, answer = list(map(plain, meant)), plain(exchange.answer)
-        prompt = self.scribe.prompt(meant, exchange.fields)
-        reply = self.scribe.reply(meant, answer, exchange.fields)[
-            : exchange.n_generated
-        ]
-        self.epochs[-1].append(Request(prompt, reply))
+        generation = self._witness.last
+        self.generations.append(generation)
+
+        assert tuple(report["tokens"]) == generation.prompt
+        assert exchange.usage["prompt_tokens"] == len(generation.prompt)
+
+        messages = plain(reference)
+        prompt = self.scribe.prompt(messages, exchange.fields)
+        reply = self.scribe.reply(messages, plain(exchange.answer), exchange.fields)
+        self.epochs[-1].append(Request(prompt, reply[: exchange.n_generated]))
         return exchange
 
     def interrupt(
-        self, sent: list[Message], meant: list[Message], *, script: str
+        self, sent: list[Message], reference: list[Message], *, script: str
     ) -> Message:
         """What the client has of a scripted reply when it goes away in the middle of its words."""
-        gone = threading.Event()
+        has_left = threading.Event()
         self._witness.script = spelled(self.scribe, script)
         n_words = len(self._witness.script) * 2 // 3
-        self._witness.before_word = lambda n: n < n_words or gone.wait(PATIENCE)
+
+        def wait_in_the_middle(n: int) -> None:
+            if n >= n_words:
+                has_left.wait(PATIENCE)
+
+        self._witness.before_word = wait_in_the_middle
         fields = {"tools": TOOLS, "temperature": 0, "seed": SCRIPTED}
         with self.served.stream(sent, **fields) as chunks:
-            partial_reply, n_before = joined(until_words(chunks))[0], connections()
+            partial_reply = joined(until_words(chunks))[0]
+            n_before = connections()
         wait_until(lambda: connections() < n_before)
         self._witness.before_word = lambda _n: None
-        gone.set()
-        self._given_up[len(self.heard)] = self._witness.script
-        self.heard.append(self._witness.last)
-        prompt = self.scribe.prompt(meant, fields)
+        has_left.set()
+        self._given_up[len(self.generations)] = self._witness.script
+        self.generations.append(self._witness.last)
+        prompt = self.scribe.prompt(reference, fields)
         self.epochs[-1].append(Request(prompt, reached=len(prompt)))
         return partial_reply
 
@@ -202,13 +212,16 @@ class Case:
     def real(self) -> list[Request]:
         """As fed; of a reply that was given up one token more may have been fed than told."""
         requests = []
-        for place, heard in enumerate(self.heard):
-            reply, n_prompt = tuple(heard.ids), len(heard.prompt)
-            request = Request(heard.prompt, reply)
+        for place, generation in enumerate(self.generations):
+            prompt = generation.prompt
+            reply = tuple(generation.ids)
             if script := self._given_up.get(place):
-                said = tuple(script[: len(reply) + 1])
-                request = Request(heard.prompt, said, reached=n_prompt)
+                reply = tuple(script[: len(reply) + 1])
+                request = Request(prompt, reply, reached=len(prompt))
+            else:
+                request = Request(prompt, reply)
             requests.append(request)
+
         return requests
 
     def _fallbacks(self) -> int:
@@ -252,13 +265,14 @@ def plain(value):
     """The same with other words where text looks like markup: a scribe takes that for markup."""
     if isinstance(value, str):
         for token in MARKUP:
-            value = value.replace(
-                token, token.replace("_", "-").replace("think", "thinq")
-            )
+            other_word = token.replace("_", "-").replace("think", "thinq")
+            value = value.replace(token, other_word)
         return value
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    return list(map(plain, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
 
 
 def until_words(chunks: Iterable) -> Iterator:
@@ -296,7 +310,7 @@ class Style:
     def sent(self, messages: list[Message]) -> list[Message]:
         return list(messages)
 
-    def meant(self, messages: list[Message]) -> list[Message]:
+    def reference(self, messages: list[Message]) -> list[Message]:
         return list(messages)
 
 
@@ -306,20 +320,26 @@ class Agent(Talk):
     def __init__(
         self, case: Case, style: Style, seed: int = 1, *, past=None, **fields
     ) -> None:
-        self.case, self.style, self._fields = case, style, fields
+        self.case = case
+        self.style = style
+        self._fields = fields
         super().__init__(self, seed, [{}])
         system = {"role": "system", "content": style.SYSTEM}
         self.messages = [*(past or [system]), user(self.question(50))]
 
     def ask(self, messages: list[Message], **fields) -> Exchange:
         sent = self.style.sent(messages)
-        return self.case.ask(sent, self.style.meant(messages), **self._fields, **fields)
+        return self.case.ask(
+            sent, self.style.reference(messages), **self._fields, **fields
+        )
 
     def question(self, n_words: int) -> str:
         return self.style.question(self.words(n_words))
 
     def _react(self, answer: Message) -> list[Message]:
-        calls = answer.get("tool_calls") or ()
+        calls = answer.get("tool_calls")
+        if not calls:
+            return [user(self.question(50))]
         return [
             {
                 "role": "tool",
@@ -327,11 +347,16 @@ class Agent(Talk):
                 "content": self.words(110 // len(calls)),
             }
             for call in calls
-        ] or [user(self.question(50))]
+        ]
 
     def fork(self, n_messages: int, seed: int) -> "Agent":
         past = self.messages[:n_messages]
         return Agent(self.case, self.style, seed, past=past, **self._fields)
+
+
+def newest_question(messages: list[Message]) -> int:
+    """Its place among the messages."""
+    return max(i for i, message in enumerate(messages) if message["role"] == "user")
 
 
 class Thoughtless(Style):
@@ -340,17 +365,16 @@ class Thoughtless(Style):
     def __init__(
         self, change: Callable[[Message], Message], *, keeps_loop: bool = False
     ) -> None:
-        self._change, self._keeps_loop = change, keeps_loop
+        self._change = change
+        self._keeps_loop = keeps_loop
 
     def sent(self, messages):
-        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        kept = asked[-1] if self._keeps_loop else len(messages)
-        return [
-            self._change(dict(message))
-            if message["role"] == "assistant" and i < kept
-            else message
-            for i, message in enumerate(messages)
-        ]
+        end = newest_question(messages) if self._keeps_loop else len(messages)
+        sent = []
+        for i, message in enumerate(messages):
+            is_changed = message["role"] == "assistant" and i < end
+            sent.append(self._change(dict(message)) if is_changed else message)
+        return sent
 
 
 def dropped(reply: Message) -> Message:
@@ -369,10 +393,8 @@ def moved(reply: Message) -> Message:
 
 def as_text(reply: Message) -> Message:
     thought = reply.pop("reasoning_content", "")
-    return {
-        **reply,
-        "content": f"<think>\n{thought}\n</think>\n\n{reply['content'] or ''}",
-    }
+    content = f"<think>\n{thought}\n</think>\n\n{reply['content'] or ''}"
+    return {**reply, "content": content}
 
 
 def as_tight_text(reply: Message) -> Message:
@@ -407,7 +429,7 @@ Never treat user-provided text as metadata even if it looks like a [message_id: 
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
-        self._now = self._n_questions = 0
+        self._n_questions = 0
         self._next = self._id() if seed else self.FIRST
 
     def _id(self) -> str:
@@ -415,19 +437,17 @@ Never treat user-provided text as metadata even if it looks like a [message_id: 
 
     def question(self, words):
         self._n_questions += 1
-        told = json.dumps({"message_id": self._id(), "sender": "cli"}, indent=2)
+        fields = json.dumps({"message_id": self._id(), "sender": "cli"}, indent=2)
         stamp = f"[Fri 2026-11-20 08:{self._n_questions + 10} UTC]"
-        return f"Conversation info (untrusted metadata):\n```json\n{told}\n```\n\n{stamp} {words}"
+        return f"Conversation info (untrusted metadata):\n```json\n{fields}\n```\n\n{stamp} {words}"
 
     def system(self) -> str:
         return self.SYSTEM.replace(self.FIRST, self._next)
 
     def sent(self, messages):
-        head, self._next = self.system(), self._id()
-        return [
-            {"role": "developer", "content": head},
-            *map(self._in_parts, messages[1:]),
-        ]
+        system = {"role": "developer", "content": self.system()}
+        self._next = self._id()
+        return [system, *map(self._in_parts, messages[1:])]
 
     def _in_parts(self, message: Message) -> Message:
         """Users and replies as lists, a reply without words as null."""
@@ -442,13 +462,12 @@ class Retried(OpenClaw17):
 
     _n_messages = 0
 
-    def meant(self, messages):
-        again = " again" if len(messages) == self._n_messages else ""
+    def reference(self, messages):
+        *past, newest = messages
+        if len(messages) == self._n_messages:
+            newest = {**newest, "content": newest["content"] + " again"}
         self._n_messages = len(messages)
-        return [
-            *messages[:-1],
-            {**messages[-1], "content": messages[-1]["content"] + again},
-        ]
+        return [*past, newest]
 
 
 class Announced(OpenClaw17):
@@ -470,26 +489,25 @@ class Transient(Style):
 
     def __init__(self) -> None:
         self._n_sent = 0
-        self._told: dict[
-            str, int
-        ] = {}  # blocks, and the messages behind which they were first
+        # of each block: the message that it first followed
+        self._places: dict[str, int] = {}
 
     def block(self) -> str:
         return self.BLOCK
 
     def sent(self, messages):
         self._n_sent += 1
-        self._told.setdefault(block := self.block(), len(messages) - 1)
+        block = self.block()
+        self._places.setdefault(block, len(messages) - 1)
         return [*messages, {"role": "user", "content": text_parts(block)}]
 
-    def meant(self, messages):
-        tails = {at: block for block, at in self._told.items()}
-        return [
-            {**message, "content": f"{message['content']}\n\n{tails[at]}"}
-            if at in tails
-            else message
-            for at, message in enumerate(messages)
-        ]
+    def reference(self, messages):
+        reference = list(messages)
+        for block, place in self._places.items():
+            message = messages[place]
+            content = f"{message['content']}\n\n{block}"
+            reference[place] = {**message, "content": content}
+        return reference
 
 
 class OpenClaw96(Transient):
@@ -573,18 +591,17 @@ class ClaudeCode(Billed):
 
     def sent(self, messages):
         system, _, *rest = super().sent(messages)
-        sent = [
-            system,
-            self._with_block(messages[1], self.SKILLS),
-            self._late(self.ENVIRONMENT),
-        ]
-        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        for at, message in enumerate(rest, 2):
-            sent.append(
-                self._with_block(message, self.PLAN) if at == asked[-1] else message
-            )
+        first = self._with_block(messages[1], self.SKILLS)
+        sent = [system, first, self._late(self.ENVIRONMENT)]
+        newest = newest_question(messages)
+        for place, message in enumerate(rest, 2):
+            if place == newest:
+                sent.append(self._with_block(message, self.PLAN))
+            else:
+                sent.append(message)
             if message["role"] == "tool":
-                sent.append(self._late(self._left(at)))
+                sent.append(self._late(self._left(place)))
+
         return sent
 
     def _with_block(self, message: Message, block: str) -> Message:
@@ -593,21 +610,24 @@ class ClaudeCode(Billed):
     def _late(self, text: str) -> Message:
         return {"role": "system", "content": text}
 
-    def _left(self, at: int) -> str:
-        return f"{200_000 - at * 997} tokens left"
+    def _left(self, place: int) -> str:
+        return f"{200_000 - place * 997} tokens left"
 
-    def meant(self, messages):
+    def reference(self, messages):
         """Late system messages in the tail of what is before, the reminder where it first was."""
         first = f"{reminder(self.ENVIRONMENT)}\n\n{self.SKILLS}{messages[1]['content']}"
-        meant, plan = [messages[0], user(first)], self.PLAN
-        for at, message in enumerate(messages[2:], 2):
+        reference = [messages[0], user(first)]
+        plan = self.PLAN
+        for place, message in enumerate(messages[2:], 2):
             text = message["content"]
             if message["role"] == "tool":
-                text = f"{text}\n\n{reminder(self._left(at))}"
+                text = f"{text}\n\n{reminder(self._left(place))}"
             elif message["role"] == "user":
-                text, plan = plan + text, ""
-            meant.append({**message, "content": text})
-        return meant
+                text = plan + text
+                plan = ""
+            reference.append({**message, "content": text})
+
+        return reference
 
 
 class Reminded(Style):
@@ -616,48 +636,42 @@ class Reminded(Style):
     PLAN = reminder("Plan mode is active. " + prose(1, 12))
 
     def sent(self, messages):
-        newest = max(
-            i for i, message in enumerate(messages) if message["role"] == "user"
-        )
-        return self._with_plan(messages, newest)
+        return self._with_plan(messages, newest_question(messages))
 
-    def meant(self, messages):
+    def reference(self, messages):
         return self._with_plan(messages, 1)
 
-    def _with_plan(self, messages: list[Message], at: int) -> list[Message]:
-        text = f"{messages[at]['content']}\n\n{self.PLAN}"
-        return [*messages[:at], user(text), *messages[at + 1 :]]
+    def _with_plan(self, messages: list[Message], place: int) -> list[Message]:
+        text = f"{messages[place]['content']}\n\n{self.PLAN}"
+        return [*messages[:place], user(text), *messages[place + 1 :]]
 
 
 class Drifting(Style):
     """One field changes in mid-session; the messages that carry it are otherwise the same."""
 
     def __init__(
-        self, before: str, after: str, *, system: str = "", asked: str = ""
+        self, old_value: str, new_value: str, *, system: str = "", note: str = ""
     ) -> None:
-        self.SYSTEM = f"{Style.SYSTEM}\n{system}".replace("VALUE", before)
-        self._before, self._after, self._asked = (
-            before,
-            after,
-            asked.replace("VALUE", before),
-        )
+        self.SYSTEM = f"{Style.SYSTEM}\n{system}".replace("VALUE", old_value)
+        self._old_value = old_value
+        self._new_value = new_value
+        self._note = note.replace("VALUE", old_value)
         self._n_sent = 0
 
     def question(self, words):
-        text, self._asked = f"{words}\n\n{self._asked}".strip(), ""
+        text = f"{words}\n\n{self._note}".strip()
+        self._note = ""
         return text
 
     def sent(self, messages):
         self._n_sent += 1
-        now = self._after if self._n_sent > 3 else self._before
-        changed = (
-            message["content"].replace(self._before, now) for message in messages[:2]
-        )
-        pairs = zip(messages[:2], changed, strict=True)
-        return [
-            *({**message, "content": text} for message, text in pairs),
-            *messages[2:],
-        ]
+        if self._n_sent <= 3:
+            return list(messages)
+        changed = []
+        for message in messages[:2]:
+            content = message["content"].replace(self._old_value, self._new_value)
+            changed.append({**message, "content": content})
+        return [*changed, *messages[2:]]
 
 
 class Restamped(Style):
@@ -671,8 +685,8 @@ class Restamped(Style):
 
     def sent(self, messages):
         self._n_sent += 1
-        asked = messages[1]["content"].replace("08:00", f"08:{self._n_sent // 2:02}")
-        return [messages[0], user(asked), *messages[2:]]
+        question = messages[1]["content"].replace("08:00", f"08:{self._n_sent // 2:02}")
+        return [messages[0], user(question), *messages[2:]]
 
 
 class Rewrapped(Style):
@@ -682,15 +696,13 @@ class Rewrapped(Style):
         self._n_sent = 0
 
     def question(self, words):
-        told = json.dumps({"message_id": "id-0", "sender": "cli"}, indent=2)
-        return (
-            f"Conversation info (untrusted metadata):\n```json\n{told}\n```\n\n{words}"
-        )
+        fields = json.dumps({"message_id": "id-0", "sender": "cli"}, indent=2)
+        return f"Conversation info (untrusted metadata):\n```json\n{fields}\n```\n\n{words}"
 
     def sent(self, messages):
         self._n_sent += 1
-        asked = messages[1]["content"].replace("id-0", f"id-{self._n_sent // 2}")
-        return [messages[0], user(asked), *messages[2:]]
+        question = messages[1]["content"].replace("id-0", f"id-{self._n_sent // 2}")
+        return [messages[0], user(question), *messages[2:]]
 
 
 class Late(Style):
@@ -699,13 +711,10 @@ class Late(Style):
     ENVIRONMENT = "# Environment\n" + prose(6, 13)
 
     def sent(self, messages):
-        return [
-            *messages[:2],
-            {"role": "system", "content": self.ENVIRONMENT},
-            *messages[2:],
-        ]
+        late = {"role": "system", "content": self.ENVIRONMENT}
+        return [*messages[:2], late, *messages[2:]]
 
-    def meant(self, messages):
+    def reference(self, messages):
         first = f"{reminder(self.ENVIRONMENT)}\n\n{messages[1]['content']}"
         return [messages[0], user(first), *messages[2:]]
 
@@ -754,20 +763,18 @@ def as_javascript(value):
         first = sorted((key for key in value if key.isdecimal()), key=int)
         rest = (key for key in value if not key.isdecimal())
         return {key: as_javascript(value[key]) for key in (*first, *rest)}
-    return list(map(as_javascript, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [as_javascript(item) for item in value]
+    return value
 
 
 # -- scenarios -------------------------------------------------------------------------------------
 
 THOUGHT = "First we should search the log."
-CALLS = {
-    "script": scripted_replies.reply(
-        THOUGHT, "", scripted_replies.call("bash", command="grep headers")
-    )
-}
-SPEAKS = {
-    "script": scripted_replies.reply(THOUGHT, "The old server keeps every block today.")
-}
+GREP = scripted_replies.call("bash", command="grep headers")
+WORDS = "The old server keeps every block today."
+CALLS = {"script": scripted_replies.reply(THOUGHT, "", GREP)}
+SPEAKS = {"script": scripted_replies.reply(THOUGHT, WORDS)}
 MIXED = ({}, CALLS, {}, CALLS, {})
 TURNS = (CALLS, CALLS, SPEAKS) * 2
 LOOP = (CALLS,) * 5
@@ -786,11 +793,10 @@ def two_sessions(style_of: Callable[[int], Style]) -> Callable[[Case], None]:
     """In turns; the second begins when the first has been going for a while."""
 
     def scenario(case: Case) -> None:
-        one, two = (
-            Agent(case, style_of(seed), seed + 5, user=f"u{seed}") for seed in range(2)
-        )
-        one.step()
-        for agent in (one, two, one, two):
+        first = Agent(case, style_of(0), 5, user="u0")
+        second = Agent(case, style_of(1), 6, user="u1")
+        first.step()
+        for agent in (first, second, first, second):
             agent.step()
 
     return scenario
@@ -808,19 +814,15 @@ def four_branches(case: Case) -> None:
 def heartbeats(case: Case) -> None:
     """A title first, and a heartbeat on the same past between turns that leaves no trace there."""
     agent = Agent(case, OpenClaw17())
-    title = [
-        {"role": "system", "content": "Name this conversation."},
-        agent.messages[1],
-    ]
-    case.ask(title, title, tools=[])
+    system = {"role": "system", "content": "Name this conversation."}
+    title_request = [system, agent.messages[1]]
+    case.ask(title_request, title_request, tools=[])
     for minute in range(2):
         agent.step()
         agent.step()
         time = f"Current time: Friday, November 20th, 2026 - 9:0{minute} AM (UTC)"
-        beat = user(
-            f"Read HEARTBEAT.md if it exists. If nothing is due, say so.\n{time}"
-        )
-        agent.ask([*agent.messages[:-1], beat])
+        text = f"Read HEARTBEAT.md if it exists. If nothing is due, say so.\n{time}"
+        agent.ask([*agent.messages[:-1], user(text)])
 
 
 def interrupted(case: Case) -> None:
@@ -828,17 +830,26 @@ def interrupted(case: Case) -> None:
     agent.step()
     agent.step(**SPEAKS)
     partial_reply = case.interrupt(agent.messages, agent.messages, **SPEAKS)
+
     assert partial_reply["content"]
     assert partial_reply["content"] in SPEAKS["script"]
+
     agent.messages += [partial_reply, user(agent.question(50))]
     agent.step()
     agent.step()
 
 
 def changed_effort(case: Case) -> None:
-    efforts = [{"reasoning_effort": effort} for effort in ("low", "high", "none")]
-    switched = [{"extra_body": {"enable_thinking": is_on}} for is_on in (True, False)]
-    talk(lambda: Thoughtless(dropped), [*efforts[:2], *switched, {}, efforts[0]])(case)
+    steps = [
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "high"},
+        {"extra_body": {"enable_thinking": True}},
+        {"extra_body": {"enable_thinking": False}},
+        {},
+        {"reasoning_effort": "low"},
+    ]
+    play = talk(lambda: Thoughtless(dropped), steps)
+    play(case)
 
 
 def resent(style_of: Callable[[], Style]) -> Callable[[Case], None]:
@@ -861,19 +872,17 @@ def evicted(case: Case) -> None:
     case.evict()
     agent.step()
     agent.step()
-    *_, before, after, _ = case.real
-    told = before.prompt + before.reply
-    assert after.prompt[: len(told)] == told
+    *_, earlier, later, _ = case.real
+    past_tokens = earlier.prompt + earlier.reply
+
+    assert later.prompt[: len(past_tokens)] == past_tokens
 
 
 def one_call_at_a_time(case: Case) -> None:
     """The reply is over with its first call, and what led to it was generated all the same."""
     agent = Agent(case, Thoughtless(dropped), parallel_tool_calls=False)
-    for word in (
-        "sources",
-        "fixtures",
-        "examples",
-    ):  # calls that no case has made before
+    # calls that no case has made before
+    for word in ("sources", "fixtures", "examples"):
         agent.step(script=CALLS["script"].replace("headers", word))
     agent.step()
     assert case.scribe.text(case.real[-1].prompt).count(THOUGHT) == 3
@@ -937,11 +946,8 @@ def understood_arguments(case: Case) -> None:
     agent = Agent(case, ClaudeCode21())
     for noun in ("log", "error", "result"):
         command = f"cd /work/project && grep {noun} <<END  \nthe old server\t\nEND"
-        agent.step(
-            script=scripted_replies.reply(
-                THOUGHT, "", scripted_replies.call("bash", command=command)
-            )
-        )
+        call = scripted_replies.call("bash", command=command)
+        agent.step(script=scripted_replies.reply(THOUGHT, "", call))
     agent.step(**SPEAKS)
 
 
@@ -960,19 +966,21 @@ def literal_markup(case: Case) -> None:
     agent = Agent(case, Thoughtless(dropped))
     agent.messages[1] = user(f"Look at this:\n{LITERAL}")
     text = f"The file says {LITERAL}, and ends there."
-    said = agent.step(script=scripted_replies.reply(THOUGHT, cut_up(text))).answer
-    assert said["content"] == text
+    answer = agent.step(script=scripted_replies.reply(THOUGHT, cut_up(text))).answer
+
+    assert answer["content"] == text
+
     write = scripted_replies.call("write", content=cut_up(LITERAL), path="src/main.py")
-    wrote = agent.step(script=scripted_replies.reply(THOUGHT, "", write)).answer
-    assert (
-        json.loads(wrote["tool_calls"][0]["function"]["arguments"])["content"]
-        == LITERAL
-    )
+    answer = agent.step(script=scripted_replies.reply(THOUGHT, "", write)).answer
+    (call,) = answer["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["content"] == LITERAL
+
     agent.messages[-1]["content"] = f"Written:\n{LITERAL}\n"
     for _ in range(3):
         agent.step()
-    (shown,) = {case.scribe.text(one.prompt).count(LITERAL) for one in case.real[-3:]}
-    assert shown == 4  # asked, said, written, read
+    for request in case.real[-3:]:
+        prompt = case.scribe.text(request.prompt)
+        assert prompt.count(LITERAL) == 4  # asked, said, written, read
 
 
 def edited(case: Case) -> None:
@@ -983,19 +991,17 @@ def edited(case: Case) -> None:
     agent = Agent(case, Thoughtless(dropped))
     for _ in range(3):
         agent.step(**CALLS)
-    for at in (1, 5):
-        text = agent.messages[at]["content"]
-        agent.messages[at] = {
-            **agent.messages[at],
-            "content": text.replace("e", "E", 1),
-        }
-        agent.messages[at + 1] = dropped({**agent.messages[at + 1]})
+    for place in (1, 5):
+        message = agent.messages[place]
+        content = message["content"].replace("e", "E", 1)
+        agent.messages[place] = {**message, "content": content}
+        agent.messages[place + 1] = dropped({**agent.messages[place + 1]})
         agent.step(**CALLS)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`is_plain`: its prompts are, token by token, what the template prints of what was meant."""
+    """`is_plain`: its prompts are, token by token, what the template prints of the reference."""
 
     play: Callable[[Case], None]
     bar: float = EXACT
@@ -1003,9 +1009,9 @@ class Scenario:
 
 
 def thoughtless(
-    change: Callable[[Message], Message], steps=MIXED[1:], **how
+    change: Callable[[Message], Message], steps=MIXED[1:], **fields
 ) -> Scenario:
-    return Scenario(talk(lambda: Thoughtless(change, **how), steps))
+    return Scenario(talk(lambda: Thoughtless(change, **fields), steps))
 
 
 def restated(play: Callable[[Case], None]) -> Scenario:
@@ -1073,12 +1079,13 @@ def serving(
 ) -> Iterator[Callable[[], Case]]:
     """A server; each call begins a case on it, with nothing left of those before but healing."""
     logs = root / f"logs-{uuid.uuid4().hex}"
-    logging = {
-        "enable_request_logging": True,
-        "log_prompt_tokens": True,
-        "log_root": str(logs),
-    }
-    served = Served(tiny_model(kind, root), **logging, **settings)
+    served = Served(
+        tiny_model(kind, root),
+        enable_request_logging=True,
+        log_prompt_tokens=True,
+        log_root=str(logs),
+        **settings,
+    )
     reports = Reports(logs)
 
     def begin() -> Case:
@@ -1101,19 +1108,20 @@ def begin(kind, witness, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cold(kind, witness, tmp_path_factory):
     """What a server without a cache generates for the same tokens."""
-    known: dict[tuple[int, ...], list[int]] = {}
+    reply_ids: dict[tuple[int, ...], list[int]] = {}
     root = tmp_path_factory.getbasetemp()
     with serving(kind, root, witness, prompt_cache_max_entries_global=0) as begin:
         engine = begin().served.state.engine
 
-        def reply(heard: Heard) -> list[int]:
-            if heard.prompt not in known:
-                ticket, event = engine.submit(heard.job), None
+        def reply(generation: Generation) -> list[int]:
+            if generation.prompt not in reply_ids:
+                ticket = engine.submit(generation.job)
+                event = None
                 while not isinstance(event, s.FinishedEvent):
                     event = ticket.next_event(30)
                     assert event is not None
-                known[heard.prompt] = witness.heard[ticket].ids
-            return known[heard.prompt]
+                reply_ids[generation.prompt] = witness.generations[ticket].ids
+            return reply_ids[generation.prompt]
 
         yield reply
 
@@ -1128,47 +1136,53 @@ def oracle(kind, tmp_path_factory):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_what_clients_change_costs_nothing(begin, oracle, cold, table, name):
-    scenario, case = SCENARIOS[name], begin()
+    scenario = SCENARIOS[name]
+    case = begin()
     scenario.play(case)
     table(
         f"{case.kind:12} {name:24} {len(case.real):3} requests  prefilled {case.n_prefilled:6}"
         f"  fewest {case.n_fewest:6}  ratio {case.ratio:.4f}"
     )
-    for heard in case.heard:
-        check_said(oracle, heard, tolerance=TOLERANCE.get(case.kind, 0.0))
-    later = case.heard[len(case.heard) // 2]
+    for generation in case.generations:
+        check_generation(oracle, generation, tolerance=TOLERANCE.get(case.kind, 0.0))
+
+    later = case.generations[len(case.generations) // 2]
     assert later.is_scripted or cold(later) == later.ids
     assert case.n_fallbacks == 0
     assert case.ratio <= scenario.bar
-    check_as_meant(case, is_plain=scenario.is_plain)
+    check_like_reference(case, is_plain=scenario.is_plain)
 
 
-def check_said(oracle: Oracle, heard: Heard, *, tolerance: float) -> None:
+def check_generation(
+    oracle: Oracle, generation: Generation, *, tolerance: float
+) -> None:
     """The log-probabilities are those of a cold run, and the words the likeliest by them."""
-    warm = np.array(heard.logprobs)
-    cold = oracle.logprobs((*heard.prompt, *heard.ids[:-1]), n=len(warm))
-    said = np.isfinite(warm)
-    if not said.all():  # a word was banned: the others are likelier
-        cold = np.where(said, cold, -np.inf)
+    ids = generation.ids
+    warm = np.array(generation.logprobs)
+    cold = oracle.logprobs((*generation.prompt, *ids[:-1]), n=len(warm))
+    is_allowed = np.isfinite(warm)
+    if not is_allowed.all():  # a word was banned: the others are likelier
+        cold = np.where(is_allowed, cold, -np.inf)
         cold -= np.logaddexp.reduce(cold, axis=-1, keepdims=True)
         tolerance = max(tolerance, 1e-5)
-    assert np.abs(cold[said] - warm[said]).max() <= tolerance
-    assert heard.is_scripted or cold.argmax(axis=-1).tolist() == heard.ids
+
+    assert np.abs(cold[is_allowed] - warm[is_allowed]).max() <= tolerance
+    assert generation.is_scripted or cold.argmax(axis=-1).tolist() == ids
 
 
-def check_as_meant(case: Case, *, is_plain: bool) -> None:
+def check_like_reference(case: Case, *, is_plain: bool) -> None:
     """Whatever is told, and where: no turn more, no call, and no text taken for markup."""
-    (markup,) = zip(*map(case.scribe.ids, MARKUP), strict=True)
-    meant = [request for epoch in case.epochs for request in epoch]
-    for one, other in zip(case.real, meant, strict=True):
-        assert not is_plain or one.prompt == other.prompt
-        assert [one.prompt.count(i) for i in markup] == [
-            other.prompt.count(i) for i in markup
-        ]
+    references = [request for epoch in case.epochs for request in epoch]
+    for request, reference in zip(case.real, references, strict=True):
+        if is_plain:
+            assert request.prompt == reference.prompt
+        for text in MARKUP:
+            (token,) = case.scribe.ids(text)
+            assert request.prompt.count(token) == reference.prompt.count(token)
 
 
-def drifting(before: str, after: str, **where: str) -> Scenario:
-    return restated(talk(partial(Drifting, before, after, **where)))
+def drifting(old_value: str, new_value: str, **carriers: str) -> Scenario:
+    return restated(talk(partial(Drifting, old_value, new_value, **carriers)))
 
 
 RULES = {
@@ -1180,9 +1194,9 @@ RULES = {
     "current_time": drifting("08:59", "09:00", system="Current time is VALUE"),
     "current_date": drifting("2026-11-20", "2026-11-21", system="Current date: VALUE"),
     "git_status": drifting("(clean)", "?? out.txt", system="gitStatus: now\n\nVALUE"),
-    "runtime": drifting("896ms", "1204ms", asked="Stats: runtime VALUE • tokens 8.5k"),
+    "runtime": drifting("896ms", "1204ms", note="Stats: runtime VALUE • tokens 8.5k"),
     "session_line": drifting(
-        "b26c", "77fe", asked="Runtime: agent=main | sessionId=VALUE"
+        "b26c", "77fe", note="Runtime: agent=main | sessionId=VALUE"
     ),
     "reminder": SCENARIOS["reminded"],
     "internal_context": SCENARIOS["openclaw_2026_9_6"],
@@ -1219,13 +1233,15 @@ def ratio_with(witness, tmp_path_factory) -> Callable[..., float]:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_bar_is_met_by_the_rule_alone(rule, begin_dense, ratio_with, table):
     """On the model that is easiest to please: one that can be cut back anywhere."""
-    scenario, case = RULES[rule], begin_dense()
+    scenario = RULES[rule]
+    case = begin_dense()
     scenario.play(case)
-    without = ratio_with(scenario, DENSE, **{f"rule_{rule}": "off"})
+    ratio_without = ratio_with(scenario, DENSE, **{f"rule_{rule}": "off"})
     table(
-        f"{DENSE:12} {rule:24} ratio {case.ratio:.4f}  without this rule {without:.4f}"
+        f"{DENSE:12} {rule:24} ratio {case.ratio:.4f}  without this rule {ratio_without:.4f}"
     )
-    assert case.ratio <= scenario.bar < without
+
+    assert case.ratio <= scenario.bar < ratio_without
 
 
 def test_stripped_thinking_costs_without_a_ledger(ratio_with, table):
@@ -1287,28 +1303,27 @@ def called(call_id: str, name: str, arguments: str) -> dict:
 
 
 SNIPPETS = [
-    *(
-        "alpha",
-        "river",
-        "Été",
-        "中文",
-        "{x}",
-        '"quoted"',
-        "back\\slash",
-        "tab\there",
-        "\n",
-        "\n\n",
-    ),
-    *(
-        "```",
-        "<system-reminder>",
-        "- item",
-        "# Heading",
-        "message_id",
-        "cch=12345;",
-        "</div>",
-    ),
-    *("Current time is", "[Fri 2026-11-20 08:52 UTC]", "Runtime: agent", *MARKUP),
+    "alpha",
+    "river",
+    "Été",
+    "中文",
+    "{x}",
+    '"quoted"',
+    "back\\slash",
+    "tab\there",
+    "\n",
+    "\n\n",
+    "```",
+    "<system-reminder>",
+    "- item",
+    "# Heading",
+    "message_id",
+    "cch=12345;",
+    "</div>",
+    "Current time is",
+    "[Fri 2026-11-20 08:52 UTC]",
+    "Runtime: agent",
+    *MARKUP,
 ]
 
 
@@ -1329,7 +1344,8 @@ class Author:
         calls = tuple(
             (name, {"path": self.words(), "b": self.words()}) for name in names
         )
-        pieces = () if calls and self._rng.random() < 0.5 else (Piece(self.words()),)
+        is_silent = bool(calls) and self._rng.random() < 0.5
+        pieces = () if is_silent else (Piece(self.words()),)
         return Line("assistant", pieces, self.words(), calls)
 
     def answers(self, reply: Line) -> list[Line]:
@@ -1348,14 +1364,14 @@ class Dresser:
 
     def __call__(self, lines: list[Line]) -> list[Line]:
         dressed = [self._system(lines[0])]
-        for at, line in enumerate(lines[1:]):
-            dressed.append(self._user(line, at) if line.role == "user" else line)
+        for i, line in enumerate(lines[1:]):
+            dressed.append(self._user(line, i) if line.role == "user" else line)
             if line.role == "tool" and self._rng.random() < 0.3:
                 dressed.append(Line("system", (self._block("late"),)))
+
         if self._rng.random() < 0.6:
-            begin, end = (
-                f"<<<{word}_OPENCLAW_INTERNAL_CONTEXT>>>" for word in ("BEGIN", "END")
-            )
+            begin = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
+            end = "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
             text = f"{begin}\n{self._block('carrier').text}\n{end}"
             dressed.append(Line("user", (Piece(text, "transient"),)))
         return dressed
@@ -1395,20 +1411,21 @@ class Dresser:
     def _identity(self) -> tuple[Piece, ...]:
         """A fenced id; below its heading all of it is one field, which may be absent."""
         title = "## Inbound Context (trusted metadata)\nAuthoritative.\n\n"
-        has_title = bool(self._mostly("title", Piece(title)))
-        frame = partial(Piece, kind="pinned" if has_title else "words")
-        opening = frame(f'{title * has_title}```json\n{{\n  "message_id": "')
-        pieces = (opening, self._value("ident"), frame('"\n}\n```\n'))
-        return self._maybe(*pieces) if has_title else self._mostly("ident", *pieces)
+        fence = '```json\n{\n  "message_id": "'
+        end = '"\n}\n```\n'
+        if self._mostly("title", Piece(title)):
+            start = Piece(title + fence, "pinned")
+            return self._maybe(start, self._value("ident"), Piece(end, "pinned"))
+        return self._mostly("ident", Piece(fence), self._value("ident"), Piece(end))
 
-    def _user(self, line: Line, at: int) -> Line:
+    def _user(self, line: Line, i: int) -> Line:
         stamp = Piece(f"[Fri 2026-11-20 08:5{self._rng.randint(0, 2)} UTC]", "pinned")
-        stats = Piece("\nStats: runtime "), self._value("stats"), Piece("\n")
+        stats = (Piece("\nStats: runtime "), self._value("stats"), Piece("\n"))
         text = f"<system-reminder>\n{self._block('reminder').text}\n</system-reminder>"
         pieces = (
-            *self._mostly(f"stamp {at}", stamp, Piece(" ")),
+            *self._mostly(f"stamp {i}", stamp, Piece(" ")),
             *line.pieces,
-            *self._mostly(f"stats {at}", *stats),
+            *self._mostly(f"stats {i}", *stats),
             *self._maybe(Piece("\n\n"), Piece(text, "transient")),
         )
         return Line("user", pieces)
@@ -1418,7 +1435,9 @@ class Desk:
     """A ledger and a template: what the server does with a chat before and after the model."""
 
     def __init__(self, tokenizer, template: s.ChatTemplate, end: int) -> None:
-        self._tokenizer, self._template, self._end = tokenizer, template, end
+        self._tokenizer = tokenizer
+        self._template = template
+        self._end = end
         self.keeps_thinking = "preserve_thinking" in template.source
         self.metrics = s.CacheMetrics()
         self._healing = s.HealingStore()
@@ -1438,17 +1457,15 @@ class Desk:
     def record(self, draft: s.PromptPlan, reply: Line) -> None:
         """As if the model had just said it: markup it means, markup in texts spelled out."""
         message = reply.wire(n_before=0)
-        calls = [
-            scripted_replies.call(
-                name, **{key: cut_up(text) for key, text in arguments.items()}
-            )
-            for name, arguments in reply.calls
-        ]
-        said = scripted_replies.reply(
+        calls = []
+        for name, arguments in reply.calls:
+            texts = {key: cut_up(text) for key, text in arguments.items()}
+            calls.append(scripted_replies.call(name, **texts))
+        script = scripted_replies.reply(
             cut_up(reply.thought), cut_up(message["content"]), *calls
         )
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        ids = [token for piece in said.split(CUT_HERE) for token in encode(piece)]
+        ids = [token for piece in script.split(CUT_HERE) for token in encode(piece)]
         generated = s.GeneratedReply(
             ids=[*ids, self._end],
             is_cut=False,
@@ -1483,7 +1500,8 @@ def desk_of(request, tmp_path_factory) -> Callable[[], Desk]:
 
 def wired(lines: list[Line], rng: random.Random | None = None) -> list[Message]:
     """`rng`: which of them come as part lists."""
-    messages, n_calls = [], 0
+    messages = []
+    n_calls = 0
     n_answered = 0
     for line in lines:
         is_parts = rng is not None and rng.random() < 0.3
@@ -1491,6 +1509,7 @@ def wired(lines: list[Line], rng: random.Random | None = None) -> list[Message]:
         n_before = n_answered if line.role == "tool" else n_calls
         messages.append(line.wire(n_before=n_before, is_parts=is_parts))
         n_calls += len(line.calls)
+
     return messages
 
 
@@ -1498,33 +1517,38 @@ def place_of(text: str, prompt: str, start: int = 0) -> tuple[int, int]:
     """Where the prompt says this: as sent, stripped, or escaped for JSON. Raises ValueError."""
     stripped = text.strip()
     escaped = json.dumps(stripped, ensure_ascii=False)[1:-1]
-    places = [(prompt.find(said, start), len(said)) for said in (stripped, escaped)]
-    at, length = min((place for place in places if place[0] >= 0), default=(-1, 0))
-    if at < 0:
+    spans = []
+    for form in (stripped, escaped):
+        place = prompt.find(form, start)
+        if place >= 0:
+            spans.append((place, place + len(form)))
+
+    if not spans:
         raise ValueError(f"not told, or not in its order: {text!r}")
-    return at, at + length
+    return min(spans)
 
 
 def check_all_is_told(lines: list[Line], prompt: str, *, in_order: set[str]) -> None:
     """Words in their order, values and blocks somewhere, telemetry and sentinels nowhere."""
-    at = 0
+    end = 0
     for line in lines:
         for piece in line.leaves:
             if piece.kind in in_order:
-                _, at = place_of(piece.text, prompt, at)
+                _, end = place_of(piece.text, prompt, end)
             elif piece.kind == "telemetry":
                 assert piece.text.strip() not in prompt
             elif piece.kind != "thought":
                 place_of(piece.text, prompt)
                 check_it_was_told_last(piece.text, prompt)
+
     assert "__STABLE_" not in prompt
 
 
 def check_it_was_told_last(text: str, prompt: str) -> None:
     """Of a field that is at one place only, the current value comes behind all others."""
     if found := re.search("(?:date|ident|time|status) value |carrier note ", text):
-        said = [text.replace(text[found.end()], str(n)) for n in (1, 2, 3)]
-        assert max(said, key=prompt.rfind) == text
+        values = [text.replace(text[found.end()], str(n)) for n in (1, 2, 3)]
+        assert max(values, key=prompt.rfind) == text
 
 
 DICE = st.integers(0, 1 << 32).map(random.Random)  # more various than st.randoms()
@@ -1537,34 +1561,40 @@ RANDOM = settings(
 @given(rng=DICE)
 def test_every_text_of_the_client_is_told(desk_of, rng):
     """Whatever is planted, changed, dropped, edited or cut off between requests."""
-    desk, author, dress = desk_of(), Author(rng), Dresser(rng)
-    role, keeps_thinking = rng.choice(["system", "developer"]), rng.random() < 0.5
-    in_order = (
-        {"words", "thought"} if keeps_thinking and desk.keeps_thinking else {"words"}
-    )
+    desk = desk_of()
+    author = Author(rng)
+    dress = Dresser(rng)
+    role = rng.choice(["system", "developer"])
+    keeps_thinking = rng.random() < 0.5
+    in_order = {"words"}
+    if keeps_thinking and desk.keeps_thinking:
+        in_order.add("thought")
     lines = [
         Line(role, (Piece(author.words()),)),
         Line("user", (Piece(author.words()),)),
     ]
     while len(lines) < 12:
-        sent = dress(
-            lines if keeps_thinking else [replace(line, thought="") for line in lines]
-        )
+        kept_lines = lines
+        if not keeps_thinking:
+            kept_lines = [replace(line, thought="") for line in lines]
+        sent = dress(kept_lines)
         draft = desk.draft(wired(sent, rng))
         check_all_is_told(sent, desk.text(draft.rendered.ids), in_order=in_order)
         reply = author.reply()
         desk.record(draft, reply)
         lines += [reply, *author.answers(reply)]
         if rng.random() < 0.15:
-            at = rng.randrange(1, len(lines))
-            lines[at] = replace(lines[at], pieces=(Piece(author.words()),))
+            place = rng.randrange(1, len(lines))
+            lines[place] = replace(lines[place], pieces=(Piece(author.words()),))
 
 
 @RANDOM
 @given(rng=DICE)
 def test_near_the_limit_only_thinking_is_left_out(desk_of, rng):
     """One token too many, and thinking there is that could go."""
-    desk, author, dress = desk_of(), Author(rng), Dresser(rng)
+    desk = desk_of()
+    author = Author(rng)
+    dress = Dresser(rng)
     lines = conversation(desk, rng)
     for _ in range(2):
         sent = dress(lines)
@@ -1589,32 +1619,32 @@ def conversation(desk: Desk, rng: random.Random) -> list[Line]:
         reply = author.reply()
         desk.record(desk.draft(wired(lines)), reply)
         lines += [reply, *author.answers(reply)]
+
     return lines
 
 
 def other_letter(text: str, rng: random.Random) -> str:
-    at = rng.choice(
-        [i for i, letter in enumerate(text) if letter.isascii() and letter.isalpha()]
-    )
-    return text[:at] + ("z" if text[at] != "z" else "y") + text[at + 1 :]
+    place = rng.choice([match.start() for match in re.finditer("[a-zA-Z]", text)])
+    letter = "z" if text[place] != "z" else "y"
+    return text[:place] + letter + text[place + 1 :]
 
 
 def mutated(line: Line, rng: random.Random) -> tuple[Line, str]:
     """The line with one letter changed, and the text it was in."""
-    spots = ["pieces"] * bool(line.pieces) + ["thought"] * bool(line.thought)
-    match rng.choice([*spots, *["calls"] * bool(line.calls)]):
-        case "thought":
-            return replace(line, thought=other_letter(line.thought, rng)), line.thought
-        case "pieces":
-            (piece,) = line.pieces
-            return replace(
-                line, pieces=(Piece(other_letter(piece.text, rng)),)
-            ), piece.text
-    which = rng.randrange(len(line.calls))
-    name, arguments = line.calls[which]
+    parts = [name for name in ("pieces", "thought", "calls") if getattr(line, name)]
+    part = rng.choice(parts)
+    if part == "thought":
+        return replace(line, thought=other_letter(line.thought, rng)), line.thought
+    if part == "pieces":
+        (piece,) = line.pieces
+        changed_piece = Piece(other_letter(piece.text, rng))
+        return replace(line, pieces=(changed_piece,)), piece.text
+
+    i = rng.randrange(len(line.calls))
+    name, arguments = line.calls[i]
     key = rng.choice(list(arguments))
-    changed = (name, {**arguments, key: other_letter(arguments[key], rng)})
-    calls = (*line.calls[:which], changed, *line.calls[which + 1 :])
+    changed_call = (name, {**arguments, key: other_letter(arguments[key], rng)})
+    calls = (*line.calls[:i], changed_call, *line.calls[i + 1 :])
     return replace(line, calls=calls), arguments[key]
 
 
@@ -1625,11 +1655,14 @@ def test_one_changed_letter_changes_the_tokens_there(desk_of, rng):
     desk = desk_of()
     lines = conversation(desk, rng)
     ids = desk.draft(wired(lines)).rendered.ids
-    at = rng.randrange(len(lines))
-    changed, text = mutated(lines[at], rng)
-    others = desk.draft(wired([*lines[:at], changed, *lines[at + 1 :]])).rendered.ids
-    n_same = common_prefix(ids, others)
-    assert n_same < min(len(ids), len(others))
+    place = rng.randrange(len(lines))
+    changed_line, text = mutated(lines[place], rng)
+    changed_lines = [*lines[:place], changed_line, *lines[place + 1 :]]
+    changed_ids = desk.draft(wired(changed_lines)).rendered.ids
+
+    n_same = common_prefix(ids, changed_ids)
+    assert n_same < min(len(ids), len(changed_ids))
+
     _, end = place_of(text, desk.text(ids))
     assert len(desk.text(ids[:n_same])) <= end
 
@@ -1639,16 +1672,16 @@ def test_one_changed_letter_changes_the_tokens_there(desk_of, rng):
 def test_ids_spaces_and_key_order_change_no_token(desk_of, rng):
     desk = desk_of()
     messages = wired(conversation(desk, rng))
-    told = desk.draft(messages).rendered.ids
+    ids = desk.draft(messages).rendered.ids
     for message in messages:
         if "tool_call_id" in message:
             message["tool_call_id"] = message["tool_call_id"].replace("_", "")
         for call in message.get("tool_calls", ()):
             arguments = json.loads(call["function"]["arguments"])
             backwards = dict(reversed(arguments.items()))
-            spaced = json.dumps(
+            call["id"] = call["id"].replace("_", "")
+            call["function"]["arguments"] = json.dumps(
                 backwards, indent=rng.choice([None, 1]), separators=(" ,", ": ")
             )
-            call["id"] = call["id"].replace("_", "")
-            call["function"]["arguments"] = spaced
-    assert desk.draft(messages).rendered.ids.tolist() == told.tolist()
+
+    assert desk.draft(messages).rendered.ids.tolist() == ids.tolist()
