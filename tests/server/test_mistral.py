@@ -50,14 +50,14 @@ ARGUMENTS = '{"path": "docs/[ARGS] \\"b\\".md"}'
 
 @pytest.fixture(scope="module", params=CALL_IDS, ids=["v11", "v13"])
 def folder(request, tmp_path_factory) -> Path:
-    made = tiny_model(DENSE, tmp_path_factory.mktemp("mistral"))
-    return scripted_replies.dressed(made, RENAMED, template=request.param, end="</s>")
+    plain = tiny_model(DENSE, tmp_path_factory.mktemp("mistral"))
+    return scripted_replies.dressed(plain, RENAMED, template=request.param, end="</s>")
 
 
 @pytest.fixture
 def served(folder, monkeypatch):
-    with scripted_replies.serving_dressed(folder, monkeypatch) as one:
-        yield one
+    with scripted_replies.serving_dressed(folder, monkeypatch) as server:
+        yield server
 
 
 def header(served: Served, name: str = "read") -> str:
@@ -66,31 +66,37 @@ def header(served: Served, name: str = "read") -> str:
 
 
 def test_an_agent_loop_prefills_only_what_is_new(served, monkeypatch):
-    read, write = (header(served, name) for name in ("read", "write"))
-    replies = scripted_replies.in_turn(served, monkeypatch)
-    replies += [f"I look.{read}{ARGUMENTS}</s>", f"{read}{ARGUMENTS}{write}" + "{}</s>"]
-    replies += ["It says hello.</s>", "Bye.</s>"]
-    messages, seen = (
-        [{"role": "system", "content": "Be brief."}, user("What is there?")],
-        [],
-    )
+    read = header(served, "read")
+    write = header(served, "write")
+    script = scripted_replies.in_turn(served, monkeypatch)
+    script += [
+        f"I look.{read}{ARGUMENTS}</s>",
+        f"{read}{ARGUMENTS}{write}{{}}</s>",
+        "It says hello.</s>",
+        "Bye.</s>",
+    ]
+
+    messages = [{"role": "system", "content": "Be brief."}, user("What is there?")]
+    replies = []
     for news in ([], [], [user("And now?")], []):
-        said = served.ask(messages)
-        seen.append(said)
-        calls = said.answer.get("tool_calls") or ()
-        results = [
-            {"role": "tool", "content": "hi", "tool_call_id": c["id"]} for c in calls
-        ]
-        messages += [said.answer, *results, *news]
-    first, second, third, fourth = seen
+        reply = served.ask(messages)
+        replies.append(reply)
+        messages.append(reply.answer)
+        for call in reply.answer.get("tool_calls") or ():
+            result = {"role": "tool", "content": "hi", "tool_call_id": call["id"]}
+            messages.append(result)
+        messages += news
+
+    first, second, third, fourth = replies
     assert (first.answer["content"], first.finish_reason) == ("I look.", "tool_calls")
     assert functions_of(first.answer) == [{"name": "read", "arguments": ARGUMENTS}]
     assert functions_of(second.answer)[1] == {"name": "write", "arguments": "{}"}
-    assert [said.answer["content"] for said in (second, third, fourth)] == [
-        None, "It says hello.", "Bye.",
-    ]  # fmt: skip
-    for before, now in pairwise(seen):
-        assert now.n_cached >= before.usage["total_tokens"] - 1
+    assert second.answer["content"] is None
+    assert third.answer["content"] == "It says hello."
+    assert fourth.answer["content"] == "Bye."
+
+    for earlier, later in pairwise(replies):
+        assert later.n_cached >= earlier.usage["total_tokens"] - 1
     assert served.state.metrics.snapshot()["ledger_seam_fallback"] == 0
 
 
@@ -98,5 +104,6 @@ def test_a_forced_call_opens_as_the_model_does(served, monkeypatch):
     tokens = scripted_replies.heard(monkeypatch)
     choice = {"type": "function", "function": {"name": "read"}}
     served.ask([user("Read it.")], tool_choice=choice, max_tokens=40)
-    begins = header(served).removesuffix("abcDEF123[ARGS]")
-    assert served.scribe.decode(tokens).startswith(begins)
+
+    start = header(served).removesuffix("abcDEF123[ARGS]")
+    assert served.scribe.decode(tokens).startswith(start)
