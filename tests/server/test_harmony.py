@@ -69,14 +69,14 @@ TEMPLATE = """
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A sliding-window model of random weights; <|end|> ends none of its replies."""
-    made = tiny_model("gpt_oss", tmp_path_factory.mktemp("harmony"))
-    return scripted_replies.dressed(made, RENAMED, template=TEMPLATE, end="<|return|>")
+    plain = tiny_model("gpt_oss", tmp_path_factory.mktemp("harmony"))
+    return scripted_replies.dressed(plain, RENAMED, template=TEMPLATE, end="<|return|>")
 
 
 @pytest.fixture
 def served(folder, monkeypatch):
-    with scripted_replies.serving_dressed(folder, monkeypatch) as one:
-        yield one
+    with scripted_replies.serving_dressed(folder, monkeypatch) as server:
+        yield server
 
 
 @pytest.fixture
@@ -101,11 +101,12 @@ FORM = s.ToolCallFormat("<|channel|>commentary to=functions.", "<|call|>", "harm
 
 def split(pieces, *, tools=TOOLS):
     form = FORM if tools else None
-    starts = map(re.escape, ("<|channel|>analysis<|message|>", FORM.start))
     tags = s.Tags(
-        *starts, form and form.untagged_pattern(tools), s.think_end_pattern("<|end|>")
+        re.escape("<|channel|>analysis<|message|>"),
+        re.escape(FORM.start) if tools else None,
+        FORM.untagged_pattern(tools) if tools else None,
+        s.think_end_pattern("<|end|>"),
     )
-    tags = tags if tools else tags._replace(tool_start=None)
     splitter = s.ReasoningStreamSplitter(tags, in_reasoning=False)
     stream = s.ReplyParser(splitter, form, tools=tools, ids=iter("abc"))
     for piece in pieces:
@@ -116,15 +117,20 @@ def split(pieces, *, tools=TOOLS):
 
 @given(st.sampled_from(HEADERS), st.booleans(), st.booleans(), st.data())
 def test_a_reply_reads_the_same_in_any_pieces(header, thinks, speaks, data):
-    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" * speaks
-    text = THOUGHT * thinks + said + header + ARGUMENTS
+    commentary = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    text = header + ARGUMENTS
+    if speaks:
+        text = commentary + text
+    if thinks:
+        text = THOUGHT + text
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=9)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+
     message = split(pieces)
     assert functions_of(message) == [{"name": "read", "arguments": ARGUMENTS}]
-    assert message.get("reasoning_content") == (
-        "The file must be read." if thinks else None
-    )
+
+    reasoning = "The file must be read." if thinks else None
+    assert message.get("reasoning_content") == reasoning
     assert message["content"] == ("I look." if speaks else None)
 
 
@@ -145,18 +151,19 @@ def test_what_is_said_is_all_that_is_said():
 
 
 def test_the_words_of_the_format_may_be_spoken_of():
-    final = "The header is `assistant to=functions.read` and so on."
-    assert split([THOUGHT, "<|channel|>final<|message|>", final])["content"] == final
+    content = "The header is `assistant to=functions.read` and so on."
+    message = split([THOUGHT, "<|channel|>final<|message|>", content])
+    assert message["content"] == content
+
     thought = (
         "Plan:\nto=functions.read, says the assistant to=functions.read, then\n done."
     )
-    text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
-    for pieces in (
-        [text, "<|channel|>final<|message|>ok"],
-        [*text, *"<|channel|>final<|message|>ok"],
-    ):
+    analysis = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>ok"
+    for pieces in ([analysis, final], [*analysis, *final]):
         message = split(pieces)
-        assert (message["reasoning_content"], message["content"]) == (thought, "ok")
+        assert message["reasoning_content"] == thought
+        assert message["content"] == "ok"
 
 
 def test_a_call_that_was_not_offered_is_no_call():
@@ -171,38 +178,45 @@ def test_an_agent_loop_prefills_only_what_is_new(served, script):
     loaded = served.state.engine.model
     eos = {loaded.tokenizer.decode([token]) for token in loaded.eos_ids}
     assert {"<|return|>", "<|call|>"} <= eos
+
     messages = [
         {"role": "system", "content": "Be brief."},
         user("What does docs/a say?"),
     ]
-    call = THOUGHT + HEADERS[0] + ARGUMENTS + "<|call|>"
-    script += [call, THOUGHT + HEADERS[4] + ARGUMENTS + "<|call|>"]
-    script += ["<|channel|>final<|message|>It says hello.<|return|>"] * 2
-    seen = []
+    script += [
+        f"{THOUGHT}{HEADERS[0]}{ARGUMENTS}<|call|>",
+        f"{THOUGHT}{HEADERS[4]}{ARGUMENTS}<|call|>",
+        "<|channel|>final<|message|>It says hello.<|return|>",
+        "<|channel|>final<|message|>It says hello.<|return|>",
+    ]
+
+    replies = []
     for news in (
         [{"role": "tool", "content": "hello, " * 40}],
         [{"role": "tool", "content": "bye"}],
         [user("And now?")],
         [],
     ):
-        said = served.ask(messages)
-        seen.append(said)
-        tools = said.answer.get("tool_calls") or [{"id": ""}]
-        messages += [
-            said.answer,
-            *({"tool_call_id": tools[0]["id"], **one} for one in news),
-        ]
-    first, second, third, fourth = seen
-    for said in (first, second):
-        assert said.finish_reason == "tool_calls"
-        assert functions_of(said.answer) == [{"name": "read", "arguments": ARGUMENTS}]
-        assert said.answer["reasoning_content"] == "The file must be read."
-        assert said.answer["content"] is None
+        reply = served.ask(messages)
+        replies.append(reply)
+        messages.append(reply.answer)
+        calls = reply.answer.get("tool_calls") or [{"id": ""}]
+        call_id = calls[0]["id"]
+        messages += [{"tool_call_id": call_id, **message} for message in news]
+
+    first, second, third, fourth = replies
+    for reply in (first, second):
+        assert reply.finish_reason == "tool_calls"
+        assert functions_of(reply.answer) == [{"name": "read", "arguments": ARGUMENTS}]
+        assert reply.answer["reasoning_content"] == "The file must be read."
+        assert reply.answer["content"] is None
+
     assert third.finish_reason == fourth.finish_reason == "stop"
     assert third.answer["content"] == "It says hello."
-    for before, now in pairwise(seen):
-        if before.finish_reason == "tool_calls":
-            assert now.n_cached == before.usage["total_tokens"]
+
+    for earlier, later in pairwise(replies):
+        if earlier.finish_reason == "tool_calls":
+            assert later.n_cached == earlier.usage["total_tokens"]
     # The token that ends an answer is another once it is past, and windows cannot be rewound.
     assert fourth.n_cached >= third.usage["prompt_tokens"] - 4
     assert served.state.metrics.snapshot()["ledger_seam_fallback"] == 0
@@ -210,21 +224,21 @@ def test_an_agent_loop_prefills_only_what_is_new(served, script):
 
 def test_a_loop_that_is_rendered_keeps_its_thinking(served):
     """After a restart nothing is replayed; the template takes a text or a thought, not both."""
-    call = {"name": "read", "arguments": ARGUMENTS}
-    reply = {
-        "role": "assistant",
-        "tool_calls": [{"id": "a", "type": "function", "function": call}],
-    }
+    function = {"name": "read", "arguments": ARGUMENTS}
+    call = {"id": "a", "type": "function", "function": function}
+    reply = {"role": "assistant", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "a", "content": "hello"}
-    for content in ("", "I look."):
-        told = {**reply, "content": content, "reasoning_content": "It must be read."}
-        asked = served.ask(
-            [user(f"What is said {content}?"), told, result], max_tokens=1
-        )
-        fed = served.recorder.fed[slice(*asked.span)]
-        prompt = served.scribe.decode([token for one in fed for token in one.tokens])
-        said = "\n\n".join(filter(None, ("It must be read.", content)))
-        assert f"<|channel|>analysis<|message|>{said}<|end|>" in prompt
+    thinking = "It must be read."
+    for content, analysis in (("", thinking), ("I look.", f"{thinking}\n\nI look.")):
+        message = {**reply, "content": content, "reasoning_content": thinking}
+        question = user(f"What is said {content}?")
+        exchange = served.ask([question, message, result], max_tokens=1)
+
+        tokens = []
+        for row in served.recorder.fed[slice(*exchange.span)]:
+            tokens += row.tokens
+        prompt = served.scribe.decode(tokens)
+        assert f"<|channel|>analysis<|message|>{analysis}<|end|>" in prompt
 
 
 def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
@@ -238,15 +252,17 @@ def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
         "response_format": {"type": "json_object"},
     }
     request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
+
     assert form is not None
-    (course,) = s.make_constraints(loaded, request, in_reasoning=False, can_call=True)
+
+    (constraint,) = s.make_constraints(
+        loaded, request, in_reasoning=False, can_call=True
+    )
+    (matcher,) = constraint.args
     for header in (HEADERS[0], HEADERS[1]):
-        (matcher,) = course.args
-        matcher = matcher.deep_copy()
-        said = served.scribe.encode(
-            THOUGHT + header + ARGUMENTS, add_special_tokens=False
-        )
-        assert matcher.validate_tokens(said) == len(said)
+        text = THOUGHT + header + ARGUMENTS
+        tokens = served.scribe.encode(text, add_special_tokens=False)
+        assert matcher.deep_copy().validate_tokens(tokens) == len(tokens)
 
 
 def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):
@@ -254,23 +270,22 @@ def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):
     served.ask([user("Read it.")], tool_choice="required", max_tokens=300)
     text = served.scribe.decode(tokens).rpartition("<|end|><|start|>assistant")[2]
     text = text.removeprefix("<|start|>assistant")
+
     assert text.startswith("<|channel|>commentary to=functions."), text[:200]
+
     tokens.clear()
     schema = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},
         "required": ["a"],
+        "additionalProperties": False,
     }
-    form = {
-        "type": "json_schema",
-        "json_schema": {
-            "name": "x",
-            "schema": {**schema, "additionalProperties": False},
-        },
-    }
-    said = served.ask(
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = served.ask(
         [user("Say it.")], response_format=form, tools=[], reasoning_effort="none"
     )
-    assert json.loads(said.answer["content"]).keys() == {"a"}
+
+    assert json.loads(reply.answer["content"]).keys() == {"a"}
+
     text = served.scribe.decode(tokens)
     assert "<|channel|>final<|message|>" in text
