@@ -68,7 +68,8 @@ def order_of(config: Config, **more: Any) -> str:
         "program": str(LITELLM),
         "advice": s.advice_by_path(config),
     }
-    return json.dumps(config.model_dump(mode="json") | model | more)
+    fields = {**config.model_dump(mode="json"), **model, **more}
+    return json.dumps(fields)
 
 
 def settings_of(**fields: Any) -> dict[str, Any]:
@@ -86,49 +87,43 @@ def routes_of(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def test_every_name_leads_to_the_one_model_and_strict_names_only_to_their_own():
-    own, claude = "openai/maker/Model-4bit", "anthropic/maker/Model-4bit"
-    plain = {"maker/Model-4bit": own, "claude-*": claude}
-    assert routes_of(settings_of()) == plain | {"*": own}
-    assert routes_of(settings_of(strict_model_names=True)) == plain
-    assert routes_of(settings_of(proxy_model_id="mine"))["mine"] == own
+    chat_route = "openai/maker/Model-4bit"
+    claude_route = "anthropic/maker/Model-4bit"
+    routes = {"maker/Model-4bit": chat_route, "claude-*": claude_route}
+    assert routes_of(settings_of()) == {**routes, "*": chat_route}
+    assert routes_of(settings_of(strict_model_names=True)) == routes
+    assert routes_of(settings_of(proxy_model_id="mine"))["mine"] == chat_route
 
 
 def test_the_servers_key_goes_along_and_is_asked_of_clients_unless_they_have_their_own():
-    same, other = (
-        settings_of(api_key=KEY),
-        settings_of(api_key=KEY, proxy_api_key="other"),
-    )
-    for settings in (same, other):
-        assert {row["litellm_params"]["api_key"] for row in settings["model_list"]} == {
-            KEY
-        }
-    keys = [settings["general_settings"]["master_key"] for settings in (same, other)]
-    assert keys == [KEY, "other"]
+    shared_key = settings_of(api_key=KEY)
+    separate_keys = settings_of(api_key=KEY, proxy_api_key="other")
+    for settings in (shared_key, separate_keys):
+        rows = settings["model_list"]
+        assert {row["litellm_params"]["api_key"] for row in rows} == {KEY}
+    assert shared_key["general_settings"]["master_key"] == KEY
+    assert separate_keys["general_settings"]["master_key"] == "other"
 
 
 @pytest.mark.parametrize(
     ("host", "url"), [("127.0.0.1", "http://127.0.0.1:81"), ("::1", "http://[::1]:81")]
 )
 def test_each_route_goes_to_the_server_with_no_key_of_anybody(host, url):
-    rows = [
-        row["litellm_params"]
-        for row in settings_of(mlx_host=host, mlx_port=81)["model_list"]
-    ]
+    settings = settings_of(mlx_host=host, mlx_port=81)
+    rows = [row["litellm_params"] for row in settings["model_list"]]
     assert {row["api_base"].removesuffix("/v1") for row in rows} == {url}
     assert {row["api_key"] for row in rows} == {"none"}
 
 
 def test_a_key_is_asked_of_all_or_its_lack_is_said_to_be_meant():
-    key, free = settings_of(proxy_api_key=KEY), settings_of()
-    allowed = "dangerously_permit_weak_or_unset_master_key"
-    assert key["general_settings"].get("master_key") == KEY
+    with_key = settings_of(proxy_api_key=KEY)["general_settings"]
+    without_key = settings_of()["general_settings"]
+    permission = "dangerously_permit_weak_or_unset_master_key"
+    assert with_key.get("master_key") == KEY
+    assert "master_key" not in without_key
     # LiteLLM refuses to start with a key that it thinks weak; whoever sets one means it
-    assert (
-        key["general_settings"].get(allowed)
-        is free["general_settings"].get(allowed)
-        is True
-    )
-    assert "master_key" not in free["general_settings"]
+    assert with_key.get(permission) is True
+    assert without_key.get(permission) is True
     assert KEY not in repr(Config(proxy_api_key=KEY))
 
 
@@ -143,11 +138,10 @@ def test_the_gate_has_the_key_and_the_advice_of_the_server():
 def test_nothing_is_tried_twice_and_a_day_of_silence_is_borne():
     settings = settings_of()
     router = settings["router_settings"]
-    assert (router["num_retries"], router["disable_cooldowns"]) == (0, True)
-    assert (
-        min(router["timeout"], settings["litellm_settings"]["request_timeout"])
-        >= 86_400
-    )
+    assert router["num_retries"] == 0
+    assert router["disable_cooldowns"] is True
+    assert router["timeout"] >= 86_400
+    assert settings["litellm_settings"]["request_timeout"] >= 86_400
 
 
 # -- a process kept --------------------------------------------------------------------------------
@@ -160,15 +154,21 @@ def pid_in(path: Path) -> int:
     return 0
 
 
+def are_gone(processes: list[psutil.Process], seconds: float = 8) -> bool:
+    _, alive = psutil.wait_procs(processes, seconds)
+    return not any(process.is_running() for process in alive)
+
+
 class Pump:
     """A Keeper with a command of the test's, running in a thread."""
 
     def __init__(
-        self, folder: Path, code: str, *, port: int | None = None, **how: float
+        self, folder: Path, code: str, *, port: int | None = None, **times: float
     ):
-        self.port, self.files = port or free_port(), folder / "logs" / "litellm-0"
+        self.port = port or free_port()
+        self.files = folder / "logs" / "litellm-0"
         command = [sys.executable, "-c", code, f"{self.files}.json", str(self.port)]
-        times = {"delay": 0.05, "patience": 0.5, **how}
+        times = {"delay": 0.05, "patience": 0.5, **times}
         keeper = Keeper(command, self.files, '{"key": "hidden"}', self.port, **times)
         self._stop = threading.Event()
         self.thread = threading.Thread(
@@ -195,16 +195,16 @@ def pump(tmp_path) -> Iterator[Any]:
     """A function that starts pumps; all are stopped in the end."""
     with contextlib.ExitStack() as stack:
 
-        def start(code: str, **how: Any) -> Pump:
-            started = Pump(tmp_path, code, **how)
-            stack.callback(started.stop)
-            return started
+        def start(code: str, **fields: Any) -> Pump:
+            new_pump = Pump(tmp_path, code, **fields)
+            stack.callback(new_pump.stop)
+            return new_pump
 
         yield start
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
+def console(caplog, monkeypatch):
     monkeypatch.setattr(s.logger, "propagate", True)
     for log in (s.logger, beside.log):
         caplog.set_level(logging.INFO, log.name)
@@ -216,9 +216,11 @@ def test_stop_leaves_no_process_no_port_and_no_pid_file(pump):
     family = [psutil.Process(running.wait_until_up())]
     wait_until(family[0].children)
     family += family[0].children()
+
     assert len(family) == 2
+
     running.stop()
-    assert not any(process.is_running() for process in psutil.wait_procs(family, 5)[1])
+    assert are_gone(family, 5)
     assert not is_open(running.port)
     assert running.pid == 0
 
@@ -232,41 +234,41 @@ def test_its_files_are_for_their_owner_alone(pump):
     assert json.loads(Path(f"{running.files}.json").read_text()) == {"key": "hidden"}
 
 
-def test_one_that_is_killed_is_started_again(pump, said):
+def test_one_that_is_killed_is_started_again(pump, console):
     running = pump(LISTENS)
     first = running.wait_until_up()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: running.pid not in (0, first) and is_open(running.port))
-    assert "LiteLLM ended (-9)" in said.text
+    assert "LiteLLM ended (-9)" in console.text
 
 
-def test_one_that_never_comes_up_is_tried_ever_less_often(pump, said):
+def test_one_that_never_comes_up_is_tried_ever_less_often(pump, console):
     running = pump(DIES, delay=0.1)
     waits = [0.1 * 2**n for n in range(4)]
     began = time.monotonic()
-    wait_until(lambda: said.text.count("LiteLLM ended (3)") == 4)
+    wait_until(lambda: console.text.count("LiteLLM ended (3)") == 4)
     assert time.monotonic() - began > sum(waits[:3])
     running.stop()
 
 
-def test_after_a_long_life_it_comes_again_as_soon_as_at_first(pump, said):
+def test_after_a_long_life_it_comes_again_as_soon_as_at_first(pump, console):
     running = pump(DIES, delay=1.0, steady=0.05)
-    wait_until(lambda: said.text.count("LiteLLM ended (3)") == 3)
-    assert said.text.count("again in 1 s") == 3
+    wait_until(lambda: console.text.count("LiteLLM ended (3)") == 3)
+    assert console.text.count("again in 1 s") == 3
     running.stop()
 
 
-def test_a_command_that_cannot_be_written_for_is_told_in_one_line(tmp_path, said):
+def test_a_command_that_cannot_be_written_for_is_told_in_one_line(tmp_path, console):
     blocked = tmp_path / "logs"
     blocked.write_text("a file where the folder should be")
     running = Pump(tmp_path, LISTENS, delay=30)
-    wait_until(lambda: "LiteLLM ended" in said.text)
+    wait_until(lambda: "LiteLLM ended" in console.text)
     running.stop()
-    assert "Traceback" not in said.text
+    assert "Traceback" not in console.text
 
 
 @pytest.mark.parametrize("with_pid_file", [False, True])
-def test_a_port_of_somebody_else_is_left_alone(pump, said, tmp_path, with_pid_file):
+def test_a_port_of_somebody_else_is_left_alone(pump, console, tmp_path, with_pid_file):
     port = free_port()
     foreign = subprocess.Popen(
         [sys.executable, "-m", "http.server", "-b", "127.0.0.1", str(port)]
@@ -280,26 +282,26 @@ def test_a_port_of_somebody_else_is_left_alone(pump, said, tmp_path, with_pid_fi
         running.thread.join(PATIENCE)
         assert not running.thread.is_alive()
         assert foreign.poll() is None
-        assert f"(pid {foreign.pid})" in said.text
+        assert f"(pid {foreign.pid})" in console.text
     finally:
         foreign.kill()
         foreign.wait()
 
 
-def test_one_whose_server_lives_is_left_alone(pump, said):
+def test_one_whose_server_lives_is_left_alone(pump, console):
     running = pump(LISTENS)
     first = running.wait_until_up()
-    second = pump(
-        LISTENS, port=running.port
-    )  # of a second server, with the same folder
+    # of a second server, with the same folder
+    second = pump(LISTENS, port=running.port)
     second.thread.join(PATIENCE)
     assert not second.thread.is_alive()
     assert running.pid == first
-    assert f"(pid {first})" in said.text
+    assert f"(pid {first})" in console.text
 
 
-def test_one_whose_server_was_killed_is_replaced(pump, said, tmp_path):
-    port, files = free_port(), tmp_path / "logs" / "litellm-0"
+def test_one_whose_server_was_killed_is_replaced(pump, console, tmp_path):
+    port = free_port()
+    files = tmp_path / "logs" / "litellm-0"
     files.parent.mkdir()
     command = [sys.executable, "-c", LISTENS, f"{files}.json", str(port)]
     with subprocess.Popen(command, start_new_session=True) as left_over:
@@ -309,20 +311,22 @@ def test_one_whose_server_was_killed_is_replaced(pump, said, tmp_path):
         running = pump(LISTENS, port=port)
         wait_until(lambda: running.pid not in (0, left_over.pid) and is_open(port))
         assert not psutil.pid_exists(left_over.pid)
-    assert "left over from a server that is gone" in said.text
+
+    assert "left over from a server that is gone" in console.text
 
 
 def test_a_long_log_is_copied_once_and_begun_anew(pump, monkeypatch):
     monkeypatch.setattr(beside, "LOG_BYTES", 5000)
-    chatters = LISTENS.replace(
-        "http.server.HTTPS", "print('x' * 6000, flush=True); http.server.HTTPS"
-    )
+    serve = "http.server.HTTPS"
+    chatters = LISTENS.replace(serve, f"print('x' * 6000, flush=True); {serve}")
     running = pump(chatters)
     running.wait_until_up()
-    log, last = (Path(f"{running.files}.{ending}") for ending in ("log", "log.1"))
-    wait_until(lambda: last.exists() and log.stat().st_size < 5000)
-    assert "x" * 6000 in last.read_text()
-    assert stat.S_IMODE(last.stat().st_mode) == 0o600
+
+    log = Path(f"{running.files}.log")
+    old_log = Path(f"{running.files}.log.1")
+    wait_until(lambda: old_log.exists() and log.stat().st_size < 5000)
+    assert "x" * 6000 in old_log.read_text()
+    assert stat.S_IMODE(old_log.stat().st_mode) == 0o600
 
 
 # -- beside a server -------------------------------------------------------------------------------
@@ -345,54 +349,52 @@ class Beside:
 
     def __init__(self, folder: Path, *, port: int | None = None, **fields: Any) -> None:
         # Beside this Python there is a LiteLLM which only listens.
-        for name, code in (
-            ("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'),
-            ("litellm", LISTENS),
-        ):
-            (folder / name).write_text(code)
-            (folder / name).chmod(0o755)
-        self.port, self._console = port or free_port(), folder / "console.txt"
+        python = folder / "python"
+        programs = {
+            python: f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+            folder / "litellm": LISTENS,
+        }
+        for program, code in programs.items():
+            program.write_text(code)
+            program.chmod(0o755)
+
+        self.port = port or free_port()
+        self._console = folder / "console.txt"
         self.logs = folder / "logs"
-        fields |= {"proxy_port": self.port, "log_root": str(self.logs)}
-        command = [
-            sys.executable,
-            "-c",
-            SERVER,
-            str(folder / "python"),
-            json.dumps(fields),
-        ]
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-        secret = {
+        fields["proxy_port"] = self.port
+        fields["log_root"] = str(self.logs)
+        command = [sys.executable, "-c", SERVER, str(python), json.dumps(fields)]
+        environment = {
+            **os.environ,
             "OPENAI_API_KEY": "users-own",
             "DATABASE_URL": "users-own",
-            "PYTHONPATH": path,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
         }
         with self._console.open("ab") as console:
             self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stderr=console,
-                env={**os.environ, **secret},
+                command, stdin=subprocess.PIPE, stderr=console, env=environment
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._console.read_text()
+
+    @property
+    def says_it_is_up(self) -> bool:
+        return f"LiteLLM is up at http://127.0.0.1:{self.port}" in self.output
 
     @property
     def pid(self) -> int:
         return pid_in(self.logs / f"litellm-{self.port}.pid")
 
-    def family(self, *, but: int = 0) -> list[psutil.Process]:
-        """Keeper, LiteLLM (another than `but`), its child: once all are there."""
+    def family(self, *, old_pid: int = 0) -> list[psutil.Process]:
+        """Keeper, LiteLLM (another than `old_pid`), its child: once all are there."""
         children = psutil.Process(self.process.pid).children
 
         def is_whole() -> bool:
-            return (
-                self.pid not in (0, but)
-                and is_open(self.port)
-                and len(children(recursive=True)) == 3
-            )
+            if self.pid in (0, old_pid) or not is_open(self.port):
+                return False
+            return len(children(recursive=True)) == 3
 
         wait_until(is_whole)
         return children(recursive=True)
@@ -413,89 +415,96 @@ def server(tmp_path) -> Iterator[Any]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
-    wait_until(lambda: not any(is_open(one.port) for one in started))
-
-
-def are_gone(processes: list[psutil.Process], seconds: float = 8) -> bool:
-    return not any(one.is_running() for one in psutil.wait_procs(processes, seconds)[1])
+    for program in started:
+        program.process.kill()
+        program.process.communicate()
+    wait_until(lambda: not any(is_open(program.port) for program in started))
 
 
 def test_its_environment_is_its_own_and_its_words_are_the_servers(server):
-    one = server(proxy_startup_wait_seconds=0.3, api_key="first, second")
-    family = one.family()
-    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{one.port}" in one.said)
-    assert " INFO    proxy: LiteLLM is up" in one.said.splitlines()[-1]
-    line = (one.logs / f"litellm-{one.port}.log").read_text().partition("\n")[0]
+    program = server(proxy_startup_wait_seconds=0.3, api_key="first, second")
+    family = program.family()
+    wait_until(lambda: program.says_it_is_up)
+    assert " INFO    proxy: LiteLLM is up" in program.output.splitlines()[-1]
+
+    files = program.logs / f"litellm-{program.port}"
+    line = Path(f"{files}.log").read_text().partition("\n")[0]
     for name in ("OPENAI_API_KEY", "DATABASE_URL", "HOME"):
         assert name not in line
+
     assert "LITELLM_MODE" in line
-    assert f"CORS http://127.0.0.1:{one.port}" in line  # not "*", which is every page
-    settings = json.loads((one.logs / f"litellm-{one.port}.json").read_text())
+    # not "*", which is every page
+    assert f"CORS http://127.0.0.1:{program.port}" in line
+
+    settings = json.loads(Path(f"{files}.json").read_text())
     assert settings["general_settings"]["master_key"] == "first"
-    assert "--host 127.0.0.1" in " ".join(psutil.Process(one.pid).cmdline())
-    assert one.end() == 0
+    assert "--host 127.0.0.1" in " ".join(psutil.Process(program.pid).cmdline())
+    assert program.end() == 0
     assert are_gone(family)
-    assert not is_open(one.port)
+    assert not is_open(program.port)
 
 
 def test_ctrl_c_is_for_the_server(server):
-    one = server()
-    groups = {os.getpgid(process.pid) for process in one.family()}
-    assert os.getpgid(one.process.pid) not in groups
+    program = server()
+    groups = {os.getpgid(process.pid) for process in program.family()}
+    assert os.getpgid(program.process.pid) not in groups
     assert len(groups) == 2, "the keeper can end the other as a whole"
 
 
 def test_a_litellm_that_is_killed_comes_again_and_is_told(server):
-    one = server()
-    one.family()
-    first = one.pid
+    program = server()
+    program.family()
+    first = program.pid
     os.kill(first, signal.SIGKILL)
-    family = one.family(but=first)
-    assert "LiteLLM ended (-9)" in one.said
-    assert one.end() == 0
+    family = program.family(old_pid=first)
+    assert "LiteLLM ended (-9)" in program.output
+    assert program.end() == 0
     assert are_gone(family)
 
 
 def test_a_server_that_is_killed_leaves_nothing_and_the_next_one_has_the_port(server):
-    one = server()
-    family = one.family()
-    one.process.kill()
-    next_one = server(port=one.port)  # at once
+    program = server()
+    family = program.family()
+    program.process.kill()
+    next_program = server(port=program.port)  # at once
+
     assert are_gone(family)
-    others = next_one.family(but=family[1].pid)
-    assert not {process.pid for process in others} & {process.pid for process in family}
-    assert "no proxy" not in next_one.said
-    wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{one.port}" in next_one.said)
-    assert next_one.pid in {process.pid for process in others}
+
+    next_family = next_program.family(old_pid=family[1].pid)
+    pids = {process.pid for process in family}
+    next_pids = {process.pid for process in next_family}
+    assert not next_pids & pids
+    assert "no proxy" not in next_program.output
+
+    wait_until(lambda: next_program.says_it_is_up)
+    assert next_program.pid in next_pids
 
 
 def test_a_keeper_that_is_killed_leaves_one_that_the_next_server_replaces(server):
-    one = server()
-    keeper, litellm, child = one.family()
+    program = server()
+    keeper, litellm, child = program.family()
     keeper.kill()
-    assert one.end() == 0
+    assert program.end() == 0
     assert litellm.is_running()
-    next_one = server(port=one.port)
-    next_one.family(but=litellm.pid)
+
+    next_program = server(port=program.port)
+    next_program.family(old_pid=litellm.pid)
     assert are_gone([litellm, child])
-    assert "left over from a server that is gone" in next_one.said
+    assert "left over from a server that is gone" in next_program.output
 
 
 def test_a_keeper_that_is_told_to_end_ends_in_order(server):
-    one = server()
-    keeper, *others = one.family()
+    program = server()
+    keeper, *descendants = program.family()
     keeper.terminate()
-    assert are_gone(others)
-    assert one.end() == 0
+    assert are_gone(descendants)
+    assert program.end() == 0
     assert are_gone([keeper])
 
 
 @pytest.mark.parametrize("lacks", ["litellm", "keeper", "nothing"])
 def test_without_a_part_there_is_one_line_and_no_proxy(
-    monkeypatch, said, tmp_path, lacks
+    monkeypatch, console, tmp_path, lacks
 ):
     (tmp_path / "litellm").touch()
     (tmp_path / "scripts" / "helpers").mkdir(parents=True)
@@ -508,7 +517,8 @@ def test_without_a_part_there_is_one_line_and_no_proxy(
     config = Config(log_root=str(tmp_path / "logs"), **fields)
     with run_proxy(config, {"id": "m", "context_length": 1}):
         pass
-    assert said.text.count("no proxy") == 1
+
+    assert console.text.count("no proxy") == 1
     assert not (tmp_path / "logs").exists()
 
 
@@ -555,10 +565,8 @@ class StubHandler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0].endswith("count_tokens"):
             self._answer(200, json.dumps({"input_tokens": 4321}))
         elif "messages" in self.path and body.get("stream"):
-            said = "".join(
-                f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in EVENTS
-            )
-            self._answer(200, said, kind="text/event-stream")
+            events = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in EVENTS]
+            self._answer(200, "".join(events), kind="text/event-stream")
         else:
             self._answer(503, json.dumps(QUEUE_FULL))
 
@@ -577,35 +585,14 @@ class Lab:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.served = Served(model, max_kv_size=2048, keepalive_seconds=1.0)
-        self.stub, self.port = Stub(), free_port()
+        self.stub = Stub()
+        self.port = free_port()
         self.model_id = self.served.state.engine.model.model_id
-        stub = Config(mlx_port=self.stub.server_port, proxy_model_id="stubbed")
-        real, stubbed = (
-            settings_for(
-                Order.from_json(order_of(config, model_id=name, context_length=2048))
-            )
-            for config, name in (
-                (self.served.state.config, self.model_id),
-                (stub, "stubbed"),
-            )
-        )
-        # what LiteLLM knows of a model comes from all of its rows; the stub has the name "claude-*"
-        renamed = {"claude-*": "own-claude-*"}
-        wanted = [
-            {**row, "model_name": renamed.get(row["model_name"], row["model_name"])}
-            for row in real["model_list"]
-        ]
-        wanted += [row for row in stubbed["model_list"] if row["model_name"] != "*"]
         files = folder / "litellm"
         command = [sys.executable, str(LITELLM), "--config", f"{files}.json"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        keeper = Keeper(
-            command,
-            files,
-            json.dumps({**real, "model_list": wanted}),
-            self.port,
-            origins=PAGE,
-        )
+        settings = json.dumps(self._settings())
+        keeper = Keeper(command, files, settings, self.port, origins=PAGE)
         self._stop = threading.Event()
         self._pump = threading.Thread(
             target=keeper.keep_running, args=(self._stop,), daemon=True
@@ -613,6 +600,27 @@ class Lab:
         self._pump.start()
         wait_until(lambda: is_open(self.port))
         self.client = Client(self.port)
+
+    def _settings(self) -> dict[str, Any]:
+        """Those of the server, with rows that lead to the stub.
+
+        LiteLLM knows of a model what all of its rows say; so the stub has the name "claude-*".
+        """
+
+        def settings_to(config: Config, model_id: str) -> dict[str, Any]:
+            order = order_of(config, model_id=model_id, context_length=2048)
+            return settings_for(Order.from_json(order))
+
+        settings = settings_to(self.served.state.config, self.model_id)
+        for row in settings["model_list"]:
+            if row["model_name"] == "claude-*":
+                row["model_name"] = "own-claude-*"
+
+        stub = Config(mlx_port=self.stub.server_port, proxy_model_id="stubbed")
+        for row in settings_to(stub, "stubbed")["model_list"]:
+            if row["model_name"] != "*":
+                settings["model_list"].append(row)
+        return settings
 
     def close(self) -> None:
         self._stop.set()
@@ -654,64 +662,88 @@ class Responses(Client):
     def ask(
         self, messages: list[Message], *, stream: bool = True, **fields: Any
     ) -> Exchange:
-        items, replies = list[dict[str, Any]](), iter(self._items)
+        items: list[dict[str, Any]] = []
+        replies = iter(self._items)
         for message in messages:
             if message["role"] == "assistant":
                 items += next(replies)
             elif message["role"] == "tool":
                 result = {
+                    "type": "function_call_output",
                     "call_id": message["tool_call_id"],
                     "output": message["content"],
                 }
-                items.append({"type": "function_call_output", **result})
+                items.append(result)
             else:
                 items.append(message)
-        tools = [{"type": "function", **tool["function"]} for tool in fields["tools"]]
-        asked = {"model": "any", "input": items, "tools": tools, "stream": stream}
+
         reply = self._sdk.responses.create(
-            **asked, temperature=0, max_output_tokens=MOST_TOKENS
+            model="any",
+            input=items,
+            tools=[
+                {"type": "function", **tool["function"]} for tool in fields["tools"]
+            ],
+            stream=stream,
+            temperature=0,
+            max_output_tokens=MOST_TOKENS,
         )
         if stream:
-            events = list(reply)
-            reply = events[-1].response
-            shown = "".join(
-                e.delta for e in events if e.type == "response.output_text.delta"
-            )
-            assert shown == reply.output_text
-        said = [
+            reply = self._read_events(list(reply))
+
+        reply_items = [
             item.model_dump(exclude_none=True, warnings=False) for item in reply.output
         ]
-        self._items.append(said)
-        return Exchange(messages, fields, *self._as_chat(said, reply))
+        self._items.append(reply_items)
+        return Exchange(messages, fields, *self._as_chat(reply_items, reply))
+
+    def _read_events(self, events: list[Any]) -> Any:
+        deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+        reply = events[-1].response
+        assert "".join(deltas) == reply.output_text
+        return reply
 
     def _as_chat(
-        self, said: list[dict[str, Any]], reply: Any
+        self, items: list[dict[str, Any]], reply: Any
     ) -> tuple[Message, str, Message]:
         texts = {"reasoning": "", "message": ""}
         calls = []
-        for item in said:
+        for item in items:
             if item["type"] == "function_call":
-                named = {"name": item["name"], "arguments": item["arguments"]}
-                calls.append(
-                    {"id": item["call_id"], "type": "function", "function": named}
-                )
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                calls.append(call)
             else:
                 texts[item["type"]] += "".join(part["text"] for part in item["content"])
-        answer = {"role": "assistant", "reasoning_content": texts["reasoning"] or None}
-        answer |= {"content": texts["message"] or None, "tool_calls": calls}
-        usage, cached = reply.usage, reply.usage.input_tokens_details.cached_tokens
-        counts = {
-            "prompt_tokens": usage.input_tokens,
-            "completion_tokens": usage.output_tokens,
+
+        answer = {
+            "role": "assistant",
+            "reasoning_content": texts["reasoning"] or None,
+            "content": texts["message"] or None,
+            "tool_calls": calls,
+        }
+
+        n_cached = reply.usage.input_tokens_details.cached_tokens
+        usage = {
+            "prompt_tokens": reply.usage.input_tokens,
+            "completion_tokens": reply.usage.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
         }
         reason = "tool_calls" if calls else "stop"
         if reply.status == "incomplete":
             reason = "length"
-        return (
-            answer,
-            reason,
-            counts | {"prompt_tokens_details": {"cached_tokens": cached}},
-        )
+        return answer, reason, usage
+
+
+def outcome_of(step: Exchange) -> dict[str, Any]:
+    return {
+        "reasoning_content": step.answer.get("reasoning_content"),
+        "content": step.answer.get("content"),
+        "calls": step.said["tool_calls"],
+        "finish_reason": step.finish_reason,
+        "n_prompt": step.usage["prompt_tokens"],
+        "n_cached": step.n_cached,
+        "n_generated": step.n_generated,
+    }
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -719,76 +751,96 @@ def test_a_conversation_is_the_same_through_litellm_and_so_is_what_is_cached(
     lab, stream
 ):
     """By the Responses API, too, which LiteLLM makes chats of (L-102)."""
-    told, common = (
-        [],
-        {"name": "", "description": "Does it."},
-    )  # in the order that LiteLLM gives
-    functions = [common | tool["function"] | {"strict": False} for tool in TOOLS]
-    tools = [{"type": "function", "function": function} for function in functions]
+    tools = []
+    for tool in TOOLS:
+        # in the order that LiteLLM gives
+        function = {
+            "name": "",
+            "description": "Does it.",
+            **tool["function"],
+            "strict": False,
+        }
+        tools.append({"type": "function", "function": function})
+
+    outcomes = []
     for client in (lab.served, lab.client, Responses(lab.port)):
         lab.served.forget()
         talk = Talk(client, seed=5)
         steps = [talk.step(stream=stream, tools=tools) for _ in range(4)]
-        words = [
-            [step.answer.get(k) for k in ("reasoning_content", "content")]
-            for step in steps
-        ]
-        calls = [step.said["tool_calls"] for step in steps]
-        counts = [(s.usage["prompt_tokens"], s.n_cached, s.n_generated) for s in steps]
-        told.append((words, calls, [step.finish_reason for step in steps], counts))
-    assert told[0] == told[1] == told[2]
-    words, calls, _, counts = told[1]
-    assert any(reasoning for reasoning, _ in words)
-    assert any(calls)
-    assert all(cached > 300 for _, cached, _ in counts[1:])
+        outcomes.append([outcome_of(step) for step in steps])
+
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+    through_proxy = outcomes[1]
+    assert any(outcome["reasoning_content"] for outcome in through_proxy)
+    assert any(outcome["calls"] for outcome in through_proxy)
+    assert all(outcome["n_cached"] > 300 for outcome in through_proxy[1:])
+
+
+def google_parts(answer: str) -> list[dict[str, Any]]:
+    """Of one body, or of all its events if it is a stream."""
+    parts = []
+    for line in answer.split("\n"):
+        if '{"cand' in line:
+            event = json.loads(line.removeprefix("data: "))
+            parts += event["candidates"][0]["content"]["parts"]
+    return parts
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_conversation_by_googles_api_finds_its_past(lab, stream):
     """As Gemini CLI has it: without thinking, and with calls and results that have no ids."""
     lab.served.forget()
-    asked: list[Message] = [
+    contents: list[Message] = [
         {"role": "user", "parts": [{"text": "What is in the readme?"}]}
     ]
-    offered = [{"functionDeclarations": [tool["function"] for tool in TOOLS]}]
-    settings = {"temperature": 0, "maxOutputTokens": MOST_TOKENS}
-    body = {"contents": asked, "tools": offered, "generationConfig": settings}
-    recent, known, called = lab.served.state.stores.recent, 0, []
+    functions = [tool["function"] for tool in TOOLS]
+    body = {
+        "contents": contents,
+        "tools": [{"functionDeclarations": functions}],
+        "generationConfig": {"temperature": 0, "maxOutputTokens": MOST_TOKENS},
+    }
+    verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
+    recent = lab.served.state.stores.recent
+    n_past = 0
+    n_calls = 0
+
     for n in range(5):
-        before = {one["id"] for one in recent}
-        verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
-        status, said = lab.post(f"/v1beta/models/any:{verb}", body)
-        assert status == 200, said
-        wait_until(lambda ids=before: recent and recent[-1]["id"] not in ids)
-        facts = recent[-1]
-        assert facts["cached"] >= known
-        known = facts["prompt"] + facts["out"]
-        events = [
-            line.removeprefix("data: ") for line in said.split("\n") if '{"cand' in line
-        ]
-        parts = [
-            p
-            for e in events
-            for p in json.loads(e)["candidates"][0]["content"]["parts"]
-        ]
-        names = [
-            part["functionCall"]["name"] for part in parts if "functionCall" in part
-        ]
-        results = [
-            {"functionResponse": {"name": x, "response": {"n": n}}} for x in names
-        ]
-        called += names
-        asked.append({"role": "model", "parts": parts})
-        asked.append(
-            {"role": "user", "parts": results or [{"text": f"and number {n}?"}]}
-        )
-    assert called
+        old_ids = {request["id"] for request in recent}
+        status, answer = lab.post(f"/v1beta/models/any:{verb}", body)
+        assert status == 200, answer
+        wait_until(lambda ids=old_ids: recent and recent[-1]["id"] not in ids)
+        request = recent[-1]
+        assert request["cached"] >= n_past
+        n_past = request["prompt"] + request["out"]
+
+        parts = google_parts(answer)
+        calls = [part["functionCall"] for part in parts if "functionCall" in part]
+        n_calls += len(calls)
+        results = []
+        for call in calls:
+            result = {"name": call["name"], "response": {"n": n}}
+            results.append({"functionResponse": result})
+        contents.append({"role": "model", "parts": parts})
+        next_parts = results or [{"text": f"and number {n}?"}]
+        contents.append({"role": "user", "parts": next_parts})
+
+    assert n_calls
+
+
+def reply_of(exchange: Exchange) -> tuple[str, str, list[Any]]:
+    """As as_chat() has that of a message."""
+    answer = exchange.answer
+    calls = [(f["name"], json.loads(f["arguments"])) for f in functions_of(answer)]
+    reasoning = answer.get("reasoning_content") or ""
+    return reasoning, answer.get("content") or "", calls
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_both_sdks_say_and_find_the_same_on_both_ports(lab, stream):
     """A tool conversation by four ways in turn: one reply, one count of tokens, one cache."""
-    served, model = lab.served, lab.model_id
+    served = lab.served
+    model = lab.model_id
     served.forget()
     ports = (served.state.config.mlx_port, lab.port)
     chats = [Client(port) for port in ports]
@@ -796,54 +848,48 @@ def test_both_sdks_say_and_find_the_same_on_both_ports(lab, stream):
     messages_apis = [
         anthropic.Anthropic(base_url=b, api_key="none", max_retries=0) for b in bases
     ]
-    talk, history = Talk(chats[0], 5), [blocks(text("What is in the readme?"))]
+    talk = Talk(chats[0], 5)
+    history = [blocks(text("What is in the readme?"))]
     talk.messages = [
         {"role": "system", "content": SYSTEM},
         user("What is in the readme?"),
     ]
+
     for n in range(3):
-        ours = [ask(sdk, history, stream=stream, model=model) for sdk in messages_apis]
-        theirs = [chat.ask(talk.messages, stream=stream) for chat in chats]
-        said = [as_chat(message) for message in ours]
-        for exchange in theirs:
-            calls = [
-                (f["name"], json.loads(f["arguments"]))
-                for f in functions_of(exchange.answer)
-            ]
-            thought, words = (
-                exchange.answer.get(k) or "" for k in ("reasoning_content", "content")
-            )
-            said.append((thought, words, calls))
-        assert all(one == said[0] for one in said), said
-        sizes = [
-            *(total(m.usage) for m in ours),
-            *(e.usage["prompt_tokens"] for e in theirs),
+        messages = [
+            ask(sdk, history, stream=stream, model=model) for sdk in messages_apis
         ]
-        assert len(set(sizes)) == 1, sizes
-        cached = [ours[1].usage.cache_read_input_tokens, *(e.n_cached for e in theirs)]
-        assert cached == [sizes[0] - 1] * 3, "who came later prefilled something"
-        history += react(ours[n % 2], n)
-        results = [
-            {
-                "role": "tool",
-                "tool_call_id": call["id"],
-                "content": f"result {n} of {i}",
-            }
-            for i, call in enumerate(theirs[n % 2].answer.get("tool_calls") or ())
-        ]
-        talk.messages += [
-            theirs[n % 2].answer,
-            *(results or [user(f"and number {n}?")]),
-        ]
-    for one in (*chats, *messages_apis):
-        one.close()
+        exchanges = [chat.ask(talk.messages, stream=stream) for chat in chats]
+
+        replies = [as_chat(message) for message in messages]
+        replies += [reply_of(exchange) for exchange in exchanges]
+        assert all(reply == replies[0] for reply in replies), replies
+
+        n_prompt = [total(message.usage) for message in messages]
+        n_prompt += [exchange.usage["prompt_tokens"] for exchange in exchanges]
+        assert len(set(n_prompt)) == 1, n_prompt
+
+        n_cached = [messages[1].usage.cache_read_input_tokens]
+        n_cached += [exchange.n_cached for exchange in exchanges]
+        assert n_cached == [n_prompt[0] - 1] * 3, "who came later prefilled something"
+
+        history += react(messages[n % 2], n)
+        answer = exchanges[n % 2].answer
+        results = []
+        for i, call in enumerate(answer.get("tool_calls") or ()):
+            content = f"result {n} of {i}"
+            result = {"role": "tool", "tool_call_id": call["id"], "content": content}
+            results.append(result)
+        talk.messages += [answer, *(results or [user(f"and number {n}?")])]
+
+    for client in (*chats, *messages_apis):
+        client.close()
 
 
 def test_a_prompt_too_long_is_a_400_in_the_words_that_agents_look_for(lab):
     for stream in (True, False):
-        with pytest.raises(
-            openai.BadRequestError, match="maximum context length is 2048 tokens"
-        ):
+        reason = "maximum context length is 2048 tokens"
+        with pytest.raises(openai.BadRequestError, match=reason):
             lab.client.ask([user("word " * 3000)], stream=stream)
 
 
@@ -863,16 +909,16 @@ def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab):
         "model": "any",
     }
     connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=PATIENCE)
-    go = threading.Event()
+    may_go_on = threading.Event()
     with (
         contextlib.closing(connection),
-        lab.served.holding(lambda _: go.wait(PATIENCE)),
+        lab.served.holding(lambda _: may_go_on.wait(PATIENCE)),
     ):
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
         answer = connection.getresponse()
         while answer.readline() != b": ping\n":
             pass
-        go.set()
+        may_go_on.set()
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
@@ -882,13 +928,14 @@ def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
 
 
 def test_no_web_page_reads_what_it_says_but_those_that_may_ask_the_server(lab):
-    told = {}
+    allowed_origins = {}
     for page in ("https://evil.example", "null", PAGE):
         connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=PATIENCE)
         with contextlib.closing(connection):
             connection.request("GET", "/v1/models", headers={"Origin": page})
-            told[page] = connection.getresponse().headers["access-control-allow-origin"]
-    assert told == {"https://evil.example": None, "null": None, PAGE: PAGE}
+            headers = connection.getresponse().headers
+            allowed_origins[page] = headers["access-control-allow-origin"]
+    assert allowed_origins == {"https://evil.example": None, "null": None, PAGE: PAGE}
 
 
 JSON = {"Content-Type": "application/json"}
@@ -951,14 +998,16 @@ ANTHROPIC = {
 
 def test_what_a_chat_asks_for_arrives_with_its_session_and_an_error_comes_back(lab):
     headers = {"x-session-id": "S1", "x-claude-code-session-id": "C1"}
-    status, said = lab.post(
+    status, answer = lab.post(
         "/v1/chat/completions", {**CHAT, "model": "stubbed"}, **headers
     )
+
     assert status == 503
-    assert "the queue is full" in said
-    path, heard, body = lab.stub.asked[-1]
+    assert "the queue is full" in answer
+
+    path, received, body = lab.stub.asked[-1]
     assert path == "/v1/chat/completions"
-    assert {name: heard.get(name) for name in headers} == headers
+    assert {name: received.get(name) for name in headers} == headers
     assert body == {**CHAT, "model": "stubbed"}
 
 
@@ -972,54 +1021,64 @@ def test_what_a_chat_asks_for_arrives_with_its_session_and_an_error_comes_back(l
 )
 @pytest.mark.parametrize("model", ["stubbed", "claude-sonnet-4-5"])
 def test_anthropic_messages_pass_untouched_in_both_directions(lab, model, thinking):
-    asked = {**ANTHROPIC, "thinking": thinking, "stream": True}
+    fields = {**ANTHROPIC, "thinking": thinking, "stream": True}
     session = {"x-claude-code-session-id": "C1"}
-    status, said = lab.post(
-        "/v1/messages?beta=true", {**asked, "model": model}, **session
+    status, answer = lab.post(
+        "/v1/messages?beta=true", {**fields, "model": model}, **session
     )
+
     assert status == 200
-    heard = [
-        json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")
-    ]
-    assert [event["type"] for event in heard] == [event["type"] for event in EVENTS]
-    assert heard[1:] == EVENTS[1:]
+
+    lines = [line for line in answer.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["type"] for event in events] == [event["type"] for event in EVENTS]
+    assert events[1:] == EVENTS[1:]
+
     path, headers, body = lab.stub.asked[-1]
     assert path.startswith("/v1/messages")
     assert headers["x-claude-code-session-id"] == "C1"
-    assert body == {**asked, "model": "stubbed"}
+    assert body == {**fields, "model": "stubbed"}
 
 
 def test_claude_code_has_its_tokens_counted_by_the_server(lab):
-    asked = {"model": "claude-x", "messages": [user("Hello")]}
-    status, said = lab.post("/v1/messages/count_tokens", asked)
-    assert (status, json.loads(said)["input_tokens"]) == (200, 4321)
+    body = {"model": "claude-x", "messages": [user("Hello")]}
+    status, answer = lab.post("/v1/messages/count_tokens", body)
+    assert status == 200
+    assert json.loads(answer)["input_tokens"] == 4321
 
 
 # -- the gate before it, see test_litellm_gate.py -------------------------------------------
 
 
 def test_a_chats_thinking_and_metadata_arrive(lab):
-    asked = {
+    body = {
         **CHAT,
         "thinking": {"type": "enabled", "budget_tokens": 7},
         "metadata": {"session_id": "S1"},
         "model": "stubbed",
     }
-    assert lab.post("/v1/chat/completions", asked, **JSON)[0] == 503
-    assert lab.stub.asked[-1][2] == asked
+    status, _ = lab.post("/v1/chat/completions", body, **JSON)
+
+    assert status == 503
+
+    _, _, received = lab.stub.asked[-1]
+    assert received == body
 
 
 def test_what_is_not_there_is_answered_with_what_to_use(lab):
     server = f"http://127.0.0.1:{lab.served.state.config.mlx_port}"
-    status, said = lab.post("/api/chat", {}, **JSON)
+    status, answer = lab.post("/api/chat", {}, **JSON)
     assert status == 404
-    assert f"{server}/v1/chat/completions" in json.loads(said)["error"]
+    assert f"{server}/v1/chat/completions" in json.loads(answer)["error"]
+
     for path in ("/v1/threads", "/v1/nothing", "/v1/embeddings"):
-        status, said = lab.post(path, {}, **JSON)
-        assert (status, json.loads(said)["error"]["param"]) == (404, None)
-    status, said = lab.post("/v1/models", {}, **JSON)
+        status, answer = lab.post(path, {}, **JSON)
+        assert status == 404
+        assert json.loads(answer)["error"]["param"] is None
+
+    status, answer = lab.post("/v1/models", {}, **JSON)
     assert status == 405
-    assert "/v1/models takes GET, not POST" in json.loads(said)["error"]["message"]
+    assert "/v1/models takes GET, not POST" in json.loads(answer)["error"]["message"]
 
 
 @pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
@@ -1028,7 +1087,9 @@ def test_a_response_that_would_lose_its_history_is_a_400(lab, field):
     n_asked = len(lab.served.state.stores.recent)
     with pytest.raises(openai.BadRequestError, match=f"{field}: no conversation is"):
         client.responses.create(model="any", input="And then?", **{field: "id_1"})
+
     assert len(lab.served.state.stores.recent) == n_asked
+
     reply = client.responses.create(
         model="any", input="Hello.", store=True, max_output_tokens=9
     )
