@@ -58,9 +58,11 @@ def self_opening(tmp_path_factory):
     folder = tiny_model(DENSE, root)
     template = folder / "chat_template.jinja"
     text = template.read_text()
+
     assert "<think>\\n" in text.rpartition("add_generation_prompt")[2]
-    head, middle, tail = text.rpartition("add_generation_prompt")
-    template.write_text(head + middle + tail.replace("<think>\\n' ", "' ", 1))
+
+    head, name, tail = text.rpartition("add_generation_prompt")
+    template.write_text(head + name + tail.replace("<think>\\n' ", "' ", 1))
     served = Served(folder)
     yield served
     served.close()
@@ -68,57 +70,65 @@ def self_opening(tmp_path_factory):
 
 # -- JSON ------------------------------------------------------------------------------------------
 
-leaves = st.one_of(
-    st.just({"type": "boolean"}),
-    st.just({"type": "null"}),
-    st.integers(-50, 50).map(
-        lambda n: {"type": "integer", "minimum": n, "maximum": n + 300}
-    ),
-    st.integers(0, 6).map(
-        lambda n: {"type": "string", "minLength": n, "maxLength": n + 5}
-    ),
-    st.lists(
-        st.text('ab<>{}"\\é/', max_size=9), min_size=1, max_size=3, unique=True
-    ).map(lambda words: {"enum": words}),
-    st.sampled_from(["<think>", "</think>", "<tool_call>", "<|im_end|>"]).map(
-        lambda tag: {"const": f"a{tag}b"}
-    ),
-)
+
+def integers_from(n):
+    return {"type": "integer", "minimum": n, "maximum": n + 300}
 
 
-def grown(schemas):
-    arrays = st.builds(
-        lambda items, n: {
-            "type": "array",
-            "items": items,
-            "minItems": n,
-            "maxItems": n + 2,
-        },
-        schemas,
-        st.integers(0, 2),
-    )
-    objects = st.dictionaries(
-        st.sampled_from("abcd"), schemas, min_size=1, max_size=3
-    ).map(
-        lambda fields: {
-            "type": "object",
-            "properties": fields,
-            "required": sorted(fields)[:2],
-            "additionalProperties": False,
-        }
-    )
-    return st.one_of(
-        arrays, objects, st.lists(schemas, min_size=2, max_size=2).map(any_of)
-    )
+def texts_from(n):
+    return {"type": "string", "minLength": n, "maxLength": n + 5}
+
+
+def one_of_texts(texts):
+    return {"enum": texts}
+
+
+def text_with_tag(tag):
+    return {"const": f"a{tag}b"}
+
+
+def array_of(items, n):
+    return {"type": "array", "items": items, "minItems": n, "maxItems": n + 2}
+
+
+def object_of(fields):
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": sorted(fields)[:2],
+        "additionalProperties": False,
+    }
 
 
 def any_of(schemas):
     return {"anyOf": schemas}
 
 
+texts = st.text('ab<>{}"\\é/', max_size=9)
+tags = st.sampled_from(["<think>", "</think>", "<tool_call>", "<|im_end|>"])
+leaves = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.builds(integers_from, st.integers(-50, 50)),
+    st.builds(texts_from, st.integers(0, 6)),
+    st.builds(one_of_texts, st.lists(texts, min_size=1, max_size=3, unique=True)),
+    st.builds(text_with_tag, tags),
+)
+
+
+def grow(schemas):
+    names = st.sampled_from("abcd")
+    fields = st.dictionaries(names, schemas, min_size=1, max_size=3)
+    return st.one_of(
+        st.builds(array_of, schemas, st.integers(0, 2)),
+        st.builds(object_of, fields),
+        st.builds(any_of, st.lists(schemas, min_size=2, max_size=2)),
+    )
+
+
 @settings(max_examples=25)
 @given(
-    st.recursive(leaves, grown, max_leaves=4),
+    st.recursive(leaves, grow, max_leaves=4),
     st.sampled_from([0, 1.0]),
     st.booleans(),
     st.booleans(),
@@ -133,20 +143,28 @@ def test_every_whole_reply_is_of_the_schema(dense, schema, temperature, thinks, 
         response_format=form(schema),
         extra_body={"enable_thinking": thinks},
     )
+
     assert exchange.finish_reason == "stop"
-    said = exchange.answer["content"]
-    assert len(said) - len(said.lstrip()) <= 8
-    jsonschema.validate(json.loads(said), schema)
+
+    content = exchange.answer["content"]
+    assert len(content) - len(content.lstrip()) <= 8
+
+    jsonschema.validate(json.loads(content), schema)
     assert bool(exchange.answer.get("reasoning_content")) == thinks
 
 
 def test_json_object_is_any_object_and_max_tokens_may_cut_it(dense):
-    asked = {"tools": openai.omit, "response_format": {"type": "json_object"}}
     exchange = dense.ask(
-        ASKED, max_tokens=60, extra_body={"enable_thinking": False}, **asked
+        ASKED,
+        max_tokens=60,
+        tools=openai.omit,
+        response_format={"type": "json_object"},
+        extra_body={"enable_thinking": False},
     )
+
     assert exchange.answer["content"].lstrip().startswith("{")
     assert exchange.finish_reason in ("stop", "length")
+
     if exchange.finish_reason == "length":
         assert exchange.n_generated == 60
 
@@ -156,17 +174,21 @@ def test_what_it_was_thinking_is_not_changed_by_what_must_follow(served):
     bound = served.ask(
         ASKED, tools=openai.omit, response_format=form(TITLE), max_tokens=LONG
     )
-    thought = plain.answer["reasoning_content"]
-    assert thought and bound.answer["reasoning_content"] == thought
+
+    assert plain.answer["reasoning_content"]
+    assert bound.answer["reasoning_content"] == plain.answer["reasoning_content"]
     jsonschema.validate(json.loads(bound.answer["content"]), TITLE)
 
 
 def test_a_warm_cache_says_what_a_cold_one_says_and_the_next_turn_is_cached(served):
-    asked = {"tools": openai.omit, "response_format": form(TITLE), "max_tokens": LONG}
+    fields = {"tools": openai.omit, "response_format": form(TITLE), "max_tokens": LONG}
     served.forget()
-    cold = served.ask(ASKED, **asked)
-    warm = served.ask(ASKED, **asked)
-    assert warm.said == cold.said and warm.n_cached > cold.n_cached
+    cold = served.ask(ASKED, **fields)
+    warm = served.ask(ASKED, **fields)
+
+    assert warm.said == cold.said
+    assert warm.n_cached > cold.n_cached
+
     later = served.ask([*ASKED, cold.answer, user("And now?")], tools=openai.omit)
     assert later.n_cached >= cold.usage["prompt_tokens"] + cold.n_generated - 1
 
@@ -179,20 +201,21 @@ def test_in_a_batch_the_others_say_what_they_say_alone(served):
         {"max_tokens": 80, "temperature": 1, "seed": 5},
         {"tools": openai.omit, "response_format": form({"enum": ["yes", "no"]})},
     ]
-    alone = [served.ask(talk, **one) for talk, one in zip(talks, fields, strict=True)]
+    replies_alone = [served.ask(talks[i], **fields[i]).said for i in range(4)]
     served.forget()
-    n_rows, barrier = [], threading.Barrier(4)
+    n_rows = []
+    barrier = threading.Barrier(4)
 
-    def ask(place):
+    def ask(i):
         barrier.wait()
-        exchange = served.ask(talks[place], **fields[place])
+        exchange = served.ask(talks[i], **fields[i])
         n_rows.append(served.recorder.n_rows_most)
-        return exchange
+        return exchange.said
 
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(ask, range(4)))
+        replies = list(pool.map(ask, range(4)))
     assert max(n_rows) > 1
-    assert [one.said for one in together] == [one.said for one in alone]
+    assert replies == replies_alone
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -204,20 +227,26 @@ def test_with_tools_the_reply_is_json_or_calls(served, seed):
         "response_format": form(TITLE),
         "max_tokens": LONG,
     }
-    asked = Talk(served, seed).messages
-    calls = served.ask(asked, **fields)
-    words = served.ask(asked, logit_bias={str(call): -100}, **fields)
-    assert calls.answer["tool_calls"] and calls.answer["content"] is None
-    assert words.finish_reason == "stop" and "tool_calls" not in words.answer
+    messages = Talk(served, seed).messages
+    calls = served.ask(messages, **fields)
+    words = served.ask(messages, logit_bias={str(call): -100}, **fields)
+
+    assert calls.answer["tool_calls"]
+    assert calls.answer["content"] is None
+    assert words.finish_reason == "stop"
+    assert "tool_calls" not in words.answer
+
     jsonschema.validate(json.loads(words.answer["content"]), TITLE)
 
 
 def test_a_call_that_is_required_wins_over_a_schema(served):
-    named = {"type": "function", "function": {"name": "bash"}}
-    for choice in ("required", named):
+    bash = {"type": "function", "function": {"name": "bash"}}
+    for choice in ("required", bash):
         exchange = served.ask(ASKED, tool_choice=choice, response_format=form(TITLE))
-        called = [call["function"]["name"] for call in exchange.answer["tool_calls"]]
-        assert called if choice == "required" else called[0] == "bash"
+        calls = exchange.answer["tool_calls"]
+        assert calls
+        if choice is bash:
+            assert calls[0]["function"]["name"] == "bash"
         assert exchange.finish_reason == "tool_calls"
 
 
@@ -243,14 +272,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("why", WRONG)
-def test_a_schema_that_cannot_be_compiled_is_refused_in_one_sentence(dense, why):
+@pytest.mark.parametrize("reason", WRONG)
+def test_a_schema_that_cannot_be_compiled_is_refused_in_one_sentence(dense, reason):
     for stream in (True, False):
         with pytest.raises(openai.BadRequestError) as refused:
-            dense.ask(ASKED, stream=stream, response_format=form(WRONG[why]))
-        said = refused.value.body
-        assert said["param"] == "response_format.json_schema.schema"
-        assert why in said["message"] and "\n" not in said["message"]
+            dense.ask(ASKED, stream=stream, response_format=form(WRONG[reason]))
+        error = refused.value.body
+        assert error["param"] == "response_format.json_schema.schema"
+        assert reason in error["message"]
+        assert "\n" not in error["message"]
     assert dense.ask(ASKED, max_tokens=3).n_generated == 3
 
 
@@ -265,57 +295,67 @@ def test_too_many_tools_for_a_forced_call_are_no_fault_of_a_schema(dense):
     assert "too many" in refused.value.body["message"]
 
 
-@pytest.mark.parametrize("why", ["not", "Unknown format"])
-def test_a_schema_may_ask_to_be_enforced_as_far_as_it_can_be(dense, why):
+@pytest.mark.parametrize("reason", ["not", "Unknown format"])
+def test_a_schema_may_ask_to_be_enforced_as_far_as_it_can_be(dense, reason):
     """pydantic's `Path` is a format that nothing enforces."""
-    short = {"type": "string", "maxLength": 3, **WRONG[why]}
-    schema = {"type": "object", "properties": {"a": short}, "required": ["a"]}
-    schema["additionalProperties"] = False
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "maxLength": 3, **WRONG[reason]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     with pytest.raises(s.BadRequest):
         constraints(dense, response_format=form(schema))
-    for other in (
-        {"lenient": False},
-        {"lenient": 1, "whitespace_pattern": "x"},
-        "lenient",
-        None,
-    ):
+
+    odd_options = {"lenient": 1, "whitespace_pattern": "x"}
+    for options in ({"lenient": False}, odd_options, "lenient", None):
+        strict = {**schema, "x-guidance": options}
         with pytest.raises(s.BadRequest):
-            constraints(dense, response_format=form({**schema, "x-guidance": other}))
+            constraints(dense, response_format=form(strict))
+
     lenient = {**schema, "x-guidance": {"lenient": True}}
-    said = dense.ask(ASKED, tools=openai.omit, response_format=form(lenient)).answer[
-        "content"
-    ]
-    assert "a" in json.loads(said)
+    exchange = dense.ask(ASKED, tools=openai.omit, response_format=form(lenient))
+    assert "a" in json.loads(exchange.answer["content"])
 
 
 def test_a_schema_is_compiled_once_and_every_row_has_its_own_matcher(dense):
     fields = {"tools": openai.omit, "response_format": form({"enum": ["a", "b"]})}
-    before = s._compile_grammar.cache_info()
-    first, second = dense.ask(ASKED, **fields), dense.ask(ASKED, **fields)
-    after = s._compile_grammar.cache_info()
+    old = s._compile_grammar.cache_info()
+    first = dense.ask(ASKED, **fields)
+    second = dense.ask(ASKED, **fields)
+    new = s._compile_grammar.cache_info()
+
     assert first.said == second.said
-    assert (after.misses - before.misses, after.hits - before.hits) == (1, 1)
+    assert new.misses - old.misses == 1
+    assert new.hits - old.hits == 1
     assert s._grammar_compiler.cache_info().currsize == 1
 
 
 # -- thinking --------------------------------------------------------------------------------------
 
 
+def n_thinking(exchange):
+    return exchange.usage["completion_tokens_details"]["reasoning_tokens"]
+
+
 @pytest.mark.parametrize("n", [1, 3, 6])
-@pytest.mark.parametrize("bound", [True, False])
-def test_the_thinking_budget_is_kept_to_the_token(served, n, bound):
+@pytest.mark.parametrize("has_schema", [True, False])
+def test_the_thinking_budget_is_kept_to_the_token(served, n, has_schema):
     fields = {"tools": openai.omit, "max_tokens": LONG}
-    if bound:
+    if has_schema:
         fields["response_format"] = form(TITLE)
     free = served.ask(ASKED, **fields)
-    n_free = free.usage["completion_tokens_details"]["reasoning_tokens"]
     budget = {"thinking": {"type": "enabled", "budget_tokens": n}}
-    kept = served.ask(ASKED, extra_body=budget, **fields)
-    n_kept = kept.usage["completion_tokens_details"]["reasoning_tokens"]
-    assert n_free > n + 1 and n_kept == n + 1  # its end tag is counted
-    assert free.answer["reasoning_content"].startswith(kept.answer["reasoning_content"])
-    if bound:
-        jsonschema.validate(json.loads(kept.answer["content"]), TITLE)
+    limited = served.ask(ASKED, extra_body=budget, **fields)
+
+    assert n_thinking(free) > n + 1
+    assert n_thinking(limited) == n + 1  # its end tag is counted
+    assert free.answer["reasoning_content"].startswith(
+        limited.answer["reasoning_content"]
+    )
+
+    if has_schema:
+        jsonschema.validate(json.loads(limited.answer["content"]), TITLE)
 
 
 def test_a_budget_that_is_not_reached_changes_nothing(served):
@@ -331,35 +371,34 @@ def request(served, **fields):
 
 
 def constraints(served, **fields):
-    return s.prepare_request(
-        served.state, request(served, **fields)
-    ).engine_request.constraints
+    prepared = s.prepare_request(served.state, request(served, **fields))
+    return prepared.engine_request.constraints
 
 
 def test_nothing_is_bent_where_nothing_is_asked(dense):
     budget = {"type": "enabled", "budget_tokens": 100}
-    asked = partial(constraints, dense, tools=TOOLS)
-    assert asked() == ()
-    assert asked(response_format={"type": "text"}) == ()
-    assert asked(thinking=budget, max_tokens=100) == ()
-    assert asked(thinking={**budget, "type": "disabled"}, max_tokens=500) == ()
-    assert len(asked(thinking=budget, max_tokens=101)) == 1
-    assert len(asked(tool_choice="none")) == len(constraints(dense)) == 1
+    constraints_of = partial(constraints, dense, tools=TOOLS)
+    assert constraints_of() == ()
+    assert constraints_of(response_format={"type": "text"}) == ()
+    assert constraints_of(thinking=budget, max_tokens=100) == ()
+    assert constraints_of(thinking={**budget, "type": "disabled"}, max_tokens=500) == ()
+    assert len(constraints_of(thinking=budget, max_tokens=101)) == 1
+    assert len(constraints_of(tool_choice="none")) == len(constraints(dense)) == 1
 
 
 @pytest.mark.parametrize(
-    "asked", [{"tool_choice": "required"}, {"response_format": form(TITLE)}]
+    "fields", [{"tool_choice": "required"}, {"response_format": form(TITLE)}]
 )
-def test_a_thought_that_something_must_follow_holds_no_call(dense, asked):
-    (call,), (end,) = dense.scribe.ids("<tool_call>"), dense.scribe.ids("</think>")
-    (constraint,) = constraints(dense, tools=TOOLS, **asked)
-    course = constraint()
-    first = next(course).flags
-    thinking = [
-        first,
-        *(course.send([token]).flags for token in dense.scribe.ids("hm, so")),
-    ]
-    assert all(flags[end] and not flags[call] for flags in thinking)
+def test_a_thought_that_something_must_follow_holds_no_call(dense, fields):
+    (call,) = dense.scribe.ids("<tool_call>")
+    (end,) = dense.scribe.ids("</think>")
+    (constraint,) = constraints(dense, tools=TOOLS, **fields)
+    steps = constraint()
+    allowed = [next(steps)]
+    allowed += [steps.send([token]) for token in dense.scribe.ids("hm, so")]
+
+    assert all(tokens.flags[end] for tokens in allowed)
+    assert not any(tokens.flags[call] for tokens in allowed)
 
 
 @pytest.mark.parametrize("wrong", [-1, "5", 1.5, True])
@@ -373,33 +412,38 @@ def test_a_budget_that_is_no_number_of_tokens_is_refused(dense, wrong):
 def test_a_reply_may_open_its_own_thinking_before_json_and_calls(self_opening, thinks):
     (start,) = self_opening.scribe.ids("<think>")
     for seed in range(5):
-        fields = {"temperature": 1, "seed": seed, "max_tokens": LONG}
-        fields["logit_bias"] = {str(start): 5 if thinks else -100}
-        only = {"tools": openai.omit, "response_format": form(TITLE)}
-        words = self_opening.ask(ASKED, **only, **fields)
+        fields = {
+            "temperature": 1,
+            "seed": seed,
+            "max_tokens": LONG,
+            "logit_bias": {str(start): 5 if thinks else -100},
+        }
+
+        json_fields = {"tools": openai.omit, "response_format": form(TITLE)}
+        words = self_opening.ask(ASKED, **json_fields, **fields)
         assert bool(words.answer.get("reasoning_content")) == thinks
         jsonschema.validate(json.loads(words.answer["content"]), TITLE)
+
         budget = {"thinking": {"type": "enabled", "budget_tokens": 4}}
         calls = self_opening.ask(
             ASKED, tool_choice="required", extra_body=budget, **fields
         )
         assert calls.answer["tool_calls"]
-        n_thought = calls.usage["completion_tokens_details"]["reasoning_tokens"]
-        assert n_thought == (5 if thinks else 0)
+        assert n_thinking(calls) == (5 if thinks else 0)
 
 
 # -- constraints, alone ----------------------------------------------------------------------------
 
 
-def bent(constraint, prompt, reply, *, n_vocab=8):
+def allowed_ids(constraint, prompt, reply, *, n_vocab=8):
     """The ids that may come after each token of a reply that is forced."""
     processor = s._ConstraintProcessor(constraint)
-    seen = []
+    allowed = []
     for n in range(len(reply) + 1):
         tokens = mx.array([*prompt, *reply[:n]])
         logits = np.array(processor(tokens, mx.zeros((1, n_vocab))))[0]
-        seen.append(set(np.flatnonzero(np.isfinite(logits)).tolist()))
-    return seen
+        allowed.append(set(np.flatnonzero(np.isfinite(logits)).tolist()))
+    return allowed
 
 
 EVERY = set(range(8))
@@ -408,26 +452,29 @@ replies = st.lists(st.integers(0, 7), max_size=12)
 
 @given(replies, st.sets(st.integers(0, 7), min_size=1, max_size=7))
 def test_what_is_avoided_never_comes(reply, ids):
-    assert bent(lambda: s.forbid_tokens(sorted(ids)), [1, 2], reply) == [
-        EVERY - ids
-    ] * (len(reply) + 1)
+    allowed = allowed_ids(lambda: s.forbid_tokens(sorted(ids)), [1, 2], reply)
+    assert allowed == [EVERY - ids] * (len(reply) + 1)
 
 
 @given(replies, st.integers(1, 6), st.booleans())
 def test_thinking_ends_after_its_budget_and_only_if_it_thinks(reply, n, opens):
-    start, end, call = [6] * opens, 7, 5
-    seen = bent(
-        lambda: s.limit_thinking(n, start=start, ends=[end, call]), [7, 6], reply
-    )
+    start = [6] if opens else []
+    end = 7
+    call = 5
+
+    def constraint():
+        return s.limit_thinking(n, start=start, ends=[end, call])
+
+    allowed = allowed_ids(constraint, [7, 6], reply)
     place = len(start) + n
-    is_over = {end, call} & {
-        *reply[:place]
-    }  # into a call no end of a thought is written
-    is_due = len(reply) >= place and reply[: len(start)] == start and not is_over
-    expected = [EVERY] * len(seen)
-    if is_due:
+    # into a call no end of a thought is written
+    has_ended = end in reply[:place] or call in reply[:place]
+    has_begun = reply[: len(start)] == start
+    expected = [EVERY] * len(allowed)
+    if len(reply) >= place and has_begun and not has_ended:
         expected[place] = {end}
-    assert seen == expected
+
+    assert allowed == expected
 
 
 def test_a_constraint_reads_the_reply_only_when_it_must():
@@ -447,19 +494,21 @@ def test_a_token_that_a_grammar_refuses_ends_it_and_raises_nothing(dense):
     *_, constraint = constraints(
         dense, response_format=form(TITLE), enable_thinking=False
     )
-    course = constraint()
-    refused = int(np.flatnonzero(~next(course).flags)[0])
-    ends = [course.send([refused]).n_steps for _ in range(2)]
-    assert ends == [sys.maxsize] * 2  # nothing but the end may come
+    steps = constraint()
+    refused_ids = np.flatnonzero(~next(steps).flags)
+    for _ in range(2):
+        allowed = steps.send([int(refused_ids[0])])
+        assert allowed.n_steps == sys.maxsize  # nothing but the end may come
 
 
 def test_ids_that_the_model_does_not_know_are_left_out():
     for n_known in (5, 8, 11):
-        flags = np.arange(n_known) > 2
-        may = bent(
-            lambda flags=flags: (x for x in [s.AllowedTokens(flags=flags)]), [1], []
-        )
-        assert may == [set(range(3, min(n_known, 8)))]
+
+        def constraint(n_known=n_known):
+            yield s.AllowedTokens(flags=np.arange(n_known) > 2)
+
+        allowed = allowed_ids(constraint, [1], [])
+        assert allowed == [set(range(3, min(n_known, 8)))]
 
 
 def test_a_model_without_a_call_format_cannot_be_made_to_call(dense):
@@ -470,8 +519,8 @@ def test_a_model_without_a_call_format_cannot_be_made_to_call(dense):
 
 
 def test_json_object_takes_a_schema_too(dense):
-    asked = {"type": "json_object", "schema": TITLE}
-    assert request(dense, response_format=asked).json_schema == TITLE
+    response_format = {"type": "json_object", "schema": TITLE}
+    assert request(dense, response_format=response_format).json_schema == TITLE
     with pytest.raises(s.BadRequest) as refused:
         request(dense, response_format={"type": "json_object", "schema": 3})
     assert refused.value.param == "response_format.schema"
