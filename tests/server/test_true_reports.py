@@ -13,8 +13,8 @@ from tiny_models import DENSE, TOOLS, tiny_model
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, prompt_cache_max_bytes=1_700_000)) as running:
-        yield running
+    with closing(Served(folder, prompt_cache_max_bytes=1_700_000)) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -23,47 +23,58 @@ def empty(served):
 
 
 def test_the_context_that_status_tells_is_the_one_there_is(served):
-    (listed,) = ask(served, "GET", "/v1/models")[1]["data"]
-    assert (
-        status(served)["model"]["context_length"] == listed["context_length"] < 131_072
-    )
+    _, body = ask(served, "GET", "/v1/models")
+    (model,) = body["data"]
+    n_context = status(served)["model"]["context_length"]
+    assert n_context == model["context_length"]
+    assert n_context < 131_072
 
 
 def test_a_prompt_that_loses_its_thinking_for_room_is_counted_without(served):
     thought = {"type": "thinking", "thinking": words(1300), "signature": "x"}
-    said = [thought, {"type": "text", "text": "Yes."}]
-    talk = [user("hello"), {"role": "assistant", "content": said}, user("go on")]
+    content = [thought, {"type": "text", "text": "Yes."}]
+    talk = [user("hello"), {"role": "assistant", "content": content}, user("go on")]
     body = {
         "model": "m",
         "messages": talk,
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
-    counted = ask(served, "POST", "/v1/messages/count_tokens", body)[1]["input_tokens"]
-    usage = ask(served, "POST", "/v1/messages", {**body, "max_tokens": 5})[1]["usage"]
-    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-    assert counted == sum(usage[name] for name in names)
+    _, count = ask(served, "POST", "/v1/messages/count_tokens", body)
+    _, message = ask(served, "POST", "/v1/messages", {**body, "max_tokens": 5})
+
+    usage = message["usage"]
+    n_prompt = usage["input_tokens"]
+    n_prompt += usage["cache_creation_input_tokens"]
+    n_prompt += usage["cache_read_input_tokens"]
+
+    assert count["input_tokens"] == n_prompt
 
 
 def test_tools_that_change_in_mid_session_are_told(served):
     talk = Talk(served, 1, [SYSTEM, user(words(300))])
     talk.step(extra_body={"session_id": "s"})
     changed = talk.step(tools=TOOLS[:2], extra_body={"session_id": "s"})
-    (told,) = status(served)["divergences"]
-    assert 512 < told["again"] <= changed.usage["prompt_tokens"] - changed.n_cached
-    assert "tools" in told["why"]
+
+    (divergence,) = status(served)["divergences"]
+    n_prefilled = changed.usage["prompt_tokens"] - changed.n_cached
+    assert 512 < divergence["again"] <= n_prefilled
+    assert "tools" in divergence["why"]
 
 
 def test_what_another_session_says_hides_nothing(served):
     start = [SYSTEM, user(words(300))]
     for name in ("a", "b"):
         served.ask(start, extra_body={"session_id": name}, max_tokens=5)
+
     edited = [{**SYSTEM, "content": "EDITED " + SYSTEM["content"]}, start[1]]
     served.ask(edited, extra_body={"session_id": "a"}, max_tokens=5)
-    assert [one["session"] for one in status(served)["divergences"]] == ["a"]
+    (divergence,) = status(served)["divergences"]
+    assert divergence["session"] == "a"
 
 
 def test_a_reply_without_a_token_has_no_time_to_its_first(served):
-    has_begun, may_go_on = threading.Event(), threading.Event()
+    has_begun = threading.Event()
+    may_go_on = threading.Event()
 
     def hold(_fed):
         has_begun.set()
@@ -76,18 +87,22 @@ def test_a_reply_without_a_token_has_no_time_to_its_first(served):
         # The client has gone, and the server knows it, while the model still reads.
         wait_until(lambda: len(status(served)["recent"]) > n_recent)
         may_go_on.set()
+
     last = status(served)["recent"][-1]
-    assert (last["finish"], last["out"], last["ttft_ms"]) == ("cancelled", 0, 0)
+    assert last["finish"] == "cancelled"
+    assert last["out"] == 0
+    assert last["ttft_ms"] == 0
 
 
 def test_a_client_is_not_blamed_for_what_the_server_tells_otherwise(tmp_path_factory):
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, preserve_thinking=False)) as running:
-        talk = Talk(running, 1, [SYSTEM, user(words(60))])
+    with closing(Served(folder, preserve_thinking=False)) as server:
+        talk = Talk(server, 1, [SYSTEM, user(words(60))])
         for _ in range(3):
             talk.step(extra_body={"session_id": "x"})
-        why = explained(running, [*talk.messages, user("and now?")], session_id="x")
-    assert "rendered differently" in why["why_not_more"]["sentence"]
+        messages = [*talk.messages, user("and now?")]
+        explanation = explained(server, messages, session_id="x")
+    assert "rendered differently" in explanation["why_not_more"]["sentence"]
 
 
 def wrapped(message_id, minute, text):
@@ -102,11 +117,13 @@ def wrapped(message_id, minute, text):
 def test_a_wrapped_question_that_comes_back_with_another_id_is_replayed(served):
     """why(L-116)"""
     question = f"What is in {words(150)}?"
-    first = served.ask([SYSTEM, wrapped("d9e7c8c5-1777", 10, question)], max_tokens=30)
-    later = wrapped("7cbc2c04-e382", 12, "And now?")
+    start = [SYSTEM, wrapped("d9e7c8c5-1777", 10, question)]
+    first = served.ask(start, max_tokens=30)
 
     sent_again = wrapped("4be8cc62-0a1d", 11, question)
-    second = served.ask([SYSTEM, sent_again, first.answer, later], max_tokens=5)
+    next_question = wrapped("7cbc2c04-e382", 12, "And now?")
+    messages = [SYSTEM, sent_again, first.answer, next_question]
+    second = served.ask(messages, max_tokens=5)
 
     assert second.n_cached >= first.usage["total_tokens"] - 1
 
@@ -115,9 +132,11 @@ def test_the_log_of_a_request_says_which_rules_fired_and_no_text(
     served, monkeypatch, caplog
 ):
     records = []
-    monkeypatch.setattr(
-        served.state.session_log, "write", lambda _, record: records.append(record)
-    )
+
+    def write(_path, record):
+        records.append(record)
+
+    monkeypatch.setattr(served.state.session_log, "write", write)
     billed = {**SYSTEM, "content": f"x-anthropic-billing-header: cc_1\n{words(9)}"}
     note = "<system-reminder>\nsecret plan\n</system-reminder>"
     question = wrapped("d9e7c8c5-1777", 10, f"What is it?\n\n{note}")
@@ -126,8 +145,10 @@ def test_the_log_of_a_request_says_which_rules_fired_and_no_text(
         served.ask([billed, question], max_tokens=5)
         served.ask([SYSTEM, user("And?")], max_tokens=5)
 
-    found = {"billing_header": 1, "reminder": 1, "timestamp": 1, "user_message_id": 1}
-    assert [record["rules"] for record in records] == [found, {}]
-    shown = ",".join(f"{rule}:1" for rule in found)
-    assert f" rules={shown} " in caplog.text and " rules=- " in caplog.text
+    rules = {"billing_header": 1, "reminder": 1, "timestamp": 1, "user_message_id": 1}
+    assert [record["rules"] for record in records] == [rules, {}]
+
+    rules_text = ",".join(f"{rule}:1" for rule in rules)
+    assert f" rules={rules_text} " in caplog.text
+    assert " rules=- " in caplog.text
     assert "secret plan" not in caplog.text + json.dumps(records)
