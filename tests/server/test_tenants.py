@@ -81,7 +81,10 @@ def schema(word: str) -> dict[str, Any]:
 
 def chat(word: str) -> dict[str, Any]:
     """A request with a word in everything that a memo keeps."""
-    call = {"name": "look", "arguments": json.dumps({"path": f"{word} in a call"})}
+    call = {
+        "name": "look",
+        "arguments": json.dumps({"path": f"{word} in a call"}),
+    }
     calls = [{"id": "call12345", "type": "function", "function": call}]
     return {
         "messages": [
@@ -111,29 +114,28 @@ def test_a_request_costs_the_same_work_whatever_another_key_has_sent(
             costs.append(work.of(served, "ben", chat("xylophone")))
 
     assert costs[0] == costs[1]
-    assert sum("xylophone" in made for made in costs[0]) > 10
+    assert sum("xylophone" in item for item in costs[0]) > 10
 
 
 def test_a_key_does_not_pay_twice_for_its_own(folder, monkeypatch):
     work = Work(monkeypatch)
     with serving(folder, **TWO_KEYS) as served:
         first = work.of(served, "anna", chat("xylophone"))
-        again = work.of(served, "anna", chat("xylophone"))
+        second = work.of(served, "anna", chat("xylophone"))
         assert served.state.engine.model.template.tenant == ""
 
     kinds = ("tokens", "canonical message", "sample", "generation prompt", "1 schemas")
     for kind in kinds:
-        assert sum(made.startswith(kind) for made in first) > 0, kind
-        assert sum(made.startswith(kind) for made in again) == 0, kind
+        assert sum(item.startswith(kind) for item in first) > 0, kind
+        assert sum(item.startswith(kind) for item in second) == 0, kind
 
 
 def test_without_isolation_keys_share_the_work(folder, monkeypatch):
     work = Work(monkeypatch)
     with serving(folder, api_key="anna, ben") as served:
         work.of(served, "anna", chat("xylophone"))
-        assert not any(
-            "tokens" in made for made in work.of(served, "ben", chat("xylophone"))
-        )
+        second = work.of(served, "ben", chat("xylophone"))
+    assert not any("tokens" in item for item in second)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +150,11 @@ def test_without_isolation_keys_share_the_work(folder, monkeypatch):
 def test_the_tokenizer_keeps_no_words_where_there_are_tenants(
     folder, monkeypatch, settings, forgets
 ):
-    told: list[Any] = []
-    monkeypatch.setattr(s, "keep_no_words", told.append)
-    s.load_model(folder, s.Config(model_path=str(folder), **settings))
-    assert bool(told) == forgets
+    tokenizers: list[Any] = []
+    monkeypatch.setattr(s, "keep_no_words", tokenizers.append)
+    config = s.Config(model_path=str(folder), **settings)
+    s.load_model(folder, config)
+    assert bool(tokenizers) == forgets
 
 
 # -- what a tenant sees ----------------------------------------------------------------
@@ -162,9 +165,11 @@ MOVING = {"uptime_seconds", "idle_seconds", "seconds", "prefill_left_seconds"}
 def at_rest(value: Any) -> Any:
     """A body without what moves by itself."""
     if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if key not in MOVING}
-        return {key: at_rest(item) for key, item in kept.items()}
-    return [at_rest(item) for item in value] if isinstance(value, list) else value
+        lasting = {key: item for key, item in value.items() if key not in MOVING}
+        return {key: at_rest(item) for key, item in lasting.items()}
+    if isinstance(value, list):
+        return [at_rest(item) for item in value]
+    return value
 
 
 def seen(served: Served, key: str, **headers: str) -> Any:
@@ -172,43 +177,47 @@ def seen(served: Served, key: str, **headers: str) -> Any:
     engine = served.state.engine
     engine.call(engine._publish)
     bearer = {"x-api-key": key, **headers}
-    status = at_rest(ask(served, "GET", "/v1/status", **bearer)[1])
-    metrics = ask(served, "GET", "/metrics", **bearer)[1]
-    return status, [line for line in metrics.splitlines() if "_created" not in line]
+    _, status = ask(served, "GET", "/v1/status", **bearer)
+    _, metrics = ask(served, "GET", "/metrics", **bearer)
+    lines = [line for line in metrics.splitlines() if "_created" not in line]
+    return at_rest(status), lines
 
 
 def plain(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [SYSTEM, user(text)], "max_tokens": 3, **fields}
 
 
+def is_decoding(served: Served, key: str) -> bool:
+    _, status = ask(served, "GET", "/v1/status", **{"x-api-key": key})
+    return bool(status["engine"]["decoding"])
+
+
 def test_a_key_sees_nothing_of_what_another_does(folder):
     with serving(folder, **TWO_KEYS) as served:
         send(served, "ben", plain("A tuba."))
-        before = seen(served, "ben")
+        first_view = seen(served, "ben")
         for n in range(3):
-            send(served, "anna", plain(words(200 + n), session_id=f"s{n}"))
+            body = plain(words(200 + n), session_id=f"s{n}")
+            send(served, "anna", body)
         anna_status, anna_metrics = seen(served, "anna")
-        between = seen(served, "ben")
+        second_view = seen(served, "ben")
         with ThreadPoolExecutor(1) as pool:
             body = plain(words(300), max_tokens=400)
             reply = pool.submit(send, served, "anna", body)
-            anna = {"x-api-key": "anna"}
-            wait_until(
-                lambda: ask(served, "GET", "/v1/status", **anna)[1]["engine"][
-                    "decoding"
-                ]
-            )
-            during = seen(served, "ben")
+            wait_until(lambda: is_decoding(served, "anna"))
+            third_view = seen(served, "ben")
             reply.result()
         send(served, "anna", {"messages": "odd"}, expected=400)
-        assert before == between == during == seen(served, "ben")
+        last_view = seen(served, "ben")
 
-    status = before[0]
+    assert first_view == second_view == third_view == last_view
+
+    status, metrics = first_view
     assert status["engine"]["lines"] == len(status["cache"]) == 1
     assert status["engine"]["cache_bytes"] == status["memory"]["cache"] > 0
     assert set(status["memory"]) == {"limit", "model", "cache", "running"}
     assert status["totals"]["requests"] == len(status["recent"]) == 1
-    assert "start_llm_ttft_seconds_count 1.0" in before[1]
+    assert "start_llm_ttft_seconds_count 1.0" in metrics
     assert anna_status["totals"]["requests"] == 3
     assert "start_llm_ttft_seconds_count 3.0" in anna_metrics
 
@@ -231,6 +240,7 @@ def test_an_operator_sees_everything(folder, settings, key):
         status, metrics = seen(served, key)
 
     assert status["totals"]["requests"] == len(status["recent"]) == 3
+
     times = [request["time"] for request in status["recent"]]
     assert times == sorted(times)
     assert status["engine"]["lines"] == len(status["cache"])
@@ -247,11 +257,11 @@ def test_what_counts_for_a_user_counts_for_its_key_and_for_all():
     everybody.of_tenant("k/another").bump("evicted_idle", 10)
     everybody.of_tenant("").bump("evicted_idle", 100)
 
-    counts = [
-        metrics.snapshot()["evicted_idle"]
-        for metrics in (user_metrics, everybody.of_tenant("k"), everybody)
-    ]
-    assert counts == [1, 11, 111]
+    key_metrics = everybody.of_tenant("k")
+    assert user_metrics.snapshot()["evicted_idle"] == 1
+    assert key_metrics.snapshot()["evicted_idle"] == 11
+    assert everybody.snapshot()["evicted_idle"] == 111
+
     everybody.drop_tenant("k/u")
     assert everybody.of_tenant("k/u") is everybody.of_tenant("k")
 
@@ -267,7 +277,9 @@ def reuse(served: Served, **fields: Any) -> int:
     path = fields.pop("path", CHAT)
     body = plain(words(300), **fields)
     status, answer = ask(served, "POST", path, body, **headers)
+
     assert status == 200, answer
+
     wait_until_idle(served.state.engine)
     usage = answer["usage"]
     if path == CHAT:
@@ -334,33 +346,42 @@ def test_two_keys_with_one_user_are_two_tenants(folder):
         assert cached("ben") == 0
 
 
+def check_n_requests(served: Served, key: str, n: int, **headers: str) -> None:
+    """As many as that are told to this key or user."""
+    status, metrics = seen(served, key, **headers)
+    assert status["totals"]["requests"] == n
+    assert len(status["recent"]) == n
+    (line,) = [row for row in metrics if "ttft_seconds_count" in row]
+    assert line == f"start_llm_ttft_seconds_count {n}.0"
+
+
 def test_a_user_sees_its_own_and_the_key_all_of_its_users(folder):
     settings = {**TWO_KEYS, "cache_isolation": "user"}
     with serving(folder, **settings) as served:
-        for key, name in (("anna", "u"), ("anna", "v"), ("anna", "v"), ("ben", "u")):
-            send(served, key, plain(words(100), user=name))
+        send(served, "anna", plain(words(100), user="u"))
+        send(served, "anna", plain(words(100), user="v"))
+        send(served, "anna", plain(words(100), user="v"))
+        send(served, "ben", plain(words(100), user="u"))
 
-        def n_requests(key: str, **headers: str) -> list[int]:
-            status, metrics = seen(served, key, **headers)
-            (line,) = [row for row in metrics if "ttft_seconds_count" in row]
-            return [status["totals"]["requests"], len(status["recent"]), line]
+        check_n_requests(served, "anna", 3)
+        check_n_requests(served, "ben", 1)
+        check_n_requests(served, "anna", 2, **{"X-Cache-User": "v"})
+        check_n_requests(served, "anna", 0, **{"X-Cache-User": "w"})
 
-        count = "start_llm_ttft_seconds_count"
-        assert n_requests("anna") == [3, 3, f"{count} 3.0"]
-        assert n_requests("ben") == [1, 1, f"{count} 1.0"]
-        assert n_requests("anna", **{"X-Cache-User": "v"}) == [2, 2, f"{count} 2.0"]
-        assert n_requests("anna", **{"X-Cache-User": "w"}) == [0, 0, f"{count} 0.0"]
-
-        headers = {"x-api-key": "anna", "X-Cache-User": "u"}
-        assert ask(served, "DELETE", "/v1/cache", **headers)[1]["dropped"] == 1
         anna = {"x-api-key": "anna"}
-        assert ask(served, "DELETE", "/v1/cache", **anna)[1]["dropped"] == 2
-        assert len(seen(served, "ben")[0]["cache"]) == 1
+        headers = {**anna, "X-Cache-User": "u"}
+        _, body = ask(served, "DELETE", "/v1/cache", **headers)
+        assert body["dropped"] == 1
+        _, body = ask(served, "DELETE", "/v1/cache", **anna)
+        assert body["dropped"] == 2
+        status, _ = seen(served, "ben")
+        assert len(status["cache"]) == 1
 
 
 def test_users_beyond_the_limit_are_forgotten_the_oldest_first():
     state = s.build_state(s.Config(cache_isolation="user", api_key="a, b"))
-    names = ["k", *(f"k/{n}" for n in range(s.Tenants.MAX_TENANTS + 10))]
+    n_users = s.Tenants.MAX_TENANTS + 10
+    names = ["k", *(f"k/{n}" for n in range(n_users))]
     tenants = [state.for_tenant(name) for name in names]
     tenants[2].stores.live["id"] = None  # has a request under way
     state.for_tenant("k/2")  # is used again
@@ -384,22 +405,25 @@ def test_what_differs_is_quoted_only_where_requests_are_logged(
     with serving(folder, **settings) as served:
         question = user("Now: " + words(900))
         for text in ("The marimba is loud.", "The xylophone is loud."):
-            system = {**SYSTEM, "content": text}
-            messages = [system, question]
+            messages = [{**SYSTEM, "content": text}, question]
             body = {"messages": messages, "session_id": "s", "max_tokens": 3}
             send(served, "", body)
-        (divergence,) = ask(served, "GET", "/v1/status")[1]["divergences"]
-        explained = ask(
-            served,
-            "POST",
-            "/v1/cache/explain",
-            {"messages": [{**SYSTEM, "content": "The tuba is loud."}, question]},
-        )[1]["why_not_more"]
+        _, status = ask(served, "GET", "/v1/status")
 
+        system = {**SYSTEM, "content": "The tuba is loud."}
+        body = {"messages": [system, question]}
+        _, explanation = ask(served, "POST", "/v1/cache/explain", body)
+
+    (divergence,) = status["divergences"]
     assert divergence["why"].startswith("message 0: a system message differs")
-    for shown in (json.dumps(divergence), caplog.text):
-        assert ("xylophone" in shown) == ("marimba" in shown) == is_logged
-    assert "tuba" in explained["is"] and explained["role"] == "system"
+
+    for text in (json.dumps(divergence), caplog.text):
+        assert ("xylophone" in text) == is_logged
+        assert ("marimba" in text) == is_logged
+    cause = explanation["why_not_more"]
+
+    assert "tuba" in cause["is"]
+    assert cause["role"] == "system"
 
 
 # Words of a request that are to appear nowhere, each in a place of its own.
@@ -420,70 +444,108 @@ PLACES = [
 SECRETS = {place: f"xylo{place}phone" for place in PLACES}
 
 
-def requests_with_secrets() -> list[tuple[str, Any]]:
-    """Bodies that are answered, and bodies that are refused for each reason."""
-    hidden = SECRETS
-    system = {"role": "system", "content": hidden["system"] + words(300)}
-    question = user(hidden["user"] + words(300))
-    call = {"name": "look", "arguments": json.dumps({"path": hidden["call"]})}
-    calls = [{"id": "call12345", "type": "function", "function": call}]
-    talk = [
-        system,
-        question,
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "call12345", "content": hidden["result"]},
-    ]
-    tool = {"name": hidden["tool"], "parameters": schema(hidden["schema"])}
-    good = {
-        "messages": talk,
+def chat_with_secrets() -> dict[str, Any]:
+    """A request that is answered, with a secret in each of its fields."""
+    call = {
+        "name": "look",
+        "arguments": json.dumps({"path": SECRETS["call"]}),
+    }
+    tool = {
+        "name": SECRETS["tool"],
+        "parameters": schema(SECRETS["schema"]),
+    }
+    return {
+        "messages": [
+            {"role": "system", "content": SECRETS["system"] + words(300)},
+            user(SECRETS["user"] + words(300)),
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"id": "call12345", "type": "function", "function": call}
+                ],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "call12345",
+                "content": SECRETS["result"],
+            },
+        ],
         "tools": [{"type": "function", "function": tool}],
-        "response_format": schema(hidden["format"]),
-        "chat_template_kwargs": {"mood": hidden["kwarg"]},
-        "stop": [hidden["stop"]],
+        "response_format": schema(SECRETS["format"]),
+        "chat_template_kwargs": {"mood": SECRETS["kwarg"]},
+        "stop": [SECRETS["stop"]],
         "max_tokens": 4,
         "session_id": "s",
     }
-    image = {"url": f"data:image/png;base64,{hidden['image']}"}
-    picture = {"type": "image_url", "image_url": image}
-    wrong_schema = {"type": hidden["format"], "pattern": f"({hidden['schema']}"}
-    form = {"name": "x", "schema": wrong_schema}
-    named = {"type": "function", "function": {"name": hidden["tool"]}}
-    edited = [{**system, "content": hidden["system"] + "!" + words(300)}, *talk[1:]]
-    strict = {**tool, "parameters": wrong_schema, "strict": True}
-    messages_path = "/v1/messages"
-    block = {"type": hidden["kind"], "text": hidden["user"]}
+
+
+def refused_chats() -> list[dict[str, Any]]:
+    """One for each reason to refuse it."""
+    good = chat_with_secrets()
+    messages = good["messages"]
+    image = {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{SECRETS['image']}"},
+    }
+    odd_role = {"role": SECRETS["kind"], "content": SECRETS["user"]}
+    odd_fields = {SECRETS["bare"]: {SECRETS["bare"]: 1}, "stop": 3}
+    wrong_schema = {
+        "type": SECRETS["format"],
+        "pattern": f"({SECRETS['schema']}",
+    }
+    wrong_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": wrong_schema},
+    }
+    strict_tool = {
+        "name": SECRETS["tool"],
+        "parameters": wrong_schema,
+        "strict": True,
+    }
+    strict_tools = [{"type": "function", "function": strict_tool}]
+    choice = {"type": "function", "function": {"name": SECRETS["tool"]}}
+    return [
+        {"messages": [{"role": "user", "content": [image]}]},
+        {"messages": messages, "response_format": wrong_format},
+        {"messages": messages, "tools": strict_tools, "tool_choice": choice},
+        {"messages": messages, "tools": TOOLS, "tool_choice": choice},
+        {"messages": messages, "reasoning_effort": SECRETS["kind"]},
+        {"messages": [odd_role]},
+        {"messages": messages, **odd_fields},
+    ]
+
+
+def requests_with_secrets() -> list[tuple[str, Any]]:
+    """Bodies that are answered, and bodies that are refused for each reason."""
+    good = chat_with_secrets()
+    system, question, *_ = good["messages"]
+    edited_system = {**system, "content": SECRETS["system"] + "!" + words(300)}
+    edited = {**good, "messages": [edited_system, *good["messages"][1:]]}
+    odd_block = {"type": SECRETS["kind"], "text": SECRETS["user"]}
     return [
         (CHAT, good),
-        (CHAT, {**good, "messages": edited}),
-        (CHAT, {"messages": [{"role": "user", "content": [picture]}]}),
+        (CHAT, edited),
+        *((CHAT, body) for body in refused_chats()),
         (
-            CHAT,
+            "/v1/messages",
             {
-                "messages": talk,
-                "response_format": {**good["response_format"], "json_schema": form},
+                "messages": [question],
+                "system": SECRETS["system"],
+                "max_tokens": 4,
             },
         ),
         (
-            CHAT,
+            "/v1/messages",
             {
-                "messages": talk,
-                "tools": [{"type": "function", "function": strict}],
-                "tool_choice": named,
+                "messages": [{"role": "user", "content": [odd_block]}],
+                "max_tokens": 4,
             },
         ),
-        (CHAT, {"messages": talk, "tools": TOOLS, "tool_choice": named}),
-        (CHAT, {"messages": talk, "reasoning_effort": hidden["kind"]}),
-        (CHAT, {"messages": [{"role": hidden["kind"], "content": hidden["user"]}]}),
-        (CHAT, {"messages": talk, hidden["bare"]: {hidden["bare"]: 1}, "stop": 3}),
         (
-            messages_path,
-            {"messages": [question], "system": hidden["system"], "max_tokens": 4},
+            "/v1/completions",
+            {"prompt": SECRETS["bare"], "max_tokens": 4},
         ),
-        (
-            messages_path,
-            {"messages": [{"role": "user", "content": [block]}], "max_tokens": 4},
-        ),
-        ("/v1/completions", {"prompt": hidden["bare"], "max_tokens": 4}),
     ]
 
 
@@ -499,27 +561,26 @@ def test_no_word_of_a_request_is_shown_or_written_down(
     answers = []
     with serving(folder, log_root=str(tmp_path), max_kv_size=16_384) as served:
         if refuses:
-            monkeypatch.setattr(
-                served.state.engine.model.template._renderer, "_apply", refuse
-            )
+            renderer = served.state.engine.model.template._renderer
+            monkeypatch.setattr(renderer, "_apply", refuse)
         for path, body in requests_with_secrets():
             answers.append(ask(served, "POST", path, body))
             wait_until_idle(served.state.engine)
         wait_until(lambda: not served.state.stores.live)
-        pages = [
-            ask(served, "GET", path)[1]
-            for path in ("/v1/status", "/metrics", "/health", "/v1/models")
-        ]
+        paths = ("/v1/status", "/metrics", "/health", "/v1/models")
+        pages = [ask(served, "GET", path)[1] for path in paths]
 
     refused = [answer for status, answer in answers if status != 200]
     quoting = [answer for answer in refused if "xylo" in json.dumps(answer)]
     assert len(refused) + 4 >= len(answers) or refuses
     assert len(quoting) >= 3  # its own client is told
+
     files = [path.read_text() for path in tmp_path.rglob("*.log")]
     assert files or refuses
     assert pages[0]["divergences"] or refuses
-    for shown in (json.dumps(pages), caplog.text, *files):
-        found = [secret for secret in SECRETS.values() if secret in shown]
+
+    for text in (json.dumps(pages), caplog.text, *files):
+        found = [secret for secret in SECRETS.values() if secret in text]
         assert not found
 
 
