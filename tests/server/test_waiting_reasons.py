@@ -63,8 +63,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(folder, tmp_path_factory):
     root = tmp_path_factory.mktemp("logs")
-    with closing(Served(folder, log_root=str(root), max_kv_size=8192)) as running:
-        yield running
+    with closing(Served(folder, log_root=str(root), max_kv_size=8192)) as server:
+        yield server
 
 
 @pytest.fixture
@@ -74,18 +74,23 @@ def pool():
 
 
 def live(served: Served) -> list[Any]:
-    return [reply.describe() for reply in list(served.state.stores.live.values())]
+    replies = list(served.state.stores.live.values())
+    return [reply.describe() for reply in replies]
 
 
 def begin(
     pool: ThreadPoolExecutor, served: Served, text: str, *, session: str = "s"
 ) -> tuple[str, Future[Any]]:
     """Send a request; its id, once the server has it, and its exchange to come."""
-    known = set(served.state.stores.live)
+    old_ids = set(served.state.stores.live)
     fields = {"max_tokens": 4, "extra_body": {"session_id": session}}
     exchange = pool.submit(served.ask, [SYSTEM, user(text)], **fields)
-    wait_until(lambda: exchange.done() or set(served.state.stores.live) - known)
-    (request_id,) = set(served.state.stores.live) - known
+
+    def new_ids() -> set[str]:
+        return set(served.state.stores.live) - old_ids
+
+    wait_until(lambda: exchange.done() or new_ids())
+    (request_id,) = new_ids()
     return request_id[:8], exchange
 
 
@@ -96,12 +101,21 @@ def by_id(rows: list[Any], request_id: str) -> Any:
 
 def samples(served: Served) -> dict[tuple[Any, ...], float]:
     _, text = ask(served, "GET", "/metrics")
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if "le" not in sample.labels
-    }
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                values[sample.name, *sample.labels.values()] = sample.value
+    return values
+
+
+def last_request(served: Served) -> Any:
+    return status(served)["recent"][-1]
+
+
+def check_fields(row: Any, **fields: Any) -> None:
+    """These fields have these values."""
+    assert {name: row[name] for name in fields} == fields
 
 
 # -- what a request waits for ----------------------------------------------------------
@@ -125,27 +139,30 @@ def check_a_wait(
 
         row = by_id(status(served)["requests"], second_id)
         blocker = first_id if names_request else None
-        assert (row["phase"], row["waiting_for"]) == ("queued", reason)
-        assert row["waiting_for_request"] == blocker
-        assert row["waited_seconds"] > 0 and row["prefill_left_seconds"] is None
-        assert row["tokens_per_second"] is None
+        check_fields(row, phase="queued", waiting_for=reason)
+        check_fields(row, waiting_for_request=blocker)
+        check_fields(row, prefill_left_seconds=None, tokens_per_second=None)
+        assert row["waited_seconds"] > 0
 
         row = by_id(status(served)["requests"], first_id)
-        assert (row["phase"], row["waiting_for"]) == ("prefill", None)
+        check_fields(row, phase="prefill", waiting_for=None)
         assert row["prefill_left_seconds"] > 0
 
-    first.result(PATIENCE), second.result(PATIENCE)
+    first.result(PATIENCE)
+    second.result(PATIENCE)
     wait_until(lambda: not status(served)["requests"])
     recent = status(served)["recent"]
     ended = by_id(recent, second_id)
-    assert (ended["waited_for"], ended["waited_for_request"]) == (reason, blocker)
+
+    check_fields(ended, waited_for=reason, waited_for_request=blocker)
     assert ended["waited_seconds"] == ended["waited"] >= row["waited_seconds"]
     assert by_id(recent, first_id)["waited_for"] is None
     assert samples(served)["start_llm_waiting_seconds_count", reason] > n_waits
 
-    (log,) = Path(served.state.config.log_root).glob("*/cache-session-second.log")
+    log_root = Path(served.state.config.log_root)
+    (log,) = log_root.glob("*/cache-session-second.log")
     record = json.loads(log.read_text().splitlines()[-1])
-    assert (record["waited"], record["waited_for"]) == (ended["waited"], reason)
+    check_fields(record, waited=ended["waited"], waited_for=reason)
 
 
 def test_a_request_waits_for_the_prefix_that_another_one_reads(served, pool):
@@ -171,14 +188,15 @@ def test_a_request_waits_for_memory_that_another_one_holds(folder, pool, tmp_pat
 def test_a_request_alone_waits_for_nothing(served):
     served.ask([SYSTEM, user("hello")], max_tokens=4)
     wait_until(lambda: not status(served)["requests"])
-    last = status(served)["recent"][-1]
-    assert (last["waited_for"], last["waited_for_request"]) == (None, None)
+    last = last_request(served)
+    check_fields(last, waited_for=None, waited_for_request=None)
     assert last["started_at"] + last["waited_seconds"] <= last["time"]
     assert last["tokens_per_second"] > 0
 
 
 def test_the_first_cause_counts_from_the_beginning_and_the_longest_is_known():
-    queue, prefix = s.WaitCause("queue"), s.WaitCause("prefix", "a")
+    queue = s.WaitCause("queue")
+    prefix = s.WaitCause("prefix", "a")
     waits = s.WaitTimes(since=10.0)
     assert waits.seconds(11.0) == {}
 
@@ -186,7 +204,9 @@ def test_the_first_cause_counts_from_the_beginning_and_the_longest_is_known():
     assert waits.seconds(13.0) == {prefix: 3.0}
     assert waits.switch(prefix, 14.0) is waits
 
-    waits = waits.switch(queue, 15.0).switch(prefix, 16.0).switch(None, 18.0)
+    waits = waits.switch(queue, 15.0)
+    waits = waits.switch(prefix, 16.0)
+    waits = waits.switch(None, 18.0)
     assert waits.seconds(99.0) == {prefix: 7.0, queue: 1.0}
 
 
@@ -197,6 +217,7 @@ def test_a_cancelled_request_has_the_numbers_of_what_it_did(served):
     begin_text = words(300, 6)
     body = {"messages": [SYSTEM, user(begin_text)], "max_tokens": 4}
     assert send(served, "POST", CHAT, body) == 200
+
     longer = [SYSTEM, user(begin_text + " " + words(1500, 7))]
 
     with gated(served) as gate:
@@ -207,10 +228,11 @@ def test_a_cancelled_request_has_the_numbers_of_what_it_did(served):
             assert row["cached"] > 200
         wait_until(lambda: not live(served))
 
-    last = status(served)["recent"][-1]
-    assert (last["id"], last["finish"], last["out"]) == (row["id"], "cancelled", 0)
-    assert (last["prompt"], last["cached"]) == (row["prompt"], row["cached"])
-    assert last["prefill"] > 0 and last["match"] == row["match"] != "-"
+    last = last_request(served)
+    check_fields(last, id=row["id"], finish="cancelled", out=0)
+    check_fields(last, prompt=row["prompt"], cached=row["cached"], match=row["match"])
+    assert last["prefill"] > 0
+    assert row["match"] != "-"
 
 
 def test_a_request_cancelled_in_the_queue_has_waited_and_read_nothing(folder, pool):
@@ -222,11 +244,12 @@ def test_a_request_cancelled_in_the_queue_has_waited_and_read_nothing(folder, po
                 wait_until(lambda: len(live(narrow)) == 2)
                 gate.let_through(1)
             wait_until(lambda: len(live(narrow)) == 1)
-            last = status(narrow)["recent"][-1]
+            last = last_request(narrow)
         first.result(PATIENCE)
-    assert (last["finish"], last["waited_for"]) == ("cancelled", "queue")
+
+    check_fields(last, finish="cancelled", waited_for="queue")
+    check_fields(last, prefill=0, cached=0, match="-")
     assert last["waited_seconds"] > 0
-    assert (last["prefill"], last["cached"], last["match"]) == (0, 0, "-")
 
 
 # -- refused and failed ----------------------------------------------------------------
@@ -246,7 +269,8 @@ REFUSED = [  # method, path, body, headers, status, part of the sentence
 
 def send(served, method, path, body=None, **headers):
     """The status of an answer; `body`: JSON, or bytes as they are."""
-    payload = body if body is None or isinstance(body, bytes) else json.dumps(body)
+    is_json = body is not None and not isinstance(body, bytes)
+    payload = json.dumps(body) if is_json else body
     port = served.state.config.mlx_port
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     with closing(connection):
@@ -258,26 +282,29 @@ def send(served, method, path, body=None, **headers):
 def test_each_refused_request_is_listed_counted_and_one_warning(served, caplog, case):
     method, path, body, headers, code, part = case
     wait_until_idle(served.state.engine)
-    before = status(served)
+    old = status(served)
     caplog.set_level(logging.INFO, s.logger.name)
-    answer = send(served, method, path, body, **{"User-Agent": "curl/8.1", **headers})
-    assert answer == code
+    headers = {"User-Agent": "curl/8.1", **headers}
 
-    after = status(served)
-    refusal = after["refusals"][-1]
-    named = {"method": method, "path": path.partition("?")[0], "client": "curl"}
-    assert named.items() <= refusal.items()
-    assert refusal["status"] == code and part in refusal["sentence"]
-    assert after["totals"] == {
-        **before["totals"],
-        "refused": before["totals"]["refused"] + 1,
-    }
-    assert samples(served)["start_llm_refused_total",] == after["totals"]["refused"]
+    assert send(served, method, path, body, **headers) == code
+
+    new = status(served)
+    refusal = new["refusals"][-1]
+    check_fields(refusal, method=method, path=path.partition("?")[0])
+    check_fields(refusal, client="curl", status=code)
+    assert part in refusal["sentence"]
+
+    n_refused = old["totals"]["refused"] + 1
+    assert new["totals"] == {**old["totals"], "refused": n_refused}
+    assert samples(served)["start_llm_refused_total",] == new["totals"]["refused"]
 
     (record,) = caplog.records
     assert record.levelname == "WARNING"
+
     line = record.getMessage()
-    assert line.startswith(f"{code} {method} ") and part in line and "curl" in line
+    assert line.startswith(f"{code} {method} ")
+    assert part in line
+    assert "curl" in line
 
 
 def test_a_wrong_key_is_refused_and_nobody_else_learns_of_it(folder):
@@ -285,24 +312,28 @@ def test_a_wrong_key_is_refused_and_nobody_else_learns_of_it(folder):
     with closing(Served(folder, **keys)) as locked:
         assert send(locked, "GET", "/v1/status", **{"x-api-key": "three"}) == 401
         (refusal,) = locked.state.stores.refusals
-        assert (refusal["status"], refusal["path"]) == (401, "/v1/status")
+        check_fields(refusal, status=401, path="/v1/status")
 
         assert send(locked, "GET", "/nothing", **{"x-api-key": "one"}) == 404
-        for key, expected in (("one", [404]), ("two", [])):
-            body = ask(locked, "GET", "/v1/status", **{"x-api-key": key})[1]
+        expected_codes = {"one": [404], "two": []}
+        for key, expected in expected_codes.items():
+            _, body = ask(locked, "GET", "/v1/status", **{"x-api-key": key})
             assert [row["status"] for row in body["refusals"]] == expected
             assert body["totals"]["refused"] == len(expected)
         assert locked.state.metrics.totals()["refused"] == 2
 
 
 def test_what_is_no_http_is_refused_without_what_it_was(served, caplog):
-    with socket.create_connection(("127.0.0.1", served.state.config.mlx_port)) as raw:
+    port = served.state.config.mlx_port
+    with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(f'"content": "the {SECRET}"\r\n\r\n'.encode())
         assert b" 400 " in raw.recv(1000)
     wait_until(lambda: status(served)["refusals"][-1]["method"] == "")
     refusal = status(served)["refusals"][-1]
-    assert (refusal["path"], refusal["client"], refusal["status"]) == ("", "", 400)
-    assert SECRET not in json.dumps(refusal) and SECRET not in caplog.text
+
+    check_fields(refusal, path="", client="", status=400)
+    assert SECRET not in json.dumps(refusal)
+    assert SECRET not in caplog.text
 
 
 def test_a_failed_request_is_one_warning_and_counts_as_failed(served, caplog):
@@ -317,13 +348,17 @@ def test_a_failed_request_is_one_warning_and_counts_as_failed(served, caplog):
         assert send(served, "POST", CHAT, body, **{"User-Agent": "curl/8"}) == 500
     wait_until(lambda: not live(served))
 
-    after = status(served)
-    assert after["refusals"][-1]["status"] == 500
-    assert after["recent"][-1]["finish"] == "failed"
-    changes = {key: after["totals"][key] - totals[key] for key in totals}
-    assert (changes["requests"], changes["failed"], changes["refused"]) == (1, 1, 0)
-    assert samples(served)["start_llm_failed_total",] == after["totals"]["failed"]
-    [second_try, refusal] = [r for r in caplog.records if r.levelname == "WARNING"]
+    new = status(served)
+    assert new["refusals"][-1]["status"] == 500
+    assert new["recent"][-1]["finish"] == "failed"
+
+    assert new["totals"]["requests"] == totals["requests"] + 1
+    assert new["totals"]["failed"] == totals["failed"] + 1
+    assert new["totals"]["refused"] == totals["refused"]
+    assert samples(served)["start_llm_failed_total",] == new["totals"]["failed"]
+
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    second_try, refusal = warnings
     assert "is read again without the cache" in second_try.getMessage()
     assert "a bug" not in refusal.getMessage()
 
@@ -337,16 +372,24 @@ def test_totals_add_up_to_the_requests_that_have_ended(folder):
             fresh.ask([SYSTEM, user(text)], max_tokens=4)
         send(fresh, "GET", "/nothing")
         wait_until(lambda: not live(fresh))
-        body, metrics = status(fresh), samples(fresh)
+        body = status(fresh)
+        metrics = samples(fresh)
 
-    totals, recent = body["totals"], body["recent"]
+    totals = body["totals"]
+    recent = body["recent"]
     assert totals["requests"] == len(recent) == 3
-    assert (totals["refused"], totals["failed"]) == (1, 0)
-    fields = {"prompt_tokens": "prompt", "cached_tokens": "cached"}
-    for name, key in {**fields, "generated_tokens": "out"}.items():
+    check_fields(totals, refused=1, failed=0)
+
+    names = {
+        "prompt_tokens": "prompt",
+        "cached_tokens": "cached",
+        "generated_tokens": "out",
+    }
+    for name, key in names.items():
         assert totals[name] == sum(row[key] for row in recent) > 0
         assert metrics[f"start_llm_{name}_total",] == totals[name]
     seconds = sum(row["prefill"] for row in recent)
+
     assert totals["prefill_seconds"] == pytest.approx(seconds)
     assert body["engine"]["prefill_tokens_per_second"] > 0
     assert totals["saved_seconds"] > 0
@@ -403,7 +446,7 @@ def test_recent_requests_name_their_client_also_behind_the_proxy(served):
     ):
         send(served, "POST", CHAT, body, **headers)
         wait_until(lambda: not live(served))
-        assert status(served)["recent"][-1]["client"] == name
+        assert last_request(served)["client"] == name
 
 
 def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
@@ -421,12 +464,12 @@ def test_a_title_is_how_the_user_began_and_only_where_a_setting_wants_it(
     }
     for is_on in (True, False):
         settings = {"enable_request_logging": is_on, "log_root": str(tmp_path)}
-        with closing(Served(folder, **settings)) as running:
-            send(running, "POST", CHAT, body)
-            wait_until(lambda: not live(running))
-            title = status(running)["recent"][-1]["title"]
-        expected = ("Why is the sky " + "so " * 60)[:60] if is_on else ""
-        assert title == expected
+        with closing(Served(folder, **settings)) as server:
+            send(server, "POST", CHAT, body)
+            wait_until(lambda: not live(server))
+            title = last_request(server)["title"]
+        beginning = "Why is the sky " + "so " * 60
+        assert title == (beginning[:60] if is_on else "")
 
 
 def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
@@ -434,13 +477,15 @@ def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
 ):
     caplog.set_level(logging.DEBUG, s.logger.name)
     secret = {"role": "user", "content": f"{SECRET} " * 300}
+    odd_content = {"role": "user", "content": {"text": SECRET}}
+    odd_role = {"role": "odd", "content": SECRET}
     odd_block = {"role": "user", "content": [{"type": "odd", "text": SECRET}]}
     picture = {"type": "image_url", "image_url": {"url": f"data:{SECRET}"}}
     sent: list[tuple[str, Any]] = [
         (CHAT, {"messages": [secret], "max_tokens": 4}),
         (CHAT, {"messages": [{"role": "user", "content": [picture]}]}),
-        (CHAT, {"messages": [secret, {"role": "odd", "content": SECRET}]}),
-        (CHAT, {"messages": [{"role": "user", "content": {"text": SECRET}}]}),
+        (CHAT, {"messages": [secret, odd_role]}),
+        (CHAT, {"messages": [odd_content]}),
         (CHAT, f'{{"messages": [{{"content": "{SECRET}}}'.encode()),
         (CHAT, {"messages": [secret], "temperature": "hot"}),
         ("/v1/completions", {"prompt": SECRET, "max_tokens": 4}),
@@ -449,18 +494,21 @@ def test_no_word_of_a_prompt_is_in_status_metrics_log_or_console(
         ("/v1/messages", {"messages": [odd_block], "max_tokens": 4}),
         ("/v1/messages", {"messages": [odd_block, secret], "system": 3}),
     ]
-    with closing(Served(folder, log_root=str(tmp_path), max_kv_size=8192)) as running:
-        codes = [send(running, "POST", path, body) for path, body in sent]
+    with closing(Served(folder, log_root=str(tmp_path), max_kv_size=8192)) as server:
+        codes = [send(server, "POST", path, body) for path, body in sent]
         body = {"messages": [user(f"{SECRET} " * 3000)]}
-        codes.append(send(running, "POST", CHAT, body))
-        wait_until(lambda: not live(running))
-        shown = json.dumps(status(running)) + str(ask(running, "GET", "/metrics"))
+        codes.append(send(server, "POST", CHAT, body))
+        wait_until(lambda: not live(server))
+        status_text = json.dumps(status(server))
+        metrics_text = str(ask(server, "GET", "/metrics"))
 
     assert codes.count(200) == 3
     assert codes.count(400) == len(codes) - codes.count(200)
+
     files = [path.read_text() for path in tmp_path.rglob("*.log")]
     assert files
-    for text in (shown, caplog.text, *files):
+
+    for text in (status_text, metrics_text, caplog.text, *files):
         assert SECRET not in text
 
 
@@ -489,10 +537,11 @@ def test_a_request_is_one_short_line_without_parts_that_are_zero():
     assert s.format_summary(FACTS, client="PI") == (
         "PI  2,003 tokens, 98 % cached, read 0.1 s, first 0.2 s, 64 out in 0.5 s, stop"
     )
+
     waited: s.RequestFacts = {**FACTS, "waited": 12.3, "waited_for": "prefix"}
-    assert "98 % cached, waited for prefix 12.3 s, read" in (
-        s.format_summary(waited, client="PI")
-    )
+    summary = s.format_summary(waited, client="PI")
+    assert "98 % cached, waited for prefix 12.3 s, read" in summary
+
     nothing: s.RequestFacts = {
         **FACTS,
         "out": 0,
@@ -502,6 +551,7 @@ def test_a_request_is_one_short_line_without_parts_that_are_zero():
         "ttft_ms": 0,
         "finish": "cancelled",
     }
+
     assert s.format_summary(nothing, client="") == "-  2,003 tokens, cancelled"
 
 
@@ -510,13 +560,17 @@ def test_the_short_line_is_at_info_and_the_long_one_at_debug(served, caplog):
     body = {"messages": [user("hello")], "max_tokens": 4}
     send(served, "POST", CHAT, body, **{"User-Agent": "curl/8"})
     wait_until(lambda: not live(served))
-    lines = {
-        record.levelname: record.getMessage()
-        for record in caplog.records
-        if "finish=" in record.getMessage() or "tokens" in record.getMessage()
-    }
-    assert lines["INFO"].startswith("curl  ") and len(lines["INFO"]) < 100
-    assert lines["DEBUG"].startswith("id=") and " waited_for=" in lines["DEBUG"]
+
+    lines = {}
+    for record in caplog.records:
+        line = record.getMessage()
+        if "finish=" in line or "tokens" in line:
+            lines[record.levelname] = line
+
+    assert lines["INFO"].startswith("curl  ")
+    assert len(lines["INFO"]) < 100
+    assert lines["DEBUG"].startswith("id=")
+    assert " waited_for=" in lines["DEBUG"]
 
 
 # -- the progress of prefill -----------------------------------------------------------
@@ -532,33 +586,45 @@ def chunks_of(served: Served, messages: list[Any], **fields: Any) -> list[Any]:
     return [json.loads(event[6:]) for event in events[:-2]]
 
 
+def is_progress(chunk: Any) -> bool:
+    return "prompt_progress" in chunk
+
+
+def has_text(chunk: Any) -> bool:
+    deltas = [choice["delta"] for choice in chunk["choices"]]
+    return any(d.get("reasoning_content") or d.get("content") for d in deltas)
+
+
 def test_a_stream_shows_the_progress_of_prefill_to_who_asks(served):
     begin_text = words(300, 20)
     body = {"messages": [SYSTEM, user(begin_text)], "max_tokens": 4}
     assert send(served, "POST", CHAT, body) == 200
+
     longer = [SYSTEM, user(begin_text + " " + words(1500, 21))]
     chunks = chunks_of(
         served, longer, return_progress=True, stream_options={"include_usage": True}
     )
     usage = chunks[-1]["usage"]
-    progress = [c["prompt_progress"] for c in chunks if "prompt_progress" in c]
-    processed = [row["processed"] for row in progress]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    n_prompt = usage["prompt_tokens"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
 
-    assert {row["total"] for row in progress} == {usage["prompt_tokens"]}
-    assert {row["cache"] for row in progress} == {cached} and cached > 200
-    assert processed == sorted(set(processed)) and len(processed) > 2
-    assert (processed[0], processed[-1]) == (cached, usage["prompt_tokens"])
-    times = [row["time_ms"] for row in progress]
+    assert n_cached > 200
+
+    rows = [chunk["prompt_progress"] for chunk in chunks if is_progress(chunk)]
+    assert {row["total"] for row in rows} == {n_prompt}
+    assert {row["cache"] for row in rows} == {n_cached}
+
+    n_processed = [row["processed"] for row in rows]
+    assert n_processed == sorted(set(n_processed))
+    assert len(n_processed) > 2
+    assert n_processed[0] == n_cached
+    assert n_processed[-1] == n_prompt
+
+    times = [row["time_ms"] for row in rows]
     assert times == sorted(times)
-    texts = [
-        n
-        for n, chunk in enumerate(chunks)
-        for choice in chunk["choices"]
-        if choice["delta"].get("reasoning_content") or choice["delta"].get("content")
-    ]
-    last = max(n for n, chunk in enumerate(chunks) if "prompt_progress" in chunk)
-    assert not texts or last < min(texts)
+
+    last = max(i for i, chunk in enumerate(chunks) if is_progress(chunk))
+    assert not any(has_text(chunk) for chunk in chunks[:last])
 
 
 def test_who_does_not_ask_for_progress_gets_none(served):
