@@ -45,32 +45,33 @@ USAGE = Usage(
 READ = {"name": "read", "description": "reads", "input_schema": {"type": "object"}}
 
 
-def asked(config=CONFIG, headers=None, **fields):
+def parsed(config=CONFIG, headers=None, **fields):
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **fields}
-    before = copy.deepcopy(body)
+    original = copy.deepcopy(body)
     request = parse_anthropic_request(
         body, config, request_id="r1", headers=headers or {}
     )
-    assert body == before, "the body was changed"
+    assert body == original, "the body was changed"
     return request
 
 
-def said(*messages, **fields):
+def chat_of(*messages, **fields):
     """(role, text, rest) of each chat message."""
     found = []
-    for message in asked(messages=list(messages), **fields).messages:
+    for message in parsed(messages=list(messages), **fields).messages:
         content = message["content"]
-        text = (
-            content if isinstance(content, str) else [part["text"] for part in content]
-        )
+        text = content
+        if not isinstance(content, str):
+            text = [part["text"] for part in content]
         rest = {k: v for k, v in message.items() if k not in ("role", "content")}
         found.append((message["role"], text, rest))
+
     return found
 
 
 def refused(**fields):
     with pytest.raises(BadRequest) as refusal:
-        asked(**fields)
+        parsed(**fields)
     return refusal.value
 
 
@@ -78,14 +79,18 @@ def refused(**fields):
 
 
 def test_a_string_and_one_text_block_are_the_same():
-    marked = {**text("hi"), "cache_control": {"type": "ephemeral"}}
-    plain = asked(system="sys", messages=[{"role": "user", "content": "hi"}]).messages
-    blocks = asked(system=[marked | {"text": "sys"}], messages=[user(marked)]).messages
+    mark = {"cache_control": {"type": "ephemeral"}}
+    plain = parsed(system="sys", messages=[{"role": "user", "content": "hi"}])
+    blocks = parsed(
+        system=[{**text("sys"), **mark}], messages=[user({**text("hi"), **mark})]
+    )
     canon = s.Canonicalizer(
         CONFIG, part_separator="\n", thinking_tags=("<think>", "</think>")
     )
-    one, other = (s.canonicalize_messages(said, canon) for said in (plain, blocks))
-    assert [turn.digest for turn in one] == [turn.digest for turn in other]
+    plain_turns = s.canonicalize_messages(plain.messages, canon)
+    block_turns = s.canonicalize_messages(blocks.messages, canon)
+
+    assert [t.digest for t in plain_turns] == [t.digest for t in block_turns]
 
 
 def test_a_tool_conversation_is_the_same_chat():
@@ -97,7 +102,7 @@ def test_a_tool_conversation_is_the_same_chat():
     }
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": "found"}
-    chat = said(
+    chat = chat_of(
         user(text("look")),
         reply(thought, text("I'll "), text("look."), use),
         user(result, {**result, "content": [text("a"), text("b")]}, text("and?")),
@@ -108,10 +113,11 @@ def test_a_tool_conversation_is_the_same_chat():
         "id": "t1",
         "function": {"name": "read", "arguments": {"path": "a", "n": 1}},
     }
-    said_so = {"reasoning_content": "hm", "thought_id": "x", "tool_calls": [call]}
+    fields = {"reasoning_content": "hm", "thought_id": "x", "tool_calls": [call]}
+
     assert chat == [
         ("user", ["look"], {}),
-        ("assistant", "I'll look.", said_so),
+        ("assistant", "I'll look.", fields),
         ("tool", ["found"], {"tool_call_id": "t1"}),
         ("tool", ["a", "b"], {"tool_call_id": "t1"}),
         ("user", ["and?"], {}),
@@ -123,12 +129,13 @@ def test_a_document_nobody_can_read_is_told_and_costs_no_session():
     """Claude Code sends a PDF that it read as a document in a tool result, in each request."""
     pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
     note = {"type": "text", "media_type": "text/plain", "data": "signed"}
-    told = {"type": "document", "source": note}
+    readable = {"type": "document", "source": note}
     result = {"type": "tool_result", "tool_use_id": "t1"}
     unread = {"type": "document", "source": pdf}
-    ((_, found, _), (_, shown, _)) = said(
-        user({**result, "content": [text("PDF file read: a.pdf"), unread]}, told)
+    ((_, found, _), (_, shown, _)) = chat_of(
+        user({**result, "content": [text("PDF file read: a.pdf"), unread]}, readable)
     )
+
     assert found[0] == "PDF file read: a.pdf"
     assert "cannot be read" in found[1]
     assert shown == ["signed"]
@@ -139,7 +146,7 @@ def test_documents_and_search_results_are_text_with_their_titles():
     note = {"type": "text", "media_type": "text/plain", "data": "signed"}
     parts = {"type": "content", "content": [text("one"), text("two")]}
     result = {"type": "search_result", "source": "https://a.example", "title": "A"}
-    ((_, shown, _),) = said(
+    ((_, shown, _),) = chat_of(
         user(
             {"type": "document", "source": note, **titled},
             {"type": "document", "source": parts, **titled},
@@ -149,6 +156,7 @@ def test_documents_and_search_results_are_text_with_their_titles():
     )
     heading = "title: Report\ncontext: of 2026"
     found = ["title: A\nsource: https://a.example", "found"]
+
     assert shown == [
         f"{heading}\n\nsigned", heading, "one", "two", "three", *found
     ]  # fmt: skip
@@ -156,13 +164,13 @@ def test_documents_and_search_results_are_text_with_their_titles():
 
 def test_order_and_emptiness_survive():
     empty = {"type": "tool_result", "tool_use_id": "t"}
-    assert said(user(text("a"), empty, text("b")), user(text("c"))) == [
+    assert chat_of(user(text("a"), empty, text("b")), user(text("c"))) == [
         ("user", ["a"], {}),
         ("tool", [""], {"tool_call_id": "t"}),
         ("user", ["b"], {}),
         ("user", ["c"], {}),
     ]
-    assert said({"role": "user", "content": ""}, reply()) == [
+    assert chat_of({"role": "user", "content": ""}, reply()) == [
         ("user", [""], {}),
         ("assistant", "", {}),
     ]
@@ -186,7 +194,7 @@ def test_the_model_is_told_that_a_tool_failed(content, texts):
         "content": content,
         "is_error": True,
     }
-    assert said(user(result))[0][1] == texts
+    assert chat_of(user(result))[0][1] == texts
 
 
 def test_an_image_does_not_say_that_a_tool_failed():
@@ -197,7 +205,8 @@ def test_an_image_does_not_say_that_a_tool_failed():
         "content": [{"type": "image", "source": source}],
         "is_error": True,
     }
-    (message,) = asked(messages=[user(result)]).messages
+    (message,) = parsed(messages=[user(result)]).messages
+
     assert message["content"][0] == text("Error:")
 
 
@@ -205,17 +214,20 @@ def test_images_are_a_chats_images_and_know_their_place():
     def parts(source, *, wrapped=False):
         block = {"type": "image", "source": source}
         result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
-        (message,) = asked(messages=[user(result if wrapped else block)]).messages
+        (message,) = parsed(messages=[user(result if wrapped else block)]).messages
         return message["content"]
 
     sent = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     (part,) = parts(sent)
     assert part["image_url"].endswith("base64,AAAA")
     assert part["request_field"] == "messages[0].content[0]"
+
     (part,) = parts(sent, wrapped=True)
     assert part["request_field"] == "messages[0].content[0].content[0]"
+
     (part,) = parts({"type": "url", "url": "https://example.org/cat.png"})
     assert part["image_url"] == "https://example.org/cat.png"
+
     with pytest.raises(BadRequest) as refused:
         parts({"type": "file", "file_id": "f"})
     assert refused.value.param == "messages[0].content[0].source"
@@ -227,16 +239,16 @@ def test_deferred_tools_stand_where_they_are_referenced_and_not_in_the_head():
         {"type": "tool_reference", "tool_name": name} for name in ("later", "lost")
     ]
     result = user({"type": "tool_result", "tool_use_id": "t", "content": found})
-    request = asked(tools=[later, READ], messages=[result])
+    request = parsed(tools=[later, READ], messages=[result])
+
     assert [tool["function"]["name"] for tool in request.tools] == ["read"]
     assert [tool["function"]["name"] for tool in request.deferred_tools] == ["later"]
-    told = [part["text"] for part in request.messages[0]["content"]]
-    assert json.loads(told[0].removeprefix("<tool>").removesuffix("</tool>")) == {
-        "name": "later",
-        "parameters": {"type": "object"},
-    }
-    assert "lost" in told[1]
-    assert asked(tools=[READ], messages=[result]).tools == request.tools
+
+    texts = [part["text"] for part in request.messages[0]["content"]]
+    tool = json.loads(texts[0].removeprefix("<tool>").removesuffix("</tool>"))
+    assert tool == {"name": "later", "parameters": {"type": "object"}}
+    assert "lost" in texts[1]
+    assert parsed(tools=[READ], messages=[result]).tools == request.tools
 
 
 @pytest.mark.parametrize(
@@ -249,14 +261,14 @@ def test_deferred_tools_stand_where_they_are_referenced_and_not_in_the_head():
     ],
 )
 def test_tool_choice(choice, mode, name, parallel):
-    request = asked(tools=[READ], tool_choice=choice)
+    request = parsed(tools=[READ], tool_choice=choice)
     assert (request.tool_choice.mode, request.tool_choice.name) == (mode, name)
     assert request.parallel_tool_calls is parallel
 
 
 def test_server_tools_are_left_out_and_named_when_demanded():
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
-    assert asked(tools=[search, READ]).tools == asked(tools=[READ]).tools
+    assert parsed(tools=[search, READ]).tools == parsed(tools=[READ]).tools
     error = refused(tools=[search], tool_choice={"type": "tool", "name": "web_search"})
     assert "web_search" in str(error)
     shell = refused(tools=[READ, {"type": "bash_20250124", "name": "bash"}])
@@ -283,7 +295,7 @@ def test_server_tools_are_left_out_and_named_when_demanded():
     ],
 )
 def test_thinking(fields, thinks, effort):
-    request = asked(**fields)
+    request = parsed(**fields)
     assert (request.thinking, request.template_kwargs.get("reasoning_effort")) == (
         thinks,
         effort,
@@ -291,7 +303,7 @@ def test_thinking(fields, thinks, effort):
 
 
 def test_fields_with_other_names_and_those_that_only_anthropic_knows():
-    request = asked(
+    request = parsed(
         stop_sequences=["END"],
         top_k=3,
         temperature=0.5,
@@ -302,14 +314,16 @@ def test_fields_with_other_names_and_those_that_only_anthropic_knows():
         betas=["x"],
         service_tier="auto",
     )
+
     assert (request.stop, request.sampling.top_k, request.sampling.temperature) == (
         ("END",),
         3,
         0.5,
     )
     assert (request.session.session_id, request.max_tokens) == ("s1", 9)
+
     agent = {"X-Claude-Code-Session-Id": "s1", "x-claude-code-agent-id": "a"}
-    assert asked(headers=agent).session.parent_session_id == "s1"
+    assert parsed(headers=agent).session.parent_session_id == "s1"
 
 
 @pytest.mark.parametrize(
@@ -363,7 +377,7 @@ def test_with_anthropics_own_search_deferred_tools_are_there_at_once():
         "type": "tool_search_tool_regex_20251119",
         "name": "tool_search_tool_regex",
     }
-    request = asked(tools=[search, later])
+    request = parsed(tools=[search, later])
     assert [tool["function"]["name"] for tool in request.tools] == ["later"]
     assert not request.deferred_tools
 
@@ -393,7 +407,8 @@ EVENT = TypeAdapter(RawMessageStreamEvent)
 
 def through_sdk(events):
     """The message that the official SDK makes of the events."""
-    snapshot, buffers = None, {}
+    snapshot = None
+    buffers = {}
     for event in events:
         parsed = EVENT.validate_json(json.dumps(event))
         assert parsed.model_dump(exclude_unset=True) == event, (
@@ -402,33 +417,38 @@ def through_sdk(events):
         snapshot = accumulate_event(
             event=parsed, current_snapshot=snapshot, json_bufs=buffers
         )
+
     return snapshot
 
 
 def deltas_of(parts):
     """Chat deltas, and the content blocks they should become."""
-    deltas, blocks = [], []
+    deltas = []
+    blocks = []
     for number, (kind, pieces) in enumerate(parts):
         if kind == "call":
             arguments = json.dumps({"text": "".join(pieces)})
-            opened = {"index": number, "id": f"c{number}", "type": "function"}
-            deltas.append(
-                {"tool_calls": [{**opened, "function": {"name": "f", "arguments": ""}}]}
-            )
+            call = {
+                "index": number,
+                "id": f"c{number}",
+                "type": "function",
+                "function": {"name": "f", "arguments": ""},
+            }
+            deltas.append({"tool_calls": [call]})
             cut = len(arguments) // 2
-            halves = [{"arguments": arguments[:cut]}, {"arguments": arguments[cut:]}]
-            deltas += [
-                {"tool_calls": [{"index": number, "function": half}]} for half in halves
-            ]
+            for half in (arguments[:cut], arguments[cut:]):
+                call = {"index": number, "function": {"arguments": half}}
+                deltas.append({"tool_calls": [call]})
             blocks.append(("tool_use", json.loads(arguments)))
             continue
         name = {"reasoning": "thinking", "content": "text"}[kind]
         field = {"reasoning": "reasoning_content", "content": "content"}[kind]
         deltas += [{field: piece} for piece in pieces]
-        whole = "".join(pieces)
+        value = "".join(pieces)
         if blocks and blocks[-1][0] == name:
-            whole = blocks.pop()[1] + whole
-        blocks.append((name, whole))
+            value = blocks.pop()[1] + value
+        blocks.append((name, value))
+
     return deltas, blocks
 
 
@@ -445,19 +465,24 @@ PARTS = st.lists(
 def test_any_reply_streams_and_stands_as_the_same_blocks(parts):
     deltas, blocks = deltas_of(parts)
     ending = ReplyEnd("stop", USAGE)
-    streamed, whole = AnthropicFormatter("r1", "m"), AnthropicFormatter("r1", "m")
+    streamed = AnthropicFormatter("r1", "m")
+    plain = AnthropicFormatter("r1", "m")
     events = [*streamed.start_events(USAGE)]
     for delta in deltas:
         events += streamed.delta_events(delta)
-        whole.delta_events(delta)
+        plain.delta_events(delta)
     message = through_sdk([*events, *streamed.end_events(ending)])
-    body = whole.full_body({}, ending)
+    body = plain.full_body({}, ending)
+
     assert Message.model_validate(body).model_dump() == message.model_dump()
+
     found = [
         (b.type, b.input if b.type == "tool_use" else getattr(b, b.type))
         for b in message.content
     ]
+
     assert found == blocks
+
     for block in message.content:
         if block.type == "thinking":
             assert block.signature == s.thinking_signature(block.thinking)
@@ -476,12 +501,14 @@ def test_stop_reasons_and_usage(ending, reason):
     shape = AnthropicFormatter("r1", "m")
     message = through_sdk([*shape.start_events(USAGE), *shape.end_events(ending)])
     assert (message.stop_reason, message.stop_sequence) == reason
+
     usage = message.usage
     parts = (
         usage.input_tokens,
         usage.cache_creation_input_tokens,
         usage.cache_read_input_tokens,
     )
+
     assert (sum(parts), parts[2], usage.output_tokens) == (10, 8, 5)
 
 
@@ -525,6 +552,7 @@ def test_a_tool_conversation_prefills_only_what_is_new(served, sdk, stream):
         n_before = total(message.usage) + message.usage.output_tokens - 1
         kinds |= {block.type for block in message.content}
         messages += react(message, n)
+
     assert kinds == {"thinking", "text", "tool_use"}
     assert served.state.metrics.snapshot()["ledger_seam_fallback"] == 0
 
@@ -539,28 +567,26 @@ def test_both_apis_say_the_same_and_share_one_cache(served, sdk):
         {"role": "user", "content": "What is in the readme?"},
     ]
     for n in range(4):
-        ours = ask(sdk, messages, stream=bool(n % 2))
-        whole = chat.chat.completions.create(
+        message = ask(sdk, messages, stream=bool(n % 2))
+        completion = chat.chat.completions.create(
             model="any", messages=history, tools=TOOLS, temperature=0, max_tokens=300
         )
-        theirs = whole.choices[0].message
-        calls = theirs.tool_calls or []
-        parsed = [
-            (call.function.name, json.loads(call.function.arguments)) for call in calls
-        ]
-        assert as_chat(ours) == (
-            getattr(theirs, "reasoning_content", None) or "",
-            theirs.content or "",
-            parsed,
+        chat_message = completion.choices[0].message
+        calls = chat_message.tool_calls or []
+        functions = [call.function for call in calls]
+        assert as_chat(message) == (
+            getattr(chat_message, "reasoning_content", None) or "",
+            chat_message.content or "",
+            [(f.name, json.loads(f.arguments)) for f in functions],
         )
-        assert total(ours.usage) == whole.usage.prompt_tokens
-        cached = whole.usage.prompt_tokens_details.cached_tokens
+        assert total(message.usage) == completion.usage.prompt_tokens
+        n_cached = completion.usage.prompt_tokens_details.cached_tokens
         # hybrid: from the last checkpoint, a generation prompt before the end
-        assert cached >= whole.usage.prompt_tokens - 8, (
+        assert n_cached >= completion.usage.prompt_tokens - 8, (
             "the second one prefilled something"
         )
-        messages += react(ours, n)
-        history.append(theirs.model_dump(exclude_none=True))
+        messages += react(message, n)
+        history.append(chat_message.model_dump(exclude_none=True))
         # Mistral's templates refuse all others
         assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
         results = [
@@ -568,6 +594,7 @@ def test_both_apis_say_the_same_and_share_one_cache(served, sdk):
             for i, call in enumerate(calls)
         ]
         history += results or [{"role": "user", "content": f"and number {n}?"}]
+
     chat.close()
 
 
@@ -579,36 +606,40 @@ def test_stripped_thinking_is_found_by_its_signature(served, sdk):
     thought = blocks[0]["thinking"]
     blocks[0]["thinking"] = ""
     changed = [blocks[0], text("Something else entirely.")]
-    fields = {
+    body = {
+        "max_tokens": 1,
+        "messages": [*messages, reply(*changed), user(text("go on"))],
         "model": "any",
         "system": SYSTEM,
         "tools": OFFERED,
         "thinking": {"type": "adaptive"},
     }
-    sent = [*messages, reply(*changed), user(text("go on"))]
-    body = {"max_tokens": 1, "messages": sent, **fields}
     request = parse_anthropic_request(
         body, served.state.config, request_id="r", headers={}
     )
-    prompt = served.scribe.text(
-        s.plan_request(served.state, request).plan.rendered.ids.tolist()
-    )
+    plan = s.plan_request(served.state, request).plan
+    prompt = served.scribe.text(plan.rendered.ids.tolist())
+
     assert thought in prompt
     assert "Something else entirely." in prompt
 
 
 def test_max_tokens_and_stop_sequences_have_their_reasons(sdk):
     fields = {"tools": [], "thinking": {"type": "disabled"}}
-    whole = ask(sdk, [user(text("Tell me."))], stream=False, **fields)
-    words = whole.content[0].text
+    full = ask(sdk, [user(text("Tell me."))], stream=False, **fields)
+    words = full.content[0].text
     stop = words[len(words) // 2 :][:3]
     cut = ask(
         sdk, [user(text("Tell me."))], stream=True, stop_sequences=[stop], **fields
     )
-    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+
+    assert cut.stop_reason == "stop_sequence"
+    assert cut.stop_sequence == stop
     assert cut.content[0].text == words[: words.index(stop)]
+
     short = ask(sdk, [user(text("Tell me."))], stream=False, max_tokens=2, **fields)
-    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 2)
+    assert short.stop_reason == "max_tokens"
+    assert short.usage.output_tokens == 2
 
 
 def test_output_config_binds_the_answer(sdk):
@@ -629,13 +660,16 @@ def test_output_config_binds_the_answer(sdk):
         request_id="r",
         headers={},
     )
+
     assert older.json_schema == schema
+
     fields = {"tools": [], "thinking": {"type": "disabled"}, "output_config": wanted}
     for stream in (True, False):
         message = ask(sdk, [user(text("Name this talk."))], stream=stream, **fields)
         title = json.loads(message.content[0].text)
         assert set(title) == {"title", "done"}
         assert isinstance(title["done"], bool)
+
     schema["properties"]["title"] = {"type": "nonsense"}
     with pytest.raises(anthropic.BadRequestError):
         ask(sdk, [user(text("Name this talk."))], stream=True, **fields)
@@ -655,14 +689,15 @@ def test_errors_have_anthropics_shape_before_and_after_the_headers(served, sdk):
     with pytest.raises(anthropic.BadRequestError) as refusal:
         ask(sdk, [user({"type": "hologram"})], stream=True)
     assert refusal.value.body["error"]["type"] == "invalid_request_error"
+
     with pytest.raises(anthropic.BadRequestError) as too_long:
         ask(sdk, [user(text("word " * 6_000))], stream=False)
     assert "prompt is too long" in str(too_long.value)
+
     with pytest.raises(anthropic.NotFoundError):
         sdk.get("/v1/messages/nothing", cast_to=httpx.Response)
-    with pytest.raises(
-        anthropic.BadRequestError, match="messages"
-    ):  # a prefill is not continued
+    # a prefill is not continued
+    with pytest.raises(anthropic.BadRequestError, match="messages"):
         ask(sdk, [user(text("JSON, please")), reply(text("{"))], stream=True)
 
     def fail(_fed):
@@ -689,12 +724,22 @@ def test_a_call_that_was_cut_is_not_reported_as_one_to_run(served, sdk):
     # Of one argument each: no order is forced on the model.
     tools = [tool for tool in OFFERED if tool["name"] != "write"]
     forced = {"tools": tools, "tool_choice": {"type": "any"}}
-    whole = ask(sdk, messages, stream=False, **forced)
-    assert whole.stop_reason == "tool_use"
-    n_out = whole.usage.output_tokens
+    full = ask(sdk, messages, stream=False, **forced)
+
+    assert full.stop_reason == "tool_use"
+
+    n_out = full.usage.output_tokens
     for stream in (True, False):
         cut = ask(sdk, messages, stream=stream, max_tokens=n_out - 4, **forced)
         assert cut.stop_reason == "max_tokens"
+
+
+def partial_arguments(stream):
+    """Of all calls in a stream of events."""
+    lines = [line for line in stream.splitlines() if "data: " in line]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    return "".join(delta.get("partial_json", "") for delta in deltas)
 
 
 def test_a_call_that_was_cut_stays_open_for_a_client_that_runs_what_is_valid(
@@ -706,8 +751,9 @@ def test_a_call_that_was_cut_stays_open_for_a_client_that_runs_what_is_valid(
         "messages": [user(text("What is in the readme?"))],
         "tool_choice": {"type": "any"},
     }
-    whole = ask(sdk, stream=False, **question)
-    n_out, n_open = whole.usage.output_tokens, 0
+    full = ask(sdk, stream=False, **question)
+    n_out = full.usage.output_tokens
+    n_open = 0
     for n in range(n_out - 8, n_out - 1):
         body = {
             **GREEDY,
@@ -715,31 +761,23 @@ def test_a_call_that_was_cut_stays_open_for_a_client_that_runs_what_is_valid(
             "tools": OFFERED,
             **question,
             "max_tokens": n,
+            "stream": True,
+            "temperature": 0,
         }
-        body |= {"stream": True, "temperature": 0}
         answer = httpx.post(
             f"http://127.0.0.1:{port}/v1/messages?beta=true", json=body, timeout=60
         )
-        events = [
-            json.loads(line[6:])
-            for line in answer.text.splitlines()
-            if "data: " in line
-        ]
-        deltas = [
-            event["delta"] for event in events if event["type"] == "content_block_delta"
-        ]
-        said = "".join(
-            d["partial_json"] for d in deltas if d["type"] == "input_json_delta"
-        )
-        if said:
+        arguments = partial_arguments(answer.text)
+        if arguments:
             with pytest.raises(json.JSONDecodeError):
-                json.loads(said)
+                json.loads(arguments)
             n_open += 1
+
     assert n_open
 
 
 def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
-    port = served.state.config.mlx_port
+    url = f"http://127.0.0.1:{served.state.config.mlx_port}/v1/messages?beta=true"
     gate = threading.Event()
     body = {"stream": True, "messages": [user(text("wait"))], **GREEDY}
     config = served.state.config.model_copy(update={"keepalive_seconds": 0.3})
@@ -747,21 +785,17 @@ def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
     try:
         with (
             served.holding(lambda _fed: gate.wait(PATIENCE)),
-            httpx.stream(
-                "POST", f"http://127.0.0.1:{port}/v1/messages?beta=true", json=body
-            ) as answer,
+            httpx.stream("POST", url, json=body) as answer,
         ):
             names = (line for line in answer.iter_lines() if line.startswith("event:"))
-            seen = set(itertools.islice(names, 3))
-            assert seen <= {"event: ping", "event: message_start"}
-            assert "event: ping" in seen
+            first_names = set(itertools.islice(names, 3))
+            assert first_names <= {"event: ping", "event: message_start"}
+            assert "event: ping" in first_names
     finally:
         gate.set()
-        object.__setattr__(
-            served.state,
-            "config",
-            config.model_copy(update={"keepalive_seconds": 10.0}),
-        )
+        config = config.model_copy(update={"keepalive_seconds": 10.0})
+        object.__setattr__(served.state, "config", config)
+
     wait_until_idle(served.state.engine)
 
 
