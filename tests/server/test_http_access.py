@@ -1,5 +1,6 @@
 """HTTP: who may ask, what a web page may do, and that nobody holds a connection for ever."""
 
+import itertools
 import json
 import logging
 import re
@@ -21,7 +22,8 @@ from server_fixture import PATIENCE, Served, user
 from tiny_models import DENSE, tiny_model
 
 CHAT = "/v1/chat/completions"
-KEY, OTHER_KEY = "sk-örtlich-1", "sk-second"
+KEY = "sk-örtlich-1"
+OTHER_KEY = "sk-second"
 PAGE = "https://chat.example"
 IDLE = 0.4  # seconds; a request has twice as long
 
@@ -33,10 +35,18 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    pieces = []
+    while piece := connection.recv(1 << 16):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
 def all_heard(connection: socket.socket) -> list[int]:
     """The statuses of every response until the other end closes."""
-    said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d+) ", said)]
+    received = read_all(connection)
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d+) ", received)]
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -82,13 +92,12 @@ def test_each_key_opens_the_server_either_way(locked, headers):
 
 @pytest.mark.parametrize("headers", WRONG, ids=repr)
 def test_nothing_else_opens_it(locked, headers):
-    code, said, body = answer(locked, **headers)
-    assert (code, said["www-authenticate"]) == (401, "Bearer")
+    code, response_headers, body = answer(locked, **headers)
+    assert code == 401
+    assert response_headers["www-authenticate"] == "Bearer"
     error = json.loads(body)["error"]
-    assert (error["type"], error["code"]) == (
-        "invalid_request_error",
-        "invalid_api_key",
-    )
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == "invalid_api_key"
     assert "x-api-key" in error["message"]
     assert KEY not in body.decode()
 
@@ -107,37 +116,41 @@ def test_every_route_needs_a_key_but_those_that_say_whether_it_lives(locked):
 def test_a_wrong_key_is_told_that_it_is_wrong_and_a_missing_one_that_it_is_needed(
     locked,
 ):
-    how = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
+    headers_text = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
     for missing in ({}, {"x-api-key": ""}, {"Authorization": "Basic YTpi"}):
-        assert message_of(answer(locked, **missing)[2]) == f"a key is needed, as {how}"
+        _, _, body = answer(locked, **missing)
+        assert message_of(body) == f"a key is needed, as {headers_text}"
     for wrong in ({"x-api-key": "none"}, {"Authorization": "Bearer none"}):
-        sentence = message_of(answer(locked, **wrong)[2])
-        assert sentence == (
+        _, _, body = answer(locked, **wrong)
+        assert message_of(body) == (
             "the key that was sent is wrong: it is none of API_KEY. "
-            f"Send one of them, as {how}"
+            f"Send one of them, as {headers_text}"
         )
 
 
 def test_a_refusal_has_the_shape_of_the_api(locked):
     code, _, body = answer(locked, line="POST /v1/messages", body=b"{}")
     assert code == 401
-    error = json.loads(body)
-    assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+
+    reply = json.loads(body)
+    assert reply["type"] == "error"
+    assert reply["error"]["type"] == "authentication_error"
+
     _, _, body = answer(
         locked, line="POST /v1/messages", body=b"{}", Host="evil.example"
     )
     assert json.loads(body)["error"]["type"] == "permission_error"
 
 
-@pytest.mark.parametrize(
-    "key", ["sk-voilà", "sk-Å"]
-)  # whose last byte is a blank in Latin-1
+# Their last byte is a blank in Latin-1.
+@pytest.mark.parametrize("key", ["sk-voilà", "sk-Å"])
 def test_a_key_may_end_in_any_letter(key):
     with listening(api_key=key) as port:
         sent = key.encode().decode("latin-1")
         for headers in ({"x-api-key": sent}, {"Authorization": f"Bearer {sent}"}):
+            request = told(port, **headers).decode()
             with opened(port) as connection:
-                connection.sendall(told(port, **headers).decode().encode("latin-1"))
+                connection.sendall(request.encode("latin-1"))
                 assert heard(connection)[0] == 200
 
 
@@ -151,20 +164,26 @@ def test_a_body_is_not_read_before_the_key_nor_asked_for(locked):
         connection.sendall(told(locked, line=f"POST {CHAT}", Content_Length=99))
         assert heard(connection)[0] == 401
         assert is_closed(connection)
+
     with opened(locked) as connection:
         ask = told(
             locked, line=f"POST {CHAT}", Content_Length=99, Expect="100-continue"
         )
         connection.sendall(ask)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+
     for line, length, first in [
         ("POST /nothing", 2, b"404"),
         (f"POST {CHAT}", 1 << 40, b"413"),
         (f"POST {CHAT}", 2, b"100"),
     ]:
         with opened(locked) as connection:
-            how = {"Content_Length": length, "Expect": "100-continue", "x_api_key": KEY}
-            connection.sendall(told(locked, line=line, **how))
+            headers = {
+                "Content_Length": length,
+                "Expect": "100-continue",
+                "x_api_key": KEY,
+            }
+            connection.sendall(told(locked, line=line, **headers))
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + first)
 
 
@@ -198,31 +217,33 @@ def test_keys_are_in_no_log_and_in_no_repr(locked, caplog, monkeypatch):
 def tenants(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
     """What a handler knows about KEY, OTHER_KEY and KEY again, on one connection."""
 
-    def tell(handler: s.Handler) -> None:
+    def send_tenant(handler: s.Handler) -> None:
         handler._send_json(200, handler._state.tenant)
 
-    route = s._Route(tell)
-    both = {("GET", "/v1/tenant"): route, ("DELETE", "/v1/tenant"): route}
-    monkeypatch.setattr(s, "_ROUTES", s._ROUTES | both)
+    route = s._Route(send_tenant)
+    routes = {("GET", "/v1/tenant"): route, ("DELETE", "/v1/tenant"): route}
+    monkeypatch.setattr(s, "_ROUTES", {**s._ROUTES, **routes})
     with (
         listening(api_key=f"{KEY},{OTHER_KEY}", **settings) as port,
         opened(port) as connection,
     ):
-        said = []
+        names = []
         for method, key in [("GET", KEY), ("DELETE", OTHER_KEY), ("GET", KEY)]:
             connection.sendall(told(port, line=f"{method} /v1/tenant", x_api_key=key))
-            said.append(json.loads(heard(connection)[2]))
+            names.append(json.loads(heard(connection)[2]))
         code, headers, _ = answer(port, line="PUT /v1/tenant", x_api_key=KEY)
-        assert (code, headers["allow"]) == (405, "GET, DELETE")
-    return said
+        assert code == 405
+        assert headers["allow"] == "GET, DELETE"
+
+    return names
 
 
 def test_a_key_is_a_tenant_where_caches_are_apart(monkeypatch):
     assert tenants(monkeypatch) == ["", "", ""]
-    one, two, again = tenants(monkeypatch, cache_isolation="key")
-    assert one == again != two
-    assert re.fullmatch(r"[0-9a-f]{16}", one)
-    assert re.fullmatch(r"[0-9a-f]{16}", two)
+    first, second, third = tenants(monkeypatch, cache_isolation="key")
+    assert first == third != second
+    assert re.fullmatch(r"[0-9a-f]{16}", first)
+    assert re.fullmatch(r"[0-9a-f]{16}", second)
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -230,15 +251,19 @@ def test_a_key_is_a_tenant_where_caches_are_apart(monkeypatch):
 
 def test_only_its_own_names_reach_a_server_on_loopback():
     with listening(allowed_hosts="host.docker.internal, Mac.local:9") as port:
-        own = ["localhost", "LocalHost", "127.0.0.1", "[::1]", "host.docker.internal"]
-        passes = [*own, *(f"{name}:{port}" for name in own), "mac.local:9"]
-        other = [
+        own_names = [
+            "localhost",
+            "LocalHost",
+            "127.0.0.1",
+            "[::1]",
+            "host.docker.internal",
+        ]
+        passes = [*own_names, *(f"{name}:{port}" for name in own_names), "mac.local:9"]
+        other_names = [
             "evil.example",
             "localhost.evil.example",
             "127.0.0.1.evil.example",
             "x@localhost",
-        ]
-        other += [
             "mac.local",
             "host.docker.internal:1",
             "localhost:1",
@@ -248,7 +273,7 @@ def test_only_its_own_names_reach_a_server_on_loopback():
         ]
         for name in passes:
             assert status(port, Host=name) == 200, name
-        for name in [*other, *(f"{name}:{port}" for name in other)]:
+        for name in [*other_names, *(f"{name}:{port}" for name in other_names)]:
             code, _, body = answer(port, Host=name)
             assert code == 403, name
             assert "ALLOWED_HOSTS" in json.loads(body)["error"]["message"]
@@ -256,9 +281,8 @@ def test_only_its_own_names_reach_a_server_on_loopback():
         for line in ("GET /", "GET /health", "OPTIONS /", f"POST {CHAT}"):
             assert status(port, line=line, Host="evil.example") == 403
         with opened(port, "::1") as connection:
-            connection.sendall(
-                told(port, Host=f"[::1]:{port}") + told(port, Host="evil.example")
-            )
+            own_request = told(port, Host=f"[::1]:{port}")
+            connection.sendall(own_request + told(port, Host="evil.example"))
             assert heard(connection)[0] == 200
 
 
@@ -293,31 +317,24 @@ FOREIGN = [
 
 def test_no_web_page_but_its_own_can_spend_the_machine():
     with listening() as port:
-        own = f"http://localhost:{port}"
-        assert status(port, Origin=own) == status(port) == 200
-        assert "access-control-allow-origin" not in answer(port, Origin=own)[1]
-        for origin in (
-            *FOREIGN,
-            f"https://localhost:{port}",
-            f"http://127.0.0.1:{port}",
-        ):
-            for line in (
-                "GET /v1/status",
-                f"POST {CHAT}",
-                "OPTIONS /v1/models",
-                "GET /",
-                "PUT /x",
-            ):
-                code, headers, body = answer(
-                    port,
-                    line=line,
-                    Origin=origin,
-                    Content_Type="text/plain",
-                    body=b"{}",
-                )
-                assert code == 403, (origin, line)
-                assert "CORS_ORIGINS" in json.loads(body)["error"]["message"]
-                assert "access-control-allow-origin" not in headers
+        own_origin = f"http://localhost:{port}"
+        assert status(port, Origin=own_origin) == status(port) == 200
+        assert "access-control-allow-origin" not in answer(port, Origin=own_origin)[1]
+        origins = [*FOREIGN, f"https://localhost:{port}", f"http://127.0.0.1:{port}"]
+        lines = [
+            "GET /v1/status",
+            f"POST {CHAT}",
+            "OPTIONS /v1/models",
+            "GET /",
+            "PUT /x",
+        ]
+        for origin, line in itertools.product(origins, lines):
+            fields = {"line": line, "Origin": origin, "Content_Type": "text/plain"}
+            code, headers, body = answer(port, body=b"{}", **fields)
+            assert code == 403, (origin, line)
+            assert "CORS_ORIGINS" in json.loads(body)["error"]["message"]
+            assert "access-control-allow-origin" not in headers
+
         asks = {"Access_Control_Request_Method": "POST"}
         assert status(port, line=f"OPTIONS {CHAT}", Origin=PAGE, **asks) == 403
 
@@ -325,14 +342,14 @@ def test_no_web_page_but_its_own_can_spend_the_machine():
 @pytest.mark.parametrize("origins", [f"https://x, {PAGE.upper()}", "*"])
 def test_a_page_that_may_ask_can_read_every_answer(origins):
     with listening(cors_origins=origins, api_key=KEY) as port:
-        for how in (
+        for fields in (
             {"x_api_key": KEY},
             {},
             {"line": "GET /nothing", "x_api_key": KEY},
             {"line": "GET /"},
             {"line": f"POST {CHAT}", "body": b"{", "x_api_key": KEY},
         ):
-            _, headers, _ = answer(port, Origin=PAGE, **how)
+            _, headers, _ = answer(port, Origin=PAGE, **fields)
             assert headers["access-control-allow-origin"] == PAGE
             assert headers["vary"] == "Origin"
         code = status(port, Origin="https://evil.example", x_api_key=KEY)
@@ -340,40 +357,45 @@ def test_a_page_that_may_ask_can_read_every_answer(origins):
         with opened(port) as connection:
             for origin in (PAGE, None):
                 connection.sendall(told(port, x_api_key=KEY, Origin=origin))
-                assert heard(connection)[1].get("access-control-allow-origin") == origin
+                _, headers, _ = heard(connection)
+                assert headers.get("access-control-allow-origin") == origin
 
 
 def test_what_a_page_may_send_is_said_before_it_has_a_key():
-    asks = {"Access_Control_Request_Method": "POST"}
-    asks |= {"Access_Control_Request_Headers": "authorization, x-stainless-os"}
+    allowed = "authorization, x-stainless-os"
+    asks = {
+        "Access_Control_Request_Method": "POST",
+        "Access_Control_Request_Headers": allowed,
+    }
     line = f"OPTIONS {CHAT}"
     with listening(cors_origins=PAGE, api_key=KEY) as port, opened(port) as connection:
         connection.sendall(told(port, line=line, Origin=PAGE, **asks))
         code, headers, body = heard(connection)
-        assert (code, body) == (204, b"")
-        assert (
-            headers["access-control-allow-headers"] == "authorization, x-stainless-os"
-        )
-        assert {"GET", "POST", "DELETE"} <= set(
-            headers["access-control-allow-methods"].split(", ")
-        )
+        assert code == 204
+        assert body == b""
+        assert headers["access-control-allow-headers"] == allowed
+        methods = headers["access-control-allow-methods"].split(", ")
+        assert {"GET", "POST", "DELETE"} <= set(methods)
         assert int(headers["access-control-max-age"]) > 0
         assert headers["access-control-allow-origin"] == PAGE
-        connection.sendall(
-            told(port, Origin=PAGE, x_api_key=KEY)
-        )  # nothing of it was left over
+
+        # nothing of it is left over
+        connection.sendall(told(port, Origin=PAGE, x_api_key=KEY))
         assert heard(connection)[0] == 200
+
         assert status(port, line=line) == 401  # no page
         assert status(port, line=line, Origin="https://x", **asks) == 403
 
 
 def test_headers_that_are_echoed_cannot_become_others():
     with listening(cors_origins="*") as port:
-        asks = {"Access_Control_Request_Method": "POST"}
-        asks |= {"Access_Control_Request_Headers": "a,\r\n Set-Cookie: b"}
-        _, headers, _ = answer(
-            port, line="OPTIONS /", Origin="x\r\n\tSet-Cookie: c", **asks
-        )
+        fields = {
+            "line": "OPTIONS /",
+            "Origin": "x\r\n\tSet-Cookie: c",
+            "Access_Control_Request_Method": "POST",
+            "Access_Control_Request_Headers": "a,\r\n Set-Cookie: b",
+        }
+        _, headers, _ = answer(port, **fields)
         assert headers["access-control-allow-headers"] == "a, set-cookie: b"
         assert headers["access-control-allow-origin"] == "x set-cookie: c"
         assert "set-cookie" not in headers
@@ -381,20 +403,19 @@ def test_headers_that_are_echoed_cannot_become_others():
 
 def test_a_stream_is_read_by_the_page_and_by_an_sdk_with_a_key(tmp_path_factory):
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    served = Served(
-        folder, cors_origins=PAGE, api_key="none"
-    )  # the key of serving's SDK
-    with closing(served):
+    # the key of the SDK in Served
+    with closing(Served(folder, cors_origins=PAGE, api_key="none")) as served:
         assert served.ask([user("Hello.")], max_tokens=3).n_generated == 3
-        asked = {"messages": [user("Hello.")], "max_tokens": 3, "stream": True}
-        how = {
-            "body": json.dumps(asked).encode(),
+        chat = {"messages": [user("Hello.")], "max_tokens": 3, "stream": True}
+        fields = {
+            "body": json.dumps(chat).encode(),
             "Authorization": "Bearer none",
             "Origin": PAGE,
         }
         port = served.state.config.mlx_port
-        code, headers, body = answer(port, line=f"POST {CHAT}", **how)
-        assert (code, headers["access-control-allow-origin"]) == (200, PAGE)
+        code, headers, body = answer(port, line=f"POST {CHAT}", **fields)
+        assert code == 200
+        assert headers["access-control-allow-origin"] == PAGE
         assert headers["content-type"].startswith("text/event-stream")
         assert body.endswith(b"data: [DONE]\n\n")
 
@@ -404,33 +425,33 @@ def test_http_1_0_knows_no_chunks_and_is_told_that_the_connection_ends(
 ):
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
     with closing(Served(folder)) as served:
-        port, asked = (
-            served.state.config.mlx_port,
-            {"messages": [user("Hello.")], "max_tokens": 3},
-        )
+        port = served.state.config.mlx_port
+        chat = {"messages": [user("Hello.")], "max_tokens": 3}
+        chat_body = json.dumps(chat).encode()
+        stream_body = json.dumps({**chat, "stream": True}).encode()
         for line, body in [
             ("GET /health", b""),
-            (f"POST {CHAT}", json.dumps(asked).encode()),
-            (f"POST {CHAT}", json.dumps(asked | {"stream": True}).encode()),
-            ("POST /v1/messages", json.dumps(asked | {"stream": True}).encode()),
+            (f"POST {CHAT}", chat_body),
+            (f"POST {CHAT}", stream_body),
+            ("POST /v1/messages", stream_body),
         ]:
-            how = {
+            fields = {
                 "line": line,
                 "body": body,
                 "Connection": "keep-alive",
                 "Expect": "100-continue",
             }
+            request = told(port, **fields).replace(b" HTTP/1.1", b" HTTP/1.0", 1)
             with opened(port) as connection:
-                connection.sendall(
-                    told(port, **how).replace(b" HTTP/1.1", b" HTTP/1.0", 1)
-                )
-                said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-            head, _, said = said.partition(b"\r\n\r\n")
+                connection.sendall(request)
+                response = read_all(connection)
+
+            head, _, content = response.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200 ")
             assert b"\r\nConnection: close" in head
             assert b"Transfer-Encoding" not in head
-            assert said.startswith((b"data: {", b"event: message_start\n", b"{"))
-            assert said.endswith((b"data: [DONE]\n\n", b'message_stop"}\n\n', b"}"))
+            assert content.startswith((b"data: {", b"event: message_start\n", b"{"))
+            assert content.endswith((b"data: [DONE]\n\n", b'message_stop"}\n\n', b"}"))
 
 
 # -- the gate --------------------------------------------------------------------------------------
@@ -456,8 +477,8 @@ def test_the_gate_checks_host_origin_length_and_key_in_this_order():
             ("Content_Length", 400),
             ("x_api_key", 401),
         ]:
-            said, headers, body = answer(port, **wrong)
-            assert said == code, name
+            received_code, headers, body = answer(port, **wrong)
+            assert received_code == code, name
             assert ("ALLOWED_HOSTS" in body.decode()) == (name == "Host")
             can_read = "access-control-allow-origin" in headers
             assert can_read == (name in ("Content_Length", "x_api_key"))
@@ -513,10 +534,10 @@ TWO_IN_ONE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("how", TWO_IN_ONE, ids=repr)
-def test_no_request_hides_in_another(how):
+@pytest.mark.parametrize("fields", TWO_IN_ONE, ids=repr)
+def test_no_request_hides_in_another(fields):
     with listening(cors_origins="https://x") as port, opened(port) as connection:
-        connection.sendall(told(port, **how))
+        connection.sendall(told(port, **fields))
         assert len(all_heard(connection)) == 1
 
 
@@ -524,8 +545,9 @@ def test_no_request_hides_in_another(how):
 def test_what_nobody_can_explain_is_the_clients_fault(tools):
     body = json.dumps({"messages": [user("Hello.")], "tools": tools}).encode()
     with listening() as port:
-        code, _, said = answer(port, line="POST /v1/cache/explain", body=body)
-    assert (code, json.loads(said)["error"]["type"]) == (400, "invalid_request_error")
+        code, _, reply = answer(port, line="POST /v1/cache/explain", body=body)
+    assert code == 400
+    assert json.loads(reply)["error"]["type"] == "invalid_request_error"
 
 
 CHUNKED_BODIES = {  # how a chunked body may be written: whether it can be read
@@ -548,12 +570,15 @@ def test_a_line_of_a_chunked_body_ends_with_cr_lf(body):
     """RFC 9112 section 7.1. A body that can be read is refused for its lack of messages."""
     headers = {"Content_Length": None, "Transfer_Encoding": "chunked"}
     with listening() as port:
-        code, how, said = answer(port, line=f"POST {CHAT}", body=body, **headers)
+        code, response_headers, reply = answer(
+            port, line=f"POST {CHAT}", body=body, **headers
+        )
 
     assert code == 400
-    is_malformed = message_of(said) == "the chunked body is malformed"
+
+    is_malformed = message_of(reply) == "the chunked body is malformed"
     assert is_malformed != CHUNKED_BODIES[body]
-    assert (how.get("connection") == "close") == is_malformed
+    assert (response_headers.get("connection") == "close") == is_malformed
 
 
 @pytest.mark.parametrize(
@@ -571,11 +596,11 @@ def test_a_line_of_a_chunked_body_ends_with_cr_lf(body):
 def test_a_transfer_coding_other_than_chunked_is_refused(coding, status, has_length):
     length = {"Content_Length": 0} if has_length else {}
     with listening() as port:
-        code, how, said = answer(port, Transfer_Encoding=coding, **length)
+        code, response_headers, reply = answer(port, Transfer_Encoding=coding, **length)
 
     assert code == status
-    assert how["connection"] == "close"
-    assert status == 200 or "Transfer-Encoding can only be chunked" in message_of(said)
+    assert response_headers["connection"] == "close"
+    assert status == 200 or "Transfer-Encoding can only be chunked" in message_of(reply)
 
 
 def test_an_empty_line_before_a_request_counts_for_nothing():
@@ -585,6 +610,7 @@ def test_an_empty_line_before_a_request_counts_for_nothing():
         connection.sendall(request + b"\r\n" + request)
         connection.sendall(b"\n" + told(port, line="GET /health", Connection="close"))
         assert all_heard(connection) == [503, 503, 503]
+
     with listening() as port, opened(port) as connection:
         connection.sendall(b"\r\n")
         connection.shutdown(socket.SHUT_WR)
@@ -594,18 +620,18 @@ def test_an_empty_line_before_a_request_counts_for_nothing():
 def test_a_target_may_be_a_whole_url():
     """RFC 9112 section 3.2.2: its host counts, and Host does not."""
     with listening() as port:
-        here = f"http://localhost:{port}"
+        origin = f"http://localhost:{port}"
         for target, code in {
-            f"{here}/v1/status": 200,
+            f"{origin}/v1/status": 200,
             f"HTTP://localhost:{port}/v1/status?x=1": 200,
-            here: 503,
-            f"{here}?x": 503,
-            f"{here}/none": 404,
+            origin: 503,
+            f"{origin}?x": 503,
+            f"{origin}/none": 404,
             "http://evil.example/v1/status": 403,
             f"http://localhost:{port}@evil.example/v1/status": 403,
         }.items():
             assert status(port, line=f"GET {target}") == code
-        url = f"GET {here}/v1/status"
+        url = f"GET {origin}/v1/status"
         assert status(port, line=url, Host="evil.example") == 200
         assert status(port, line=url, Host=None) == 200
         page = {"Origin": "http://evil.example", "Host": "evil.example"}
@@ -616,7 +642,8 @@ def test_a_request_after_another_is_no_part_of_it():
     with listening() as port, opened(port) as connection:
         empty = told(port, line=f"POST {CHAT}", Content_Length=0)
         broken = told(port, line=f"POST {CHAT}", body=b"{")
-        connection.sendall(empty + broken + told(port, Connection="close"))
+        request = told(port, Connection="close")
+        connection.sendall(empty + broken + request)
         assert all_heard(connection) == [400, 400, 200]
 
 
@@ -628,10 +655,9 @@ def test_a_model_is_found_by_the_name_of_its_repository(monkeypatch):
         url = f"http://localhost:{port}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
             assert sdk.models.retrieve(name).id == name  # it writes %2F
-        assert (
-            answer(port, line="GET /v1/models/maker/Gr%C3%B6%C3%9Fe%204bit")[0] == 200
-        )
-        assert answer(port, line="GET /v1/models/maker%2Fother")[0] == 404
+        path = "/v1/models/maker/Gr%C3%B6%C3%9Fe%204bit"
+        assert status(port, line=f"GET {path}") == 200
+        assert status(port, line="GET /v1/models/maker%2Fother") == 404
 
 
 # -- connections -----------------------------------------------------------------------------------
@@ -669,23 +695,24 @@ def test_a_byte_now_and_then_holds_no_slot_for_ever(name):
     sent = SLOW[name]
     n_at_once = sent.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in sent else 5
     began = time.monotonic()
-    one = listening(max_connections=1, idle_connection_seconds=IDLE)
-    with one as port, opened(port) as connection, ThreadPoolExecutor() as pool:
+    server = listening(max_connections=1, idle_connection_seconds=IDLE)
+    with server as port, opened(port) as connection, ThreadPoolExecutor() as pool:
         connection.sendall(sent[:n_at_once])
-        other = pool.submit(
-            status, port
-        )  # its turn comes, though the first never hangs up
+        # its turn comes, though the first never hangs up
+        next_status = pool.submit(status, port)
         dribble(connection, sent[n_at_once:])
         assert time.monotonic() - began > IDLE * 2  # no sooner than promised
-        assert other.result(timeout=PATIENCE) == 200
+        assert next_status.result(timeout=PATIENCE) == 200
 
 
 def test_what_comes_steadily_and_in_time_is_served_and_a_long_answer_is_not_cut(
     monkeypatch,
 ):
-    monkeypatch.setattr(
-        s, "status_body", lambda state: time.sleep(4 * IDLE) or {"so": "long"}
-    )
+    def slow_status(_state):
+        time.sleep(4 * IDLE)
+        return {"so": "long"}
+
+    monkeypatch.setattr(s, "status_body", slow_status)
     with listening(idle_connection_seconds=IDLE) as port, opened(port) as connection:
         for _ in range(3):  # each request has its own time
             request = told(port)
@@ -701,7 +728,8 @@ def test_the_time_of_a_request_is_not_that_of_the_wait_for_it():
         connection.sendall(told(port))
         assert heard(connection)[0] == 200
         time.sleep(0.7 * idle)
-        began, request = time.monotonic(), told(port)
+        began = time.monotonic()
+        request = told(port)
         for byte in request[:-1]:
             connection.sendall(bytes([byte]))
             time.sleep(1.6 * idle / len(request))
@@ -769,43 +797,43 @@ def test_what_is_too_large_is_said_to_be(name):
 # -- the page --------------------------------------------------------------------------------------
 
 
+def check_page_headers(headers) -> None:
+    assert headers["content-type"] == "text/html; charset=utf-8"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cache-control"] == "no-cache"
+    rules = headers["content-security-policy"].split("; ")
+    sources = dict(rule.split(" ", 1) for rule in rules)
+    for name in ("default-src", "frame-ancestors", "base-uri"):
+        assert sources[name] == "'none'"
+    assert sources["connect-src"] == "'self'"
+
+
 def test_a_browser_gets_the_page_and_programs_the_health(tmp_path, monkeypatch):
     monkeypatch.setattr(s, "__file__", str(tmp_path / "start-llm.py"))
     accepts = "text/html,application/xhtml+xml,*/*;q=0.8"
+    page_request = {"line": "GET /", "Accept": accepts}
     with listening() as port:
-        for how in (
-            {"Accept": accepts, "line": "GET /"},
-            {"line": "GET /openapi.json"},
-        ):
-            code, _, body = answer(port, **how)
+        for fields in (page_request, {"line": "GET /openapi.json"}):
+            code, _, body = answer(port, **fields)
             assert code == 404
             assert "web/" in json.loads(body)["error"]["message"]
             assert str(tmp_path) not in body.decode()
+
         (tmp_path / "web").mkdir()
         for text in ("<p>Grüße</p>", "<p>changed</p>"):  # without a restart
             (tmp_path / "web" / "index.html").write_text(text, "utf-8")
-            code, headers, body = answer(port, line="GET /", Accept=accepts)
+            code, headers, body = answer(port, **page_request)
             assert (code, body.decode()) == (200, text)
-        assert headers["content-type"] == "text/html; charset=utf-8"
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["cache-control"] == "no-cache"
-        rules = dict(
-            rule.split(" ", 1)
-            for rule in headers["content-security-policy"].split("; ")
-        )
-        assert (
-            rules["default-src"]
-            == rules["frame-ancestors"]
-            == rules["base-uri"]
-            == "'none'"
-        )
-        assert rules["connect-src"] == "'self'"
+        check_page_headers(headers)
+
         (tmp_path / "web" / "openapi.json").write_text('{"openapi": "3.1.0"}')
         code, headers, body = answer(port, line="GET /openapi.json")
         assert (code, json.loads(body)) == (200, {"openapi": "3.1.0"})
         assert headers["content-type"] == "application/json"
+
         for accept in ("application/json", "*/*", None):
             code, _, body = answer(port, line="GET /", Accept=accept)
             assert (code, json.loads(body)) == (503, {"status": "loading"})
+
         code, headers, body = answer(port, line="HEAD /", Accept=accepts)
         assert (code, headers["content-length"], body) == (200, "14", b"")
