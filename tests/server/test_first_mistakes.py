@@ -43,15 +43,17 @@ def test_a_chat_names_the_model_that_it_talks_to(folder, tmp_path, monkeypatch, 
         words = iter(["Hello", "/quit"])
         monkeypatch.setattr("builtins.input", lambda _: next(words))
         chat.main()
-    said = capsys.readouterr().out
-    assert "TTFT" in said and "is not loaded" not in said
+
+    output = capsys.readouterr().out
+    assert "TTFT" in output
+    assert "is not loaded" not in output
 
 
 @pytest.mark.parametrize(
-    "behind", ["", "/", "/tree/main", "/tree/main/", "/blob/main/config.json"]
+    "suffix", ["", "/", "/tree/main", "/tree/main/", "/blob/main/config.json"]
 )
-def test_an_address_from_the_browser_is_named_as_its_repository(behind):
-    config = s.Config(model_path=f"https://huggingface.co/some/Model-4bit{behind}")
+def test_an_address_from_the_browser_is_named_as_its_repository(suffix):
+    config = s.Config(model_path=f"https://huggingface.co/some/Model-4bit{suffix}")
     assert s._read_model_name(config) == "some/Model-4bit"
     assert s._read_model_name(s.Config(model_path="/my/tree/main")) == "/my/tree/main"
 
@@ -62,9 +64,8 @@ def test_only_a_request_without_a_query_forgets_all(folder, query):
         port = served.state.config.mlx_port
 
         def ask(method, path, body=None):
-            with closing(
-                http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-            ) as connection:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            with closing(connection):
                 connection.request(method, path, body and json.dumps(body))
                 return json.load(connection.getresponse())
 
@@ -75,46 +76,50 @@ def test_only_a_request_without_a_query_forgets_all(folder, query):
 
 
 def test_codex_at_the_servers_own_port_is_told_where_its_api_is(folder):
+    url = r"http://127\.0\.0\.1:4000/v1/responses"
     with (
         closing(Served(folder)) as served,
-        pytest.raises(
-            openai.NotFoundError, match=r"http://127\.0\.0\.1:4000/v1/responses"
-        ),
+        pytest.raises(openai.NotFoundError, match=url),
     ):
         served._sdk.responses.create(model="any", input="Hello.")
 
 
 def test_an_address_of_another_machine_is_not_asked_who_listens_there(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        s.socket.socket, "connect_ex", lambda _, at: asked.append(at) or 0
-    )
+    addresses = []
+
+    def connect_ex(_socket, address):
+        addresses.append(address)
+        return 0
+
+    monkeypatch.setattr(s.socket.socket, "connect_ex", connect_ex)
     config = s.Config(mlx_host="192.0.2.1", api_key="k", mlx_port=free_port())
     with pytest.raises(s.ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         s._listen(config, s.build_state(config))
-    assert not asked
+
+    assert not addresses
 
 
-@pytest.mark.parametrize("asked", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_only_the_loopback_address_that_was_not_asked_for_may_be_missing(
-    monkeypatch, asked
+    monkeypatch, host
 ):
-    (other,) = {"127.0.0.1", "::1"} - {asked}
-    config = s.Config(mlx_host=asked)
+    (other_host,) = {"127.0.0.1", "::1"} - {host}
+    config = s.Config(mlx_host=host)
     state = s.build_state(config)
 
-    def listen_without(missing):
+    def listen_without(missing_host):
         def bind(address, *_, **__):
-            if address[0] == missing:
+            if address[0] == missing_host:
                 raise OSError(errno.EADDRNOTAVAIL, "planted")
             return address[0]
 
         monkeypatch.setattr(s, "LLMServer", bind)
         return s._listen(config, state)
 
-    assert listen_without(other) == [asked]
-    with pytest.raises(s.ConfigError, match=f"cannot listen on {asked}"):
-        listen_without(asked)
+    assert listen_without(other_host) == [host]
+
+    with pytest.raises(s.ConfigError, match=f"cannot listen on {host}"):
+        listen_without(host)
 
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -145,14 +150,12 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered(
 def test_no_time_is_longer_than_a_socket_can_wait():
     with pytest.raises(s.ConfigError, match="IDLE_CONNECTION_SECONDS"):
         s.Config.from_env({"IDLE_CONNECTION_SECONDS": "9999999999"})
-    with (
-        listening(idle_connection_seconds=1e8) as port,
-        closing(
-            http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        ) as connection,
-    ):
-        connection.request("GET", "/health")
-        assert connection.getresponse().status == 503
+
+    with listening(idle_connection_seconds=1e8) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with closing(connection):
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 503
 
 
 def test_an_env_file_that_cannot_be_read_is_one_sentence(monkeypatch, capsys):
@@ -176,14 +179,15 @@ def test_the_home_of_nobody_is_one_sentence():
 def test_packages_of_the_users_own_path_do_not_hide_the_pinned_ones(
     monkeypatch, tmp_path
 ):
-    started = []
+    environments = []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(install, "is_this_python_usable", lambda: True)
     monkeypatch.setattr(install, "prepare", lambda *_: None)
     monkeypatch.setattr(install, "server_environment", lambda _, environ: dict(environ))
-    monkeypatch.setattr(os, "execve", lambda *call: started.append(call[2]))
+    monkeypatch.setattr(os, "execve", lambda *call: environments.append(call[2]))
     install.run([])
-    assert "PYTHONPATH" not in started[0]
+
+    assert "PYTHONPATH" not in environments[0]
 
 
 def test_the_command_it_names_works_where_it_is_named(monkeypatch, tmp_path, capsys):
@@ -191,8 +195,10 @@ def test_the_command_it_names_works_where_it_is_named(monkeypatch, tmp_path, cap
     monkeypatch.setattr(install, "is_this_python_usable", lambda: True)
     monkeypatch.setattr(install, "prepare", lambda *_: None)
     assert install.run(["--setup-only"]) == 0
-    said = capsys.readouterr().out
-    assert Path(shlex.split(said.partition("with: ")[2])[1]).exists()
+    output = capsys.readouterr().out
+    _, _, command = output.partition("with: ")
+    _, program, *_ = shlex.split(command)
+    assert Path(program).exists()
 
 
 def test_a_chats_tools_survive_what_they_meet(tmp_path):
@@ -205,10 +211,8 @@ def test_a_chats_tools_survive_what_they_meet(tmp_path):
 def test_of_a_large_file_only_its_beginning_is_read(tmp_path, monkeypatch):
     (tmp_path / "big").write_text("x" * 100_000)
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("all of it"))
-    assert (
-        chat.use_tool("read_file", '{"path": "big"}', tmp_path)
-        == "x" * chat.MOST_CHARACTERS
-    )
+    text = chat.use_tool("read_file", '{"path": "big"}', tmp_path)
+    assert text == "x" * chat.MOST_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,7 @@ def test_a_chat_says_what_it_cannot_use(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"),
+    ("line", "real_line"),
     [
         ("POST /chat/completions", "POST /v1/chat/completions"),
         ("POST /completions", "POST /v1/completions"),
@@ -240,10 +244,11 @@ def test_a_chat_says_what_it_cannot_use(monkeypatch, wrong):
         ("GET //v1/models", "GET /v1/models"),
     ],
 )
-def test_a_base_url_with_or_without_v1_reaches_the_same_route(line, meant):
+def test_a_base_url_with_or_without_v1_reaches_the_same_route(line, real_line):
     with listening() as port:
         code, _, body = answer(port, line=line, body=b"{}")
-        assert (code, body) == answer(port, line=meant, body=b"{}")[::2]
+        real_code, _, real_body = answer(port, line=real_line, body=b"{}")
+        assert (code, body) == (real_code, real_body)
         assert code in (400, 503)  # from inside the route: no model is loaded
 
 
@@ -307,25 +312,23 @@ def test_the_advice_has_the_shape_of_the_api_that_was_asked_for():
             assert error["type"] == "invalid_request_error"
         for line, _, _ in ANTHROPIC:
             body = json.loads(answer(port, line=line)[2])
-            assert (body["type"], set(body["error"])) == ("error", {"type", "message"})
-        bad_key = listening(api_key="k")
-        with bad_key as locked:
-            body = json.loads(answer(locked, line="GET /api/tags")[2])
-            assert "a key is needed" in body["error"]
+            assert body["type"] == "error"
+            assert set(body["error"]) == {"type", "message"}
+
+    with listening(api_key="k") as port:
+        body = json.loads(answer(port, line="GET /api/tags")[2])
+        assert "a key is needed" in body["error"]
 
 
 def test_advice_names_the_configured_address_where_the_host_header_is_none():
     with listening() as port:
-        for host in (None, "bad host/{0}"):
-            headers = {"Host": host}
-            if host is None:
-                sentence = message_of(answer(port, line="GET /v1", **headers)[2])
-                assert f"http://127.0.0.1:{port}/v1/" in sentence
-            else:
-                assert status(port, line="GET /v1", **headers) == 403
+        sentence = message_of(answer(port, line="GET /v1", Host=None)[2])
+        assert f"http://127.0.0.1:{port}/v1/" in sentence
+        assert status(port, line="GET /v1", Host="bad host/{0}") == 403
+
     with listening(mlx_host="0.0.0.0", api_key="k") as port:
-        how = {"Host": "a b/{server}", "x_api_key": "k"}
-        sentence = message_of(answer(port, line="GET /v1", **how)[2])
+        headers = {"Host": "a b/{server}", "x_api_key": "k"}
+        sentence = message_of(answer(port, line="GET /v1", **headers)[2])
         assert "a b/" not in sentence
         assert f"http://0.0.0.0:{port}/v1/" in sentence
 
@@ -351,6 +354,7 @@ def test_a_stored_conversation_is_refused_by_name_on_every_api(field):
             assert message_of(reply) == (
                 f"{field}: no conversation is stored here: leave it out, send all messages"
             )
+
             for harmless in (
                 {field: None},
                 {"store": True},
@@ -362,6 +366,5 @@ def test_a_stored_conversation_is_refused_by_name_on_every_api(field):
 
 def test_the_version_is_that_of_the_program():
     with listening() as port:
-        assert json.loads(answer(port, line="GET /version")[2]) == {
-            "version": s.VERSION
-        }
+        _, _, body = answer(port, line="GET /version")
+        assert json.loads(body) == {"version": s.VERSION}
