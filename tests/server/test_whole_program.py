@@ -31,9 +31,8 @@ from server_fixture import (
 )
 from tiny_models import DENSE, HYBRID, TOOLS, tiny_model
 
-N_DISCONNECTS = (
-    390  # with the malformed ones and some that are right: 500 mixed requests
-)
+# With the malformed ones and some that are right: 500 mixed requests.
+N_DISCONNECTS = 390
 N_MALFORMED = 100
 GROWTH = 1.05  # of memory, after the storm
 
@@ -41,14 +40,15 @@ GROWTH = 1.05  # of memory, after the storm
 @pytest.fixture
 def start(tmp_path) -> Iterator[Any]:
     """Start programs; those still running at the end are killed."""
-    started: list[Program] = []
+    programs: list[Program] = []
 
-    def start(model: str | Path, **how: Any) -> Program:
-        started.append(Program(tmp_path / f"program{len(started)}", model, **how))
-        return started[-1]
+    def start(model: str | Path, **settings: Any) -> Program:
+        folder = tmp_path / f"program{len(programs)}"
+        programs.append(Program(folder, model, **settings))
+        return programs[-1]
 
     yield start
-    for program in started:
+    for program in programs:
         if program.process.poll() is None:
             program.end(signal.SIGKILL)
 
@@ -76,13 +76,15 @@ def test_it_listens_before_it_is_ready_survives_a_kill_and_stops_when_told(
 ):
     model = tiny_model(HYBRID, tmp_path_factory.getbasetemp())
     first = start(model)
-    seen = [answer for answer in first.wait_until_ready() if answer[0]]
-    assert seen == [(503, "loading"), (200, "ok")]
-    said = converse(first.port, seed=1)
+    answers = [answer for answer in first.wait_until_ready() if answer[0]]
+    assert answers == [(503, "loading"), (200, "ok")]
+
+    replies = converse(first.port, seed=1)
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
+
     second = start(model, port=first.port)
     second.wait_until_ready()
-    assert converse(first.port, seed=1) == said
+    assert converse(first.port, seed=1) == replies
     assert second.end(signal.SIGTERM) == 0
     assert "Traceback" not in second.said
 
@@ -90,10 +92,10 @@ def test_it_listens_before_it_is_ready_survives_a_kill_and_stops_when_told(
 def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
     unknown = tmp_path / "unknown"
     shutil.copytree(model, unknown)
-    facts = json.loads((unknown / "config.json").read_text("utf-8"))
-    (unknown / "config.json").write_text(
-        json.dumps({**facts, "model_type": "nope7"}), "utf-8"
-    )
+    config = json.loads((unknown / "config.json").read_text("utf-8"))
+    config["model_type"] = "nope7"
+    (unknown / "config.json").write_text(json.dumps(config), "utf-8")
+
     first = start(model)
     first.wait_until_ready()
     refused = {
@@ -102,12 +104,14 @@ def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
         str(first.port): start(model, port=first.port),
         "API_KEY": start(model, MLX_HOST="0.0.0.0"),
     }
-    for named, program in refused.items():
+    for reason, program in refused.items():
         assert program.process.wait(timeout=PATIENCE) == 2
         lines = program.said.strip().splitlines()
         (sentence,) = [line for line in lines if line.startswith("start-llm: ")]
-        assert named in sentence and sentence == lines[-1]
+        assert reason in sentence
+        assert sentence == lines[-1]
         assert "Traceback" not in program.said
+
     assert first.get("/health")[0] == 200
 
 
@@ -116,9 +120,11 @@ def test_a_low_limit_of_open_files_is_enough_or_one_sentence_says_so(start, mode
     too_few = start(model, open_files=64)
 
     assert too_few.process.wait(timeout=PATIENCE) == 2
+
     sentence = too_few.said.strip().splitlines()[-1]
     assert sentence.startswith("start-llm: 320 open files are needed")
     assert "MAX_CONNECTIONS" in sentence
+
     enough.wait_until_ready()
     assert enough.end(signal.SIGTERM) == 0
     assert "Traceback" not in enough.said
@@ -143,25 +149,26 @@ def test_copied_alone_it_says_that_there_is_no_proxy_and_serves(start, model):
     assert program.end(signal.SIGTERM) == 0
 
 
-@pytest.mark.parametrize("how", ["killed", "told twice"])
-def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, how):
+@pytest.mark.parametrize("ending", ["killed", "told twice"])
+def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, ending):
     if not Path(sys.executable).with_name("litellm").exists():
         pytest.skip("LiteLLM is not installed")
     helpers = Path(start_llm.__file__).parent / "scripts" / "helpers"
-    beside = tmp_path / "program0" / "scripts" / "helpers"
-    beside.mkdir(parents=True)
+    copies = tmp_path / "program0" / "scripts" / "helpers"
+    copies.mkdir(parents=True)
     for name in ("litellm_beside.py", "litellm_gate.py"):
-        shutil.copy(helpers / name, beside / name)
+        shutil.copy(helpers / name, copies / name)
     port = free_port()
     program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(port))
     program.wait_until_ready()
     wait_until(lambda: f"LiteLLM is up at http://127.0.0.1:{port}" in program.said)
     family = psutil.Process(program.process.pid).children(recursive=True)
-    if how == "killed":
+    if ending == "killed":
         program.end(signal.SIGKILL)
     while program.process.poll() is None:
         program.process.send_signal(signal.SIGINT)
         time.sleep(0.05)
+
     assert not psutil.wait_procs(family, 10)[1]
     assert not is_up(port)
 
@@ -185,11 +192,10 @@ def endless_request(rng: random.Random, end: int) -> bytes:
 def http_bytes(
     body: bytes, *, line: str = f"POST {CHAT} HTTP/1.1", **headers: str
 ) -> bytes:
-    named = {"Host": "localhost", "Content_Length": str(len(body)), **headers}
-    lines = [
-        line,
-        *(f"{name.replace('_', '-')}: {value}" for name, value in named.items()),
-    ]
+    fields = {"Host": "localhost", "Content_Length": str(len(body)), **headers}
+    lines = [line]
+    for name, value in fields.items():
+        lines.append(f"{name.replace('_', '-')}: {value}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -197,8 +203,9 @@ def leave(port: int, end: int, *, seed: int) -> None:
     """Connect, get as far as chance has it, and go: politely or with a reset."""
     rng = random.Random(seed)
     message = endless_request(rng, end)
+    n_all = len(message)
     n_sent = rng.choice(
-        (0, rng.randrange(100), rng.randrange(len(message)), *[len(message)] * 3)
+        (0, rng.randrange(100), rng.randrange(n_all), n_all, n_all, n_all)
     )
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.sendall(message[:n_sent])
@@ -208,14 +215,15 @@ def leave(port: int, end: int, *, seed: int) -> None:
                 connection.recv(rng.choice((1, 500, 5000)))
         time.sleep(rng.random() ** 3 * 0.5)
         if rng.random() < 0.5:
-            connection.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )
+            no_linger = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
 
 
 def many_leave(port: int, end: int, *, seeds: range) -> None:
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(lambda seed: leave(port, end, seed=seed), seeds))
+        clients = [pool.submit(leave, port, end, seed=seed) for seed in seeds]
+        for client in clients:
+            client.result()
 
 
 # -- requests that are wrong -----------------------------------------------------------------------
@@ -345,21 +353,20 @@ CUT_EMOJI = (
 def malformed() -> list[tuple[bytes, set[int]]]:
     """Requests nobody should send, each with the statuses that are a right answer."""
     good = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 5}
-    fields = [{**good, name: value} for name, value in WRONG_FIELDS]
-    bodies = [*(json.dumps(one).encode() for one in fields), *WRONG_BODIES]
-    refused = [*((http_bytes(body), {400}) for body in bodies), *WRONG_REQUESTS]
-    return [
-        *refused,
-        (http_bytes(CUT_EMOJI), {200}),
-    ]  # JavaScript sends these; they can be read
+    bodies = [
+        json.dumps({**good, name: value}).encode() for name, value in WRONG_FIELDS
+    ]
+    refused = [(http_bytes(body), {400}) for body in [*bodies, *WRONG_BODIES]]
+    # JavaScript sends these; they can be read
+    readable = (http_bytes(CUT_EMOJI), {200})
+    return [*refused, *WRONG_REQUESTS, readable]
 
 
 def answer_to(port: int, message: bytes) -> tuple[int, dict[str, Any]]:
     """(status, body) of the response to raw bytes."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
-        with contextlib.suppress(
-            ConnectionError
-        ):  # an answer may come before all is sent
+        # an answer may come before all is sent
+        with contextlib.suppress(ConnectionError):
             connection.sendall(message)
         response = http.client.HTTPResponse(connection)
         response.begin()
@@ -370,6 +377,7 @@ def check_malformed(port: int) -> None:
     """Each is refused with a status and an OpenAI-shaped error that has something to say."""
     requests = malformed()
     assert len(requests) >= N_MALFORMED
+
     for message, statuses in requests:
         status, body = answer_to(port, message)
         assert status in statuses, (message[:300], status, body)
@@ -386,14 +394,12 @@ def at_rest(program: Program) -> dict[str, float]:
 
     def is_idle() -> bool:
         engine = program.get("/v1/status")[1]["engine"]
-        return not any(
-            engine[key] for key in ("queued", "prefilling", "decoding", "lines")
-        )
+        names = ("queued", "prefilling", "decoding", "lines")
+        return not any(engine[name] for name in names)
 
     wait_until(is_idle)
-    time.sleep(
-        2.5
-    )  # an idle engine without KV gives unused buffers back within a second
+    # an idle engine without KV gives unused buffers back within a second
+    time.sleep(2.5)
     process = psutil.Process(program.process.pid)
     with process.oneshot():
         return {
@@ -408,24 +414,25 @@ def test_it_stands_clients_that_leave_and_requests_that_are_wrong(start, model):
     end = Scribe(model).end
     program = start(model)
     program.wait_until_ready()
-    said = converse(program.port, seed=2)
+    replies = converse(program.port, seed=2)
     # what is kept for good, buffers and memories of fixed size, fills up
     many_leave(program.port, end, seeds=range(N_DISCONNECTS, N_DISCONNECTS + 100))
+
     check_malformed(program.port)
-    before = at_rest(program)
+
+    first_rest = at_rest(program)
 
     many_leave(program.port, end, seeds=range(N_DISCONNECTS))
-    assert converse(program.port, seed=2) == said
+    assert converse(program.port, seed=2) == replies
     check_malformed(program.port)
-    assert converse(program.port, seed=2) == said
+    assert converse(program.port, seed=2) == replies
 
-    after = at_rest(program)
-    assert after["cache_bytes"] == before["cache_bytes"] == 0
-    assert after["memory"] <= before["memory"] * GROWTH
-    assert (
-        after["threads"] <= before["threads"] + 1
-    )  # the connection that asked may still close
-    assert after["files"] <= before["files"] + 1
+    second_rest = at_rest(program)
+    assert second_rest["cache_bytes"] == first_rest["cache_bytes"] == 0
+    assert second_rest["memory"] <= first_rest["memory"] * GROWTH
+    # the connection that asked may still close
+    assert second_rest["threads"] <= first_rest["threads"] + 1
+    assert second_rest["files"] <= first_rest["files"] + 1
     assert program.end(signal.SIGTERM) == 0
     assert "Traceback" not in program.said
     assert "ERROR" not in program.said
