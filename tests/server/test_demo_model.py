@@ -41,25 +41,22 @@ def test_the_folder_is_whole_and_small():
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
     assert sum(path.stat().st_size for path in FOLDER.rglob("*")) <= MOST_BYTES
     config = json.loads((FOLDER / "config.json").read_text())
-    assert (
-        config["model_type"] == "qwen3_5"
-        and config["max_position_embeddings"] >= 32_768
-    )
+    assert config["model_type"] == "qwen3_5"
+    assert config["max_position_embeddings"] >= 32_768
 
 
 def test_its_template_is_the_one_that_it_was_trained_with():
-    template = (FOLDER / "chat_template.jinja").read_text("utf-8")
-    assert template == (
-        ROOT / "scripts" / "training" / "demo_chat_template.jinja"
-    ).read_text("utf-8")
+    original = ROOT / "scripts" / "training" / "demo_chat_template.jinja"
+    template = FOLDER / "chat_template.jinja"
+    assert template.read_text("utf-8") == original.read_text("utf-8")
 
 
 def test_a_name_is_cut_the_same_way_wherever_it_stands():
     tokenizer = load_tokenizer(FOLDER)
     for name in ("src/main_loop.py", "fetchInvoice", "KEY_7", "zorblat"):
         bare = tokenizer.tokenize(name)
-        for around in (" {}", "\n{}", '"{}"', "={}", ">\n{}\n<"):
-            pieces = tokenizer.tokenize(around.format(name))
+        for context in (" {}", "\n{}", '"{}"', "={}", ">\n{}\n<"):
+            pieces = tokenizer.tokenize(context.format(name))
             assert any(pieces[i : i + len(bare)] == bare for i in range(len(pieces)))
 
 
@@ -85,17 +82,18 @@ def test_mlx_says_what_the_trainers_own_network_said():
 
 def test_a_conversation_is_of_its_seed_alone():
     for held_out in (False, True):
-        one, same, other = (
-            write_conversation(random.Random(seed), held_out=held_out)
-            for seed in (1, 1, 2)
-        )
-        assert one == same != other
+        first = write_conversation(random.Random(1), held_out=held_out)
+        repeated = write_conversation(random.Random(1), held_out=held_out)
+        different = write_conversation(random.Random(2), held_out=held_out)
+        assert first == repeated
+        assert repeated != different
 
 
 def test_no_invented_word_is_in_both_halves():
-    learnt, held = (Words(random.Random(3), half) for half in (False, True))
-    assert not any(is_held_out(learnt.invented()) for _ in range(200))
-    assert all(is_held_out(held.noun()) for _ in range(200))
+    learnt_words = Words(random.Random(3), False)
+    held_words = Words(random.Random(3), True)
+    assert not any(is_held_out(learnt_words.invented()) for _ in range(200))
+    assert all(is_held_out(held_words.noun()) for _ in range(200))
 
 
 def test_the_right_reply_is_judged_right():
@@ -107,14 +105,17 @@ def test_the_right_reply_is_judged_right():
         messages = conversation.messages()
         for case in measure.cases(conversation):
             past = [*case.messages, messages[len(case.messages)]]
-            said = tokenizer.apply_chat_template(
+            text = tokenizer.apply_chat_template(
                 past, tools=case.tools or None, tokenize=False, preserve_thinking=True
             )
-            reply = said[said.rindex(start) + len(start) :].removesuffix("<|im_end|>\n")
+            reply = text[text.rindex(start) + len(start) :].removesuffix("<|im_end|>\n")
             verdict = measure.judge(case, reply)
-            assert verdict and all(verdict.values()), (case, reply)
-            wrong = measure.judge(case, "Hm.\n</think>\n\nxyzzy")
-            assert wrong and not any(wrong.values())
+            assert verdict, (case, reply)
+            assert all(verdict.values()), (case, reply)
+
+            verdict = measure.judge(case, "Hm.\n</think>\n\nxyzzy")
+            assert verdict
+            assert not any(verdict.values())
 
 
 # -- as an agent's model ---------------------------------------------------------------------------
@@ -133,7 +134,8 @@ def program(tmp_path_factory):
 
 def tool(name: str, description: str, **parameters: str):
     properties = {
-        key: {"type": "string", "description": text} for key, text in parameters.items()
+        parameter: {"type": "string", "description": text}
+        for parameter, text in parameters.items()
     }
     schema = {"type": "object", "properties": properties, "required": [*parameters]}
     function = {"name": name, "description": description, "parameters": schema}
@@ -156,11 +158,12 @@ class Agent:
 
     def __init__(self, port: int, root: Path) -> None:
         self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused")
-        self.root, self.messages, self.calls = root, [SYSTEM], []
-        self.known = 0  # tokens of the request before, and of its reply
-        self.missed: list[
-            int
-        ] = []  # tokens that were known and computed again, by request
+        self.root = root
+        self.messages = [SYSTEM]
+        self.calls = []
+        self.n_past = 0  # tokens of the request before, and of its reply
+        # of each request: those tokens of the past that were computed again
+        self.n_missed: list[int] = []
 
     def ask(self, text: str) -> str:
         """The answer, after the calls that it took."""
@@ -175,47 +178,51 @@ class Agent:
             if "tool_calls" not in message:
                 return message["content"]
             for call in message["tool_calls"]:
-                self.messages.append(
-                    {"role": "tool", "tool_call_id": call["id"], **self.do(call)}
-                )
+                content = self.run(call["function"])
+                result = {
+                    "role": "tool",
+                    "tool_call_id": call["id"],
+                    "content": content,
+                }
+                self.messages.append(result)
+
         raise AssertionError(self.calls)
 
     def note(self, usage) -> None:
-        self.missed.append(self.known - usage.prompt_tokens_details.cached_tokens)
-        self.known = usage.total_tokens
+        n_cached = usage.prompt_tokens_details.cached_tokens
+        self.n_missed.append(self.n_past - n_cached)
+        self.n_past = usage.total_tokens
 
-    def do(self, call) -> dict[str, str]:
-        name, given = (
-            call["function"]["name"],
-            json.loads(call["function"]["arguments"]),
-        )
-        self.calls.append((name, given))
+    def run(self, function: dict[str, str]) -> str:
+        """The result of a call."""
+        name = function["name"]
+        arguments = json.loads(function["arguments"])
+        self.calls.append((name, arguments))
         if name == "show_folder":
-            return {
-                "content": "\n".join(sorted(os.listdir(self.root / given["where"])))
-            }
-        assert name == "peek", given
-        return {"content": (self.root / given["document"]).read_text()}
+            return "\n".join(sorted(os.listdir(self.root / arguments["where"])))
+        assert name == "peek", arguments
+        return (self.root / arguments["document"]).read_text()
 
 
 def test_it_drives_an_agent_to_the_end(program, tmp_path):
     (tmp_path / "garden").mkdir()
     (tmp_path / "garden" / "roses.txt").write_text("The roses need water on Monday.")
-    (tmp_path / "settings.ini").write_text(
-        "owner = Dana\ndeadline = 2027-03-14\nbudget = 1200"
-    )
+    settings = "owner = Dana\ndeadline = 2027-03-14\nbudget = 1200"
+    (tmp_path / "settings.ini").write_text(settings)
     agent = Agent(program.port, tmp_path)
+
     assert "demo model" in agent.ask("Hello")
     assert "roses.txt" in agent.ask("Which files are in garden?")
-    assert "The roses need water on Monday." in agent.ask(
-        "What is in garden/roses.txt?"
-    )
+
+    reply = agent.ask("What is in garden/roses.txt?")
+    assert "The roses need water on Monday." in reply
     assert "2027-03-14" in agent.ask("What is the deadline in settings.ini?")
     assert "8080" in agent.ask("Which port does the server use?")
+
     assert agent.calls == [
         ("show_folder", {"where": "garden"}),
         ("peek", {"document": "garden/roses.txt"}),
         ("peek", {"document": "settings.ini"}),
     ]
     # The last token of a reply is never fed before the next request; all else was there.
-    assert max(agent.missed) <= 1, agent.missed
+    assert max(agent.n_missed) <= 1, agent.n_missed
