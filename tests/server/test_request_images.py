@@ -25,14 +25,14 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "helpers" / "fetch_im
 A = picture(1)
 
 
-def asked(*parts):
+def request_of(*parts):
     body = {"messages": [{"role": "user", "content": list(parts)}]}
     return s.parse_chat_request(body, s.Config(), request_id="r", headers={})
 
 
 def read(*parts, has_vision=True, salt=b"", **settings):
     return s.extract_images(
-        asked(*parts), s.Config(**settings), has_vision=has_vision, salt=salt
+        request_of(*parts), s.Config(**settings), has_vision=has_vision, salt=salt
     )
 
 
@@ -48,20 +48,16 @@ def bomb(side):
         return struct.pack(">I", len(content)) + kind + content + check
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + header
-        + chunk(b"IDAT", zlib.compress(b""))
-        + chunk(b"IEND", b"")
-    )
+    pixels = chunk(b"IDAT", zlib.compress(b""))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_formats(kind):
     _, pictures = read(image_part(data_url(picture(3, 64, 48, kind))))
-    (one,) = pictures.values()
-    opened = one.decode()
-    assert (opened.mode, opened.size) == ("RGB", (64, 48))
+    (image,) = pictures.values()
+    decoded = image.decode()
+    assert (decoded.mode, decoded.size) == ("RGB", (64, 48))
 
 
 def test_of_a_gif_the_first_frame():
@@ -72,18 +68,18 @@ def test_of_a_gif_the_first_frame():
 
 
 def test_what_is_transparent_lies_on_white():
-    drawn, file = Image.new("RGBA", (8, 8), (0, 0, 0, 0)), io.BytesIO()
+    drawn = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    file = io.BytesIO()
     drawn.putpixel((4, 4), (0, 0, 0, 255))
     drawn.save(file, "PNG")
-    seen = s.SentImage(file.getvalue(), "here").decode()
-    assert (seen.getpixel((0, 0)), seen.getpixel((4, 4))) == (
-        (255, 255, 255),
-        (0, 0, 0),
-    )
+    decoded = s.SentImage(file.getvalue(), "here").decode()
+    assert decoded.getpixel((0, 0)) == (255, 255, 255)
+    assert decoded.getpixel((4, 4)) == (0, 0, 0)
 
 
 def test_a_photograph_is_turned_upright():
-    image, file = Image.new("RGB", (40, 20)), io.BytesIO()
+    image = Image.new("RGB", (40, 20))
+    file = io.BytesIO()
     exif = image.getexif()
     exif[0x0112] = 6  # lies on its side
     image.save(file, "JPEG", exif=exif)
@@ -93,14 +89,14 @@ def test_a_photograph_is_turned_upright():
 MODES = ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F", "YCbCr"]
 
 
-def drawn(mode, kind, **how):
+def drawn(mode, kind, **options):
     """A file with noise in this mode; None if the format has none of it."""
     noise = np.random.default_rng(0).integers(0, 255, (24, 17, 4), dtype=np.uint8)
     image = Image.fromarray(noise, "RGBA")
     image = Image.new(mode, (17, 24), 700) if mode == "I;16" else image.convert(mode)
     file = io.BytesIO()
     with contextlib.suppress(Exception):
-        image.save(file, kind, **how)
+        image.save(file, kind, **options)
         return file.getvalue()
     return None
 
@@ -119,8 +115,8 @@ def test_a_small_image_has_the_pixels_that_it_has_on_white(mode, kind):
     lies = Image.Exif()
     lies[0x0112] = 6
     clear = (1, 2, 3) if mode == "RGB" else 5
-    for how in ({}, {"transparency": clear}, {"exif": lies}):
-        data = drawn(mode, kind, **how)
+    for options in ({}, {"transparency": clear}, {"exif": lies}):
+        data = drawn(mode, kind, **options)
         if data is None:
             continue
         expected = composited(data)
@@ -135,17 +131,18 @@ def test_a_large_image_is_shrunk_before_it_is_composited(monkeypatch, mode):
     composited_sizes = []
     composite = Image.alpha_composite
 
-    def noted(first, second):
+    def composite_and_note(first, second):
         composited_sizes.append(second.size)
         return composite(first, second)
 
-    monkeypatch.setattr(Image, "alpha_composite", noted)
+    monkeypatch.setattr(Image, "alpha_composite", composite_and_note)
     file = io.BytesIO()
     Image.new(mode, (400, 100), "red").save(file, "PNG")
 
     image = s.SentImage(file.getvalue(), "here").decode()
 
-    assert image.size == (200, 50) and image.getpixel((9, 9)) == (255, 0, 0)
+    assert image.size == (200, 50)
+    assert image.getpixel((9, 9)) == (255, 0, 0)
     assert composited_sizes == ([(200, 50)] if mode == "RGBA" else [])
 
 
@@ -178,52 +175,46 @@ def test_an_image_of_too_many_pixels_is_told_so(side):
 @pytest.mark.parametrize(
     "url",
     [
-        *(
-            "",
-            "file:///etc/passwd",
-            "cat.png",
-            "data:image/png;base64",
-            "data:image/png,%FF",
-        ),
-        *(
-            "http://127.0.0.1/cat.png",
-            "https://example.org/cat.png",
-            "ftp://example.org/cat.png",
-        ),
-        *(
-            "data:image/png;base64,A",
-            "data:image/png;base64,\u00e9",
-            "javascript:alert(1)",
-        ),
+        "",
+        "file:///etc/passwd",
+        "cat.png",
+        "data:image/png;base64",
+        "data:image/png,%FF",
+        "http://127.0.0.1/cat.png",
+        "https://example.org/cat.png",
+        "ftp://example.org/cat.png",
+        "data:image/png;base64,A",
+        "data:image/png;base64,\u00e9",
+        "javascript:alert(1)",
     ],
 )
 def test_what_is_no_data_url_is_refused_where_it_stands(url):
     text = {"type": "text", "text": "x"}
     with pytest.raises(s.BadRequest) as refused:
-        for one in read(text, image_part(url))[1].values():
-            one.decode()
+        _, images = read(text, image_part(url))
+        for image in images.values():
+            image.decode()
     assert refused.value.param == "messages[0].content[1]"
 
 
 def test_the_text_says_which_image_and_nothing_else():
-    def text(data, **how):
-        request, _ = read(
-            {"type": "text", "text": "see"}, image_part(data_url(data)), **how
-        )
+    def text(data, **fields):
+        question = {"type": "text", "text": "see"}
+        request, _ = read(question, image_part(data_url(data)), **fields)
         return request.messages[0]["content"]
 
     assert text(A) == text(A) != text(picture(2))
     assert text(A) != text(A, salt=b"another user")
-    (one,) = read(image_part(data_url(A)), image_part(data_url(A)))[1].values()
-    assert one.data == A
+
+    _, images = read(image_part(data_url(A)), image_part(data_url(A)))
+    (image,) = images.values()
+    assert image.data == A
 
 
 def test_without_images_a_request_is_as_it_was():
-    request = asked({"type": "text", "text": "x"})
-    assert s.extract_images(request, s.Config(), has_vision=True, salt=b"") == (
-        request,
-        {},
-    )
+    request = request_of({"type": "text", "text": "x"})
+    extracted = s.extract_images(request, s.Config(), has_vision=True, salt=b"")
+    assert extracted == (request, {})
 
 
 def test_a_text_model_refuses_or_says_that_one_was_there():
@@ -254,20 +245,21 @@ def test_a_text_model_through_both_apis(models, placeholder, tmp_path):
         "max_tokens": 8,
         "messages": [{"role": "user", "content": block}],
     }
-    with contextlib.closing(
-        Served(models("qwen3"), log_root=str(tmp_path), **settings)
-    ) as served:
+    server = Served(models("qwen3"), log_root=str(tmp_path), **settings)
+    with contextlib.closing(server) as served:
         url = served._sdk.base_url
-        said = httpx.post(f"{url}chat/completions", json=chat, timeout=PATIENCE)
+        response = httpx.post(f"{url}chat/completions", json=chat, timeout=PATIENCE)
         sdk = anthropic.Anthropic(base_url=str(url)[:-4], api_key="x", max_retries=0)
         refused = pytest.raises(
             anthropic.BadRequestError, match=r"messages\[0\].content\[0\]"
         )
         with sdk, contextlib.nullcontext() if placeholder else refused:
             assert sdk.messages.create(**ask).usage.input_tokens
-    assert said.status_code == (200 if placeholder else 400)
+
+    assert response.status_code == (200 if placeholder else 400)
+
     if not placeholder:
-        assert said.json()["error"]["param"] == "messages[0].content[0]"
+        assert response.json()["error"]["param"] == "messages[0].content[0]"
 
 
 # -- remote images
@@ -284,7 +276,8 @@ def fetcher():
 @pytest.fixture
 def web():
     """A web server on this machine; what it answers is up to the test."""
-    answers, asked_for = {}, []
+    answers = {}
+    asked_for = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -306,38 +299,30 @@ def web():
 
 
 PRIVATE = [
-    *(
-        "127.0.0.1",
-        "localhost",
-        "[::1]",
-        "0.0.0.0",
-        "10.1.2.3",
-        "192.168.0.1",
-        "169.254.169.254",
-    ),
-    *(
-        "[::ffff:127.0.0.1]",
-        "[fe80::1]",
-        "[fd00::1]",
-        "2130706433",
-        "127.1",
-        "224.0.0.1",
-    ),
-    *(
-        "[fec0::1]",
-        "[2002:7f00:1::]",
-        "[64:ff9b::7f00:1]",
-        "[64:ff9b:1::a00:1]",
-        "[::127.0.0.1]",
-    ),
-    *(
-        "192.0.0.8",
-        "[3fff::1]",
-        "[5f00::1]",
-        "[2001:0:7f00:1::]",
-        "100.64.0.1",
-        "198.18.0.1",
-    ),
+    "127.0.0.1",
+    "localhost",
+    "[::1]",
+    "0.0.0.0",
+    "10.1.2.3",
+    "192.168.0.1",
+    "169.254.169.254",
+    "[::ffff:127.0.0.1]",
+    "[fe80::1]",
+    "[fd00::1]",
+    "2130706433",
+    "127.1",
+    "224.0.0.1",
+    "[fec0::1]",
+    "[2002:7f00:1::]",
+    "[64:ff9b::7f00:1]",
+    "[64:ff9b:1::a00:1]",
+    "[::127.0.0.1]",
+    "192.0.0.8",
+    "[3fff::1]",
+    "[5f00::1]",
+    "[2001:0:7f00:1::]",
+    "100.64.0.1",
+    "198.18.0.1",
 ]
 
 
@@ -368,11 +353,14 @@ def test_public_images_are_fetched_and_redirects_are_checked_again(
     answers["/file"] = (302, {"Location": "file:///etc/passwd"}, b"")
     real = fetcher.public_address
     public = {"127.0.0.1": "127.0.0.1"}  # this one test's public internet
-    monkeypatch.setattr(
-        fetcher, "public_address", lambda h, p: public.get(h) or real(h, p)
-    )
+
+    def public_address(host, port):
+        return public.get(host) or real(host, port)
+
+    monkeypatch.setattr(fetcher, "public_address", public_address)
     assert fetcher.fetch(f"{url}/cat.png?a=b") == A
     assert fetcher.fetch(f"{url}/moved") == A
+
     for path in ("/round", "/gone", "/inside", "/file"):
         with pytest.raises(ValueError):
             fetcher.fetch(url + path)
@@ -387,13 +375,14 @@ def test_a_header_a_second_does_not_keep_it_waiting(fetcher, monkeypatch):
     monkeypatch.setattr(fetcher, "fetch", endless)
     monkeypatch.setattr(fetcher, "MAX_SECONDS", 1.0)
     monkeypatch.setattr("sys.stdin", io.StringIO("http://example.org/"))
-    said = io.StringIO()
-    monkeypatch.setattr("sys.stderr", said)
+    errors = io.StringIO()
+    monkeypatch.setattr("sys.stderr", errors)
     try:
         assert fetcher.main() == 1
     finally:
         signal.alarm(0)
-    assert "over 1 s" in said.getvalue()
+
+    assert "over 1 s" in errors.getvalue()
 
 
 @pytest.mark.parametrize("host", ["93.184.216.34", "[2606:2800:21f:cb07::1]"])
