@@ -196,7 +196,7 @@ class Heads:
     def n_prefilled(self) -> int:
         """What the model was given, less the replies that it was given back."""
         n_fed = sum(len(fed.tokens) for fed in self.served.recorder.fed)
-        return n_fed - sum(one.n_generated for one in self.served.exchanges)
+        return n_fed - sum(exchange.n_generated for exchange in self.served.exchanges)
 
     @property
     def n_fewest(self) -> int:
@@ -234,11 +234,14 @@ HEAD = {"role": "system", "content": prose(600, 1)}
 
 def check(heads: Heads, table: Any, title: str, *, n_shared: int = 1000) -> None:
     """The scenario is one (prompts share much), and costs no more than it must."""
-    first, *others = heads.asked
-    assert max(common_prefix(first, other) for other in others) > n_shared
-    prefilled, least = heads.n_prefilled, heads.n_fewest
-    table(f"{title}: prefilled {prefilled}, fewest {least}, {prefilled / least:.3f}")
-    assert prefilled <= MOST * least
+    first, *later = heads.asked
+    assert max(common_prefix(first, prompt) for prompt in later) > n_shared
+    n_prefilled = heads.n_prefilled
+    n_fewest = heads.n_fewest
+    table(
+        f"{title}: prefilled {n_prefilled}, fewest {n_fewest}, {n_prefilled / n_fewest:.3f}"
+    )
+    assert n_prefilled <= MOST * n_fewest
 
 
 # -- what holds for all ----------------------------------------------------------------------------
@@ -268,7 +271,9 @@ def test_eight_at_once_read_one_head_once(
     heads.forget()
     chats = [[HEAD, user(question(30 + n))] for n in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(heads.ask, chats))
+        replies = [pool.submit(heads.ask, messages) for messages in chats]
+    for reply in replies:
+        reply.result()
     check(heads, table, f"{family}, eight at once")
 
 
