@@ -90,6 +90,7 @@ def walk(served: Served, matcher: Any, rng: random.Random) -> str:
         allowed = [i for i in np.flatnonzero(flags).tolist() if i not in eos_ids]
         ids.append(rng.choice(allowed))
         assert matcher.consume_token(ids[-1])
+
     raise AssertionError("it has no end: " + served.scribe.text(ids)[-200:])
 
 
@@ -112,7 +113,9 @@ def read_calls(text: str, tool_format: s.ToolCallFormat, tools: Any) -> list[Any
         parser.feed(character)
     parser.finish()
     message = parser.message()
+
     assert not (message["content"] or "").strip(), text
+
     functions = [call["function"] for call in message["tool_calls"]]
     return [(f["name"], json.loads(f["arguments"])) for f in functions]
 
@@ -219,11 +222,12 @@ def test_a_strict_tool_that_the_model_calls_by_itself_gets_valid_arguments(
 
 
 def test_a_strict_tool_binds_no_text_and_no_call_of_another(dense):
-    other = offered({"type": "object"})
-    other["function"]["name"] = "free"
+    loose = offered({"type": "object"})
+    loose["function"]["name"] = "free"
     strict = offered(NARROW, strict=True)
-    assert prepare(dense, tools=[offered(NARROW), other]) == ()
-    (constraint,) = prepare(dense, tools=[strict, other])
+    assert prepare(dense, tools=[offered(NARROW), loose]) == ()
+
+    (constraint,) = prepare(dense, tools=[strict, loose])
 
     steps = constraint()
     allowed = next(steps)

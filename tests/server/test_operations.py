@@ -127,7 +127,7 @@ def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
         end = {"logit_bias": {str(served.scribe.end): -100}}
 
         def phases():
-            return [one["phase"] for one in status(served)["requests"]]
+            return [request["phase"] for request in status(served)["requests"]]
 
         with served.holding(
             lambda fed: time.sleep(0.2 if phase == "prefill" else 0.01)
@@ -148,7 +148,8 @@ def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
                 c.request("POST", "/v1/chat/completions", json.dumps(body))
                 wait_until(lambda: phase in phases())
             left = time.monotonic()
-            wait_until(lambda: phases() == ["decode"] * (phase == "queued"))
+            expected_phases = ["decode"] if phase == "queued" else []
+            wait_until(lambda: phases() == expected_phases)
             assert time.monotonic() - left < 1.5
             if phase == "queued":
                 busy.join()
@@ -172,6 +173,7 @@ def test_what_went_wrong_inside_is_for_the_log_and_not_for_clients(folder, caplo
             secrets = (b"metal", b"malloc", b"secret", b"Traceback", b"/Users")
             assert not any(secret in answer for secret in secrets)
         assert served.ask([SYSTEM, user("Hello.")]).finish_reason
+
     assert "/Users/me/secret.py" in caplog.text
 
 
@@ -186,7 +188,9 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
         enable_proxy=False,
         exit_on_engine_death=exits,
     )
-    state, stop, statuses = s.build_state(config), threading.Event(), []
+    state = s.build_state(config)
+    stop = threading.Event()
+    statuses = []
     servers = s._listen(config, state)
     main = threading.Thread(
         target=lambda: statuses.append(s._serve(state, servers, stop=stop))
@@ -217,6 +221,7 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
     finally:
         stop.set()
         main.join(PATIENCE)
+
     assert not main.is_alive()
 
 
@@ -230,6 +235,7 @@ def program(tmp_path, folder, request):
         for name, value in settings.items():
             patch.setenv(name, value)
         running = Program(tmp_path / "program", folder)
+
     running.wait_until_ready()
     yield running
     if running.process.poll() is None:
@@ -271,7 +277,8 @@ def test_a_running_reply_may_end_before_the_server_does(program, folder):
 def test_a_reply_that_takes_too_long_is_cut_with_an_error(program, folder):
     with streaming(program.port, 100_000, served_end(folder)) as response:
         program.process.send_signal(signal.SIGTERM)
-        began, text = time.monotonic(), response.read()
+        began = time.monotonic()
+        text = response.read()
     assert time.monotonic() - began < 30 and b'"error"' in text
     assert b"the server is stopping" in text
     assert program.process.wait(timeout=PATIENCE) == 0
@@ -280,7 +287,8 @@ def test_a_reply_that_takes_too_long_is_cut_with_an_error(program, folder):
 
 def test_a_request_is_under_way_until_its_error_has_left(folder, monkeypatch):
     """Who waits for requests to end, as at a stop, would else take the error from the client."""
-    live, send = [], s.Handler._send_error_body
+    live = []
+    send = s.Handler._send_error_body
 
     def noted(handler, error):
         live.append(len(served.state.stores.live))
@@ -319,18 +327,21 @@ def test_while_it_stops_nobody_new_is_served(program, folder):
             ConnectionResetError
         ):  # the door closed while this one stood in it: ask again
             return False
+
         return False
 
-    kept = http.client.HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE)
-    kept.request("GET", "/health")
-    assert kept.getresponse().read()
+    connection = http.client.HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE)
+    connection.request("GET", "/health")
+    assert connection.getresponse().read()
+
     with streaming(program.port, 100_000, served_end(folder)):
         program.process.send_signal(signal.SIGTERM)
-        wait_until(
-            is_refused, seconds=30
-        )  # a port is let go within 0.5 s, on a machine with time
-        kept.request("POST", "/v1/chat/completions", json.dumps(chat(max_tokens=3)))
-        assert kept.getresponse().status == 503
+        # a port is let go within 0.5 s, on a machine with time
+        wait_until(is_refused, seconds=30)
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(chat(max_tokens=3))
+        )
+        assert connection.getresponse().status == 503
 
 
 def test_a_killed_server_leaves_its_port_free_at_once(program, folder, tmp_path):
@@ -347,7 +358,8 @@ def test_a_second_server_on_one_port_says_so_in_one_sentence(program, folder, tm
     second = Program(tmp_path / "second", folder, port=program.port)
     assert second.process.wait(timeout=PATIENCE) == 2
     (line,) = second.said.strip().splitlines()
-    assert str(program.port) in line and "taken" in line
+    assert str(program.port) in line
+    assert "taken" in line
 
 
 def served_end(folder):
@@ -382,17 +394,18 @@ def test_users_share_nothing_where_their_caches_are_apart(folder, isolation):
             body = ask(served, "GET", "/v1/status", **{"x-api-key": key})[1]
             n_own = {"key": 2 if key == "anna" else 1, "none": 3}[isolation]
             assert len(body["recent"]) == n_own
-            assert "anna" not in json.dumps(body) and "ben" not in json.dumps(body)
-        dropped = ask(served, "DELETE", "/v1/cache", **{"x-api-key": "ben"})[1][
-            "dropped"
-        ]
-        assert dropped >= 1
+            assert "anna" not in json.dumps(body)
+            assert "ben" not in json.dumps(body)
+
+        _, body = ask(served, "DELETE", "/v1/cache", **{"x-api-key": "ben"})
+        assert body["dropped"] >= 1
         assert (cached("anna", secret) > 300) == (isolation == "key")
         assert ask(served, "GET", "/v1/status")[0] == 401
 
 
 def test_environment_keys_are_not_in_what_the_server_says(folder, caplog):
     assert "API_KEY" not in os.environ
+
     with serving(folder, api_key="hush-hush") as served:
         port = served.state.config.mlx_port
         for key in ("hush-hush", "wrong-key"):
@@ -402,7 +415,9 @@ def test_environment_keys_are_not_in_what_the_server_says(folder, caplog):
                 chat(max_tokens=2),
                 Authorization=f"Bearer {key}",
             )
-    assert "hush-hush" not in caplog.text and "wrong-key" not in caplog.text
+
+    assert "hush-hush" not in caplog.text
+    assert "wrong-key" not in caplog.text
 
 
 def test_the_console_says_that_it_stops_and_that_it_has(program):

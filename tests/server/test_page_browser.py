@@ -68,7 +68,8 @@ def desktop(browser):
 @pytest.fixture
 def visit(browser, desktop):
     """Opens a stub's page. Whatever the browser complains of fails the test."""
-    complaints, pages = [], []
+    complaints = []
+    pages = []
 
     def complain(message):
         # An answer that is no 200, and a server that has gone, are what some tests are about.
@@ -97,6 +98,7 @@ def visit(browser, desktop):
             page.goto("about:blank")
         else:
             page.close()
+
     assert complaints == []
 
 
@@ -318,9 +320,9 @@ def test_the_cache_is_read_with_the_arrow_keys(visit):
         page.focus("#entries")
         page.keyboard.press("ArrowDown")
 
-        said = page.locator("#entry-said")
-        expect(said).to_contain_text("Cache entry 2 of PI")
-        expect(said).to_contain_text(
+        description = page.locator("#entry-said")
+        expect(description).to_contain_text("Cache entry 2 of PI")
+        expect(description).to_contain_text(
             "the first 9,000 shared with Claude Code “Fix the failing login test”"
         )
         expect(page.locator(".entry .path")).to_have_count(2)  # its own, its parent's
@@ -364,8 +366,8 @@ def test_one_percent_of_the_memory_can_be_seen(visit):
 
         cache = page.locator("#kinds li", has_text="Cache at rest")
         track = cache.locator(".track").bounding_box()["width"]
-        own = cache.locator(".own").bounding_box()["width"]
-        assert own / track == pytest.approx(0.1, abs=0.01)
+        own_width = cache.locator(".own").bounding_box()["width"]
+        assert own_width / track == pytest.approx(0.1, abs=0.01)
         expect(page.locator("#room")).to_contain_text("At most it was 60.0 kB")
         expect(page.locator("#kinds .peak").first).to_be_visible()
 
@@ -571,13 +573,8 @@ def test_what_clients_choose_is_text_and_never_markup(visit):
     body["requests"][0]["id"] = body["recent"][0]["id"] = EVIL
     body["cache"][0]["session"] = EVIL
     body["model"]["id"] = body["version"] = EVIL
-    body["refusals"][0] |= {
-        "client": EVIL,
-        "sentence": EVIL,
-        "path": EVIL,
-        "method": EVIL,
-    }
-    body["divergences"][0] |= {"why": EVIL, "session": EVIL}
+    body["refusals"][0].update(client=EVIL, sentence=EVIL, path=EVIL, method=EVIL)
+    body["divergences"][0].update(why=EVIL, session=EVIL)
     body["sessions"] = [{"id": EVIL, "idle_seconds": 1.0, "turns": []}]
     body["counters"][EVIL] = 1
     with serving_page(status=body, events=chat_events(EVIL, reasoning=EVIL)) as stub:
@@ -655,7 +652,8 @@ def test_a_request_keeps_its_row_while_it_goes_on(visit):
         page = visit(stub)
         row = page.locator(".request").element_handle()
         stub.status = copy.deepcopy(stub.status)
-        stub.status["requests"][0] |= {"done": 30_000, "prefill_left_seconds": 12.0}
+        request = stub.status["requests"][0]
+        request.update(done=30_000, prefill_left_seconds=12.0)
         stub.status["requests"].append(live("new", **whose("b")))
         refresh(page)
 

@@ -16,9 +16,9 @@ KINDS = ["qwen3", "qwen3_5", "gemma3_text"]  # attention, state, sliding windows
 @pytest.fixture
 def bench(bench):
     def make(kind, **settings):
-        made = bench(kind, **settings)
-        made.may_try_again = True
-        return made
+        engine_bench = bench(kind, **settings)
+        engine_bench.may_try_again = True
+        return engine_bench
 
     return make
 
@@ -29,11 +29,13 @@ def n_second_tries(bench):
 
 def entries_of(bench, tokens):
     """Entries whose prompt begins so."""
-    return bench.engine.call(
-        lambda x: [
-            e for e in x.cache.entries if e.key.tokens[: len(tokens)].tolist() == tokens
-        ]
-    )
+
+    def find(scheduler):
+        n = len(tokens)
+        entries = scheduler.cache.entries
+        return [entry for entry in entries if entry.key.tokens[:n].tolist() == tokens]
+
+    return bench.engine.call(find)
 
 
 class FailingOnce:
@@ -57,7 +59,8 @@ def planted():
 def test_a_request_whose_cached_kv_cannot_be_loaded_is_answered_cold(
     bench, monkeypatch, kind
 ):
-    b, rng = bench(kind), np.random.default_rng(3)
+    b = bench(kind)
+    rng = np.random.default_rng(3)
     past = words(rng, 400)
     reply, _, _ = b.ask(past)
     (entry,) = entries_of(b, past)
@@ -76,7 +79,8 @@ def test_a_request_whose_cached_kv_cannot_be_loaded_is_answered_cold(
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_without_numbers_is_used_once_and_never_again(bench, kind):
     """The request leaves the entry early, so it works on a copy and the entry stays."""
-    b, rng = bench(kind), np.random.default_rng(4)
+    b = bench(kind)
+    rng = np.random.default_rng(4)
     past = words(rng, 2000)
     b.ask(past, boundaries=(600,))
 
@@ -90,6 +94,7 @@ def test_kv_without_numbers_is_used_once_and_never_again(bench, kind):
     for _ in range(2):
         ids, _, ticket = b.ask(past[:600] + words(rng, 30))
         assert b.worst(ticket, ids) <= TOLERANCE.get(kind, 0.0)
+
     assert n_second_tries(b) == 1
     assert not set(damaged) & set(b.engine.call(lambda x: list(x.cache.entries)))
 
@@ -97,7 +102,8 @@ def test_kv_without_numbers_is_used_once_and_never_again(bench, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at_call", [1, 2])
 def test_an_error_in_a_prompt_is_not_heard_of(bench, kind, at_call):
-    b, rng = bench(kind, prefill_step_size=64), np.random.default_rng(5)
+    b = bench(kind, prefill_step_size=64)
+    rng = np.random.default_rng(5)
     b.model.before_call = FailingOnce(planted(), at_call=at_call)
 
     ids, _, ticket = b.ask(words(rng, 200))
@@ -146,7 +152,8 @@ def test_want_of_memory_is_not_tried_again(bench, error):
 
 
 def test_who_has_left_is_not_tried_again(bench):
-    b, is_submitted = bench("qwen3"), threading.Event()
+    b = bench("qwen3")
+    is_submitted = threading.Event()
 
     def leave(_rows):
         is_submitted.wait(PATIENCE)
@@ -180,4 +187,5 @@ def test_a_client_hears_nothing_of_a_first_try(tmp_path_factory, caplog, is_stre
         assert exchange.n_cached == 0
         assert served.state.metrics.snapshot()["second_tries"] == 1
         assert b"start_llm_second_tries_total 1.0" in s.metrics_text(served.state)
+
     assert "RuntimeError: planted" in caplog.text

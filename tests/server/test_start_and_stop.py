@@ -171,6 +171,7 @@ def test_a_server_whose_stderr_nobody_reads_serves_on(start):
 
     assert program.get("/health")[0] == 200
     assert program.end(signal.SIGTERM) == 0
+
     os.close(read_end)
 
 
@@ -207,14 +208,15 @@ def test_what_a_console_could_not_take_is_counted_in_its_place(monkeypatch):
         while "the end" not in text:
             text += read()
 
-    *kept, report, last = text.splitlines(keepends=True)
-    assert kept == lines[: len(kept)]
-    assert report.split()[0] == str(len(lines) - len(kept))
+    *first_lines, report, last = text.splitlines(keepends=True)
+    assert first_lines == lines[: len(first_lines)]
+    assert report.split()[0] == str(len(lines) - len(first_lines))
     assert last == "the end\n"
 
 
 def test_a_console_on_a_full_device_reports_once_there_is_room(monkeypatch):
-    write, is_full = os.write, True
+    write = os.write
+    is_full = True
 
     def write_unless_full(descriptor, payload):
         if is_full:
