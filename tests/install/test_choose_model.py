@@ -74,10 +74,8 @@ def test_a_linux_cpu_is_offered_the_small_model_or_the_demo(gigabytes, n_offers)
 
 
 def test_what_is_here_comes_first_and_what_does_not_fit_is_left_out():
-    small, unknown = (
-        local("mlx-community/Qwen3-4B-4bit", 2 * GB),
-        local("me/own", 6 * GB),
-    )
+    small = local("mlx-community/Qwen3-4B-4bit", 2 * GB)
+    unknown = local("me/own", 6 * GB)
     huge = local("me/huge", 90 * GB)
 
     offers = list_offers(mac(32), [unknown, huge, small])
@@ -89,8 +87,8 @@ def test_what_is_here_comes_first_and_what_does_not_fit_is_left_out():
 
 def test_a_known_model_that_is_here_is_not_offered_as_a_download():
     for prefix in ("", "/home/me/.lmstudio/models/"):
-        here = local(f"{prefix}mlx-community/Qwen3-8B-4bit", 4_600_000_000)
-        assert list_offers(mac(16), [here]) == [here]
+        model = local(f"{prefix}mlx-community/Qwen3-8B-4bit", 4_600_000_000)
+        assert list_offers(mac(16), [model]) == [model]
     assert list_offers(linux(8), [local("me/large", 5 * GB)]) == [*CPU_MODELS]
 
 
@@ -141,26 +139,32 @@ def home(tmp_path, monkeypatch):
 
 def test_models_of_the_hub_cache_and_of_lm_studio_are_found(home):
     write_cached_model(home, "org/tiny")
-    own = write_model(home / ".lmstudio/models/org/own")
-    older = write_model(home / ".cache/lm-studio/models/org/older")
+    lm_studio = write_model(home / ".lmstudio/models/org/own")
+    old_lm_studio = write_model(home / ".cache/lm-studio/models/org/older")
 
     found = choose_model.find_local_models()
 
-    assert [model.name for model in found] == ["org/tiny", str(own), str(older)]
-    assert {(model.nbytes, model.kv_bytes_per_token) for model in found} == {
-        (1000, 128)
-    }
+    assert [model.name for model in found] == [
+        "org/tiny",
+        str(lm_studio),
+        str(old_lm_studio),
+    ]
+    assert {model.nbytes for model in found} == {1000}
+    assert {model.kv_bytes_per_token for model in found} == {128}
     assert all(model.is_local for model in found)
 
 
 def test_what_cannot_be_served_is_not_found(home):
     write_cached_model(home, "org/embeddings", template=False)
     write_cached_model(home, "org/strange", model_type="from_the_future")
+
     half = write_cached_model(home, "org/half")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (half / "model.safetensors.index.json").write_text(json.dumps(index))
+
     gguf = write_cached_model(home, "org/gguf")
     (gguf / "model.safetensors").rename(gguf / "model.gguf")
+
     broken = write_cached_model(home, "org/broken")
     (broken / "config.json").write_text("[]")
 
@@ -175,6 +179,7 @@ def test_without_a_terminal_it_is_the_demo_or_what_is_here(home, monkeypatch, ca
     monkeypatch.setattr(
         choose_model, "ask_hub_for_size", lambda _: pytest.fail("asked the network")
     )
+
     assert choose_model.choose() == DEMO
     assert "the demo model is served" in capsys.readouterr().err
 
@@ -187,28 +192,31 @@ def test_without_a_terminal_it_is_the_demo_or_what_is_here(home, monkeypatch, ca
 def test_a_hub_that_never_answers_is_waited_for_three_seconds_at_most(
     home, monkeypatch
 ):
-    never = threading.Event()
+    is_answered = threading.Event()
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(choose_model, "NETWORK_SECONDS", 0.1)
     monkeypatch.setattr(
-        choose_model.urllib.request, "urlopen", lambda *_, **__: never.wait(60)
+        choose_model.urllib.request, "urlopen", lambda *_, **__: is_answered.wait(60)
     )
+
     started = time.monotonic()
     assert choose_model.ask_hub_for_size("org/tiny") is None
     assert time.monotonic() - started < 30
-    never.set()
+
+    is_answered.set()
 
 
 @pytest.mark.parametrize("stdin", [subprocess.DEVNULL, subprocess.PIPE])
 def test_the_program_answers_without_a_terminal(home, stdin):
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, choose_model.__file__],
         check=True,
         stdin=stdin,
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "demo\n"
+
+    assert result.stdout == "demo\n"
 
 
 # -- a person at a terminal ----------------------------------------------------------
@@ -230,6 +238,7 @@ def answer_on_terminal(home, keys, *, size="4_600_000_000"):
     if not pid:
         arguments = [str(home / ".chosen-model"), str(home / "name")]
         os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
+
     shown = b""
     os.write(terminal, keys)
     while select.select([terminal], [], [], 60)[0]:
@@ -240,13 +249,14 @@ def answer_on_terminal(home, keys, *, size="4_600_000_000"):
         if not piece:
             break
         shown += piece
+
     os.waitpid(pid, 0)
     os.close(terminal)
     return (home / "name").read_text(), shown.decode()
 
 
 @pytest.mark.parametrize(
-    ("keys", "name", "kept"),
+    ("keys", "name", "is_kept"),
     [
         (b"\n", "mlx-community/Qwen3-8B-4bit", True),
         (b"1\n", "mlx-community/Qwen3-8B-4bit", True),
@@ -257,12 +267,12 @@ def answer_on_terminal(home, keys, *, size="4_600_000_000"):
         (b"a\nb\nc\n", DEMO, False),
     ],
 )
-def test_a_download_is_asked_for_with_its_size_and_folder(home, keys, name, kept):
+def test_a_download_is_asked_for_with_its_size_and_folder(home, keys, name, is_kept):
     chosen, shown = answer_on_terminal(home, keys)
 
     assert chosen == name
     assert "mlx-community/Qwen3-8B-4bit: 4.6 GB into ~/.cache/huggingface" in shown
-    assert (home / ".chosen-model").exists() == kept
+    assert (home / ".chosen-model").exists() == is_kept
 
 
 def test_the_answer_is_not_asked_for_again_while_it_can_be_served(home):

@@ -70,23 +70,23 @@ def project(tmp_path):
 
 
 def test_an_old_python_can_parse_it():
-    ast.parse(SCRIPT.read_text(encoding="utf-8"), feature_version=(3, 6))
-    assert "from __future__ import annotations" not in SCRIPT.read_text(
-        encoding="utf-8"
-    )
+    source = SCRIPT.read_text(encoding="utf-8")
+    ast.parse(source, feature_version=(3, 6))
+    assert "from __future__ import annotations" not in source
 
 
 @pytest.mark.parametrize("python", OLD_PYTHONS, ids=lambda path: path.parts[-3])
 def test_an_old_python_can_start_it(python):
-    done = subprocess.run(
+    result = subprocess.run(
         [python, SCRIPT, "--help"],
         check=False,
         capture_output=True,
         text=True,
         timeout=20,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--setup-only" in done.stdout
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--setup-only" in result.stdout
 
 
 @pytest.mark.parametrize("python", OLD_PYTHONS[:1], ids=lambda path: path.parts[-3])
@@ -100,40 +100,42 @@ def test_an_old_python_hands_over_to_a_working_312(python, tmp_path):
         tmp_path / "good/python3.12", f'exec "{sys.executable}" "$@"\n'
     )
     environ = {**os.environ, "PATH": f"{broken.parent}:{working.parent}:/usr/bin:/bin"}
+    # It ends the set-up before something is installed.
+    executable(tmp_path / ".venv/bin/python3.14", "")
+
     command = [python, tmp_path / SCRIPT.name, "--setup-only"]
-    executable(
-        tmp_path / ".venv/bin/python3.14", ""
-    )  # ends the set-up before it installs
-    done = subprocess.run(
+    result = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=30, env=environ
     )
-    assert f"going on with {working}" in done.stdout
-    assert "python3.14" in done.stdout and done.returncode == 2
+
+    assert f"going on with {working}" in result.stdout
+    assert "python3.14" in result.stdout and result.returncode == 2
 
 
 # Finding Python 3.12 ------------------------------------------------------------------------------
 
 
 def test_an_interpreter_that_fails_or_is_another_version_is_not_usable(tmp_path):
+    def is_usable(code):
+        return install.is_usable(str(executable(tmp_path / "python", code)))
+
     assert install.is_usable(sys.executable)
     assert not install.is_usable(str(tmp_path / "absent"))
-    assert not install.is_usable(str(executable(tmp_path / "shim", "exit 127\n")))
-    assert not install.is_usable(
-        str(executable(tmp_path / "new", "echo 3.14 Linux x86_64\n"))
-    )
-    assert not install.is_usable(
-        str(executable(tmp_path / "mac", "echo 3.12 Darwin x86_64\n"))
-    )
-    assert install.is_usable(
-        str(executable(tmp_path / "m1", "echo 3.12 Darwin arm64\n"))
-    )
+    assert not is_usable("exit 127\n")
+    assert not is_usable("echo 3.14 Linux x86_64\n")
+    assert not is_usable("echo 3.12 Darwin x86_64\n")
+    assert is_usable("echo 3.12 Darwin arm64\n")
 
 
 def test_a_candidate_that_never_answers_is_given_up(tmp_path, monkeypatch):
     hanging = executable(tmp_path / "python3.12", "exec sleep 60\n")
-    real = subprocess.check_output
-    quick = lambda command, **options: real(command, **{**options, "timeout": 0.2})  # noqa: E731
-    monkeypatch.setattr(subprocess, "check_output", quick)
+    check_output = subprocess.check_output
+
+    def with_short_timeout(command, **options):
+        options["timeout"] = 0.2
+        return check_output(command, **options)
+
+    monkeypatch.setattr(subprocess, "check_output", with_short_timeout)
     assert not install.is_usable(str(hanging))
 
 
@@ -147,22 +149,23 @@ def test_candidates_cover_all_of_path_pyenv_homebrew_and_uv(tmp_path):
         "PATH": "/a:/b",
         "UV_PYTHON_INSTALL_DIR": f"{tmp_path}/uv",
     }
+
     found = list(install.python_candidates(environ))
+
     assert found[:4] == ["/a/python3.12", "/b/python3.12", "/a/python3", "/b/python3"]
     pyenv = [path for path in found if ".pyenv" in path]
     assert [Path(path).parts[-3] for path in pyenv] == ["3.12.10", "3.12.9"]
-    assert (
-        "/opt/homebrew/bin/python3.12" in found and "/usr/local/bin/python3.12" in found
-    )
+    assert "/opt/homebrew/bin/python3.12" in found
+    assert "/usr/local/bin/python3.12" in found
     assert any("cpython-3.12.4" in path for path in found)
 
 
 def test_the_first_usable_candidate_is_taken_and_later_ones_are_not_run(tmp_path):
     shim = executable(tmp_path / "shim", "exit 127\n")
-    never = executable(tmp_path / "never", f"touch {tmp_path}/ran\n")
-    assert (
-        install.find_python([str(shim), sys.executable, str(never)]) == sys.executable
-    )
+    later_python = executable(tmp_path / "never", f"touch {tmp_path}/ran\n")
+
+    candidates = [str(shim), sys.executable, str(later_python)]
+    assert install.find_python(candidates) == sys.executable
     assert not (tmp_path / "ran").exists()
 
 
@@ -190,26 +193,28 @@ def test_what_another_python_left_is_named(venv, name):
 @pytest.mark.parametrize("key", ["version", "version_info"])
 def test_a_venv_made_by_another_python_is_named(venv, key):
     (venv / "pyvenv.cfg").write_text(f"home = /x\n{key} = 3.14.0\n", encoding="utf-8")
-    assert install.foreign_paths(venv) == [
-        f"{venv / 'pyvenv.cfg'} (made by Python 3.14.0)"
-    ]
+    config = venv / "pyvenv.cfg"
+    assert install.foreign_paths(venv) == [f"{config} (made by Python 3.14.0)"]
 
 
 def test_a_venv_whose_python_is_another_one_is_named(venv):
-    other = executable(venv.parent / "usr/bin/python3.13", "")
+    other_python = executable(venv.parent / "usr/bin/python3.13", "")
     (venv / "bin/python").unlink()
-    (venv / "bin/python").symlink_to(other)
+    (venv / "bin/python").symlink_to(other_python)
     assert any("bin/python (is " in text for text in install.foreign_paths(venv))
 
 
 def test_a_mixed_venv_is_refused_with_every_path_before_anything_runs(venv):
     for name in ("bin/python3.14", "lib/python3.14"):
         executable(venv / name, "")
+
     with pytest.raises(install.SetupError) as caught:
         install.prepare(venv, install.RUN)
-    assert f"{venv}/bin/python3.14" in str(caught.value)
-    assert f"{venv}/lib/python3.14" in str(caught.value)
-    assert f"rm -rf {venv}" in str(caught.value)
+
+    message = str(caught.value)
+    assert f"{venv}/bin/python3.14" in message
+    assert f"{venv}/lib/python3.14" in message
+    assert f"rm -rf {venv}" in message
 
 
 def test_half_a_venv_is_not_whole(venv):
@@ -219,16 +224,26 @@ def test_half_a_venv_is_not_whole(venv):
     assert not install.is_whole(venv)
 
 
+class Commands(list):
+    """Commands that were to be run; `status` is how each of them ends."""
+
+    status = 0
+
+    def note(self, command, **_):
+        self.append(command)
+        return self.status
+
+
 def test_half_a_venv_is_made_again(venv, monkeypatch):
-    made = []
-    for holder, name in ((subprocess, "call"), (install, "watch_pip")):
-        monkeypatch.setattr(
-            holder, name, lambda command, **_: made.append(command) or 0
-        )
+    commands = Commands()
+    monkeypatch.setattr(subprocess, "call", commands.note)
+    monkeypatch.setattr(install, "watch_pip", commands.note)
     (venv / "pyvenv.cfg").unlink()
+
     install.prepare(venv, install.RUN)
-    assert made[0][1:] == ["-m", "venv", "--clear", str(venv)]
-    assert made[1][-1] == install.PIP and "requirements.txt" in made[2][-1]
+
+    assert commands[0][1:] == ["-m", "venv", "--clear", str(venv)]
+    assert commands[1][-1] == install.PIP and "requirements.txt" in commands[2][-1]
 
 
 def test_the_pip_that_python_brings_will_do(venv, monkeypatch, capsys):
@@ -237,7 +252,9 @@ def test_the_pip_that_python_brings_will_do(venv, monkeypatch, capsys):
         install, "watch_pip", lambda command, **_: int(command[-1] == install.PIP)
     )
     (venv / "pyvenv.cfg").unlink()
+
     install.prepare(venv, install.RUN)
+
     assert install.is_installed(venv, install.RUN)
     assert "going on with the pip that Python brought" in capsys.readouterr().out
 
@@ -250,12 +267,14 @@ def test_a_stamp_holds_until_a_requirement_or_the_python_changes(venv, project):
     install.write_stamp(venv, install.RUN, root=project)
     assert install.is_installed(venv, install.RUN, root=project)
     assert not install.is_installed(venv, install.DEV, root=project)
+
     for name in install.RUN.files:
-        before = (project / name).read_text(encoding="utf-8")
-        (project / name).write_text(before + "rich==0\n", encoding="utf-8")
+        requirements = (project / name).read_text(encoding="utf-8")
+        (project / name).write_text(requirements + "rich==0\n", encoding="utf-8")
         assert not install.is_installed(venv, install.RUN, root=project)
-        (project / name).write_text(before, encoding="utf-8")
+        (project / name).write_text(requirements, encoding="utf-8")
     assert install.is_installed(venv, install.RUN, root=project)
+
     (venv / "pyvenv.cfg").write_text("version = 3.12.2\n", encoding="utf-8")
     assert not install.is_installed(venv, install.RUN, root=project)
 
@@ -269,22 +288,17 @@ def test_a_stamp_means_nothing_without_its_python(venv, project):
 @pytest.fixture
 def calls(venv, monkeypatch):
     """Commands that prepare() would run; pip's exit status is calls.status."""
-
-    class Calls(list):
-        status = 0
-
-    made = Calls()
-    for holder, name in ((subprocess, "call"), (install, "watch_pip")):
-        monkeypatch.setattr(
-            holder, name, lambda command, **_: made.append(command) or made.status
-        )
+    commands = Commands()
+    monkeypatch.setattr(subprocess, "call", commands.note)
+    monkeypatch.setattr(install, "watch_pip", commands.note)
     monkeypatch.setattr(install, "is_whole", lambda venv: True)
-    return made
+    return commands
 
 
 def test_the_second_run_runs_nothing(venv, calls):
     install.prepare(venv, install.DEV)
     assert len(calls) == 1 and "requirements-dev.txt" in calls[0][-1]
+
     install.prepare(venv, install.DEV)
     install.prepare(venv, install.RUN)  # the dev set holds the run set
     assert len(calls) == 1
@@ -295,6 +309,7 @@ def test_a_failed_install_leaves_no_stamp_and_is_tried_again(venv, calls):
     with pytest.raises(install.SetupError, match="status 1"):
         install.prepare(venv, install.RUN)
     assert not (venv / install.RUN.stamp).exists()
+
     calls.status = 0
     install.prepare(venv, install.RUN)
     assert len(calls) == 2 and install.is_installed(venv, install.RUN)
@@ -512,9 +527,9 @@ def test_a_wrong_option_is_one_sentence_with_the_one_meant(
         read(words)
 
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.startswith("start-llm: ") and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert sentence in message
+    assert message.startswith("start-llm: ") and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -527,7 +542,7 @@ def test_what_needs_no_server_is_answered_before_slow_imports(program, word, tmp
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, program, word],
         check=False,
         capture_output=True,
@@ -536,10 +551,10 @@ def test_what_needs_no_server_is_answered_before_slow_imports(program, word, tmp
         stdin=subprocess.DEVNULL,
     )
 
-    assert "imported" not in done.stderr
+    assert "imported" not in result.stderr
     if word == "--version":
-        assert done.stdout == f"start-llm {start_llm.VERSION}\n"
-    assert done.returncode == (2 if word == "--prot" else 0)
+        assert result.stdout == f"start-llm {start_llm.VERSION}\n"
+    assert result.returncode == (2 if word == "--prot" else 0)
 
 
 def test_the_version_is_one_in_all_places():
@@ -562,10 +577,9 @@ def ran(venv, tmp_path, monkeypatch):
 
 def test_all_gates_run_and_pytest_is_last(venv, ran, capfd):
     assert install.run_gates(venv, ["-k", "kv"]) == 0
-    assert (
-        len(ran()) == len(install.GATES)
-        and ran()[-1] == "-m pytest -n 3 --dist worksteal -k kv"
-    )
+    commands = ran()
+    assert len(commands) == len(install.GATES)
+    assert commands[-1] == "-m pytest -n 3 --dist worksteal -k kv"
     assert "8 of 8 gates passed" in capfd.readouterr().out.splitlines()[-1]
 
 
@@ -583,7 +597,9 @@ def test_the_server_gets_its_arguments_and_replaces_the_set_up(venv, monkeypatch
     started = []
     monkeypatch.setattr(install, "hold_signals", lambda: started.append("signals held"))
     monkeypatch.setattr(os, "execve", lambda *call: started.append(call))
+
     install.start_server(venv, ["--port", "1"])
+
     held, (path, command, environ) = started
     assert held == "signals held"
     assert command == [path, str(ROOT / "start-llm.py"), "--port", "1"]

@@ -67,7 +67,9 @@ class Answering(BaseHTTPRequestHandler):
         status, body = self.server.answers.get(self.path, (404, {}))
         sent_key = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.path.startswith("/v1") and sent_key != self.server.key:
-            status, body = 401, {"error": {"message": "no"}}
+            status = 401
+            body = {"error": {"message": "no"}}
+
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -90,9 +92,11 @@ ANSWERS = {
 def answering(answers, *, key=""):
     """The port of a server that gives these answers."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.answers, server.key = answers, key
+    server.answers = answers
+    server.key = key
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
+
     try:
         yield server.server_address[1]
     finally:
@@ -105,11 +109,14 @@ class Desk:
     """A person's shell: a home, a PATH with fake clients, and the server's settings."""
 
     def __init__(self, folder, port):
-        self.home, self.bin = folder / "home", folder / "bin"
-        self.temporary, self.record = folder / "tmp", folder / "record"
+        self.home = folder / "home"
+        self.bin = folder / "bin"
+        self.temporary = folder / "tmp"
+        self.record = folder / "record"
         self.processes = []  # each leads a process group of its own
-        for place in (self.home, self.bin, self.temporary):
-            place.mkdir()
+
+        for new_folder in (self.home, self.bin, self.temporary):
+            new_folder.mkdir()
         self.environ = {
             "PATH": str(self.bin),
             "HOME": str(self.home),
@@ -157,8 +164,8 @@ class Desk:
     def wait_for_record(self, text):
         wait_until(lambda: self.record.exists() and text in self.record.read_text())
 
-    def seen(self):
-        """What a recorder was given."""
+    def read_record(self):
+        """The arguments, environment and files that RECORDER was given."""
         return json.loads(self.record.read_text())
 
 
@@ -181,17 +188,21 @@ def desk(tmp_path, port):
 def test_a_client_is_given_url_key_model_and_context(desk, port, name):
     desk.install(launch.CLIENTS[name].program, RECORDER)
 
-    done = desk.launch(name)
+    result = desk.launch(name)
 
-    assert done.returncode == 0, done.stderr
-    seen = desk.seen()
-    given = {n: v for n, v in seen["environment"].items() if n not in desk.environ}
-    text = json.dumps([seen["arguments"], given, seen["files"]])
+    assert result.returncode == 0, result.stderr
+    record = desk.read_record()
+    added_variables = {
+        name: value
+        for name, value in record["environment"].items()
+        if name not in desk.environ
+    }
+    text = json.dumps([record["arguments"], added_variables, record["files"]])
     n_reply = CONTEXT // 8  # Copilot wants the tokens of prompt and reply apart
     context = CONTEXT - n_reply if name == "copilot" else CONTEXT
     for wanted in (f"http://127.0.0.1:{port}", KEY, MODEL, str(context)):
         assert wanted in text, wanted
-    assert KEY not in json.dumps(seen["arguments"])  # other users see those
+    assert KEY not in json.dumps(record["arguments"])  # other users see those
 
 
 @pytest.mark.parametrize("name", launch.CLIENTS)
@@ -200,7 +211,7 @@ def test_nothing_is_left_when_the_client_has_ended(desk, name):
 
     desk.launch(name)
 
-    assert desk.seen()["environment"]["HOME"] == str(desk.home)
+    assert desk.read_record()["environment"]["HOME"] == str(desk.home)
     assert list(desk.home.iterdir()) == list(desk.temporary.iterdir()) == []
 
 
@@ -210,14 +221,12 @@ def test_files_that_clients_read_exist_while_they_run_and_are_private(desk):
         RECORDER + "print(oct(os.stat(Path(next(iter(files))).parent).st_mode))",
     )
 
-    done = desk.launch("openclaw")
+    result = desk.launch("openclaw")
 
-    [text] = desk.seen()["files"].values()
-    assert (
-        json.loads(text)["agents"]["defaults"]["model"]["primary"]
-        == f"start-llm/{MODEL}"
-    )
-    assert done.stdout.strip().endswith("700")
+    [text] = desk.read_record()["files"].values()
+    default_model = json.loads(text)["agents"]["defaults"]["model"]
+    assert default_model["primary"] == f"start-llm/{MODEL}"
+    assert result.stdout.strip().endswith("700")
 
 
 def test_what_follows_two_hyphens_goes_to_the_client_as_it_is(desk):
@@ -225,18 +234,18 @@ def test_what_follows_two_hyphens_goes_to_the_client_as_it_is(desk):
 
     desk.launch("claude", "--", "-p", "two  words", "--print", "--", "*")
 
-    given = desk.seen()["arguments"][-5:]
-    assert given == ["-p", "two  words", "--print", "--", "*"]
+    last_arguments = desk.read_record()["arguments"][-5:]
+    assert last_arguments == ["-p", "two  words", "--print", "--", "*"]
 
 
 def test_openclaw_starts_its_terminal_unless_it_is_given_arguments(desk):
     desk.install("openclaw", RECORDER)
 
     desk.launch("openclaw")
-    assert desk.seen()["arguments"] == ["chat"]
+    assert desk.read_record()["arguments"] == ["chat"]
 
     desk.launch("openclaw", "--", "agent", "--local")
-    assert desk.seen()["arguments"] == ["agent", "--local"]
+    assert desk.read_record()["arguments"] == ["agent", "--local"]
 
 
 def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk):
@@ -244,19 +253,26 @@ def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk
     desk.environ["ANTHROPIC_AUTH_TOKEN"] = "of somebody else"
 
     desk.launch("claude")
-    whole = desk.seen()["environment"]
+    full_environment = desk.read_record()["environment"]
     desk.launch("claude", "--small")
-    lean = desk.seen()["environment"]
+    lean_environment = desk.read_record()["environment"]
 
-    assert "CLAUDE_CODE_SIMPLE" not in whole and "ANTHROPIC_API_KEY" not in whole
-    assert whole["ANTHROPIC_AUTH_TOKEN"] == KEY
-    assert lean["CLAUDE_CODE_SIMPLE"] == "1" and lean["ANTHROPIC_API_KEY"] == KEY
-    assert "ANTHROPIC_AUTH_TOKEN" not in lean
+    assert (
+        "CLAUDE_CODE_SIMPLE" not in full_environment
+        and "ANTHROPIC_API_KEY" not in full_environment
+    )
+    assert full_environment["ANTHROPIC_AUTH_TOKEN"] == KEY
+    assert (
+        lean_environment["CLAUDE_CODE_SIMPLE"] == "1"
+        and lean_environment["ANTHROPIC_API_KEY"] == KEY
+    )
+    assert "ANTHROPIC_AUTH_TOKEN" not in lean_environment
 
 
 def test_the_demo_model_is_advised_to_be_small(desk):
     desk.install("claude", RECORDER)
     demo = {**ANSWERS, "/v1/models": (200, {"data": [{**ENTRY, "id": "demo"}]})}
+
     with answering(demo, key=KEY) as port:
         desk.environ["MLX_PORT"] = str(port)
         assert "--small" in desk.launch("claude").stderr
@@ -269,48 +285,45 @@ def test_claude_code_has_its_variables_as_settings_too(desk):
 
     desk.launch("claude")
 
-    seen = desk.seen()
-    assert seen["arguments"][0] == "--settings"
-    settings = json.loads(seen["files"][seen["arguments"][1]])["env"]
+    record = desk.read_record()
+    assert record["arguments"][0] == "--settings"
+    settings = json.loads(record["files"][record["arguments"][1]])["env"]
     assert settings["ANTHROPIC_AUTH_TOKEN"] == KEY
-    assert settings.items() <= seen["environment"].items()
+    assert settings.items() <= record["environment"].items()
 
 
 def test_variables_that_lead_a_client_elsewhere_do_not_reach_it(desk):
     desk.install("claude", RECORDER)
     elsewhere = {"ANTHROPIC_API_KEY": "sk-ant", "CLAUDE_CODE_USE_BEDROCK": "1"}
-    desk.environ |= {
-        **elsewhere,
-        "HTTP_PROXY": "http://10.9.9.9:1",
-        "NO_PROXY": "x.org",
-    }
+    desk.environ.update(elsewhere)
+    desk.environ["HTTP_PROXY"] = "http://10.9.9.9:1"
+    desk.environ["NO_PROXY"] = "x.org"
 
-    done = desk.launch("claude")
+    result = desk.launch("claude")
 
-    assert done.returncode == 0, done.stderr
-    environment = desk.seen()["environment"]
+    assert result.returncode == 0, result.stderr
+    environment = desk.read_record()["environment"]
     assert not elsewhere.keys() & environment.keys()
     assert environment["NO_PROXY"] == "x.org,127.0.0.1"
 
 
 def test_codex_goes_to_the_port_and_key_of_the_proxy(desk, tmp_path):
     desk.install("codex", RECORDER)
-    with answering(ANSWERS, key="sk-of-the-proxy") as proxy_port:
-        desk.environ |= {
-            "PROXY_PORT": str(proxy_port),
-            "PROXY_API_KEY": "sk-of-the-proxy",
-            "PROXY_MODEL_ID": "shown-name",
-        }
-        done = desk.launch("codex")
+    desk.environ["PROXY_API_KEY"] = "sk-of-the-proxy"
+    desk.environ["PROXY_MODEL_ID"] = "shown-name"
 
-    assert done.returncode == 0, done.stderr
-    seen = desk.seen()
+    with answering(ANSWERS, key="sk-of-the-proxy") as proxy_port:
+        desk.environ["PROXY_PORT"] = str(proxy_port)
+        result = desk.launch("codex")
+
+    assert result.returncode == 0, result.stderr
+    record = desk.read_record()
     assert (
         f'model_providers.start-llm.base_url="http://127.0.0.1:{proxy_port}/v1"'
-        in seen["arguments"]
+        in record["arguments"]
     )
-    assert 'model="shown-name"' in seen["arguments"]
-    assert seen["environment"]["START_LLM_KEY"] == "sk-of-the-proxy"
+    assert 'model="shown-name"' in record["arguments"]
+    assert record["environment"]["START_LLM_KEY"] == "sk-of-the-proxy"
 
 
 def test_a_client_that_was_launched_is_answered_by_the_real_server(
@@ -326,22 +339,23 @@ request = urllib.request.Request(
 print(json.load(urllib.request.urlopen(request))["usage"]["completion_tokens"])
 """)  # fmt: skip
     model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
     with closing(Served(model, api_key=KEY)) as served:
         desk.environ["MLX_PORT"] = str(served.state.config.mlx_port)
-        done = desk.launch("qwen")
+        result = desk.launch("qwen")
 
-    assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) <= 8
+    assert result.returncode == 0, result.stderr
+    assert 1 <= int(result.stdout) <= 8
 
 
 @pytest.mark.parametrize("python", NEWER_PYTHONS, ids=lambda path: path.parts[-3])
 def test_a_newer_python_launches_as_well(desk, python):
     desk.install("pi", RECORDER)
 
-    done = desk.launch("pi", python=str(python))
+    result = desk.launch("pi", python=str(python))
 
-    assert done.returncode == 0, done.stderr
-    assert "--provider" in desk.seen()["arguments"]
+    assert result.returncode == 0, result.stderr
+    assert "--provider" in desk.read_record()["arguments"]
 
 
 # What is shown -----------------------------------------------------------------------------------
@@ -350,28 +364,29 @@ def test_a_newer_python_launches_as_well(desk, python):
 def test_what_is_set_is_said_in_lines_apart_from_the_output_of_the_client(desk):
     desk.install("claude", "print('only this')")
 
-    done = desk.launch("claude")
+    result = desk.launch("claude")
 
-    assert done.stdout == "only this\n"
-    assert MODEL in done.stderr and "ANTHROPIC_BASE_URL" in done.stderr
-    assert KEY not in done.stderr and len(done.stderr.splitlines()) <= 3
+    assert result.stdout == "only this\n"
+    assert MODEL in result.stderr and "ANTHROPIC_BASE_URL" in result.stderr
+    assert KEY not in result.stderr and len(result.stderr.splitlines()) <= 3
 
 
 @pytest.mark.parametrize("name", launch.CLIENTS)
 def test_print_shows_everything_but_the_key_and_starts_nothing(desk, port, name):
     desk.install(launch.CLIENTS[name].program, RECORDER)
 
-    done = desk.launch(name, "--print")
+    result = desk.launch(name, "--print")
 
-    assert done.returncode == 0 and not desk.record.exists()
-    assert f"http://127.0.0.1:{port}" in done.stdout and MODEL in done.stdout
-    assert KEY not in done.stdout + done.stderr
-    assert launch.MASK in done.stdout and "--show-key" in done.stderr
+    assert result.returncode == 0 and not desk.record.exists()
+    assert f"http://127.0.0.1:{port}" in result.stdout and MODEL in result.stdout
+    assert KEY not in result.stdout + result.stderr
+    assert launch.MASK in result.stdout and "--show-key" in result.stderr
     assert list(desk.temporary.iterdir()) == []
 
 
 def test_the_key_is_shown_when_asked_for_or_typed(desk):
     assert KEY in desk.launch("qwen", "--print", "--show-key").stdout
+
     desk.environ["API_KEY"] = "another"
     assert KEY in desk.launch("qwen", "--print", "--key", KEY).stdout
 
@@ -382,9 +397,9 @@ def test_what_print_shows_is_what_a_shell_runs(desk):
 
     subprocess.run(["/bin/sh", "-c", shown], env=desk.environ, check=True, timeout=60)
 
-    seen = desk.seen()
-    assert seen["arguments"] == ["--auth-type", "openai", "it's $HOME"]
-    assert seen["environment"]["OPENAI_API_KEY"] == KEY
+    record = desk.read_record()
+    assert record["arguments"] == ["--auth-type", "openai", "it's $HOME"]
+    assert record["environment"]["OPENAI_API_KEY"] == KEY
 
 
 # Its end -----------------------------------------------------------------------------------------
@@ -414,8 +429,11 @@ def test_a_signal_reaches_the_client_and_its_end_is_awaited(desk, name):
 def test_ctrl_c_at_a_terminal_reaches_the_client_once(desk):
     desk.install("claude", COUNTER)
     terminal, inner = pty.openpty()
-    program = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
-    program += "os.execv(sys.argv[1], sys.argv[1:])"
+    program = (
+        "import fcntl, os, sys, termios;"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program, *desk.command("claude")], env=desk.environ,
         stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
@@ -449,10 +467,10 @@ def test_a_client_that_stops_itself_gives_the_shell_back_and_goes_on(desk):
 # Mistakes ----------------------------------------------------------------------------------------
 
 
-def refused(done, *words):
-    """It ended with 2 and one sentence that has these words."""
-    assert done.returncode == 2 and done.stdout == ""
-    [line] = done.stderr.splitlines()
+def refused(result, *words):
+    """Check that a launch ended with 2 and one sentence that has these words."""
+    assert result.returncode == 2 and result.stdout == ""
+    [line] = result.stderr.splitlines()
     for word in words:
         assert word in line, line
     assert KEY not in line
@@ -460,8 +478,10 @@ def refused(done, *words):
 
 def test_without_a_server_the_sentence_starts_one(desk):
     desk.environ["MLX_PORT"] = str(free_port())
-    done = desk.launch("claude")
-    refused(done, "no server answers", "install_and_run.py", "--url")
+
+    result = desk.launch("claude")
+
+    refused(result, "no server answers", "install_and_run.py", "--url")
 
 
 @pytest.mark.parametrize(
@@ -496,12 +516,11 @@ def test_a_client_that_cannot_be_started_is_one_sentence(desk):
     desk.install("pi", "")
     (desk.bin / "pi").write_text("no program")
 
-    done = desk.launch("pi")
+    result = desk.launch("pi")
 
-    assert done.returncode == 2
-    assert (
-        "cannot be started: it is not wholly installed" in done.stderr.splitlines()[-1]
-    )
+    last_line = result.stderr.splitlines()[-1]
+    assert result.returncode == 2
+    assert "cannot be started: it is not wholly installed" in last_line
 
 
 def test_a_key_that_the_server_refuses_is_named_as_such(desk):
@@ -534,10 +553,10 @@ def test_a_url_that_is_none_is_one_sentence(desk, url):
     ],
 )
 def test_arguments_that_mean_nothing_are_refused_with_the_usage(desk, arguments, words):
-    done = desk.launch(*arguments)
+    result = desk.launch(*arguments)
 
-    assert done.returncode == 2 and words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2 and words in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 # Settings ----------------------------------------------------------------------------------------
@@ -613,8 +632,7 @@ def test_readme_has_one_launch_line_for_each_client():
 
 
 def test_versions_and_packages_are_those_that_the_script_installs():
-    text = (ROOT / "scripts" / "tools" / "clients" / "install.sh").read_text(
-        encoding="utf-8"
-    )
+    script = ROOT / "scripts" / "tools" / "clients" / "install.sh"
+    text = script.read_text(encoding="utf-8")
     for client in launch.CLIENTS.values():
         assert f"{client.package}@{client.version}" in text
