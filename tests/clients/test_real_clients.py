@@ -1,9 +1,9 @@
 """Real coding agents at work on the real server: what they sent before costs nothing.
 
 Claude Code, PI, Codex, Copilot, and OpenClaw through its gateway, run their own loops (files are
-read, commands run, several at once) against servers in this process whose model says what a script
-wants. Nothing else is played: prompts are rendered, fed and cached as ever. What was fed is read
-from the model's own calls.
+read, commands run, several at once) against servers in this process whose model generates what a
+script has. All else is real: prompts are rendered, prefilled and cached as ever. What was prefilled
+is read from the model's own calls.
 
 The clients are found in CLIENTS_HOME (default: ~/clients), where scripts/tools/clients/install.sh
 puts them. Each starts once and talks to a dense and to a hybrid model.
@@ -63,18 +63,16 @@ KINDS = (DENSE, HYBRID)
 MODEL = "tiny"  # what clients call it
 SMALL = {"heads": 1, "kv_heads": 1}  # a prompt has 20,000 tokens
 LEAST_SHARE = 0.99  # cached, of what was sent or generated before
-LEAST_NEW_SHARE = (
-    0.97  # of a new session's first request, where the client worked before
-)
+# Of the first request of a new session, where the client worked before.
+LEAST_NEW_SHARE = 0.97
 MOST_RATIO = 1.10  # prefilled / fewest
 MOST_WARM_RATIO = 1.02  # from the second request on
 MOST_RESTATED = 1.20  # the same where each turn has to say the new value of an id
 MOST_FALLBACKS = 0.01  # of all requests
 SLOW_SECONDS = 75  # of a prefill that breaks nothing
 
-pytestmark = pytest.mark.timeout(
-    290
-)  # the first test of a client waits for all of its work
+# The first test of a client waits for all of its work.
+pytestmark = pytest.mark.timeout(290)
 
 RESTATES = {"openclaw-2026.2.17"}  # a new message_id with every question
 CLIENT_NAMES: dict[str, type[Client]] = {
@@ -88,16 +86,13 @@ CLIENT_NAMES: dict[str, type[Client]] = {
 }
 CLAUDES = [name for name, cls in CLIENT_NAMES.items() if issubclass(cls, ClaudeCode)]
 WITHOUT_THINKING = {"copilot"}  # it sends none back
-IN_BACKGROUND = {
-    "claude-code-2.1.328"
-}  # its sub-agents; it can also load tools when it wants them
-CASES = [
-    (name, "direct") for name in CLIENT_NAMES if name != "codex"
-]  # how it reaches a server
-CASES += [
-    (name, "proxy")
-    for name in ("claude-code-2.1.328", "pi", "openclaw-2026.9.6", "codex")
-]
+# Its sub-agents work in the background; it can also load tools when it wants them.
+IN_BACKGROUND = {"claude-code-2.1.328"}
+
+# Clients, and how each reaches a server.
+BEHIND_PROXY = ("claude-code-2.1.328", "pi", "openclaw-2026.9.6", "codex")
+CASES = [(name, "direct") for name in CLIENT_NAMES if name != "codex"]
+CASES += [(name, "proxy") for name in BEHIND_PROXY]
 
 
 def cases(names: Iterable[str]) -> pytest.MarkDecorator:
@@ -113,21 +108,24 @@ GOODBYE = "Hello, that was all."
 
 
 def turns(client: type[Client]) -> list[tuple[str, list[str]]]:
-    """What the user says, and the replies to it, in the tools that this client has."""
+    """The user's messages, and the replies to each, in the tools that this client has."""
 
     def run(command: str) -> str:
-        more = {"description": command} if issubclass(client, Copilot) else {}
-        return call(client.SHELL, **{client.COMMAND: command, **more})
+        arguments = {client.COMMAND: command}
+        if issubclass(client, Copilot):
+            arguments["description"] = command
+        return call(client.SHELL, **arguments)
 
-    read, write = (
-        call("read", path="notes.txt"),
-        call("write", path="out.txt", content=SUMMARY),
-    )
     if issubclass(client, Codex | Copilot):  # the shell, which takes any path
-        read, write = run("cat notes.txt"), run(f"printf '%s' '{SUMMARY}' > out.txt")
-    if issubclass(client, ClaudeCode):
+        read = run("cat notes.txt")
+        write = run(f"printf '%s' '{SUMMARY}' > out.txt")
+    elif issubclass(client, ClaudeCode):
         read = call("Read", file_path="notes.txt")
         write = call("Write", file_path="out.txt", content=SUMMARY)
+    else:
+        read = call("read", path="notes.txt")
+        write = call("write", path="out.txt", content=SUMMARY)
+
     work = [
         reply(
             "The notes come first.\nThen the rest.",
@@ -180,23 +178,23 @@ class Conversation:
     kind: str
     served: Served
     posted: list[Posted]
-    told: list[Told]
-    said: list[Said]
+    answers: list[Told]
+    scripted: list[Said]
     fed: list[list[Fed]]
     records: list[dict[str, Any]]  # of the session logs
     n_fallbacks: int  # that the server counted
 
     @property
     def usages(self) -> list[Any]:
-        return [one.usage for one in self.told]
+        return [answer.usage for answer in self.answers]
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        return [one.body for one in self.posted]
+        return [request.body for request in self.posted]
 
     @property
     def requests(self) -> list[Request]:
-        return [Request(one.prompt, one.reply) for one in self.said]
+        return [Request(record.prompt, record.reply) for record in self.scripted]
 
     @property
     def n_prefilled(self) -> list[int]:
@@ -213,19 +211,21 @@ class Conversation:
         """
         if self.client in (*CLAUDES, *WITHOUT_THINKING):
             return self.requests
-        pairs = zip(self.bodies, meant(self.bodies), strict=True)
-        prompts = [
-            self.served.scribe.prompt(messages, body) for body, messages in pairs
-        ]
-        return [
-            Request(p, one.reply) for p, one in zip(prompts, self.said, strict=True)
-        ]
+
+        bodies = self.bodies
+        requests = []
+        for body, messages, record in zip(
+            bodies, meant(bodies), self.scripted, strict=True
+        ):
+            prompt = self.served.scribe.prompt(messages, body)
+            requests.append(Request(prompt, record.reply))
+        return requests
 
     @property
     def n_fewest(self) -> list[int]:
-        return fewest(
-            self.as_meant, None if self.kind == DENSE else self.served.scribe.turns
-        )
+        if self.kind == DENSE:
+            return fewest(self.as_meant)
+        return fewest(self.as_meant, self.served.scribe.turns)
 
 
 CARRIER = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n"
@@ -233,29 +233,34 @@ MESSAGE_ID = re.compile(r'(?<="message_id": ")[^"]+')
 
 
 def meant(bodies: list[dict[str, Any]]) -> list[list[Message]]:
-    """Messages with one id in the system prompt, and each carrier where its text was first told."""
-    told: dict[str, int] = {}  # carriers, and the messages behind which they were first
-    found = []
+    """Messages with one id in the system prompt, and each carrier where it came first."""
+    first_id = MESSAGE_ID.search(words_of(bodies[0]["messages"][0]))
+    carriers: dict[str, int] = {}  # text -> index of the message it first came after
+    conversations = []
+
     for body in bodies:
-        messages = [
-            {"content": None, **message} for message in body["messages"]
-        ]  # LiteLLM drops it
-        if (last := words_of(messages[-1])).startswith(CARRIER):
+        # LiteLLM drops a content that is null.
+        messages = [{"content": None, **message} for message in body["messages"]]
+
+        last_text = words_of(messages[-1])
+        if last_text.startswith(CARRIER):
             messages.pop()
-            told.setdefault(last, len(messages) - 1)
+            carriers.setdefault(last_text, len(messages) - 1)
         assert not any(words_of(message).startswith(CARRIER) for message in messages)
-        for text, at in told.items():
-            messages[at]["content"] = f"{words_of(messages[at])}\n\n{text}"
-        first = MESSAGE_ID.search(words_of(bodies[0]["messages"][0]))
-        rest = list(
-            dropwhile(lambda one: one["role"] in ("system", "developer"), messages)
-        )
-        heads = messages[: len(messages) - len(rest)]
-        system = "\n\n".join("\n".join(parts_of(one)) for one in heads)
-        if first is not None:
-            system = MESSAGE_ID.sub(first[0], system)
-        found.append([{"role": "system", "content": system}, *rest])
-    return found
+        for text, index in carriers.items():
+            messages[index]["content"] = f"{words_of(messages[index])}\n\n{text}"
+
+        dialogue = list(dropwhile(is_system, messages))
+        system_messages = messages[: len(messages) - len(dialogue)]
+        system = "\n\n".join("\n".join(parts_of(m)) for m in system_messages)
+        if first_id is not None:
+            system = MESSAGE_ID.sub(first_id[0], system)
+        conversations.append([{"role": "system", "content": system}, *dialogue])
+    return conversations
+
+
+def is_system(message: Message) -> bool:
+    return message["role"] in {"system", "developer"}
 
 
 def words_of(message: Message) -> str:
@@ -264,46 +269,51 @@ def words_of(message: Message) -> str:
 
 def parts_of(message: Message) -> list[str]:
     content = message.get("content") or ""
-    return (
-        [content]
-        if isinstance(content, str)
-        else [part.get("text", "") for part in content]
-    )
+    if isinstance(content, str):
+        return [content]
+    return [part.get("text", "") for part in content]
 
 
 def forget(served: Served) -> None:
-    """A server that knows nothing."""
+    """Empty the server's cache, ledger and logs."""
     served.forget()
     forget_pasts(served.state)
     read_records(served)
 
 
 def held(client: Client, name: str, kind: str, served: Served) -> Conversation:
-    """Have the whole conversation, with a server that knows nothing of those before."""
+    """Have the whole conversation, with a server that has forgotten those before."""
     forget(served)
-    before = served.state.metrics.snapshot()["ledger_seam_fallback"]
-    script_of, n_replies = turns(type(client)), 0
-    replies = [spelled(served.scribe, text) for _, texts in script_of for text in texts]
+    n_fallbacks_before = count_fallbacks(served)
+    client_turns = turns(type(client))
+    replies = [
+        spelled(served.scribe, text) for _, texts in client_turns for text in texts
+    ]
+
     with pytest.MonkeyPatch.context() as patch:
-        script, tap = (
-            Script(patch, served.scribe, {"": replies}),
-            Wiretap(patch, served),
-        )
-        for words, texts in script_of:
+        script = Script(patch, served.scribe, {"": replies})
+        tap = Wiretap(patch, served)
+        n_replies = 0
+        for user_text, texts in client_turns:
             n_replies += len(texts)
-            client.say(kind, words)
+            client.say(kind, user_text)
             wait_until(lambda n=n_replies: len(tap.told) >= n)
+
     return Conversation(
         client=name,
         kind=kind,
         served=served,
         posted=tap.posted,
-        told=tap.told,
-        said=script.said,
+        answers=tap.told,
+        scripted=script.said,
         fed=tap.fed,
         records=read_records(served),
-        n_fallbacks=served.state.metrics.snapshot()["ledger_seam_fallback"] - before,
+        n_fallbacks=count_fallbacks(served) - n_fallbacks_before,
     )
+
+
+def count_fallbacks(served: Served) -> int:
+    return served.state.metrics.snapshot()["ledger_seam_fallback"]
 
 
 def read_records(served: Served) -> list[dict[str, Any]]:
@@ -318,13 +328,13 @@ def read_records(served: Served) -> list[dict[str, Any]]:
 @contextmanager
 def serving(kind: str, root: Path) -> Iterator[Served]:
     """Greedy where the client leaves it open; the logs carry the exact tokens."""
-    logs = str(root / f"logs-{uuid.uuid4().hex}")
-    logging = {
-        "enable_request_logging": True,
-        "log_prompt_tokens": True,
-        "log_root": logs,
-    }
-    served = Served(tiny_model(kind, root, **SMALL), default_temperature=0, **logging)
+    served = Served(
+        tiny_model(kind, root, **SMALL),
+        default_temperature=0,
+        enable_request_logging=True,
+        log_prompt_tokens=True,
+        log_root=str(root / f"logs-{uuid.uuid4().hex}"),
+    )
     try:
         yield served
     finally:
@@ -350,20 +360,19 @@ def urls_of(servers: dict[str, Served]) -> dict[str, str]:
 def proxied(served: Served | Seeing) -> Iterator[str]:
     """The same through a LiteLLM of its own."""
     config = served.state.config
-    own = {
+    proxy_settings = {
         "enable_proxy": True,
         "proxy_port": free_port(),
         "log_root": f"{config.log_root}-proxy",
     }
-    config = config.model_copy(update=own)
+    config = config.model_copy(update=proxy_settings)
     loaded = served.state.engine.model
-    with s.run_proxy(
-        config, {"id": loaded.model_id, "context_length": loaded.max_context_tokens}
-    ):
+    entry = {"id": loaded.model_id, "context_length": loaded.max_context_tokens}
+    with s.run_proxy(config, entry):
         yield f"http://127.0.0.1:{config.proxy_port}"
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=5):
             return True
@@ -383,7 +392,7 @@ def proxies(servers):
             for kind, served in servers.items()
         }
         for url in urls.values():
-            wait_until(lambda url=url: answers(url))
+            wait_until(lambda url=url: is_answering(url))
         yield urls
 
 
@@ -401,9 +410,10 @@ def name(case):
 
 @pytest.fixture(scope="module")
 def urls(case, servers, request):
-    return (
-        urls_of(servers) if case[1] == "direct" else request.getfixturevalue("proxies")
-    )
+    _, route = case
+    if route == "direct":
+        return urls_of(servers)
+    return request.getfixturevalue("proxies")
 
 
 def skip_if_missing(name: str) -> None:
@@ -414,8 +424,8 @@ def skip_if_missing(name: str) -> None:
 
 
 @contextmanager
-def running(name: str, urls: dict[str, str], room: Path) -> Iterator[Client]:
-    client = CLIENT_NAMES[name](room, urls, model=MODEL)
+def running(name: str, urls: dict[str, str], folder: Path) -> Iterator[Client]:
+    client = CLIENT_NAMES[name](folder, urls, model=MODEL)
     try:
         client.start()
         yield client
@@ -443,71 +453,91 @@ def conversation(conversations, request):
 
 
 def results_of(body: dict[str, Any]) -> list[str]:
-    """What tools gave; Codex tells the time before it, Copilot how it ended behind it."""
-    told = [words_of(one) for one in body["messages"] if one["role"] == "tool"]
-    found = [
-        text.rpartition("\nOutput:\n")[2].partition("\n<shellId: ")[0] for text in told
-    ]
+    """What tools returned; Codex puts the time before it, Copilot an exit status after it."""
+    results = []
     for message in body["messages"]:
-        parts = message["content"] if isinstance(message.get("content"), list) else []
-        found += [words_of(part) for part in parts if part["type"] == "tool_result"]
-    return found
+        if message["role"] == "tool":
+            _, _, text = words_of(message).rpartition("\nOutput:\n")
+            result, _, _ = text.partition("\n<shellId: ")
+            results.append(result)
+
+    for message in body["messages"]:
+        blocks = blocks_of(message)
+        results += [words_of(b) for b in blocks if b["type"] == "tool_result"]
+    return results
+
+
+def blocks_of(message: Message) -> list[dict[str, Any]]:
+    """Its content blocks; none where the content is a text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def answers_of(body: dict[str, Any]) -> list[tuple[str, int]]:
-    """(thought, number of calls) of each reply that the client sends back."""
-    found = []
-    for message in (one for one in body["messages"] if one["role"] == "assistant"):
-        blocks = message["content"] if isinstance(message.get("content"), list) else []
-        thoughts = [
-            block["thinking"] for block in blocks if block["type"] == "thinking"
-        ]
-        calls = [block for block in blocks if block["type"] == "tool_use"]
-        calls += message.get("tool_calls") or []
-        found.append(
-            (message.get("reasoning_content") or "".join(thoughts), len(calls))
-        )
-    return found
+    """(reasoning, number of calls) of each reply that the client sends back."""
+    answers = []
+    for message in body["messages"]:
+        if message["role"] != "assistant":
+            continue
+        reasoning = message.get("reasoning_content") or ""
+        n_calls = len(message.get("tool_calls") or ())
+        for block in blocks_of(message):
+            if block["type"] == "thinking" and not message.get("reasoning_content"):
+                reasoning += block["thinking"]
+            if block["type"] == "tool_use":
+                n_calls += 1
+        answers.append((reasoning, n_calls))
+    return answers
 
 
 def test_the_client_did_its_work(conversation):
     """Tools ran, several at once; thinking came back; nothing was asked that no script foresaw."""
-    replies = [
-        text for _, texts in turns(CLIENT_NAMES[conversation.client]) for text in texts
-    ]
-    *earlier, last = conversation.bodies
-    assert len(earlier) + 1 == len(replies)
-    results = results_of(last)
+    client_turns = turns(CLIENT_NAMES[conversation.client])
+    replies = [text for _, texts in client_turns for text in texts]
+    bodies = conversation.bodies
+    assert len(bodies) == len(replies)
+
+    results = results_of(bodies[-1])
     assert "falcon" in results[0]
     assert [text.strip() for text in results].count(FILES["src/app.py"].strip()) == 1
     assert SUMMARY in results
-    answers = answers_of(last)
+
+    answers = answers_of(bodies[-1])
     assert [n_calls for _, n_calls in answers] == [1, 1, 2, 1, 0, 2, 0]
-    pairs = zip(replies, answers, strict=False)
-    if conversation.client in WITHOUT_THINKING:
-        assert not any(thought for _, (thought, _) in pairs)
-    else:
-        assert all(thought and text.startswith(thought) for text, (thought, _) in pairs)
+    for text, (reasoning, _) in zip(replies, answers, strict=False):
+        if conversation.client in WITHOUT_THINKING:
+            assert not reasoning
+        else:
+            assert reasoning and text.startswith(reasoning)
 
 
 def test_what_was_sent_or_generated_before_is_cached(conversation, table):
-    requests, n_prefilled = conversation.requests, conversation.n_prefilled
+    requests = conversation.requests
+    n_prefilled = conversation.n_prefilled
     n_cached = [len(r.prompt) - n for r, n in zip(requests, n_prefilled, strict=True)]
+
     shares = []
-    for place, request in enumerate(requests[1:], 1):
-        told = [np.array(r.prompt + r.reply) for r in requests[:place]]
-        shared = max(common_prefix(request.wanted, one) for one in told)
+    for index, request in enumerate(requests[1:], 1):
+        earlier = [np.array(r.prompt + r.reply) for r in requests[:index]]
+        n_common = max(common_prefix(request.wanted, tokens) for tokens in earlier)
         # No client takes back what it sent, so all of it, and not only what looks the same now.
-        shares.append(n_cached[place] / max(shared, len(told[-1])))
-    needed = conversation.n_fewest
-    row = "{:19} {:8} {} requests  cached {:.4f}  prefilled {} / {}, from the second on {} / {}"
-    facts = (len(requests), min(shares), sum(n_prefilled), sum(needed))
-    warm = (sum(n_prefilled[1:]), sum(needed[1:]))
-    table(row.format(conversation.client, conversation.kind, *facts, *warm))
+        shares.append(n_cached[index] / max(n_common, len(earlier[-1])))
+
+    n_fewest = conversation.n_fewest
+    total = sum(n_prefilled)
+    minimum = sum(n_fewest)
+    warm_total = sum(n_prefilled[1:])
+    warm_minimum = sum(n_fewest[1:])
+    table(
+        f"{conversation.client:19} {conversation.kind:8} {len(requests)} requests"
+        f"  cached {min(shares):.4f}  prefilled {total} / {minimum},"
+        f" from the second on {warm_total} / {warm_minimum}"
+    )
     assert min(shares) >= LEAST_SHARE, shares
-    assert facts[2] <= MOST_RATIO * facts[3]
-    most = MOST_RESTATED if conversation.client in RESTATES else MOST_WARM_RATIO
-    assert warm[0] <= most * warm[1]
+    assert total <= MOST_RATIO * minimum
+    is_restated = conversation.client in RESTATES
+    max_ratio = MOST_RESTATED if is_restated else MOST_WARM_RATIO
+    assert warm_total <= max_ratio * warm_minimum
     assert [usage.cached_tokens for usage in conversation.usages] == n_cached
     assert [record["cached"] for record in conversation.records] == n_cached
 
@@ -519,54 +549,63 @@ def test_the_log_has_what_the_model_was_given(conversation):
 
 
 def test_no_request_falls_back(conversation, table):
-    reasons = Counter(
-        one["fallback"] for one in conversation.records if one["fallback"]
+    records = conversation.records
+    reasons = Counter(r["fallback"] for r in records if r["fallback"])
+    n_fallbacks = reasons.total()
+    table(
+        f"{conversation.client:19} {conversation.kind:8} {n_fallbacks} of"
+        f" {len(records)} requests fall back {dict(reasons) or ''}"
     )
-    n, who = (
-        len(conversation.records),
-        f"{conversation.client:19} {conversation.kind:8}",
-    )
-    table(f"{who} {reasons.total()} of {n} requests fall back {dict(reasons) or ''}")
-    assert reasons.total() == conversation.n_fallbacks
-    assert conversation.n_fallbacks <= MOST_FALLBACKS * n
+    assert n_fallbacks == conversation.n_fallbacks
+    assert n_fallbacks <= MOST_FALLBACKS * len(records)
 
 
 @cases({*CLIENT_NAMES} - {*CLAUDES})  # the plain model takes too long for their prompts
 def test_the_last_reply_has_the_logits_of_a_cold_model(conversation):
     """On the tokens that the log reports; the plain model with a fresh cache, no server code."""
-    said, tokens = conversation.said[-1], conversation.records[-1]["tokens"]
+    last = conversation.scripted[-1]
+    prompt_ids = conversation.records[-1]["tokens"]
     assert conversation.usages[-1].cached_tokens > 0
-    model = load(str(conversation.served.state.engine.model.path))[0]
-    cache, given = make_prompt_cache(model), [*tokens, *said.reply[:-1]]
-    for at in range(0, len(tokens) - 1, 2048):
-        model(mx.array([given[at : min(at + 2048, len(tokens) - 1)]]), cache=cache)
+
+    model, _ = load(str(conversation.served.state.engine.model.path))
+    cache = make_prompt_cache(model)
+    last_offset = len(prompt_ids) - 1
+    for start in range(0, last_offset, 2048):
+        end = min(start + 2048, last_offset)
+        model(mx.array([prompt_ids[start:end]]), cache=cache)
         mx.eval([layer.state for layer in cache])
-    cold = np.array(model(mx.array([given[len(tokens) - 1 :]]), cache=cache)[0])
-    assert np.abs(cold - np.array(said.logits)).max() == 0
+    reply_inputs = [prompt_ids[-1], *last.reply[:-1]]
+    cold = np.array(model(mx.array([reply_inputs]), cache=cache)[0])
+
+    assert np.abs(cold - np.array(last.logits)).max() == 0
 
 
 # -- what the script has no part in ----------------------------------------------------------------
 
-Measured = tuple[
-    list[list[tuple[int, int]]], list[int]
-]  # (position, token) fed; tokens cached
+Measured = tuple[list[list[tuple[int, int]]], list[int]]
 
 
 def replayed(
     served: Served, bodies: list[dict[str, Any]], script: list[list[int]]
 ) -> Measured:
-    """Post them to a server that knows nothing; without a script the model says what it likes."""
+    """Post them to an empty server; without a script the model says what it likes.
+
+    For each body, the (position, token) pairs that were fed, and the tokens cached.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if script:
             Script(patch, served.scribe, {"": script})
         tap = Wiretap(patch, served)
         for body in bodies:
             post(served, {**body, "max_completion_tokens": 60})
-    fed = [
-        [(one.at + i, token) for one in calls for i, token in enumerate(one.tokens)]
-        for calls in tap.fed
-    ]
-    return fed, [usage.cached_tokens for usage in tap.usages]
+
+    fed_pairs = []
+    for model_inputs in tap.fed:
+        pairs: list[tuple[int, int]] = []
+        for model_input in model_inputs:
+            pairs += enumerate(model_input.tokens, start=model_input.at)
+        fed_pairs.append(pairs)
+    return fed_pairs, [usage.cached_tokens for usage in tap.usages]
 
 
 def post(served: Served, body: dict[str, Any]) -> None:
@@ -582,15 +621,21 @@ def post(served: Served, body: dict[str, Any]) -> None:
 @cases(["pi"])
 def test_without_the_script_no_prefill_changes(conversation, tmp_path_factory):
     """What a client sent, answered freely, and answered by a script of those very answers."""
-    root, bodies = tmp_path_factory.getbasetemp(), conversation.bodies
+    root = tmp_path_factory.getbasetemp()
+    bodies = conversation.bodies
+
     with serving(conversation.kind, root) as served:
         free = replayed(served, bodies, [])
         prompts = [record["tokens"] for record in read_records(served)]
-    pairs = zip(free[0], prompts, strict=True)
-    said = [[token for at, token in fed if at >= len(prompt)] for fed, prompt in pairs]
+    fed_pairs, _ = free
+    free_replies = []
+    for pairs, prompt in zip(fed_pairs, prompts, strict=True):
+        reply_ids = [token for position, token in pairs if position >= len(prompt)]
+        free_replies.append(reply_ids)
     with serving(conversation.kind, root) as served:
-        scripted = replayed(served, bodies, said)
-    assert said != [list(one.reply) for one in conversation.said]
+        scripted = replayed(served, bodies, free_replies)
+
+    assert free_replies != [list(record.reply) for record in conversation.scripted]
     assert scripted == free
 
 
@@ -624,22 +669,24 @@ def scenes_of(name: str, *, served: Served) -> dict[str, list[list[int]]]:
     }
 
 
-Talks = dict[str, list[Told]]  # opening words -> what was told, in the order it ended
+Talks = dict[str, list[Told]]  # opening words -> answers, in the order they ended
 
 
 def visited(client: Client, name: str, kind: str, served: Served) -> Talks:
-    """A second session where the client worked before, with a server that knows of that."""
+    """A second session where the client worked before, with a server that has that cached."""
     scenes = scenes_of(name, served=served)
     with pytest.MonkeyPatch.context() as patch:
-        script, tap = Script(patch, served.scribe, scenes), Wiretap(patch, served)
+        script = Script(patch, served.scribe, scenes)
+        tap = Wiretap(patch, served)
         client.say(kind, DELEGATE, new=True)
         if name in IN_BACKGROUND:
             client.say(kind, LOAD)
+
     talks: Talks = {words: [] for words in scenes}
-    for one in tap.told:
-        talks[script.opening(one.prompt)].append(one)
+    for answer in tap.told:
+        talks[script.opening(answer.prompt)].append(answer)
     for words, scene in scenes.items():
-        assert [list(one.reply) for one in talks[words]] == scene
+        assert [list(answer.reply) for answer in talks[words]] == scene
     return talks
 
 
@@ -658,19 +705,18 @@ def visit(visits, request):
 @cases(CLAUDES)
 def test_a_new_session_begins_where_they_all_do(visit, name, table):
     first = visit[DELEGATE][0]
-    share = first.usage.cached_tokens / len(first.prompt)
-    table(
-        f"{name:19} new session: {share:.4f} of {len(first.prompt)} tokens are cached"
-    )
+    n_tokens = len(first.prompt)
+    share = first.usage.cached_tokens / n_tokens
+    table(f"{name:19} new session: {share:.4f} of {n_tokens} tokens are cached")
     assert share >= LEAST_NEW_SHARE
 
 
 @cases(CLAUDES)
 def test_a_sub_agent_and_loaded_tools_cost_the_main_thread_nothing(visit, name, table):
     for words, talk in visit.items():
-        pairs = pairwise(talk)
         shares = [
-            after.usage.cached_tokens / len(before.tokens) for before, after in pairs
+            answer.usage.cached_tokens / len(previous.tokens)
+            for previous, answer in pairwise(talk)
         ]
         table(
             f"{name:19} {words[:16]}... {len(talk)} requests  cached {min(shares):.4f}"
@@ -685,29 +731,29 @@ def test_a_session_of_qwen_code_is_resumed_though_the_folder_has_changed(
     """why(L-103): a new process, so git and the folder are looked at again."""
     monkeypatch.setitem(CLIENT_NAMES, "qwen-code", QwenCode)
     skip_if_missing("qwen-code")
-    served, shell = servers[kind], QwenCode.SHELL
+    served = servers[kind]
     forget(served)
-    said = [
-        reply(
-            "I make it.", "", call(shell, command="seq 9 > out.txt; git add out.txt")
-        ),
+    make_file = call(QwenCode.SHELL, command="seq 9 > out.txt; git add out.txt")
+    count_lines = call(QwenCode.SHELL, command="wc -l out.txt")
+    replies = [
+        reply("I make it.", "", make_file),
         reply("It is there.", "I made out.txt."),
-        reply("I look.", "", call(shell, command="wc -l out.txt")),
+        reply("I look.", "", count_lines),
         reply("Nine.", "It has nine lines."),
     ]
-    Script(
-        monkeypatch, served.scribe, {"": [spelled(served.scribe, one) for one in said]}
-    )
+    scene = [spelled(served.scribe, text) for text in replies]
+    Script(monkeypatch, served.scribe, {"": scene})
     tap = Wiretap(monkeypatch, served)
+
     with running("qwen-code", urls_of(servers), tmp_path) as client:
         client.say(kind, "Make out.txt.")
         client.say(kind, "How many lines has it?")
-    for before, now in pairwise(tap.told):
-        share = now.usage.cached_tokens / len(before.tokens)
-        table(
-            f"qwen-code {kind}: cached {now.usage.cached_tokens} of {len(before.tokens)}"
-        )
-        assert share >= LEAST_SHARE
+
+    for previous, answer in pairwise(tap.told):
+        n_cached = answer.usage.cached_tokens
+        n_before = len(previous.tokens)
+        table(f"qwen-code {kind}: cached {n_cached} of {n_before}")
+        assert n_cached / n_before >= LEAST_SHARE
     assert len(tap.told) == 4
 
 
@@ -722,51 +768,58 @@ HELLO = "Just say hello."
 def test_a_client_killed_in_mid_prefill_finds_its_work_again(
     client, name, kind, servers, table
 ):
-    served, held, gone = servers[kind], [], threading.Event()
+    served = servers[kind]
     forget(served)
+    scene = [spelled(served.scribe, reply("Short.", GOODBYE))]
+    held_inputs: list[Fed] = []
+    client_is_gone = threading.Event()
 
     def hold(rows: list[Fed]) -> None:
-        if rows[0].at > 0 and not gone.is_set():
-            held.append(rows[0])
-            gone.wait(PATIENCE)
+        if rows[0].at > 0 and not client_is_gone.is_set():
+            held_inputs.append(rows[0])
+            client_is_gone.wait(PATIENCE)
 
     with pytest.MonkeyPatch.context() as patch:
-        Script(
-            patch,
-            served.scribe,
-            {"": [spelled(served.scribe, reply("Short.", GOODBYE))]},
-        )
-        tap, n_connections = Wiretap(patch, served), connections()
+        Script(patch, served.scribe, {"": scene})
+        tap = Wiretap(patch, served)
+        n_connections = connections()
         with served.holding(hold):
             with client.saying(kind, HELLO, new=True) as process:
-                wait_until(lambda: held)
+                wait_until(lambda: held_inputs)
                 process.kill()
             wait_until(lambda: connections() <= n_connections)
-            gone.set()
-            wait_until(lambda: held[0] in served.recorder.fed)
-        reached = held[0].at + len(held[0].tokens)
+            client_is_gone.set()
+            wait_until(lambda: held_inputs[0] in served.recorder.fed)
+        n_prefilled = held_inputs[0].at + len(held_inputs[0].tokens)
         assert not tap.told, "it was done before"
         client.say(kind, HELLO, new=True)
-    (told,) = tap.told
-    cells = (name, kind, reached, len(told.prompt), told.usage.cached_tokens)
-    table("{:19} {:8} killed after {} of {} tokens, then {} are cached".format(*cells))
-    assert reached < len(told.prompt)
-    assert told.usage.cached_tokens >= LEAST_SHARE * reached
+
+    (answer,) = tap.told
+    n_prompt = len(answer.prompt)
+    n_cached = answer.usage.cached_tokens
+    table(
+        f"{name:19} {kind:8} killed after {n_prefilled} of {n_prompt} tokens,"
+        f" then {n_cached} are cached"
+    )
+    assert n_prefilled < n_prompt
+    assert n_cached >= LEAST_SHARE * n_prefilled
 
 
 @pytest.mark.slow
 def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
     """All that are installed wait at the same time, for servers whose model stands still."""
-    names = [
-        n for n in (*PATIENT, "openclaw-2026.9.6") if not CLIENT_NAMES[n].missing()
-    ]
+    waiting_clients = (*PATIENT, "openclaw-2026.9.6")
+    names = [name for name in waiting_clients if not CLIENT_NAMES[name].missing()]
     if not names or not sys.platform.startswith("linux"):
         skip_if_missing(PATIENT[0])
-    scribe, goes_on = servers[DENSE].scribe, threading.Event()
-    scenes = {
-        f"I am {name}. {HELLO}": [spelled(scribe, reply("Short.", f"Hello, {name}."))]
-        for name in names
-    }
+
+    scribe = servers[DENSE].scribe
+    scenes = {}
+    for name in names:
+        greeting = reply("Short.", f"Hello, {name}.")
+        scenes[f"I am {name}. {HELLO}"] = [spelled(scribe, greeting)]
+
+    model_goes_on = threading.Event()
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         clients = [
@@ -777,21 +830,25 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
         ]
         for served in servers.values():
             forget(served)
-            stack.enter_context(served.holding(lambda _rows: goes_on.wait(PATIENCE)))
-        script, tap = Script(patch, scribe, scenes), Wiretap(patch, servers[DENSE])
+            wait = served.holding(lambda _rows: model_goes_on.wait(PATIENCE))
+            stack.enter_context(wait)
+        script = Script(patch, scribe, scenes)
+        tap = Wiretap(patch, servers[DENSE])
+
         pool = stack.enter_context(ThreadPoolExecutor(len(names)))
-        where = [KINDS[at % 2] for at in range(len(names))]
-        works = [
+        kinds = [KINDS[index % 2] for index in range(len(names))]
+        futures = [
             pool.submit(client.say, kind, words, seconds=PATIENCE)
-            for client, kind, words in zip(clients, where, scenes, strict=True)
+            for client, kind, words in zip(clients, kinds, scenes, strict=True)
         ]
         wait_until(lambda: len(tap.posted) == len(names))
         time.sleep(SLOW_SECONDS)
-        goes_on.set()
+        model_goes_on.set()
         wait_until(lambda: len(tap.told) == len(names))
-        for work in works:
-            work.result()
-    assert {script.opening(told.prompt) for told in tap.told} == set(scenes)
+        for future in futures:
+            future.result()
+
+    assert {script.opening(answer.prompt) for answer in tap.told} == set(scenes)
     assert len(tap.posted) == len(names), "somebody asked again"
     for name, client in zip(names, clients, strict=True):
         if client.WAITS:
@@ -807,7 +864,7 @@ LOOKS = {
 
 
 class Eyes(Scribe):
-    """What images say cannot be spelled."""
+    """Images have no text."""
 
     def text(self, ids):
         return super().text([token for token in ids if token >= 0])
@@ -819,25 +876,32 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
     skip_if_missing(reader)
     folder = tiny_vision_model(kind, tmp_path, **SMALL)
     seeing = Seeing(folder, monkeypatch, log_root=str(tmp_path), default_temperature=0)
-    scribe, told, ending = Eyes(folder), [], s.ReplyGeneration._reply_end
-    said = [
+    scribe = Eyes(folder)
+    replies = [
         reply("I have to look.", "I will look.", LOOKS[reader]),
         reply("Squares.", "It shows squares."),
         reply("Again.", "They are still squares."),
     ]
-    Script(monkeypatch, scribe, {"": [spelled(scribe, one) for one in said]})
+    scene = [spelled(scribe, text) for text in replies]
+    Script(monkeypatch, scribe, {"": scene})
 
-    def noted(answer):
-        told.append((answer._prepared, ending(answer)))
-        return told[-1][1]
+    prepared_requests = []
+    usages = []
+    reply_end = s.ReplyGeneration._reply_end
 
-    monkeypatch.setattr(s.ReplyGeneration, "_reply_end", noted)
+    def note_reply_end(generation):
+        end = reply_end(generation)
+        prepared_requests.append(generation._prepared)
+        usages.append(end.usage)
+        return end
+
+    monkeypatch.setattr(s.ReplyGeneration, "_reply_end", note_reply_end)
     try:
         with ExitStack() as stack:
             url = seeing.url
             if reader == "codex":
                 url = stack.enter_context(proxied(seeing))
-                wait_until(lambda: answers(url))
+                wait_until(lambda: is_answering(url))
             client = stack.enter_context(running(reader, {kind: url}, tmp_path))
             for work in tmp_path.glob("work-*"):
                 (work / "pic.png").write_bytes(picture(7))
@@ -845,12 +909,12 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
             client.say(kind, "And what else is there?", seconds=PATIENCE)
     finally:
         seeing.close()
-    assert [len(prepared.engine_request.images) for prepared, _ in told] == [0, 1, 1]
-    assert not any(prepared.plan.refusal for prepared, _ in told)
-    usages = [end.usage for _, end in told]
-    for before, usage in pairwise(usages):
+
+    images = [prepared.engine_request.images for prepared in prepared_requests]
+    assert [len(request_images) for request_images in images] == [0, 1, 1]
+    assert not any(prepared.plan.refusal for prepared in prepared_requests)
+    for previous, usage in pairwise(usages):
         table(f"{reader} {kind}: cached {usage.cached_tokens} of {usage.prompt_tokens}")
-        assert (
-            usage.cached_tokens >= before.prompt_tokens + before.completion_tokens - 1
-        )
+        n_fed_before = previous.prompt_tokens + previous.completion_tokens - 1
+        assert usage.cached_tokens >= n_fed_before
     assert seeing.tower_runs == 1
