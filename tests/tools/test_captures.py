@@ -24,13 +24,13 @@ import pytest
 from server_fixture import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages?beta=true"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages?beta=true"
 
 
 def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        name, ROOT / "scripts" / "tools" / f"{name}.py"
-    )
+    path = ROOT / "scripts" / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before exec: the scripts import one another by name
@@ -44,29 +44,29 @@ replay_capture = load_script("replay_capture")
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    ends = time.monotonic() + 5
+    deadline = time.monotonic() + 5
     while not condition():
-        assert time.monotonic() < ends, "what was waited for did not come"
+        assert time.monotonic() < deadline, "what was waited for did not come"
         time.sleep(0.005)
 
 
 # -- servers ---------------------------------------------------------------------------------------
 
 
-class Fake(ThreadingHTTPServer):
-    """A server that gives `reply` each request and notes what it was asked."""
+class FakeServer(ThreadingHTTPServer):
+    """A server that records each request and lets `reply` answer it."""
 
     daemon_threads = True
 
-    def __init__(self, reply: Callable[["Asked"], None]) -> None:
+    def __init__(self, reply: Callable[["FakeHandler"], None]) -> None:
         self.reply = reply
-        self.seen: list[tuple[str, dict[str, str], bytes]] = []
-        super().__init__(("127.0.0.1", 0), Asked)
+        self.requests: list[tuple[str, dict[str, str], bytes]] = []
+        super().__init__(("127.0.0.1", 0), FakeHandler)
 
 
-class Asked(BaseHTTPRequestHandler):
+class FakeHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Fake
+    server: FakeServer
 
     def log_message(self, *args: object) -> None:
         pass
@@ -74,7 +74,7 @@ class Asked(BaseHTTPRequestHandler):
     def answer(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.server.seen.append((f"{self.command} {self.path}", headers, self.body))
+        self.server.requests.append((f"{self.command} {self.path}", headers, self.body))
         self.server.reply(self)
 
     do_GET = do_HEAD = do_POST = answer
@@ -119,17 +119,19 @@ def running(server: ThreadingHTTPServer) -> Iterator[int]:
 class Proxied:
     """A proxy in front of a fake, and what it has written so far."""
 
-    def __init__(self, fake: Fake, port: int, out: Path) -> None:
-        self.fake, self.port, self.out = fake, port, out
+    def __init__(self, fake: FakeServer, port: int, capture_file: Path) -> None:
+        self.fake = fake
+        self.port = port
+        self.capture_file = capture_file
 
     def connect(self) -> contextlib.closing:
-        return contextlib.closing(
-            http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-        )
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        return contextlib.closing(connection)
 
     def records(self, n: int = 1) -> list[dict[str, Any]]:
-        wait_until(lambda: self.out.read_text().count("\n") >= n)
-        return [json.loads(line) for line in self.out.read_text().splitlines()]
+        wait_until(lambda: self.capture_file.read_text().count("\n") >= n)
+        lines = self.capture_file.read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
@@ -137,16 +139,20 @@ def proxied(tmp_path):
     """A function: what the fake replies -> the proxy before it."""
     with contextlib.ExitStack() as stack:
 
-        def start(reply: Callable[[Asked], None]) -> Proxied:
-            fake, out = Fake(reply), tmp_path / "run.jsonl"
-            upstream = f"http://127.0.0.1:{stack.enter_context(running(fake))}"
-            capture = stack.enter_context(
-                contextlib.closing(capture_proxy.CaptureFile(out))
-            )
+        def start(reply: Callable[[FakeHandler], None]) -> Proxied:
+            fake = FakeServer(reply)
+            fake_port = stack.enter_context(running(fake))
+
+            path = tmp_path / "run.jsonl"
+            capture = capture_proxy.CaptureFile(path)
+            stack.enter_context(contextlib.closing(capture))
+
+            upstream = f"http://127.0.0.1:{fake_port}"
             proxy = capture_proxy.CaptureProxy(
                 ("127.0.0.1", 0), upstream=upstream, capture=capture
             )
-            return Proxied(fake, stack.enter_context(running(proxy)), out)
+            proxy_port = stack.enter_context(running(proxy))
+            return Proxied(fake, proxy_port, path)
 
         yield start
 
@@ -157,12 +163,12 @@ def proxied(tmp_path):
 def test_a_stream_stays_a_stream_and_is_written_down(proxied):
     first_came = threading.Event()
 
-    def reply(asked: Asked) -> None:
-        asked.start_stream()
-        asked.send_chunk("data: früh\n\n".encode())
+    def reply(handler: FakeHandler) -> None:
+        handler.start_stream()
+        handler.send_chunk("data: früh\n\n".encode())
         assert first_came.wait(PATIENCE)
-        asked.send_chunk(b"data: [DONE]\n\n")
-        asked.send_chunk(b"")
+        handler.send_chunk(b"data: [DONE]\n\n")
+        handler.send_chunk(b"")
 
     proxy = proxied(reply)
     with proxy.connect() as connection:
@@ -171,6 +177,7 @@ def test_a_stream_stays_a_stream_and_is_written_down(proxied):
         early = response.read1(100)
         first_came.set()  # only now does the server say the rest
         assert early + response.read() == "data: früh\n\ndata: [DONE]\n\n".encode()
+
     (record,) = proxy.records()
     response = record["response"]
     assert response["body"] == "data: früh\n\ndata: [DONE]\n\n"
@@ -180,50 +187,52 @@ def test_a_stream_stays_a_stream_and_is_written_down(proxied):
 
 
 def test_bodies_pass_as_they_are_and_keys_are_not_written_down(proxied):
-    proxy = proxied(
-        lambda asked: asked.send(b'{"a" :1}', headers=(("Set-Cookie", "s3cret"),) * 2)
-    )
+    cookies = [("Set-Cookie", "s3cret"), ("Set-Cookie", "s3cret")]
+    proxy = proxied(lambda handler: handler.send(b'{"a" :1}', headers=cookies))
+    path = f"{CHAT}?key=s3cret"
     body = b'{"b" :2.0,\n "a": "\\u00e9 \\ud83d", "b": 3}'
-    pieces = [body[:7], body[7:]]
+    chunks = [body[:7], body[7:]]
     headers = {
         "Authorization": "Bearer s3cret",
         "X-Api-Key": "s3cret",
         "Cookie": "a=s3cret",
     }
+
     with proxy.connect() as connection:
-        connection.request(
-            "POST", f"{CHAT}?key=s3cret", iter(pieces), headers
-        )  # chunked
+        connection.request("POST", path, iter(chunks), headers)
         response = connection.getresponse()
         assert response.read() == b'{"a" :1}'
         assert response.headers.get_all("Set-Cookie") == ["s3cret", "s3cret"]
-    ((asked, heard, sent),) = proxy.fake.seen
-    assert asked == f"POST {CHAT}?key=s3cret"
-    assert sent == body
-    assert heard["authorization"] == "Bearer s3cret"
-    assert heard["x-api-key"] == "s3cret"
+
+    ((request_line, passed_headers, passed_body),) = proxy.fake.requests
+    assert request_line == f"POST {path}"
+    assert passed_body == body
+    assert passed_headers["authorization"] == "Bearer s3cret"
+    assert passed_headers["x-api-key"] == "s3cret"
+
     (record,) = proxy.records()
     assert record["body"] == {"a": "é \ud83d", "b": 3}
-    assert "s3cret" not in proxy.out.read_text()
-    assert stat.S_IMODE(proxy.out.stat().st_mode) == 0o600
+    assert "s3cret" not in proxy.capture_file.read_text()
+    assert stat.S_IMODE(proxy.capture_file.stat().st_mode) == 0o600
 
 
 def test_a_connection_is_kept_and_any_answer_passes(proxied):
-    def reply(asked: Asked) -> None:
-        status = 404 if "nothing" in asked.path else 200
-        asked.send(b"\xff\x00 no text", status=status)
+    body = b"\xff\x00 no text"
+
+    def reply(handler: FakeHandler) -> None:
+        status = 404 if "nothing" in handler.path else 200
+        handler.send(body, status=status)
 
     proxy = proxied(reply)
+    responses = []
     with proxy.connect() as connection:
-        seen = []
         for method, path in (("GET", "/v1/models"), ("HEAD", "/"), ("GET", "/nothing")):
             connection.request(method, path)
             response = connection.getresponse()
-            seen.append(
-                (response.status, response.getheader("Content-Length"), response.read())
-            )
-    body = b"\xff\x00 no text"
-    assert seen == [(200, "10", body), (200, "10", b""), (404, "10", body)]
+            length = response.getheader("Content-Length")
+            responses.append((response.status, length, response.read()))
+
+    assert responses == [(200, "10", body), (200, "10", b""), (404, "10", body)]
     records = proxy.records(3)
     assert [record["response"]["status"] for record in records] == [200, 200, 404]
     assert records[0]["response"]["body_base64"]
@@ -233,32 +242,33 @@ def test_a_connection_is_kept_and_any_answer_passes(proxied):
 def test_when_the_client_leaves_the_server_is_left_too(proxied):
     was_left = threading.Event()
 
-    def reply(asked: Asked) -> None:
-        assert asked.connection.recv(1) == b""  # says nothing until then
+    def reply(handler: FakeHandler) -> None:
+        assert handler.connection.recv(1) == b""  # says nothing until then
         was_left.set()
 
     proxy = proxied(reply)
     with proxy.connect() as connection:
         connection.request("POST", CHAT, b"{}")
-        wait_until(lambda: proxy.fake.seen)
+        wait_until(lambda: proxy.fake.requests)
+
     assert was_left.wait(PATIENCE)
     (record,) = proxy.records()
     assert record["response"]["trouble"] == "the client left"
     assert record["response"]["status"] == 0
 
 
-def break_a_stream(asked: Asked) -> None:
-    asked.start_stream()
-    asked.send_chunk(b"data: half")
-    asked.connection.shutdown(socket.SHUT_RDWR)
+def break_a_stream(handler: FakeHandler) -> None:
+    handler.start_stream()
+    handler.send_chunk(b"data: half")
+    handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def break_a_body(asked: Asked) -> None:
-    asked.send_response(200)
-    asked.send_header("Content-Length", "20")
-    asked.end_headers()
-    asked.wfile.write(b"data: half")
-    asked.connection.shutdown(socket.SHUT_RDWR)
+def break_a_body(handler: FakeHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "20")
+    handler.end_headers()
+    handler.wfile.write(b"data: half")
+    handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("reply", [break_a_stream, break_a_body])
@@ -268,13 +278,14 @@ def test_a_response_that_breaks_off_breaks_off_for_the_client(proxied, reply):
         connection.request("POST", CHAT, b"{}")
         with pytest.raises(http.client.IncompleteRead):
             connection.getresponse().read()
+
     (record,) = proxy.records()
     assert record["response"]["body"] == "data: half"
     assert record["response"]["trouble"].startswith("the server")
 
 
 def test_a_server_that_is_not_there_is_a_502(proxied):
-    proxy = proxied(lambda asked: None)
+    proxy = proxied(lambda handler: None)
     proxy.fake.server_close()
     with proxy.connect() as connection:
         connection.request("POST", CHAT, b"{}")
@@ -304,24 +315,21 @@ def same(k: int) -> str:
 
 
 def exchange(seq: int, body: Any, **fields: Any) -> Any:
-    how = {"path": CHAT, "headers": {}, "status": 200, "reply": "", **fields}
-    return capture_proxy.Exchange(seq=seq, method="POST", body=body, **how)
+    fields = {"path": CHAT, "headers": {}, "status": 200, "reply": "", **fields}
+    return capture_proxy.Exchange(seq=seq, method="POST", body=body, **fields)
 
 
 def called(i: int, arguments: str | None = None) -> Message:
-    function = {
-        "name": "read",
-        "arguments": arguments or json.dumps({"path": f"{i}.txt"}),
-    }
+    if arguments is None:
+        arguments = json.dumps({"path": f"{i}.txt"})
+    function = {"name": "read", "arguments": arguments}
     call = {"id": f"call_{i}", "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def tool(name: str) -> Message:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": f"can {name}"},
-    }
+    function = {"name": name, "description": f"can {name}"}
+    return {"type": "function", "function": function}
 
 
 def chat(
@@ -330,23 +338,23 @@ def chat(
     user: Callable[[int], Any] = lambda k: QUESTION,
     tail: Callable[[int], list[Message]] = lambda k: [],
 ) -> list[Any]:
-    """Requests of an agent: the k-th has k calls behind it."""
-    found = []
+    """Requests of an agent: the k-th comes after k calls."""
+    exchanges = []
     for k in range(N_STEPS):
         messages = [
             {"role": "system", "content": system(k)},
             {"role": "user", "content": user(k)},
         ]
         for i in range(k):
-            result = {
-                "role": "tool",
-                "tool_call_id": f"call_{i}",
-                "content": f"what {i} says",
-            }
-            messages += [called(i), result]
-        body = {"model": "m", "messages": messages + tail(k), "tools": [tool("read")]}
-        found.append(exchange(k + 1, body))
-    return found
+            messages += [called(i), tool_message(i, f"what {i} says")]
+        messages += tail(k)
+        body = {"model": "m", "messages": messages, "tools": [tool("read")]}
+        exchanges.append(exchange(k + 1, body))
+    return exchanges
+
+
+def tool_message(i: int, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": f"call_{i}", "content": content}
 
 
 def anthropic(
@@ -355,7 +363,7 @@ def anthropic(
     last: Callable[[Any], Any] = lambda content: content,
 ) -> list[Any]:
     """The same in Anthropic's API; `last` changes the content of the newest message."""
-    found = []
+    exchanges = []
     for k in range(N_STEPS):
         messages: list[Message] = [{"role": "user", "content": QUESTION}]
         for i in range(k):
@@ -372,6 +380,7 @@ def anthropic(
             }
             messages.append({"role": "assistant", "content": [use]})
             messages.append({"role": "user", "content": [result]})
+
         messages[-1] = {"role": "user", "content": last(messages[-1]["content"])}
         body = {
             "model": "m",
@@ -379,21 +388,19 @@ def anthropic(
             "messages": messages,
             "max_tokens": 9,
         }
-        found.append(exchange(k + 1, body, path=MESSAGES))
-    return found
+        exchanges.append(exchange(k + 1, body, path=MESSAGES))
+    return exchanges
 
 
 def as_parts(content: Any) -> list[Message]:
-    return (
-        [{"type": "text", "text": content}]
-        if isinstance(content, str)
-        else list(content)
-    )
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return list(content)
 
 
 def with_marker(content: Any) -> list[Message]:
-    *before, part = as_parts(content)
-    return [*before, {**part, "cache_control": {"type": "ephemeral"}}]
+    *first_parts, last_part = as_parts(content)
+    return [*first_parts, {**last_part, "cache_control": {"type": "ephemeral"}}]
 
 
 def with_reminder(content: Any) -> list[Message]:
@@ -407,10 +414,9 @@ def billing(k: int) -> list[Message]:
 
 def inbound(k: int) -> str:
     """Pretty JSON in the middle of the system prompt."""
-    about = json.dumps(
-        {"message_id": str(UUID(int=k << 90)), "sender": "cli"}, indent=2
-    )
-    return f"{RULES}\n\n## Inbound context\n{about}\n\n{RULES}"
+    context = {"message_id": str(UUID(int=k << 90)), "sender": "cli"}
+    context_text = json.dumps(context, indent=2)
+    return f"{RULES}\n\n## Inbound context\n{context_text}\n\n{RULES}"
 
 
 def clock(k: int) -> str:
@@ -418,7 +424,8 @@ def clock(k: int) -> str:
 
 
 def git_status(k: int) -> str:
-    return f"{RULES}\nStatus:\n{'(clean)' if k < 2 else '?? out.txt'}\n\nBe brief."
+    status = "(clean)" if k < 2 else "?? out.txt"
+    return f"{RULES}\nStatus:\n{status}\n\nBe brief."
 
 
 def found_in(exchanges: list[Any]) -> dict[str, Any]:
@@ -492,10 +499,14 @@ VOLATILE = {
 
 @pytest.mark.parametrize("case", VOLATILE)
 def test_a_volatile_field_is_found_and_its_rule_stills_it(case):
-    exchanges, name, sort, path = VOLATILE[case]
+    exchanges, name, rule_class, path = VOLATILE[case]
+
     report = found_in(exchanges)
+
     (finding,) = report["volatile"]
-    assert (finding["name"], finding["class"], finding["path"]) == (name, sort, path)
+    assert finding["name"] == name
+    assert finding["class"] == rule_class
+    assert finding["path"] == path
     assert (finding["n_requests"], finding["n_compared"]) == (N_STEPS - 1, N_STEPS - 1)
     assert finding["rule"]["regex"].startswith("(?m)")
     assert "value" in re.compile(finding["rule"]["regex"]).groupindex
@@ -506,20 +517,24 @@ def test_a_volatile_field_is_found_and_its_rule_stills_it(case):
 
 def test_place_values_and_share_of_a_field_are_exact():
     exchanges = anthropic(billing)
-    (finding,) = found_in(exchanges)["volatile"]
     line = billing(1)[0]["text"]
+
+    (finding,) = found_in(exchanges)["volatile"]
+
     example = finding["example"]
     assert (example["seq"], example["line"]) == (2, 1)
     assert example["column"] == line.index("10a18e") + 1
     assert (example["before"], example["after"]) == ("9a08e", "10a18e")
     assert re.search(finding["rule"]["regex"], line)["value"] == "10a18e"
-    call = 'read {"n":0}'
-    total = len(line) + len(RULES) + len(QUESTION) + len(call) + len("says 0")
-    first = (total - line.index("10a18e")) / total
-    assert finding["most"] >= round(first, 4) >= finding["share"] - 0.05
+
+    prompt = line + RULES + QUESTION + 'read {"n":0}' + "says 0"
+    n_following = len(prompt) - line.index("10a18e")
+    share = round(n_following / len(prompt), 4)
+    assert finding["most"] >= share >= finding["share"] - 0.05
+
     (finding,) = found_in(exchanges[:2])["volatile"]
-    assert finding["share"] == round(first, 4)
-    assert finding["n_following"] == total - line.index("10a18e")
+    assert finding["share"] == share
+    assert finding["n_following"] == n_following
 
 
 def test_ids_are_not_cut_where_they_happen_to_agree():
@@ -531,11 +546,9 @@ def test_ids_are_not_cut_where_they_happen_to_agree():
 def test_a_section_of_the_system_prompt_gets_a_rule_from_its_heading():
     report = found_in(chat(git_status))
     (finding,) = report["volatile"]
-    assert (finding["name"], finding["class"], finding["n_requests"]) == (
-        "status",
-        "pinned",
-        1,
-    )
+    assert finding["name"] == "status"
+    assert finding["class"] == "pinned"
+    assert finding["n_requests"] == 1
     assert report["kept"]["with_rules"] == 1.0
 
 
@@ -543,29 +556,31 @@ def test_a_section_of_the_system_prompt_gets_a_rule_from_its_heading():
 
 
 def questions(n: int) -> list[Any]:
-    """Branches: the same past, another newest question each time."""
-    body, said = chat()[-1].body, {"role": "assistant", "content": "Done."}
-    asked = [
-        {"role": "user", "content": f"Question {i}: where is it?"} for i in range(n)
-    ]
-    talks = [[*body["messages"], said, one] for one in asked]
-    return [
-        exchange(20 + i, {**body, "messages": talk}) for i, talk in enumerate(talks)
-    ]
+    """Branches: the same messages, then another question each time."""
+    body = chat()[-1].body
+    answer = {"role": "assistant", "content": "Done."}
+    exchanges = []
+    for i in range(n):
+        question = {"role": "user", "content": f"Question {i}: where is it?"}
+        messages = [*body["messages"], answer, question]
+        exchanges.append(exchange(20 + i, {**body, "messages": messages}))
+    return exchanges
 
 
 def sub_agents() -> list[Any]:
     """Two agents with one system prompt and tasks that are nearly the same, side by side."""
-    talks = [
-        chat(user=lambda k, n=n: f"Please count the files in folder {n}.")
-        for n in (1, 2)
-    ]
-    return [exchange for pair in zip(*talks, strict=True) for exchange in pair]
+    first_agent = chat(user=lambda k: "Please count the files in folder 1.")
+    second_agent = chat(user=lambda k: "Please count the files in folder 2.")
+    exchanges = []
+    for pair in zip(first_agent, second_agent, strict=True):
+        exchanges += pair
+    return exchanges
 
 
 def title() -> list[Any]:
     system = {"role": "system", "content": "You write short titles."}
-    return [exchange(1, {"messages": [system, {"role": "user", "content": QUESTION}]})]
+    question = {"role": "user", "content": QUESTION}
+    return [exchange(1, {"messages": [system, question]})]
 
 
 @pytest.mark.parametrize(
@@ -588,12 +603,15 @@ def test_conversations_that_only_grow_show_nothing(exchanges):
 
 def test_another_answer_to_the_same_question_is_another_conversation():
     question = {"role": "user", "content": QUESTION}
-    answers = ["The notes are about boats.", "Sorry, I cannot open them!"]
-    talks = [[question, {"role": "assistant", "content": said}] for said in answers]
-    more = {"role": "user", "content": "Then go on."}
-    report = found_in(
-        [exchange(n, {"messages": [*talk, more]}) for n, talk in enumerate(talks)]
-    )
+    next_question = {"role": "user", "content": "Then go on."}
+    exchanges = []
+    for text in ("The notes are about boats.", "Sorry, I cannot open them!"):
+        answer = {"role": "assistant", "content": text}
+        messages = [question, answer, next_question]
+        exchanges.append(exchange(len(exchanges), {"messages": messages}))
+
+    report = found_in(exchanges)
+
     assert report["n_conversations"] == 2
 
 
@@ -608,43 +626,48 @@ def test_markers_and_the_form_of_content_are_shape():
 
 def test_arguments_written_otherwise_are_shape():
     question = {"role": "user", "content": QUESTION}
-    result = {"role": "tool", "tool_call_id": "call_0", "content": "it says"}
-    before = [question, called(0, '{"path": "caf\\u00e9", "n": 2.0}'), result]
-    after = [question, called(0, '{"n":2,"path":"café"}'), result, called(1), result]
-    bodies = [{"messages": messages} for messages in (before, after)]
-    report = found_in([exchange(n, body) for n, body in enumerate(bodies)])
+    result = tool_message(0, "it says")
+    first_call = called(0, '{"path": "caf\\u00e9", "n": 2.0}')
+    same_call = called(0, '{"n":2,"path":"café"}')
+    first = {"messages": [question, first_call, result]}
+    second = {"messages": [question, same_call, result, called(1), result]}
+
+    report = found_in([exchange(0, first), exchange(1, second)])
+
     assert [f["name"] for f in report["shape"]] == ["tool arguments re-serialised"]
     assert not report["volatile"]
     assert report["kept"]["as_sent"] == 1.0
 
 
 def streamed(*deltas: Message) -> str:
-    events = [{"choices": [{"delta": delta}]} for delta in deltas]
-    return (
-        "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-        + "data: [DONE]\n\n"
-    )
+    """The body of a stream with these deltas."""
+    events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
 
 
 def test_a_reply_is_compared_with_its_echo():
-    pieces = [
-        {"name": "read", "arguments": ""},
-        {"arguments": '{"n": '},
-        {"arguments": "2.0}"},
-    ]
-    ids = [{"id": "call_1"}, {}, {}]
-    calls = [{"index": 0, **i, "function": p} for i, p in zip(ids, pieces, strict=True)]
+    call_start = {
+        "index": 0,
+        "id": "call_1",
+        "function": {"name": "read", "arguments": ""},
+    }
     reply = streamed(
         {"reasoning": "I thi"},
         {"reasoning": "nk"},
-        *({"tool_calls": [c]} for c in calls),
+        {"tool_calls": [call_start]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"n": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "2.0}"}}]},
     )
     question = {"role": "user", "content": QUESTION}
-    echo = called(1, '{"n":2}') | {"content": ""}
+    first = exchange(1, {"messages": [question]}, reply=reply)
+
+    echo = called(1, '{"n":2}')
+    echo["content"] = ""
     echo["tool_calls"][0]["id"] = "call1"
     result = {"role": "tool", "tool_call_id": "call1", "content": "it says"}
-    asked = [exchange(1, {"messages": [question]}, reply=reply)]
-    report = found_in([*asked, exchange(2, {"messages": [question, echo, result]})])
+    second = exchange(2, {"messages": [question, echo, result]})
+
+    report = found_in([first, second])
     assert {f["name"] for f in report["shape"]} == {
         "echo: call ids",
         "echo: content as string, part list or nothing",
@@ -652,26 +675,27 @@ def test_a_reply_is_compared_with_its_echo():
         "echo: tool arguments re-serialised",
     }
     assert not report["edits"]
+
     echo["reasoning_content"] = "I think"
-    report = found_in([*asked, exchange(2, {"messages": [question, echo, result]})])
+    report = found_in([first, second])
     assert "echo: reasoning moved" in {f["name"] for f in report["shape"]}
 
 
 def test_a_prompt_that_is_rewritten_for_a_retry_is_found():
     question = {"role": "user", "content": QUESTION}
-    said = {"role": "assistant", "content": "Done."}
-    asked = {"role": "user", "content": "And what is in the other file?"}
-    again = {
-        "role": "user",
-        "content": f"[Queued message of an earlier turn]\n{asked['content']}",
-    }
-    bodies = [{"messages": [question, said, last]} for last in (asked, again)]
-    report = found_in([exchange(1, bodies[0], status=503), exchange(2, bodies[1])])
+    answer = {"role": "assistant", "content": "Done."}
+    text = "And what is in the other file?"
+    queued_text = f"[Queued message of an earlier turn]\n{text}"
+    body = {"messages": [question, answer, {"role": "user", "content": text}]}
+    retry = {"messages": [question, answer, {"role": "user", "content": queued_text}]}
+
+    report = found_in([exchange(1, body, status=503), exchange(2, retry)])
     assert [(f["class"], f["path"]) for f in report["volatile"]] == [
         ("transient", "messages[*].content")
     ]
     assert report["kept"]["with_rules"] == 1.0
-    report = found_in([exchange(1, bodies[0]), exchange(2, bodies[1])])
+
+    report = found_in([exchange(1, body), exchange(2, retry)])
     assert report["n_conversations"] == 2  # without a failure it is another question
 
 
@@ -703,17 +727,14 @@ def test_what_no_rule_can_still_is_an_edit():
 
 
 def test_system_prompts_of_conversations_are_compared_too():
-    def on_day(k: int, day: int) -> str:
-        return f"{RULES}\nCurrent date: 2026-11-{day}\n{RULES}"
-
-    talks = [
-        chat(
-            lambda k, day=day: on_day(k, day),
-            user=lambda k, day=day: f"{QUESTION} {day}",
+    def chat_on_day(day: int) -> list[Any]:
+        return chat(
+            lambda k: f"{RULES}\nCurrent date: 2026-11-{day}\n{RULES}",
+            user=lambda k: f"{QUESTION} {day}",
         )
-        for day in (20, 21)
-    ]
-    report = found_in([*talks[0], *talks[1]])
+
+    report = found_in([*chat_on_day(20), *chat_on_day(21)])
+
     assert report["n_conversations"] == 2
     assert not report["volatile"]
     assert [(f["name"], f["class"]) for f in report["between"]] == [
@@ -726,26 +747,25 @@ def test_system_prompts_of_conversations_are_compared_too():
 
 def write_folder(folder: Path, exchanges: list[Any]) -> None:
     """As the recorder of real clients writes them: one numbered file per request."""
-    for one in exchanges:
+    for request in exchanges:
         record = {
-            "seq": one.seq,
+            "seq": request.seq,
             "t": 0.1,
             "kind": "chat",
             "method": "POST",
-            "path": one.path,
-        }
-        record |= {
+            "path": request.path,
             "headers": [["Host", "x"]],
-            "body": one.body,
+            "body": request.body,
             "body_raw": "",
             "wire_len": 0,
+            "response": {"status": 200, "plan": "A", "text": "hello", "dur_s": 0.1},
         }
-        record["response"] = {"status": 200, "plan": "A", "text": "hello", "dur_s": 0.1}
-        (folder / f"{one.seq:03d}.json").write_text(json.dumps(record, indent=1))
+        file = folder / f"{request.seq:03d}.json"
+        file.write_text(json.dumps(record, indent=1))
 
 
-def run(script: ModuleType, *words: object, monkeypatch: Any) -> int:
-    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, words)])
+def run(script: ModuleType, *arguments: object, monkeypatch: Any) -> int:
+    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
     return script.main()
 
 
@@ -753,21 +773,24 @@ def test_both_capture_formats_say_the_same(proxied, tmp_path, monkeypatch, capsy
     exchanges = chat(inbound)
     (tmp_path / "numbered").mkdir()
     write_folder(tmp_path / "numbered", exchanges)
-    proxy = proxied(lambda asked: asked.send(b"{}"))
+    proxy = proxied(lambda handler: handler.send(b"{}"))
     with proxy.connect() as connection:
-        for one in exchanges:
-            connection.request("POST", one.path, json.dumps(one.body))
+        for request in exchanges:
+            connection.request("POST", request.path, json.dumps(request.body))
             connection.getresponse().read()
     proxy.records(N_STEPS)
-    printed = []
-    for capture in (tmp_path / "numbered", proxy.out, tmp_path):
+
+    reports = []
+    for capture in (tmp_path / "numbered", proxy.capture_file, tmp_path):
         capsys.readouterr()
         assert run(inspect_capture, capture, "--json", monkeypatch=monkeypatch) == 0
-        printed.append(json.loads(capsys.readouterr().out))
-    assert printed[0] == printed[1] == printed[2]
-    assert [f["name"] for f in printed[0]["volatile"]] == ["message_id"]
-    assert run(inspect_capture, proxy.out, monkeypatch=monkeypatch) == 0
-    assert printed[0]["volatile"][0]["rule"]["regex"] in capsys.readouterr().out
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0] == reports[1] == reports[2]
+    (finding,) = reports[0]["volatile"]
+    assert finding["name"] == "message_id"
+
+    assert run(inspect_capture, proxy.capture_file, monkeypatch=monkeypatch) == 0
+    assert finding["rule"]["regex"] in capsys.readouterr().out
 
 
 def test_what_is_no_capture_is_refused(tmp_path, monkeypatch, capsys):
@@ -788,33 +811,41 @@ class Cache:
         self.texts: list[str] = []
         self.bodies: list[Message] = []
 
-    def __call__(self, asked: Asked) -> None:
-        body = json.loads(asked.body)
+    def __call__(self, handler: FakeHandler) -> None:
+        body = json.loads(handler.body)
         self.bodies.append(body)
-        text = json.dumps(body["messages"])[:-1]  # the next one goes on where this ends
-        cached = max(
-            (len(old) for old in self.texts if text.startswith(old)), default=0
-        )
+        text = json.dumps(body["messages"])[:-1]  # the next text goes on here
+        n_cached = self._count_cached(text)
         if self.remembers:
             self.texts.append(text)
-        if asked.path.startswith("/v1/messages"):
-            counts = {
-                "input_tokens": len(text) - cached,
-                "cache_read_input_tokens": cached,
-            }
-            delta = {
-                "type": "content_block_delta",
-                "delta": {"type": "text_delta", "text": "hm"},
-            }
-            stop = {"type": "message_delta", "usage": {"output_tokens": 1}}
-            asked.send_events(
-                {"message": {"usage": counts}}, {"type": "ping"}, delta, stop
-            )
-            return
-        details = {"cached_tokens": cached}
-        usage = {"prompt_tokens": len(text), "prompt_tokens_details": details}
-        said = {"choices": [{"delta": {"content": "hm"}}]}
-        asked.send_events({"choices": []}, said, {"choices": [], "usage": usage})
+        if handler.path.startswith("/v1/messages"):
+            send_anthropic_stream(handler, len(text), n_cached)
+        else:
+            send_openai_stream(handler, len(text), n_cached)
+
+    def _count_cached(self, text: str) -> int:
+        return max((len(old) for old in self.texts if text.startswith(old)), default=0)
+
+
+def send_anthropic_stream(handler: FakeHandler, n_prompt: int, n_cached: int) -> None:
+    usage = {"input_tokens": n_prompt - n_cached, "cache_read_input_tokens": n_cached}
+    text_delta = {"type": "text_delta", "text": "hm"}
+    handler.send_events(
+        {"message": {"usage": usage}},
+        {"type": "ping"},
+        {"type": "content_block_delta", "delta": text_delta},
+        {"type": "message_delta", "usage": {"output_tokens": 1}},
+    )
+
+
+def send_openai_stream(handler: FakeHandler, n_prompt: int, n_cached: int) -> None:
+    details = {"cached_tokens": n_cached}
+    usage = {"prompt_tokens": n_prompt, "prompt_tokens_details": details}
+    handler.send_events(
+        {"choices": []},
+        {"choices": [{"delta": {"content": "hm"}}]},
+        {"choices": [], "usage": usage},
+    )
 
 
 @pytest.mark.parametrize("exchanges", [chat(), anthropic()], ids=["chat", "anthropic"])
@@ -822,38 +853,37 @@ def test_a_replay_counts_what_each_server_had_cached(
     exchanges, tmp_path, monkeypatch, capsys
 ):
     write_folder(tmp_path, exchanges)
-    caches = [Cache(), Cache(remembers=False)]
-    with running(Fake(caches[0])) as one, running(Fake(caches[1])) as two:
-        urls = [f"http://127.0.0.1:{one}/v1", f"http://127.0.0.1:{two}"]
-        words = (tmp_path, "--base-url", urls[0], "--against", urls[1], "--limit", 4)
-        assert (
-            run(
-                replay_capture,
-                *words,
-                "--model",
-                "x",
-                "--json",
-                monkeypatch=monkeypatch,
-            )
-            == 0
-        )
+    cache = Cache()
+    no_cache = Cache(remembers=False)
+    with (
+        running(FakeServer(cache)) as port,
+        running(FakeServer(no_cache)) as other_port,
+    ):
+        urls = [f"http://127.0.0.1:{port}/v1", f"http://127.0.0.1:{other_port}"]
+        arguments = [tmp_path, "--base-url", urls[0], "--against", urls[1]]
+        arguments += ["--limit", 4, "--model", "x", "--json"]
+        assert run(replay_capture, *arguments, monkeypatch=monkeypatch) == 0
+
     printed = json.loads(capsys.readouterr().out)
-    lengths = [len(json.dumps(one.body["messages"])) - 1 for one in exchanges[:4]]
-    for url, cached in zip(urls, ([0, *lengths[:3]], [0] * 4), strict=True):
+    lengths = [len(json.dumps(e.body["messages"])) - 1 for e in exchanges[:4]]
+    for url, n_cached in zip(urls, ([0, *lengths[:3]], [0] * 4), strict=True):
         results = printed[url]["requests"]
         assert [result["n_prompt"] for result in results] == lengths
-        assert [result["n_cached"] for result in results] == cached
+        assert [result["n_cached"] for result in results] == n_cached
         assert all(result["ttft_seconds"] > 0 for result in results)
-        assert printed[url]["total"]["hit_share"] == sum(cached) / sum(lengths)
-    for body in caches[0].bodies:
+        assert printed[url]["total"]["hit_share"] == sum(n_cached) / sum(lengths)
+    for body in cache.bodies:
         assert (body["max_tokens"], body["model"], body["stream"]) == (1, "x", True)
 
 
 def test_a_replay_says_what_failed(tmp_path, monkeypatch, capsys):
     write_folder(tmp_path, chat())
-    with running(Fake(lambda asked: asked.send(b"too long", status=400))) as port:
-        words = (tmp_path, "--base-url", f"http://127.0.0.1:{port}", "--limit", 2)
-        assert run(replay_capture, *words, monkeypatch=monkeypatch) == 1
+    with running(
+        FakeServer(lambda handler: handler.send(b"too long", status=400))
+    ) as port:
+        arguments = (tmp_path, "--base-url", f"http://127.0.0.1:{port}", "--limit", 2)
+        assert run(replay_capture, *arguments, monkeypatch=monkeypatch) == 1
+
     printed = capsys.readouterr()
     assert "failed" in printed.out
     assert "#1: 400: too long" in printed.err

@@ -1,5 +1,6 @@
-"""scripts/chat.py: a turn with its calls and its numbers, and what it says when that fails."""
+"""scripts/chat.py: a turn with its calls and its numbers, and the errors it shows."""
 
+import json
 import subprocess
 import sys
 from contextlib import closing
@@ -31,52 +32,59 @@ def chat_with(url, folder):
 
 
 def test_turns_say_what_was_cached(served, tmp_path):
-    talk, out = chat_with(url_of(served), tmp_path)
+    talk, output = chat_with(url_of(served), tmp_path)
+
     talk.ask("Which files are here?")
     talk.ask("And now?")
-    costs = [line for line in out.getvalue().splitlines() if line.startswith("prompt ")]
+
+    lines = output.getvalue().splitlines()
+    costs = [line for line in lines if line.startswith("prompt ")]
     assert len(costs) >= 2 and "cached 0 " in costs[0] and "TTFT" in costs[0]
     assert all("cached 0 " not in cost for cost in costs[1:])
 
 
 def test_a_conversation_typed_into_the_program(served, tmp_path):
     command = [sys.executable, str(SCRIPT), "--url", url_of(served), "--no-tools"]
-    said = subprocess.run(
+    result = subprocess.run(
         command, input="Hello\n/new\nHello\n/quit\n", capture_output=True, text=True,
         cwd=tmp_path, check=False, timeout=120,
     )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.count("TTFT") >= 2
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("TTFT") >= 2
 
 
-@pytest.mark.parametrize("how", ["program", "turn"])
-def test_a_missing_server_is_one_clear_sentence(how, tmp_path):
+def run_chat(url):
+    """The program, run to its end."""
+    command = [sys.executable, str(SCRIPT), "--url", url]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize("entry", ["program", "turn"])
+def test_a_missing_server_is_one_clear_sentence(entry, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    if how == "program":
-        command = [sys.executable, str(SCRIPT), "--url", url]
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=60
-        )
-        assert run.returncode == 1
-        said = run.stderr
+
+    if entry == "program":
+        result = run_chat(url)
+        assert result.returncode == 1
+        shown_text = result.stderr
     else:
-        talk, out = chat_with(url, tmp_path)
+        talk, output = chat_with(url, tmp_path)
         talk.ask("Hello")
         assert talk.messages == []
-        said = out.getvalue()
-    assert (
-        f"No server answers at {url}. Start one with: python3.12 install_and_run.py"
-        in said
-    )
-    assert "Traceback" not in said
+        shown_text = output.getvalue()
+
+    hint = "Start one with: python3.12 install_and_run.py"
+    assert f"No server answers at {url}. {hint}" in shown_text
+    assert "Traceback" not in shown_text
 
 
 def test_an_address_that_is_none_is_one_clear_sentence(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--url", "http://127.0.0.1:80x"]
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60
-    )
-    assert run.returncode == 1 and "80x" in run.stderr and "Traceback" not in run.stderr
+    result = run_chat("http://127.0.0.1:80x")
+    assert result.returncode == 1
+    assert "80x" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -97,11 +105,13 @@ def test_the_settings_are_those_of_the_server(tmp_path, monkeypatch):
     (tmp_path / ".env").write_text(f"MLX_PORT={free_port()}\nAPI_KEY=written\n")
     monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
     monkeypatch.setattr("sys.argv", ["chat.py", "--no-tools"])
-    monkeypatch.setenv(
-        "MLX_PORT", port := str(free_port())
-    )  # goes before the file, as there
+
+    # The environment goes before the file, as in the server.
+    port = str(free_port())
+    monkeypatch.setenv("MLX_PORT", port)
     with pytest.raises(SystemExit, match=f"127.0.0.1:{port}"):
         chat.main()
+
     monkeypatch.setattr(chat.Server, "model", lambda self: sys.exit(f"key {self.key}"))
     with pytest.raises(SystemExit, match="key written"):
         chat.main()
@@ -109,47 +119,51 @@ def test_the_settings_are_those_of_the_server(tmp_path, monkeypatch):
 
 def test_half_an_answer_is_none(tmp_path, monkeypatch):
     def stream(self, body):
-        yield {
-            "choices": [{"delta": {"content": "Half an ans"}, "finish_reason": None}]
-        }
+        choice = {"delta": {"content": "Half an ans"}, "finish_reason": None}
+        yield {"choices": [choice]}
 
     monkeypatch.setattr(chat.Server, "stream", stream)
-    talk = chat.Chat(chat.Server("http://here"), Console(file=StringIO()), tmp_path, [])
+    output = StringIO()
+    server = chat.Server("http://here")
+    talk = chat.Chat(server, Console(file=output), tmp_path, [])
+
     talk.ask("hello")
-    assert (
-        talk.messages == []
-        and "went away in mid-answer" in talk.console.file.getvalue()
-    )
+
+    assert talk.messages == [] and "went away in mid-answer" in output.getvalue()
 
 
 def test_a_refusal_is_told_in_the_servers_words():
-    assert (
-        chat.refusal(503, b'{"error": {"message": "loading"}}')
-        == "The server says 503: loading"
-    )
+    body = b'{"error": {"message": "loading"}}'
+    assert chat.refusal(503, body) == "The server says 503: loading"
     assert chat.refusal(500, b"<html>") == "The server says 500."
 
 
 def test_the_tools_look_and_never_leave_the_folder(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "notes.txt").write_text("The code word is falcon.")
-    use = lambda name, path: chat.use_tool(name, f'{{"path": "{path}"}}', tmp_path)  # noqa: E731
+
+    def use(name, path):
+        return chat.use_tool(name, json.dumps({"path": path}), tmp_path)
+
     assert use("list_files", ".") == "below/\nnotes.txt"
     assert use("read_file", "notes.txt") == "The code word is falcon."
     assert use("list_files", "below") == "(empty)"
     for path in ("..", "/etc/passwd", "below/../../x"):
         assert "outside" in use("read_file", path)
-    for wrong in ("not json", "{}", "[]", '{"path": "nothing.txt"}'):
-        assert chat.use_tool("read_file", wrong, tmp_path).startswith("Error: ")
+    for arguments in ("not json", "{}", "[]", '{"path": "nothing.txt"}'):
+        assert chat.use_tool("read_file", arguments, tmp_path).startswith("Error: ")
     assert "no tool" in use("delete", "notes.txt")
 
 
 def test_a_thought_is_dim_and_an_answer_is_not():
     answer = chat.Answer()
-    thought = answer.take({"reasoning_content": "Hm."})
-    assert [str(span.style) for span in thought.spans] == ["dim italic"]
-    said = answer.take({"content": "Yes."})
-    assert said.plain == "\nYes." and not said.spans
+
+    reasoning = answer.take({"reasoning_content": "Hm."})
+    assert [str(span.style) for span in reasoning.spans] == ["dim italic"]
+
+    text = answer.take({"content": "Yes."})
+    assert text.plain == "\nYes." and not text.spans
+
     assert answer.message() == {
         "role": "assistant",
         "content": "Yes.",

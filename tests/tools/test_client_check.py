@@ -1,7 +1,8 @@
-"""SCRIPTS for clients: what a real client's recorded requests say about the cache."""
+"""SCRIPTS for clients: what a real client's recorded requests show about the cache."""
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import client_check
@@ -15,26 +16,37 @@ ANSWER = {"role": "assistant", "content": "Two of them."}
 
 
 def chat(
-    seq: int, messages: list, *, prompt: int, cached: int, whole: bool = True
+    seq: int, messages: list, *, prompt: int, cached: int, is_whole: bool = True
 ) -> Exchange:
-    usage = {"prompt_tokens": prompt, "completion_tokens": 10}
-    usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
     events = [
         {"choices": [{"delta": {"content": ANSWER["content"]}}]},
         {"usage": usage},
     ]
-    reply = (
-        "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-        + "data: [DONE]\n\n"
+    data_lines = [json.dumps(event) for event in events] + ["[DONE]"]
+    return Exchange(
+        seq,
+        "POST",
+        "/v1/chat/completions",
+        headers={},
+        body={"messages": messages, "stream": True},
+        reply="".join(f"data: {line}\n\n" for line in data_lines),
+        status=200,
+        is_whole=is_whole,
     )
-    body = {"messages": messages, "stream": True}
-    path, facts = "/v1/chat/completions", {"status": 200, "is_whole": whole}
-    return Exchange(seq, "POST", path, headers={}, body=body, reply=reply, **facts)
 
 
 def anthropic(seq: int, messages: list, *, prompt: int, cached: int) -> Exchange:
-    usage = {"input_tokens": 1, "cache_read_input_tokens": cached, "output_tokens": 10}
-    usage["cache_creation_input_tokens"] = prompt - cached - 1
+    usage = {
+        "input_tokens": 1,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": prompt - cached - 1,
+        "output_tokens": 10,
+    }
     block = {"type": "tool_use", "id": "t", "name": "Bash", "input": {}}
     events = [
         {"type": "message_start", "message": {"usage": usage}},
@@ -43,9 +55,15 @@ def anthropic(seq: int, messages: list, *, prompt: int, cached: int) -> Exchange
         {"type": "message_stop"},
     ]
     reply = "".join(f"event: x\ndata: {json.dumps(event)}\n\n" for event in events)
-    body = {"messages": messages, "system": "You help."}
-    path = "/v1/messages?beta=true"
-    return Exchange(seq, "POST", path, headers={}, body=body, status=200, reply=reply)
+    return Exchange(
+        seq,
+        "POST",
+        "/v1/messages?beta=true",
+        headers={},
+        body={"messages": messages, "system": "You help."},
+        reply=reply,
+        status=200,
+    )
 
 
 LONGER = [QUESTION, ANSWER, {"role": "user", "content": "And now?"}]
@@ -56,23 +74,28 @@ LONGER = [QUESTION, ANSWER, {"role": "user", "content": "And now?"}]
 def test_what_was_sent_and_said_before_has_to_be_cached(ask, cached, status):
     first = ask(1, [QUESTION], prompt=100, cached=0)
     second = ask(2, LONGER, prompt=130, cached=cached)
+
     rows = client_check.rows_of([first, second])
-    assert [(row.talk, row.n_prompt, row.n_known) for row in rows] == [
-        (1, 100, 0),
-        (1, 130, 110),
-    ]
-    assert sum(row.n_calls for row in rows) == (2 if ask is anthropic else 0)
+
+    assert [row.talk for row in rows] == [1, 1]
+    assert [row.n_prompt for row in rows] == [100, 130]
+    assert [row.n_known for row in rows] == [0, 110]
+    n_calls = 2 if ask is anthropic else 0
+    assert sum(row.n_calls for row in rows) == n_calls
     assert client_check.verdict(rows, [])[1] == status
 
 
 def test_another_conversation_is_not_held_against_the_cache():
-    first = chat(1, [QUESTION], prompt=100, cached=0)
-    other = [
+    title_messages = [
         {"role": "system", "content": "Make a title."},
         {"role": "user", "content": "x"},
     ]
-    title = chat(2, other, prompt=50, cached=0)
-    rows = client_check.rows_of([first, title, chat(3, LONGER, prompt=130, cached=110)])
+    first = chat(1, [QUESTION], prompt=100, cached=0)
+    title = chat(2, title_messages, prompt=50, cached=0)
+    second = chat(3, LONGER, prompt=130, cached=110)
+
+    rows = client_check.rows_of([first, title, second])
+
     assert sorted(row.talk for row in rows) == [1, 1, 2]
     assert client_check.verdict(rows, [])[1] == 0
 
@@ -80,32 +103,30 @@ def test_another_conversation_is_not_held_against_the_cache():
 def test_one_request_is_nothing_to_judge_and_a_failed_one_is_named():
     rows = client_check.rows_of([chat(1, [QUESTION], prompt=100, cached=0)])
     assert client_check.verdict(rows, [])[1] == 2
-    sentence, status = client_check.verdict(rows, [chat(2, LONGER, prompt=1, cached=0)])
+
+    failed = chat(2, LONGER, prompt=1, cached=0)
+    sentence, status = client_check.verdict(rows, [failed])
     assert status == 1
     assert "200" in sentence
 
 
 @pytest.mark.parametrize(("end", "is_done"), [("", True), ("{", False)])
 def test_a_client_may_leave_when_it_has_read_the_last_event(end, is_done):
-    left = chat(1, [QUESTION], prompt=100, cached=0, whole=False)
-    reply = left.reply + end
-    cut = Exchange(
-        **{name: getattr(left, name) for name in left.__slots__} | {"reply": reply}
-    )
-    assert client_check.is_done(cut) == is_done
+    exchange = chat(1, [QUESTION], prompt=100, cached=0, is_whole=False)
+    exchange = replace(exchange, reply=exchange.reply + end)
+    assert client_check.is_done(exchange) == is_done
 
 
 def test_every_client_can_be_installed_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr(drive, "CLIENTS", tmp_path)
     script = (ROOT / drive.INSTALL).read_text("utf-8")
     subprocess.run(["bash", "-n", ROOT / drive.INSTALL], check=True, timeout=20)
+
     for client in client_check.CLIENTS.values():
         assert client.missing() == ["node24", *client.PARTS]
         assert all(part in client.how_to_install() for part in client.missing())
-        assert all(
-            f"{part})" in script or part.startswith("claude-code-")
-            for part in client.PARTS
-        )
+        for part in client.PARTS:
+            assert f"{part})" in script or part.startswith("claude-code-")
 
 
 def test_a_client_that_is_missing_is_told_in_one_line(monkeypatch, tmp_path, capsys):

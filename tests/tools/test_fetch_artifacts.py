@@ -8,18 +8,20 @@ import pytest
 
 @pytest.fixture
 def hub(tmp_path):
-    """A hub that has all files, each with its own name in it; `asked` is what was fetched."""
-    asked = []
+    """A hub that has all files, each with its own name in it; `requests` has those fetched."""
+    requests = []
 
     def fetch(repository, file):
-        asked.append((repository, file))
-        said = f"{repository} {file}"
-        is_config = file == "tokenizer_config.json"
-        path = tmp_path / f"{len(asked)}"
-        path.write_text(json.dumps({"chat_template": said}) if is_config else said)
+        requests.append((repository, file))
+        content = f"{repository} {file}"
+        if file == "tokenizer_config.json":
+            content = json.dumps({"chat_template": content})
+
+        path = tmp_path / f"{len(requests)}"
+        path.write_text(content)
         return path
 
-    fetch.asked = asked
+    fetch.requests = requests
     return fetch
 
 
@@ -30,17 +32,17 @@ def test_each_artifact_lies_where_tests_look_for_it(tmp_path, hub):
 
     assert faults == []
     for artifact in fetch_artifacts.ARTIFACTS:
-        said = (folder / artifact.path).read_text()
-        assert said == f"{artifact.repository} {artifact.file}"
+        content = (folder / artifact.path).read_text()
+        assert content == f"{artifact.repository} {artifact.file}"
 
 
 def test_what_is_there_is_not_fetched_again(tmp_path, hub):
     fetch_artifacts.fetch_all(tmp_path / "artifacts", hub)
-    n_fetched = len(hub.asked)
+    n_fetched = len(hub.requests)
 
     fetch_artifacts.fetch_all(tmp_path / "artifacts", hub)
 
-    assert len(hub.asked) == n_fetched == len(fetch_artifacts.ARTIFACTS)
+    assert len(hub.requests) == n_fetched == len(fetch_artifacts.ARTIFACTS)
 
 
 def test_one_that_cannot_be_had_is_named_and_the_others_come(tmp_path, hub):

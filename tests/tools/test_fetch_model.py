@@ -122,13 +122,11 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
-        self.refuse: tuple[int, str] | None = (
-            None  # (status, X-Error-Code) for every file
-        )
         self.sizes: dict[str, int] = {}  # what the listing claims, where it differs
-        self.cut_after: int | None = (
-            None  # bytes of a body before the connection breaks
-        )
+        # (status, X-Error-Code) for every file.
+        self.refuse: tuple[int, str] | None = None
+        # Bytes of a body before the connection breaks.
+        self.cut_after: int | None = None
         self.refused_file = ""
         self.asked: list[tuple[str, str, str | None]] = []  # (method, path, Range)
         self.tokens: set[str | None] = set()
@@ -142,6 +140,11 @@ class Hub(ThreadingHTTPServer):
         return [
             (name, self.sizes.get(name, len(body))) for name, body in self.files.items()
         ]
+
+    def asked_for_weights(self) -> bool:
+        return any(
+            method == "GET" and "safetensors" in path for method, path, _ in self.asked
+        )
 
 
 class HubHandler(BaseHTTPRequestHandler):
@@ -271,9 +274,11 @@ def test_a_second_start_fetches_only_the_files_that_the_first_did_not(hub: Hub) 
     name = "model-00002-of-00002.safetensors"
     hub.refused_file = name
     assert "403 Forbidden" in refusal("org/tiny")
+
     hub.refused_file = ""
     hub.asked.clear()
     assert (fetch() / name).is_file()
+
     fetched = [path.split("/")[-1] for method, path, _ in hub.asked if method == "GET"]
     assert name in fetched
     assert "model-00001-of-00002.safetensors" not in fetched
@@ -283,15 +288,15 @@ def test_a_model_too_large_for_memory_is_refused_before_its_weights_are_asked_fo
     hub: Hub,
 ) -> None:
     hub.sizes["model-00001-of-00002.safetensors"] = 20 * GB
-    said = refusal("org/tiny", memory_bytes=8 * GB)
-    assert "needs 22.1 GB of memory (the server may use 8.0 GB)" in said
-    assert said.endswith("MODEL_PATH=mlx-community/Qwen3-8B-4bit would fit.")
-    assert refusal("org/tiny", memory_bytes=GB // 2).endswith(
-        "MODEL_PATH=demo would fit."
-    )
-    assert not any(
-        method == "GET" and "safetensors" in path for method, path, _ in hub.asked
-    )
+
+    message = refusal("org/tiny", memory_bytes=8 * GB)
+    assert "needs 22.1 GB of memory (the server may use 8.0 GB)" in message
+    assert message.endswith("MODEL_PATH=mlx-community/Qwen3-8B-4bit would fit.")
+
+    message = refusal("org/tiny", memory_bytes=GB // 2)
+    assert message.endswith("MODEL_PATH=demo would fit.")
+
+    assert not hub.asked_for_weights()
 
 
 def test_a_model_too_large_for_the_disk_is_refused_with_the_numbers(
@@ -300,10 +305,12 @@ def test_a_model_too_large_for_the_disk_is_refused_with_the_numbers(
     hub.sizes["model-00001-of-00002.safetensors"] = 20 * GB
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(fetch_model.shutil, "disk_usage", lambda path: usage(6 * GB))
-    said = refusal("org/tiny")
-    assert "20.0 GB more on disk" in said
-    assert "has 6.0 GB free" in said
-    assert said.endswith("MODEL_PATH=mlx-community/Qwen3-8B-4bit would fit.")
+
+    message = refusal("org/tiny")
+
+    assert "20.0 GB more on disk" in message
+    assert "has 6.0 GB free" in message
+    assert message.endswith("MODEL_PATH=mlx-community/Qwen3-8B-4bit would fit.")
 
 
 def test_what_is_here_already_need_not_fit_on_the_disk_again(
@@ -326,15 +333,14 @@ def test_it_says_how_much_a_download_is(
 def test_an_unknown_type_is_refused_before_its_weights_are_asked_for(hub: Hub) -> None:
     hub.files["config.json"] = b'{"model_type": "from_the_future"}'
     assert "'from_the_future' are not known to mlx-lm" in refusal("org/tiny")
-    assert not any(
-        method == "GET" and "safetensors" in path for method, path, _ in hub.asked
-    )
+    assert not hub.asked_for_weights()
 
 
 def test_a_vision_type_that_only_mlx_vlm_knows_is_taken(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "glm4v", "vision_config": {"depth": 1}}')
     fetch_model.check_architecture(config)
+
     config.write_text(
         '{"model_type": "from_the_future", "vision_config": {"depth": 1}}'
     )
@@ -350,96 +356,99 @@ def test_a_repository_without_usable_weights_is_refused(hub: Hub) -> None:
 
 
 def test_each_way_the_hub_says_no_is_one_sentence(hub: Hub) -> None:
-    assert f"neither a folder on this machine nor a repository on {hub.url}" in refusal(
-        "org/none"
-    )
+    message = refusal("org/none")
+    assert f"neither a folder on this machine nor a repository on {hub.url}" in message
     assert "nor a repository" in refusal("org/a--b")  # not a name the hub can have
+
     hub.refuse = (403, "GatedRepo")
     assert f"is gated: accept its terms at {hub.url}/org/tiny" in refusal("org/tiny")
     hub.refuse = (500, "")
     assert "500 Internal Server Error" in refusal("org/tiny")
-    hub.refuse = None
     hub.refuse = (401, "")
     assert f"{hub.url} refuses the token (HF_TOKEN, or" in refusal("org/tiny")
+
     hub.refuse = None
     del hub.files["config.json"]
     assert "org/tiny has no config.json" in refusal("org/tiny")
 
 
-@pytest.mark.parametrize("behind", ["", "/", "/tree/main"])
+@pytest.mark.parametrize("suffix", ["", "/", "/tree/main"])
 def test_an_address_copied_from_the_browser_is_its_repository(
-    hub: Hub, behind: str
+    hub: Hub, suffix: str
 ) -> None:
-    assert (fetch(f"{hub.url}/org/tiny{behind}") / "config.json").is_file()
-    assert "nor a repository" in refusal(
-        f"{hub.url}/org/tiny/tree/8bit"
-    )  # another model
+    assert (fetch(f"{hub.url}/org/tiny{suffix}") / "config.json").is_file()
+    other_branch = f"{hub.url}/org/tiny/tree/8bit"  # it has another model
+    assert "nor a repository" in refusal(other_branch)
     assert "MODEL_PATH=org/tiny/tree/main is neither" in refusal("org/tiny/tree/main")
 
 
 def test_no_network_is_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = "http://127.0.0.1:9"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", closed)
-    template = closed + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template
+    closed_url = "http://127.0.0.1:9"
+    template = closed_url + "/{repo_id}/resolve/{revision}/{filename}"
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", closed_url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    message = refusal("org/tiny")
+
+    assert message.startswith(
+        f"org/tiny is not complete in the local cache and {closed_url}"
     )
-    said = refusal("org/tiny")
-    assert said.startswith(
-        "org/tiny is not complete in the local cache and http://127.0.0.1:9"
-    )
-    assert "refused" in said
-    assert "set MODEL_PATH to a folder or to demo" in said
+    assert "refused" in message
+    assert "set MODEL_PATH to a folder or to demo" in message
 
 
 # -- the program ---------------------------------------------------------------------------
 
 
 def run(
-    hub: Hub, cache: Path, *arguments: str, **more: str
+    hub: Hub, cache: Path, *arguments: str, **variables: str
 ) -> tuple[int, list[str], str]:
     """(status, lines of stdout, stderr) of the program with a cache of its own."""
-    clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MODEL_PATH"))
-    }
     env = {
-        **clean,
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(cache),
-        "NO_PROXY": "*",
-        **more,
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HF_", "MODEL_PATH"))
     }
+    env["HF_ENDPOINT"] = hub.url
+    env["HF_HOME"] = str(cache)
+    env["NO_PROXY"] = "*"
+    env.update(variables)
+
     command = [sys.executable, fetch_model.__file__, *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    return done.returncode, done.stdout.splitlines(), done.stderr
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=env
+    )
+    return result.returncode, result.stdout.splitlines(), result.stderr
 
 
 def test_the_program_prints_the_folder_and_shows_its_progress(
     hub: Hub, tmp_path: Path
 ) -> None:
     cache = tmp_path / "home"
-    status, said, progress = run(hub, cache, "org/tiny", HF_TOKEN="hf_secret")
+
+    status, lines, progress = run(hub, cache, "org/tiny", HF_TOKEN="hf_secret")
     assert status == 0, progress
-    assert (Path(said[-1]) / SHARDS[1]).read_bytes() == hub.files[SHARDS[1]]
-    assert said[-1].startswith(str(cache))
+    assert (Path(lines[-1]) / SHARDS[1]).read_bytes() == hub.files[SHARDS[1]]
+    assert lines[-1].startswith(str(cache))
     assert "org/tiny: fetching 100.1 kB into" in progress
     assert "100%|" in progress
     assert "Bearer hf_secret" in hub.tokens
+
     offline = run(hub, cache, MODEL_PATH="org/tiny", HF_HUB_OFFLINE="1")
-    assert offline == (0, said, "")
+    assert offline == (0, lines, "")
 
 
 def test_the_program_fails_with_one_sentence(hub: Hub, tmp_path: Path) -> None:
-    status, said, sentence = run(
-        hub, tmp_path / "home", "--memory-bytes=1000", "--", "-x"
-    )
-    assert (status, said) == (2, [])
+    cache = tmp_path / "home"
+
+    status, lines, sentence = run(hub, cache, "--memory-bytes=1000", "--", "-x")
+    assert (status, lines) == (2, [])
     assert sentence.startswith("MODEL_PATH=-x is neither a folder")
     assert sentence.count("\n") == 1
-    status, said, sentence = run(
-        hub, tmp_path / "home", "--memory-bytes=1000", "org/tiny"
-    )
-    assert (status, said) == (2, [])
+
+    status, lines, sentence = run(hub, cache, "--memory-bytes=1000", "org/tiny")
+    assert (status, lines) == (2, [])
     assert sentence.endswith("MODEL_PATH=demo would fit.\n")
 
 
@@ -454,18 +463,19 @@ def test_settings_come_from_where_the_server_reads_them(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    asked: list[tuple[str, str | None]] = []
+    calls: list[tuple[str, str | None]] = []
 
     def find(name: str, *, token: str | None, memory_bytes: int) -> Path:
-        asked.append((name, token))
+        calls.append((name, token))
         return home
 
     monkeypatch.setattr(fetch_model, "find", find)
     monkeypatch.setattr(fetch_model, "choose", lambda: "demo")
     monkeypatch.setattr(fetch_model.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["fetch_model.py"])
+
     assert fetch_model.main() == 0
-    settings = start_llm.Config.from_env(
-        {"MODEL_PATH": "org/tiny", "HF_TOKEN": "a", **variables}
-    )
-    assert asked == [(start_llm._read_model_name(settings), settings.hf_token or None)]
+
+    settings = {"MODEL_PATH": "org/tiny", "HF_TOKEN": "a", **variables}
+    config = start_llm.Config.from_env(settings)
+    assert calls == [(start_llm._read_model_name(config), config.hf_token or None)]

@@ -1,4 +1,4 @@
-"""scripts/inspect_mlx_cache.py shows what a server and a session log say, and nothing it cannot."""
+"""scripts/inspect_mlx_cache.py shows the cache of a server and the requests of a session log."""
 
 import json
 import subprocess
@@ -15,23 +15,23 @@ from tiny_models import DENSE, WORDS, tiny_model
 SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_mlx_cache.py"
 
 
-def shown(*args):
-    command = [sys.executable, str(SCRIPT), *map(str, args)]
-    run = subprocess.run(
+def run(*arguments):
+    """The program, run to its end."""
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=60
     )
-    return run.returncode, run.stdout, run.stderr
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     root = tmp_path_factory.getbasetemp()
     folder = tiny_model(DENSE, root)
-    with closing(
-        Served(folder, log_root=str(root / "inspected"), api_key="key")
-    ) as running:
+    logs = str(root / "inspected")
+    with closing(Served(folder, log_root=logs, api_key="key")) as running:
         running._sdk.api_key = "key"
-        talk = Talk(running, 1, [SYSTEM, user(" ".join(WORDS[:50] * 8))])
+        question = " ".join(WORDS[:50] * 8)
+        talk = Talk(running, 1, [SYSTEM, user(question)])
         talk.step(extra_body={"session_id": "[bold]main"})
         talk.branch(2, seed=2).step(extra_body={"session_id": "other"})
         yield running
@@ -39,34 +39,52 @@ def served(tmp_path_factory):
 
 def test_the_cache_of_a_server_is_a_tree(served):
     url = f"http://127.0.0.1:{served.state.config.mlx_port}"
-    status, out, _ = shown("--url", url, "--key", "key")
-    assert status == 0 and "[bold]main" in out and "other" in out
-    assert "memory: limit" in out and "counters above zero" in out
-    status, out, _ = shown("--url", url, "--key", "key", "--json")
-    assert status == 0 and json.loads(out)["status"] == "ok"
-    status, _, err = shown("--url", url, "--key", "wrong")
-    assert status == 2 and "401" in err
+
+    result = run("--url", url, "--key", "key")
+    assert result.returncode == 0
+    assert "[bold]main" in result.stdout and "other" in result.stdout
+    assert "memory: limit" in result.stdout
+    assert "counters above zero" in result.stdout
+
+    result = run("--url", url, "--key", "key", "--json")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["status"] == "ok"
+
+    result = run("--url", url, "--key", "wrong")
+    assert result.returncode == 2 and "401" in result.stderr
 
 
 def test_a_session_log_is_a_table(served):
     (log,) = Path(served.state.config.log_root).glob("*/cache-session-other.log")
-    status, out, _ = shown(log)
-    assert status == 0 and "match" in out
-    assert "content" not in log.read_text()  # what was sent is not in it unasked
+
+    result = run(log)
+
+    assert result.returncode == 0 and "match" in result.stdout
+    assert "content" not in log.read_text()  # prompts are in it only where asked for
 
 
 def test_nobody_there_is_a_sentence(tmp_path):
-    assert shown("--url", "http://127.0.0.1:9")[0] == 2
-    assert shown(tmp_path / "none.log")[0] == 2
+    assert run("--url", "http://127.0.0.1:9").returncode == 2
+    assert run(tmp_path / "none.log").returncode == 2
 
 
 def test_lines_without_a_parent_any_more_are_shown(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import inspect_mlx_cache
 
-    line = {"tokens": 5, "shared": 2, "bytes": 7, "idle_seconds": 1.0, "running": False}
-    lines = [{**line, "id": n, "parent": n + 1, "session": f"s{n}"} for n in range(3)]
+    figures = {
+        "tokens": 5,
+        "shared": 2,
+        "bytes": 7,
+        "idle_seconds": 1.0,
+        "running": False,
+    }
+    entries = [
+        {**figures, "id": n, "parent": n + 1, "session": f"s{n}"} for n in range(3)
+    ]
     console = Console(record=True, width=200, file=StringIO())
-    console.print(inspect_mlx_cache.tree_of(lines))
+
+    console.print(inspect_mlx_cache.tree_of(entries))
+
     text = console.export_text()
     assert all(f"s{n}" in text for n in range(3))

@@ -24,13 +24,14 @@ STATUS = {
 
 def test_mac_report_measures_all_and_warm_equals_cold(models, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "QUICK", SHORT)
-    out = tmp_path / "report.json"
+    report_file = tmp_path / "report.json"
     folder = str(models(DENSE))
 
-    status = report.main(["--quick", "--model", folder, "--out", str(out), "--json"])
+    status = report.main(
+        ["--quick", "--model", folder, "--out", str(report_file), "--json"]
+    )
 
-    written = json.loads(out.read_text("utf-8"))
-    figures = written["figures"]
+    figures = json.loads(report_file.read_text("utf-8"))["figures"]
     unknown = {name for name, value in figures.items() if value is None}
     assert status == 0
     assert figures["parity_equal"] == figures["parity_prompts"] >= 7
@@ -45,14 +46,16 @@ def test_mac_report_is_anonymous(tmp_path, monkeypatch):
     folder = tmp_path / "my-private-model"
     folder.mkdir()
 
-    made = report.make_report(
+    new_report = report.make_report(
         report.Figures(), STATUS, asked=str(folder), is_quick=False
     )
 
-    text = json.dumps(made)
-    assert made["model"]["name"] == "a folder"
+    text = json.dumps(new_report)
+    assert new_report["model"]["name"] == "a folder"
     for private in (socket.gethostname(), str(Path.home()), "hf_secret", folder.name):
-        assert f'"{private}"' not in text and private not in made["machine"].values()
+        assert (
+            f'"{private}"' not in text and private not in new_report["machine"].values()
+        )
     assert f"/{getpass.getuser()}" not in text
 
 
@@ -85,9 +88,9 @@ def test_mac_report_writes_nothing_when_it_is_stopped(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "measure", stop)
-    out = tmp_path / "x.json"
-    assert report.main(["--out", str(out)]) == 130
-    assert not out.exists()
+    report_file = tmp_path / "x.json"
+    assert report.main(["--out", str(report_file)]) == 130
+    assert not report_file.exists()
 
 
 def test_mac_report_compares_text_and_end_of_replies(monkeypatch):
@@ -100,9 +103,9 @@ def test_mac_report_compares_text_and_end_of_replies(monkeypatch):
 
 def test_mac_report_exits_with_2_where_no_server_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)  # no start-llm.py is here
-    out = tmp_path / "x.json"
-    assert report.main(["--out", str(out)]) == 2
-    assert not out.exists()
+    report_file = tmp_path / "x.json"
+    assert report.main(["--out", str(report_file)]) == 2
+    assert not report_file.exists()
 
 
 @pytest.mark.parametrize(

@@ -96,18 +96,18 @@ def replies(loaded: Loaded) -> list[tuple[list[int], list[int]]]:
 
 def parsed(text: str) -> dict[str, Any]:
     """A reply as the message that a client would send back."""
-    whole = REPLY.fullmatch(text)
-    assert whole, text
+    match = REPLY.fullmatch(text)
+    assert match, text
     calls = []
-    for call in CALL.finditer(whole["calls"]):
+    for call in CALL.finditer(match["calls"]):
         arguments = dict(ARGUMENT.findall(call["arguments"]))
         calls.append({"function": {"name": call["name"], "arguments": arguments}})
-    assert calls or whole["text"]
-    assert whole["calls"].count("<tool_call>") == len(calls), text
+    assert calls or match["text"]
+    assert match["calls"].count("<tool_call>") == len(calls), text
     return {
         "role": "assistant",
-        "reasoning_content": whole["thinking"],
-        "content": whole["text"].strip(),
+        "reasoning_content": match["thinking"],
+        "content": match["text"].strip(),
         "tool_calls": calls,
     }
 
@@ -161,20 +161,29 @@ def test_parsed_reply_renders_to_the_generated_tokens(loaded, replies):
         assert rendered[: len(prompt) + len(reply)] == prompt + reply
 
 
+def first_difference(left: list[int], right: list[int]) -> int:
+    """Where two prompts differ first. Raises ValueError where one begins with the other."""
+    for index, (token, other_token) in enumerate(zip(left, right, strict=False)):
+        if token != other_token:
+            return index
+    raise ValueError("one prompt begins with the other")
+
+
 def test_a_word_far_back_changes_logits_and_words(loaded):
     differing = 0
     for seed in range(5):
-        one = loaded.prompt(seed, n_words=200)
-        other = loaded.prompt(seed, n_words=200, changed=30)
-        changed_at = next(
-            i
-            for i, pair in enumerate(zip(one, other, strict=False))
-            if pair[0] != pair[1]
-        )
-        assert len(one) - changed_at > 300
-        logits = [loaded.model(mx.array([tokens]))[0, -1] for tokens in (one, other)]
-        assert mx.abs(logits[0] - logits[1]).max().item() > 1e-3
-        differing += loaded.reply(one, limit=40) != loaded.reply(other, limit=40)
+        prompt = loaded.prompt(seed, n_words=200)
+        changed_prompt = loaded.prompt(seed, n_words=200, changed=30)
+        changed_at = first_difference(prompt, changed_prompt)
+        assert len(prompt) - changed_at > 300
+
+        logits = loaded.model(mx.array([prompt]))[0, -1]
+        changed_logits = loaded.model(mx.array([changed_prompt]))[0, -1]
+        assert mx.abs(logits - changed_logits).max().item() > 1e-3
+
+        reply = loaded.reply(prompt, limit=40)
+        differing += reply != loaded.reply(changed_prompt, limit=40)
+
     assert differing >= 3
 
 
@@ -259,9 +268,9 @@ def test_generation_prompt_opens_or_closes_thinking(render):
 
 def test_thinking_before_the_newest_question_is_stripped_unless_preserved(render):
     messages = [USER, THOUGHT, USER, THOUGHT]
-    kept = "<|im_start|>assistant\n<think>\nThought.\n</think>\n\nAnswer.<|im_end|>\n"
-    assert render(messages).count(kept) == 1
-    assert render(messages, preserve_thinking=True).count(kept) == 2
+    reply = "<|im_start|>assistant\n<think>\nThought.\n</think>\n\nAnswer.<|im_end|>\n"
+    assert render(messages).count(reply) == 1
+    assert render(messages, preserve_thinking=True).count(reply) == 2
     assert "<|im_start|>assistant\nAnswer.<|im_end|>\n" in render(messages)
 
 
@@ -269,15 +278,13 @@ def test_tool_results_share_a_user_turn_and_do_not_count_as_a_question(render):
     call = {"function": {"name": "read", "arguments": {"path": "a", "lines": [1, 2]}}}
     turn = {**THOUGHT, "content": None, "tool_calls": [call, call]}
     results = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+
     text = render([USER, turn, *results])
-    assert (
-        "</think>\n\n<tool_call>\n<function=read>\n<parameter=path>\na\n</parameter>\n"
-        in text
-    )
-    assert (
-        "<parameter=lines>\n[1, 2]\n</parameter>\n</function>\n</tool_call><|im_end|>"
-        in text
-    )
+
+    call_start = "<tool_call>\n<function=read>\n<parameter=path>\na\n</parameter>\n"
+    call_end = "<parameter=lines>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
+    assert f"</think>\n\n{call_start}" in text
+    assert f"{call_end}<|im_end|>" in text
     assert text.endswith(
         "<|im_start|>user\n<tool_response>\none\n</tool_response>"
         "\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
@@ -312,23 +319,27 @@ def test_template_refuses_what_it_does_not_know(render, messages):
 
 def digest(folder: Path) -> dict[str, str]:
     return {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
     }
 
 
 def test_command_line_is_repeatable_and_replaces_what_is_stale(tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path / "tiny")]
-    made = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert made.stdout.startswith("made qwen3 model")
-    assert made.stdout.count("\n") == 1
-    first = digest(tmp_path / "tiny")
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert found.stdout.startswith("found ")
+
+    first_run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert first_run.stdout.startswith("made qwen3 model")
+    assert first_run.stdout.count("\n") == 1
+    first_digest = digest(tmp_path / "tiny")
+
+    second_run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert second_run.stdout.startswith("found ")
+
     (tmp_path / "tiny" / "config.json").write_text("{}")
     subprocess.run(
         command, check=True, capture_output=True, env={**os.environ, "LC_ALL": "C"}
     )
-    assert digest(tmp_path / "tiny") == first
+    assert digest(tmp_path / "tiny") == first_digest
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
@@ -339,6 +350,7 @@ def test_other_seeds_and_sizes_are_other_models(tmp_path):
         tiny_model("qwen3", tmp_path, seed=1),
     ]
     assert len({digest(folder)["model.safetensors"] for folder in folders}) == 3
+
     with pytest.raises(ValueError, match="kind"):
         tiny_model("qwen9", tmp_path)
     with pytest.raises(ValueError, match="layers"):

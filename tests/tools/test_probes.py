@@ -1,4 +1,4 @@
-"""The probes: a healthy server passes, an unhealthy one is told; a log diff says where."""
+"""The probes: a healthy server passes, an unhealthy one fails; a log diff names the place."""
 
 import copy
 import importlib.util
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import start_llm as s
 
+JsonObject = dict[str, Any]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
@@ -25,9 +26,8 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = (
-        module  # before exec: dataclasses and other scripts look it up by name
-    )
+    # before exec: dataclasses and other scripts look it up by name
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -37,42 +37,49 @@ session = load("probe_session")
 diff = load("diff_turns")
 
 
-# A server made of words ---------------------------------------------------------------------------
+# A server whose tokens are words ------------------------------------------------------------------
 
 VOLATILE = re.compile(
-    r'x-anthropic-billing-header: .*?cch=\w+;|"message_id": "[^"]*"|\[\w{3} [\d-]+ [\d:]+ UTC\]'
-    r"|Current time is .*"
+    r"""(?x:
+      x-anthropic-billing-header:\ .*?cch=\w+;
+    | "message_id":\ "[^"]*"
+    | \[\w{3}\ [\d-]+\ [\d:]+\ UTC\]    # [Fri 2026-11-20 08:51 UTC]
+    | Current\ time\ is\ .*
+    )"""
 )
 ARGUMENTS = '{"path": "notes.txt", "limit": 2.0, "10": "é", "2": "<b>"}'
 
 
-def parsed(arguments: str) -> dict[str, Any]:
+def parsed(arguments: str) -> JsonObject:
     """As values: to a client in JavaScript 2.0 is 2."""
     return json.loads(arguments, parse_float=lambda text: int(float(text)))
 
 
-def words_of(message: dict[str, Any], *, stills: bool) -> list[str]:
+def words_of(message: JsonObject, *, masks_volatile: bool) -> list[str]:
     """The tokens of a message; the call ids and the spelling of arguments are not among them."""
+    parts = [message.get("reasoning_content") or ""]
     content = message.get("content") or ""
-    parts = (
-        [content] if isinstance(content, str) else [part["text"] for part in content]
-    )
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    parts += [
-        f"{call['name']} {sorted(parsed(call['arguments']).items())}" for call in calls
-    ]
-    text = " ".join([message.get("reasoning_content") or "", *parts])
-    text = VOLATILE.sub("", text) if stills else text
+    if isinstance(content, str):
+        parts.append(content)
+    else:
+        parts += [part["text"] for part in content]
+    for call in message.get("tool_calls") or ():
+        arguments = parsed(call["function"]["arguments"])
+        parts.append(f"{call['function']['name']} {sorted(arguments.items())}")
+
+    text = " ".join(parts)
+    if masks_volatile:
+        text = VOLATILE.sub("", text)
     return [f"<{message['role']}>", *re.findall(r"\w+|[^\w\s]", text), "<end>"]
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Speaks chat completions. What it says of its cache depends on its `mode`.
+    """Speaks chat completions. Its `mode` decides the cached tokens that it reports.
 
-    exact       volatile fields are stilled; all that is known is cached
-    as_sent     a volatile field ends what is cached
+    exact       volatile fields are masked; every known prefix is cached
+    as_sent     a volatile field ends the cached prefix
     forgetful   nothing is cached
-    blind       any old conversation is taken for the past of any other
+    blind       any old conversation is taken for a prefix of any other
     bumping     like exact, but a counter moves that must not
     """
 
@@ -81,56 +88,70 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, mode: str) -> None:
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.mode = mode
-        self.bodies: list[dict[str, Any]] = []
-        self._pasts: list[list[str]] = []
+        self.bodies: list[JsonObject] = []
+        self._conversations: list[list[str]] = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def status(self) -> dict[str, Any]:
-        counters = dict.fromkeys(pi.STILL, 0) | {"hybrid_trim_miss": len(self.bodies)}
+    def status(self) -> JsonObject:
+        counters = dict.fromkeys(pi.STILL, 0)
+        counters["hybrid_trim_miss"] = len(self.bodies)
         if self.mode == "bumping":
             counters["vlm_retreat"] = len(self.bodies)
         return {"counters": counters}
 
-    def answer(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def answer(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
         """(reply, usage)"""
-        stills = self.mode != "as_sent"
-        rows = (words_of(message, stills=stills) for message in body["messages"])
-        prompt = [*itertools.chain.from_iterable(rows), "<assistant>"]
+        masks_volatile = self.mode != "as_sent"
+        prompt = []
+        for message in body["messages"]:
+            prompt += words_of(message, masks_volatile=masks_volatile)
+        prompt.append("<assistant>")
+
         reply = self._reply(body)
-        said = words_of(reply, stills=stills)[1:]
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(said)}
-        usage["prompt_tokens_details"] = {"cached_tokens": self._cached(prompt)}
-        self._pasts.append(prompt + said)
+        reply_words = words_of(reply, masks_volatile=masks_volatile)[1:]
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(reply_words),
+            "prompt_tokens_details": {"cached_tokens": self._count_cached(prompt)},
+        }
+
+        self._conversations.append(prompt + reply_words)
         self.bodies.append(body)
         return reply, usage
 
-    def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _reply(self, body: JsonObject) -> JsonObject:
         n = len(self.bodies)
         reply = {"role": "assistant", "content": None, "reasoning_content": f"Hm {n}. "}
-        if body.get("tool_choice") == "none" or body["messages"][-1]["role"] == "tool":
+        last_role = body["messages"][-1]["role"]
+        if body.get("tool_choice") == "none" or last_role == "tool":
             return {**reply, "content": f"Answer {n} to all of it."}
-        call = {"name": "read", "arguments": ARGUMENTS}
-        return {
-            **reply,
-            "tool_calls": [{"id": f"call_{n}", "type": "function", "function": call}],
-        }
+        function = {"name": "read", "arguments": ARGUMENTS}
+        call = {"id": f"call_{n}", "type": "function", "function": function}
+        return {**reply, "tool_calls": [call]}
 
-    def _cached(self, prompt: list[str]) -> int:
+    def _count_cached(self, prompt: list[str]) -> int:
         if self.mode == "forgetful":
             return 0
         if self.mode == "blind":
-            return min(len(prompt) - 1, max(map(len, self._pasts), default=0))
-        pairs = [zip(prompt[:-1], past, strict=False) for past in self._pasts]
-        return max(
-            (len(list(itertools.takewhile(_same, pair))) for pair in pairs), default=0
-        )
+            longest = max(map(len, self._conversations), default=0)
+            return min(len(prompt) - 1, longest)
+
+        n_cached = 0
+        for conversation in self._conversations:
+            n_cached = max(n_cached, _common_prefix(prompt[:-1], conversation))
+        return n_cached
 
 
-def _same(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
+def _common_prefix(prompt: list[str], conversation: list[str]) -> int:
+    n_common = 0
+    for word, old_word in zip(prompt, conversation, strict=False):
+        if word != old_word:
+            break
+        n_common += 1
+    return n_common
 
 
 class FakeHandler(BaseHTTPRequestHandler):
@@ -142,7 +163,8 @@ class FakeHandler(BaseHTTPRequestHandler):
         self._send(bodies[self.path], "application/json")
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        n_bytes = int(self.headers["Content-Length"])
+        body = json.loads(self.rfile.read(n_bytes))
         reply, usage = self.server.answer(body)
         self._send(None, "text/event-stream")
         for event in events_of(reply, usage):
@@ -153,27 +175,35 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", kind)
         self.end_headers()
-        self.wfile.write(b"" if body is None else json.dumps(body).encode())
+        if body is not None:
+            self.wfile.write(json.dumps(body).encode())
 
     def log_message(self, *args) -> None:
         """Nothing: pytest's output is for failures."""
 
 
-def events_of(reply: dict[str, Any], usage: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A keep-alive, the thinking in two pieces, then the words or a call, its arguments in two."""
-    thought = reply["reasoning_content"]
-    deltas = [{"role": "assistant", "content": ""}]
-    deltas += [{"reasoning_content": thought[:2]}, {"reasoning_content": thought[2:]}]
-    deltas += [{"content": reply["content"]}] if reply["content"] else []
+def events_of(reply: JsonObject, usage: JsonObject) -> Iterator[JsonObject]:
+    """A keep-alive, the reasoning in two pieces, then the text or a call, its arguments in two."""
+    reasoning = reply["reasoning_content"]
+    deltas = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": reasoning[:2]},
+        {"reasoning_content": reasoning[2:]},
+    ]
+    if reply["content"]:
+        deltas.append({"content": reply["content"]})
     for index, call in enumerate(reply.get("tool_calls", ())):
-        opened = {**call, "function": {**call["function"], "arguments": ARGUMENTS[:9]}}
-        rest = {"index": index, "function": {"arguments": ARGUMENTS[9:]}}
-        deltas += [{"tool_calls": [{"index": index, **opened}]}, {"tool_calls": [rest]}]
+        function = {**call["function"], "arguments": ARGUMENTS[:9]}
+        first_piece = {**call, "index": index, "function": function}
+        last_piece = {"index": index, "function": {"arguments": ARGUMENTS[9:]}}
+        deltas.append({"tool_calls": [first_piece]})
+        deltas.append({"tool_calls": [last_piece]})
+
     yield {"choices": []}
     for delta in deltas:
         yield {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    end = "tool_calls" if "tool_calls" in reply else "stop"
-    yield {"choices": [{"index": 0, "delta": {}, "finish_reason": end}]}
+    finish_reason = "tool_calls" if "tool_calls" in reply else "stop"
+    yield {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]}
     yield {"choices": [], "usage": usage}
 
 
@@ -210,7 +240,7 @@ def call_main(
 
 
 @pytest.mark.parametrize(
-    ("given", "written"),
+    ("arguments", "written"),
     [
         ('{"path": "a.txt", "limit": 2.0}', '{"path":"a.txt","limit":2}'),
         ('{"b": 1, "10": 2, "a": 3, "2": 4}', '{"2":4,"10":2,"b":1,"a":3}'),
@@ -234,23 +264,23 @@ def call_main(
         ("[NaN]", "{}"),
     ],
 )
-def test_arguments_come_back_as_javascript_writes_them(given, written):
-    assert pi.js_arguments(given) == written
+def test_arguments_come_back_as_javascript_writes_them(arguments, written):
+    assert pi.js_arguments(arguments) == written
 
 
 def reply_of(**fields: Any) -> Any:
-    call = {
-        "id": "c1",
-        "type": "function",
-        "function": {"name": "read", "arguments": ARGUMENTS},
-    }
-    calls = [call] if fields.pop("calls", False) else []
+    """`calls=True`: a reply with one call."""
+    calls = []
+    if fields.pop("calls", False):
+        function = {"name": "read", "arguments": ARGUMENTS}
+        calls.append({"id": "c1", "type": "function", "function": function})
     return pi.Reply(calls=calls, **fields)
 
 
 def test_a_reply_of_calls_alone_is_echoed_without_content():
     for content in ("", "\n\n"):
-        echo = pi.pi_echo(reply_of(content=content, reasoning="Hm.", calls=True))
+        reply = reply_of(content=content, reasoning="Hm.", calls=True)
+        echo = pi.pi_echo(reply)
         assert echo["content"] is None
         assert echo["reasoning_content"] == "Hm."
         arguments = echo["tool_calls"][0]["function"]["arguments"]
@@ -274,25 +304,28 @@ def test_calls_are_joined_with_and_without_an_index():
         {"id": "b", "function": {"name": "bash", "arguments": "{}"}},
     ]
     indexed = [
-        {"index": index, **piece}
-        for index, piece in zip((0, 0, 1), pieces, strict=True)
+        {**pieces[0], "index": 0},
+        {**pieces[1], "index": 0},
+        {**pieces[2], "index": 1},
     ]
+
     for stream in (pieces, indexed):
         reply = pi.Reply()
         for piece in stream:
-            reply.hear({"choices": [{"delta": {"tool_calls": [piece]}}]}, at=1.0)
+            event = {"choices": [{"delta": {"tool_calls": [piece]}}]}
+            reply.hear(event, at=1.0)
         functions = [(call["id"], *call["function"].values()) for call in reply.calls]
         assert functions == [("a", "read", '{"x": 1}'), ("b", "bash", "{}")]
 
 
 def test_the_first_word_is_when_something_is_said():
     reply = pi.Reply()
-    events = [
-        {"choices": []},
-        *[{"choices": [{"delta": {"content": c}}]} for c in ("", "a", "b")],
-    ]
-    for at, event in enumerate(events):
-        reply.hear(event, at=float(at))
+
+    reply.hear({"choices": []}, at=0.0)
+    for seconds, text in ((1.0, ""), (2.0, "a"), (3.0, "b")):
+        event = {"choices": [{"delta": {"content": text}}]}
+        reply.hear(event, at=seconds)
+
     assert (reply.ttft_seconds, reply.seconds, reply.content) == (2.0, 3.0, "ab")
 
 
@@ -307,16 +340,21 @@ def test_an_error_in_the_stream_is_no_reply():
 def turns_of(*counts: tuple[int, int, int]) -> list[Any]:
     """(prompt, cached, out) of each turn."""
     turns: list[Any] = []
-    for prompt, cached, out in counts:
-        reply = pi.Reply(n_prompt=prompt, n_cached=cached, n_out=out)
-        turns.append(
-            pi.measured(reply, asked="user", before=turns[-1] if turns else None)
-        )
+    last_turn = None
+    for n_prompt, n_cached, n_out in counts:
+        reply = pi.Reply(n_prompt=n_prompt, n_cached=n_cached, n_out=n_out)
+        last_turn = pi.measured(reply, asked="user", before=last_turn)
+        turns.append(last_turn)
     return turns
 
 
 def test_lost_is_what_was_sent_or_generated_and_not_cached():
-    turns = turns_of((100, 0, 10), (150, 109, 10), (200, 100, 10), (300, 250, 5))
+    turns = turns_of(
+        (100, 0, 10),
+        (150, 109, 10),
+        (200, 100, 10),
+        (300, 250, 5),
+    )
     assert [turn.lost for turn in turns] == [0, 1, 60, 0]
     assert [turn.number for turn in turns] == [1, 2, 3, 4]
 
@@ -335,7 +373,12 @@ def test_lost_is_what_was_sent_or_generated_and_not_cached():
 def test_health_is_the_share_from_turn_three_and_still_counters(
     third, counters, healthy
 ):
-    turns = turns_of((1000, 0, 1), (1000, 0, 1), (1000, third, 1), (1000, 999, 1))
+    turns = turns_of(
+        (1000, 0, 1),
+        (1000, 0, 1),
+        (1000, third, 1),
+        (1000, 999, 1),
+    )
     assert all(check.healthy for check in pi.judge(turns, counters)) is healthy
 
 
@@ -361,17 +404,25 @@ def test_a_drift_is_another_in_each_request_and_hides_nothing(name):
         {"role": "developer", "content": text},
         {"role": "user", "content": "Hello"},
     ]
-    kept, stamp = copy.deepcopy(messages), session.DRIFTS[name]
-    sent = [stamp(messages, n) for n in range(3)]
-    assert messages == kept
-    assert all(one != other for one, other in itertools.combinations(sent, 2))
-    plain = words_of(messages[0], stills=True) + words_of(messages[1], stills=True)
-    for stamped in sent:
-        words = [word for message in stamped for word in words_of(message, stills=True)]
-        rest = iter(words)
-        assert all(
-            word in rest for word in plain[1:]
-        )  # in order, but for the system's role
+    unchanged = copy.deepcopy(messages)
+    stamp = session.DRIFTS[name]
+
+    requests = [stamp(messages, n) for n in range(3)]
+
+    assert messages == unchanged
+    assert all(left != right for left, right in itertools.combinations(requests, 2))
+    plain_words = words_without_volatile(messages)
+    for stamped in requests:
+        remaining = iter(words_without_volatile(stamped))
+        # In order, but for the system's role.
+        assert all(word in remaining for word in plain_words[1:])
+
+
+def words_without_volatile(messages: list[JsonObject]) -> list[str]:
+    words = []
+    for message in messages:
+        words += words_of(message, masks_volatile=True)
+    return words
 
 
 # The probes against a server ----------------------------------------------------------------------
@@ -379,27 +430,23 @@ def test_a_drift_is_another_in_each_request_and_hides_nothing(name):
 
 def test_pi_like_probe_finds_a_healthy_server_healthy():
     with fake("exact") as server:
-        done = run(
-            "pi_like_probe", "--base-url", server.url + "/v1/", "--turns", 5, "--json"
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        report = json.loads(done.stdout)
+        url = server.url + "/v1/"
+        result = run("pi_like_probe", "--base-url", url, "--turns", 5, "--json")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
     assert report["healthy"] and report["model"] == "fake"
     assert report["counters"]["hybrid_trim_miss"] == 5
     turns = report["turns"]
     assert [turn["asked"] for turn in turns] == ["user", "tool", "user", "tool", "user"]
-    assert [turn["lost"] for turn in turns] == [0] * 5, (
-        "what is echoed is not what was said"
-    )
+    lost_tokens = [turn["lost"] for turn in turns]
+    assert lost_tokens == [0] * 5, "what is echoed is not what was said"
     assert turns[0]["cached"] <= 12, "the first turn is not cold"
+
     body = server.bodies[-1]
     assert body["messages"][0]["role"] == "developer"
-    assert [tool["function"]["name"] for tool in body["tools"]] == [
-        "read",
-        "bash",
-        "edit",
-        "write",
-    ]
+    tool_names = [tool["function"]["name"] for tool in body["tools"]]
+    assert tool_names == ["read", "bash", "edit", "write"]
     expected = {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -430,9 +477,9 @@ def test_a_server_that_does_not_answer_is_another_status(module, monkeypatch, ca
 
 def test_probe_session_finds_a_healthy_server_healthy():
     with fake("exact") as server:
-        done = run("probe_session", "--base-url", server.url, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
+        result = run("probe_session", "--base-url", server.url, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
     assert report["scenarios"] == dict.fromkeys(
         ["normal", "drift", "semantic", "insert"], True
     )
@@ -462,8 +509,8 @@ def test_probe_session_tells_what_is_wrong(mode, healthy, monkeypatch, capsys):
 
 def test_probe_session_shows_a_table_of_what_was_asked_for(monkeypatch, capsys):
     with fake("exact") as server:
-        only = ("--base-url", server.url, "--only", "insert", "normal")
-        assert call_main(session, monkeypatch, *only) == 0
+        arguments = ("--base-url", server.url, "--only", "insert", "normal")
+        assert call_main(session, monkeypatch, *arguments) == 0
         assert len(server.bodies) == session.N_PAST + 2 + session.N_GROWTH
     shown = capsys.readouterr().out
     assert "insert" in shown and "normal" in shown and "drift" not in shown
@@ -474,25 +521,32 @@ def test_probe_session_shows_a_table_of_what_was_asked_for(monkeypatch, capsys):
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> JsonObject:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> dict[str, Any]:
+def said(text: str) -> JsonObject:
     return {"role": "assistant", "content": text}
 
 
 TALK = [SYSTEM, user("one"), said("1"), user("two"), said("2"), user("three")]
 
 
-def log_of(folder: Path, *requests: tuple[list[dict[str, Any]], int, int]) -> Path:
+def log_of(folder: Path, *requests: tuple[list[JsonObject], int, int]) -> Path:
     """A log by the server's own code, of (messages, prompt, cached); replies have 10 tokens."""
-    log, store = s.SessionLog(s.Config(log_root=str(folder))), s.SessionTurnStore()
-    for messages, prompt, cached in requests:
-        facts = {"prompt": prompt, "cached": cached, "out": 10, "match": "line"}
-        start = store.exchange_last("session", list(map(str, messages)))
-        news = {"n_messages": len(messages), "messages": messages[start:]}
-        log.write("session", {**facts, **news})
+    log = s.SessionLog(s.Config(log_root=str(folder)))
+    store = s.SessionTurnStore()
+    for messages, n_prompt, n_cached in requests:
+        n_known = store.exchange_last("session", list(map(str, messages)))
+        record = {
+            "prompt": n_prompt,
+            "cached": n_cached,
+            "out": 10,
+            "match": "line",
+            "n_messages": len(messages),
+            "messages": messages[n_known:],
+        }
+        log.write("session", record)
     return next(folder.glob("*/cache-session-*.log"))
 
 
@@ -503,7 +557,11 @@ def read_log(path: Path) -> list[Any]:
 def test_conversations_are_rebuilt_from_what_was_new(tmp_path):
     retry = TALK[:4]
     log = log_of(
-        tmp_path, (TALK[:2], 20, 0), (TALK[:4], 40, 30), (TALK, 60, 50), (retry, 40, 39)
+        tmp_path,
+        (TALK[:2], 20, 0),
+        (TALK[:4], 40, 30),
+        (TALK, 60, 50),
+        (retry, 40, 39),
     )
     turns = read_log(log)
     assert [turn.messages for turn in turns] == [TALK[:2], TALK[:4], TALK, retry]
@@ -511,11 +569,17 @@ def test_conversations_are_rebuilt_from_what_was_new(tmp_path):
 
 
 def test_what_the_log_never_had_is_unknown_and_differs_from_nothing(tmp_path):
-    log = log_of(tmp_path, (TALK[:2], 20, 0), (TALK[:4], 40, 0), (TALK, 60, 50))
-    log.write_text(
-        "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[1:])
+    log = log_of(
+        tmp_path,
+        (TALK[:2], 20, 0),
+        (TALK[:4], 40, 0),
+        (TALK, 60, 50),
     )
+    _, rest = log.read_text(encoding="utf-8").split("\n", 1)
+    log.write_text(rest)
+
     turns = read_log(log)
+
     assert turns[0].messages == [None, None, *TALK[2:4]]
     assert diff.compare(*turns).kind == "append"
     assert diff.first_difference(TALK[:4], turns[0].messages) is None
@@ -527,12 +591,9 @@ def test_an_old_log_without_counts_can_be_read():
     assert turn.messages == TALK[:2]
 
 
-def calling(arguments: str) -> dict[str, Any]:
-    call = {
-        "id": "c",
-        "type": "function",
-        "function": {"name": "read", "arguments": arguments},
-    }
+def calling(arguments: str) -> JsonObject:
+    function = {"name": "read", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -565,14 +626,14 @@ def test_the_first_difference_is_named(left, right, expected):
 
 
 def test_long_texts_are_shown_around_the_difference():
-    left, right = ("a" * 500 + middle + "b" * 500 for middle in ("<old>", "<new>"))
-    shown = diff.around(left, right)
-    assert (
-        shown[0].startswith("…aaa")
-        and "<old>bbb" in shown[0]
-        and shown[0].endswith("b…")
-    )
-    assert "<new>bbb" in shown[1] and len(shown[1]) == 2 * diff.AROUND + 2
+    old_text = "a" * 500 + "<old>" + "b" * 500
+    new_text = "a" * 500 + "<new>" + "b" * 500
+
+    old_part, new_part = diff.around(old_text, new_text)
+
+    assert old_part.startswith("…aaa") and old_part.endswith("b…")
+    assert "<old>bbb" in old_part
+    assert "<new>bbb" in new_part and len(new_part) == 2 * diff.AROUND + 2
 
 
 @pytest.mark.parametrize(
@@ -586,24 +647,44 @@ def test_long_texts_are_shown_around_the_difference():
     ],
 )
 def test_lost_is_what_is_neither_cached_nor_new(tmp_path, left, right, expected):
-    turns = read_log(log_of(tmp_path, (TALK[:2], 50, 0), left, right))[1:]
-    found = diff.compare(*turns)
-    assert (found.kind, found.new, found.lost, found.continues) == expected
-    assert bool(found.hint) is (found.kind == "append" and not found.continues)
+    log = log_of(
+        tmp_path,
+        (TALK[:2], 50, 0),
+        left,
+        right,
+    )
+    _, left_turn, right_turn = read_log(log)
+
+    result = diff.compare(left_turn, right_turn)
+
+    assert (result.kind, result.new, result.lost, result.continues) == expected
+    assert bool(result.hint) is (result.kind == "append" and not result.continues)
 
 
 def test_diff_turns_shows_the_last_two_turns_of_the_newest_log(tmp_path):
     changed = [SYSTEM, user("[bold]uno[/]")]
-    log = log_of(tmp_path, (TALK[:2], 90, 0), (TALK[:4], 120, 100), (changed, 90, 40))
-    done = run("diff_turns", "--log-root", tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "edit at message 1 in content" in done.stdout
-    assert "'one'" in done.stdout and "'[bold]uno[/]'" in done.stdout
-    assert "lost 50" in done.stdout and str(log) in done.stdout
+    log = log_of(
+        tmp_path,
+        (TALK[:2], 90, 0),
+        (TALK[:4], 120, 100),
+        (changed, 90, 40),
+    )
+
+    result = run("diff_turns", "--log-root", tmp_path)
+
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "edit at message 1 in content" in result.stdout
+    assert "'one'" in result.stdout and "'[bold]uno[/]'" in result.stdout
+    assert "lost 50" in result.stdout and str(log) in result.stdout
 
 
 def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
-    log = log_of(tmp_path, (TALK[:2], 90, 0), (TALK[:4], 120, 100), (TALK, 150, 30))
+    log = log_of(
+        tmp_path,
+        (TALK[:2], 90, 0),
+        (TALK[:4], 120, 100),
+        (TALK, 150, 30),
+    )
     assert call_main(diff, monkeypatch, log, "--turns", 1, -2, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["left"]["number"], report["right"]["number"]) == (1, 2)
@@ -613,10 +694,13 @@ def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
 
 def test_diff_turns_says_what_it_cannot_read(tmp_path, monkeypatch, capsys):
     assert call_main(diff, monkeypatch, "--log-root", tmp_path) == 2
-    log = log_of(tmp_path, (TALK[:2], 90, 0))
+    log = log_of(
+        tmp_path,
+        (TALK[:2], 90, 0),
+    )
     assert call_main(diff, monkeypatch, log) == 2
     log.write_text("no json\n", encoding="utf-8")
     assert call_main(diff, monkeypatch, log) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert "ENABLE_REQUEST_LOGGING" in told[0]
-    assert "no turn -2" in told[1] and "turn 1 is no line" in told[2]
+    messages = capsys.readouterr().err.splitlines()
+    assert "ENABLE_REQUEST_LOGGING" in messages[0]
+    assert "no turn -2" in messages[1] and "turn 1 is no line" in messages[2]
