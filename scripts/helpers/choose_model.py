@@ -116,17 +116,19 @@ def list_offers(machine: Machine, local_models: Sequence[Model]) -> list[Model]:
     """
     known_models = APPLE_MODELS if machine.is_apple_silicon else CPU_MODELS
     known_names = {model.name for model in known_models}
-    here = [model for model in local_models if machine.can_serve(model)]
-    here.sort(key=lambda model: (model.repository not in known_names, -model.nbytes))
-    names_here = {model.repository for model in here}
+    local_offers = [model for model in local_models if machine.can_serve(model)]
+    local_offers.sort(
+        key=lambda model: (model.repository not in known_names, -model.nbytes)
+    )
+    local_names = {model.repository for model in local_offers}
 
     for model in known_models:
-        if model.name in names_here:
-            return here
+        if model.name in local_names:
+            return local_offers
         is_on_disk = model.nbytes + SPARE_DISK_BYTES <= machine.disk_bytes
         if machine.can_serve(model) and is_on_disk:
-            return [*here, model]
-    return here
+            return [*local_offers, model]
+    return local_offers
 
 
 def largest_fitting(room_bytes: int) -> str:
@@ -299,13 +301,15 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
     """Let the person at the terminal choose, and keep the answer."""
     say(f"no model is chosen. For {in_gigabytes(machine.memory_bytes)} of memory:")
     for number, model in enumerate(offers, start=1):
-        where = "here already" if model.is_local else f"into {shorten(hub_cache())}"
+        location = "here already" if model.is_local else f"into {shorten(hub_cache())}"
         print(
-            f"  {number}  {model.name}: {in_gigabytes(model.nbytes)} {where}",
+            f"  {number}  {model.name}: {in_gigabytes(model.nbytes)} {location}",
             file=sys.stderr,
         )
-    others = ", another number" if len(offers) > 1 else ""
-    question = f"Enter for 1{others}, n (demo model, this time) or demo (always): "
+    other_numbers = ", another number" if len(offers) > 1 else ""
+    question = (
+        f"Enter for 1{other_numbers}, n (demo model, this time) or demo (always): "
+    )
 
     for _ in range(MOST_QUESTIONS):
         print(question, end="", file=sys.stderr, flush=True)

@@ -30,53 +30,53 @@ PORTS: Final = {"http": 80, "https": 443}
 # What IANA's registries of special-purpose addresses (and multicast) leave of the two internets.
 PUBLIC: Final = (ip_network("0.0.0.0/0"), ip_network("2000::/3"))
 SPECIAL: Final = tuple(
-    map(
-        ip_network,
-        (
-            *(
-                "0.0.0.0/8",
-                "10.0.0.0/8",
-                "100.64.0.0/10",
-                "127.0.0.0/8",
-                "169.254.0.0/16",
-            ),
-            *(
-                "172.16.0.0/12",
-                "192.0.0.0/24",
-                "192.0.2.0/24",
-                "192.88.99.0/24",
-                "192.168.0.0/16",
-            ),
-            *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3"),
-            # of IPv6: what tunnels (6to4, Teredo) reach IPv4 by, documentation
-            *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
-        ),
+    ip_network(network)
+    for network in (
+        "0.0.0.0/8",
+        "10.0.0.0/8",
+        "100.64.0.0/10",
+        "127.0.0.0/8",
+        "169.254.0.0/16",
+        "172.16.0.0/12",
+        "192.0.0.0/24",
+        "192.0.2.0/24",
+        "192.88.99.0/24",
+        "192.168.0.0/16",
+        "198.18.0.0/15",
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "224.0.0.0/3",
+        # Of IPv6: what tunnels (6to4, Teredo) reach IPv4 by, and documentation.
+        "2001::/23",
+        "2001:db8::/32",
+        "2002::/16",
+        "3fff::/20",
     )
 )
 
 
 def fetch(url: str) -> bytes:
     """What stands at `url`. Raises OSError, ValueError or HTTPException."""
-    until = time.monotonic() + MAX_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     for _ in range(MAX_REDIRECTS + 1):
         with connected(urlsplit(url)) as (connection, target):
             connection.request("GET", target, headers={"Accept": "image/*"})
             reply = connection.getresponse()
             if reply.status == 200:
-                return b"".join(pieces(reply, until=until))
-            where = reply.getheader("Location")
-        if reply.status not in (301, 302, 303, 307, 308) or not where:
+                return b"".join(pieces(reply, deadline=deadline))
+            location = reply.getheader("Location")
+        if reply.status not in (301, 302, 303, 307, 308) or not location:
             raise ValueError(f"the server answered with status {reply.status}")
-        url = urljoin(url, where)
+        url = urljoin(url, location)
     raise ValueError(f"more than {MAX_REDIRECTS} redirects")
 
 
-def pieces(reply: HTTPResponse, *, until: float) -> Iterator[bytes]:
+def pieces(reply: HTTPResponse, *, deadline: float) -> Iterator[bytes]:
     """The body as it comes. Raises ValueError when it is too large or too slow."""
     n_bytes = 0
     while chunk := reply.read1(65_536):
         n_bytes += len(chunk)
-        if n_bytes > MAX_BYTES or time.monotonic() > until:
+        if n_bytes > MAX_BYTES or time.monotonic() > deadline:
             raise ValueError(f"it takes over {MAX_BYTES:,} bytes or {MAX_SECONDS:g} s")
         yield chunk
 
@@ -85,9 +85,9 @@ def public_address(host: str, port: int) -> str:
     """The address to connect to. Raises ValueError if it is this machine's or its network's."""
     address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     ip = ip_address(address.partition("%")[0])
-    if not any(ip in network for network in PUBLIC) or any(
-        ip in network for network in SPECIAL
-    ):
+    is_public = any(ip in network for network in PUBLIC)
+    is_special = any(ip in network for network in SPECIAL)
+    if is_special or not is_public:
         raise ValueError(f"{host} is not a public address")
     return str(ip)
 
@@ -98,11 +98,11 @@ def connected(url: SplitResult) -> Iterator[tuple[HTTPConnection, str]]:
     host = url.hostname or ""
     if url.scheme not in PORTS or not host:
         raise ValueError("neither http nor https")
+
     port = url.port or PORTS[url.scheme]
     connection = HTTPConnection(host, port)
-    sock = socket.create_connection(
-        (public_address(host, port), port), timeout=MAX_SECONDS / 2
-    )
+    address = public_address(host, port)
+    sock = socket.create_connection((address, port), timeout=MAX_SECONDS / 2)
     try:
         if url.scheme == "https":
             sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)

@@ -114,7 +114,8 @@ def complete(folder: Path) -> Path:
 
 def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
     """Fetch what is not here yet, the hub showing how far it is. Raises FetchError."""
-    hub, errors = huggingface_hub.constants.ENDPOINT, huggingface_hub.errors
+    hub = huggingface_hub.constants.ENDPOINT
+    errors = huggingface_hub.errors
     advice = f"start again to resume, or set MODEL_PATH to a folder or to {DEMO}"
     with in_a_sentence(
         f"{repo} is not complete in the local cache and {hub} fails ({advice})"
@@ -126,29 +127,28 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
                 repo, "config.json", token=token
             )
             check_architecture(Path(config_file))
-            check_room(
-                repo,
-                snapshot(repo, token=token, dry_run=True),
-                memory_bytes=memory_bytes,
-            )
+            files = snapshot(repo, token=token, dry_run=True)
+            check_room(repo, files, memory_bytes=memory_bytes)
             return complete(Path(snapshot(repo, token=token)))
         except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-            neither = f"neither a folder on this machine nor a repository on {hub}"
-            why = f"MODEL_PATH={repo} is {neither} (a private one needs HF_TOKEN)."
+            reason = (
+                f"MODEL_PATH={repo} is neither a folder on this machine nor a "
+                f"repository on {hub} (a private one needs HF_TOKEN)."
+            )
             if isinstance(error, errors.GatedRepoError):
-                why = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
-            raise FetchError(why) from error
+                reason = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
+            raise FetchError(reason) from error
         except errors.RemoteEntryNotFoundError as error:
-            why = (
+            reason = (
                 f"{repo} has no config.json: no model that mlx-lm reads (GGUF is not)."
             )
-            raise FetchError(why) from error
+            raise FetchError(reason) from error
         except errors.HfHubHTTPError as error:
             if error.response.status_code != 401:
                 raise
-            own = "HF_TOKEN, or that of `hf auth login`"
             raise FetchError(
-                f"{hub} refuses the token ({own}), for public models, too."
+                f"{hub} refuses the token (HF_TOKEN, or that of `hf auth login`), "
+                "for public models, too."
             ) from error
 
 
@@ -156,42 +156,44 @@ def check_architecture(config_file: Path) -> None:
     """Raise FetchError unless mlx-lm, mlx-vlm or the model's own file can build what this names."""
     with in_a_sentence(f"{config_file} cannot be read"):
         facts = {**json.loads(config_file.read_bytes())}
-    kind, version = facts.get("model_type"), mlx_lm.__version__
     if isinstance(facts.get("vision_config"), dict) and is_known_to_mlx_vlm(facts):
         return
+    if facts.get("model_file"):
+        return
+
+    kind = facts.get("model_type")
+    version = mlx_lm.__version__
     with in_a_sentence(f"Models of type {kind!r} are not known to mlx-lm {version}"):
-        _ = facts.get("model_file") or _get_classes(
-            facts
-        )  # private, but what mlx_lm.load() asks
+        _get_classes(facts)  # private, but what mlx_lm.load() asks
 
 
 def is_known_to_mlx_vlm(facts: dict[str, Any]) -> bool:
     """Whether mlx-vlm has a class for what a config.json describes."""
-    from mlx_vlm.utils import (
-        get_model_type,
-    )  # takes a second, and most models can do without
+    # Here, because it takes a second, and most models can do without.
+    from mlx_vlm.utils import get_model_type
 
-    return (
-        importlib.util.find_spec(f"mlx_vlm.models.{get_model_type(facts)}") is not None
-    )
+    module = f"mlx_vlm.models.{get_model_type(facts)}"
+    return importlib.util.find_spec(module) is not None
 
 
 def check_room(repo: str, files: Sequence[Any], *, memory_bytes: int) -> None:
     """Raise FetchError unless memory has room for the weights and the disk for what is to come."""
-    weights = sum(
-        f.file_size or 0 for f in files if f.filename.endswith(".safetensors")
-    )
-    to_fetch = sum(f.file_size or 0 for f in files if f.will_download)
-    needed, cache = weights + WORKING_BYTES, huggingface_hub.constants.HF_HUB_CACHE
-    free = shutil.disk_usage(cache).free
-    if needed > memory_bytes or to_fetch > free:
-        smaller = largest_fitting(min(memory_bytes - WORKING_BYTES, free))
+    weight_files = [file for file in files if file.filename.endswith(".safetensors")]
+    new_files = [file for file in files if file.will_download]
+    needed_bytes = WORKING_BYTES + sum(file.file_size or 0 for file in weight_files)
+    fetched_bytes = sum(file.file_size or 0 for file in new_files)
+    cache = huggingface_hub.constants.HF_HUB_CACHE
+    free_bytes = shutil.disk_usage(cache).free
+
+    if needed_bytes > memory_bytes or fetched_bytes > free_bytes:
+        smaller = largest_fitting(min(memory_bytes - WORKING_BYTES, free_bytes))
         raise FetchError(
-            f"{repo} needs {in_bytes(needed)} of memory (the server may use "
-            f"{in_bytes(memory_bytes)}) and {in_bytes(to_fetch)} more on disk ({cache} has "
-            f"{in_bytes(free)} free); MODEL_PATH={smaller} would fit."
+            f"{repo} needs {in_bytes(needed_bytes)} of memory (the server may use "
+            f"{in_bytes(memory_bytes)}) and {in_bytes(fetched_bytes)} more on disk "
+            f"({cache} has {in_bytes(free_bytes)} free); "
+            f"MODEL_PATH={smaller} would fit."
         )
-    tell(f"{repo}: fetching {in_bytes(to_fetch)} into {cache}")
+    tell(f"{repo}: fetching {in_bytes(fetched_bytes)} into {cache}")
 
 
 # Program ----------------------------------------------------------------------

@@ -110,7 +110,8 @@ def set_up_claude(target: Target) -> Setup:
 
     In its lean mode Claude Code reads no other credential than ANTHROPIC_API_KEY.
     """
-    key_name, other_key = "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY"
+    key_name = "ANTHROPIC_AUTH_TOKEN"
+    other_key = "ANTHROPIC_API_KEY"
     if target.is_small:
         key_name, other_key = other_key, key_name
     environment = {
@@ -465,14 +466,16 @@ def find_target(
     check_health(server)
     models = list_models(server)
     try:
-        model, context = str(models[0]["id"]), int(models[0]["context_length"])
+        model = str(models[0]["id"])
+        context = int(models[0]["context_length"])
     except (LookupError, TypeError, ValueError):
         raise LaunchError(f"{server.url} is no start-llm: it names no model.") from None
 
     place = server
     if client.needs_proxy:
         check_proxy(client, proxy)
-        place, model = proxy, settings.get("PROXY_MODEL_ID", model)
+        place = proxy
+        model = settings.get("PROXY_MODEL_ID", model)
     return Target(place.url, place.key or NO_KEY, model, context, options.is_small)
 
 
@@ -546,10 +549,12 @@ def make_environment(
     setup: Setup, environ: Mapping[str, str], host: str
 ) -> dict[str, str]:
     """The client's environment. The server is reached directly, whatever proxy is set."""
-    kept = {name: text for name, text in environ.items() if name not in setup.unset}
+    environment = {
+        name: text for name, text in environ.items() if name not in setup.unset
+    }
     for name in ("NO_PROXY", "no_proxy"):
-        kept[name] = ",".join(filter(None, (environ.get(name), host)))
-    return {**kept, **setup.environment}
+        environment[name] = ",".join(filter(None, (environ.get(name), host)))
+    return {**environment, **setup.environment}
 
 
 def fill_in(setup: Setup, folder: str) -> Setup:
@@ -754,10 +759,13 @@ class Options:
 
 def read_arguments(arguments: Sequence[str]) -> Options:
     """Everything after the first -- is for the client. Exits with 2 and a usage line."""
-    own, rest = list(arguments), []
-    if "--" in own:
-        at = own.index("--")
-        own, rest = own[:at], own[at + 1 :]
+    launch_arguments = list(arguments)
+    client_arguments: list[str] = []
+    if "--" in launch_arguments:
+        index = launch_arguments.index("--")
+        client_arguments = launch_arguments[index + 1 :]
+        launch_arguments = launch_arguments[:index]
+
     parser = argparse.ArgumentParser(
         prog="install_and_run.py launch",
         description="Start a coding agent on the running server, for this run alone.",
@@ -774,19 +782,20 @@ def read_arguments(arguments: Sequence[str]) -> Options:
     parser.add_argument("--show-key", action="store_true", help="--print shows the key")
     parser.add_argument("--url", default="", help="the server; else MLX_HOST, MLX_PORT")
     parser.add_argument("--key", default="", help="its key; else the first of API_KEY")
-    known, unknown = parser.parse_known_args(own)
+    options, unknown = parser.parse_known_args(launch_arguments)
+
     if unknown:
         parser.error(f"what is for the client goes after --: -- {shlex.join(unknown)}")
-    if known.small and not CLIENTS[known.client].has_small_prompt:
-        parser.error(f"--small is for claude: {known.client} has no shorter prompt")
+    if options.small and not CLIENTS[options.client].has_small_prompt:
+        parser.error(f"--small is for claude: {options.client} has no shorter prompt")
     return Options(
-        client=known.client,
-        is_printed=known.print,
-        is_small=known.small,
-        shows_key=known.show_key or bool(known.key),
-        url=known.url,
-        key=known.key,
-        arguments=tuple(rest),
+        client=options.client,
+        is_printed=options.print,
+        is_small=options.small,
+        shows_key=options.show_key or bool(options.key),
+        url=options.url,
+        key=options.key,
+        arguments=tuple(client_arguments),
     )
 
 
@@ -809,8 +818,10 @@ def launch(options: Options) -> int:
         f"{client.title} with {target.model} at {target.url}, "
         f"{target.context:,} tokens of context"
     )
-    given = [*setup.environment, *setup.files]
-    say(f"for this run alone it is given {', '.join(given)} (--print shows them)")
+    setting_names = [*setup.environment, *setup.files]
+    say(
+        f"for this run alone it is given {', '.join(setting_names)} (--print shows them)"
+    )
     if target.model == DEMO_MODEL and client.has_small_prompt and not target.is_small:
         say(f"the demo model is lost in {client.title}'s long prompt; try --small")
     host = urlsplit(target.url).hostname or ""

@@ -68,48 +68,62 @@ class Order:
 
     @classmethod
     def from_json(cls, text: str) -> Order:
-        """Whatever else the server says is left aside."""
-        told = json.loads(text)
-        return cls(**{field.name: told[field.name] for field in fields(cls)})
+        """Whatever else the server sends is left aside."""
+        values = json.loads(text)
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def settings_for(order: Order) -> dict[str, Any]:
-    """LiteLLM's configuration: every name is the one model, each route reaches us as it came."""
+def model_list_for(order: Order) -> list[dict[str, Any]]:
+    """Each name that a client may send, and how LiteLLM reaches our model for it."""
     base = url_of(order.mlx_host, order.mlx_port)
-    # why(L-49): without the endpoints /v1/messages becomes /v1/responses; without supports_... the
-    # thinking of a model it does not know is dropped. Only anthropic/ asks us to count tokens.
-    about: dict[str, Any] = {
-        "supported_endpoints": ["/v1/chat/completions", "/v1/messages"]
-    }
-    about |= {"supports_adaptive_thinking": True, "supports_legacy_thinking": True}
-    about |= {"cache_control_ttl": True, "max_input_tokens": order.context_length}
-    both: dict[str, Any] = {
+    params = {
         "api_key": order.api_key or "none",
         "allowed_openai_params": ["user"],
+        # why(L-102): for /v1/responses, which we lack
+        "use_chat_completions_api": True,
     }
-    both |= {
-        "use_chat_completions_api": True
-    }  # why(L-102): for /v1/responses, which we lack
-    own = {"model": f"openai/{order.model_id}", "api_base": f"{base}/v1", **both}
-    claude = {"model": f"anthropic/{order.model_id}", "api_base": base, **both}
-    routes = {order.proxy_model_id or order.model_id: own, "claude-*": claude}
-    routes |= {} if order.strict_model_names else {"*": own}
-    rows = [{"model_name": name, "litellm_params": to} for name, to in routes.items()]
-    # The lack of a key, or one that LiteLLM thinks weak, is meant.
-    lock: dict[str, Any] = {"dangerously_permit_weak_or_unset_master_key": True}
+    openai = {"model": f"openai/{order.model_id}", "api_base": f"{base}/v1", **params}
+    # Only anthropic/ asks us to count tokens.
+    claude = {"model": f"anthropic/{order.model_id}", "api_base": base, **params}
+    routes = {order.proxy_model_id or order.model_id: openai, "claude-*": claude}
+    if not order.strict_model_names:
+        routes["*"] = openai
+
+    # why(L-49): without the endpoints /v1/messages becomes /v1/responses; without supports_... the
+    # thinking of a model it does not know is dropped.
+    model_info = {
+        "supported_endpoints": ["/v1/chat/completions", "/v1/messages"],
+        "supports_adaptive_thinking": True,
+        "supports_legacy_thinking": True,
+        "cache_control_ttl": True,
+        "max_input_tokens": order.context_length,
+    }
+    return [
+        {"model_name": name, "litellm_params": route, "model_info": model_info}
+        for name, route in routes.items()
+    ]
+
+
+def settings_for(order: Order) -> dict[str, Any]:
+    """LiteLLM's configuration: every name is the one model, each route reaches us as it came."""
+    general_settings: dict[str, Any] = {
+        "forward_client_headers_to_llm_api": True,
+        # The lack of a key, or one that LiteLLM thinks weak, is meant.
+        "dangerously_permit_weak_or_unset_master_key": True,
+    }
     key = order.proxy_api_key or order.api_key
     if key:
-        lock["master_key"] = key
-    ping = {"sse_keepalive_ping_interval_seconds": order.keepalive_seconds}
+        general_settings["master_key"] = key
+
     return {
-        "model_list": [row | {"model_info": about} for row in rows],
-        "general_settings": {"forward_client_headers_to_llm_api": True, **lock},
+        "model_list": model_list_for(order),
+        "general_settings": general_settings,
         "litellm_settings": {
-            **ping,
+            "sse_keepalive_ping_interval_seconds": order.keepalive_seconds,
             "request_timeout": DAY,
             "drop_params": True,
             "callbacks": ["litellm_gate.gate"],
@@ -147,12 +161,13 @@ def is_open(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def holder_of(port: int) -> str:
+    """The name and pid of the program that listens on this port."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # of another user
-            if any(
-                c.laddr and c.laddr.port == port for c in process.net_connections("tcp")
-            ):
-                return f"{' '.join(process.name().split())} (pid {process.pid})"
+            addresses = [c.laddr for c in process.net_connections("tcp")]
+            if any(address and address.port == port for address in addresses):
+                name = " ".join(process.name().split())
+                return f"{name} (pid {process.pid})"
     return "a program of another user"
 
 
@@ -176,164 +191,176 @@ class Keeper:
     host: str = "127.0.0.1"
     told_every: float = 0.0  # seconds between two lines about its start; 0 = none
     delay: float = 1.0  # seconds before its second start, then ever more
-    patience: float = (
-        10.0  # seconds, for the keeper of a server that was killed just now
-    )
+    patience: float = 10.0  # seconds, for the keeper of a server killed just now
     steady: float = 600.0  # seconds of one life that make up for those before
     origins: str = ""  # of web pages that may read what it says; empty: its own
 
-    def keep_running(self, over: threading.Event) -> None:
-        """Start it again, ever later, till it is over. Returns when nothing of it is left."""
-        delay, is_free = self.delay, self._make_way(over)
-        while is_free and not over.is_set():
+    def keep_running(self, stop: threading.Event) -> None:
+        """Start it again, ever later, until `stop`. Returns when nothing of it is left."""
+        delay = self.delay
+        if not self._make_way(stop):
+            return
+
+        while not stop.is_set():
             if is_open(self.port, self.host):
                 text = "no proxy: port %d is taken by %s; stop it or set PROXY_PORT and start again"
                 log.error(text, self.port, holder_of(self.port))
                 return
-            began = time.monotonic()
+
+            started = time.monotonic()
             try:
-                status: object = self._run(over)
+                status: object = self._run(stop)
             except OSError as error:
                 status = error
-            if time.monotonic() - began >= self.steady:
+            if time.monotonic() - started >= self.steady:
                 delay = self.delay
-            if not over.is_set():
+
+            if not stop.is_set():
                 log.error(
                     "LiteLLM ended (%s): %s.log; again in %.0f s",
                     status,
                     self.files,
                     delay,
                 )
-                over.wait(delay)
+                stop.wait(delay)
                 delay = min(2 * delay, 60.0)
 
-    def _make_way(self, over: threading.Event) -> bool:
+    def _make_way(self, stop: threading.Event) -> bool:
         """End a LiteLLM whose keeper was killed. False: there is one whose keeper lives."""
-        ends = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.patience
         with suppress(OSError, ValueError, psutil.Error):
             pid, parent = map(int, Path(f"{self.files}.pid").read_text().split())
-            found = psutil.Process(pid)
-            while (
-                f"{self.files}.json" in found.cmdline()
-            ):  # the number may be another's by now
-                if found.ppid() != parent:
+            process = psutil.Process(pid)
+            # The number may be that of another program by now.
+            while f"{self.files}.json" in process.cmdline():
+                if process.ppid() != parent:
                     log.warning(
                         "ending LiteLLM (pid %d), left over from a server that is gone",
                         pid,
                     )
                     end_group(pid)
                     break
-                if time.monotonic() > ends:
+                if time.monotonic() > deadline:
                     log.error(
                         "no proxy: LiteLLM (pid %d) of another start-llm is there", pid
                     )
                     return False
-                if over.wait(0.1):
+                if stop.wait(0.1):
                     return False
         return True
 
-    def _run(self, over: threading.Event) -> int | None:
+    def _run(self, stop: threading.Event) -> int | None:
         """One life of the command: its exit status. Raises OSError."""
+        settings_file = Path(f"{self.files}.json")
+        log_file = Path(f"{self.files}.log")
+        pid_file = Path(f"{self.files}.pid")
         self.files.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        settings, log_file, pid_file = (
-            Path(f"{self.files}.{s}") for s in ("json", "log", "pid")
-        )
-        for path in (settings, pid_file):
+        for path in (settings_file, pid_file):
             path.unlink(missing_ok=True)  # it may have been readable for all
-        for path in (settings, log_file, pid_file):
+        for path in (settings_file, log_file, pid_file):
             path.touch(mode=0o600)
-        settings.write_text(self.settings)
-        # Unset or empty, every web page could read it.
-        pages = {"LITELLM_CORS_ORIGINS": self.origins or url_of(self.host, self.port)}
-        # A group of its own, to be ended as a whole.
-        gate = {"START_LLM_GATE": str(settings)}
-        environment = ENVIRONMENT | pages | gate
-        alone: dict[str, Any] = {"env": environment, "start_new_session": True}
-        with log_file.open("ab") as out:
+        settings_file.write_text(self.settings)
+
+        environment = {
+            **ENVIRONMENT,
+            # Unset or empty, every web page could read it.
+            "LITELLM_CORS_ORIGINS": self.origins or url_of(self.host, self.port),
+            "START_LLM_GATE": str(settings_file),
+        }
+        with log_file.open("ab") as output:
             process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, **alone
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,  # a group, to be ended as a whole
             )
-        own = f"{process.pid} {os.getpid()}"
+
+        pids = f"{process.pid} {os.getpid()}"
         try:
-            pid_file.write_text(own)
-            self._watch(process, log_file, over)
+            pid_file.write_text(pids)
+            self._watch(process, log_file, stop)
             return process.poll()
         finally:
             end_group(process.pid)
             with suppress(OSError):
-                if (
-                    pid_file.read_text() == own
-                ):  # not that of a keeper who follows already
+                # A keeper that follows may have written its own by now.
+                if pid_file.read_text() == pids:
                     pid_file.unlink()
 
     def _watch(
-        self, process: subprocess.Popen[bytes], log_file: Path, over: threading.Event
+        self, process: subprocess.Popen[bytes], log_file: Path, stop: threading.Event
     ) -> None:
-        """Tell how it starts, keep its log small, till it has ended or should."""
-        began, due, is_up = time.monotonic(), self.told_every or math.inf, False
-        while process.poll() is None and not over.wait(0.2):
-            seconds = time.monotonic() - began
-            if not is_up and (
-                (is_up := is_open(self.port, self.host)) or seconds >= due
-            ):
-                due += self.told_every
-                word = (
-                    f"is up at {url_of(self.host, self.port)}"
-                    if is_up
-                    else "is starting"
-                )
-                log.info("LiteLLM %s (%.0f s)", word, seconds)
+        """Log how it starts, keep its log small, until it has ended or should."""
+        started = time.monotonic()
+        due = self.told_every or math.inf
+        is_up = False
+        while process.poll() is None and not stop.wait(0.2):
+            seconds = time.monotonic() - started
+            if not is_up:
+                is_up = is_open(self.port, self.host)
+                if is_up:
+                    url = url_of(self.host, self.port)
+                    log.info("LiteLLM is up at %s (%.0f s)", url, seconds)
+                elif seconds >= due:
+                    due += self.told_every
+                    log.info("LiteLLM is starting (%.0f s)", seconds)
             keep_small(log_file)
 
 
 def keep_small(log_file: Path) -> None:
-    """Copy and empty what has grown: who has it open appends on."""
-    last = log_file.with_suffix(".log.1")
-    with suppress(
-        OSError
-    ):  # somebody removed it, or the disk is full: emptied all the more
+    """Copy and empty a log that has grown: a program that has it open appends on."""
+    old_log = log_file.with_suffix(".log.1")
+    # Somebody removed it, or the disk is full: then it is emptied all the more.
+    with suppress(OSError):
         if log_file.stat().st_size > LOG_BYTES:
             try:
-                last.touch(mode=0o600)
-                shutil.copyfile(log_file, last)
+                old_log.touch(mode=0o600)
+                shutil.copyfile(log_file, old_log)
             finally:
                 os.truncate(log_file, 0)
 
 
-def wait_for_the_end(over: threading.Event) -> None:
-    while os.read(
-        sys.stdin.fileno(), 4096
-    ):  # its buffer would hold a lock at our own end
+def wait_for_the_end(stop: threading.Event) -> None:
+    """Read stdin to its end, then set `stop`."""
+    # Not sys.stdin itself: its buffer would hold a lock at our own end.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
-    over.set()
+    stop.set()
 
 
 def start_logging(level: str) -> None:
     """A level and a sentence in each line: the server logs them as its own."""
-    logging.raiseExceptions = (
-        False  # who read them may be gone with a server that was killed
-    )
+    # The reader may be gone with a server that was killed.
+    logging.raiseExceptions = False
     logging.basicConfig(level=level, format="%(levelname)s %(message)s")
 
 
 def main() -> None:
-    line, over = sys.stdin.readline(), threading.Event()
-    signal.signal(signal.SIGTERM, lambda _number, _frame: over.set())
-    threading.Thread(target=wait_for_the_end, args=(over,), daemon=True).start()
-    if line:
-        order = Order.from_json(line)
-        start_logging(order.log_level)
-        root = Path(__file__).resolve().parents[2] / Path(order.log_root).expanduser()
-        files = root.resolve() / f"litellm-{order.proxy_port}"
-        command = [sys.executable, order.program, "--config", f"{files}.json"]
-        command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]
-        settings = json.dumps(settings_for(order))
-        told_every = order.proxy_startup_wait_seconds
-        address = (order.proxy_port, order.proxy_host)
-        origins = order.cors_origins.strip(" ,").lower()
-        Keeper(
-            command, files, settings, *address, told_every, origins=origins
-        ).keep_running(over)
+    line = sys.stdin.readline()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    threading.Thread(target=wait_for_the_end, args=(stop,), daemon=True).start()
+    if not line:
+        return
+
+    order = Order.from_json(line)
+    start_logging(order.log_level)
+    root = Path(__file__).resolve().parents[2] / Path(order.log_root).expanduser()
+    files = root.resolve() / f"litellm-{order.proxy_port}"
+    command = [sys.executable, order.program, "--config", f"{files}.json"]
+    command += ["--host", order.proxy_host, "--port", str(order.proxy_port)]
+    keeper = Keeper(
+        command=command,
+        files=files,
+        settings=json.dumps(settings_for(order)),
+        port=order.proxy_port,
+        host=order.proxy_host,
+        told_every=order.proxy_startup_wait_seconds,
+        origins=order.cors_origins.strip(" ,").lower(),
+    )
+    keeper.keep_running(stop)
 
 
 if __name__ == "__main__":

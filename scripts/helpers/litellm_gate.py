@@ -140,7 +140,8 @@ class Gate:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let LiteLLM answer. Raises Refusal if it, or its model, has no such route."""
-        path, method = scope["path"], scope["method"]
+        path = scope["path"]
+        method = scope["method"]
         if path.startswith(UNSERVED_PATHS):
             raise self._refuse_path(path)
         if path.startswith("/v1/responses/") and method != "POST":
@@ -196,9 +197,11 @@ def check_key(scope: Scope, key: str) -> Scope:
     sent_keys = find_keys(scope)
     if any(hmac.compare_digest(sent_key, key.encode()) for sent_key in sent_keys):
         names = [name.encode() for name in KEY_HEADERS]
-        others = [header for header in scope["headers"] if header[0] not in names]
+        other_headers = [
+            header for header in scope["headers"] if header[0] not in names
+        ]
         bearer = (b"authorization", b"Bearer " + key.encode())
-        return {**scope, "headers": [*others, bearer]}
+        return {**scope, "headers": [*other_headers, bearer]}
 
     fault = "a key is needed"
     if any(sent_keys):
@@ -308,8 +311,8 @@ def replaying(payload: bytes, receive: Receive) -> Receive:
 
 def with_length(scope: Scope, n_bytes: int) -> Scope:
     framing = (b"content-length", b"transfer-encoding")
-    others = [header for header in scope["headers"] if header[0] not in framing]
-    return {**scope, "headers": [*others, (b"content-length", b"%d" % n_bytes)]}
+    other_headers = [header for header in scope["headers"] if header[0] not in framing]
+    return {**scope, "headers": [*other_headers, (b"content-length", b"%d" % n_bytes)]}
 
 
 # -- responses -------------------------------------------------------------------------
