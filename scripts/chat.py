@@ -143,9 +143,9 @@ class Server:
         """The chunks of one chat completion. Raises ChatError."""
         with self.asked("/v1/chat/completions", body) as response:
             for line in response:
-                said = line.decode("utf-8").strip().removeprefix("data:").strip()
-                if said.startswith("{"):
-                    yield json.loads(said)
+                text = line.decode("utf-8").strip().removeprefix("data:").strip()
+                if text.startswith("{"):
+                    yield json.loads(text)
 
     def model(self) -> str:
         """Which model answers. Raises ChatError."""
@@ -202,31 +202,30 @@ class Answer:
 
     def take(self, delta: Body) -> Text:
         """Add a delta; returns what of it is to be shown."""
-        thought, content = (
-            delta.get("reasoning_content") or "",
-            delta.get("content") or "",
-        )
+        thought = delta.get("reasoning_content") or ""
+        content = delta.get("content") or ""
         self.thought += thought
         self.content += content
+
         for part in delta.get("tool_calls") or ():
-            empty = {
-                "id": "",
-                "type": "function",
-                "function": {"name": "", "arguments": ""},
-            }
-            call = self.calls.setdefault(part["index"], empty)
+            function = {"name": "", "arguments": ""}
+            new_call = {"id": "", "type": "function", "function": function}
+            call = self.calls.setdefault(part["index"], new_call)
             call["id"] = part.get("id") or call["id"]
             for name, text in part.get("function", {}).items():
                 call["function"][name] += text or ""
+
         gap = "\n" if content and self.thought and content == self.content else ""
         return Text.assemble((thought, "dim italic"), gap, content)
 
     def message(self) -> Body:
         """As it goes back to the server."""
-        said: Body = {"role": "assistant", "content": self.content}
+        message: Body = {"role": "assistant", "content": self.content}
         if self.thought:
-            said["reasoning_content"] = self.thought
-        return said | ({"tool_calls": list(self.calls.values())} if self.calls else {})
+            message["reasoning_content"] = self.thought
+        if self.calls:
+            message["tool_calls"] = list(self.calls.values())
+        return message
 
     def cost(self, model: str) -> str:
         """The line below a turn. A reply of the demo model is marked as such."""
@@ -254,7 +253,7 @@ class Chat:
 
     def ask(self, text: str) -> None:
         """One turn, with the calls it takes. What fails leaves the conversation as it was."""
-        before = len(self.messages)
+        n_messages = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
             for _ in range(MOST_CALLS):
@@ -266,23 +265,26 @@ class Chat:
                     return
             self.console.print(f"(stopped after {MOST_CALLS} calls)", style="yellow")
         except (ChatError, KeyboardInterrupt) as error:
-            del self.messages[before:]
+            del self.messages[n_messages:]
             self.console.print(
                 f"\n{str(error) or 'stopped'}", style="red", markup=False
             )
 
     def hear(self) -> Answer:
         """One reply, shown as it comes."""
-        answer, began, is_whole = Answer(), time.monotonic(), False
         body: Body = {
             "model": self.model,
             "messages": self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for chunk in self.server.stream(
-            body | ({"tools": self.tools} if self.tools else {})
-        ):
+        if self.tools:
+            body["tools"] = self.tools
+
+        answer = Answer()
+        began = time.monotonic()
+        is_whole = False
+        for chunk in self.server.stream(body):
             if "error" in chunk:
                 raise ChatError(
                     f"The server says: {chunk['error'].get('message', 'error')}"
@@ -296,6 +298,7 @@ class Chat:
                 self.console.print(shown, end="", soft_wrap=True)
         if not is_whole:
             raise ChatError(f"The server at {self.server.url} went away in mid-answer.")
+
         self.console.print()
         self.console.print(
             answer.cost(self.model), style="dim cyan", markup=False, highlight=False
@@ -304,7 +307,8 @@ class Chat:
 
     def answer_call(self, call: Body) -> None:
         """Do what the model asked for, and show that it was done."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         self.console.print(
             f"→ {name} {arguments}", style="green", markup=False, highlight=False
         )

@@ -25,6 +25,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,13 +60,15 @@ class Turn:
 
     def body(self) -> Body:
         """All but the messages."""
-        counts = {"prompt": self.prompt, "cached": self.cached, "out": self.out}
-        head = {
+        return {
             "number": self.number,
             "time": self.time,
             "n_messages": len(self.messages),
+            "prompt": self.prompt,
+            "cached": self.cached,
+            "out": self.out,
+            "match": self.match,
         }
-        return {**head, **counts, "match": self.match}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What two requests have to do with each other."""
+    """How one request continues another."""
 
     left: Turn
     right: Turn
@@ -107,11 +110,17 @@ class Comparison:
 
     def body(self) -> Body:
         """All of it for --json."""
-        where = None if self.difference is None else asdict(self.difference)
-        turns = {"left": self.left.body(), "right": self.right.body()}
-        counts = {"new": self.new, "lost": self.lost}
-        verdict = {"continues": self.continues, "hint": self.hint}
-        return {**turns, "kind": self.kind, "difference": where, **counts, **verdict}
+        difference = None if self.difference is None else asdict(self.difference)
+        return {
+            "left": self.left.body(),
+            "right": self.right.body(),
+            "kind": self.kind,
+            "difference": difference,
+            "new": self.new,
+            "lost": self.lost,
+            "continues": self.continues,
+            "hint": self.hint,
+        }
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -134,11 +143,10 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
         try:
             record = json.loads(line)
             if "messages" not in record:
-                wanted = "set ENABLE_REQUEST_LOGGING=true to have what clients sent in the log"
-                raise LogError(f"turn {number} has no messages: {wanted}")
-            turns.append(
-                read_turn(record, number=number, past=[t.messages for t in turns])
-            )
+                hint = "set ENABLE_REQUEST_LOGGING=true to have what clients sent in the log"
+                raise LogError(f"turn {number} has no messages: {hint}")
+            earlier = turns[-1].messages if turns else []
+            turns.append(read_turn(record, number=number, earlier=earlier))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise LogError(
                 f"turn {number} is no line of a session log: {error!r}"
@@ -146,10 +154,12 @@ def read_turns(lines: Sequence[str]) -> list[Turn]:
     return turns
 
 
-def read_turn(record: Body, *, number: int, past: Sequence[Conversation]) -> Turn:
-    """`past`: the conversations of the lines before, oldest first."""
-    own: list[Body] = record["messages"]
-    n_before = record.get("n_messages", len(own)) - len(own)
+def read_turn(record: Body, *, number: int, earlier: Conversation) -> Turn:
+    """`earlier`: the conversation of the line before, which has the messages not repeated."""
+    logged: list[Body] = record["messages"]
+    n_taken = record.get("n_messages", len(logged)) - len(logged)
+    earlier_messages = earlier[:n_taken]
+    unknown_messages = [None] * (n_taken - len(earlier_messages))
     return Turn(
         number=number,
         time=str(record.get("time", "")),
@@ -157,22 +167,16 @@ def read_turn(record: Body, *, number: int, past: Sequence[Conversation]) -> Tur
         cached=record["cached"],
         out=record["out"],
         match=str(record.get("match") or "-"),
-        messages=[*rebuilt(n_before, past), *own],
-        n_own=len(own),
+        messages=[*earlier_messages, *unknown_messages, *logged],
+        n_own=len(logged),
     )
-
-
-def rebuilt(n_messages: int, past: Sequence[Conversation]) -> Conversation:
-    """The first messages of a conversation: those that the request before it had as well."""
-    known = past[-1][:n_messages] if past else []
-    return [*known, *[None] * (n_messages - len(known))]
 
 
 # Comparing ---------------------------------------------------------------------------------------
 
 
 def compare(left: Turn, right: Turn) -> Comparison:
-    """What the right request has to do with the left one, which came before it."""
+    """How the right request continues the left one, which came before it."""
     difference = first_difference(left.messages, right.messages)
     kind = "edit"
     if difference is None:
@@ -181,9 +185,9 @@ def compare(left: Turn, right: Turn) -> Comparison:
         kind = "append"
     elif difference.message >= len(right.messages):
         kind = "cut"
-    new = max(
-        0, right.prompt - left.prompt - left.out
-    )  # it left its prompt and its reply behind
+
+    # The left request leaves its prompt and its reply in the cache.
+    new = max(0, right.prompt - left.prompt - left.out)
     lost = max(0, right.prompt - right.cached - new)
     return Comparison(
         left=left, right=right, kind=kind, difference=difference, new=new, lost=lost
@@ -192,36 +196,50 @@ def compare(left: Turn, right: Turn) -> Comparison:
 
 def first_difference(left: Conversation, right: Conversation) -> Difference | None:
     """None where they are the same; messages that the log does not have differ from none."""
-    for place, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one is not None and other is not None and one != other:
-            path, *leaves = first_leaf(one, other)
-            texts = around(*map(as_text, leaves))
-            return Difference(message=place, field=path, left=texts[0], right=texts[1])
+    pairs = zip(left, right, strict=False)
+    for index, (left_message, right_message) in enumerate(pairs):
+        if left_message is None or right_message is None:
+            continue
+        if left_message != right_message:
+            path, left_value, right_value = first_leaf(left_message, right_message)
+            left_text, right_text = around(as_text(left_value), as_text(right_value))
+            return Difference(
+                message=index, field=path, left=left_text, right=right_text
+            )
+
     if len(left) == len(right):
         return None
-    place = min(len(left), len(right))
-    ends = (
-        as_text(c[place])[: 2 * AROUND] if place < len(c) else "" for c in (left, right)
+    end = min(len(left), len(right))
+    return Difference(
+        message=end,
+        field="",
+        left=start_of_message(left, end),
+        right=start_of_message(right, end),
     )
-    return Difference(message=place, field="", left=next(ends), right=next(ends))
 
 
-def first_leaf(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
+def start_of_message(conversation: Conversation, index: int) -> str:
+    """The beginning of a message as text; empty where the conversation has ended."""
+    if index >= len(conversation):
+        return ""
+    return as_text(conversation[index])[: 2 * AROUND]
+
+
+def first_leaf(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
     """(path, value, value) of the first difference between two JSON values; None for what lacks."""
     pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys = dict.fromkeys([*one, *other])
-        pairs = [
-            (f"{path}.{key}".lstrip("."), one.get(key), other.get(key)) for key in keys
-        ]
-    elif isinstance(one, list) and isinstance(other, list):
-        padded = [[*items, *[None] * (len(one) + len(other))] for items in (one, other)]
-        both = zip(*padded, strict=False)
-        pairs = [(f"{path}[{place}]", *pair) for place, pair in enumerate(both)]
-    for inner, a, b in pairs:
-        if a != b:
-            return first_leaf(a, b, inner)
-    return path, one, other
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in dict.fromkeys([*left, *right]):
+            inner_path = f"{path}.{key}".lstrip(".")
+            pairs.append((inner_path, left.get(key), right.get(key)))
+    elif isinstance(left, list) and isinstance(right, list):
+        for index, (left_item, right_item) in enumerate(zip_longest(left, right)):
+            pairs.append((f"{path}[{index}]", left_item, right_item))
+
+    for inner_path, left_value, right_value in pairs:
+        if left_value != right_value:
+            return first_leaf(left_value, right_value, inner_path)
+    return path, left, right
 
 
 def as_text(value: Any) -> str:
@@ -233,22 +251,28 @@ def as_text(value: Any) -> str:
 
 def around(left: str, right: str) -> tuple[str, str]:
     """Both texts near the first character that differs; "…" where something is left out."""
-    differ = (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
-    at = next(differ, min(len(left), len(right)))
-    start, end = max(0, at - AROUND), at + AROUND
-    shown = [
-        ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")
-        for text in (left, right)
-    ]
-    return shown[0], shown[1]
+    index = 0
+    for left_character, right_character in zip(left, right, strict=False):
+        if left_character != right_character:
+            break
+        index += 1
+    start = max(0, index - AROUND)
+    end = index + AROUND
+    return cut_out(left, start, end), cut_out(right, start, end)
+
+
+def cut_out(text: str, start: int, end: int) -> str:
+    prefix = "…" if start else ""
+    suffix = "…" if end < len(text) else ""
+    return f"{prefix}{text[start:end]}{suffix}"
 
 
 def pick(turns: Sequence[Turn], number: int) -> Turn:
     """Turn 1, 2 ..., or -1 for the last one, -2 ... Raises LogError."""
-    place = number if number < 0 else number - 1
-    if number == 0 or not -len(turns) <= place < len(turns):
+    index = number if number < 0 else number - 1
+    if number == 0 or not -len(turns) <= index < len(turns):
         raise LogError(f"the log has {len(turns)} turns; there is no turn {number}")
-    return turns[place]
+    return turns[index]
 
 
 # Showing -----------------------------------------------------------------------------------------
@@ -256,33 +280,45 @@ def pick(turns: Sequence[Turn], number: int) -> Turn:
 
 def show(comparison: Comparison, console: Console) -> None:
     """The two turns, the difference and what it cost."""
-    table = Table()
-    for name in ("", "turn", "time", "messages", "prompt", "cached", "match", "out"):
-        table.add_column(
-            name, justify="left" if name in ("", "time", "match") else "right"
-        )
-    for side, turn in (("left", comparison.left), ("right", comparison.right)):
-        counts = (f"{turn.prompt:,}", f"{turn.cached:,}", turn.match, f"{turn.out:,}")
-        clock = turn.time[11:23]  # of 2026-11-20T14:14:12.832+00:00
-        table.add_row(side, str(turn.number), clock, str(len(turn.messages)), *counts)
-    console.print(table)
+    console.print(turn_table(comparison))
+
     if difference := comparison.difference:
-        where = f" in {difference.field}" if difference.field else ""
-        console.print(
-            f"{comparison.kind} at message {difference.message}{where}", soft_wrap=True
-        )
-        for side in ("left", "right"):
-            if text := getattr(difference, side):
+        place = f"message {difference.message}"
+        if difference.field:
+            place += f" in {difference.field}"
+        console.print(f"{comparison.kind} at {place}", soft_wrap=True)
+        for side, text in (("left", difference.left), ("right", difference.right)):
+            if text:
                 # Text: what a client wrote is no markup, and repr() keeps it on its line.
                 console.print(Text(f"  {side:5}  {text!r}"), soft_wrap=True)
     else:
         console.print("the same messages")
+
     color = "green" if comparison.continues else "bold red"
     console.print(
         f"new {comparison.new:,}  [{color}]lost {comparison.lost:,}[/] tokens"
     )
     if comparison.hint:
         console.print(comparison.hint)
+
+
+def turn_table(comparison: Comparison) -> Table:
+    table = Table()
+    for name in ("", "turn", "time", "messages", "prompt", "cached", "match", "out"):
+        is_text = name in ("", "time", "match")
+        table.add_column(name, justify="left" if is_text else "right")
+    for side, turn in (("left", comparison.left), ("right", comparison.right)):
+        table.add_row(
+            side,
+            str(turn.number),
+            turn.time[11:23],  # of 2026-11-20T14:14:12.832+00:00
+            str(len(turn.messages)),
+            f"{turn.prompt:,}",
+            f"{turn.cached:,}",
+            turn.match,
+            f"{turn.out:,}",
+        )
+    return table
 
 
 def read_options() -> argparse.Namespace:

@@ -1,9 +1,9 @@
-"""Show what a running server holds: cache, memory, and why prompts were read again.
+"""Show the cache and memory of a running server, and why prompts were prefilled again.
 
     python scripts/inspect_mlx_cache.py                     the server on 127.0.0.1:8080
     python scripts/inspect_mlx_cache.py --url URL --key K   another one
     python scripts/inspect_mlx_cache.py LOG                 a session log: what each request reused
-    python scripts/inspect_mlx_cache.py --json              as the server said it
+    python scripts/inspect_mlx_cache.py --json              as the server sent it
 
 EXIT STATUS  0 shown, 2 there is nothing to show
 """
@@ -42,34 +42,35 @@ COLUMNS = (
 def status_of(url: str, key: str) -> Body:
     """GET /v1/status. Raises OSError when nobody answers or the key is wrong."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    asked = urllib.request.Request(f"{url.rstrip('/')}/v1/status", headers=headers)
-    with urllib.request.urlopen(asked, timeout=10) as response:
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/status", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as response:
         body: Body = json.load(response)
         return body
 
 
-def tree_of(lines: list[Body]) -> Tree:
+def tree_of(entries: list[Body]) -> Tree:
     """Conversations as branches of what they share."""
     root = Tree("cache")
     nodes: dict[int | None, Tree] = {None: root}
-    waiting = sorted(lines, key=lambda line: -line["tokens"])
+    waiting = sorted(entries, key=lambda entry: -entry["tokens"])
     while waiting:
-        ready = [line for line in waiting if line["parent"] in nodes]
-        for line in (
-            ready or waiting
-        ):  # a parent that has gone meanwhile is no reason to hide it
-            own = f"{line['tokens']:,} tokens" + (
-                f", from {line['shared']:,} on" * bool(line["shared"])
-            )
-            state = (
-                "running" if line["running"] else f"idle {line['idle_seconds']:.0f} s"
-            )
-            text = (
-                f"{own}, {in_bytes(line['bytes'])}, {state}  {escape(line['session'])}"
-            )
-            nodes[line["id"]] = nodes.get(line["parent"], root).add(text)
-        waiting = [line for line in waiting if line["id"] not in nodes]
+        ready = [entry for entry in waiting if entry["parent"] in nodes]
+        # An entry whose parent was evicted meanwhile is shown at the root.
+        for entry in ready or waiting:
+            parent = nodes.get(entry["parent"], root)
+            nodes[entry["id"]] = parent.add(describe_entry(entry))
+        waiting = [entry for entry in waiting if entry["id"] not in nodes]
     return root
+
+
+def describe_entry(entry: Body) -> str:
+    """A cache entry in one line: its own tokens, bytes, state and session."""
+    tokens = f"{entry['tokens']:,} tokens"
+    if entry["shared"]:
+        tokens += f", from {entry['shared']:,} on"
+    state = "running" if entry["running"] else f"idle {entry['idle_seconds']:.0f} s"
+    session = escape(entry["session"])
+    return f"{tokens}, {in_bytes(entry['bytes'])}, {state}  {session}"
 
 
 def show_status(body: Body, console: Console) -> None:
@@ -78,14 +79,13 @@ def show_status(body: Body, console: Console) -> None:
     kinds = (f"{kind} {in_bytes(size)}" for kind, size in body["memory"].items())
     console.print("memory: " + ", ".join(kinds))
     console.print(tree_of(body["cache"]))
-    rare = {name: n for name, n in body["counters"].items() if n}
-    console.print(
-        "counters above zero: "
-        + (", ".join(f"{k} {n}" for k, n in rare.items()) or "none")
-    )
-    for one in body["divergences"]:
+
+    counters = [f"{name} {n}" for name, n in body["counters"].items() if n]
+    console.print("counters above zero: " + (", ".join(counters) or "none"))
+    for divergence in body["divergences"]:
+        reason = escape(divergence["why"])
         console.print(
-            f"{one['again']:,} tokens again: {escape(one['why'])}", highlight=False
+            f"{divergence['again']:,} tokens again: {reason}", highlight=False
         )
 
 

@@ -445,10 +445,10 @@ class Measurement:
             cold.append(self._subject.complete(ids, max_tokens))
 
         figures = self.figures
-        pairs = list(zip(warm, cold, strict=True))
-        figures.parity_prompts = len(pairs)
+        figures.parity_prompts = len(prompts)
         figures.parity_equal = sum(
-            shown_reply(one) == shown_reply(other) for one, other in pairs
+            shown_reply(warm_answer) == shown_reply(cold_answer)
+            for warm_answer, cold_answer in zip(warm, cold, strict=True)
         )
         n_cached = sum(cached_tokens(answer) for answer in warm)
         figures.parity_cached_share = n_cached / max(1, sum(map(len, prompts)))
@@ -549,11 +549,11 @@ def read_chip() -> str:
     return platform.machine()
 
 
-def describe_model(status: Body, asked: str) -> Body:
+def describe_model(status: Body, asked_name: str) -> Body:
     """The loaded model; the name of a folder may be private, so it is left out."""
     model = status["model"]
-    name = asked if is_public_name(asked) else "a folder"
-    if not asked:
+    name = asked_name if is_public_name(asked_name) else "a folder"
+    if not asked_name:
         name = model["id"] if is_public_name(model["id"]) else "a folder"
     return {
         "name": name,
@@ -644,7 +644,8 @@ def in_gigabytes(n_bytes: int | None) -> str:
 
 def title_of(report: Body) -> str:
     """Machine and model in one line."""
-    machine, model = report["machine"], report["model"]
+    machine = report["machine"]
+    model = report["model"]
     memory = machine["memory_bytes"] / 2**30
     return (
         f"{machine['chip']}, {memory:.0f} GB, {machine['system']}; {model['name']}"

@@ -59,13 +59,10 @@ Body = dict[str, Any]
 
 HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
 HEALTHY_FROM: Final = 3  # ... from this turn on
-STILL: Final = (
-    "vlm_retreat",
-    "exact_key_rejected_by_model_lcp",
-)  # counters that must not move
-RESULT_CHARS: Final = (
-    160  # of all results for one reply: few, or what is new would look missed
-)
+# Counters that must not move.
+STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")
+# Of all results for one reply: few, or what is new would look missed.
+RESULT_CHARS: Final = 160
 CORPUS: Final = Path(__file__).resolve().parent / "tools" / "tiny_model" / "corpus.txt"
 
 
@@ -85,35 +82,34 @@ class Reply:
     content: str = ""
     reasoning: str = ""
     reasoning_field: str = REASONING_FIELDS[0]  # the name it came under
-    calls: list[Body] = field(
-        default_factory=list
-    )  # `tool_calls`, arguments as they came
+    # `tool_calls`, with the arguments as they came.
+    calls: list[Body] = field(default_factory=list)
     finish_reason: str = ""
     n_prompt: int = 0
     n_cached: int = 0
     n_out: int = 0
-    ttft_seconds: float = 0.0  # 0: nothing was said
+    ttft_seconds: float = 0.0  # 0: the reply is empty
     seconds: float = 0.0
 
-    def hear(self, event: Body, *, at: float) -> None:
+    def hear(self, event: Body, *, seconds: float) -> None:
         """Add one event of the stream. Raises ProbeError for an error event."""
         if "error" in event:
             raise ProbeError(f"the stream broke off: {event['error']}")
-        self.seconds = at
+
+        self.seconds = seconds
         if usage := event.get("usage"):
-            self.n_prompt, self.n_out = (
-                usage["prompt_tokens"],
-                usage["completion_tokens"],
-            )
+            self.n_prompt = usage["prompt_tokens"]
+            self.n_out = usage["completion_tokens"]
             details = usage.get("prompt_tokens_details") or {}
             self.n_cached = details.get("cached_tokens") or 0
+
         for choice in event.get("choices") or ():
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             if self._add(choice.get("delta") or {}) and not self.ttft_seconds:
-                self.ttft_seconds = at
+                self.ttft_seconds = seconds
 
     def _add(self, delta: Body) -> bool:
-        """Whether this delta says anything."""
+        """Whether this delta has text or a call."""
         name = next((name for name in REASONING_FIELDS if delta.get(name)), "")
         if name:
             self.reasoning_field = name
@@ -124,17 +120,18 @@ class Reply:
         return bool(name or delta.get("content") or delta.get("tool_calls"))
 
     def _add_call(self, piece: Body) -> None:
-        """A piece opens a call or continues the one of its index, or (no index) the last one."""
-        given = piece.get("function") or {}
+        """A piece opens a call or continues that of its index, or (no index) the last call."""
+        function_piece = piece.get("function") or {}
         index = piece.get("index")
         if index is None:
-            index = len(self.calls) - (not piece.get("id"))
+            index = len(self.calls) if piece.get("id") else len(self.calls) - 1
+
         if index >= len(self.calls):
-            function = {"name": given.get("name") or "", "arguments": ""}
-            self.calls.append(
-                {"id": piece.get("id"), "type": "function", "function": function}
-            )
-        self.calls[index]["function"]["arguments"] += given.get("arguments") or ""
+            function = {"name": function_piece.get("name") or "", "arguments": ""}
+            call = {"id": piece.get("id"), "type": "function", "function": function}
+            self.calls.append(call)
+        arguments = function_piece.get("arguments") or ""
+        self.calls[index]["function"]["arguments"] += arguments
 
 
 class Server:
@@ -170,16 +167,19 @@ class Server:
     def ask(self, body: Body) -> Reply:
         """Stream one chat request to its end."""
         reply = Reply()
+        request = {
+            "model": self.model,
+            **body,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         began = time.perf_counter()
-        streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        request = {"model": self.model, **body, **streamed}
         with self._open("/v1/chat/completions", request) as response:
             for line in response:
-                if (
-                    line.startswith(b"data:")
-                    and (text := line[5:].strip()) != b"[DONE]"
-                ):
-                    reply.hear(json.loads(text), at=time.perf_counter() - began)
+                text = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or text == b"[DONE]":
+                    continue
+                reply.hear(json.loads(text), seconds=time.perf_counter() - began)
         if not reply.n_prompt:
             raise ProbeError(
                 f"{self.base_url} ended a stream without usage; it is needed here"
@@ -206,8 +206,8 @@ class Server:
             with self._opener.open(request, timeout=self._timeout) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            said = error.read(600).decode("utf-8", "replace")
-            raise ProbeError(f"{url} answered {error.code}: {said}") from error
+            message = error.read(600).decode("utf-8", "replace")
+            raise ProbeError(f"{url} answered {error.code}: {message}") from error
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise ProbeError(f"{url}: {error}") from error
 
@@ -222,10 +222,8 @@ def js_json(value: Any) -> str:
     """JSON as JavaScript writes it: no spaces, raw UTF-8, keys that are indices first."""
     match value:
         case dict():
-            pairs = (
-                f"{js_json(key)}:{js_json(value[key])}"
-                for key in sorted(value, key=js_place)
-            )
+            keys = sorted(value, key=js_place)
+            pairs = [f"{js_json(key)}:{js_json(value[key])}" for key in keys]
             return "{" + ",".join(pairs) + "}"
         case list() | tuple():
             return "[" + ",".join(map(js_json, value)) + "]"
@@ -246,17 +244,18 @@ def js_place(key: str) -> int:
 def js_number(value: float) -> str:
     """Every number is a double there: `2.0` is 2, long integers lose digits, infinity is null."""
     try:
-        shortest = repr(
-            float(value)
-        )  # the same digits as JavaScript's, in another notation
+        # The same digits as JavaScript's, in another notation.
+        shortest = repr(float(value))
     except OverflowError:
         return "null"
+
     size = abs(float(shortest))
     if not math.isfinite(size):
         return "null"
     if size == 0 or 1e-6 <= size < 1e21:
-        whole, _, rest = f"{abs(Decimal(shortest)):f}".partition(".")
-        text = f"{whole}.{rest}".rstrip("0").removesuffix(".") if rest else whole
+        text = f"{abs(Decimal(shortest)):f}"
+        if "." in text:
+            text = text.rstrip("0").removesuffix(".")
         return f"-{text}" if value < 0 else text
     digits, _, exponent = shortest.partition("e")
     return f"{digits}e{int(exponent):+d}"
@@ -400,14 +399,14 @@ class Agent:
     def hear(self, reply: Reply) -> None:
         """Go on from this reply: afterwards the conversation is ready for the next request."""
         echo = pi_echo(reply)
-        self.messages += [] if echo is None else [echo]
+        if echo is not None:
+            self.messages.append(echo)
         for call in reply.calls:
             n_chars = max(24, RESULT_CHARS // len(reply.calls))
             opening = RESULTS.get(call["function"]["name"], "Done.\n")
             text = (opening + self._prose.text(n_chars))[:n_chars]
-            self.messages.append(
-                {"role": "tool", "content": text, "tool_call_id": call["id"]}
-            )
+            result = {"role": "tool", "content": text, "tool_call_id": call["id"]}
+            self.messages.append(result)
         if not reply.calls:
             self.messages.append(self._question())
 
@@ -443,43 +442,47 @@ class Check:
     says: str
 
 
-def measured(reply: Reply, *, asked: str, before: Turn | None) -> Turn:
+def measure_turn(reply: Reply, *, asked_role: str, last_turn: Turn | None) -> Turn:
     """What a reply says about the cache, seen after the turn before it."""
-    known = 0 if before is None else before.prompt + before.out
+    number = 1
+    n_known = 0
+    if last_turn is not None:
+        number = last_turn.number + 1
+        n_known = last_turn.prompt + last_turn.out
     return Turn(
-        number=1 if before is None else before.number + 1,
-        asked=asked,
+        number=number,
+        asked=asked_role,
         prompt=reply.n_prompt,
         cached=reply.n_cached,
         out=reply.n_out,
-        lost=max(0, known - reply.n_cached),
+        lost=max(0, n_known - reply.n_cached),
         ttft_seconds=round(reply.ttft_seconds or reply.seconds, 4),
         seconds=round(reply.seconds, 4),
         finish=reply.finish_reason,
     )
 
 
-def moved(
-    before: dict[str, int] | None, after: dict[str, int] | None
+def count_steps(
+    old_counters: dict[str, int] | None, counters: dict[str, int] | None
 ) -> dict[str, int] | None:
     """How far each counter went; None where the server shows none."""
-    if before is None or after is None:
+    if old_counters is None or counters is None:
         return None
-    return {name: count - before.get(name, 0) for name, count in after.items()}
+    return {name: count - old_counters.get(name, 0) for name, count in counters.items()}
 
 
 def judge(turns: Sequence[Turn], counters: Mapping[str, int] | None) -> list[Check]:
     """`counters`: how far each of them moved meanwhile."""
     worst = min(turns[HEALTHY_FROM - 1 :], key=lambda turn: turn.share)
+    name = f"hit from turn {HEALTHY_FROM} on"
     says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
-    checks = [
-        Check(f"hit from turn {HEALTHY_FROM} on", worst.share >= HEALTHY_SHARE, says)
-    ]
-    if counters is not None:
-        steps = [(name, counters.get(name, 0)) for name in STILL]
-        checks += [
-            Check(name, step == 0, f"moved by {step}; wanted 0") for name, step in steps
-        ]
+    checks = [Check(name, worst.share >= HEALTHY_SHARE, says)]
+    if counters is None:
+        return checks
+
+    for name in STILL:
+        step = counters.get(name, 0)
+        checks.append(Check(name, step == 0, f"moved by {step}; wanted 0"))
     return checks
 
 
@@ -502,10 +505,14 @@ class Report:
     def body(self) -> Body:
         """All of it for --json."""
         turns = [{**asdict(turn), "share": round(turn.share, 4)} for turn in self.turns]
-        head = {"base_url": self.server.base_url, "model": self.server.model}
-        checks = [asdict(check) for check in self.checks]
-        found = {"turns": turns, "counters": self.counters, "checks": checks}
-        return {**head, **found, "healthy": self.healthy}
+        return {
+            "base_url": self.server.base_url,
+            "model": self.server.model,
+            "turns": turns,
+            "counters": self.counters,
+            "checks": [asdict(check) for check in self.checks],
+            "healthy": self.healthy,
+        }
 
 
 # Showing -----------------------------------------------------------------------------------------
@@ -531,33 +538,27 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 def show(report: Report, console: Console) -> None:
     """The table of turns, the counters and the checks."""
-    table = Table(
-        title=f"{report.server.model} at {report.server.base_url}", title_justify="left"
-    )
-    for name in (
-        "turn",
-        "asked",
-        "prompt",
-        "cached",
-        "hit",
-        "lost",
-        "out",
-        "ttft s",
-        "finish",
-    ):
-        table.add_column(
-            name, justify="left" if name in ("asked", "finish") else "right"
-        )
+    title = f"{report.server.model} at {report.server.base_url}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("turn", justify="right")
+    table.add_column("asked")
+    for name in ("prompt", "cached", "hit", "lost", "out", "ttft s"):
+        table.add_column(name, justify="right")
+    table.add_column("finish")
     for turn in report.turns:
-        tokens = (
+        table.add_row(
+            f"T{turn.number}",
+            turn.asked,
             f"{turn.prompt:,}",
             f"{turn.cached:,}",
             f"{turn.share:.1%}",
             f"{turn.lost:,}",
+            f"{turn.out:,}",
+            f"{turn.ttft_seconds:.3f}",
+            turn.finish,
         )
-        rest = (f"{turn.out:,}", f"{turn.ttft_seconds:.3f}", turn.finish)
-        table.add_row(f"T{turn.number}", turn.asked, *tokens, *rest)
     console.print(table)
+
     if report.counters is None:
         console.print("counters: this server shows none at /v1/status")
     else:
@@ -619,20 +620,19 @@ def probe(options: argparse.Namespace) -> Report:
     agent = Agent(
         secrets.token_hex(8), role=options.role, head_chars=options.head_chars
     )
-    before = server.counters()
+    old_counters = server.counters()
     turns: list[Turn] = []
+    last_turn = None
     with progress_bar("turns", options.turns) as advance:
         for _ in range(options.turns):
-            asked = agent.messages[-1]["role"]
-            reply = server.ask(
-                agent.body(max_tokens=options.max_tokens, effort=options.effort)
-            )
-            turns.append(
-                measured(reply, asked=asked, before=turns[-1] if turns else None)
-            )
+            asked_role = agent.messages[-1]["role"]
+            body = agent.body(max_tokens=options.max_tokens, effort=options.effort)
+            reply = server.ask(body)
+            last_turn = measure_turn(reply, asked_role=asked_role, last_turn=last_turn)
+            turns.append(last_turn)
             agent.hear(reply)
             advance()
-    return Report(server, turns, moved(before, server.counters()))
+    return Report(server, turns, count_steps(old_counters, server.counters()))
 
 
 def main() -> int:

@@ -48,16 +48,14 @@ from pi_like_probe import (
 from rich.console import Console
 from rich.table import Table
 
-SLACK: Final = (
-    32  # tokens: how a turn ends and a reply begins, and caches that count in blocks
-)
+# Tokens: how a turn ends and a reply begins, and caches that count in blocks.
+SLACK: Final = 32
 N_GROWTH: Final = 4  # requests of a conversation that only grows
 N_PAST: Final = 3  # requests before the past is changed
 MAX_TOKENS: Final = 48  # of one reply
 
-Stamp = Callable[
-    [list[Body], int], list[Body]
-]  # (messages, number of the request) -> as sent
+# (messages, number of the request) -> as sent
+Stamp = Callable[[list[Body], int], list[Body]]
 
 
 # Drift -------------------------------------------------------------------------------------------
@@ -65,9 +63,8 @@ Stamp = Callable[
 
 def moment(n: int) -> datetime:
     """When request `n` is sent, by the clock that it shows."""
-    return datetime(2026, 11, 20, 8, 52, tzinfo=UTC) + timedelta(
-        minutes=7 * n, seconds=13 * n
-    )
+    start = datetime(2026, 11, 20, 8, 52, tzinfo=UTC)
+    return start + timedelta(minutes=7 * n, seconds=13 * n)
 
 
 def as_kept(messages: list[Body], _n: int) -> list[Body]:
@@ -86,19 +83,23 @@ def with_billing_header(messages: list[Body], n: int) -> list[Body]:
 
 def with_inbound_context(messages: list[Body], n: int) -> list[Body]:
     """OpenClaw 2026.2.17: three quarters into the developer prompt."""
-    known = {"schema": "openclaw.inbound_meta.v1"}
-    known["message_id"] = str(
-        uuid.UUID(int=random.Random(n).getrandbits(128), version=4)
+    message_id = uuid.UUID(int=random.Random(n).getrandbits(128), version=4)
+    metadata = {
+        "schema": "openclaw.inbound_meta.v1",
+        "message_id": str(message_id),
+        "channel": "webchat",
+        "provider": "webchat",
+        "chat_type": "direct",
+    }
+    metadata_json = json.dumps(metadata, indent=2)
+    block = (
+        f"## Inbound Context (trusted metadata)\n\n```json\n{metadata_json}\n```\n\n"
     )
-    known |= {"channel": "webchat", "provider": "webchat", "chat_type": "direct"}
-    listed = json.dumps(known, indent=2)
-    block = f"## Inbound Context (trusted metadata)\n\n```json\n{listed}\n```\n\n"
+
     text = messages[0]["content"]
-    place = text.index("\n\n", len(text) * 3 // 4) + 2
-    return [
-        {**messages[0], "content": text[:place] + block + text[place:]},
-        *messages[1:],
-    ]
+    position = text.index("\n\n", len(text) * 3 // 4) + 2
+    content = text[:position] + block + text[position:]
+    return [{**messages[0], "content": content}, *messages[1:]]
 
 
 def with_timestamps(messages: list[Body], n: int) -> list[Body]:
@@ -115,7 +116,8 @@ def with_timestamps(messages: list[Body], n: int) -> list[Body]:
 def with_current_time(messages: list[Body], n: int) -> list[Body]:
     """A last line of the system prompt."""
     line = f"\n\nCurrent time is {moment(n):%Y-%m-%d %H:%M:%S} UTC"
-    return [{**messages[0], "content": messages[0]["content"] + line}, *messages[1:]]
+    system = {**messages[0], "content": messages[0]["content"] + line}
+    return [system, *messages[1:]]
 
 
 # Conversations -----------------------------------------------------------------------------------
@@ -152,29 +154,31 @@ class Talk:
     stamp: Stamp
     advance: Callable[[], None]
     replies: list[Reply] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # of the questions, in messages
-    found: list[Body] = field(
-        default_factory=list
-    )  # the fields of Row that the requests gave
+    question_indexes: list[int] = field(default_factory=list)  # in messages
+    # The fields of a Row that each request gave.
+    row_fields: list[Body] = field(default_factory=list)
 
-    def ask(self, what: str, *, at_least: int = 0, at_most: int | None = None) -> None:
+    def ask(self, kind: str, *, at_least: int = 0, at_most: int | None = None) -> None:
         """Put the next question; the reply becomes part of the conversation."""
-        self.places.append(len(self.messages))
-        self.messages.append(
-            {"role": "user", "content": f"Keep {self.prose.text(300)}"}
-        )
+        self.question_indexes.append(len(self.messages))
+        question = {"role": "user", "content": f"Keep {self.prose.text(300)}"}
+        self.messages.append(question)
+
         reply = self.server.ask(self._body())
-        self.messages.append(
-            pi_echo(reply) or {"role": "assistant", "content": "Done."}
-        )
-        for call in reply.calls:  # forbidden, but not every server knows how
+        echo = pi_echo(reply)
+        self.messages.append(echo or {"role": "assistant", "content": "Done."})
+        for call in reply.calls:  # forbidden, but not every server obeys
             result = {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}
             self.messages.append(result)
-        bounds = {"at_least": max(0, at_least), "at_most": reply.n_prompt - 1}
-        if at_most is not None:
-            bounds["at_most"] = at_most
-        counts = {"prompt": reply.n_prompt, "cached": reply.n_cached}
-        self.found.append({"what": what, **counts, **bounds})
+
+        row = {
+            "what": kind,
+            "prompt": reply.n_prompt,
+            "cached": reply.n_cached,
+            "at_least": max(0, at_least),
+            "at_most": reply.n_prompt - 1 if at_most is None else at_most,
+        }
+        self.row_fields.append(row)
         self.replies.append(reply)
         self.advance()
 
@@ -188,9 +192,9 @@ class Talk:
             "chat_template_kwargs": {"enable_thinking": False},
         }
 
-    def grow(self, what: str) -> None:
+    def grow(self, kind: str) -> None:
         """Ask once more; all that the request before sent should be cached."""
-        self.ask(what, at_least=self.replies[-1].n_prompt - SLACK)
+        self.ask(kind, at_least=self.replies[-1].n_prompt - SLACK)
 
 
 def start_talk(
@@ -203,10 +207,9 @@ def start_talk(
     """A conversation whose system prompt begins like no other's."""
     nonce = secrets.token_hex(8)
     prose = Prose(nonce)
-    head = f"You keep the records of house {nonce}.\n\n{prose.text(options.head_chars)}"
-    return Talk(
-        server, prose, [{"role": options.role, "content": head}], stamp, advance
-    )
+    text = f"You keep the records of house {nonce}.\n\n{prose.text(options.head_chars)}"
+    system = {"role": options.role, "content": text}
+    return Talk(server, prose, [system], stamp, advance)
 
 
 # Scenarios ---------------------------------------------------------------------------------------
@@ -229,34 +232,39 @@ def past(talk: Talk) -> None:
 def edit(talk: Talk) -> None:
     """The first word of the second question turns into its opposite."""
     past(talk)
-    place, before = talk.places[1], talk.replies[0]
-    question = talk.messages[place]
-    changed = question["content"].replace("Keep", "Drop", 1)
-    talk.messages[place] = {**question, "content": changed}
-    end = before.n_prompt + before.n_out
-    talk.ask("edit", at_least=before.n_prompt - SLACK, at_most=end + SLACK)
+
+    index = talk.question_indexes[1]
+    question = talk.messages[index]
+    changed_text = question["content"].replace("Keep", "Drop", 1)
+    talk.messages[index] = {**question, "content": changed_text}
+
+    unchanged = talk.replies[0]
+    end = unchanged.n_prompt + unchanged.n_out
+    talk.ask("edit", at_least=unchanged.n_prompt - SLACK, at_most=end + SLACK)
     talk.grow("append")
 
 
 def insertion(talk: Talk) -> None:
     """A call and its result appear between the second question and its answer."""
     past(talk)
-    before = talk.replies[1]
+
     function = {"name": "read", "arguments": '{"path":"ledger.txt"}'}
     calls = [{"id": "call_0001", "type": "function", "function": function}]
-    place = talk.places[1] + 1
-    talk.messages[place:place] = [
+    index = talk.question_indexes[1] + 1
+    talk.messages[index:index] = [
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": talk.prose.text(300), "tool_call_id": "call_0001"},
     ]
-    end = before.n_prompt + before.n_out
-    talk.ask("insert", at_least=before.n_prompt - SLACK, at_most=end + SLACK)
+
+    unchanged = talk.replies[1]
+    end = unchanged.n_prompt + unchanged.n_out
+    talk.ask("insert", at_least=unchanged.n_prompt - SLACK, at_most=end + SLACK)
     talk.grow("append")
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What happens in a conversation, and the ways in which it is told."""
+    """What happens in a conversation, and the ways in which it is sent."""
 
     play: Callable[[Talk], None]
     n_requests: int
@@ -281,17 +289,17 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
 def play(server: Server, options: argparse.Namespace) -> list[Row]:
     """One row per request of the scenarios in `only`. Raises ProbeError."""
     rows: list[Row] = []
-    asked = {name: SCENARIOS[name] for name in options.only}
-    total = sum(
-        scenario.n_requests * len(scenario.cases) for scenario in asked.values()
+    scenarios = {name: SCENARIOS[name] for name in options.only}
+    n_requests = sum(
+        scenario.n_requests * len(scenario.cases) for scenario in scenarios.values()
     )
-    with progress_bar("requests", total) as advance:
-        for name, scenario in asked.items():
+    with progress_bar("requests", n_requests) as advance:
+        for name, scenario in scenarios.items():
             for case, stamp in scenario.cases.items():
                 talk = start_talk(server, options, stamp=stamp, advance=advance)
                 scenario.play(talk)
                 rows += [
-                    Row(scenario=name, case=case, **fields) for fields in talk.found
+                    Row(scenario=name, case=case, **row) for row in talk.row_fields
                 ]
     return rows
 
@@ -302,47 +310,46 @@ def play(server: Server, options: argparse.Namespace) -> list[Row]:
 def show(rows: Sequence[Row], console: Console, *, title: str) -> None:
     table = Table(title=title, title_justify="left")
     for name in ("scenario", "request", "prompt", "cached", "expected", "verdict"):
-        table.add_column(
-            name, justify="right" if name in ("prompt", "cached") else "left"
-        )
-    for row, before in zip(rows, [None, *rows], strict=False):
-        is_new = before is None or (row.scenario, row.case) != (
-            before.scenario,
-            before.case,
-        )
-        if is_new and before is not None:
+        is_number = name in ("prompt", "cached")
+        table.add_column(name, justify="right" if is_number else "left")
+
+    last_title = ""
+    for row in rows:
+        row_title = f"{row.scenario}: {row.case}" if row.case else row.scenario
+        is_new = row_title != last_title
+        if is_new and last_title:
             table.add_section()
-        name = f"{row.scenario}: {row.case}" if row.case else row.scenario
+        last_title = row_title
         color = "green" if row.verdict == "ok" else "bold red"
-        counts = (
+        table.add_row(
+            row_title if is_new else "",
+            row.what,
             f"{row.prompt:,}",
             f"{row.cached:,}",
             f"{row.at_least:,}..{row.at_most:,}",
-        )
-        table.add_row(
-            name if is_new else "", row.what, *counts, f"[{color}]{row.verdict}[/]"
+            f"[{color}]{row.verdict}[/]",
         )
     console.print(table)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, bool]:
     """Scenario -> whether all its bounds are kept."""
-    names = dict.fromkeys(row.scenario for row in rows)
-    return {
-        n: all(row.verdict == "ok" for row in rows if row.scenario == n) for n in names
-    }
+    healthy: dict[str, bool] = {}
+    for row in rows:
+        is_ok = row.verdict == "ok"
+        healthy[row.scenario] = healthy.get(row.scenario, True) and is_ok
+    return healthy
 
 
 def body_of(rows: Sequence[Row], server: Server) -> dict[str, Any]:
     """All of it for --json."""
-    kept = summary(rows)
-    head = {"base_url": server.base_url, "model": server.model}
-    requests = [{**asdict(row), "verdict": row.verdict} for row in rows]
+    scenarios = summary(rows)
     return {
-        **head,
-        "requests": requests,
-        "scenarios": kept,
-        "healthy": all(kept.values()),
+        "base_url": server.base_url,
+        "model": server.model,
+        "requests": [{**asdict(row), "verdict": row.verdict} for row in rows],
+        "scenarios": scenarios,
+        "healthy": all(scenarios.values()),
     }
 
 
@@ -369,10 +376,9 @@ def main() -> int:
     else:
         console = Console(highlight=False)
         show(rows, console, title=f"{server.model} at {server.base_url}")
-        for name, kept in summary(rows).items():
-            console.print(
-                f"{'[green]healthy[/]' if kept else '[bold red]NOT HEALTHY[/]'}  {name}"
-            )
+        for name, is_healthy in summary(rows).items():
+            word = "[green]healthy[/]" if is_healthy else "[bold red]NOT HEALTHY[/]"
+            console.print(f"{word}  {name}")
     return 0 if all(summary(rows).values()) else 1
 
 

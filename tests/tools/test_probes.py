@@ -313,7 +313,7 @@ def test_calls_are_joined_with_and_without_an_index():
         reply = pi.Reply()
         for piece in stream:
             event = {"choices": [{"delta": {"tool_calls": [piece]}}]}
-            reply.hear(event, at=1.0)
+            reply.hear(event, seconds=1.0)
         functions = [(call["id"], *call["function"].values()) for call in reply.calls]
         assert functions == [("a", "read", '{"x": 1}'), ("b", "bash", "{}")]
 
@@ -321,17 +321,17 @@ def test_calls_are_joined_with_and_without_an_index():
 def test_the_first_word_is_when_something_is_said():
     reply = pi.Reply()
 
-    reply.hear({"choices": []}, at=0.0)
+    reply.hear({"choices": []}, seconds=0.0)
     for seconds, text in ((1.0, ""), (2.0, "a"), (3.0, "b")):
         event = {"choices": [{"delta": {"content": text}}]}
-        reply.hear(event, at=seconds)
+        reply.hear(event, seconds=seconds)
 
     assert (reply.ttft_seconds, reply.seconds, reply.content) == (2.0, 3.0, "ab")
 
 
 def test_an_error_in_the_stream_is_no_reply():
     with pytest.raises(pi.ProbeError, match="engine died"):
-        pi.Reply().hear({"error": {"message": "engine died"}}, at=0.0)
+        pi.Reply().hear({"error": {"message": "engine died"}}, seconds=0.0)
 
 
 # Verdicts -----------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def turns_of(*counts: tuple[int, int, int]) -> list[Any]:
     last_turn = None
     for n_prompt, n_cached, n_out in counts:
         reply = pi.Reply(n_prompt=n_prompt, n_cached=n_cached, n_out=n_out)
-        last_turn = pi.measured(reply, asked="user", before=last_turn)
+        last_turn = pi.measure_turn(reply, asked_role="user", last_turn=last_turn)
         turns.append(last_turn)
     return turns
 
@@ -383,8 +383,8 @@ def test_health_is_the_share_from_turn_three_and_still_counters(
 
 
 def test_counters_count_from_where_they_stood():
-    assert pi.moved({"a": 2}, {"a": 5, "b": 1}) == {"a": 3, "b": 1}
-    assert pi.moved(None, {"a": 5}) is None
+    assert pi.count_steps({"a": 2}, {"a": 5, "b": 1}) == {"a": 3, "b": 1}
+    assert pi.count_steps(None, {"a": 5}) is None
 
 
 @pytest.mark.parametrize(
