@@ -87,43 +87,42 @@ def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
     rows = []
     for number, talk in enumerate(follow(list(prompts_of(exchanges))), 1):
         n_known = 0
-        for one in talk:
-            exchange = (one.after if isinstance(one, Step) else one).exchange
-            usage = total_usage(exchange)
-            (n_prompt, n_cached), reply = tokens_of(usage), reply_of(exchange) or {}
+        for entry in talk:
+            prompt = entry.after if isinstance(entry, Step) else entry
+            usage = total_usage(prompt.exchange)
+            n_prompt, n_cached = tokens_of(usage)
             n_reply = usage.get("completion_tokens") or usage.get("output_tokens") or 0
-            rows.append(
-                Row(number, n_prompt, n_cached, n_reply, n_known, count_calls(reply))
-            )
+            n_calls = count_calls(reply_of(prompt.exchange) or {})
+            rows.append(Row(number, n_prompt, n_cached, n_reply, n_known, n_calls))
             n_known = n_prompt + n_reply
     return rows
 
 
 def is_done(exchange: Exchange) -> bool:
     """A client may leave as soon as it has read the last event."""
-    ends = ("data: [DONE]", '"type": "message_stop"}', '"type":"message_stop"}')
-    return exchange.status == 200 and (
-        exchange.is_whole or exchange.reply.rstrip().endswith(ends)
-    )
+    last_events = ("data: [DONE]", '"type": "message_stop"}', '"type":"message_stop"}')
+    has_last_event = exchange.reply.rstrip().endswith(last_events)
+    return exchange.status == 200 and (exchange.is_whole or has_last_event)
 
 
 def total_usage(exchange: Exchange) -> Body:
+    """The token counts of a reply; those of a stream may come in several events."""
+    if exchange.reply.startswith("{"):
+        return usage_of(json.loads(exchange.reply))
+
     usage: Body = {}
-    said = exchange.reply
-    whole = (
-        [json.loads(said)] if said.startswith("{") else stream_events(said.split("\n"))
-    )
-    for event in whole:
-        usage |= usage_of(event)
+    for event in stream_events(exchange.reply.split("\n")):
+        usage.update(usage_of(event))
     return usage
 
 
 def count_calls(reply: Body) -> int:
+    calls = reply.get("tool_calls")
+    if calls:
+        return len(calls)
     content = reply.get("content")
     blocks = content if isinstance(content, list) else []
-    return len(
-        reply.get("tool_calls") or [b for b in blocks if b.get("type") == "tool_use"]
-    )
+    return sum(block.get("type") == "tool_use" for block in blocks)
 
 
 @contextmanager
@@ -155,7 +154,7 @@ def have_session(name: str, args: argparse.Namespace, room: Path) -> list[Exchan
                 client.finish(SERVER, seconds=args.minutes * 60)
         finally:
             client.close()
-    return [one for one in read_capture(capture) if one.api]
+    return [exchange for exchange in read_capture(capture) if exchange.api]
 
 
 def first_model(url: str, key: str) -> str:
@@ -173,40 +172,37 @@ def table_of(name: str, rows: Sequence[Row]) -> Table:
     for heading in ("talk", "prompt", "cached", "known", "share", "reply", "calls"):
         table.add_column(heading, justify="right")
     for row in rows:
-        share = "" if row.share is None else f"{row.share:.2%}"
-        cells = (row.talk, row.n_prompt, row.n_cached, row.n_known or "")
-        style = "" if row.is_healthy else "red"
         table.add_row(
-            *map(str, cells), share, str(row.n_reply), str(row.n_calls), style=style
+            str(row.talk),
+            str(row.n_prompt),
+            str(row.n_cached),
+            str(row.n_known or ""),
+            "" if row.share is None else f"{row.share:.2%}",
+            str(row.n_reply),
+            str(row.n_calls),
+            style="" if row.is_healthy else "red",
         )
     return table
 
 
 def verdict(rows: Sequence[Row], failed: Sequence[Exchange]) -> tuple[str, int]:
     """A sentence and the exit status."""
-    judged, n_calls = (
-        [row for row in rows if row.n_known],
-        sum(row.n_calls for row in rows),
-    )
-    said = f"{len(rows)} requests, {n_calls} tool calls"
+    judged = [row for row in rows if row.n_known]
+    unhealthy = [row for row in judged if not row.is_healthy]
+    n_calls = sum(row.n_calls for row in rows)
+    counts = f"{len(rows)} requests, {n_calls} tool calls"
+
     if failed:
-        return (
-            f"NOT HEALTHY: {len(failed)} of {said} failed, status {failed[0].status}",
-            1,
-        )
-    if low := [row for row in judged if not row.is_healthy]:
-        return (
-            f"NOT HEALTHY: {len(low)} of {said} have less than {HEALTHY_SHARE:.0%} cached",
-            1,
-        )
+        status = failed[0].status
+        return f"NOT HEALTHY: {len(failed)} of {counts} failed, status {status}", 1
+    if unhealthy:
+        fault = f"have less than {HEALTHY_SHARE:.0%} cached"
+        return f"NOT HEALTHY: {len(unhealthy)} of {counts} {fault}", 1
     if not judged:
-        return f"NOTHING TO JUDGE: {said}; the client never went on", 2
-    early = (
-        ""
-        if n_calls
-        else "; the model called no tool (a demo model's words mean nothing)"
-    )
-    return f"HEALTHY: {said}{early}", 0
+        return f"NOTHING TO JUDGE: {counts}; the client never went on", 2
+    if not n_calls:
+        counts += "; the model called no tool (a demo model's words mean nothing)"
+    return f"HEALTHY: {counts}", 0
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -238,16 +234,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, LookupError, drive.ClientError) as error:
         print(f"{args.name} on {args.url}: {error}", file=sys.stderr)
         return 2
-    failed = [one for one in exchanges if not is_done(one)]
-    rows = rows_of([one for one in exchanges if one not in failed])
+
+    failed = [exchange for exchange in exchanges if not is_done(exchange)]
+    rows = rows_of([exchange for exchange in exchanges if exchange not in failed])
     sentence, status = verdict(rows, failed)
     if args.json:
-        shown = [{**asdict(row), "share": row.share} for row in rows]
-        print(
-            json.dumps(
-                {"client": args.name, "verdict": sentence, "requests": shown}, indent=1
-            )
-        )
+        requests = [{**asdict(row), "share": row.share} for row in rows]
+        result = {"client": args.name, "verdict": sentence, "requests": requests}
+        print(json.dumps(result, indent=1))
     else:
         Console().print(table_of(args.name, rows))
         print(sentence)

@@ -38,7 +38,7 @@ Settings = dict[str, Any]
 
 
 class ClientError(Exception):
-    """A client did not do what it was told; the text is the end of its log."""
+    """A client failed or was too slow; the text is the end of its log."""
 
 
 @contextmanager
@@ -46,14 +46,14 @@ def started(
     command: list[str], folder: Path, *, env: dict[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own; nothing of the group is left afterwards."""
-    with log.open("ab") as out:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             command,
             cwd=folder,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
     try:
@@ -78,10 +78,13 @@ class Client:
     def __init__(
         self, room: Path, urls: Mapping[str, str], *, model: str, key: str = "none"
     ) -> None:
-        self.room, self._urls, self._model, self._key = room, dict(urls), model, key
-        self._begun: dict[
-            str, str
-        ] = {}  # server -> the session that `say` goes on with
+        self.room = room
+        self._urls = dict(urls)
+        self._model = model
+        self._key = key
+        # server -> the session that `say` goes on with
+        self._begun: dict[str, str] = {}
+
         for name in urls:
             self._fill(self.folder(name))
         self._env = {
@@ -159,9 +162,10 @@ class Client:
         """The client while it says this; it is killed on leaving."""
         if new:
             self._begun.pop(server, None)
-        command, env = self._command(server, words), self._env | self._env_for(server)
-        log, folder = self.room / "client.log", self.folder(server)
-        with started(command, folder, env=env, log=log) as process:
+        command = self._command(server, words)
+        env = {**self._env, **self._env_for(server)}
+        log = self.room / "client.log"
+        with started(command, self.folder(server), env=env, log=log) as process:
             yield process
 
     def _command(self, server: str, words: str) -> list[str]:
@@ -186,19 +190,12 @@ class ClaudeCode(Client):
     OPTIONS: ClassVar[tuple[str, ...]] = ()
 
     def _command(self, server: str, words: str) -> list[str]:
-        which = "--resume" if self._is_begun(server) else "--session-id"
+        session_option = "--resume" if self._is_begun(server) else "--session-id"
         modules = CLIENTS / self.PARTS[0] / "node_modules"
         program = modules / "@anthropic-ai/claude-code-linux-x64/claude"
-        shown = ["--output-format", "json", "--dangerously-skip-permissions"]
-        return [
-            str(program),
-            "-p",
-            words,
-            which,
-            self._begun[server],
-            *shown,
-            *self.OPTIONS,
-        ]
+        command = [str(program), "-p", words, session_option, self._begun[server]]
+        command += ["--output-format", "json", "--dangerously-skip-permissions"]
+        return [*command, *self.OPTIONS]
 
     def _env_for(self, server: str) -> dict[str, str]:
         places = [
@@ -227,23 +224,12 @@ class Pi(Client):
     SHELL = "bash"
 
     def start(self) -> None:
-        model = {
-            "id": self._model,
-            "name": "Lab",
-            "reasoning": True,
-            "input": ["text", "image"],
-        }
-        models = [model | LIMITS | {"cost": COST}]
-        kept = {"api": "openai-completions", "apiKey": self._key, "models": models}
-        providers = {
-            name: {"baseUrl": f"{url}/v1", **kept} for name, url in self._urls.items()
-        }
+        providers = _make_providers(self._urls, model=self._model, key=self._key)
         _write(self.room / ".pi/agent/models.json", {"providers": providers})
 
     def _command(self, server: str, words: str) -> list[str]:
-        go_on = (
-            ["-c"] if self._is_begun(server) else []
-        )  # the newest session of this folder
+        # -c: the newest session of this folder.
+        go_on = ["-c"] if self._is_begun(server) else []
         program = ["node", str(CLIENTS / "pi/node_modules/.bin/pi")]
         chosen = ["--provider", server, "--model", self._model, "--thinking", "medium"]
         return [*program, *chosen, "-p", *go_on, words]
@@ -253,14 +239,16 @@ class Codex(Client):
     """OpenAI Responses, which the server has through LiteLLM only. A home for each server."""
 
     PARTS = ("codex",)
-    SHELL, COMMAND = "exec_command", "cmd"
+    SHELL = "exec_command"
+    COMMAND = "cmd"
 
     def start(self) -> None:
         for name, url in self._urls.items():
-            place = {"name": "Lab", "base_url": f"{url}/v1", "env_key": "LAB_KEY"}
             lines = [
                 "[model_providers.lab]",
-                *(f"{k} = {json.dumps(v)}" for k, v in place.items()),
+                'name = "Lab"',
+                f'base_url = "{url}/v1"',
+                'env_key = "LAB_KEY"',
             ]
             home = self.room / f"codex-{name}"
             home.mkdir()
@@ -290,16 +278,14 @@ class Copilot(Client):
         return [str(program), *go_on, "-p", words, "--allow-all-tools"]
 
     def _env_for(self, server: str) -> dict[str, str]:
-        told = {"BASE_URL": f"{self._urls[server]}/v1", "API_KEY": self._key}
-        told["MAX_PROMPT_TOKENS"] = str(LIMITS["contextWindow"])
-        told["MAX_OUTPUT_TOKENS"] = str(LIMITS["maxTokens"])
-        named = {f"COPILOT_PROVIDER_{name}": value for name, value in told.items()}
-        home = str(self.room / f"copilot-{server}")
         return {
-            **named,
+            "COPILOT_PROVIDER_BASE_URL": f"{self._urls[server]}/v1",
+            "COPILOT_PROVIDER_API_KEY": self._key,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(LIMITS["contextWindow"]),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(LIMITS["maxTokens"]),
             "COPILOT_MODEL": self._model,
             "COPILOT_OFFLINE": "true",
-            "HOME": home,
+            "HOME": str(self.room / f"copilot-{server}"),
         }
 
 
@@ -310,9 +296,12 @@ class OpenCode(Client):
     def start(self) -> None:
         limit = {"context": LIMITS["contextWindow"], "output": LIMITS["maxTokens"]}
         model = {"name": "Lab", "tool_call": True, "reasoning": True, "limit": limit}
-        kept = {"npm": "@ai-sdk/openai-compatible", "models": {self._model: model}}
         providers = {
-            name: {**kept, "options": {"baseURL": f"{url}/v1", "apiKey": self._key}}
+            name: {
+                "npm": "@ai-sdk/openai-compatible",
+                "models": {self._model: model},
+                "options": {"baseURL": f"{url}/v1", "apiKey": self._key},
+            }
             for name, url in self._urls.items()
         }
         _write(self.room / ".config/opencode/opencode.json", {"provider": providers})
@@ -329,9 +318,8 @@ class QwenCode(Client):
     SHELL = "run_shell_command"
 
     def _command(self, server: str, words: str) -> list[str]:
-        go_on = (
-            ["--continue"] if self._is_begun(server) else []
-        )  # the newest of this folder
+        # --continue: the newest session of this folder.
+        go_on = ["--continue"] if self._is_begun(server) else []
         program = CLIENTS / "qwen-code/node_modules/@qwen-code/qwen-code/cli.js"
         chosen = ["--auth-type", "openai", "-m", self._model, "--yolo"]
         return ["node", str(program), *chosen, *go_on, "-p", words]
@@ -371,9 +359,9 @@ class OpenClaw(Client):
         log = self.room / "client.log"
         gateway = started(command, self.room, env=self._env, log=log)
         process = self._running.enter_context(gateway)
-        ends = time.monotonic() + 90
+        deadline = time.monotonic() + 90
         while not self._is_up():
-            if process.poll() is not None or time.monotonic() > ends:
+            if process.poll() is not None or time.monotonic() > deadline:
                 raise ClientError(self.log())
             time.sleep(0.1)
 
@@ -381,17 +369,7 @@ class OpenClaw(Client):
         self._running.close()
 
     def _settings(self) -> Settings:
-        model = {
-            "id": self._model,
-            "name": "Lab",
-            "reasoning": True,
-            "input": ["text", "image"],
-        }
-        models = [model | LIMITS | {"cost": COST}]
-        kept = {"api": "openai-completions", "apiKey": self._key, "models": models}
-        providers = {
-            name: {"baseUrl": f"{url}/v1", **kept} for name, url in self._urls.items()
-        }
+        providers = _make_providers(self._urls, model=self._model, key=self._key)
         agents = [
             {
                 "id": name,
@@ -400,51 +378,53 @@ class OpenClaw(Client):
             }
             for name in self._urls
         ]
-        defaults = {"workspace": agents[0]["workspace"], "skipBootstrap": True}
-        auth = {"mode": "token", "token": TOKEN}
+        defaults = {
+            "workspace": agents[0]["workspace"],
+            "skipBootstrap": True,
+            "model": {"primary": agents[0]["model"]},
+        }
         return {
-            "agents": {
-                "defaults": {**defaults, "model": {"primary": agents[0]["model"]}},
-                "list": agents,
-            },
+            "agents": {"defaults": defaults, "list": agents},
             "models": {"mode": "merge", "providers": providers},
             "gateway": {
                 "mode": "local",
                 "port": self._port,
                 "bind": "loopback",
-                "auth": auth,
+                "auth": {"mode": "token", "token": TOKEN},
             },
         }
 
     def _is_up(self) -> bool:
+        url = f"http://127.0.0.1:{self._port}{self.HEALTH}"
         try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._port}{self.HEALTH}", timeout=5
-            ):
+            with urllib.request.urlopen(url, timeout=5):
                 return True
         except OSError:
             return False
 
     def _command(self, server: str, words: str) -> list[str]:
         self._begun[server] = str(uuid.uuid4())  # the run
-        sent = {"sessionKey": f"agent:{server}:main", "message": words}
-        sent["idempotencyKey"] = self._begun[server]
-        return self._call("chat.send", sent, seconds=50)
+        params = {
+            "sessionKey": f"agent:{server}:main",
+            "message": words,
+            "idempotencyKey": self._begun[server],
+        }
+        return self._call("chat.send", params, seconds=50)
 
     def finish(self, server: str, *, seconds: float) -> None:
-        wanted = {"runId": self._begun[server], "timeoutMs": int(seconds * 1000)}
-        command, log = (
-            self._call("agent.wait", wanted, seconds=seconds),
-            self.room / "client.log",
-        )
+        params = {"runId": self._begun[server], "timeoutMs": int(seconds * 1000)}
+        command = self._call("agent.wait", params, seconds=seconds)
+        log = self.room / "client.log"
         with started(command, self.room, env=self._env, log=log) as process:
             if process.wait(seconds + 30):
                 raise ClientError(self.log())
 
     def _call(self, method: str, params: Settings, *, seconds: float) -> list[str]:
-        where = ["--token", TOKEN, "--url", f"ws://127.0.0.1:{self._port}", "--json"]
-        how = ["--timeout", str(int(seconds * 1000)), "--params", json.dumps(params)]
-        return [*self._program, "call", method, *where, *how]
+        url = f"ws://127.0.0.1:{self._port}"
+        timeout = str(int(seconds * 1000))
+        options = ["--token", TOKEN, "--url", url, "--json"]
+        options += ["--timeout", timeout, "--params", json.dumps(params)]
+        return [*self._program, "call", method, *options]
 
 
 class OldOpenClaw(OpenClaw):
@@ -454,6 +434,27 @@ class OldOpenClaw(OpenClaw):
     HEALTH = "/"
 
 
-def _write(place: Path, settings: Settings) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(settings), "utf-8")
+def _make_providers(urls: Mapping[str, str], *, model: str, key: str) -> Settings:
+    """Each server as PI and OpenClaw write a provider down."""
+    entry = {
+        "id": model,
+        "name": "Lab",
+        "reasoning": True,
+        "input": ["text", "image"],
+        **LIMITS,
+        "cost": COST,
+    }
+    return {
+        name: {
+            "baseUrl": f"{url}/v1",
+            "api": "openai-completions",
+            "apiKey": key,
+            "models": [entry],
+        }
+        for name, url in urls.items()
+    }
+
+
+def _write(path: Path, settings: Settings) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings), "utf-8")
