@@ -117,23 +117,25 @@ def read_capture(path: Path) -> list[Exchange]:
     if not files:
         raise ValueError(f"{path}: no *.jsonl and no numbered *.json in it")
     if all(file.suffix == ".json" for file in files):
-        return sorted(
-            (read_record(f.read_text("utf-8"), f) for f in files), key=lambda x: x.seq
-        )
+        exchanges = [read_record(file.read_text("utf-8"), file) for file in files]
+        return sorted(exchanges, key=lambda exchange: exchange.seq)
     return [exchange for file in files for exchange in read_lines(file)]
 
 
 def read_lines(path: Path) -> list[Exchange]:
-    lines = enumerate(path.read_text("utf-8").split("\n"), 1)
-    found = [read_record(line, f"{path}, line {n}") for n, line in lines if line]
-    return sorted(found, key=lambda exchange: exchange.seq)
+    exchanges = []
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
+        if line:
+            exchanges.append(read_record(line, f"{path}, line {number}"))
+    return sorted(exchanges, key=lambda exchange: exchange.seq)
 
 
-def read_record(text: str, where: object) -> Exchange:
+def read_record(text: str, location: object) -> Exchange:
     try:
         record = json.loads(text)
         headers = {str(name).lower(): str(value) for name, value in record["headers"]}
-        body, response = record["body"], record.get("response") or {}
+        body = record["body"]
+        response = record.get("response") or {}
         return Exchange(
             seq=record["seq"],
             method=record["method"],
@@ -145,7 +147,7 @@ def read_record(text: str, where: object) -> Exchange:
             is_whole=not (response.get("trouble") or response.get("fault")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: no record of a request ({error!r})") from error
+        raise ValueError(f"{location}: no record of a request ({error!r})") from error
 
 
 def stream_events(lines: Iterable[bytes | str]) -> Iterator[Body]:
@@ -215,9 +217,10 @@ def as_json(body: bytes, encoding: str) -> Body:
     try:
         return {"body": json.loads(body) if body else None}
     except ValueError:
-        kept = as_text(body)
-        text = {"body_text": kept.pop("body")} if "body" in kept else {}
-        return {"body": None, **kept, **text}
+        fields = as_text(body)
+        if "body" in fields:
+            return {"body": None, "body_text": fields["body"]}
+        return {"body": None, **fields}
 
 
 # Passing on ---------------------------------------------------------------------------------------
@@ -228,7 +231,7 @@ class ClientGoneError(Exception):
 
 
 @dataclass
-class Heard:
+class CapturedResponse:
     """A response as far as it came; seconds since the request arrived."""
 
     began: float
@@ -243,7 +246,8 @@ class Heard:
         return round(time.perf_counter() - self.began, 6)
 
     def note_head(self, response: http.client.HTTPResponse) -> None:
-        self.status, self.headers = response.status, response.getheaders()
+        self.status = response.status
+        self.headers = response.getheaders()
         self.headers_seconds = self.seconds()
 
     def note_piece(self, piece: bytes) -> None:
@@ -371,7 +375,7 @@ class Handler(BaseHTTPRequestHandler):
         """Silence: `_answer` prints one line per request, when it has ended."""
 
     def _answer(self) -> None:
-        heard = Heard(time.perf_counter())
+        captured = CapturedResponse(time.perf_counter())
         record = {
             "seq": self.server.capture.next_number(),
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -382,59 +386,61 @@ class Handler(BaseHTTPRequestHandler):
         }
         try:
             payload = read_body(self.headers, self.rfile)
-            record |= as_json(payload, self.headers.get("Content-Encoding", ""))
-            self._exchange(payload, heard)
+            encoding = self.headers.get("Content-Encoding", "")
+            record.update(as_json(payload, encoding))
+            self._exchange(payload, captured)
         except ClientGoneError:
-            heard.trouble = "the client left"
+            captured.trouble = "the client left"
         except ValueError as error:
-            heard.trouble = f"the request's body: {error}"
+            captured.trouble = f"the request's body: {error}"
         except (OSError, http.client.HTTPException) as error:
-            heard.trouble = f"the server: {error!r}"
-        if heard.trouble:
-            self._give_up(heard)
-        response = heard.record()
+            captured.trouble = f"the server: {error!r}"
+        if captured.trouble:
+            self._give_up(captured)
+
+        response = captured.record()
         self.server.capture.write({**record, "response": response})
-        said = f"{heard.status} after {response['end_seconds']:.3f} s {heard.trouble}"
         print(
-            f"#{record['seq']} {self.command} {record['path']} {said}", file=sys.stderr
+            f"#{record['seq']} {self.command} {record['path']} {captured.status}"
+            f" after {response['end_seconds']:.3f} s {captured.trouble}",
+            file=sys.stderr,
         )
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
 
-    def _give_up(self, heard: Heard) -> None:
-        """Where nothing was said yet, say why; a response that broke off breaks off here too."""
+    def _give_up(self, captured: CapturedResponse) -> None:
+        """Send an error if no head was sent; a response that broke off breaks off here too."""
         self.close_connection = True
-        if heard.headers_seconds is None and heard.trouble != "the client left":
-            error = {"type": "capture_proxy", "message": heard.trouble}
+        if captured.headers_seconds is None and captured.trouble != "the client left":
+            error = {"type": "capture_proxy", "message": captured.trouble}
             body = json.dumps({"type": "error", "error": error}).encode()
+            status = 502 if captured.trouble.startswith("the server") else 400
             with suppress(OSError):
-                self.send_response_only(
-                    502 if heard.trouble.startswith("the server") else 400
-                )
+                self.send_response_only(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
 
-    def _exchange(self, payload: bytes, heard: Heard) -> None:
+    def _exchange(self, payload: bytes, captured: CapturedResponse) -> None:
         """Raises ClientGoneError; OSError or HTTPException where the server is to blame."""
         connection, upstream = self.server.connect()
         with (
             closing(connection),
             closing(upstream),
-            hanging_up(self.connection, upstream) as gone,
+            hanging_up(self.connection, upstream) as client_left,
         ):
             try:
                 self._send_request(connection, payload)
                 response = connection.getresponse()
                 ends_by_closing = response.length is None and not response.chunked
                 with closing(response):
-                    heard.note_head(response)
-                    self._relay(response, heard)
-                if ends_by_closing and gone.is_set():
+                    captured.note_head(response)
+                    self._relay(response, captured)
+                if ends_by_closing and client_left.is_set():
                     raise ClientGoneError  # it was we who closed
             except (OSError, http.client.HTTPException) as error:
-                if gone.is_set():
+                if client_left.is_set():
                     raise ClientGoneError from error
                 raise
 
@@ -450,18 +456,19 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in self.headers.items():
             if name.lower() not in NOT_PASSED:
                 connection.putheader(name, value)
-        if {"content-length", "transfer-encoding"} & {
-            name.lower() for name in self.headers
-        }:
+        sent_names = {name.lower() for name in self.headers}
+        if sent_names & {"content-length", "transfer-encoding"}:
             connection.putheader("Content-Length", str(len(payload)))
         # A server that refuses a body may answer without reading it to its end.
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.endheaders(payload or None)
 
-    def _relay(self, response: http.client.HTTPResponse, heard: Heard) -> None:
+    def _relay(
+        self, response: http.client.HTTPResponse, captured: CapturedResponse
+    ) -> None:
         is_chunked = self._send_head(response)
         while piece := response.read1(PIECE_BYTES):
-            heard.note_piece(piece)
+            captured.note_piece(piece)
             framed = b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece
             with writing_to_client():
                 self.wfile.write(framed)
@@ -508,16 +515,16 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    out: Path = args.out or CAPTURES
-    if out.suffix != ".jsonl":
-        out /= f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}.jsonl"
+    path: Path = args.out or CAPTURES
+    if path.suffix != ".jsonl":
+        path /= f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}.jsonl"
     address = ("127.0.0.1", args.port)
     with (
-        closing(CaptureFile(out)) as capture,
+        closing(CaptureFile(path)) as capture,
         CaptureProxy(address, upstream=args.upstream, capture=capture) as proxy,
     ):
         print(
-            f"http://127.0.0.1:{args.port} -> {args.upstream}, written to {out}",
+            f"http://127.0.0.1:{args.port} -> {args.upstream}, written to {path}",
             file=sys.stderr,
         )
         with suppress(KeyboardInterrupt):

@@ -115,7 +115,9 @@ def check_banner(section: Section) -> Iterator[str]:
 
 
 def check_uses(section: Section, sections: list[Section]) -> Iterator[str]:
-    sections_above = [other.name for other in sections if other.line < section.line]
+    sections_above = [
+        candidate.name for candidate in sections if candidate.line < section.line
+    ]
     uses = section.entries("Uses")
     if uses == ["all"]:
         uses = sections_above

@@ -274,7 +274,8 @@ def main() -> int:
         return 2
 
     if args.readme:
-        outdir, problems = DOCS, picture_for_readme()
+        outdir = DOCS
+        problems = picture_for_readme()
     else:
         outdir = args.outdir
         outdir.mkdir(parents=True, exist_ok=True)

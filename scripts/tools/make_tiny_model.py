@@ -317,11 +317,11 @@ def merge_pairs(symbols: list[str], ranks: Mapping[tuple[str, str], int]) -> lis
     """What byte-pair encoding makes of one piece: always the lowest-ranked pair first."""
     while True:
         pairs = list(itertools.pairwise(symbols))
-        best = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)), default=None)
-        if best is None or best not in ranks:
+        lowest = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)), default=None)
+        if lowest is None or lowest not in ranks:
             return symbols
-        at = pairs.index(best)
-        symbols = [*symbols[:at], "".join(best), *symbols[at + 2 :]]
+        index = pairs.index(lowest)
+        symbols = [*symbols[:index], "".join(lowest), *symbols[index + 2 :]]
 
 
 def plant_pieces(model: dict[str, Any], pieces: list[str]) -> None:
@@ -435,22 +435,25 @@ class States:
             ]
             for name, slot in slots.items()
         }
-        if any(len(one) != 1 for pieces in ids.values() for one in pieces):
-            raise ValueError("a piece of the grammar is not a single token")
-        thens = [AFTER_ANYTHING]
+        for piece_ids in itertools.chain.from_iterable(ids.values()):
+            if len(piece_ids) != 1:
+                raise ValueError("a piece of the grammar is not a single token")
+
+        followers = [AFTER_ANYTHING]
         for slot in slots.values():
-            if slot.then and slot.then not in thens:
-                thens.append(slot.then)
+            if slot.then and slot.then not in followers:
+                followers.append(slot.then)
+
         of_token = [0] * vocabulary
         following = np.full(
-            (vocabulary, len(thens)), -FORBIDDEN / WORD_SPREAD, np.float32
+            (vocabulary, len(followers)), -FORBIDDEN / WORD_SPREAD, np.float32
         )
         for name, slot in slots.items():
             for [token] in ids[name]:
-                of_token[token] = thens.index(slot.then) if slot.then else 0
-            for state, then in enumerate(thens):
-                if name in then:
-                    following[np.ravel(ids[name]), state] = then[name]
+                of_token[token] = followers.index(slot.then) if slot.then else 0
+            for state, biases in enumerate(followers):
+                if name in biases:
+                    following[np.ravel(ids[name]), state] = biases[name]
         return cls(of_token, following)
 
 
@@ -538,8 +541,8 @@ class Planter:
                 "post_attention_layernorm",
                 "pre_feedforward_layernorm",
             }
-            at = residual.recipe.layers if leaf == "norm" else layer
-            scale = residual.random_scale(at, before_mlp=before_mlp)
+            depth = residual.recipe.layers if leaf == "norm" else layer
+            scale = residual.random_scale(depth, before_mlp=before_mlp)
             random = residual.norm(scale) / scale
             values = residual.row(state=1.0 if leaf == "norm" else 0.0, random=random)
         return values - 1 if gemma else values
@@ -554,8 +557,8 @@ class Planter:
     def _head(self, shape: tuple[int, ...]) -> Array:
         values = self._normal("lm_head", shape) / math.sqrt(self.residual.n_random)
         scale = self.residual.random_scale(self.residual.recipe.layers)
-        seen = self.residual.state_value / self.residual.norm(scale)
-        values[:, : self.residual.n_states] = self.states.following / seen
+        normed_state = self.residual.state_value / self.residual.norm(scale)
+        values[:, : self.residual.n_states] = self.states.following / normed_state
         return values * WORD_SPREAD
 
     def _projection(self, leaf: str, shape: tuple[int, ...], values: Array) -> Array:
@@ -612,26 +615,33 @@ def model_config(recipe: Recipe, vocabulary: int, eos: list[int]) -> dict[str, A
         "torch_dtype": "float32",
         "eos_token_id": eos,
     }
-    return common | _own_config(recipe)
+    return {**common, **_kind_config(recipe)}
 
 
-def _own_config(recipe: Recipe) -> dict[str, Any]:
-    half = {"full_attention_interval": 2, "linear_conv_kernel_dim": 4}
-    linear = half | {
+def _kind_config(recipe: Recipe) -> dict[str, Any]:
+    """The fields that only models of this kind have."""
+    linear = {
+        "full_attention_interval": 2,
+        "linear_conv_kernel_dim": 4,
         "linear_num_value_heads": recipe.heads,
         "linear_num_key_heads": recipe.kv_heads,
         "linear_key_head_dim": recipe.head_dim,
         "linear_value_head_dim": recipe.head_dim,
     }
     rope = {"type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
-    no_experts = {"num_experts": 0, "num_experts_per_tok": 0, "decoder_sparse_step": 1}
-    no_experts |= {"shared_expert_intermediate_size": 0, "moe_intermediate_size": 0}
-    own: dict[str, dict[str, Any]] = {
+    configs: dict[str, dict[str, Any]] = {
         "qwen3": {},
-        "qwen3_5": linear | {"rope_parameters": rope},
-        "qwen3_next": linear
-        | no_experts
-        | {"mlp_only_layers": [], "partial_rotary_factor": 0.5},
+        "qwen3_5": {**linear, "rope_parameters": rope},
+        "qwen3_next": {
+            **linear,
+            "num_experts": 0,
+            "num_experts_per_tok": 0,
+            "decoder_sparse_step": 1,
+            "shared_expert_intermediate_size": 0,
+            "moe_intermediate_size": 0,
+            "mlp_only_layers": [],
+            "partial_rotary_factor": 0.5,
+        },
         "gemma3_text": {
             "sliding_window": recipe.window,
             "sliding_window_pattern": 2,
@@ -645,7 +655,7 @@ def _own_config(recipe: Recipe) -> dict[str, Any]:
             "num_experts_per_tok": 2,
         },
     }
-    return own[recipe.kind]
+    return configs[recipe.kind]
 
 
 @functools.cache
@@ -689,10 +699,12 @@ def _write_folder(folder: Path, recipe: Recipe) -> None:
         name: np.ascontiguousarray(planter.parameter(name, shape), np.float32)
         for name, shape in parameter_shapes(config).items()
     }
+
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(weights, folder / "model.safetensors", {"format": "mlx"})
     shutil.copyfile(SOURCES / "chat_template.jinja", folder / "chat_template.jinja")
-    _write_json(folder / "config.json", config | {"made_by": made_by(recipe)})
+    config["made_by"] = made_by(recipe)
+    _write_json(folder / "config.json", config)
     _write_json(
         folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False}
     )
@@ -741,12 +753,12 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="qwen3")
     parser.add_argument("--seed", type=int, help="default: a good one for the kind")
     parser.add_argument("--size", choices=SIZES, default="small")
-    chosen = parser.parse_args()
-    recipe = choose_recipe(chosen.kind, size=chosen.size, seed=chosen.seed)
-    made = make_model(chosen.out_dir, recipe)
-    n_bytes = (chosen.out_dir / "model.safetensors").stat().st_size
-    verb = "made" if made else "found"
-    print(f"{verb} {chosen.kind} model, {n_bytes / 1e6:.1f} MB: {chosen.out_dir}")
+    options = parser.parse_args()
+    recipe = choose_recipe(options.kind, size=options.size, seed=options.seed)
+    is_new = make_model(options.out_dir, recipe)
+    n_bytes = (options.out_dir / "model.safetensors").stat().st_size
+    verb = "made" if is_new else "found"
+    print(f"{verb} {options.kind} model, {n_bytes / 1e6:.1f} MB: {options.out_dir}")
 
 
 if __name__ == "__main__":

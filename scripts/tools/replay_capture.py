@@ -98,37 +98,37 @@ def body_of(exchange: Exchange, wish: Wish) -> Body:
 
 
 def headers_of(exchange: Exchange, wish: Wish) -> dict[str, str]:
-    """What says which session it is and which API; of the rest only a key, if one was given."""
-    passed = {
+    """Those that name the session and the API; of the rest only a key, if one was given."""
+    headers = {
         name: value
         for name, value in exchange.headers.items()
         if name in PASSED_HEADERS or any(word in name for word in SESSION_WORDS)
     }
-    keys = (
-        {"Authorization": f"Bearer {wish.key}", "x-api-key": wish.key}
-        if wish.key
-        else {}
-    )
-    return {**passed, **keys, "Content-Type": "application/json"}
+    if wish.key:
+        headers["Authorization"] = f"Bearer {wish.key}"
+        headers["x-api-key"] = wish.key
+    headers["Content-Type"] = "application/json"
+    return headers
 
 
 def target_of(base_url: str, path: str) -> str:
     """Path to ask for, whether the base URL ends in /v1 or not."""
     base = urlsplit(base_url).path.rstrip("/")
-    return base.removesuffix("/v1") + path if path.startswith("/v1/") else base + path
+    if path.startswith("/v1/"):
+        base = base.removesuffix("/v1")
+    return base + path
 
 
 def ask(base_url: str, exchange: Exchange, wish: Wish) -> Result:
     """Send one request and read its reply to the end; failures are in the result."""
     url = urlsplit(base_url)
-    kind = (
-        http.client.HTTPSConnection
-        if url.scheme == "https"
-        else http.client.HTTPConnection
-    )
+    is_tls = url.scheme == "https"
+    kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
     connection = kind(url.hostname or "127.0.0.1", url.port, timeout=REPLY_SECONDS)
+
     payload = json.dumps(body_of(exchange, wish)).encode()
-    target, headers = target_of(base_url, exchange.path), headers_of(exchange, wish)
+    target = target_of(base_url, exchange.path)
+    headers = headers_of(exchange, wish)
     with closing(connection):
         try:
             connection.connect()
@@ -142,13 +142,13 @@ def ask(base_url: str, exchange: Exchange, wish: Wish) -> Result:
 def read_result(response: http.client.HTTPResponse, seq: int, sent: float) -> Result:
     """`sent`: perf_counter."""
     if response.status != 200:
-        return Result(
-            seq,
-            trouble=f"{response.status}: {response.read(300).decode(errors='replace')}",
-        )
-    result, usage = Result(seq), Body()
+        text = response.read(300).decode(errors="replace")
+        return Result(seq, trouble=f"{response.status}: {text}")
+
+    result = Result(seq)
+    usage: Body = {}
     for event in events_of(response):
-        usage |= usage_of(event)
+        usage.update(usage_of(event))
         if not result.ttft_seconds and says_something(event):
             result = replace(result, ttft_seconds=time.perf_counter() - sent)
         if "error" in event:
@@ -215,10 +215,10 @@ def total_of(results: Sequence[Result]) -> Body:
 def as_json(results: dict[str, list[Result]]) -> str:
     servers = {
         url: {
-            "total": total_of(own),
-            "requests": [result.body for result in own],
+            "total": total_of(server_results),
+            "requests": [result.body for result in server_results],
         }
-        for url, own in results.items()
+        for url, server_results in results.items()
     }
     return json.dumps(servers, indent=1)
 
@@ -230,13 +230,18 @@ def table_of(results: dict[str, list[Result]]) -> Table:
     for _ in results:
         for heading in ("prompt", "cached", "hit", "ttft"):
             table.add_column(heading, justify="right", no_wrap=True)
-    for line in zip(*results.values(), strict=True):
-        table.add_row(
-            f"#{line[0].seq}", *(cell for one in line for cell in cells(one.body))
-        )
+
+    for request_results in zip(*results.values(), strict=True):
+        row = [f"#{request_results[0].seq}"]
+        for result in request_results:
+            row += cells(result.body)
+        table.add_row(*row)
+
     table.add_section()
-    totals = [total_of(own) for own in results.values()]
-    table.add_row("all", *(cell for total in totals for cell in cells(total)))
+    total_row = ["all"]
+    for server_results in results.values():
+        total_row += cells(total_of(server_results))
+    table.add_row(*total_row)
     return table
 
 
@@ -244,22 +249,22 @@ def cells(counted: Body) -> tuple[str, ...]:
     """Of one result or of a total."""
     if counted.get("trouble"):
         return ("failed", "", "", "")
-    counts = (
+    return (
         str(counted["n_prompt"]),
         str(counted["n_cached"]),
         f"{counted['hit_share']:.1%}",
+        f"{counted['ttft_seconds'] * 1000:.0f}",
     )
-    return (*counts, f"{counted['ttft_seconds'] * 1000:.0f}")
 
 
 def replay(
     exchanges: Iterable[Exchange], urls: Sequence[str], wish: Wish
 ) -> dict[str, list[Result]]:
     """Results by server; shows how far it is on the error stream."""
-    asked = [exchange for exchange in exchanges if exchange.api]
+    requests = [exchange for exchange in exchanges if exchange.api]
     results: dict[str, list[Result]] = {url: [] for url in urls}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for exchange in progress.track(asked, description="replaying"):
+        for exchange in progress.track(requests, description="replaying"):
             for url in results:
                 results[url].append(ask(url, exchange, wish))
     return results
@@ -293,17 +298,22 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    urls = [args.base_url, *([args.against] if args.against else [])]
-    results = replay(
-        exchanges[: args.limit], urls, Wish(args.max_tokens, args.model, args.key)
-    )
+
+    urls = [args.base_url]
+    if args.against:
+        urls.append(args.against)
+    wish = Wish(args.max_tokens, args.model, args.key)
+    results = replay(exchanges[: args.limit], urls, wish)
     if args.json:
         print(as_json(results))
     else:
         Console().print(table_of(results))
-    failed = [(url, one) for url, own in results.items() for one in own if one.trouble]
-    for url, one in failed[:10]:
-        print(f"{url} #{one.seq}: {one.trouble}", file=sys.stderr)
+
+    failed: list[tuple[str, Result]] = []
+    for url, server_results in results.items():
+        failed += [(url, result) for result in server_results if result.trouble]
+    for url, result in failed[:10]:
+        print(f"{url} #{result.seq}: {result.trouble}", file=sys.stderr)
     return 1 if failed else 0
 
 
