@@ -51,12 +51,10 @@ def machine(blas: str) -> str:
 
     chip = platform.processor() or platform.machine()
     if platform.system() == "Linux":
-        names = [
-            x
-            for x in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in x
-        ]
-        chip = names[0].partition(":")[2].strip() if names else chip
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if "model name" in line:
+                chip = line.partition(":")[2]
+                break
     elif platform.system() == "Darwin":
         chip = subprocess.check_output(
             ["sysctl", "-n", "machdep.cpu.brand_string"], text=True
@@ -84,8 +82,8 @@ class Bench:
         """The folder of a model of this kind and size, fp32, made on first use."""
         maker = make_tiny_model()
         recipe = maker.choose_recipe(kind, **size)
-        named = "".join(f"-{key}{value}" for key, value in size.items())
-        folder = self._models / f"{kind}{named}"
+        size_suffix = "".join(f"-{key}{value}" for key, value in size.items())
+        folder = self._models / f"{kind}{size_suffix}"
         maker.make_model(folder, recipe)
         return folder
 
@@ -127,9 +125,9 @@ def measure(name: str, *, quick: bool) -> list[Line]:
     """One section's lines; a failure is reported as a line, and other sections go on."""
     lines: list[Line] = []
     began = time.monotonic()
-    with bench(quick=quick) as one:
+    with bench(quick=quick) as section_bench:
         try:
-            for line in sections.ALL[name](one):
+            for line in sections.ALL[name](section_bench):
                 lines.append(line)
                 console.print(" | ".join(line.cells), highlight=False, soft_wrap=True)
         except Exception as error:  # noqa: BLE001  one section must not cost the others

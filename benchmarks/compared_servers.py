@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 from project_files import START_LLM
 
-OURS, THEIRS = "start-llm", "mlx_lm.server"
+OURS = "start-llm"
+THEIRS = "mlx_lm.server"
 START_SECONDS = 120.0
 REPLY_SECONDS = 900.0
 
@@ -119,34 +120,41 @@ def stamped_lines(
 ) -> Iterator[tuple[float, bytes]]:
     """(seconds since `sent`, payload) of each event. Raises TimeoutError past `give_up_after`."""
     while line := response.readline():
-        at = time.perf_counter() - sent
+        seconds = time.perf_counter() - sent
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield at, line[6:]
-        if give_up_after is not None and at > give_up_after:
+            yield seconds, line[6:]
+        if give_up_after is not None and seconds > give_up_after:
             raise TimeoutError
 
 
 def read_reply(lines: list[tuple[float, bytes]], *, sent: float) -> Reply:
     """The events of one stream, joined."""
     reply = Reply(sent=sent, total=time.perf_counter() - sent)
-    thought, said, calls = [], [], {}
-    for at, line in lines:
+    reasoning = ""
+    content = ""
+    calls: dict[int, Body] = {}
+    for seconds, line in lines:
         event = json.loads(line)
         if "error" in event:
             raise RuntimeError(f"error event: {event['error']}")
         read_usage(reply, event.get("usage"))
         for choice in event.get("choices", ()):
-            delta = choice.get("delta", {})
             reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-            thought.append(
-                delta.get("reasoning_content") or delta.get("reasoning") or ""
-            )
-            said.append(delta.get("content") or "")
-            join_calls(calls, delta.get("tool_calls") or ())
-            if thought[-1] or said[-1] or delta.get("tool_calls"):
-                reply.stamps.append(at)
-    reply.message = {"role": "assistant", "content": "".join(said)}
-    reply.message["reasoning_content"] = "".join(thought)
+            delta = choice.get("delta", {})
+            new_reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            new_content = delta.get("content")
+            new_calls = delta.get("tool_calls")
+            reasoning += new_reasoning or ""
+            content += new_content or ""
+            join_calls(calls, new_calls or ())
+            if new_reasoning or new_content or new_calls:
+                reply.stamps.append(seconds)
+
+    reply.message = {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": reasoning,
+    }
     if calls:
         reply.message["tool_calls"] = list(calls.values())
     return reply
@@ -154,10 +162,10 @@ def read_reply(lines: list[tuple[float, bytes]], *, sent: float) -> Reply:
 
 def read_usage(reply: Reply, usage: Body | None) -> None:
     if usage:
-        reply.n_prompt, reply.n_out = usage["prompt_tokens"], usage["completion_tokens"]
-        reply.n_cached = (usage.get("prompt_tokens_details") or {}).get(
-            "cached_tokens", 0
-        )
+        reply.n_prompt = usage["prompt_tokens"]
+        reply.n_out = usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        reply.n_cached = details.get("cached_tokens", 0)
 
 
 def join_calls(calls: dict[int, Body], deltas: Any) -> None:
@@ -165,8 +173,11 @@ def join_calls(calls: dict[int, Body], deltas: Any) -> None:
         index = delta.get("index", place if delta.get("id") is None else len(calls))
         function = delta["function"]
         if index not in calls:
-            named = {"name": function["name"], "arguments": ""}
-            calls[index] = {"id": delta["id"], "type": "function", "function": named}
+            calls[index] = {
+                "id": delta["id"],
+                "type": "function",
+                "function": {"name": function["name"], "arguments": ""},
+            }
         calls[index]["function"]["arguments"] += function.get("arguments") or ""
 
 
@@ -183,20 +194,24 @@ def our_environment(
     model: Path, port: int, scratch: Path, **settings: object
 ) -> dict[str, str]:
     """Defaults, as a person gets them, but for model, port and where logs go."""
-    own = {"MODEL_PATH": str(model), "MLX_PORT": str(port), "ENABLE_PROXY": "false"}
-    own |= {"LOG_ROOT": str(scratch / "logs")} | {
-        k.upper(): str(v) for k, v in settings.items()
+    environment = {
+        **os.environ,
+        "MODEL_PATH": str(model),
+        "MLX_PORT": str(port),
+        "ENABLE_PROXY": "false",
+        "LOG_ROOT": str(scratch / "logs"),
     }
-    return {**os.environ, **own}
+    for name, value in settings.items():
+        environment[name.upper()] = str(value)
+    return environment
 
 
 @contextmanager
 def our_server(model: Path, scratch: Path, **settings: object) -> Iterator[Server]:
     port = free_port()
     environ = our_environment(model, port, scratch, **settings)
-    with running(
-        Server(OURS, port), [sys.executable, str(START_LLM)], scratch, environ
-    ) as server:
+    command = [sys.executable, str(START_LLM)]
+    with running(Server(OURS, port), command, scratch, environ) as server:
         yield server
 
 
@@ -228,9 +243,9 @@ def running(
 ) -> Iterator[Server]:
     """Start a server, wait until it has answered once, stop it in the end."""
     log = scratch / f"{server.name}-{server.port}.log"
-    with log.open("wb") as out:
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=environ, stdout=out, stderr=out, cwd=scratch
+            command, env=environ, stdout=output, stderr=output, cwd=scratch
         )
     try:
         server.pid = process.pid
@@ -253,12 +268,12 @@ def wait_until_ready(
         "max_tokens": 2,
         "temperature": 0,
     }
-    give_up = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while True:
         try:
             server.ask(hello)
         except (OSError, RuntimeError, http.client.HTTPException) as error:
-            if process.poll() is not None or time.monotonic() > give_up:
+            if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{server.name} does not start: {log.read_text()}"
                 ) from error
@@ -271,19 +286,21 @@ def wait_until_ready(
 def peak_memory(pid: int) -> Iterator[list[int]]:
     """[resident bytes before, most seen while inside], looked at every 10 ms."""
     process = psutil.Process(pid)
-    seen = [process.memory_info().rss] * 2
-    done = threading.Event()
+    resident = process.memory_info().rss
+    first_and_peak = [resident, resident]
+    stop = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.01):
-            seen[1] = max(seen[1], process.memory_info().rss)
+        while not stop.wait(0.01):
+            resident = process.memory_info().rss
+            first_and_peak[1] = max(first_and_peak[1], resident)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield seen
+        yield first_and_peak
     finally:
-        done.set()
+        stop.set()
         watcher.join()
 
 
@@ -302,8 +319,9 @@ def burner() -> Iterator[Callable[[], float]]:
     """A function that waits while another program computes for 50 ms; the seconds it took."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", BURN], **pipes) as process:
-        assert process.stdin and process.stdout
-        stdin, stdout = process.stdin, process.stdout
+        stdin = process.stdin
+        stdout = process.stdout
+        assert stdin and stdout
 
         def burn() -> float:
             began = time.perf_counter()

@@ -15,36 +15,37 @@ SAMPLE_SECONDS = 0.3
 def seconds_of_others() -> float:
     """Processor seconds spent so far by all programs but this one and those it started."""
     me = psutil.Process()
-    own = 0.0
+    own_seconds = 0.0
     for process in (me, *me.children(recursive=True)):
         try:
             times = process.cpu_times()
         except psutil.Error:
             continue
-        own += times.user + times.system
+        own_seconds += times.user + times.system
     busy = psutil.cpu_times()
-    return busy.user + busy.nice + busy.system - own
+    return busy.user + busy.nice + busy.system - own_seconds
 
 
 class Others:
     """How many cores other programs have used since this was made."""
 
     def __init__(self) -> None:
-        self._at, self._seconds = time.perf_counter(), seconds_of_others()
+        self._began = time.perf_counter()
+        self._seconds = seconds_of_others()
 
     @property
     def cores(self) -> float:
         spent = seconds_of_others() - self._seconds
-        return spent / max(time.perf_counter() - self._at, 1e-6)
+        return spent / max(time.perf_counter() - self._began, 1e-6)
 
 
 def wait_for_quiet(patience: float = PATIENCE_SECONDS) -> float:
     """Return when others compute little, or when patience ends; the seconds of it that are left."""
     began = time.monotonic()
     while (left := patience - (time.monotonic() - began)) > 0:
-        others = Others()
+        other_programs = Others()
         time.sleep(SAMPLE_SECONDS)
-        if others.cores < QUIET_CORES:
+        if other_programs.cores < QUIET_CORES:
             break
     return left
 
@@ -58,9 +59,9 @@ def rounds[T](times: int, measure: Callable[[], T]) -> list[T]:
     patience = PATIENCE_SECONDS
     for _ in range(2 * times):
         patience = wait_for_quiet(patience)
-        others = Others()
+        other_programs = Others()
         result = measure()
-        results.append((others.cores, result))
+        results.append((other_programs.cores, result))
         if sum(cores < QUIET_CORES for cores, _ in results) == times:
             break
     results.sort(key=lambda pair: pair[0])

@@ -28,12 +28,13 @@ def first_token_ms(port: int) -> float:
     with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
-        for line in (answer := connection.getresponse()):
+        response = connection.getresponse()
+        for line in response:
             if line.startswith(b"data: {") and has_words(json.loads(line[6:])):
                 break
-        took = time.perf_counter() - began
-        answer.read()
-    return took * 1000
+        seconds = time.perf_counter() - began
+        response.read()
+    return seconds * 1000
 
 
 def has_words(chunk: dict[str, list[dict[str, dict[str, str]]]]) -> bool:
@@ -44,7 +45,8 @@ def has_words(chunk: dict[str, list[dict[str, dict[str, str]]]]) -> bool:
 
 
 def row(name: str, times: Sequence[float]) -> str:
-    return f"{name:8} {statistics.median(times):6.1f} ms ({min(times):.1f}..{max(times):.1f})"
+    median = statistics.median(times)
+    return f"{name:8} {median:6.1f} ms ({min(times):.1f}..{max(times):.1f})"
 
 
 def main() -> None:
@@ -53,15 +55,22 @@ def main() -> None:
     parser.add_argument("--proxy", type=int, default=4000, help="port of LiteLLM")
     parser.add_argument("--requests", type=int, default=30)
     args = parser.parse_args()
-    for _ in range(5):
-        first_token_ms(args.direct), first_token_ms(args.proxy)
-    pairs = [
-        (first_token_ms(args.direct), first_token_ms(args.proxy))
-        for _ in range(args.requests)
+
+    for _ in range(5):  # to warm up
+        first_token_ms(args.direct)
+        first_token_ms(args.proxy)
+
+    direct_times = []
+    proxy_times = []
+    for _ in range(args.requests):
+        direct_times.append(first_token_ms(args.direct))
+        proxy_times.append(first_token_ms(args.proxy))
+    added_times = [
+        proxy - direct for direct, proxy in zip(direct_times, proxy_times, strict=True)
     ]
-    print(row("direct", [direct for direct, _ in pairs]))
-    print(row("proxy", [proxy for _, proxy in pairs]))
-    print(row("added", [proxy - direct for direct, proxy in pairs]))
+    print(row("direct", direct_times))
+    print(row("proxy", proxy_times))
+    print(row("added", added_times))
 
 
 if __name__ == "__main__":

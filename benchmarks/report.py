@@ -33,24 +33,26 @@ class Line:
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Median, with the smallest and the largest."""
-    middle, low, high = statistics.median(values), min(values), max(values)
+    """Median, with the smallest and the largest value."""
+    median = form.format(statistics.median(values))
     if len(values) < 3:
-        return form.format(middle)
-    return f"{form.format(middle)} ({form.format(low)}..{form.format(high)})"
+        return median
+    low = form.format(min(values))
+    high = form.format(max(values))
+    return f"{median} ({low}..{high})"
 
 
-def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """Pair by pair: what disturbs the machine disturbs both of a pair."""
-    return [a / b for a, b in zip(over, under, strict=True)]
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def rich_table(lines: Sequence[Line]) -> Table:
     table = Table(*HEADINGS)
     for line in lines:
-        what, ours, theirs, bar, met = line.cells
-        colour = {"yes": "green", "": "default"}.get(met, "red")
-        table.add_row(what, ours, theirs, bar, f"[{colour}]{met.strip('*')}[/]")
+        *cells, verdict = line.cells
+        colour = {"yes": "green", "": "default"}.get(verdict, "red")
+        table.add_row(*cells, f"[{colour}]{verdict.strip('*')}[/]")
     return table
 
 
