@@ -29,8 +29,12 @@ CORPUS = (
     / "tiny_model"
     / "corpus.txt"
 )
-PARAMETERS = {"read": ["path"], "bash": ["command"], "write": ["content", "path"]}
-PARAMETERS |= {"get_weather": ["city"]}
+PARAMETERS = {
+    "read": ["path"],
+    "bash": ["command"],
+    "write": ["content", "path"],
+    "get_weather": ["city"],
+}
 
 
 def tool(name: str, keys: list[str]) -> Body:
@@ -65,7 +69,9 @@ class Words:
         words = self.random.choices(
             self._words, k=max(1, round(n_tokens / self._per_word))
         )
-        lines = [" ".join(words[at : at + 12]) for at in range(0, len(words), 12)]
+        lines = [
+            " ".join(words[start : start + 12]) for start in range(0, len(words), 12)
+        ]
         return "\n".join(lines)
 
     def history(self, n_tokens: int, *, tail: int = 32) -> list[Body]:
@@ -82,12 +88,12 @@ class Words:
     def step(self, n_tokens: int) -> list[Body]:
         """A call and its result."""
         call = {"name": "read", "arguments": '{"path": "src/main.py"}'}
-        asked = {"id": "call_1", "type": "function", "function": call}
+        tool_call = {"id": "call_1", "type": "function", "function": call}
         thought = self.text(40)
         message = {"role": "assistant", "content": "", "reasoning_content": thought}
         result = self.text(max(10, n_tokens - 90))
         return [
-            {**message, "tool_calls": [asked]},
+            {**message, "tool_calls": [tool_call]},
             {"role": "tool", "tool_call_id": "call_1", "content": result},
         ]
 
@@ -157,10 +163,12 @@ class Ledger:
 
     def note(self, messages: list[Body], prompt: np.ndarray, reply: Reply) -> None:
         """Remember a finished request."""
-        whole = self.render([*messages, reply.message], is_prompt=False)
-        if not np.array_equal(whole[: len(prompt)], prompt):
-            whole = prompt  # the template rewrote the past: only the prompt is sure
-        tokens = whole[: len(prompt) + reply.n_out]
+        conversation = self.render([*messages, reply.message], is_prompt=False)
+        if not np.array_equal(conversation[: len(prompt)], prompt):
+            conversation = (
+                prompt  # the template rewrote the past: only the prompt is sure
+            )
+        tokens = conversation[: len(prompt) + reply.n_out]
         starts = np.flatnonzero(prompt == self._turn_start)
         recent = starts[
             starts >= max(start for start in starts if self._asks(prompt, start))

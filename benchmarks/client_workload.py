@@ -63,8 +63,8 @@ def with_message_id(message_id: str, messages: Messages) -> Messages:
     """An id a quarter into the system prompt, which is rewritten at every request."""
     head, *rest = messages
     words = head["content"]
-    at = words.index("\n", len(words) // 4)
-    content = words[:at] + INBOUND % message_id + words[at + 1 :]
+    position = words.index("\n", len(words) // 4)
+    content = words[:position] + INBOUND % message_id + words[position + 1 :]
     return [{**head, "content": content}, *map(echoed_by_openclaw, rest)]
 
 
@@ -132,12 +132,11 @@ def reminded(messages: Messages, n: int) -> Iterator[Body]:
     reminder = "\n\n<system-reminder>\nThe todo list is empty.\n</system-reminder>"
     note = "Operator note (not from the user)\n\nThe file has not been changed since."
     for i, message in enumerate(messages):
-        has_reminder = i == last and n % 2
-        yield (
-            {**message, "content": message["content"] + reminder}
-            if has_reminder
-            else message
-        )
+        has_reminder = i == last and n % 2 == 1
+        if has_reminder:
+            yield {**message, "content": message["content"] + reminder}
+        else:
+            yield message
         if message["role"] == "tool":
             yield {"role": "user", "content": note}
 

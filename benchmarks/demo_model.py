@@ -68,12 +68,14 @@ class Case:
 def cases(conversation: Conversation) -> Iterator[Case]:
     """Every reply of a conversation, each after the right past."""
     messages = conversation.messages()
-    at = 1 if conversation.system else 0
+    n_messages = 1 if conversation.system else 0
     for exchange in conversation.exchanges:
         for step in (*exchange.steps, None):
-            at += 1
-            yield Case(exchange.kind, messages[:at], conversation.tools, step, exchange)
-            at += 1
+            n_messages += 1
+            yield Case(
+                exchange.kind, messages[:n_messages], conversation.tools, step, exchange
+            )
+            n_messages += 1
 
 
 def parse_call(reply: str) -> tuple[str, dict[str, str]] | None:
@@ -106,8 +108,10 @@ def is_right(call: tuple[str, dict[str, str]] | None, step: Step) -> bool:
     """Whether it is the call that was wanted."""
     if not call or call[0] != step.tool:
         return False
+    _, arguments = call
     wanted = {k: spelled(v) for k, v in step.arguments.items() if k not in step.loose}
-    return wanted == {k: v for k, v in call[1].items() if k not in step.loose}
+    written = {k: v for k, v in arguments.items() if k not in step.loose}
+    return wanted == written
 
 
 def spelled(value: Any) -> str:
@@ -117,15 +121,17 @@ def spelled(value: Any) -> str:
 
 def judge(case: Case, reply: str) -> dict[str, bool]:
     """What a reply counts for."""
-    whole = REPLY.fullmatch(reply)
-    said = whole["rest"] if whole else ""
-    call = parse_call(said)
+    match = REPLY.fullmatch(reply)
+    text = match["rest"] if match else ""
     if case.step:
+        call = parse_call(text)
         return {
             "well-formed": is_well_formed(call, case.tools),
             "right": is_right(call, case.step),
         }
-    fits = "<tool_call>" not in said and all(q in said for q in case.exchange.quotes)
+
+    has_quotes = all(quote in text for quote in case.exchange.quotes)
+    fits = has_quotes and "<tool_call>" not in text
     if case.kind == "title":
         return {"title": fits}
     return {"quotes": fits} if case.exchange.steps else {"no tool": fits}
@@ -140,7 +146,7 @@ class Speaker:
 
     def open(self, tokens: list[int]) -> None:
         """Read how the next conversations begin."""
-        self.read, self.cache = [], make_prompt_cache(self.model)
+        self.start_anew()
         self.prefill(tokens)
         self.opening = (tokens, copy.deepcopy(self.cache))
 
@@ -158,13 +164,18 @@ class Speaker:
         tokens = self.tokens(case.messages, case.tools)
         if tokens[: len(self.read)] != self.read or len(tokens) <= len(self.read):
             self.read, self.cache = copy.deepcopy(self.opening)
-            if (
-                tokens[: len(self.read)] != self.read
-            ):  # wishes for a title have no filler
-                self.read, self.cache = [], make_prompt_cache(self.model)
+            # Requests for a title have no filler.
+            if tokens[: len(self.read)] != self.read:
+                self.start_anew()
+
         # All but the last token stay; what is generated goes into a copy.
         self.prefill(tokens[len(self.read) : -1])
         return self.generate(tokens[-1], copy.deepcopy(self.cache))
+
+    def start_anew(self) -> None:
+        """With nothing read."""
+        self.read: list[int] = []
+        self.cache = make_prompt_cache(self.model)
 
     def prefill(self, tokens: list[int]) -> None:
         """Read on."""
@@ -176,15 +187,15 @@ class Speaker:
 
     def generate(self, last: int, cache: list[Any]) -> str:
         """Greedy decoding up to the end mark."""
-        said: list[int] = []
+        reply_ids: list[int] = []
         token = last
-        while len(said) < MAX_TOKENS:
+        while len(reply_ids) < MAX_TOKENS:
             logits = self.model(mx.array([[token]]), cache=cache)[0, -1]
             token = int(mx.argmax(logits))
             if token in self.tokenizer.eos_token_ids:
                 break
-            said.append(token)
-        return str(self.tokenizer.decode(said))
+            reply_ids.append(token)
+        return str(self.tokenizer.decode(reply_ids))
 
 
 def unseen_text(rng: random.Random, n_chars: int) -> str:
@@ -197,22 +208,21 @@ def unseen_text(rng: random.Random, n_chars: int) -> str:
 
 
 def conversations(
-    speaker: Speaker, chosen: argparse.Namespace
+    speaker: Speaker, options: argparse.Namespace
 ) -> Iterator[Conversation]:
     """Held-out conversations, whose beginning the speaker has read."""
     filler = ""
-    for i in range(chosen.conversations):
-        if chosen.filler and i % SHARING == 0:
-            rng = random.Random(f"filler {chosen.seed} {i}")
-            filler = unseen_text(rng, int(chosen.filler * 2.5))
+    for i in range(options.conversations):
+        if options.filler and i % SHARING == 0:
+            rng = random.Random(f"filler {options.seed} {i}")
+            filler = unseen_text(rng, int(options.filler * 2.5))
             messages = [
                 {"role": "system", "content": filler},
                 {"role": "user", "content": ""},
             ]
-            speaker.open(
-                speaker.tokens(messages, [])[:-40]
-            )  # without what ends the prompt
-        rng = random.Random(f"held out {chosen.seed} {i}")
+            tokens = speaker.tokens(messages, [])
+            speaker.open(tokens[:-40])  # without what ends the prompt
+        rng = random.Random(f"held out {options.seed} {i}")
         yield write_conversation(rng, held_out=True, filler=filler)
 
 
@@ -220,42 +230,44 @@ def table(counts: Mapping[str, Counter[bool]]) -> str:
     """One line for each thing that was counted."""
     lines = []
     for name, counter in sorted(counts.items()):
-        good, of = counter[True], counter.total()
-        lines.append(f"{name:24} {good:5} of {of:5}  {good / of:7.1%}")
+        n_good = counter[True]
+        n_all = counter.total()
+        lines.append(f"{name:24} {n_good:5} of {n_all:5}  {n_good / n_all:7.1%}")
     return "\n".join(lines)
 
 
 def verdicts(
-    speaker: Speaker, chosen: argparse.Namespace
+    speaker: Speaker, options: argparse.Namespace
 ) -> Iterator[tuple[str, str, bool]]:
     """What each reply counts for: (kind, what is counted, whether it is good)."""
     began = time.monotonic()
-    for conversation in conversations(speaker, chosen):
-        if chosen.seconds and time.monotonic() - began > chosen.seconds:
+    for conversation in conversations(speaker, options):
+        if options.seconds and time.monotonic() - began > options.seconds:
             return
         for case in cases(conversation):
             reply = speaker.reply(case)
             verdict = judge(case, reply)
-            if chosen.show and not all(verdict.values()):
+            if options.show and not all(verdict.values()):
                 wanted = case.step or case.exchange.answer
-                asked = case.messages[-1]["content"]
+                question = case.messages[-1]["content"]
                 print(
-                    f"--- {case.kind} {verdict}\n{asked!r}\n{reply!r}\n{wanted!r}",
+                    f"--- {case.kind} {verdict}\n{question!r}\n{reply!r}\n{wanted!r}",
                     flush=True,
                 )
-            yield from ((case.kind, name, good) for name, good in verdict.items())
+            for name, is_good in verdict.items():
+                yield case.kind, name, is_good
 
 
-def measure(speaker: Speaker, chosen: argparse.Namespace) -> str:
+def measure(speaker: Speaker, options: argparse.Namespace) -> str:
     """Generate every reply and count."""
     totals: dict[str, Counter[bool]] = {}
     kinds: dict[str, Counter[bool]] = {}
     began = time.monotonic()
-    for kind, name, good in verdicts(speaker, chosen):
+    for kind, name, good in verdicts(speaker, options):
         totals.setdefault(name, Counter())[good] += 1
         kinds.setdefault(f"{kind}: {name}", Counter())[good] += 1
-    said = f"{chosen.filler} tokens of filler, {time.monotonic() - began:.0f} s"
-    return f"{said}\n\n{table(totals)}\n\n{table(kinds)}"
+    title = f"{options.filler} tokens of filler, {time.monotonic() - began:.0f} s"
+    return f"{title}\n\n{table(totals)}\n\n{table(kinds)}"
 
 
 def main() -> None:
@@ -271,9 +283,9 @@ def main() -> None:
         "--seconds", type=float, default=0, help="stop after so many; 0: never"
     )
     parser.add_argument("--show", action="store_true", help="print what was wrong")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    print(measure(Speaker(chosen.model_dir), chosen))
+    print(measure(Speaker(options.model_dir), options))
 
 
 if __name__ == "__main__":

@@ -104,13 +104,14 @@ def send(port: int, body: bytes) -> int:
 
 def measure(port: int, process: psutil.Process, bodies: list[bytes]) -> str:
     """Statuses, seconds, and memory of the process before and at its peak."""
-    peak = before = process.memory_info().rss
+    first_rss = process.memory_info().rss
+    peak_rss = first_rss
     is_done = threading.Event()
 
     def watch() -> None:
-        nonlocal peak
+        nonlocal peak_rss
         while not is_done.wait(0.01):
-            peak = max(peak, process.memory_info().rss)
+            peak_rss = max(peak_rss, process.memory_info().rss)
 
     with ThreadPoolExecutor(len(bodies) + 1) as pool:
         watcher = pool.submit(watch)
@@ -119,7 +120,7 @@ def measure(port: int, process: psutil.Process, bodies: list[bytes]) -> str:
         seconds = time.monotonic() - started_at
         is_done.set()
         watcher.result()
-    return f"{statuses} {seconds:5.1f} s  {before / 1e6:6.0f} -> {peak / 1e6:6.0f} MB"
+    return f"{statuses} {seconds:5.1f} s  {first_rss / 1e6:6.0f} -> {peak_rss / 1e6:6.0f} MB"
 
 
 def main() -> None:

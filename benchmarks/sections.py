@@ -129,9 +129,13 @@ def count_text(count: Count) -> str:
 def volatile(bench: Bench) -> Iterator[Line]:
     """The same conversation as real agents send it: what changes in it, and what they take out."""
     for name, costume in COSTUMES.items():
-        counts = [count_tokens(bench, name, label, costume=costume) for label in KINDS]
+        ours = []
+        theirs = []
+        for label in KINDS:
+            our_count, their_count = count_tokens(bench, name, label, costume=costume)
+            ours.append(our_count)
+            theirs.append(their_count)
         bar = 1.02 if "thinking" in name else 1.10
-        ours, theirs = [ours for ours, _ in counts], [theirs for _, theirs in counts]
         yield prefilled_line(name, ours, theirs, bar=bar)
 
 
@@ -145,9 +149,9 @@ def cancelled_line(bench: Bench) -> Line:
         with both_servers(folder, bench.scratch) as servers:
             for server in servers:
                 bench.say(f"cancel and retry, {label}, {server.name}")
-                whole = server.ask(chat(words.history(n_tokens), n_out=2)).ttft
+                cold_seconds = server.ask(chat(words.history(n_tokens), n_out=2)).ttft
                 body = chat(words.history(n_tokens), n_out=2)
-                server.ask(body, give_up_after=whole / 2)
+                server.ask(body, give_up_after=cold_seconds / 2)
                 again = server.ask(body)
                 shares[server.name].append(again.prefilled / again.n_prompt)
     return Line(
@@ -168,7 +172,8 @@ def first_token(bench: Bench) -> Iterator[Line]:
     depths = (2000, 8000) if bench.quick else (2000, 8000, 16000, 32000)
     for label, kind in KINDS.items():
         folder = bench.model(kind, **LONG)
-        plain, words = Plain(folder), Words(tokenizer_of(folder), 3)
+        plain = Plain(folder)
+        words = Words(tokenizer_of(folder), 3)
         with both_servers(folder, bench.scratch) as servers:
             for depth in depths:
                 bench.say(f"{label}: first token at {depth:,} tokens")
@@ -182,11 +187,11 @@ def first_token_lines(
 ) -> Iterator[Line]:
     words = Words(plain.tokenizer, len(history))
     wait_for_quiet()
-    cold = [
-        server.ask(chat(history, n_out=200)) for server in servers
-    ]  # replies that end
+    # 200 tokens are enough for replies to end.
+    cold = [server.ask(chat(history, n_out=200)) for server in servers]
     plain.extend_to(cold[0].n_prompt)
-    last, talks = list(cold), [list(history) for _ in servers]
+    last = list(cold)
+    talks = [list(history) for _ in servers]
 
     def turn() -> tuple[float, ...]:
         """One more question to each server; their times to the first token, then the floor's."""
@@ -203,15 +208,15 @@ def first_token_lines(
 
 def floor_line(depth: int, label: str, times: list[Sequence[float]]) -> Line:
     ours, theirs, floors = times
-    ready, first, their_first = (
-        1e3 * statistics.median(x) for x in (floors, ours, theirs)
-    )
+    our_ms = 1e3 * statistics.median(ours)
+    their_ms = 1e3 * statistics.median(theirs)
+    floor_ms = 1e3 * statistics.median(floors)
     quotient = ratios(ours, floors)
     bar = 1.2 if depth >= 16 else None
     return Line(
-        f"warm first token at {depth}k, {label} / floor ({ready:.0f} ms)",
-        f"{spread(quotient)} ({first:.0f} ms)",
-        f"{spread(ratios(theirs, floors))} ({their_first:.0f} ms)",
+        f"warm first token at {depth}k, {label} / floor ({floor_ms:.0f} ms)",
+        f"{spread(quotient)} ({our_ms:.0f} ms)",
+        f"{spread(ratios(theirs, floors))} ({their_ms:.0f} ms)",
         f"<= {bar}" if bar else "",
         met=statistics.median(quotient) <= bar if bar else None,
         values={"ours": ours, "theirs": theirs, "floors": floors},
@@ -221,16 +226,18 @@ def floor_line(depth: int, label: str, times: list[Sequence[float]]) -> Line:
 def cold_line(
     depth: int, label: str, cold: list[Reply], warm: list[Sequence[float]]
 ) -> Line:
-    cells = [statistics.median(w) / c.ttft for w, c in zip(warm, cold, strict=True)]
+    shares = []
+    cells = []
+    for warm_times, cold_reply in zip(warm, cold, strict=True):
+        share = statistics.median(warm_times) / cold_reply.ttft
+        shares.append(share)
+        cells.append(f"1/{1 / share:.0f} (cold {cold_reply.ttft:.1f} s)")
     return Line(
         f"warm / cold first token at {depth}k, {label}",
-        *(
-            f"1/{1 / x:.0f} (cold {c.ttft:.1f} s)"
-            for x, c in zip(cells, cold, strict=True)
-        ),
+        *cells,
         "<= 1/100" if depth == 16 else "",
-        met=cells[0] <= 0.01 if depth == 16 else None,
-        values={"shares": cells},
+        met=shares[0] <= 0.01 if depth == 16 else None,
+        values={"shares": shares},
     )
 
 
@@ -244,11 +251,10 @@ def decode(bench: Bench) -> Iterator[Line]:
             folder = bench.model(kind, **fields)
             bench.say(f"{label}, {size}: decode speed")
             plain = Plain(folder)
+            title = f"{label}, {size} model"
             with both_servers(folder, bench.scratch) as servers:
-                yield from alone_lines(bench, plain, servers, f"{label}, {size} model")
-                yield from at_once_lines(
-                    bench, plain, servers, f"{label}, {size} model"
-                )
+                yield from alone_lines(bench, plain, servers, title)
+                yield from at_once_lines(bench, plain, servers, title)
     yield sampled_line(bench)
 
 
@@ -258,8 +264,13 @@ def sampled_line(bench: Bench) -> Line:
     folder = bench.model("qwen3", vocabulary=n_ids)
     bench.say("decode speed, sampled")
     words = Words(tokenizer_of(folder), 8)
-    fields = {"temperature": 0.1, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
-    fields |= endless(words.tokenizer, 128)
+    fields = {
+        "temperature": 0.1,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        **endless(words.tokenizer, 128),
+    }
 
     def once() -> list[float]:
         body = chat([{"role": "user", "content": words.text(200)}], n_out=0, **fields)
@@ -271,11 +282,11 @@ def sampled_line(bench: Bench) -> Line:
     return speed_line(f"decode, one request, tokens/s {sampled}", ours, theirs)
 
 
-def speed_line(what: str, ours: Sequence[float], theirs: Sequence[float]) -> Line:
+def speed_line(title: str, ours: Sequence[float], theirs: Sequence[float]) -> Line:
     """Tokens per second beside mlx-lm's server, round by round."""
     quotient = ratios(ours, theirs)
     return Line(
-        what,
+        title,
         f"{statistics.median(ours):.0f}; {spread(quotient)} x",
         f"{statistics.median(theirs):.0f}",
         ">= theirs",
@@ -294,18 +305,21 @@ def alone_lines(
         """Speeds of both servers, and mlx-lm's before and after them: machines slow down."""
         messages = [{"role": "user", "content": words.text(200)}]
         body = chat(messages, n_out=0, **fields)
-        told = {"tools": body["tools"], **body["chat_template_kwargs"]}
         prompt = plain.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, **told
+            messages,
+            add_generation_prompt=True,
+            tools=body["tools"],
+            **body["chat_template_kwargs"],
         )
-        before = plain.decode_speed(prompt, fields)
+
+        first_speed = plain.decode_speed(prompt, fields)
         replies = in_any_order(servers, lambda server: server.ask(body))
-        # All decode behind the same tokens: attention to more of them takes longer.
+        last_speed = plain.decode_speed(prompt, fields)
+
+        # All decode after the same tokens: attention to more of them takes longer.
         assert {reply.n_prompt for reply in replies} == {len(prompt)}, "another prompt"
-        after = plain.decode_speed(prompt, fields)
-        return *(reply.decode_speed for reply in replies), statistics.mean(
-            (before, after)
-        )
+        plain_speed = statistics.mean((first_speed, last_speed))
+        return *(reply.decode_speed for reply in replies), plain_speed
 
     ours, theirs, plainly = zip(*rounds(bench.times(9), once), strict=True)
     quotient = ratios(ours, plainly)
@@ -332,20 +346,21 @@ def at_once_lines(
         return in_any_order(servers, lambda server: ask_together(server, bodies))
 
     ours, theirs = zip(*rounds(bench.times(7), once), strict=True)
-    for what, speed in (
+    for phase, speed in (
         ("while all decode", speed_together),
         ("all in all", speed_in_all),
     ):
-        mine, other = [speed(r) for r in ours], [speed(r) for r in theirs]
-        yield speed_line(
-            f"decode, eight at once, tokens/s {what}, {label}", mine, other
-        )
+        our_speeds = [speed(replies) for replies in ours]
+        their_speeds = [speed(replies) for replies in theirs]
+        title = f"decode, eight at once, tokens/s {phase}, {label}"
+        yield speed_line(title, our_speeds, their_speeds)
 
 
 def in_any_order[T](servers: list[Server], ask: Callable[[Server], T]) -> list[T]:
-    """What each said, in the servers' order; who is asked first is drawn, lest it matter."""
-    said = {id(server): ask(server) for server in random.sample(servers, len(servers))}
-    return [said[id(server)] for server in servers]
+    """Each server's answer, in the servers' order; which is asked first is drawn by lot."""
+    shuffled = random.sample(servers, len(servers))
+    answers = {id(server): ask(server) for server in shuffled}
+    return [answers[id(server)] for server in servers]
 
 
 def ask_together(server: Server, bodies: list[Any]) -> list[Reply]:
@@ -392,12 +407,12 @@ def overhead(bench: Bench) -> Iterator[Line]:
         bench.say(f"server overhead at {depth:,} tokens")
         with timed_server(folder, bench.scratch) as (server, log):
             costs = warm_costs(server, log, words, depth=depth, times=bench.times(15))
-        beside = [1e3 * (cost["all"] - cost["model"]) for cost in costs]
+        overhead_ms = [1e3 * (cost["all"] - cost["model"]) for cost in costs]
         yield Line(
             f"server overhead, warm request, {depth // 1000}k of history, 1 token out",
-            f"{spread(beside, '{:.1f}')} ms",
+            f"{spread(overhead_ms, '{:.1f}')} ms",
             bar="<= 25 ms",
-            met=statistics.median(beside) <= 25,
+            met=statistics.median(overhead_ms) <= 25,
             values={"costs": costs},
         )
 
@@ -411,8 +426,8 @@ def warm_costs(
     server.ask(chat(talk, n_out=2, **ending))
 
     def turn() -> dict[str, float]:
-        said = {"role": "assistant", "content": ""}
-        talk.extend([said, {"role": "user", "content": words.text(24)}])
+        talk.append({"role": "assistant", "content": ""})
+        talk.append({"role": "user", "content": words.text(24)})
         server.ask(chat(talk, n_out=2, **ending))
         return costs_in(log)[-1]
 
@@ -423,23 +438,30 @@ def memory(bench: Bench) -> Iterator[Line]:
     """Peaks inside our process, then both servers' resident memory with eight branches."""
     n_tokens = 8000 if bench.quick else 32000
     bench.say("peak memory inside our process")
-    bars = {"warm": 1.15, "warm_and_three": 1.3}
-    words = {"warm": f"one warm {n_tokens // 1000}k request / its own KV"}
-    words["warm_and_three"] = (
-        f"{n_tokens // 1000}k and three short requests / unique KV"
-    )
-    found = run_inside("memory", bench.model("qwen3", **MUCH_KV), n_tokens)
-    for name, bar in bars.items():
-        ratio = found[name]["peak"] / found[name]["kv"]
-        what = f"peak bytes beside the weights, {words[name]}"
-        mb = found[name]["kv"] / 1e6
+    thousands = f"{n_tokens // 1000}k"
+    measured = run_inside("memory", bench.model("qwen3", **MUCH_KV), n_tokens)
+    for name, title, bar in (
+        ("warm", f"one warm {thousands} request / its own KV", 1.15),
+        ("warm_and_three", f"{thousands} and three short requests / unique KV", 1.3),
+    ):
+        ratio = measured[name]["peak"] / measured[name]["kv"]
+        megabytes = measured[name]["kv"] / 1e6
         yield Line(
-            what, f"{ratio:.2f} x {mb:.0f} MB", bar=f"<= {bar}", met=ratio <= bar
+            f"peak bytes beside the weights, {title}",
+            f"{ratio:.2f} x {megabytes:.0f} MB",
+            bar=f"<= {bar}",
+            met=ratio <= bar,
         )
-    eight = found["branches"]
-    ratio = eight["at_rest"] / eight["kv"]
-    what = f"KV at rest, 8 branches of one {eight['prefix']:,}-token prefix / unique"
-    yield Line(what, f"{ratio:.3f}", bar="<= 1.1", met=ratio <= 1.1, values=found)
+
+    branches = measured["branches"]
+    ratio = branches["at_rest"] / branches["kv"]
+    yield Line(
+        f"KV at rest, 8 branches of one {branches['prefix']:,}-token prefix / unique",
+        f"{ratio:.3f}",
+        bar="<= 1.1",
+        met=ratio <= 1.1,
+        values=measured,
+    )
     yield branches_line(bench)
 
 
@@ -457,14 +479,14 @@ def branches_line(bench: Bench) -> Line:
             talks = [
                 [head, {"role": "user", "content": words.text(300)}] for _ in range(8)
             ]
-            with peak_memory(server.pid) as seen:
+            with peak_memory(server.pid) as resident:
                 ask_together(server, [chat(talk, n_out=48) for talk in talks])
-            grown.append(list(seen))
-    ours, theirs = ((most - before) / 1e6 for before, most in grown)
+            grown.append(list(resident))
+
+    added = [f"{(peak - first) / 1e6:.0f} MB" for first, peak in grown]
     return Line(
         f"resident memory added by 8 branches of a warm {n_prefix // 1000}k prefix, at the peak",
-        f"{ours:.0f} MB",
-        f"{theirs:.0f} MB",
+        *added,
         values={"bytes": grown},
     )
 
@@ -509,8 +531,8 @@ def run_inside(program: str, folder: Path, *numbers: int) -> Any:
         str(folder),
         *map(str, numbers),
     ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
+    result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(result.stdout)
 
 
 @contextmanager
@@ -543,14 +565,16 @@ def tokenising(bench: Bench) -> Iterator[Line]:
         our_server(folder, bench.scratch, max_kv_size=n_tokens // 2) as server,
         burner() as burn,
     ):
-        found = rounds(bench.times(15), lambda: refusal(server, words, n_tokens, burn))
-    rendered, burnt = ([pair[what] for pair in found] for what in (0, 1))
+        shares = rounds(bench.times(15), lambda: refusal(server, words, n_tokens, burn))
+    rendering_shares = [rendering for rendering, _ in shares]
+    burner_shares = [burning for _, burning in shares]
+    burner_median = statistics.median(burner_shares)
     yield Line(
         f"a stream's speed while {n_tokens // 1000}k tokens are rendered and tokenised / alone",
-        f"{spread(rendered)}; {statistics.median(burnt):.2f} beside another program",
+        f"{spread(rendering_shares)}; {burner_median:.2f} beside another program",
         bar=">= 0.8",
-        met=statistics.median(rendered) >= 0.8,
-        values={"beside rendering, beside another program": found},
+        met=statistics.median(rendering_shares) >= 0.8,
+        values={"beside rendering, beside another program": shares},
     )
 
 
@@ -605,8 +629,8 @@ def while_asking(
 
 def speed_between(stamps: list[float], began: float, ended: float) -> float:
     """Pieces of text per second in a window, part intervals counted in part."""
-    at = np.interp([began, ended], stamps, np.arange(len(stamps)))
-    return float(at[1] - at[0]) / (ended - began)
+    first, last = np.interp([began, ended], stamps, np.arange(len(stamps)))
+    return float(last - first) / (ended - began)
 
 
 def short_behind_long(bench: Bench) -> Iterator[Line]:
@@ -616,15 +640,16 @@ def short_behind_long(bench: Bench) -> Iterator[Line]:
     n_tokens = 6000
     bench.say("a short request behind a long prefill")
     with both_servers(folder, bench.scratch) as servers:
-        words = [Words(tokenizer, 29) for _ in servers]
-        found = [
-            rounds(bench.times(5), partial(short_times, server, own, n_tokens))
-            for server, own in zip(servers, words, strict=True)
-        ]
-    ours, theirs = (
-        [b / alone for alone, behind in pairs for b in behind] for pairs in found
-    )
-    alone = statistics.median(alone for alone, _ in found[0])
+        our_times, their_times = (
+            rounds(
+                bench.times(5),
+                partial(short_times, server, Words(tokenizer, 29), n_tokens),
+            )
+            for server in servers
+        )
+    ours = slowdowns(our_times)
+    theirs = slowdowns(their_times)
+    alone = statistics.median(seconds for seconds, _ in our_times)
     yield Line(
         f"a short request (300 + 64 tokens, {alone:.2f} s alone) behind a "
         f"{n_tokens // 1000}k prefill / alone",
@@ -632,24 +657,32 @@ def short_behind_long(bench: Bench) -> Iterator[Line]:
         spread(theirs),
         "<= 2",
         met=statistics.median(ours) <= 2,
-        values={"ours": found[0], "theirs": found[1]},
+        values={"ours": our_times, "theirs": their_times},
     )
+
+
+def slowdowns(times: list[tuple[float, list[float]]]) -> list[float]:
+    """Of each short request during a long prefill: its seconds / those of one alone."""
+    quotients: list[float] = []
+    for alone, during_prefill in times:
+        quotients += [seconds / alone for seconds in during_prefill]
+    return quotients
 
 
 def short_times(
     server: Server, words: Words, n_tokens: int
 ) -> tuple[float, list[float]]:
-    """Seconds of a short request: alone, and of two sent one after the other behind a long one."""
+    """Seconds of a short request: alone, and of two, one after the other, during a long prefill."""
     alone = statistics.median(short_request(server, words) for _ in range(3))
-    behind: list[float] = []
+    during_prefill: list[float] = []
 
     def send_some() -> None:
         for _ in range(2):
             time.sleep(0.7 + 0.6 * words.random.random())  # anywhere in a prefill slice
-            behind.append(short_request(server, words))
+            during_prefill.append(short_request(server, words))
 
     while_asking(server, [chat(words.history(n_tokens), n_out=1)], send_some)
-    return alone, behind
+    return alone, during_prefill
 
 
 def short_request(server: Server, words: Words) -> float:

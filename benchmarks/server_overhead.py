@@ -55,7 +55,8 @@ def serve() -> None:
     """
     server = start_llm()
     timed: list[TimedModel] = []
-    load, answer = server.load_model, server.Handler.do_POST
+    load = server.load_model
+    answer = server.Handler.do_POST
 
     def load_timed(*args: Any) -> Any:
         loaded = load(*args)
@@ -63,13 +64,14 @@ def serve() -> None:
         return dataclasses.replace(loaded, model=timed[0])
 
     def timed_answer(handler: Any) -> None:
-        began, before = time.perf_counter(), timed[0].seconds
+        began = time.perf_counter()
+        model_seconds_before = timed[0].seconds
         answer(handler)
-        seconds = {
+        costs = {
             "all": time.perf_counter() - began,
-            "model": timed[0].seconds - before,
+            "model": timed[0].seconds - model_seconds_before,
         }
-        print(json.dumps(seconds), flush=True)
+        print(json.dumps(costs), flush=True)
 
     server.load_model = load_timed
     server.Handler.do_POST = timed_answer
@@ -104,13 +106,15 @@ class InProcess:
 
     def ask_messages(self, raw: bytes) -> Body:
         """Seconds from the bytes of POST /v1/messages to where its KV is found, and the usage."""
-        server, state, found = self._server, self._state, [0.0]
+        server = self._server
+        state = self._state
         find = server.PrefixCache.find
+        find_seconds = [0.0]
 
         def timed_find(cache: Any, prompt: Any) -> Any:
             began = time.perf_counter()
             reuse = find(cache, prompt)
-            found.append(time.perf_counter() - began)
+            find_seconds.append(time.perf_counter() - began)
             return reuse
 
         with mock.patch.object(server.PrefixCache, "find", timed_find):
@@ -122,7 +126,7 @@ class InProcess:
             with closing(server.ReplyGeneration(state, request)) as answer:
                 seconds = time.perf_counter() - began  # submitted
                 message: Body = list(answer.whole())[-1]
-        return {"seconds": seconds + max(found), "message": message}
+        return {"seconds": seconds + max(find_seconds), "message": message}
 
     def ask_together(self, bodies: list[Body]) -> list[Body]:
         replies: list[Body] = []
@@ -153,11 +157,11 @@ class InProcess:
 @contextmanager
 def in_process(folder: Path) -> Iterator[InProcess]:
     with TemporaryDirectory() as logs:
-        one = InProcess(folder, logs)
+        engine = InProcess(folder, logs)
         try:
-            yield one
+            yield engine
         finally:
-            one.stop()
+            engine.stop()
 
 
 # Memory -----------------------------------------------------------------------------------------
@@ -165,43 +169,47 @@ def in_process(folder: Path) -> Iterator[InProcess]:
 
 def memory(folder: Path, n_tokens: int) -> Body:
     """Bytes: peaks of MLX's own count less the weights, and the KV that is really needed."""
-    with in_process(folder) as one:
-        words = Words(one.tokenizer, 11)
-        token_bytes = one.status()["kv_bytes_per_token"]
+    with in_process(folder) as engine:
+        words = Words(engine.tokenizer, 11)
+        token_bytes = engine.status()["kv_bytes_per_token"]
         history = words.history(n_tokens)
-        last = one.ask(chat(history, n_out=8))
-        out: Body = {}
-        for name, others in (("warm", 0), ("warm_and_three", 3)):
+        last = engine.ask(chat(history, n_out=8))
+        results: Body = {}
+        for name, n_short in (("warm", 0), ("warm_and_three", 3)):
             history += [last["message"], {"role": "user", "content": words.text(8)}]
-            short = [
-                [{"role": "user", "content": words.text(40)}] for _ in range(others)
+            short_talks = [
+                [{"role": "user", "content": words.text(40)}] for _ in range(n_short)
             ]
-            bodies = [chat(m, n_out=48) for m in [history, *short]]
-            usages, peak = peak_of(one, bodies)
+            bodies = [chat(talk, n_out=48) for talk in [history, *short_talks]]
+            usages, peak = peak_of(engine, bodies)
             last = max(usages, key=lambda usage: usage["prompt_tokens"])
             kv = sum(usage["total_tokens"] for usage in usages) * token_bytes
-            out[name] = {"peak": peak, "kv": kv}
-        one.forget()
-        out["branches"] = branches(one, words, token_bytes, n_prefix=n_tokens // 4)
-        return out
+            results[name] = {"peak": peak, "kv": kv}
+        engine.forget()
+        results["branches"] = branches(
+            engine, words, token_bytes, n_prefix=n_tokens // 4
+        )
+        return results
 
 
-def peak_of(one: InProcess, bodies: list[Body]) -> tuple[list[Body], int]:
+def peak_of(engine: InProcess, bodies: list[Body]) -> tuple[list[Body], int]:
     mx.clear_cache()
     mx.reset_peak_memory()
-    usages = one.ask_together(bodies)
-    return usages, mx.get_peak_memory() - one.weights
+    usages = engine.ask_together(bodies)
+    return usages, mx.get_peak_memory() - engine.weights
 
 
-def branches(one: InProcess, words: Words, token_bytes: int, *, n_prefix: int) -> Body:
+def branches(
+    engine: InProcess, words: Words, token_bytes: int, *, n_prefix: int
+) -> Body:
     """Eight at once on one prefix: at rest, and at the peak."""
     head = {"role": "system", "content": words.text(n_prefix)}
-    one.ask(chat([head, {"role": "user", "content": "hello"}], n_out=1))
+    engine.ask(chat([head, {"role": "user", "content": "hello"}], n_out=1))
     talks = [[head, {"role": "user", "content": words.text(300)}] for _ in range(8)]
-    usages, peak = peak_of(one, [chat(talk, n_out=48) for talk in talks])
+    usages, peak = peak_of(engine, [chat(talk, n_out=48) for talk in talks])
     cached = min(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     unique = cached + sum(usage["total_tokens"] - cached for usage in usages)
-    at_rest = one.status()["cache_bytes"]
+    at_rest = engine.status()["cache_bytes"]
     return {
         "peak": peak,
         "at_rest": at_rest,
@@ -215,36 +223,36 @@ def branches(one: InProcess, words: Words, token_bytes: int, *, n_prefix: int) -
 
 def messages(folder: Path, n_chars: int, times: int) -> list[Body]:
     """Turns of a conversation as Claude Code has them: most of a body is its twelve tools."""
-    with in_process(folder) as one:
-        words = Words(one.tokenizer, 19)
+    with in_process(folder) as engine:
+        words = Words(engine.tokenizer, 19)
         n_tokens = round(n_chars / len(words.text(1000)) * 1000)
-        tools = [described_tool(words, at, n_tokens // 16) for at in range(12)]
+        tools = [described_tool(words, index, n_tokens // 16) for index in range(12)]
         system = [{"type": "text", "text": words.text(n_tokens // 4)}]
         talk: list[Body] = [{"role": "user", "content": words.text(20)}]
         body = {"model": "any", "max_tokens": 8, "thinking": {"type": "adaptive"}}
-        out = []
+        turns = []
         for _ in range(times + 1):
             sent = {**body, "system": system, "tools": tools, "messages": talk}
             raw = json.dumps(sent).encode()
-            asked = one.ask_messages(raw)
-            usage = asked["message"]["usage"]
+            answer = engine.ask_messages(raw)
+            usage = answer["message"]["usage"]
             cached = usage["cache_read_input_tokens"]
-            out.append(
-                {"ms": 1e3 * asked["seconds"], "chars": len(raw), "cached": cached}
+            turns.append(
+                {"ms": 1e3 * answer["seconds"], "chars": len(raw), "cached": cached}
             )
-            reply = {"role": "assistant", "content": asked["message"]["content"]}
+            reply = {"role": "assistant", "content": answer["message"]["content"]}
             talk += [reply, {"role": "user", "content": words.text(20)}]
-        return out
+        return turns
 
 
-def described_tool(words: Words, at: int, n_tokens: int) -> Body:
+def described_tool(words: Words, index: int, n_tokens: int) -> Body:
     keys = ("path", "command", "content", "pattern")
     properties = {
         key: {"type": "string", "description": words.text(12)} for key in keys
     }
     schema = {"type": "object", "properties": properties, "required": ["path"]}
     return {
-        "name": f"Tool{at}",
+        "name": f"Tool{index}",
         "description": words.text(n_tokens),
         "input_schema": schema,
     }
@@ -271,28 +279,27 @@ def without_checkpoints() -> Iterator[None]:
 
 def checkpoints(folder: Path, n_tokens: int, times: int) -> list[Body]:
     """Processor seconds of the same cold prompts with and without, the order changing."""
-    out: list[Body] = []
-    with in_process(folder) as one:
-        words = Words(one.tokenizer, 13)
-        one.ask(chat(words.history(500), n_out=2))
+    pairs: list[Body] = []
+    with in_process(folder) as engine:
+        words = Words(engine.tokenizer, 13)
+        engine.ask(chat(words.history(500), n_out=2))
         for turn in range(times):
             body = chat(words.history(n_tokens), n_out=2)
-            first = turn % 2 == 0
-            pair = {
-                with_them: cold_seconds(one, body, with_them)
-                for with_them in (first, not first)
+            order = ("with", "without") if turn % 2 == 0 else ("without", "with")
+            seconds = {
+                name: cold_seconds(engine, body, name == "with") for name in order
             }
-            out.append({"with": pair[True], "without": pair[False]})
-    return out
+            pairs.append({"with": seconds["with"], "without": seconds["without"]})
+    return pairs
 
 
-def cold_seconds(one: InProcess, body: Body, with_them: bool) -> float:
-    one.forget()
+def cold_seconds(engine: InProcess, body: Body, has_checkpoints: bool) -> float:
+    engine.forget()
     with ExitStack() as stack:
-        if not with_them:
+        if not has_checkpoints:
             stack.enter_context(without_checkpoints())
         began = time.process_time()
-        usage = one.ask(body)
+        usage = engine.ask(body)
         seconds = time.process_time() - began
     assert not usage["prompt_tokens_details"]["cached_tokens"], "this was to be cold"
     return seconds

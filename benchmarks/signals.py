@@ -65,7 +65,7 @@ def wait_for_text(path: Path, text: str) -> None:
         time.sleep(0.005)
 
 
-def run_once(command: list[str], number: int, *, after: str, delay: float) -> End:
+def run_once(command: list[str], number: int, *, text: str, delay: float) -> End:
     """Start the program, send the signal `delay` seconds after a text, await the end."""
     settings = {"MLX_PORT": str(free_port()), "ENABLE_PROXY": "false"}
     with tempfile.NamedTemporaryFile() as file:
@@ -78,7 +78,7 @@ def run_once(command: list[str], number: int, *, after: str, delay: float) -> En
             start_new_session=True,  # a terminal's Ctrl-C reaches children, too
         )
         try:
-            wait_for_text(Path(file.name), after)
+            wait_for_text(Path(file.name), text)
             time.sleep(delay)
             sent_at = time.monotonic()
             if number == signal.SIGINT:
@@ -114,7 +114,7 @@ def main() -> int:
     slowest = 0.0
     for _ in range(args.runs):
         end = run_once(
-            command, number, after=args.after, delay=rng.uniform(*args.window)
+            command, number, text=args.after, delay=rng.uniform(*args.window)
         )
         statuses[end.status] += 1
         n_quiet += end.is_quiet(number)

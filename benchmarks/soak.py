@@ -88,31 +88,32 @@ class Agent:
     """One that works in conversations, badly behaved now and then."""
 
     def __init__(self, port: int, seed: int) -> None:
-        self._port, self._random = port, random.Random(seed)
+        self._port = port
+        self._random = random.Random(seed)
         self._talks: list[list[dict[str, Any]]] = []
         self.n_done = self.n_left = 0
         self.errors: list[str] = []
 
-    def words(self, most: int) -> str:
-        return " ".join(self._random.choices(WORDS, k=self._random.randint(3, most)))
+    def words(self, max_words: int) -> str:
+        return " ".join(
+            self._random.choices(WORDS, k=self._random.randint(3, max_words))
+        )
 
     def step(self) -> None:
         chance = self._random.random()
         if not self._talks or chance < 0.12:
-            system = {
-                "role": "system",
-                "content": f"You are agent {self._random.randrange(5)}.",
-            }
+            number = self._random.randrange(5)
+            system = {"role": "system", "content": f"You are agent {number}."}
             self._talks.append([system, {"role": "user", "content": self.words(400)}])
             del self._talks[:-6]
+
         talk = self._random.choice(self._talks)
         if chance > 0.92 and len(talk) > 4:  # a branch or an edit
-            talk = [
-                dict(message)
-                for message in talk[: self._random.randrange(2, len(talk))]
-            ]
+            n_messages = self._random.randrange(2, len(talk))
+            talk = [dict(message) for message in talk[:n_messages]]
             talk.append({"role": "user", "content": self.words(60)})
             self._talks.append(talk)
+
         self._ask(talk, leave=0.80 < chance < 0.92)
         if len(talk) > 30:
             self._talks.remove(talk)
@@ -139,8 +140,8 @@ class Agent:
         finally:
             connection.close()
 
-    def work(self, until: float) -> None:
-        while time.monotonic() < until:
+    def work(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
             self.step()
             time.sleep(self._random.choice((0, 0, 0.2, 3)))
 
@@ -152,40 +153,57 @@ def at_rest(server: Server) -> dict[str, float]:
 
 
 def run(server: Server, minutes: float, n_agents: int) -> list[str]:
-    """The day. What was wrong with it."""
+    """The day. Returns what was wrong with it."""
     server.wait_until_ready()
-    wrong: list[str] = []
-    rests, agents = [], [Agent(server.port, seed) for seed in range(n_agents)]
+    agents = [Agent(server.port, seed) for seed in range(n_agents)]
+    rests = []
     for part in range(4):  # each with its night
-        ends = time.monotonic() + 60 * minutes / 4 - 2 * 1800 / DAY_IN
-        threads = [
-            threading.Thread(target=agent.work, args=(ends,)) for agent in agents
-        ]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            print(part, server.sample(), flush=True)
-            time.sleep(min(30, max(1, ends - time.monotonic())))
+        deadline = time.monotonic() + 60 * minutes / 4 - 2 * 1800 / DAY_IN
+        have_agents_work(server, agents, deadline, part)
         rests.append(at_rest(server))
         print(part, "at rest", rests[-1], flush=True)
-    first, last = rests[0], rests[-1]
-    done, left = sum(a.n_done for a in agents), sum(a.n_left for a in agents)
-    rss = [round(rest["rss"] / 1e6, 1) for rest in rests]
-    print(f"{done} replies, {left} clients that left, memory at rest {rss} MB")
-    if (
-        last["rss"] > first["rss"] * GROWTH
-        or statistics.mean(rss[2:]) > rss[0] * GROWTH
-    ):
-        wrong.append(f"memory grew: {rss} MB")
-    grown = [name for name in ("threads", "files") if last[name] > first[name] + 1]
-    wrong += [f"{name} grew from {first[name]} to {last[name]}" for name in grown]
-    if last["lines"] or last["requests"]:
-        wrong.append(f"left at rest: {last}")
+
+    faults = find_growth(rests, agents)
     counters = server.get("/v1/status")["counters"]
-    wrong += [f"{name} is {counters[name]}" for name in CORRECTNESS if counters[name]]
-    wrong += [error for agent in agents for error in agent.errors]
+    faults += [f"{name} is {counters[name]}" for name in CORRECTNESS if counters[name]]
+    faults += [error for agent in agents for error in agent.errors]
     print("counters", counters)
-    return wrong
+    return faults
+
+
+def have_agents_work(
+    server: Server, agents: list[Agent], deadline: float, part: int
+) -> None:
+    """Until the deadline, each in a thread; prints samples meanwhile."""
+    threads = [
+        threading.Thread(target=agent.work, args=(deadline,)) for agent in agents
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        print(part, server.sample(), flush=True)
+        time.sleep(min(30, max(1, deadline - time.monotonic())))
+
+
+def find_growth(rests: list[dict[str, float]], agents: list[Agent]) -> list[str]:
+    """What grew from the first night to the last, or is left in it."""
+    first = rests[0]
+    last = rests[-1]
+    n_done = sum(agent.n_done for agent in agents)
+    n_left = sum(agent.n_left for agent in agents)
+    rss = [round(rest["rss"] / 1e6, 1) for rest in rests]
+    print(f"{n_done} replies, {n_left} clients that left, memory at rest {rss} MB")
+
+    faults = []
+    is_last_larger = last["rss"] > first["rss"] * GROWTH
+    is_mean_larger = statistics.mean(rss[2:]) > rss[0] * GROWTH
+    if is_last_larger or is_mean_larger:
+        faults.append(f"memory grew: {rss} MB")
+    grown = [name for name in ("threads", "files") if last[name] > first[name] + 1]
+    faults += [f"{name} grew from {first[name]} to {last[name]}" for name in grown]
+    if last["lines"] or last["requests"]:
+        faults.append(f"left at rest: {last}")
+    return faults
 
 
 def main() -> int:
@@ -198,17 +216,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(args.model, args.port, Path(folder))
         try:
-            wrong = run(server, args.minutes, args.agents)
+            faults = run(server, args.minutes, args.agents)
         finally:
             server.process.terminate()
             status = server.process.wait(30)
-        said = server.said.read_text()
-    wrong += [f"exit status {status}"] * (status != 0)
-    wrong += [
-        line for line in said.splitlines() if "Traceback" in line or " ERROR " in line
-    ]
-    print("\n".join(wrong) or "nothing wrong")
-    return 1 if wrong else 0
+        log_text = server.said.read_text()
+    if status != 0:
+        faults.append(f"exit status {status}")
+    for line in log_text.splitlines():
+        if "Traceback" in line or " ERROR " in line:
+            faults.append(line)
+    print("\n".join(faults) or "nothing wrong")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import numpy as np
 import report
 from agent_workload import Words, chat
 from compare import machine, with_openblas
-from compared_servers import Reply, Server, free_port, our_server, running
+from compared_servers import Server, free_port, our_server, running
 from idle_machine import rounds
 from PIL import Image
 from project_files import tiny_vision
@@ -70,8 +70,8 @@ PREFIX_CACHE = {"APC_ENABLED": "1"}
 AT_ITS_BEST = {
     "APC_LAYER_MAJOR_MEMORY_MIN_TOKENS": "256",
     "APC_CHECKPOINT_ENTRIES": "32",
+    "APC_DISK_ENABLED": "0",
 }
-AT_ITS_BEST |= {"APC_DISK_ENABLED": "0"}
 
 console = Console()
 
@@ -139,17 +139,18 @@ class Conversation:
         self._fields = fields
 
     def ask(self, message: dict[str, Any]) -> None:
-        before = tower_runs(self.server)
+        old_runs = tower_runs(self.server)
         self._messages.append(message)
         body = chat(self._messages, n_out=200, **self._fields)  # replies end before
         reply = self.server.ask(body)
         self._messages.append(reply.message)
-        self.turns.append(turn_of(reply, before, tower_runs(self.server)))
 
-
-def turn_of(reply: Reply, before: int | None, after: int | None) -> Turn:
-    runs = None if before is None or after is None else after - before
-    return Turn(reply.ttft, reply.n_prompt, reply.prefilled, runs)
+        new_runs = tower_runs(self.server)
+        n_runs = None
+        if old_runs is not None and new_runs is not None:
+            n_runs = new_runs - old_runs
+        turn = Turn(reply.ttft, reply.n_prompt, reply.prefilled, n_runs)
+        self.turns.append(turn)
 
 
 class Talks:
@@ -159,28 +160,31 @@ class Talks:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
         call = tokenizer.convert_tokens_to_ids("<tool_call>")
         fields = {"logit_bias": {str(call): -100.0}, "enable_thinking": True}
-        self._servers, self._n_system = list(servers), n_system
+        self._servers = list(servers)
+        self._n_system = n_system
         self._fields = fields
-        self._words, self._n_images, self._n_talks = Words(tokenizer, 11), 0, 0
+        self._words = Words(tokenizer, 11)
+        self._n_images = 0
+        self._n_talks = 0
 
     def __call__(self) -> list[list[Turn]]:
         """The turns with each server, which are asked in turns; who comes first changes."""
         system = self._words.text(self._n_system)
-        talks = [Conversation(one, system, self._fields) for one in self._servers]
+        talks = [Conversation(server, system, self._fields) for server in self._servers]
         self._n_talks += 1
-        for shown in (True, False, False, True, False):
-            self._n_images += shown
-            message = question(self._words, self._n_images if shown else None)
-            for talk in talks[:: 1 if self._n_talks % 2 else -1]:
+        order = talks if self._n_talks % 2 else talks[::-1]
+        for has_image in (True, False, False, True, False):
+            self._n_images += has_image
+            message = question(self._words, self._n_images if has_image else None)
+            for talk in order:
                 talk.ask(message)
         return [talk.turns for talk in talks]
 
 
-def table(kind: str, found: Sequence[Sequence[Sequence[Turn]]]) -> Table:
-    """`found`: rounds, ours and theirs, turns."""
-    drawn = Table(
-        title=f"{kind} ({KINDS[kind]}): time to first token (TTFT), tokens prefilled"
-    )
+def table(kind: str, results: Sequence[Sequence[Sequence[Turn]]]) -> Table:
+    """`results`: rounds, ours and theirs, turns."""
+    title = f"{kind} ({KINDS[kind]}): time to first token (TTFT), tokens prefilled"
+    drawn = Table(title=title)
     for heading in (
         "turn",
         "start-llm: prefilled",
@@ -193,15 +197,20 @@ def table(kind: str, found: Sequence[Sequence[Sequence[Turn]]]) -> Table:
         "TTFT, ours / theirs",
     ):
         drawn.add_column(heading)
-    for place, name in enumerate(TURNS):
-        ours, theirs = ([talks[who][place] for talks in found] for who in (0, 1))
-        first_ours, first_theirs = (
-            [talks[who][0] for talks in found] for who in (0, 1)
-        )
-        quotient = spread(ratios(seconds(ours), seconds(theirs)))
-        own = [prefilled(ours), runs(ours), *times(ours, first_ours)]
+
+    first_ours = [our_turns[0] for our_turns, _ in results]
+    first_theirs = [their_turns[0] for _, their_turns in results]
+    for index, name in enumerate(TURNS):
+        ours = [our_turns[index] for our_turns, _ in results]
+        theirs = [their_turns[index] for _, their_turns in results]
         drawn.add_row(
-            name, *own, prefilled(theirs), *times(theirs, first_theirs), quotient
+            name,
+            prefilled(ours),
+            runs(ours),
+            *times(ours, first_ours),
+            prefilled(theirs),
+            *times(theirs, first_theirs),
+            spread(ratios(seconds(ours), seconds(theirs))),
         )
     return drawn
 
@@ -217,8 +226,9 @@ def times(turns: Sequence[Turn], firsts: Sequence[Turn]) -> tuple[str, str]:
 
 
 def prefilled(turns: Sequence[Turn]) -> str:
-    middle = statistics.median_low(turn.prefilled for turn in turns)
-    return f"{middle:,} of {statistics.median_low(turn.n_prompt for turn in turns):,}"
+    n_prefilled = statistics.median_low(turn.prefilled for turn in turns)
+    n_prompt = statistics.median_low(turn.n_prompt for turn in turns)
+    return f"{n_prefilled:,} of {n_prompt:,}"
 
 
 def runs(turns: Sequence[Turn]) -> str:
@@ -232,8 +242,8 @@ def make_model(kind: str, scratch: Path) -> Path:
         KINDS[kind], scratch, maker.Tower(**TOWER), **MODEL
     )
     template = folder / "chat_template.jinja"
-    kept = "{%- set preserve_thinking = true -%}"
-    template.write_text(kept + template.read_text("utf-8"), "utf-8")
+    statement = "{%- set preserve_thinking = true -%}"
+    template.write_text(statement + template.read_text("utf-8"), "utf-8")
     return folder
 
 
@@ -247,8 +257,8 @@ def measure(kind: str, scratch: Path, arguments: argparse.Namespace) -> Table:
         talk = Talks([ours, theirs], folder, arguments.system)
         with console.status(f"{kind}: {arguments.rounds} rounds"):
             talk()  # what is compiled or read for the first time
-            found = rounds(arguments.rounds, talk)
-    return table(kind, found)
+            results = rounds(arguments.rounds, talk)
+    return table(kind, results)
 
 
 def read_arguments() -> argparse.Namespace:
