@@ -88,7 +88,7 @@ def rows_of(exchanges: Sequence[Exchange]) -> list[Row]:
     for number, talk in enumerate(follow(list(prompts_of(exchanges))), 1):
         n_known = 0
         for entry in talk:
-            prompt = entry.after if isinstance(entry, Step) else entry
+            prompt = entry.later if isinstance(entry, Step) else entry
             usage = total_usage(prompt.exchange)
             n_prompt, n_cached = tokens_of(usage)
             n_reply = usage.get("completion_tokens") or usage.get("output_tokens") or 0

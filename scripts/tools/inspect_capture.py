@@ -47,6 +47,9 @@ from capture_proxy import Exchange, read_capture, stream_events
 
 Body = dict[str, Any]
 Pairs = list[tuple[int, int]]
+Span = tuple[int, int]  # start and end in a text
+Passage = re.Match[str]  # a wrapped one
+Rule = tuple[str, str, str]  # role, class, expression
 
 SHOWN = 60  # characters of an example
 VALUE_LIMIT = 200  # characters of what may still be one value
@@ -145,25 +148,26 @@ class Unit:
             if isinstance(self.raw.get(name), str) and self.raw[name]:
                 return self.raw[name], name
         content = self.raw.get("content")
-        parts = (
-            [p for p in content if isinstance(p, dict)]
-            if isinstance(content, list)
-            else []
-        )
-        if thoughts := [str(p.get("thinking") or "") for p in parts if is_thinking(p)]:
-            return "\n".join(thoughts), "thinking block"
-        found = THOUGHT.match(content) if isinstance(content, str) else None
-        return (found["thought"].strip(), "<think>") if found else ("", "")
+        if isinstance(content, list):
+            parts = [part for part in content if isinstance(part, dict)]
+            thoughts = [str(p.get("thinking") or "") for p in parts if is_thinking(p)]
+            if thoughts:
+                return "\n".join(thoughts), "thinking block"
+        if isinstance(content, str):
+            match = THOUGHT.match(content)
+            if match:
+                return match["thought"].strip(), "<think>"
+        return "", ""
 
     @cached_property
     def call_ids(self) -> tuple[str, ...]:
-        content, calls = self.raw.get("content"), self.raw.get("tool_calls")
-        parts = [self.raw, *(content if isinstance(content, list) else ())]
-        parts += calls if isinstance(calls, list) else []
-        dicts = [part for part in parts if isinstance(part, dict)]
+        parts = [self.raw]
+        for name in ("content", "tool_calls"):
+            if isinstance(self.raw.get(name), list):
+                parts += [part for part in self.raw[name] if isinstance(part, dict)]
         names = ("tool_call_id", "tool_use_id", "id")
         return tuple(
-            str(part[name]) for part in dicts for name in names if part.get(name)
+            str(part[name]) for part in parts for name in names if part.get(name)
         )
 
 
@@ -187,14 +191,12 @@ class Prompt:
     @cached_property
     def session(self) -> tuple[str, ...]:
         """What the request says it belongs to; empty where it says nothing."""
-        body, headers = self.exchange.body or {}, self.exchange.headers
+        body = self.exchange.body or {}
         user = str((body.get("metadata") or {}).get("user_id") or "")
-        named = [headers.get(name, "") for name in SESSION_HEADERS]
-        named += [
-            *SESSION_IN_USER.findall(user),
-            str(body.get("prompt_cache_key") or ""),
-        ]
-        return tuple(named) if any(named) else ()
+        names = [self.exchange.headers.get(name, "") for name in SESSION_HEADERS]
+        names += SESSION_IN_USER.findall(user)
+        names.append(str(body.get("prompt_cache_key") or ""))
+        return tuple(names) if any(names) else ()
 
     @cached_property
     def system(self) -> str:
@@ -247,9 +249,8 @@ def part_leaves(part: Any, path: str, role: str) -> Iterator[Leaf]:
         case {"type": "tool_result"}:
             yield from content_leaves(part.get("content"), f"{path}.content", "tool")
         case {"type": "image" | "image_url" | "document" | "input_audio" as sort}:
-            digest = hashlib.sha256(
-                canonical(part).encode("utf-8", "replace")
-            ).hexdigest()
+            data = canonical(part).encode("utf-8", "replace")
+            digest = hashlib.sha256(data).hexdigest()
             yield Leaf(path, role, f"<{sort} {digest[:12]}>")
         case str():
             yield from content_leaves(part, path, role)
@@ -260,7 +261,8 @@ def part_leaves(part: Any, path: str, role: str) -> Iterator[Leaf]:
 def call_leaves(message: Body, path: str, role: str) -> Iterator[Leaf]:
     for place, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function") or {}
-        text = f"{function.get('name')} {canonical(parsed(function.get('arguments')))}"
+        arguments = canonical(parsed(function.get("arguments")))
+        text = f"{function.get('name')} {arguments}"
         yield Leaf(f"{path}.tool_calls[{place}].function.arguments", role, text)
 
 
@@ -274,9 +276,8 @@ def message_unit(message: Body, path: str) -> Unit:
 def system_units(system: Any) -> Iterator[Unit]:
     """Of Anthropic's `system`."""
     if isinstance(system, str) and system:
-        yield Unit(
-            "system", "system", {"content": system}, (Leaf("system", "system", system),)
-        )
+        leaf = Leaf("system", "system", system)
+        yield Unit("system", "system", {"content": system}, (leaf,))
     for place, block in enumerate(system if isinstance(system, list) else ()):
         path = f"system[{place}]"
         leaves = tuple(part_leaves(block, path, "system"))
@@ -335,9 +336,9 @@ def prompt_of(exchange: Exchange) -> Prompt:
 
 def reply_of(exchange: Exchange) -> Body | None:
     """The assistant message in the recorded response, streamed or whole."""
-    whole = parsed(exchange.reply) if exchange.reply.startswith("{") else None
-    if isinstance(whole, dict):
-        return whole_reply(whole)
+    response = parsed(exchange.reply) if exchange.reply.startswith("{") else None
+    if isinstance(response, dict):
+        return whole_reply(response)
     events = list(stream_events(exchange.reply.split("\n")))
     if not events or any("error" in event for event in events):
         return None
@@ -348,9 +349,9 @@ def whole_reply(response: Body) -> Body | None:
     if choices := response.get("choices"):
         return dict(choices[0].get("message") or {}) or None
     content = response.get("content")
-    return (
-        {"role": "assistant", "content": content} if isinstance(content, list) else None
-    )
+    if isinstance(content, list):
+        return {"role": "assistant", "content": content}
+    return None
 
 
 def chat_reply(events: Iterable[Body]) -> Body:
@@ -362,15 +363,14 @@ def chat_reply(events: Iterable[Body]) -> Body:
             if delta.get(name):
                 message[name] = (message.get(name) or "") + delta[name]
         for piece in delta.get("tool_calls") or ():
-            function = piece.get("function") or {}
-            call = calls.setdefault(
-                piece.get("index", 0), {"function": {"arguments": ""}}
-            )
+            new_call = {"function": {"arguments": ""}}
+            call = calls.setdefault(piece.get("index", 0), new_call)
             call["id"] = piece.get("id") or call.get("id")
-            call["function"]["name"] = function.get("name") or call["function"].get(
-                "name"
-            )
-            call["function"]["arguments"] += function.get("arguments") or ""
+
+            function = call["function"]
+            function_piece = piece.get("function") or {}
+            function["name"] = function_piece.get("name") or function.get("name")
+            function["arguments"] += function_piece.get("arguments") or ""
     if calls:
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
     return message
@@ -380,7 +380,8 @@ def messages_reply(events: Iterable[Body]) -> Body:
     blocks: dict[int, Body] = {}
     written: dict[int, str] = {}  # JSON of a call's input
     for event in events:
-        index, delta = event.get("index", 0), event.get("delta") or {}
+        index = event.get("index", 0)
+        delta = event.get("delta") or {}
         if event.get("type") == "content_block_start":
             blocks[index] = dict(event["content_block"])
         elif event.get("type") == "content_block_delta" and index in blocks:
@@ -403,11 +404,14 @@ def skeleton(text: str) -> str:
 
 def n_shared(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the common beginning; compares slices, because prompts are long."""
-    low, high = 0, min(len(a), len(b))
+    low = 0
+    high = min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        same = a[low:middle] == b[low:middle]
-        low, high = (middle, high) if same else (low, middle - 1)
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
@@ -419,10 +423,16 @@ def likeness(a: str, b: str) -> float:
     shorter = min(len(a), len(b))
     start = n_shared(a, b)
     end = min(n_shared(a[::-1], b[::-1]), shorter - start)
-    lines = [Counter(skeleton(text).split("\n")) for text in (a, b)]
-    sizes = [sum(len(line) * n for line, n in counted.items()) for counted in lines]
-    both = sum(len(line) * n for line, n in (lines[0] & lines[1]).items())
-    return max((start + end) / shorter, both / max(1, min(sizes)))
+
+    lines_a = Counter(skeleton(a).split("\n"))
+    lines_b = Counter(skeleton(b).split("\n"))
+    n_common = count_characters(lines_a & lines_b)
+    n_shorter = min(count_characters(lines_a), count_characters(lines_b))
+    return max((start + end) / shorter, n_common / max(1, n_shorter))
+
+
+def count_characters(lines: Counter[str]) -> int:
+    return sum(len(line) * n for line, n in lines.items())
 
 
 def are_alike(a: Unit, b: Unit) -> bool:
@@ -436,9 +446,10 @@ def are_alike(a: Unit, b: Unit) -> bool:
 
 def matched(a: Sequence[Unit], b: Sequence[Unit]) -> Pairs:
     """Places of units that are the same, or what became of one another, in the order of both."""
-    keys = [[unit.key for unit in units] for units in (a, b)]
+    keys_a = [unit.key for unit in a]
+    keys_b = [unit.key for unit in b]
     pairs: Pairs = []
-    for is_same, left, right in passages_of(*keys):
+    for is_same, left, right in passages_of(keys_a, keys_b):
         if is_same:
             pairs += zip(left, right, strict=True)
         else:
@@ -454,11 +465,9 @@ def passages_of(
     yield True, range(start), range(start)
     matcher = SequenceMatcher(None, a[start:], b[start:], autojunk=False)
     for sort, i1, i2, j1, j2 in matcher.get_opcodes():
-        yield (
-            sort == "equal",
-            range(start + i1, start + i2),
-            range(start + j1, start + j2),
-        )
+        left = range(start + i1, start + i2)
+        right = range(start + j1, start + j2)
+        yield sort == "equal", left, right
 
 
 def differences(
@@ -473,119 +482,126 @@ def matched_gap(
     """Pairs of places between which `alike` holds; a place as far into the gap is tried first."""
     free = right.start
     for i in left:
-        same = right.start + i - left.start
-        near = range(max(free, same - NEAR), min(right.stop, max(free, same) + NEAR))
-        ordered = sorted(near, key=lambda j: abs(j - same))
-        found = next((j for j in ordered if alike(i, j)), None)
-        if found is not None:
-            yield i, found
-            free = found + 1
+        expected = right.start + i - left.start
+        first = max(free, expected - NEAR)
+        end = min(right.stop, max(free, expected) + NEAR)
+        candidates = sorted(range(first, end), key=lambda j: abs(j - expected))
+        match = next((j for j in candidates if alike(i, j)), None)
+        if match is not None:
+            yield i, match
+            free = match + 1
 
 
 @dataclass(frozen=True)
 class Step:
     """A request and the one before it in its conversation."""
 
-    before: Prompt
-    after: Prompt
+    earlier: Prompt
+    later: Prompt
     pairs: Pairs  # places of messages that still stand where they stood
-    reply: (
-        int | None
-    )  # place of the new reply in the later messages: the past ends there
+    # Place of the new reply in the later messages: the past ends there.
+    reply: int | None
 
     @cached_property
-    def gone(self) -> list[int]:
-        """Messages of the earlier prompt that are no more, or stand behind the reply now."""
-        return sorted(
-            set(range(len(self.before.messages))) - {i for i, _ in self.pairs}
-        )
+    def removed(self) -> list[int]:
+        """Messages of the earlier prompt that are gone, or stand after the reply now."""
+        paired = {i for i, _ in self.pairs}
+        return [i for i in range(len(self.earlier.messages)) if i not in paired]
 
     @cached_property
-    def come(self) -> list[int]:
+    def added(self) -> list[int]:
         """Messages of the later prompt that now stand in the past."""
-        last = max((j for _, j in self.pairs), default=-1)
-        past = range(last if self.reply is None else self.reply)
-        return sorted(set(past) - {j for _, j in self.pairs})
+        paired = {j for _, j in self.pairs}
+        end = max(paired, default=-1) if self.reply is None else self.reply
+        return [j for j in range(end) if j not in paired]
 
     @cached_property
     def rewritten(self) -> list[tuple[Unit, Unit]]:
-        a, b = self.before.messages, self.after.messages
-        return [(a[i], b[j]) for i, j in self.pairs if a[i].key != b[j].key]
+        units = [
+            (self.earlier.messages[i], self.later.messages[j]) for i, j in self.pairs
+        ]
+        return [(old, new) for old, new in units if old.key != new.key]
 
     @property
     def score(self) -> int:
         return 2 * (len(self.pairs) - len(self.rewritten)) + len(self.rewritten)
 
 
-def step_between(before: Prompt, after: Prompt) -> Step:
-    a, b = before.messages, after.messages
-    pairs = matched(a, b)
-    have = {j for _, j in pairs}
-    last = max((j for j in have if b[j].role == "assistant"), default=-1)
-    new = [
-        j for j in range(last + 1, len(b)) if b[j].role == "assistant" and j not in have
-    ]
-    reply = new[0] if new else None
-    kept = [(i, j) for i, j in pairs if reply is None or j < reply]
-    return Step(before, after, kept, reply)
+Talk = list[Prompt | Step]  # the first prompt of a conversation, then its steps
+
+
+def step_between(earlier: Prompt, later: Prompt) -> Step:
+    """How the later prompt goes on from the earlier one."""
+    pairs = matched(earlier.messages, later.messages)
+    paired = {j for _, j in pairs}
+    replies = [j for j, unit in enumerate(later.messages) if unit.role == "assistant"]
+    last_paired = max((j for j in replies if j in paired), default=-1)
+    new_reply = next((j for j in replies if j > last_paired), None)
+    if new_reply is not None:
+        pairs = [(i, j) for i, j in pairs if j < new_reply]
+    return Step(earlier, later, pairs, new_reply)
 
 
 def continues(step: Step) -> bool:
     """Whether the later request is a later state of the same conversation, not a branch of it."""
-    a = step.before.messages
+    messages = step.earlier.messages
+    removed_units = [messages[i] for i in step.removed]
     if not keeps_first_question(step):
         return False
-    gone = [a[i] for i in step.gone]
-    if len(gone) > max(2, len(a) // 3) or any(
-        unit.role == "assistant" for unit in gone
-    ):
+    if len(removed_units) > max(2, len(messages) // 3):
+        return False
+    if any(unit.role == "assistant" for unit in removed_units):
         return False
     if step.reply is not None:
         return True
-    asked = [(x, y) for x, y in step.rewritten if x.role == "user"]
-    is_retry = step.before.exchange.status != 200 or not step.before.exchange.is_whole
-    return not gone and all(is_retry and x.text in y.text for x, y in asked)
+
+    exchange = step.earlier.exchange
+    is_retry = exchange.status != 200 or not exchange.is_whole
+    questions = [(old, new) for old, new in step.rewritten if old.role == "user"]
+    are_kept = all(is_retry and old.text in new.text for old, new in questions)
+    return are_kept and not removed_units
 
 
 def keeps_first_question(step: Step) -> bool:
-    a = step.before.messages
-    asked = [i for i, unit in enumerate(a) if unit.role == "user"]
-    return asked[:1] == [i for i, _ in step.pairs if a[i].role == "user"][:1]
+    roles = [unit.role for unit in step.earlier.messages]
+    questions = [i for i, role in enumerate(roles) if role == "user"]
+    paired_questions = [i for i, _ in step.pairs if roles[i] == "user"]
+    return questions[:1] == paired_questions[:1]
 
 
 def have_like_heads(a: Prompt, b: Prompt, wanted: float) -> bool:
     return likeness(a.system, b.system) >= wanted
 
 
-def follow(prompts: Sequence[Prompt]) -> list[list[Prompt | Step]]:
-    """Conversations: the first prompt of each, then its steps."""
-    talks: list[list[Prompt | Step]] = []
+def follow(prompts: Sequence[Prompt]) -> list[Talk]:
+    """The conversations, in the order of their first prompts."""
+    talks: list[Talk] = []
     for prompt in prompts:
-        steps = [
-            (step_between(last, prompt), talk)
-            for talk in talks
-            if may_continue(last := newest(talk), prompt)
-        ]
-        found = [(step, talk) for step, talk in steps if continues(step)]
-        if found:
-            step, talk = max(reversed(found), key=lambda pair: pair[0].score)
+        candidates = [talk for talk in talks if may_continue(newest(talk), prompt)]
+        continued = []
+        for talk in candidates:
+            step = step_between(newest(talk), prompt)
+            if continues(step):
+                continued.append((step, talk))
+        if continued:
+            step, talk = max(reversed(continued), key=lambda pair: pair[0].score)
             talk.append(step)
         else:
             talks.append([prompt])
     return talks
 
 
-def newest(talk: list[Prompt | Step]) -> Prompt:
+def newest(talk: Talk) -> Prompt:
     last = talk[-1]
-    return last.after if isinstance(last, Step) else last
+    return last.later if isinstance(last, Step) else last
 
 
-def may_continue(before: Prompt, after: Prompt) -> bool:
-    if before.exchange.api != after.exchange.api:
+def may_continue(earlier: Prompt, later: Prompt) -> bool:
+    if earlier.exchange.api != later.exchange.api:
         return False
-    if before.session != after.session and before.session and after.session:
+    if earlier.session != later.session and earlier.session and later.session:
         return False
-    return have_like_heads(before, after, 0.5)
+    return have_like_heads(earlier, later, 0.5)
 
 
 # Texts --------------------------------------------------------------------------------------------
@@ -616,9 +632,10 @@ class Value:
 
     @property
     def kind(self) -> str:
-        return next(
-            (kind for kind, rx in KINDS.items() if rx.fullmatch(self.text)), "text"
-        )
+        for kind, pattern in KINDS.items():
+            if pattern.fullmatch(self.text):
+                return kind
+        return "text"
 
     @property
     def is_nameable(self) -> bool:
@@ -628,102 +645,116 @@ class Value:
         return self.kind != "text" or bool(re.search(r"\d", self.text))
 
 
-def text_changes(before: str, after: str) -> Iterator[Change]:
+def text_changes(old_text: str, new_text: str) -> Iterator[Change]:
     """Wrapped passages that come or go, then what differs in the lines that are left."""
-    gone, come = unpaired_passages(before, after)
-    for passage in gone:
-        at = n_shared(before[: passage.start()], after)
-        yield Change(
-            "block", at, passage[0], "", wrapper(passage), wrapped_regex(passage)
-        )
-    for passage in come:
-        at = passage.start()
-        yield Change(
-            "block", at, "", passage[0], wrapper(passage), wrapped_regex(passage)
-        )
-    bare_before, bare_after = without(before, gone), without(after, come)
-    for change in line_changes(bare_before, bare_after):
-        is_seam = (gone or come) and not (change.before + change.after).strip()
-        if not is_seam:
-            yield moved(change, come)
+    removed, added = unpaired_passages(old_text, new_text)
+    for passage in removed:
+        position = n_shared(old_text[: passage.start()], new_text)
+        regex = wrapped_regex(passage)
+        yield Change("block", position, passage[0], "", wrapper(passage), regex)
+    for passage in added:
+        regex = wrapped_regex(passage)
+        yield Change("block", passage.start(), "", passage[0], wrapper(passage), regex)
+
+    old_rest = without(old_text, removed)
+    new_rest = without(new_text, added)
+    for change in line_changes(old_rest, new_rest):
+        is_blank = not (change.before + change.after).strip()
+        if is_blank and (removed or added):  # where a passage was cut out
+            continue
+        yield moved(change, added)
 
 
-def moved(change: Change, cut: Sequence[re.Match[str]]) -> Change:
+def moved(change: Change, cut: Sequence[Passage]) -> Change:
     """The change with `at` counted in the text as it was before passages were cut out."""
-    at = change.at
+    position = change.at
     for passage in cut:
-        if passage.start() <= at:
-            at += passage.end() - passage.start()
-    return replace(change, at=at)
+        if passage.start() <= position:
+            position += passage.end() - passage.start()
+    return replace(change, at=position)
 
 
-def without(text: str, passages: Sequence[re.Match[str]]) -> str:
+def without(text: str, passages: Sequence[Passage]) -> str:
     for passage in reversed(passages):
         text = text[: passage.start()] + text[passage.end() :]
     return text.rstrip() if passages else text
 
 
-def wrapper(passage: re.Match[str]) -> str:
+def wrapper(passage: Passage) -> str:
     return passage["tag"] or passage["angle"] or passage["square"]
 
 
 def unpaired_passages(
-    before: str, after: str
-) -> tuple[list[re.Match[str]], list[re.Match[str]]]:
+    old_text: str, new_text: str
+) -> tuple[list[Passage], list[Passage]]:
     """Wrapped passages that only one of the texts has.
 
     One that changed inside is in both; one that is the whole text was not attached to it.
     """
-    left, right = [
-        [passage for passage in WRAPPED.finditer(text) if passage[0] != text.strip()]
-        for text in (before, after)
-    ]
-    texts = [[passage[0] for passage in passages] for passages in (left, right)]
-    gone, come = [], []
-    for _, i, j in differences(*texts):
-        parts = left[i.start : i.stop], right[j.start : j.stop]
-        if [wrapper(x) for x in parts[0]] != [wrapper(x) for x in parts[1]]:
-            gone += parts[0]
-            come += parts[1]
-    return gone, come
+    old_passages = attached_passages(old_text)
+    new_passages = attached_passages(new_text)
+    old_texts = [passage[0] for passage in old_passages]
+    new_texts = [passage[0] for passage in new_passages]
+    removed = []
+    added = []
+    for _, old_places, new_places in differences(old_texts, new_texts):
+        old_part = [old_passages[i] for i in old_places]
+        new_part = [new_passages[j] for j in new_places]
+        if list(map(wrapper, old_part)) != list(map(wrapper, new_part)):
+            removed += old_part
+            added += new_part
+    return removed, added
 
 
-def line_changes(before: str, after: str) -> Iterator[Change]:
-    a, b = before.split("\n"), after.split("\n")
+def attached_passages(text: str) -> list[Passage]:
+    """Wrapped passages of a text that are not all of it."""
+    return [match for match in WRAPPED.finditer(text) if match[0] != text.strip()]
+
+
+def line_changes(old_text: str, new_text: str) -> Iterator[Change]:
+    a = old_text.split("\n")
+    b = new_text.split("\n")
     starts = list(accumulate((len(line) + 1 for line in b), initial=0))
     for _, left, right in differences(a, b):
         pairs = list(matched_gap(left, right, lambda i, j: are_like_lines(a[i], b[j])))
         for i, j in pairs:
-            yield from value_changes(a[i], b[j], at=starts[j])
+            yield from value_changes(a[i], b[j], line_start=starts[j])
         yield from run_changes(a, b, gap=(left, right), pairs=pairs)
 
 
 def are_like_lines(a: str, b: str) -> bool:
-    labels = [
-        found and found["label"] for found in map(FORMS["labelled"].match, (a, b))
-    ]
-    return bool(labels[0] and labels[0] == labels[1]) or likeness(a, b) >= 0.4
+    match_a = FORMS["labelled"].match(a)
+    match_b = FORMS["labelled"].match(b)
+    if match_a and match_b and match_a["label"] == match_b["label"]:
+        return True
+    return likeness(a, b) >= 0.4
 
 
 def run_changes(
     a: list[str], b: list[str], *, gap: tuple[range, range], pairs: Pairs
 ) -> Iterator[Change]:
     """The lines of a gap that have no counterpart, one change for each run of them."""
-    edges = [(gap[0].start - 1, gap[1].start - 1), *pairs, (gap[0].stop, gap[1].stop)]
+    left, right = gap
+    edges = [(left.start - 1, right.start - 1), *pairs, (left.stop, right.stop)]
     for (i1, j1), (i2, j2) in pairwise(edges):
-        gone, come = "\n".join(a[i1 + 1 : i2]), "\n".join(b[j1 + 1 : j2])
-        if i2 - i1 > 1 or j2 - j1 > 1:
-            sort = "lines" if gone and come else "block"
-            at = len("\n".join(b[: j1 + 1])) + (j1 >= 0)
-            heading = heading_above(b, j1 + 1)
-            label = heading or first_words(come or gone)
-            regex = (
-                section_regex(heading)
-                if heading
-                else opening_regex([come or gone], "$")
-            )
-            texts = ("\n".join(a), "\n".join(b)) if heading else ("", "")
-            yield Change(sort, at, gone, come, label, regex, texts)
+        if i2 - i1 <= 1 and j2 - j1 <= 1:
+            continue
+        old_run = "\n".join(a[i1 + 1 : i2])
+        new_run = "\n".join(b[j1 + 1 : j2])
+        sort = "lines" if old_run and new_run else "block"
+        position = len("\n".join(b[: j1 + 1]))
+        if j1 >= 0:
+            position += 1  # the newline
+
+        heading = heading_above(b, j1 + 1)
+        if heading:
+            texts = ("\n".join(a), "\n".join(b))
+            regex = section_regex(heading)
+            yield Change(sort, position, old_run, new_run, heading, regex, texts)
+        else:
+            label = first_words(new_run or old_run)
+            regex = opening_regex([new_run or old_run], "$")
+            yield Change(sort, position, old_run, new_run, label, regex)
 
 
 def heading_above(lines: list[str], place: int) -> str:
@@ -736,44 +767,46 @@ def heading_above(lines: list[str], place: int) -> str:
     return ""
 
 
-def value_changes(before: str, after: str, *, at: int) -> Iterator[Change]:
+def value_changes(old_line: str, new_line: str, *, line_start: int) -> Iterator[Change]:
     """What differs in two lines, as values; each value once."""
-    seen = set()
-    for (i1, i2), (j1, j2) in changed_spans(before, after):
-        old, new = widened(before, i1, i2), widened(after, j1, j2)
-        if (new.start, new.end) in seen:
+    seen_spans = set()
+    for (i1, i2), (j1, j2) in changed_spans(old_line, new_line):
+        old = widened(old_line, i1, i2)
+        new = widened(new_line, j1, j2)
+        if (new.start, new.end) in seen_spans:
             continue
-        seen.add((new.start, new.end))
+        seen_spans.add((new.start, new.end))
         yield Change(
             "value" if new.is_nameable else "words",
-            at + new.start,
+            line_start + new.start,
             old.text,
             new.text,
-            new.label or previous_word(after, new.start) or new.kind,
-            value_regex(after, new),
-            (before, after),
+            new.label or previous_word(new_line, new.start) or new.kind,
+            value_regex(new_line, new),
+            (old_line, new_line),
         )
 
 
-def changed_spans(a: str, b: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def changed_spans(a: str, b: str) -> Iterator[tuple[Span, Span]]:
     """Pairs of (start, end), in words: no half of an id is left out because it happens to agree."""
-    words = [re.findall(r"\w+|\s+|[^\w\s]", text) for text in (a, b)]
-    places = [list(accumulate(map(len, found), initial=0)) for found in words]
-    for _, left, right in differences(*words):
-        yield (
-            (places[0][left.start], places[0][left.stop]),
-            (places[1][right.start], places[1][right.stop]),
-        )
+    words_a = re.findall(r"\w+|\s+|[^\w\s]", a)
+    words_b = re.findall(r"\w+|\s+|[^\w\s]", b)
+    starts_a = list(accumulate(map(len, words_a), initial=0))
+    starts_b = list(accumulate(map(len, words_b), initial=0))
+    for _, left, right in differences(words_a, words_b):
+        span_a = (starts_a[left.start], starts_a[left.stop])
+        span_b = (starts_b[right.start], starts_b[right.stop])
+        yield span_a, span_b
 
 
 def widened(line: str, start: int, end: int) -> Value:
     """The named value, timestamp, id or word around what changed."""
     for form, pattern in FORMS.items():
         limit = LINE_VALUE_LIMIT if form == "labelled" else VALUE_LIMIT
-        for found in pattern.finditer(line):
-            left, right = found.span("value")
+        for match in pattern.finditer(line):
+            left, right = match.span("value")
             if left <= start and end <= right and right - left <= limit:
-                return Value(left, right, form, found["label"], found["value"])
+                return Value(left, right, form, match["label"], match["value"])
     left = len(line[:start]) - len(re.split(r"\s", line[:start])[-1])
     right = end + len(re.split(r"\s", line[end:])[0])
     return Value(left, right, "words", "", line[left:right])
@@ -781,10 +814,9 @@ def widened(line: str, start: int, end: int) -> Value:
 
 def previous_word(line: str, start: int) -> str:
     """A name right before a value: `id 5f3` and `(id: 5f3)`, but no prose."""
-    found = re.search(
-        r"([A-Za-z]\w*[_-]\w+|\b[Ii][Dd]|\b[A-Za-z]+(?=[:#]))[\s:#]*$", line[:start]
-    )
-    return found[1] if found else ""
+    pattern = r"([A-Za-z]\w*[_-]\w+|\b[Ii][Dd]|\b[A-Za-z]+(?=[:#]))[\s:#]*$"
+    match = re.search(pattern, line[:start])
+    return match[1] if match else ""
 
 
 # Rules --------------------------------------------------------------------------------------------
@@ -792,43 +824,56 @@ def previous_word(line: str, start: int) -> str:
 
 def literal(text: str) -> str:
     """An expression for this text; words with digits may be others the next time."""
-    words = re.findall(r"\s+|\S+", text)
-    escaped = [re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", word) for word in words]
-    digits = [bool(re.search(r"\d", word)) for word in words]
-    return "".join(
-        r"\S+" if varies else e for varies, e in zip(digits, escaped, strict=True)
-    )
+    expression = ""
+    for word in re.findall(r"\s+|\S+", text):
+        has_digits = re.search(r"\d", word) is not None
+        escaped = re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", word)
+        expression += r"\S+" if has_digits else escaped
+    return expression
 
 
 def value_regex(line: str, value: Value) -> str:
-    before, label = line[: value.start], literal(value.label)
+    """An expression that finds a named value, by its form and label."""
+    prefix = line[: value.start]
+    label = literal(value.label)
+    lead = lead_regex(prefix[: prefix.rfind(value.label)].strip(' "'))
     inner = PATTERNS.get(value.kind, r"[^\s;,|\"'<>]+")
-    ahead = before[: before.rfind(value.label)].strip(' "')
-    named = re.match(r"\W*[A-Za-z][\w-]*:", ahead)
-    lead = literal(named[0]) + ".*?" if named else ".*?" if ahead else r"\s*"
     if value.form == "json":
-        is_text = before.endswith('"')
-        inner, quote = (r'(?:[^"\\]|\\.)*', '"') if is_text else (r"[^\s,}\]]+", "")
-        return rf'(?m)^{lead}"{label}"\s*:\s*{quote}(?P<value>{inner})'
+        is_text = prefix.endswith('"')
+        json_value = (
+            r'"(?P<value>(?:[^"\\]|\\.)*)' if is_text else r"(?P<value>[^\s,}\]]+)"
+        )
+        return rf'(?m)^{lead}"{label}"\s*:\s*{json_value}'
     if value.form == "keyed":
         return rf"(?m)^{lead}\b{label}=(?P<value>{inner})"
     if value.form == "tagged":
         return rf"(?m)^.*?<{label}>(?P<value>[^<\n]*)</{label}>"
     if value.form == "labelled":
-        return rf"(?m)^{literal(before)}(?P<value>.+)$"
+        return rf"(?m)^{literal(prefix)}(?P<value>.+)$"
     return loose_regex(line, value, inner)
+
+
+def lead_regex(text: str) -> str:
+    """For what stands in a line before a label: its own label, if it has one, then anything."""
+    match = re.match(r"\W*[A-Za-z][\w-]*:", text)
+    if match:
+        return literal(match[0]) + ".*?"
+    return ".*?" if text else r"\s*"
 
 
 def loose_regex(line: str, value: Value, inner: str) -> str:
     """For a value without a name: by what stands before it, from the line's start if it is near."""
-    before, behind = line[: value.start], line[value.end : value.end + 1]
-    lead = literal(before) if len(before) <= 40 else ".*?" + literal(before[-20:])
+    prefix = line[: value.start]
+    next_character = line[value.end : value.end + 1]
+    lead = literal(prefix) if len(prefix) <= 40 else ".*?" + literal(prefix[-20:])
     if value.kind == "timestamp" or " " in value.text:
-        inner = rf"[^\n{literal(behind)}]+" if behind.strip() else r".+?"
-    return rf"(?m)^{lead}(?P<value>{inner}){literal(behind) or '$'}"
+        inner = (
+            rf"[^\n{literal(next_character)}]+" if next_character.strip() else r".+?"
+        )
+    return rf"(?m)^{lead}(?P<value>{inner}){literal(next_character) or '$'}"
 
 
-def wrapped_regex(passage: re.Match[str]) -> str:
+def wrapped_regex(passage: Passage) -> str:
     """For a passage between two tags, and the tags."""
     name = wrapper(passage)
     edges = (rf"<{name}(?: [^>\n]*)?>", rf"</{name}>")
@@ -837,13 +882,15 @@ def wrapped_regex(passage: re.Match[str]) -> str:
     elif passage["square"]:
         edges = (rf"\[\[{name}_BEGIN\]\]", rf"\[\[{name}_END\]\]")
     starts_line = passage.string[: passage.start()][-1:] in ("", "\n")
-    return f"(?m){'^' * starts_line}{edges[0]}(?P<value>[\\s\\S]*?){edges[1]}"
+    anchor = "^" if starts_line else ""
+    return f"(?m){anchor}{edges[0]}(?P<value>[\\s\\S]*?){edges[1]}"
 
 
 def opening_regex(texts: Sequence[str], end: str) -> str:
     """For passages without tags: what they begin with, if that is anything; `end` is $ or \\Z."""
-    first = min(texts).split("\n")[0], max(texts).split("\n")[0]
-    shared = first[0][: n_shared(*first)]
+    smallest, _, _ = min(texts).partition("\n")
+    largest, _, _ = max(texts).partition("\n")
+    shared = smallest[: n_shared(smallest, largest)]
     shared = re.sub(r"\S*\d.*$", "", shared)[:40]  # what has digits will be another
     if "\n" in texts[0] or len(shared) == 40:
         shared = re.sub(r"\S*$", "", shared) or shared
@@ -921,30 +968,33 @@ class Lens:
         return path in self._head
 
     def event(self, sort: str, change: Change, spot: Spot) -> Event:
-        where = spot.path
-        if not self.is_head(where):
-            where = re.sub(r"(messages|content|tool_calls)\[\d+\]", r"\1[*]", where)
-        name, seq = slug(change.label), self.prompt.exchange.seq
-        return Event(sort, name, change, spot, where, seq, self._total)
+        path = spot.path
+        if not self.is_head(path):
+            path = re.sub(r"(messages|content|tool_calls)\[\d+\]", r"\1[*]", path)
+        name = slug(change.label)
+        seq = self.prompt.exchange.seq
+        return Event(sort, name, change, spot, path, seq, self._total)
 
     def in_text(self, change: Change, leaf: Leaf) -> Event:
         """A change in a text of this prompt."""
-        said = leaf.text[: change.at]
-        line, column = said.count("\n") + 1, len(said) - said.rfind("\n")
+        text_before = leaf.text[: change.at]
+        line = text_before.count("\n") + 1
+        column = len(text_before) - text_before.rfind("\n")
         spot = Spot(leaf.path, leaf.role, self.start_of(leaf) + change.at, line, column)
         return self.event(self.sort_of(change, leaf), change, spot)
 
     def sort_of(self, change: Change, leaf: Leaf) -> str:
         is_head = self.is_head(leaf.path)
+        if change.sort == "block" and is_head:
+            return "pinned"
         if change.sort == "block":
-            is_ours = leaf.role in ("user", "system") or (
-                leaf.role == "tool" and change.regex
-            )
-            return "pinned" if is_head else "transient" if is_ours else "edit"
+            is_ruled_result = leaf.role == "tool" and bool(change.regex)
+            is_ours = leaf.role in ("user", "system") or is_ruled_result
+            return "transient" if is_ours else "edit"
         if change.sort != "value" and not is_head:
             return "edit"
-        named = f"{change.lines[1][:SHOWN]} {change.label}"
-        return "telemetry" if TELEMETRY.search(named) else "pinned"
+        line_and_label = f"{change.lines[1][:SHOWN]} {change.label}"
+        return "telemetry" if TELEMETRY.search(line_and_label) else "pinned"
 
 
 def slug(label: str) -> str:
@@ -954,125 +1004,153 @@ def slug(label: str) -> str:
 
 def step_events(step: Step) -> Iterator[Event]:
     """All that changed in the past of one request."""
-    lens = Lens(step.after)
+    lens = Lens(step.later)
     yield from head_events(step, lens)
-    a, b = step.before.messages, step.after.messages
+
+    a = step.earlier.messages
+    b = step.later.messages
     for i, j in step.pairs:
         yield from unit_events(a[i], b[j], lens)
-    for i in step.gone:
+    for i in step.removed:
         yield gone_event(step, i, lens)
-    for j in step.come:
+    for j in step.added:
         spot = Spot(b[j].path, b[j].role, lens.start_of(b[j]))
         yield lens.event(message_sort(b[j]), passage_change("", b[j].text), spot)
     if step.reply is not None:
-        yield from echo_events(step.before.exchange, b[step.reply], lens)
+        yield from echo_events(step.earlier.exchange, b[step.reply], lens)
 
 
 def head_events(step: Step, lens: Lens) -> Iterator[Event]:
-    a, b = step.before.head, step.after.head
+    a = step.earlier.head
+    b = step.later.head
     pairs = matched(a, b)
     for i, j in pairs:
         yield from unit_events(a[i], b[j], lens)
-    for i in sorted(set(range(len(a))) - {i for i, _ in pairs}):
-        before = [j for earlier, j in pairs if earlier < i]
-        position = step.after.starts[max(before, default=-1) + 1]
-        yield head_unit_event((a[i], None), lens, position)
-    for j in sorted(set(range(len(b))) - {j for _, j in pairs}):
-        yield head_unit_event((None, b[j]), lens, step.after.starts[j])
+
+    paired_a = {i for i, _ in pairs}
+    paired_b = {j for _, j in pairs}
+    for i, unit in enumerate(a):
+        if i not in paired_a:
+            places_before = [j for earlier, j in pairs if earlier < i]
+            position = step.later.starts[max(places_before, default=-1) + 1]
+            yield head_unit_event((unit, None), lens, position)
+    for j, unit in enumerate(b):
+        if j not in paired_b:
+            yield head_unit_event((None, unit), lens, step.later.starts[j])
 
 
 def head_unit_event(
     units: tuple[Unit | None, Unit | None], lens: Lens, position: int
 ) -> Event:
     """A tool or a block of the system prompt that only one of the prompts has."""
-    unit = units[0] or units[1]
+    old_unit, new_unit = units
+    unit = old_unit or new_unit
     assert unit, "one of them is there"
-    before, after = (u.text if u else "" for u in units)
     if unit.role == "tools":
-        before, after = (tool_name(u.raw) if u else "" for u in units)
-        change = Change(
-            "block", 0, before, after, f"tool {'removed' if units[0] else 'added'}"
-        )
+        old_name = tool_name(old_unit.raw) if old_unit else ""
+        new_name = tool_name(new_unit.raw) if new_unit else ""
+        label = "tool removed" if old_unit else "tool added"
+        change = Change("block", 0, old_name, new_name, label)
         return lens.event("edit", change, Spot("tools", "tools", position))
+
+    old_text = old_unit.text if old_unit else ""
+    new_text = new_unit.text if new_unit else ""
     spot = Spot(unit.path, unit.role, position)
-    return lens.event("pinned", passage_change(before, after), spot)
+    return lens.event("pinned", passage_change(old_text, new_text), spot)
 
 
 def gone_event(step: Step, place: int, lens: Lens) -> Event:
     """A message that is no more where it was, or is nowhere."""
-    unit = step.before.messages[place]
-    before = [j for i, j in step.pairs if i < place]
-    position = step.after.starts[len(step.after.head) + max(before, default=-1) + 1]
-    is_last = place == len(step.before.messages) - 1
+    unit = step.earlier.messages[place]
+    places_before = [j for i, j in step.pairs if i < place]
+    position = step.later.starts[
+        len(step.later.head) + max(places_before, default=-1) + 1
+    ]
+    is_last = place == len(step.earlier.messages) - 1
     spot = Spot("messages[-1]" if is_last else unit.path, unit.role, position)
     return lens.event(message_sort(unit), passage_change(unit.text, ""), spot)
 
 
 def message_sort(unit: Unit) -> str:
     """Of a message that comes or goes: clients attach reminders, but take no turns away."""
-    is_talk = unit.role in ("assistant", "tool") or any(
-        x.role == "tool" for x in unit.leaves
-    )
+    has_result = any(leaf.role == "tool" for leaf in unit.leaves)
+    is_talk = unit.role in ("assistant", "tool") or has_result
     return "edit" if is_talk else "transient"
 
 
-def passage_change(before: str, after: str) -> Change:
+def passage_change(old_text: str, new_text: str) -> Change:
     """A whole text that is only in one of two prompts."""
-    text = (before or after).strip()
+    text = (old_text or new_text).strip()
     if passage := WRAPPED.fullmatch(text):
-        return Change(
-            "block", 0, before, after, wrapper(passage), wrapped_regex(passage)
-        )
-    labelled = FORMS["labelled"].match(text.split("\n")[0])
-    return Change(
-        "block", 0, before, after, labelled["label"] if labelled else first_words(text)
-    )
+        regex = wrapped_regex(passage)
+        return Change("block", 0, old_text, new_text, wrapper(passage), regex)
+    match = FORMS["labelled"].match(text.split("\n")[0])
+    label = match["label"] if match else first_words(text)
+    return Change("block", 0, old_text, new_text, label)
 
 
 def unit_events(a: Unit, b: Unit, lens: Lens) -> Iterator[Event]:
     """`b` is what became of `a`."""
     if a.raw != b.raw:
         yield from shape_events(a, b, lens)
-    texts = [[leaf.text for leaf in unit.leaves] for unit in (a, b)]
-    for _, left, right in differences(*texts):
-        pairs = list(
-            matched_gap(left, right, lambda i, j: are_like_leaves(a, b, (i, j)))
-        )
-        for i, j in pairs:
-            for change in text_changes(a.leaves[i].text, b.leaves[j].text):
-                yield lens.in_text(change, b.leaves[j])
-        for i in sorted(set(left) - {i for i, _ in pairs}):
-            leaf, change = a.leaves[i], passage_change(a.leaves[i].text, "")
-            behind = sum(len(other.text) for other in b.leaves[: right.start])
-            spot = Spot(leaf.path, leaf.role, lens.start_of(b) + behind)
-            yield lens.event(lens.sort_of(change, leaf), change, spot)
-        for j in sorted(set(right) - {j for _, j in pairs}):
-            yield lens.in_text(passage_change("", b.leaves[j].text), b.leaves[j])
+    texts_a = [leaf.text for leaf in a.leaves]
+    texts_b = [leaf.text for leaf in b.leaves]
+    for _, left, right in differences(texts_a, texts_b):
+        yield from gap_events(a, b, lens, gap=(left, right))
 
 
-def are_like_leaves(a: Unit, b: Unit, places: tuple[int, int]) -> bool:
-    left, right = a.leaves[places[0]], b.leaves[places[1]]
+def gap_events(
+    a: Unit, b: Unit, lens: Lens, *, gap: tuple[range, range]
+) -> Iterator[Event]:
+    """Of texts that changed, then of those that went, then of those that came."""
+    left, right = gap
     is_only = len(a.leaves) == len(b.leaves) == 1
-    return left.role == right.role and (
-        is_only or likeness(left.text, right.text) >= 0.5
-    )
+
+    def are_like(i: int, j: int) -> bool:
+        old_leaf = a.leaves[i]
+        new_leaf = b.leaves[j]
+        if old_leaf.role != new_leaf.role:
+            return False
+        return is_only or likeness(old_leaf.text, new_leaf.text) >= 0.5
+
+    pairs = list(matched_gap(left, right, are_like))
+    for i, j in pairs:
+        for change in text_changes(a.leaves[i].text, b.leaves[j].text):
+            yield lens.in_text(change, b.leaves[j])
+
+    n_characters = sum(len(leaf.text) for leaf in b.leaves[: right.start])
+    for i in sorted(set(left) - {i for i, _ in pairs}):
+        leaf = a.leaves[i]
+        change = passage_change(leaf.text, "")
+        spot = Spot(leaf.path, leaf.role, lens.start_of(b) + n_characters)
+        yield lens.event(lens.sort_of(change, leaf), change, spot)
+    for j in sorted(set(right) - {j for _, j in pairs}):
+        yield lens.in_text(passage_change("", b.leaves[j].text), b.leaves[j])
 
 
 def shape_events(a: Unit, b: Unit, lens: Lens) -> Iterator[Event]:
     """The same content written otherwise."""
-    facts = [dict(shape_facts(unit)) for unit in (a, b)]
-    for name in sorted(facts[0].keys() | facts[1].keys()):
-        old, new = facts[0].get(name), facts[1].get(name)
+    old_facts = dict(shape_facts(a))
+    new_facts = dict(shape_facts(b))
+    for name in sorted(old_facts.keys() | new_facts.keys()):
+        old = old_facts.get(name)
+        new = new_facts.get(name)
         if old == new or (name == ARGUMENTS and a.key != b.key):
             continue
         label = reasoning_name(old, new) if name == "reasoning" else name
         if isinstance(old, list) and isinstance(new, list):
-            old, new = next(
-                ((x, y) for x, y in zip(old, new, strict=False) if x != y), (old, new)
-            )
+            old, new = first_different(old, new)
         change = Change("shape", 0, shown(old), shown(new), label)
         spot = Spot(b.path, b.role, lens.start_of(b))
         yield replace(lens.event("shape", change, spot), name=label)
+
+
+def first_different(old: list[Any], new: list[Any]) -> tuple[Any, Any]:
+    """The first two items that differ; the lists, where one is the beginning of the other."""
+    for old_item, new_item in zip(old, new, strict=False):
+        if old_item != new_item:
+            return old_item, new_item
+    return old, new
 
 
 def reasoning_name(old: Any, new: Any) -> str:
@@ -1090,19 +1168,22 @@ def shape_facts(unit: Unit) -> Iterator[tuple[str, Any]]:
     yield "cache_control", json.dumps(raw).count('"cache_control"')
     if unit.role == "tools":
         return
-    content, calls = raw.get("content"), raw.get("tool_calls") or ()
-    parts = (
-        [p for p in content if isinstance(p, dict)] if isinstance(content, list) else []
-    )
-    written = [(call.get("function") or {}).get("arguments") for call in calls]
-    written += [
-        json.dumps(part.get("input"))
-        for part in parts
-        if part.get("type") == "tool_use"
-    ]
+
+    content = raw.get("content")
+    parts = content if isinstance(content, list) else []
+    functions = [call.get("function") or {} for call in raw.get("tool_calls") or ()]
+    written = [function.get("arguments") for function in functions]
+    result_shapes = set()
+    for part in parts:
+        match part:
+            case {"type": "tool_use"}:
+                written.append(json.dumps(part.get("input")))
+            case {"type": "tool_result"}:
+                result_shapes.add(json_shape(part))
+
     yield ARGUMENTS, written
-    inner = {json_shape(part) for part in parts if part.get("type") == "tool_result"}
-    yield "content as string, part list or nothing", [json_shape(raw), *sorted(inner)]
+    shapes = [json_shape(raw), *sorted(result_shapes)]
+    yield "content as string, part list or nothing", shapes
     yield "call ids", list(unit.call_ids)
     yield "role", raw.get("role")
     yield "reasoning", unit.reasoning
@@ -1114,9 +1195,9 @@ def json_shape(raw: Body) -> str:
     content = raw.get("content")
     if isinstance(content, list):
         return "part list"
-    return (
-        "string" if content else json.dumps(content) if "content" in raw else "absent"
-    )
+    if content:
+        return "string"
+    return json.dumps(content) if "content" in raw else "absent"
 
 
 def shown(value: object) -> str:
@@ -1125,19 +1206,19 @@ def shown(value: object) -> str:
 
 def echo_events(exchange: Exchange, echo: Unit, lens: Lens) -> Iterator[Event]:
     """What the client made of the reply it got."""
-    said = reply_of(exchange)
-    if said is None:
+    message = reply_of(exchange)
+    if message is None:
         return
-    reply = message_unit(said, echo.path)
-    known = [
-        {k: v for k, v in unit.raw.items() if k in KNOWN_FIELDS}
-        for unit in (reply, echo)
-    ]
-    for event in unit_events(
-        replace(reply, raw=known[0]), replace(echo, raw=known[1]), lens
-    ):
+    reply = with_known_fields(message_unit(message, echo.path))
+    for event in unit_events(reply, with_known_fields(echo), lens):
         sort = "shape" if event.sort == "shape" else "edit"
         yield replace(event, sort=sort, name=f"echo: {event.name}")
+
+
+def with_known_fields(unit: Unit) -> Unit:
+    """The unit without fields that only one client or server has."""
+    raw = {name: value for name, value in unit.raw.items() if name in KNOWN_FIELDS}
+    return replace(unit, raw=raw)
 
 
 # Findings -----------------------------------------------------------------------------------------
@@ -1177,16 +1258,21 @@ class Finding:
             passages = [(c.before or c.after).strip() for c in changes]
             return opening_regex(passages, r"\Z") or None
         hits = {regex: sum(captures(regex, c) for c in changes) for regex in counted}
-        best = max(hits, key=lambda regex: (hits[regex], counted[regex]), default="")
-        return best if hits.get(best) else None
+        best_regex = max(
+            hits, key=lambda regex: (hits[regex], counted[regex]), default=""
+        )
+        return best_regex if hits.get(best_regex) else None
 
     @property
     def body(self) -> Body:
-        first, spot = self.first, self.first.spot
-        names = ("name", "role", "class", "regex")
-        rule = dict(
-            zip(names, (first.name, spot.role, first.sort, self.regex), strict=True)
-        )
+        first = self.first
+        spot = first.spot
+        rule = {
+            "name": first.name,
+            "role": spot.role,
+            "class": first.sort,
+            "regex": self.regex,
+        }
         return {
             "name": first.name,
             "role": spot.role,
@@ -1214,10 +1300,14 @@ def captures(regex: str, change: Change) -> bool:
     if not any(change.lines):
         return re.search(regex, change.before or change.after) is not None
     for text, value in zip(change.lines, (change.before, change.after), strict=True):
-        found = re.search(regex, text)
-        inside = found["value"] if found else None
-        is_exact = change.sort in ("value", "words")
-        if inside is None or (inside != value if is_exact else value not in inside):
+        match = re.search(regex, text)
+        if match is None or match["value"] is None:
+            return False
+        if change.sort in ("value", "words"):
+            is_captured = match["value"] == value
+        else:
+            is_captured = value in match["value"]
+        if not is_captured:
             return False
     return True
 
@@ -1232,38 +1322,48 @@ def findings(events: Iterable[Event], n_compared: int) -> list[Finding]:
     for event in events:
         key = (event.sort, event.name, event.spot.role, event.where)
         groups.setdefault(key, []).append(event)
-    found = [Finding(group, n_compared) for group in groups.values()]
-    return sorted(found, key=lambda f: -sum(event.n_following for event in f.events))
+
+    def n_poisoned(finding: Finding) -> int:
+        return sum(event.n_following for event in finding.events)
+
+    result = [Finding(group, n_compared) for group in groups.values()]
+    return sorted(result, key=n_poisoned, reverse=True)
 
 
-def between_conversations(talks: list[list[Prompt | Step]]) -> tuple[list[Event], int]:
+def between_conversations(talks: list[Talk]) -> tuple[list[Event], int]:
     """Values in which system prompts of conversations differ, and how many were compared."""
     firsts = [talk[0] for talk in talks if isinstance(talk[0], Prompt)]
-    events, n_compared = [], 0
-    for place, after in enumerate(firsts):
-        alike = [
-            before
-            for before in firsts[:place]
-            if before.exchange.api == after.exchange.api
-            and bool(before.system)
-            and have_like_heads(before, after, HEAD_LIKENESS)
-        ]
-        if alike:
-            n_compared += 1
-            found = head_events(Step(alike[-1], after, [], None), Lens(after))
-            events += [
-                e for e in found if e.change.sort == "value" and e.sort != "edit"
-            ]
+    events = []
+    n_compared = 0
+    for index, later in enumerate(firsts):
+        earlier = last_with_like_head(firsts[:index], later)
+        if earlier is None:
+            continue
+        n_compared += 1
+        for event in head_events(Step(earlier, later, [], None), Lens(later)):
+            is_value = event.change.sort == "value" and event.sort != "edit"
+            if is_value:
+                events.append(event)
     return events, n_compared
 
 
-def kept_share(step: Step, rules: Sequence[tuple[str, str, str]]) -> float:
-    """How much of the earlier prompt the later one begins with, once `rules` have stilled both."""
-    texts = [stilled(prompt, rules) for prompt in (step.before, step.after)]
-    return n_shared(*texts) / max(1, len(texts[0]))
+def last_with_like_head(prompts: list[Prompt], later: Prompt) -> Prompt | None:
+    for prompt in reversed(prompts):
+        if prompt.exchange.api != later.exchange.api or not prompt.system:
+            continue
+        if have_like_heads(prompt, later, HEAD_LIKENESS):
+            return prompt
+    return None
 
 
-def stilled(prompt: Prompt, rules: Sequence[tuple[str, str, str]]) -> str:
+def kept_share(step: Step, rules: Sequence[Rule]) -> float:
+    """How much of the earlier prompt the later one begins with, once `rules` have masked both."""
+    old_text = masked(step.earlier, rules)
+    new_text = masked(step.later, rules)
+    return n_shared(old_text, new_text) / max(1, len(old_text))
+
+
+def masked(prompt: Prompt, rules: Sequence[Rule]) -> str:
     """The prompt without what the rules (role, class, expression) find."""
     texts = []
     for leaf in (leaf for unit in prompt.units for leaf in unit.leaves):
@@ -1278,10 +1378,11 @@ def stilled(prompt: Prompt, rules: Sequence[tuple[str, str, str]]) -> str:
 
 def without_found(text: str, regex: str, *, is_whole: bool) -> str:
     group = 0 if is_whole else "value"
-    pieces, end = [], 0
-    for found in re.finditer(regex, text):
-        pieces.append(text[end : found.start(group)])
-        end = found.end(group)
+    pieces = []
+    end = 0
+    for match in re.finditer(regex, text):
+        pieces.append(text[end : match.start(group)])
+        end = match.end(group)
     rest = "".join([*pieces, text[end:]])
     return rest.strip() if is_whole else rest
 
@@ -1294,7 +1395,7 @@ class Report:
     """What a capture shows."""
 
     exchanges: list[Exchange]
-    talks: list[list[Prompt | Step]]
+    talks: list[Talk]
     lists: dict[str, list[Finding]] = field(default_factory=dict)
 
     @cached_property
@@ -1304,26 +1405,36 @@ class Report:
     @cached_property
     def kept(self) -> tuple[float, float] | None:
         """Mean share of the prompt before, as sent and with the rules."""
-        found = [
-            (f.first.spot.role, f.first.sort, f.regex) for f in self.lists["volatile"]
-        ]
-        rules = [(role, sort, regex) for role, sort, regex in found if regex]
         if not self.steps:
             return None
-        shares = [[kept_share(step, r) for step in self.steps] for r in ([], rules)]
-        return statistics.fmean(shares[0]), statistics.fmean(shares[1])
+
+        rules = []
+        for finding in self.lists["volatile"]:
+            if finding.regex:
+                role = finding.first.spot.role
+                rules.append((role, finding.first.sort, finding.regex))
+        share_as_sent = statistics.fmean(kept_share(step, []) for step in self.steps)
+        share_with_rules = statistics.fmean(
+            kept_share(step, rules) for step in self.steps
+        )
+        return share_as_sent, share_with_rules
 
     @property
     def body(self) -> Body:
-        return {
+        kept_shares = None
+        if self.kept:
+            share_as_sent, share_with_rules = self.kept
+            kept_shares = {"as_sent": share_as_sent, "with_rules": share_with_rules}
+        body: Body = {
             "n_requests": len(self.exchanges),
             "n_read": sum(len(talk) for talk in self.talks),
             "n_conversations": len(self.talks),
             "n_compared": len(self.steps),
-            "kept": dict(zip(("as_sent", "with_rules"), self.kept or (), strict=False))
-            or None,
-            **{name: [f.body for f in found] for name, found in self.lists.items()},
+            "kept": kept_shares,
         }
+        for name, group in self.lists.items():
+            body[name] = [finding.body for finding in group]
+        return body
 
 
 def inspect(exchanges: Iterable[Exchange]) -> Report:
@@ -1368,14 +1479,15 @@ def text_of(report: Report) -> Iterator[str]:
 
 def finding_lines(finding: Body) -> Iterator[str]:
     example = finding["example"]
-    at = (
-        f" line {example['line']} column {example['column']}" if example["line"] else ""
-    )
-    often = f"{finding['n_requests']} of {finding['n_compared']} requests"
-    follows = f", {finding['share']:.1%} of the prompt follows"
-    follows = "" if finding["class"] == "shape" else follows
-    yield f"  {finding['name']}  {finding['class']}  {often}{follows}"
-    yield f"      {finding['path']}{at}, first in request {example['seq']}"
+    count = f"{finding['n_requests']} of {finding['n_compared']} requests"
+    if finding["class"] != "shape":
+        count += f", {finding['share']:.1%} of the prompt follows"
+    place = finding["path"]
+    if example["line"]:
+        place += f" line {example['line']} column {example['column']}"
+
+    yield f"  {finding['name']}  {finding['class']}  {count}"
+    yield f"      {place}, first in request {example['seq']}"
     yield f"      {example['before']!r} -> {example['after']!r}"
     if finding["rule"]:
         yield f"      {finding['rule']['role']}: {finding['rule']['regex']}"
