@@ -366,6 +366,7 @@ def proxied(served: Served | Seeing) -> Iterator[str]:
         "log_root": f"{config.log_root}-proxy",
     }
     config = config.model_copy(update=proxy_settings)
+
     loaded = served.state.engine.model
     entry = {"id": loaded.model_id, "context_length": loaded.max_context_tokens}
     with s.run_proxy(config, entry):
@@ -481,6 +482,7 @@ def answers_of(body: dict[str, Any]) -> list[tuple[str, int]]:
             continue
         reasoning = message.get("reasoning_content") or ""
         n_calls = len(message.get("tool_calls") or ())
+
         for block in blocks_of(message):
             if block["type"] == "thinking" and not message.get("reasoning_content"):
                 reasoning += block["thinking"]
@@ -653,6 +655,7 @@ def scenes_of(name: str, *, served: Served) -> dict[str, list[list[int]]]:
         reply("Another one can do that.", "", agent),
         reply("So it is.", "It is at work."),
     ]
+
     if name in IN_BACKGROUND:
         main += [
             reply("It has come back.", "There are six."),
@@ -660,8 +663,10 @@ def scenes_of(name: str, *, served: Served) -> dict[str, list[list[int]]]:
             reply("Here.", "", call("CronList")),
             reply("None.", "No job is scheduled."),
         ]
+
     ls = call("Bash", command="ls | wc -l")
     sub = [reply("I count.", "", ls), reply("Six.", "There are six entries.")]
+
     texts = {DELEGATE: main, COUNT: sub}
     return {
         words: [spelled(served.scribe, text) for text in scene]

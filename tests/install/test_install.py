@@ -48,10 +48,12 @@ def venv(tmp_path):
     (folder / "lib/python3.12/site-packages").mkdir(parents=True)
     (folder / "bin").mkdir()
     (folder / "bin/python").symlink_to(sys.executable)
+
     for name in ("python3", "python3.12"):
         (folder / "bin" / name).symlink_to("python")
     for name in ("pip", "pip3", "pip3.12"):
         executable(folder / "bin" / name, "")
+
     (folder / "pyvenv.cfg").write_text(
         "home = /usr/bin\nversion = 3.12.1\n", encoding="utf-8"
     )
@@ -398,16 +400,18 @@ def test_preloading_keeps_what_the_user_set():
 def test_the_server_starts_with_openblas_or_says_what_to_install(
     venv, monkeypatch, capsys
 ):
-    assert install.server_environment(venv, {"A": "b"}) == {
-        "A": "b"
-    }  # no CPU wheel: nothing said
+    # Without a CPU wheel nothing is printed.
+    assert install.server_environment(venv, {"A": "b"}) == {"A": "b"}
     assert capsys.readouterr().out == ""
+
     library = venv / "lib/python3.12/site-packages/mlx_cpu.libs/libblas-1.so.3"
     library.parent.mkdir()
     library.touch()
     monkeypatch.setattr(install, "find_openblas", lambda venv: ("/o.so", ""))
+
     assert install.server_environment(venv, {})["LD_PRELOAD"] == "/o.so"
     assert "/o.so" in capsys.readouterr().out
+
     monkeypatch.setattr(install, "find_openblas", lambda venv: None)
     monkeypatch.setattr(
         shutil, "which", lambda tool: tool if tool == "apt-get" else None
@@ -417,6 +421,7 @@ def test_the_server_starts_with_openblas_or_says_what_to_install(
     monkeypatch.setattr(
         install, "find_openblas", lambda venv: pytest.fail("looked for another")
     )
+
     mine = {"LD_PRELOAD": "/opt/libmkl_blas.so"}
     assert install.server_environment(venv, mine) == mine
 

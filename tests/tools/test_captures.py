@@ -348,6 +348,7 @@ def chat(
         for i in range(k):
             messages += [called(i), tool_message(i, f"what {i} says")]
         messages += tail(k)
+
         body = {"model": "m", "messages": messages, "tools": [tool("read")]}
         exchanges.append(exchange(k + 1, body))
     return exchanges
@@ -718,7 +719,9 @@ def test_what_no_rule_can_still_is_an_edit():
         **last["messages"][3],
         "content": "[Old tool result content cleared]",
     }
+
     report = found_in(exchanges)
+
     assert not report["volatile"]
     assert {(f["name"], f["path"]) for f in report["edits"]} == {
         ("tool_added", "tools"),

@@ -156,6 +156,7 @@ class HubHandler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         hub.asked.append((self.command, path, self.headers["Range"]))
         hub.tokens.add(self.headers["Authorization"])
+
         if path.startswith("/org/tiny/resolve/"):
             self.send_file(path.split("/", 5)[5])
         elif path.startswith("/api/models/org/tiny/tree/"):
@@ -184,9 +185,11 @@ class HubHandler(BaseHTTPRequestHandler):
             return self.answer(status, b"", {"X-Error-Code": code})
         if name not in self.server.files:
             return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+
         body = self.server.files[name]
         headers = {"ETag": f'"{abs(hash(body)):x}"', "X-Repo-Commit": self.server.SHA}
         headers["X-Linked-Size"] = str(self.server.sizes.get(name, len(body)))
+
         if wanted := self.headers["Range"]:
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
@@ -201,6 +204,7 @@ class HubHandler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+
         cut = self.server.cut_after
         self.wfile.write(body[:cut])
         if cut is not None and cut < len(body):
@@ -216,16 +220,18 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
     hub = Hub({**files, "README.md": b"# not wanted", "pytorch_model.bin": b"0" * 1000})
     threading.Thread(target=hub.serve_forever, args=(0.01,)).start()
+
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(
-        time, "sleep", lambda seconds: None
-    )  # the client's own retries wait
+    # The client's own retries wait.
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     (tmp_path / "hub").mkdir()
+
     yield hub
+
     hub.shutdown()
     hub.server_close()
 

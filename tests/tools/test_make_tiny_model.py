@@ -98,12 +98,15 @@ def parsed(text: str) -> dict[str, Any]:
     """A reply as the message that a client would send back."""
     match = REPLY.fullmatch(text)
     assert match, text
+
     calls = []
     for call in CALL.finditer(match["calls"]):
         arguments = dict(ARGUMENT.findall(call["arguments"]))
         calls.append({"function": {"name": call["name"], "arguments": arguments}})
+
     assert calls or match["text"]
     assert match["calls"].count("<tool_call>") == len(calls), text
+
     return {
         "role": "assistant",
         "reasoning_content": match["thinking"],
@@ -113,13 +116,14 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def test_greedy_replies_end_by_themselves_and_parse(loaded, replies):
-    ended = [
-        reply for _, reply in replies if reply[-1] in loaded.tokenizer.eos_token_ids
-    ]
+    end_ids = loaded.tokenizer.eos_token_ids
+    ended = [reply for _, reply in replies if reply[-1] in end_ids]
     assert len(ended) >= 27
+
     lengths = sorted(len(reply) for reply in ended)
     assert lengths[0] >= 8
     assert lengths[len(lengths) * 8 // 10] <= 60
+
     for reply in ended:
         for call in parsed(loaded.text(reply))["tool_calls"]:
             function = call["function"]
@@ -191,6 +195,7 @@ def test_warm_logits_equal_cold_logits(loaded):
     tokens = mx.array([loaded.prompt(3, n_words=120)])
     n = tokens.shape[1]
     cold = loaded.model(tokens)[0]
+
     for cuts in ([n // 2], [n - 1], [63, 64, 65, 200], [n - 3, n - 2, n - 1]):
         cache = make_prompt_cache(loaded.model)
         pieces = [

@@ -536,6 +536,7 @@ def log_of(folder: Path, *requests: tuple[list[JsonObject], int, int]) -> Path:
     """A log by the server's own code, of (messages, prompt, cached); replies have 10 tokens."""
     log = s.SessionLog(s.Config(log_root=str(folder)))
     store = s.SessionTurnStore()
+
     for messages, n_prompt, n_cached in requests:
         n_known = store.exchange_last("session", list(map(str, messages)))
         record = {
@@ -563,6 +564,7 @@ def test_conversations_are_rebuilt_from_what_was_new(tmp_path):
         (TALK, 60, 50),
         (retry, 40, 39),
     )
+
     turns = read_log(log)
     assert [turn.messages for turn in turns] == [TALK[:2], TALK[:4], TALK, retry]
     assert [turn.n_own for turn in turns] == [2, 2, 2, 0]
@@ -685,7 +687,9 @@ def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
         (TALK[:4], 120, 100),
         (TALK, 150, 30),
     )
+
     assert call_main(diff, monkeypatch, log, "--turns", 1, -2, "--json") == 0
+
     report = json.loads(capsys.readouterr().out)
     assert (report["left"]["number"], report["right"]["number"]) == (1, 2)
     assert (report["kind"], report["new"], report["lost"]) == ("append", 20, 0)
@@ -694,13 +698,16 @@ def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
 
 def test_diff_turns_says_what_it_cannot_read(tmp_path, monkeypatch, capsys):
     assert call_main(diff, monkeypatch, "--log-root", tmp_path) == 2
+
     log = log_of(
         tmp_path,
         (TALK[:2], 90, 0),
     )
     assert call_main(diff, monkeypatch, log) == 2
+
     log.write_text("no json\n", encoding="utf-8")
     assert call_main(diff, monkeypatch, log) == 2
+
     messages = capsys.readouterr().err.splitlines()
     assert "ENABLE_REQUEST_LOGGING" in messages[0]
     assert "no turn -2" in messages[1] and "turn 1 is no line" in messages[2]
