@@ -69,7 +69,8 @@ def write_into(document: Path, name: str, table: str) -> None:
 
     Raises ValueError where the document has no such place.
     """
-    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    begin = f"<!-- {name} -->\n"
+    end = f"<!-- /{name} -->\n"
     place = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
 
     old_text = document.read_text("utf-8")

@@ -698,7 +698,8 @@ def short_together(bench: Bench) -> Iterator[Line]:
     """Four short cold prompts that are sent in one moment: how fast all are answered."""
     folder = bench.model("qwen3", **SMOL)
     words = Words(tokenizer_of(folder), 31)
-    alike, unlike = (40, 40, 40, 40), (20, 60, 120, 220)
+    alike = (40, 40, 40, 40)
+    unlike = (20, 60, 120, 220)
 
     def once(lengths: Sequence[int], n_out: int) -> list[list[Reply]]:
         bodies = [short_chat(words, n_prompt=n, n_out=n_out) for n in lengths]
