@@ -80,17 +80,18 @@ class Conversation:
 
     def messages(self) -> list[dict[str, Any]]:
         """All of it as chat messages, thoughts included."""
-        said: list[dict[str, Any]] = []
+        chat_messages: list[dict[str, Any]] = []
         if self.system:
-            said.append({"role": "system", "content": self.system})
+            chat_messages.append({"role": "system", "content": self.system})
         for exchange in self.exchanges:
-            said.append({"role": "user", "content": exchange.user})
+            chat_messages.append({"role": "user", "content": exchange.user})
             for step in exchange.steps:
                 call = {"function": {"name": step.tool, "arguments": step.arguments}}
-                said.append(reply("", step.thought) | {"tool_calls": [call]})
-                said.append({"role": "tool", "content": step.result})
-            said.append(reply(exchange.answer, exchange.thought))
-        return said
+                message = {**reply("", step.thought), "tool_calls": [call]}
+                chat_messages.append(message)
+                chat_messages.append({"role": "tool", "content": step.result})
+            chat_messages.append(reply(exchange.answer, exchange.thought))
+        return chat_messages
 
 
 def reply(content: str, thought: str) -> dict[str, Any]:
@@ -156,8 +157,12 @@ class Words:
         No piece is then always followed by the same other one, which would be learnt by heart.
         """
         rng = self.rng
-        one, other = rng.choice(ENGLISH), rng.choice(ENGLISH)
-        return one[: rng.randrange(1, len(one))] + other[rng.randrange(1, len(other)) :]
+        first_word = rng.choice(ENGLISH)
+        second_word = rng.choice(ENGLISH)
+        return (
+            first_word[: rng.randrange(1, len(first_word))]
+            + second_word[rng.randrange(1, len(second_word)) :]
+        )
 
     def glued(self) -> str:
         """A word of any half and another one, or a part of it.
@@ -167,11 +172,15 @@ class Words:
         the seam.
         """
         rng = self.rng
-        one = rng.choice(rng.choice((UNSAID, UNSAID, UNSAID, ENGLISH, POOLS["nouns"])))
-        other = rng.choice(ENGLISH) if rng.random() < 0.4 else self.syllables()
-        first, then = (one, other) if rng.random() < 0.5 else (other, one)
-        return first + rng.choice(
-            (then, then.capitalize(), then.capitalize(), f"_{then}")
+        base_word = rng.choice(
+            rng.choice((UNSAID, UNSAID, UNSAID, ENGLISH, POOLS["nouns"]))
+        )
+        added_word = rng.choice(ENGLISH) if rng.random() < 0.4 else self.syllables()
+        left, right = (
+            (base_word, added_word) if rng.random() < 0.5 else (added_word, base_word)
+        )
+        return left + rng.choice(
+            (right, right.capitalize(), right.capitalize(), f"_{right}")
         )
 
     def noun(self) -> str:
@@ -199,7 +208,8 @@ class Words:
 
     def value(self) -> str:
         """What may stand behind a key: a word, a number, a code, a name, a date, an address."""
-        rng, noun = self.rng, self.noun
+        rng = self.rng
+        noun = self.noun
         if self.practised(0.15):
             return " ".join(noun() for _ in range(rng.choice((2, 2, 3))))
         kinds: tuple[Callable[[], str], ...] = (
@@ -270,13 +280,16 @@ class Words:
             text = pattern
             while "{" in text:  # the innermost first
                 text = re.sub(r"\{([^{}]*)\}", chosen, text)
-            told = re.findall(r"\w{4,}", text.lower())
-            if len(set(told)) == len(told):  # nobody says "the text of the text file"
+            long_words = re.findall(r"\w{4,}", text.lower())
+            if len(set(long_words)) == len(
+                long_words
+            ):  # nobody says "the text of the text file"
                 return text
 
     def sentence(self) -> str:
         """A line of prose without a meaning, from a few patterns."""
-        rng, noun = self.rng, self.noun
+        rng = self.rng
+        noun = self.noun
         patterns = (
             f"The {noun()} is near the {noun()}.",
             f"{rng.choice(POOLS['people'])} likes the {noun()} of {noun()}.",
@@ -446,7 +459,8 @@ def write_schema(
     if rng.random() < 0.3:
         parameters["additionalProperties"] = False
     if rng.random() < 0.15:
-        parameters = {"$schema": "http://json-schema.org/draft-07/schema#"} | parameters
+        dialect = "http://json-schema.org/draft-07/schema#"
+        parameters = {"$schema": dialect, **parameters}
     if rng.random() < 0.2:
         parameters = dict(reversed(parameters.items()))
     function: Schema = {
@@ -473,7 +487,8 @@ def style(words: Words, parts: Sequence[str]) -> str:
 
 def offer_role(words: Words, role_name: str) -> Offer:
     """One of the common tools, named as some client might name it."""
-    rng, role = words.rng, ROLES[role_name]
+    rng = words.rng
+    role = ROLES[role_name]
     name = style(words, words.distinct(rng.choice((1, 2)), words.noun))
     if rng.random() < 0.2:  # were they common, they would be guessed and not looked up
         name = words.of(role.names.split())
@@ -482,10 +497,10 @@ def offer_role(words: Words, role_name: str) -> Offer:
         description += " " + rng.choice(SYSTEMS)
     parts: dict[str, str] = {}
     for part, names in role.parameters.items():
-        taken = list(parts.values())
-        pool = [option for option in names.split() if option not in taken]
+        used_names = list(parts.values())
+        pool = [option for option in names.split() if option not in used_names]
         parts[part] = words.of(pool) if rng.random() < 0.3 else words.noun()
-        while parts[part] in taken:
+        while parts[part] in used_names:
             parts[part] = words.invented()
     properties = {
         parts[part]: {"type": "string", "description": rng.choice(PART_WORDS[part])}
@@ -528,7 +543,8 @@ def offer_bystander(words: Words) -> Schema:
 def offer_custom(words: Words) -> Custom:
     """A tool with a name, a purpose and arguments that were never seen before."""
     rng = words.rng
-    verb, thing = words.of(POOLS["verbs"]), words.noun()
+    verb = words.of(POOLS["verbs"])
+    thing = words.noun()
     subject = words.noun() if rng.random() < 0.8 else f"{words.noun()} {words.noun()}"
     thing = thing if rng.random() < 0.7 else f"{thing} {words.noun()}"
     prefix = [words.noun()] if rng.random() < 0.15 else []
@@ -584,26 +600,26 @@ class Desk:
         return str(self.rng.choice(PHRASES["phrases"][name])).format(**slots)
 
 
-def call_role(desk: Desk, role: str, why: str, result: str, **values: str) -> Step:
+def call_role(desk: Desk, role: str, reason: str, result: str, **values: str) -> Step:
     """A step with a common tool; `values` by what each parameter is for."""
     offer = desk.roles[role]
     arguments: dict[str, Any] = {
         offer.parts[part]: value for part, value in values.items()
     }
     if offer.label:
-        arguments[offer.label] = why.rstrip(".")
+        arguments[offer.label] = reason.rstrip(".")
     # The whole line: which tool it takes is then found word by word, and its name is only copied.
-    thought = f"{why} {offer.line}"
+    thought = f"{reason} {offer.line}"
     return Step(thought, offer.name, arguments, result, frozenset({offer.label} - {""}))
 
 
 def obtain(desk: Desk, file: str, content: str) -> Step:
     """Read a file with what is offered: the tool for it, or else the shell."""
-    why = f"I need to read {file}."
+    reason = f"I need to read {file}."
     if "read" in desk.roles:
-        return call_role(desk, "read", why, as_read(desk, content), path=file)
+        return call_role(desk, "read", reason, as_read(desk, content), path=file)
     return call_role(
-        desk, "bash", why, as_printed(desk, content), command=f"cat {file}"
+        desk, "bash", reason, as_printed(desk, content), command=f"cat {file}"
     )
 
 
@@ -633,7 +649,8 @@ def as_printed(desk: Desk, output: str) -> str:
 
 def read_whole(desk: Desk) -> Exchange:
     """What does this file say?"""
-    words, rng = desk.words, desk.rng
+    words = desk.words
+    rng = desk.rng
     file = words.file()
     lines = [words.sentence() for _ in range(rng.choice((1, 1, 1, 2, 3, 4)))]
     if words.practised(0.2):  # a text that has a word of its own name
@@ -643,7 +660,7 @@ def read_whole(desk: Desk) -> Exchange:
     content = "\n".join(lines)
     user = desk.say("read_whole", x=file)
     step = obtain(desk, file, content)
-    answer = told(f"{file} says:", content)
+    answer = fenced(f"{file} says:", content)
     thought = f"I have the text of {file}. I can answer."
     return Exchange("read", user, (step,), thought, answer, tuple(lines))
 
@@ -658,13 +675,13 @@ def settings(desk: Desk, n: int) -> tuple[list[tuple[str, str]], str, list[str]]
     words = desk.words
     pairs = [(key, words.value()) for key in words.distinct(n, words.key)]
     form = desk.rng.randrange(6)
-    start, between, end = (
+    start, separator, end = (
         ("", " = ", ""), ("", ": ", ""), ("", "=", ""), ("The ", " is ", "."), ("- ", ": ", ""),
         ('"', '": ', ""),
     )[form]  # fmt: skip
     if form == 3:
         pairs = [(key.replace("_", " "), value) for key, value in pairs]
-    ends = [f"{between}{json.dumps(v) if form == 5 else v}{end}" for _, v in pairs]
+    ends = [f"{separator}{json.dumps(v) if form == 5 else v}{end}" for _, v in pairs]
     lines = [f"{start}{key}{rest}" for (key, _), rest in zip(pairs, ends, strict=True)]
     if form == 5:
         return pairs, json.dumps(dict(pairs), indent=2), ends
@@ -675,13 +692,14 @@ def settings(desk: Desk, n: int) -> tuple[list[tuple[str, str]], str, list[str]]
 
 def read_key(desk: Desk) -> Exchange:
     """One value of a file with several."""
-    words, rng = desk.words, desk.rng
+    words = desk.words
+    rng = desk.rng
     file = words.file()
     pairs, content, ends = settings(desk, rng.choice((1, 2, 3, 4, 5, 6)))
-    at = rng.randrange(len(pairs))
-    key, value = pairs[at]
+    index = rng.randrange(len(pairs))
+    key, value = pairs[index]
     user = desk.say("read_key", k=key, f=file)
-    thought = f"The result says: {key}{ends[at]}\nI can answer."
+    thought = f"The result says: {key}{ends[index]}\nI can answer."
     answer = f"The {key} is {value}, says {file}."
     return Exchange(
         "key", user, (obtain(desk, file, content),), thought, answer, (value,)
@@ -690,8 +708,10 @@ def read_key(desk: Desk) -> Exchange:
 
 def read_line(desk: Desk) -> Exchange:
     """The first or the last line of a file."""
-    words, rng = desk.words, desk.rng
-    file, last = words.file(), rng.random() < 0.5
+    words = desk.words
+    rng = desk.rng
+    file = words.file()
+    last = rng.random() < 0.5
     lines = [words.sentence() for _ in range(rng.choice((2, 3, 4, 5)))]
     line, place = (lines[-1], "last") if last else (lines[0], "first")
     user = desk.say("read_line", p=place, f=file)
@@ -730,31 +750,33 @@ def short_file(desk: Desk) -> str:
 
 def look_into(desk: Desk, folder: str, result: str) -> Step:
     """List a folder with what is offered."""
-    why = f"I need to list {'this folder' if folder == '.' else folder}."
+    reason = f"I need to list {'this folder' if folder == '.' else folder}."
     if "list" in desk.roles:
-        return call_role(desk, "list", why, result, folder=folder)
+        return call_role(desk, "list", reason, result, folder=folder)
     command = "ls" if folder == "." else f"ls {folder}"
-    return call_role(desk, "bash", why, as_printed(desk, result), command=command)
+    return call_role(desk, "bash", reason, as_printed(desk, result), command=command)
 
 
 def list_folder(desk: Desk) -> Exchange:
     """Which files are there?"""
-    words, rng = desk.words, desk.rng
-    here = rng.random() < 0.25
-    folder = "." if here else words.folder()
+    words = desk.words
+    rng = desk.rng
+    is_current = rng.random() < 0.25
+    folder = "." if is_current else words.folder()
     names = words.distinct(rng.choice((1, 2, 3, 3, 4, 5, 6)), lambda: short_file(desk))
-    user = desk.say("list_here") if here else desk.say("list_folder", x=folder)
-    place = "this folder" if here else folder
-    found = listing(desk, names)
-    answer = told(f"The files in {place}:", found)
+    user = desk.say("list_here") if is_current else desk.say("list_folder", x=folder)
+    place = "this folder" if is_current else folder
+    list_text = listing(desk, names)
+    answer = fenced(f"The files in {place}:", list_text)
     thought = f"I have the list of {place}. I can answer."
-    step = look_into(desk, folder, found)
+    step = look_into(desk, folder, list_text)
     return Exchange("list", user, (step,), thought, answer, tuple(names))
 
 
 def list_then_read(desk: Desk) -> Exchange:
     """Two calls: the second needs what the first found."""
-    words, rng = desk.words, desk.rng
+    words = desk.words
+    rng = desk.rng
     folder = words.folder()
     names = words.distinct(
         rng.choice((1, 2, 3, 4)), lambda: words.file().rsplit("/", 1)[-1]
@@ -774,26 +796,26 @@ def list_then_read(desk: Desk) -> Exchange:
 def follow_file(desk: Desk) -> Exchange:
     """A file that names another."""
     words = desk.words
-    file, other = words.distinct(2, words.file)
+    file, target = words.distinct(2, words.file)
     content = words.sentence()
-    pointer = desk.say("pointer", x=other)
+    pointer = desk.say("pointer", x=target)
     user = desk.say("follow_file", x=file)
-    second = obtain(desk, other, content)
-    second = replace(second, thought=f"{file} names {other}. {second.thought}")
-    thought = f"I have the text of {other}. I can answer."
-    answer = f"{file} names {other}. It says: {content}"
+    second = obtain(desk, target, content)
+    second = replace(second, thought=f"{file} names {target}. {second.thought}")
+    thought = f"I have the text of {target}. I can answer."
+    answer = f"{file} names {target}. It says: {content}"
     steps = (obtain(desk, file, pointer), second)
-    return Exchange("chain", user, steps, thought, answer, (other, content))
+    return Exchange("chain", user, steps, thought, answer, (target, content))
 
 
 def save(desk: Desk, file: str, content: str) -> Step:
     """Write a file with what is offered."""
-    why = f"I need to write {file}."
-    done = desk.say("written", f=file, n=len(content))
+    reason = f"I need to write {file}."
+    result = desk.say("written", f=file, n=len(content))
     if "write" in desk.roles:
-        return call_role(desk, "write", why, done, path=file, content=content)
+        return call_role(desk, "write", reason, result, path=file, content=content)
     command = f"echo '{content}' > {file}"
-    return call_role(desk, "bash", why, as_printed(desk, ""), command=command)
+    return call_role(desk, "bash", reason, as_printed(desk, ""), command=command)
 
 
 def write_file(desk: Desk) -> Exchange:
@@ -811,14 +833,14 @@ def write_file(desk: Desk) -> Exchange:
 def copy_file(desk: Desk) -> Exchange:
     """Read one file, write another."""
     words = desk.words
-    file, other = words.distinct(2, words.file)
+    file, target = words.distinct(2, words.file)
     content = words.sentence()
-    user = desk.say("copy_file", a=file, b=other)
-    second = save(desk, other, content)
+    user = desk.say("copy_file", a=file, b=target)
+    second = save(desk, target, content)
     steps = (obtain_plain(desk, file, content), second)
-    answer = f"Done: {other} now says: {content}"
+    answer = f"Done: {target} now says: {content}"
     return Exchange(
-        "chain", user, steps, "The file is written. I can answer.", answer, (other,)
+        "chain", user, steps, "The file is written. I can answer.", answer, (target,)
     )
 
 
@@ -830,40 +852,49 @@ def obtain_plain(desk: Desk, file: str, content: str) -> Step:
 def edit_file(desk: Desk) -> Exchange:
     """One text of a file replaced by another."""
     words = desk.words
-    file, (old, new) = words.file(), words.distinct(2, words.value)
+    file = words.file()
+    (old, new) = words.distinct(2, words.value)
     user = desk.say("edit_file", o=worded(old), n=worded(new), f=file)
-    why, thought = f"I need to edit {file}.", "The file is changed. I can answer."
-    done = desk.say("edited", f=file)
-    step = call_role(desk, "edit", why, done, path=file, old=old, new=new)
+    reason = f"I need to edit {file}."
+    thought = "The file is changed. I can answer."
+    result = desk.say("edited", f=file)
+    step = call_role(desk, "edit", reason, result, path=file, old=old, new=new)
     answer = f"Done: I replaced {old} by {new} in {file}."
     return Exchange("edit", user, (step,), thought, answer, (old, new))
 
 
 def search_files(desk: Desk) -> Exchange:
     """Where is this word?"""
-    words, rng = desk.words, desk.rng
+    words = desk.words
+    rng = desk.rng
     word = words.noun()
     files = words.distinct(rng.choice((1, 1, 2, 3)), words.file)
     user = desk.say("search_files", x=word)
-    why = f"I need to search for {word}."
+    reason = f"I need to search for {word}."
     lines = [f"{file}:{rng.randrange(1, 200)}:{word} {words.noun()}" for file in files]
     result = "\n".join(lines if rng.random() < 0.6 else files)
     if "grep" in desk.roles:
-        step = call_role(desk, "grep", why, result, pattern=word)
+        step = call_role(desk, "grep", reason, result, pattern=word)
     else:
         step = call_role(
-            desk, "bash", why, as_printed(desk, result), command=f"grep -rn {word} ."
+            desk, "bash", reason, as_printed(desk, result), command=f"grep -rn {word} ."
         )
-    answer = told(f"{word} is found here:", result)
+    answer = fenced(f"{word} is found here:", result)
     thought = "I have the result. I can answer."
     return Exchange("search", user, (step,), thought, answer, tuple(files))
 
 
 def run_command(desk: Desk) -> Exchange:
     """A command that the user spells out, or means."""
-    words, rng = desk.words, desk.rng
-    parts = {"n": words.noun(), "m": words.noun(), "v": words.number()}
-    parts |= {"f": words.file(), "d": words.folder()}
+    words = desk.words
+    rng = desk.rng
+    parts = {
+        "n": words.noun(),
+        "m": words.noun(),
+        "v": words.number(),
+        "f": words.file(),
+        "d": words.folder(),
+    }
     command = desk.say("command", **parts)
     user = desk.say("run_command", x=command)
     output = (
@@ -886,7 +917,8 @@ def run_command(desk: Desk) -> Exchange:
 def count_lines(desk: Desk) -> Exchange:
     """A question that only the shell can answer."""
     words = desk.words
-    file, n = words.file(), str(desk.rng.randrange(1, 900))
+    file = words.file()
+    n = str(desk.rng.randrange(1, 900))
     user = desk.say("count_lines", x=file)
     step = call_role(
         desk,
@@ -895,7 +927,8 @@ def count_lines(desk: Desk) -> Exchange:
         f"{n} {file}",
         command=f"wc -l {file}",
     )
-    thought, answer = f"The result says: {n}. I can answer.", f"{file} has {n} lines."
+    thought = f"The result says: {n}. I can answer."
+    answer = f"{file} has {n} lines."
     return Exchange("bash", user, (step,), thought, answer, (n,))
 
 
@@ -928,11 +961,11 @@ def worded(value: Any) -> str:
     return f'"{value}"' if " " in str(value) else spoken(value)
 
 
-def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
+def request_custom(desk: Desk, tool: Custom, arguments: dict[str, Any]) -> str:
     """A wish for this very tool: by what it does, with all it needs."""
     rng = desk.rng
-    (value, *more) = given.values()
-    if not more and not isinstance(value, bool) and rng.random() < 0.4:
+    (value, *further_values) = arguments.values()
+    if not further_values and not isinstance(value, bool) and rng.random() < 0.4:
         return desk.say(
             "ask_plainly",
             v=tool.verb,
@@ -942,19 +975,23 @@ def request_custom(desk: Desk, tool: Custom, given: dict[str, Any]) -> str:
         )
     pairs = [
         (name.replace("_", " ") if rng.random() < 0.15 else name, worded(value))
-        for name, value in given.items()
+        for name, value in arguments.items()
     ]
     form = rng.choice(("{} {}", "{} {}", "{} = {}", "{}: {}", "{} set to {}"))
     rng.shuffle(pairs)
-    said = joined([form.format(name, value) for name, value in pairs])
+    argument_list = joined([form.format(name, value) for name, value in pairs])
     return desk.say(
-        "ask_with_names", v=tool.verb, V=tool.verb.capitalize(), t=tool.thing, s=said
+        "ask_with_names",
+        v=tool.verb,
+        V=tool.verb.capitalize(),
+        t=tool.thing,
+        s=argument_list,
     )
 
 
-def call_custom(tool: Custom, given: dict[str, Any], result: str) -> Step:
+def call_custom(tool: Custom, values: dict[str, Any], result: str) -> Step:
     """The call; arguments in the schema's order."""
-    ordered = {name: given[name] for name in tool.kinds if name in given}
+    ordered = {name: values[name] for name in tool.kinds if name in values}
     # From the thing on, since it is spelled alike in the wish, here and in the tool's line.
     thought = f"I need the {tool.offer.line.partition(' the ')[2]}"
     return Step(thought, tool.offer.name, ordered, result)
@@ -962,7 +999,8 @@ def call_custom(tool: Custom, given: dict[str, Any], result: str) -> Step:
 
 def outcome(desk: Desk) -> str:
     """What a tool gives back."""
-    words, rng = desk.words, desk.rng
+    words = desk.words
+    rng = desk.rng
     kind = rng.randrange(5)
     if kind == 0:
         return words.sentence()
@@ -977,7 +1015,7 @@ def outcome(desk: Desk) -> str:
     return json.dumps(fields, indent=rng.choice((None, None, 2)))
 
 
-def told(opening: str, text: str) -> str:
+def fenced(opening: str, text: str) -> str:
     """A text after some words, fenced: the fence stands where the result's own end stands."""
     return f"{opening}\n\n```\n{text}\n```"
 
@@ -985,29 +1023,35 @@ def told(opening: str, text: str) -> str:
 def use_custom(desk: Desk) -> Exchange:
     """One call of a tool with an unknown schema."""
     tool = desk.rng.choice(desk.customs)
-    given = {
+    arguments = {
         name: argument_value(desk.words, kind)
         for name, kind in tool.kinds.items()
         if name in tool.required or desk.rng.random() < 0.5
     }
     result = outcome(desk)
-    step = call_custom(tool, given, result)
-    user = request_custom(desk, tool, given)
-    thought, answer = "I have the result. I can answer.", told("The result:", result)
+    step = call_custom(tool, arguments, result)
+    user = request_custom(desk, tool, arguments)
+    thought = "I have the result. I can answer."
+    answer = fenced("The result:", result)
     return Exchange("custom", user, (step,), thought, answer, (result,))
 
 
 def use_two(desk: Desk) -> Exchange:
     """Two tools, one after the other."""
     first, second = desk.rng.sample(desk.customs, 2)
-    steps, asked = [], []
+    steps = []
+    requests = []
     for tool in (first, second):
-        given = {n: argument_value(desk.words, tool.kinds[n]) for n in tool.required}
+        arguments = {
+            n: argument_value(desk.words, tool.kinds[n]) for n in tool.required
+        }
         result = desk.rng.choice((desk.words.sentence, desk.words.value))()
-        said = joined([f"{name} {worded(value)}" for name, value in given.items()])
-        asked.append(f"{tool.verb} the {tool.thing} with {said}")
-        steps.append(call_custom(tool, given, result))
-    user = desk.say("use_two", a=asked[0], b=asked[1])
+        argument_list = joined(
+            [f"{name} {worded(value)}" for name, value in arguments.items()]
+        )
+        requests.append(f"{tool.verb} the {tool.thing} with {argument_list}")
+        steps.append(call_custom(tool, arguments, result))
+    user = desk.say("use_two", a=requests[0], b=requests[1])
     quotes = tuple(step.result for step in steps)
     answer = f"The results: {quotes[0]} and: {quotes[1]}"
     return Exchange(
@@ -1030,11 +1074,11 @@ def plain(kind: str, user: str, thought: str, answer: str) -> Exchange:
 
 def greet(desk: Desk) -> Exchange:
     """Hello, thanks, goodbye."""
-    said = desk.rng.choice(
+    smalltalk = desk.rng.choice(
         SMALLTALK["greetings" if desk.rng.random() < 0.7 else "thanks"]
     )
-    user = varied(desk, desk.rng.choice(said["ask"]))
-    return plain("chat", user, "This needs no tool.", said["answer"])
+    user = varied(desk, desk.rng.choice(smalltalk["ask"]))
+    return plain("chat", user, "This needs no tool.", smalltalk["answer"])
 
 
 def varied(desk: Desk, user: str) -> str:
@@ -1050,7 +1094,8 @@ def varied(desk: Desk, user: str) -> str:
 def state_fact(desk: Desk) -> Exchange:
     """What it knows about the server and itself."""
     fact = desk.rng.choice(SMALLTALK["facts"])
-    user, about = varied(desk, desk.rng.choice(fact["ask"])), fact["about"]
+    user = varied(desk, desk.rng.choice(fact["ask"]))
+    about = fact["about"]
     thought = f"A question about {about}. This needs no tool."
     return plain("fact", user, thought, fact["answer"])
 
@@ -1069,10 +1114,13 @@ def calculate(desk: Desk) -> Exchange:
     rng = desk.rng
     kind = rng.choice("++--*")
     if kind == "*":
-        a, b = rng.randrange(0, 13), rng.randrange(0, 13)
-        work, value = f"{a} * {b} = {a * b}.", a * b
+        a = rng.randrange(0, 13)
+        b = rng.randrange(0, 13)
+        work = f"{a} * {b} = {a * b}."
+        value = a * b
     else:
-        a, b = rng.randrange(0, 100), rng.randrange(0, 100)
+        a = rng.randrange(0, 100)
+        b = rng.randrange(0, 100)
         a, b = (max(a, b), min(a, b)) if kind == "-" else (a, b)
         value = a + b if kind == "+" else a - b
         work = tens_and_ones(a, b, kind)
@@ -1083,15 +1131,16 @@ def calculate(desk: Desk) -> Exchange:
 
 def tens_and_ones(a: int, b: int, kind: str) -> str:
     """The work of a sum or a difference of two numbers below 100, ones first."""
-    (a10, a1), (b10, b1) = divmod(a, 10), divmod(b, 10)
+    (a10, a1) = divmod(a, 10)
+    (b10, b1) = divmod(b, 10)
     if kind == "+":
-        ones = a1 + b1
-        carry = ones // 10
-        return f"{a1} + {b1} = {ones}. {a10} + {b10} + {carry} = {a10 + b10 + carry}. So {a + b}."
+        units = a1 + b1
+        carry = units // 10
+        return f"{a1} + {b1} = {units}. {a10} + {b10} + {carry} = {a10 + b10 + carry}. So {a + b}."
     borrow = int(a1 < b1)
-    ones = a1 + 10 * borrow - b1
+    units = a1 + 10 * borrow - b1
     tens = f"{a10} - {b10} - {borrow} = {a10 - b10 - borrow}"
-    return f"{a1 + 10 * borrow} - {b1} = {ones}. {tens}. So {a - b}."
+    return f"{a1 + 10 * borrow} - {b1} = {units}. {tens}. So {a - b}."
 
 
 def say_again(desk: Desk) -> Exchange:
@@ -1110,8 +1159,8 @@ def remember(desk: Desk) -> Exchange:
         for key in words.distinct(desk.rng.choice((1, 2, 3)), words.key)
     ]
     key, value = desk.rng.choice(pairs)
-    told = " ".join(f"The {k} is {v}." for k, v in pairs)
-    user = desk.say("remember", t=told, k=key)
+    statements = " ".join(f"The {k} is {v}." for k, v in pairs)
+    user = desk.say("remember", t=statements, k=key)
     return plain("recall", user, "The message says it.", f"The {key} is {value}.")
 
 
@@ -1122,18 +1171,18 @@ def decline(desk: Desk) -> Exchange:
     return plain("decline", user, "No tool can do that.", "I have no tool for that.")
 
 
-def title_of(said: str) -> str:
+def title_of(text: str) -> str:
     """What a chat is called by: the words that it begins with."""
-    title = " ".join(said.split()[:6]).rstrip("?.!,:; ")
+    title = " ".join(text.split()[:6]).rstrip("?.!,:; ")
     return title[:1].upper() + title[1:]
 
 
 def name_chat(desk: Desk, frame: str = "") -> Exchange:
     """A wish for a title of what somebody said, in a `frame` of words that ask for one."""
-    options = possible(desk) | {greet: 1.0, calculate: 1.0, state_fact: 1.0}
-    said = desk.rng.choices(list(options), list(options.values()))[0](desk).user
-    asked = (frame or desk.rng.choice(PHRASES["phrases"]["name_chat"])).format(u=said)
-    return plain("title", asked, "They want a title.", title_of(said))
+    options = {**possible(desk), greet: 1.0, calculate: 1.0, state_fact: 1.0}
+    request = desk.rng.choices(list(options), list(options.values()))[0](desk).user
+    user = (frame or desk.rng.choice(PHRASES["phrases"]["name_chat"])).format(u=request)
+    return plain("title", user, "They want a title.", title_of(request))
 
 
 Draws = dict[Callable[[Desk], Exchange], float]
@@ -1213,7 +1262,8 @@ def write_system(words: Words, n_lines: int) -> str:
 
 def offer_tools(words: Words, n_customs: int) -> Desk:
     """The tools of a conversation, none with the name of another."""
-    rng, desk = words.rng, Desk(words)
+    rng = words.rng
+    desk = Desk(words)
     wanted = rng.choice(
         (
             ("read",),
@@ -1232,20 +1282,20 @@ def offer_tools(words: Words, n_customs: int) -> Desk:
         wanted = ()
     if words.practised(0.2):
         wanted = tuple(ROLES)
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for role in wanted:
         offer = offer_role(words, role)
-        while offer.name in taken:
+        while offer.name in used_names:
             offer = offer_role(words, role)
         desk.roles[role] = offer
-        taken.add(offer.name)
+        used_names.add(offer.name)
     for _ in range(n_customs):
         tool = offer_custom(words)
-        if tool.offer.name not in taken and all(
+        if tool.offer.name not in used_names and all(
             tool.thing != c.thing for c in desk.customs
         ):
             desk.customs.append(tool)
-            taken.add(tool.offer.name)
+            used_names.add(tool.offer.name)
     return desk
 
 
@@ -1267,7 +1317,7 @@ def dress(words: Words, exchange: Exchange) -> Exchange:
     if rng.random() > 0.12 and not words.practised(0.15):
         return exchange
     stamp = f"{words.date()} {rng.randrange(24):02}:{rng.randrange(60):02}"
-    around = (
+    forms = (
         "<system-reminder>\n{s}\n</system-reminder>\n{u}",
         "[{t} UTC] {u}",
         "{u}\n\n<system-reminder>\n{s}\n</system-reminder>",
@@ -1275,7 +1325,8 @@ def dress(words: Words, exchange: Exchange) -> Exchange:
         "{u}\n",
         "<context>\n{s}\n</context>\n\n{u}",
     )
-    form, rules = rng.choice(around), rng.choice(SYSTEMS)
+    form = rng.choice(forms)
+    rules = rng.choice(SYSTEMS)
     if words.practised(0.5):
         rules = "\n".join((rules, *skills(words)))
     user = form.format(s=rules, t=stamp, u=exchange.user)
@@ -1298,10 +1349,8 @@ def wishes(desk: Desk, *, share: float) -> Draws:
     """What may be asked of all that there is; `share`: of what needs no tool."""
     options = possible(desk)
     total = sum(options.values()) or 1.0
-    options |= {
-        draw: weight / sum(NO_TOOL.values()) * total * share
-        for draw, weight in NO_TOOL.items()
-    }
+    for draw, weight in NO_TOOL.items():
+        options[draw] = weight / sum(NO_TOOL.values()) * total * share
     if not desk.roles:
         options[decline] = 0.04 * total
     return options
@@ -1309,19 +1358,20 @@ def wishes(desk: Desk, *, share: float) -> Draws:
 
 def in_prose(desk: Desk) -> list[str]:
     """What many agents' instructions tell of the tools, too, and not in the tools' own words."""
-    words, rng = desk.words, desk.rng
-    told: list[str] = []
+    words = desk.words
+    rng = desk.rng
+    lines: list[str] = []
     for role, offer in desk.roles.items():
         purpose = offer.purpose
         if words.practised(0.6):
             purpose = words.described(rng.choice(ROLES[role].descriptions)).rstrip(".")
         if words.practised(0.4):
             purpose += f" ({', '.join(words.distinct(3, words.noun))}, etc.)"
-        told.append(f"- {offer.name}: {purpose}")
-    told += [
+        lines.append(f"- {offer.name}: {purpose}")
+    lines += [
         f"- {custom.offer.name}: {custom.offer.purpose}" for custom in desk.customs
     ]
-    return rng.sample(told, len(told))
+    return rng.sample(lines, len(lines))
 
 
 # How much more often than they are measured some are practised: those that are hard and rare.

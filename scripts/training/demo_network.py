@@ -49,7 +49,8 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """config.json as mlx-lm reads it."""
         fields = asdict(self)
-        rotary, theta = fields.pop("rotary_dim"), fields.pop("rope_theta")
+        rotary = fields.pop("rotary_dim")
+        theta = fields.pop("rope_theta")
         rope = {
             "type": "default",
             "rope_theta": theta,
@@ -91,7 +92,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normed over the last axis, float32."""
@@ -138,25 +140,28 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> 
     multiple of CHUNK. Within a chunk the corrections solve one triangular system.
     """
     n, t, dk = k.shape
-    c, m = CHUNK, t // CHUNK
+    c = CHUNK
+    m = t // CHUNK
     q, k, v = (x.reshape(n, m, c, x.shape[-1]) for x in (q, k, v))
     beta = beta.reshape(n, m, c, 1)
     total = decay.reshape(n, m, c).cumsum(-1)
+
     lower = torch.ones(c, c, dtype=torch.bool, device=q.device).tril()
-    gap = (
-        (total[..., :, None] - total[..., None, :])
-        .masked_fill(~lower, -torch.inf)
-        .exp()
-    )
+    log_gap = total[..., :, None] - total[..., None, :]
+    gap = log_gap.masked_fill(~lower, -torch.inf).exp()
     system = (beta * k) @ k.transpose(-1, -2) * gap
     system = system.tril(-1) + torch.eye(c, device=q.device)
     grown = total.exp()[..., None]
-    both = torch.cat((beta * v, beta * k * grown), -1)
-    fresh, erased = (inverse(system) @ both).split((v.shape[-1], dk), -1)
+    targets = torch.cat((beta * v, beta * k * grown), -1)
+    fresh, erased = (inverse(system) @ targets).split((v.shape[-1], dk), -1)
     local = (q @ k.transpose(-1, -2)) * gap
-    reads, left = q * grown, (total[..., -1:] - total).exp()[..., None]
-    writes, kept = (k * left).transpose(-1, -2), total[..., -1].exp()[..., None, None]
-    return scanned(Chunks(fresh, erased, reads, local, writes, kept)).reshape(n, t, -1)
+    reads = q * grown
+    left = (total[..., -1:] - total).exp()[..., None]
+    writes = (k * left).transpose(-1, -2)
+    remaining = total[..., -1].exp()[..., None, None]
+    return scanned(Chunks(fresh, erased, reads, local, writes, remaining)).reshape(
+        n, t, -1
+    )
 
 
 class Chunks(NamedTuple):
@@ -175,14 +180,14 @@ def scanned(chunks: Chunks) -> Tensor:
     """The chunks one after the other; left out of compiled graphs, which would unroll it."""
     n, _, _, dk = chunks.erased.shape
     state = chunks.fresh.new_zeros(n, dk, chunks.fresh.shape[-1])
-    out = []
-    for fresh, erased, reads, local, writes, kept in zip(
+    outputs = []
+    for fresh, erased, reads, local, writes, remaining in zip(
         *(part.unbind(1) for part in chunks), strict=True
     ):
         value = fresh - erased @ state
-        out.append(torch.baddbmm(local @ value, reads, state))
-        state = torch.baddbmm(state * kept, writes, value)
-    return torch.stack(out, 1)
+        outputs.append(torch.baddbmm(local @ value, reads, state))
+        state = torch.baddbmm(state * remaining, writes, value)
+    return torch.stack(outputs, 1)
 
 
 class GatedDeltaNet(nn.Module):
@@ -190,19 +195,20 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads, self.dk = shape.linear_num_key_heads, shape.linear_key_head_dim
+        self.heads = shape.linear_num_key_heads
+        self.dk = shape.linear_key_head_dim
         self.dv = shape.linear_value_head_dim
         assert self.heads == shape.linear_num_value_heads, (
             "grouped heads are not built here"
         )
-        self.key_size, self.value_size = self.heads * self.dk, self.heads * self.dv
-        width, size = 2 * self.key_size + self.value_size, shape.hidden_size
+        self.key_size = self.heads * self.dk
+        self.value_size = self.heads * self.dv
+        width = 2 * self.key_size + self.value_size
+        size = shape.hidden_size
         self.in_proj_qkv = Linear(size, width)
         self.in_proj_z = Linear(size, self.value_size)
-        self.in_proj_b, self.in_proj_a = (
-            Linear(size, self.heads),
-            Linear(size, self.heads),
-        )
+        self.in_proj_b = Linear(size, self.heads)
+        self.in_proj_a = Linear(size, self.heads)
         self.conv1d = (
             nn.Module()
         )  # a module only for its name; (channels, taps, 1) as in mlx-lm
@@ -222,16 +228,17 @@ class GatedDeltaNet(nn.Module):
         q, k, v = qkv.split((self.key_size, self.key_size, self.value_size), -1)
         q, k = (self.by_head(part, self.dk) for part in (q, k))
         q, k = (F.rms_norm(part.float(), (self.dk,), eps=1e-6) for part in (q, k))
-        q, k = q / self.dk, k * self.dk**-0.5
+        q = q / self.dk
+        k = k * self.dk**-0.5
         decay = -self.A_log.exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
         beta = self.in_proj_b(x).float().sigmoid()
         decay, beta = (
             g.transpose(1, 2).reshape(b * self.heads, t) for g in (decay, beta)
         )
-        out = delta_rule(q, k, self.by_head(v, self.dv).float(), decay, beta)
-        out = out.reshape(b, self.heads, t, self.dv).transpose(1, 2)
+        output = delta_rule(q, k, self.by_head(v, self.dv).float(), decay, beta)
+        output = output.reshape(b, self.heads, t, self.dv).transpose(1, 2)
         gate = F.silu(self.in_proj_z(x).float().reshape(b, t, self.heads, self.dv))
-        return self.out_proj((self.norm(out) * gate).reshape(b, t, -1))
+        return self.out_proj((self.norm(output) * gate).reshape(b, t, -1))
 
     def convolved(self, x: Tensor) -> Tensor:
         """Each channel over its last tokens, as shifted sums: conv1d is slow for few taps."""
@@ -262,7 +269,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads, self.kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        self.heads = shape.num_attention_heads
+        self.kv_heads = shape.num_key_value_heads
         self.size = shape.head_dim
         self.q_proj = Linear(shape.hidden_size, 2 * self.heads * self.size)
         self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.size)
@@ -285,10 +293,13 @@ class Attention(nn.Module):
         q = rotated(self.q_norm(q).transpose(1, 2), turn).to(v.dtype)
         k = rotated(self.k_norm(k).transpose(1, 2), turn).to(v.dtype)
         if (group := self.heads // self.kv_heads) > 1:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out = out.transpose(1, 2).reshape(b, t, -1) * gate.reshape(b, t, -1).sigmoid()
-        return self.o_proj(out)
+            k = k.repeat_interleave(group, 1)
+            v = v.repeat_interleave(group, 1)
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        output = (
+            output.transpose(1, 2).reshape(b, t, -1) * gate.reshape(b, t, -1).sigmoid()
+        )
+        return self.o_proj(output)
 
 
 def rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -403,11 +414,11 @@ def plant_copying(network: Network) -> None:
         layer 1   looks for a place where these came before: what stands there came next the last
                   time. It is added to the residual as it is.
     """
-    shape, first, second = network.shape, network.layers[0], network.layers[1]
-    assert (
-        shape.full_attention_interval == 2
-        and shape.linear_conv_kernel_dim == len(TOLD) + 1
-    )
+    shape = network.shape
+    first = network.layers[0]
+    second = network.layers[1]
+    assert shape.full_attention_interval == 2
+    assert shape.linear_conv_kernel_dim == len(TOLD) + 1
     assert shape.hidden_size == shape.num_attention_heads * shape.head_dim
     assert (
         shape.hidden_size == shape.linear_num_value_heads * shape.linear_value_head_dim
@@ -432,20 +443,22 @@ def plant_features(linear: GatedDeltaNet, basis: Tensor) -> Features:
     taps[:keys, -1] = 1.0
     reads = 1.5 * torch.randn(TOLD[0], qkv.shape[1]) * qkv.shape[1] ** -0.5
     reads[:, 0] = 0.0
-    told, at = [], 0
-    for back, n in enumerate((TOLD[0], *TOLD)):
-        channels = slice(keys + at, keys + at + n)
+    bases = []
+    start = 0
+    for distance, n in enumerate((TOLD[0], *TOLD)):
+        channels = slice(keys + start, keys + start + n)
         qkv[channels] = reads[:n]
-        taps[channels, -1 - back] = 1.0
-        told.append(basis[:, at : at + n])
-        at += n
+        taps[channels, -1 - distance] = 1.0
+        bases.append(basis[:, start : start + n])
+        start += n
     for projection, at_constant in ((linear.in_proj_z, 0.5), (linear.in_proj_b, 1.0)):
         projection.weight.mul_(0.02)
         projection.weight[:, 0] = at_constant
     linear.in_proj_a.weight[:, 0] = 2.0
     norm = 2.1 * linear.dv**0.5  # of what one head gives
     linear.out_proj.weight.copy_(basis * (FEATURE_NORM / norm))
-    return Features([one[:, :n] for one, n in zip(told, TOLD, strict=False)], told[1:])
+    here = [base[:, :n] for base, n in zip(bases, TOLD, strict=False)]
+    return Features(here, bases[1:])
 
 
 def plant_lookup(attention: Attention, features: Features, n_turning: int) -> None:
@@ -458,21 +471,21 @@ def plant_lookup(attention: Attention, features: Features, n_turning: int) -> No
     keys = attention.k_proj.weight.view(attention.heads, attention.size, -1)
     queries.mul_(0.02)
     for head in range(attention.heads):
-        parts = [chosen(told, n) for told, n in zip(TOLD, COMPARED, strict=True)]
-        for weight, told in (
+        parts = [chosen(size, n) for size, n in zip(TOLD, COMPARED, strict=True)]
+        for weight, bases in (
             (queries[head, 0], features.here),
             (keys[head], features.next),
         ):
-            compared = [part @ one.T for part, one in zip(parts, told, strict=True)]
+            compared = [part @ base.T for part, base in zip(parts, bases, strict=True)]
             weight[n_turning:] = torch.cat(compared)
             weight[:n_turning] = 0.0
             weight[3 : n_turning // 2, 0] = RECENCY
     attention.q_norm.weight.fill_(2.4)
     attention.k_norm.weight.fill_(2.4)
-    whole = torch.eye(attention.heads * attention.size)
-    whole[0] = 0.0
-    attention.v_proj.weight.copy_(whole)
-    attention.o_proj.weight.copy_(0.8 * whole)
+    identity = torch.eye(attention.heads * attention.size)
+    identity[0] = 0.0
+    attention.v_proj.weight.copy_(identity)
+    attention.o_proj.weight.copy_(0.8 * identity)
 
 
 def chosen(size: int, n: int) -> Tensor:

@@ -291,10 +291,8 @@ def conversation_row(
     most = length * CHARACTERS_PER_TOKEN
     is_filled = rng.random() < FILLED_SHARE[length]
     while True:
-        state, n = (
-            rng.getrandbits(64),
-            rng.choice((1, 2, 4, 6)) if is_filled else length // 32,
-        )
+        state = rng.getrandbits(64)
+        n = rng.choice((1, 2, 4, 6)) if is_filled else length // 32
         how = {"thinking": rng.random() > 0.06, "preserve": rng.random() < 0.85}
         conversation = write_conversation(
             random.Random(state), n_exchanges=n, practice=True
@@ -515,10 +513,12 @@ class Learner:
             for group in optimizer.param_groups:
                 group["lr"] = lr * rate * group.get("share", 1.0)
         hidden = self.network.hidden(batch.tokens, batch.positions)[:, :-1]
-        targets, weights = batch.tokens[:, 1:], batch.weights[:, 1:]
+        targets = batch.tokens[:, 1:]
+        weights = batch.weights[:, 1:]
         counted = weights > 0
         logits = self.network.logits(hidden[counted])
-        targets, weights = targets[counted], weights[counted]
+        targets = targets[counted]
+        weights = weights[counted]
         losses = F.cross_entropy(logits, targets, reduction="none")
         (losses * weights).sum().div(weights.sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
