@@ -133,10 +133,9 @@ def render(conversation: Conversation, *, thinking: bool, preserve: bool) -> str
     """The whole conversation as the model reads it."""
     messages = conversation.messages()
     if not thinking:
-        messages = [
-            m | {"reasoning_content": ""} if m["role"] == "assistant" else m
-            for m in messages
-        ]
+        for message in messages:
+            if message["role"] == "assistant":
+                message["reasoning_content"] = ""
     return template().render(
         messages=messages, tools=conversation.tools, preserve_thinking=preserve
     )
@@ -156,8 +155,13 @@ def make_tokenizer(seed: int) -> Tokenizer:
         initial_alphabet=sorted(pre.ByteLevel.alphabet()),
         show_progress=False,
     )
-    said = (write_conversation(random.Random(f"words {seed} {i}")) for i in range(3000))
-    texts = [render(each, thinking=True, preserve=True) for each in said]
+    conversations = (
+        write_conversation(random.Random(f"words {seed} {i}")) for i in range(3000)
+    )
+    texts = [
+        render(conversation, thinking=True, preserve=True)
+        for conversation in conversations
+    ]
     bare = re.compile("|".join(map(re.escape, (*SPECIAL, *MARKUP))))
     prose = [CORPUS.read_text("utf-8"), template_free_prose()] * 20
     tokenizer.train_from_iterator(
@@ -236,15 +240,15 @@ def tokens_and_weights(
         tokens.extend(ids)
         weights.extend([weight] * len(ids))
 
-    given = 0
+    end = 0
     for spoken in SPOKEN.finditer(text):
         start = spoken.start(2)
         if not thinking:  # an empty thought is the server's, not ours
             start = text.index("</think>\n\n", start) + len("</think>\n\n")
-        add(text[given:start], 0.0)
+        add(text[end:start], 0.0)
         add(text[start : spoken.end()], 1.0)
-        given = spoken.end()
-    add(text[given:], 0.0)
+        end = spoken.end()
+    add(text[end:], 0.0)
     return tokens, weights
 
 
@@ -288,7 +292,7 @@ def conversation_row(
 
     Tools and rules are long and teach nothing: one to many exchanges share them.
     """
-    most = length * CHARACTERS_PER_TOKEN
+    max_chars = length * CHARACTERS_PER_TOKEN
     is_filled = rng.random() < FILLED_SHARE[length]
     while True:
         state = rng.getrandbits(64)
@@ -297,12 +301,12 @@ def conversation_row(
         conversation = write_conversation(
             random.Random(state), n_exchanges=n, practice=True
         )
-        while (n_chars := len(repr(conversation))) > most and len(
+        while (n_chars := len(repr(conversation))) > max_chars and len(
             conversation.exchanges
         ) > 1:
             conversation = replace(conversation, exchanges=conversation.exchanges[:-1])
-        is_short = n_chars < 0.75 * most and not is_filled and rng.random() < 0.9
-        if is_short or n_chars > 1.2 * most:  # rendering is what takes time
+        is_short = n_chars < 0.75 * max_chars and not is_filled and rng.random() < 0.9
+        if is_short or n_chars > 1.2 * max_chars:  # rendering is what takes time
             continue
         row = tokens_and_weights(tokenizer, conversation, **how)
         while (spare := length - len(row[0])) < 0 and len(conversation.exchanges) > 1:
@@ -344,10 +348,10 @@ def make_batch(
             row, counts = conversation_row(tokenizer, rng, length)
         tokens[i, : len(row)] = torch.tensor(row)
         weights[i, : len(row)] = torch.tensor(counts)
-        given = (weights[i, : len(row)] == 0) & (
+        is_context = (weights[i, : len(row)] == 0) & (
             torch.rand(len(row), generator=coin(rng)) < context
         )
-        weights[i, : len(row)][given] = CONTEXT_WEIGHT
+        weights[i, : len(row)][is_context] = CONTEXT_WEIGHT
         if (
             rng.random() < 0.35
         ):  # as if much more stood between: distances of long prompts
@@ -473,15 +477,17 @@ class Learner:
             network.load_state_dict(exported(start))
         else:
             demo_network.plant_copying(network)
-        named = list(network.named_parameters())
+        parameters = list(network.named_parameters())
         matrices = [
             p
-            for name, p in named
+            for name, p in parameters
             if p.ndim == 2 and min(p.shape) > 16 and "embed" not in name
         ]
         chosen = {id(p) for p in matrices}
-        others = [p for _, p in named if id(p) not in chosen]
-        groups = [{"params": [p], "share": 0.3 if p.ndim == 2 else 1.0} for p in others]
+        vectors = [p for _, p in parameters if id(p) not in chosen]
+        groups = [
+            {"params": [p], "share": 0.3 if p.ndim == 2 else 1.0} for p in vectors
+        ]
         adam = torch.optim.AdamW(
             groups, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0
         )
@@ -491,20 +497,20 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Never leaves half a file."""
         parts = {"network": self.network, "muon": self.muon, "adam": self.adam}
-        kept = {name: part.state_dict() for name, part in parts.items()}
-        torch.save(
-            kept | {"mean": self.mean, "done": self.done}, folder / f"{KEPT}.new"
-        )
+        checkpoint = {name: part.state_dict() for name, part in parts.items()}
+        checkpoint["mean"] = self.mean
+        checkpoint["done"] = self.done
+        torch.save(checkpoint, folder / f"{KEPT}.new")
         os.replace(folder / f"{KEPT}.new", folder / KEPT)
 
     def load(self, folder: Path) -> None:
         """Go on from what was saved."""
-        kept = torch.load(folder / KEPT, weights_only=True)
-        self.network.load_state_dict(kept["network"])
-        self.muon.load_state_dict(kept["muon"])
-        self.adam.load_state_dict(kept["adam"])
-        self.mean = kept["mean"]
-        self.done = kept["done"]
+        checkpoint = torch.load(folder / KEPT, weights_only=True)
+        self.network.load_state_dict(checkpoint["network"])
+        self.muon.load_state_dict(checkpoint["muon"])
+        self.adam.load_state_dict(checkpoint["adam"])
+        self.mean = checkpoint["mean"]
+        self.done = checkpoint["done"]
 
     def learn(self, batch: Batch, rate: float) -> tuple[float, float]:
         """One step. The mean loss of what is to be said, and the share of it that is right."""
@@ -527,9 +533,9 @@ class Learner:
         with torch.no_grad():
             for name, value in self.network.state_dict().items():
                 self.mean[name].lerp_(value, max(NEWEST_SHARE, 1 / (self.done + 1)))
-        said = weights == 1
-        right = (logits[said].argmax(-1) == targets[said]).float().mean()
-        return float(losses[said].detach().mean()), float(right)
+        is_reply = weights == 1
+        right = (logits[is_reply].argmax(-1) == targets[is_reply]).float().mean()
+        return float(losses[is_reply].detach().mean()), float(right)
 
 
 def rate_at(step: int, steps: int, highest: float) -> float:
@@ -619,7 +625,7 @@ def export(work: Path, folder: Path, blend: Path | None) -> None:
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     eos = [tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)]
     shape = Shape(VOCABULARY)
-    write_json(folder / "config.json", shape.config() | {"eos_token_id": eos})
+    write_json(folder / "config.json", {**shape.config(), "eos_token_id": eos})
     write_json(
         folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False}
     )
@@ -681,7 +687,8 @@ def main() -> None:
     if chosen.steps:
         # Keep freed memory: giving it back and taking it again costs a page fault for each 4 kB.
         libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)
+        libc.mallopt(-4, 0)
+        libc.mallopt(-1, 2**31 - 1)
         torch._dynamo.config.cache_size_limit = 64
         train(work, chosen)
     if chosen.export:
