@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,11 @@ def test_stop_strings_cut_at_the_first_one_however_the_text_is_chunked(pieces, s
     text = "".join(pieces)
     found = [text.find(stop) for stop in stops if stop in text]
     machine = s.StopStrings(tuple(stops))
-    out = "".join(machine.feed(piece) for piece in pieces)
-    out += machine.feed("", is_last=True)
-    assert out == (text[: min(found)] if found else text)
+
+    shown = "".join(machine.feed(piece) for piece in pieces)
+    shown += machine.feed("", is_last=True)
+
+    assert shown == (text[: min(found)] if found else text)
     assert bool(machine.hit) == bool(found)
     if found:
         assert machine.hit in stops
@@ -67,24 +70,31 @@ def heard(monkeypatch, pieces, *, stop=(), thinks=True, form=HERMES, **fields):
         return SimpleNamespace(feed=feed, finish=lambda: "")
 
     monkeypatch.setattr(s, "Detokenizer", detokenizer)
-    hidden_ids = frozenset(map(pieces.index, fields.pop("special", ())))
-    facts = {"hidden_ids": hidden_ids, "eos_ids": frozenset()}
-    known = SimpleNamespace(
+    special_tokens = fields.pop("special", ())
+    tokenizer = SimpleNamespace(
         think_start="<think>", think_end="</think>", backend_tokenizer=None
     )
     template = SimpleNamespace(
         encode=lambda text: [pieces.index(text) if text in pieces else -1]
     )
+    model = SimpleNamespace(
+        tokenizer=tokenizer,
+        template=template,
+        hidden_ids=frozenset(pieces.index(token) for token in special_tokens),
+        eos_ids=frozenset(),
+    )
     prepared = SimpleNamespace(
         request=SimpleNamespace(**{**ASKED, "stop": stop, **fields}),
-        model=SimpleNamespace(tokenizer=known, template=template, **facts),
+        model=model,
         tool_format=form,
         plan=SimpleNamespace(rendered=SimpleNamespace(starts_in_reasoning=thinks)),
     )
+
     listener = s.ReplyDecoder(prepared)
     for token in range(len(pieces)):
         listener.feed(token)
     listener.finish(closes=True)
+
     message = listener.parser.message()
     calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     return (
@@ -107,53 +117,53 @@ def test_stop_strings_end_what_is_said_and_not_what_is_thought(monkeypatch):
         "It is",
         " 4.",
     ]
-    whole = "I see.\n\nObservation: it is 4.", "It is 4.", []
+    message = ("I see.\n\nObservation: it is 4.", "It is 4.", [])
+
     for stop in ("\n\n", "Observation", "see"):
-        assert heard(monkeypatch, thought, stop=(stop,)) == (*whole, "")
-        said = [*thought, f"{stop} and", " more"]
-        assert heard(monkeypatch, said, stop=(stop,)) == (*whole, stop)
-    assert (
-        heard(monkeypatch, ["a", "\n\n", "b"], stop=("\n\n",), thinks=False)[1] == "a"
-    )
+        assert heard(monkeypatch, thought, stop=(stop,)) == (*message, "")
+        pieces = [*thought, f"{stop} and", " more"]
+        assert heard(monkeypatch, pieces, stop=(stop,)) == (*message, stop)
+
+    reply = heard(monkeypatch, ["a", "\n\n", "b"], stop=("\n\n",), thinks=False)
+    assert reply[1] == "a"
 
 
 def test_stop_strings_cut_no_call_in_two(monkeypatch):
     """Half a file must not be written: after "stop" clients run what they got."""
-    said = ["Done", " soon", *CALL, "</tool_call>"]
+    pieces = ["Done", " soon", *CALL, "</tool_call>"]
     written = '{"content": "# T\\n```py"}'
-    reply = heard(monkeypatch, said, stop=("```", "soon!"), thinks=False)
+
+    reply = heard(monkeypatch, pieces, stop=("```", "soon!"), thinks=False)
     assert reply == (None, "Done soon", [written], "")
-    reply = heard(monkeypatch, [*said, "and ```"], stop=("```",), thinks=False)
+
+    reply = heard(monkeypatch, [*pieces, "and ```"], stop=("```",), thinks=False)
     assert reply == (None, "Done soonand ", [written], "```")
 
 
 @pytest.mark.parametrize("stop", ["call", ">", "<", "_call>\n{", "soon<"])
 def test_no_stop_string_is_found_in_a_tag(monkeypatch, stop):
-    said = ["Done", " soon", *CALL, "</tool_call>"]
-    reply = heard(monkeypatch, said, stop=(stop,), thinks=False)
+    pieces = ["Done", " soon", *CALL, "</tool_call>"]
+    reply = heard(monkeypatch, pieces, stop=(stop,), thinks=False)
     assert reply == (None, "Done soon", ['{"content": "# T\\n```py"}'], "")
 
 
 def test_an_answer_may_begin_with_a_stop_string_of_several_tokens(monkeypatch):
     """White space that follows a tag goes with it; behind what was held back it does not."""
-    said = ["why", "</think>", "\n\n", "END", "\n", "more", " text"]
-    assert heard(monkeypatch, said, stop=("END\nmore",)) == (
-        "why",
-        None,
-        [],
-        "END\nmore",
-    )
+    pieces = ["why", "</think>", "\n\n", "END", "\n", "more", " text"]
+    reply = heard(monkeypatch, pieces, stop=("END\nmore",))
+    assert reply == ("why", None, [], "END\nmore")
 
 
 def test_a_special_token_may_be_a_stop_string(monkeypatch):
     """As those who fill in code ask for it (CodeGemma); others stay unseen."""
-    said = ["a", "<|quiet|>", "b", "<|next_file|>", "c"]
-    how = {"special": said[1::2], "thinks": False}
-    assert heard(monkeypatch, said, stop=("<|next_file|>",), **how)[1::2] == (
-        "ab",
-        "<|next_file|>",
-    )
-    assert heard(monkeypatch, said, stop=("zz",), **how)[1::2] == ("abc", "")
+    pieces = ["a", "<|quiet|>", "b", "<|next_file|>", "c"]
+    special = ["<|quiet|>", "<|next_file|>"]
+
+    def reply_to(stop):
+        return heard(monkeypatch, pieces, stop=(stop,), special=special, thinks=False)
+
+    assert reply_to("<|next_file|>")[1::2] == ("ab", "<|next_file|>")
+    assert reply_to("zz")[1::2] == ("abc", "")
 
 
 def test_nothing_of_a_call_too_many_is_said(monkeypatch):
@@ -163,7 +173,7 @@ def test_nothing_of_a_call_too_many_is_said(monkeypatch):
         "x</parameter>",
         "</invoke>",
     ]
-    said = [
+    pieces = [
         "I look.",
         "\n",
         "<minimax:tool_call>",
@@ -171,12 +181,24 @@ def test_nothing_of_a_call_too_many_is_said(monkeypatch):
         *invoke,
         "\n</minimax:tool_call>",
     ]
-    for parallel in (True, False):
-        how = {"form": MINIMAX, "parallel_tool_calls": parallel, "thinks": False}
-        wanted = (None, "I look.", ['{"content": "x"}'] * (2 if parallel else 1), "")
-        assert heard(monkeypatch, said, **how) == wanted
-    said = [*CALL, "<tool_call>", '{"name": "write", "arguments": {}}', "</tool_call>"]
-    reply = heard(monkeypatch, said, thinks=False, parallel_tool_calls=False)
+    written = '{"content": "x"}'
+    for is_parallel, calls in ((True, [written, written]), (False, [written])):
+        reply = heard(
+            monkeypatch,
+            pieces,
+            form=MINIMAX,
+            parallel_tool_calls=is_parallel,
+            thinks=False,
+        )
+        assert reply == (None, "I look.", calls, "")
+
+    pieces = [
+        *CALL,
+        "<tool_call>",
+        '{"name": "write", "arguments": {}}',
+        "</tool_call>",
+    ]
+    reply = heard(monkeypatch, pieces, thinks=False, parallel_tool_calls=False)
     assert reply[1:3] == (None, ['{"content": "# T\\n```py"}'])
 
 
@@ -200,12 +222,14 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text():
     """A client joins them: a token that is a part of a character has its bytes, too."""
     tokenizer = byte_level_tokens()
     text = "é €😀 \ufffd\x00\n~"
-    told = [
+    entries = [
         s.format_logprob(as_transformers(tokenizer), token_id, -0.5)
         for token_id in tokenizer.encode(text).ids
     ]
-    assert "\ufffd" in told[0]["token"]
-    assert bytes(byte for one in told for byte in one["bytes"]) == text.encode()
+    assert "\ufffd" in entries[0]["token"]
+
+    token_bytes = [bytes(entry["bytes"]) for entry in entries]
+    assert b"".join(token_bytes) == text.encode()
 
 
 @pytest.mark.parametrize(
@@ -216,8 +240,8 @@ def test_the_bytes_of_a_token_in_a_vocabulary_of_characters(spelling, expected):
     tokenizer = SimpleNamespace(
         decode=lambda _: "\ufffd", convert_ids_to_tokens=lambda _: spelling
     )
-    told = s.format_logprob(tokenizer, 7, -0.5)["bytes"]
-    assert told == (None if expected is None else list(expected))
+    token_bytes = s.format_logprob(tokenizer, 7, -0.5)["bytes"]
+    assert token_bytes == (None if expected is None else list(expected))
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -229,11 +253,13 @@ def test_the_machine_is_kept_awake_while_a_request_runs_and_no_longer(
     fake.write_text(f'#!/bin/sh\necho "$$ $*" > {note}\nexec sleep 60\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
     with s.kept_awake(s.Config(keep_awake=wanted)):
         pid, *arguments = _wait_for(note) if wanted else (None,)
         if pid:
             os.kill(pid, 0)
             assert arguments[-2:] == ["-w", str(os.getpid())]  # or it would outlive us
+
     if pid:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -246,7 +272,7 @@ def _wait_for(note):
             pid, *arguments = note.read_text().split()
             return int(pid), *arguments
         os.sched_yield()
-        __import__("time").sleep(0.01)
+        time.sleep(0.01)
     raise AssertionError("caffeinate was not started")
 
 
@@ -274,6 +300,7 @@ def outcome(**fields):
         "has_calls": False,
         "has_content": True,
     }
+
     return s.ReplyOutcome(**{**ordinary, **fields})
 
 
