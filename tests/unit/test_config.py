@@ -63,13 +63,13 @@ def test_every_setting_of_the_original_exists():
 def test_the_example_lists_every_setting_once_with_its_default():
     names = [name for _, name, _ in example_settings()]
     assert sorted(names) == sorted(ALL)
-    settings = [each for each in example_settings() if each[1] not in RESERVED]
-    assert Config.from_env({name: text for _, name, text in settings}) == Config()
-    for (
-        _,
-        name,
-        text,
-    ) in settings:  # an empty default is written as empty, nothing else is
+
+    values = {name: text for _, name, text in example_settings()}
+    settings = {name: values[name] for name in values.keys() - RESERVED}
+    assert Config.from_env(settings) == Config()
+
+    # An empty default is written as empty, nothing else is.
+    for name, text in settings.items():
         default = Config.model_fields[name.lower()].default
         assert (text == "") == (default == ""), name
 
@@ -77,6 +77,7 @@ def test_the_example_lists_every_setting_once_with_its_default():
 def test_the_example_marks_and_comments_out_what_does_not_act():
     commented = {name for hash_sign, name, _ in example_settings() if hash_sign}
     assert commented == RESERVED
+
     described = re.findall(
         r"^# (.+)\n#?([A-Z0-9_]+)=", EXAMPLE.read_text(), re.MULTILINE
     )
@@ -84,9 +85,9 @@ def test_the_example_marks_and_comments_out_what_does_not_act():
     assert {name for text, name in described if "not yet acting" in text} == commented
 
 
-def told_by_main(monkeypatch, written, environ):
+def warnings_of_main(monkeypatch, written, environ):
     """What the program says of its settings' names before it ends for want of a model."""
-    told = []
+    warnings = []
 
     def build(config, **_):
         raise ConfigError("enough")
@@ -95,12 +96,13 @@ def told_by_main(monkeypatch, written, environ):
     monkeypatch.setattr(start_llm, "build_state", build)
     monkeypatch.setattr(start_llm, "start_logging", lambda config: None)
     monkeypatch.setattr(
-        start_llm.logger, "warning", lambda text, *parts: told.append(text % parts)
+        start_llm.logger, "warning", lambda text, *parts: warnings.append(text % parts)
     )
     monkeypatch.setattr("os.environ", environ)
     monkeypatch.setattr("sys.argv", ["start-llm.py"])
+
     assert start_llm.main() == 2
-    return told
+    return warnings
 
 
 def test_an_env_file_in_another_encoding_is_one_sentence(monkeypatch, capsys):
@@ -119,7 +121,7 @@ def test_a_copied_example_changes_nothing_and_warns_of_nothing(monkeypatch):
     env = dotenv_values(EXAMPLE)
     assert env
     assert Config.from_env(env) == Config()
-    assert told_by_main(monkeypatch, env, {}) == []
+    assert warnings_of_main(monkeypatch, env, {}) == []
 
 
 @given(
@@ -131,12 +133,13 @@ def test_all_bad_values_are_told_at_once(env):
     good = {"LOG_ROOT": "0.0.0.0", "MAX_KV_SIZE": "4096"}
     with pytest.raises(ConfigError) as caught:
         Config.from_env(env | good)
+
     lines = str(caught.value).splitlines()
     assert {line.partition("=")[0] for line in lines} == set(env)
     for name, text in env.items():
-        told = [line for line in lines if line.startswith(f"{name}={text!r}: ")]
-        assert len(told) == 1
-        assert "should" in told[0] or "valid" in told[0]
+        sentences = [line for line in lines if line.startswith(f"{name}={text!r}: ")]
+        assert len(sentences) == 1
+        assert "should" in sentences[0] or "valid" in sentences[0]
 
 
 def test_the_allowed_range_is_told():
@@ -175,8 +178,10 @@ def test_a_late_system_message_is_transient_or_plain_text(kind):
 def test_good_values_are_taken(name, text, value):
     config = Config.from_env({name: text})
     assert getattr(config, name.lower()) == value
-    others = {n: v for n, v in config.model_dump().items() if n != name.lower()}
-    assert others.items() <= Config().model_dump().items()
+
+    other_values = config.model_dump()
+    del other_values[name.lower()]
+    assert other_values.items() <= Config().model_dump().items()
 
 
 OPEN = {"MLX_HOST": "0.0.0.0", "PROXY_HOST": "0.0.0.0", "CACHE_ISOLATION": "key"}
@@ -193,13 +198,13 @@ OPEN = {"MLX_HOST": "0.0.0.0", "PROXY_HOST": "0.0.0.0", "CACHE_ISOLATION": "key"
     ],
 )
 def test_what_others_reach_needs_a_key(keys, refused):
-    told = ""
+    refusal = ""
     try:
         assert Config.from_env(OPEN | keys).mlx_host == "0.0.0.0"
     except ConfigError as error:
-        told = str(error)
-    assert {line.partition("=")[0] for line in told.splitlines()} == refused
-    assert all("API_KEY is set" in line for line in told.splitlines())
+        refusal = str(error)
+    assert {line.partition("=")[0] for line in refusal.splitlines()} == refused
+    assert all("API_KEY is set" in line for line in refusal.splitlines())
 
 
 def test_empty_and_unknown_variables_are_not_settings():
@@ -233,10 +238,10 @@ def test_every_unknown_name_in_the_env_file_is_named_with_the_nearest_setting(
     }
     environ = {"PATH": "x", "HOME": "/", "OTHER": "y"}
 
-    told = told_by_main(monkeypatch, written, environ)
+    warnings = warnings_of_main(monkeypatch, written, environ)
 
     sentence = "in .env: nothing acts on it"
-    assert told == [
+    assert warnings == [
         f"CAT {sentence}",
         f"LOG_PATH {sentence}; did you mean LOG_ROOT?",
         f"PORT {sentence}; did you mean MLX_PORT?",
@@ -250,15 +255,15 @@ def test_a_near_miss_in_the_environment_is_named_unless_the_setting_is_there(
 ):
     environ = {"MLX_PROT": "9000", "log_root": "x", "PROXYPORT": "1", "APIKEY": ""}
 
-    told = told_by_main(monkeypatch, {}, environ)
+    warnings = warnings_of_main(monkeypatch, {}, environ)
 
     sentence = "in the environment: nothing acts on it; did you mean"
-    assert told == [
+    assert warnings == [
         f"MLX_PROT {sentence} MLX_PORT?",
         f"PROXYPORT {sentence} PROXY_PORT?",
         f"log_root {sentence} LOG_ROOT?",
     ]
-    assert told_by_main(monkeypatch, {}, {"MLX_PROT": "1", "MLX_PORT": "2"}) == []
+    assert warnings_of_main(monkeypatch, {}, {"MLX_PROT": "1", "MLX_PORT": "2"}) == []
 
 
 @pytest.mark.parametrize(
@@ -269,12 +274,12 @@ def test_a_setting_in_small_letters_or_with_two_swapped_is_recognized(setting):
     swapped = setting[:-2] + setting[-1] + setting[-2]
     for name in {swapped, setting.lower()} - ALL:
         try:
-            (told,) = check_names({}, {name: "x"})
+            (sentence,) = check_names({}, {name: "x"})
         except ConfigError as error:
-            told = str(error)
+            sentence = str(error)
             assert setting == "MODEL_PATH"
 
-        assert f"did you mean {setting}?" in told
+        assert f"did you mean {setting}?" in sentence
 
 
 SHELL = """
@@ -307,7 +312,7 @@ def test_a_near_miss_of_the_model_stops_the_start(monkeypatch, capsys, name):
         (".env", {name: "some/Model"}, {}),
         ("the environment", {}, {name: "some/Model"}),
     ]:
-        assert told_by_main(monkeypatch, written, environ) == []
+        assert warnings_of_main(monkeypatch, written, environ) == []
         assert capsys.readouterr().err == (
             f"start-llm: {name} in {place}: nothing acts on it; "
             "did you mean MODEL_PATH? Rename or remove it: as it is, another model would "

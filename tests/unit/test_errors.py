@@ -25,9 +25,10 @@ TABLE = {
 
 
 def family(kind):
-    return {kind.__name__} | {
-        name for child in kind.__subclasses__() for name in family(child)
-    }
+    names = {kind.__name__}
+    for child in kind.__subclasses__():
+        names |= family(child)
+    return names
 
 
 def test_the_table_is_complete():
@@ -42,19 +43,25 @@ def test_each_kind_has_its_status_type_and_code(name):
     status, type_, code = TABLE[name]
     error = getattr(start_llm, name)("what went wrong")
     assert error.status == status
+
     body = json.loads(json.dumps(error.body()))
-    inner = {"message": "what went wrong", "type": type_, "param": None}
-    assert body == {"error": inner | {"code": code}}
+    assert body["error"] == {
+        "message": "what went wrong",
+        "type": type_,
+        "param": None,
+        "code": code,
+    }
+    assert list(body) == ["error"]
 
 
 def test_a_bad_request_says_where_in_its_text_too_unless_the_text_does():
-    named = BadRequest("wrong", field="messages[3].content")
-    assert named.param == "messages[3].content"
-    assert str(named) == "messages[3].content: wrong"
+    error = BadRequest("wrong", field="messages[3].content")
+    assert error.param == "messages[3].content"
+    assert str(error) == "messages[3].content: wrong"
 
-    unnamed = BadRequest("wrong", param="messages[3].content")
-    assert unnamed.param == "messages[3].content"
-    assert str(unnamed) == "wrong"
+    error = BadRequest("wrong", param="messages[3].content")
+    assert error.param == "messages[3].content"
+    assert str(error) == "wrong"
 
 
 def test_what_http_refuses_has_its_own_status_code_and_headers():
@@ -66,12 +73,11 @@ def test_what_http_refuses_has_its_own_status_code_and_headers():
         "param": None,
         "code": "model_not_found",
     }
+
     refused = NotServed(405, "no", headers={"Allow": "POST"})
-    assert (refused.status, refused.headers, refused.code) == (
-        405,
-        {"Allow": "POST"},
-        None,
-    )
+    assert refused.status == 405
+    assert refused.headers == {"Allow": "POST"}
+    assert refused.code is None
 
 
 def test_context_too_long_says_both_numbers_in_the_words_agents_match():
@@ -79,13 +85,9 @@ def test_context_too_long_says_both_numbers_in_the_words_agents_match():
     assert isinstance(error, start_llm.BadRequest)
     assert "maximum context length is 8192 tokens" in str(error)
     assert "resulted in 9001 tokens" in str(error)
-    status, type_, code = TABLE["ContextTooLong"]
-    assert (error.status, error.type, error.code, error.param) == (
-        status,
-        type_,
-        code,
-        "messages",
-    )
+
+    assert (error.status, error.type, error.code) == TABLE["ContextTooLong"]
+    assert error.param == "messages"
 
 
 def test_headers_belong_to_one_error():
@@ -94,10 +96,14 @@ def test_headers_belong_to_one_error():
 
 
 def test_an_event_is_one_line_to_whoever_reads_lines():
-    body, written = {"text": "a\u2028b\u0085c\ud83d\u00e9"}, []
+    # Half of a surrogate pair included: models do spell them.
+    body = {"text": "a\u2028b\u0085c\ud83d\u00e9"}
+    written = []
     handler = object.__new__(start_llm.Handler)
     handler._write_chunk = written.append
-    handler._send_event(body)  # half of a surrogate pair included: models do spell them
+
+    handler._send_event(body)
+
     (event,) = written
     assert len(event.decode().splitlines()) == 2
     assert json.loads(event.removeprefix(b"data: ")) == body

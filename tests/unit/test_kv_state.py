@@ -29,7 +29,8 @@ def tokens_of(array, n):
 
 def recurrent_leaf(value):
     leaf = ArraysCache(size=2)
-    leaf[0], leaf[1] = mx.full((1, 3), value), mx.full((1, 2, 2), value)
+    leaf[0] = mx.full((1, 3), value)
+    leaf[1] = mx.full((1, 2, 2), value)
     return leaf
 
 
@@ -43,8 +44,11 @@ def window_leaf(n_tokens, window=8):
 
 
 def contents(leaf):
-    parts = (part for _, part in tree_flatten(leaf.state))
-    return [np.array(part).tolist() for part in parts if isinstance(part, mx.array)]
+    arrays = []
+    for _, part in tree_flatten(leaf.state):
+        if isinstance(part, mx.array):
+            arrays.append(np.array(part).tolist())
+    return arrays
 
 
 @pytest.mark.parametrize("make", [lambda: recurrent_leaf(1.0), lambda: window_leaf(20)])
@@ -52,53 +56,71 @@ def test_a_snapshot_survives_what_happens_to_the_cache_and_to_its_restored_copie
     cache = [kv_leaf(20), make()]
     snapshot = s.copy_state(cache)
     expected = contents(cache[1])
-    twins = [[kv_leaf(20), make()] for _ in range(2)]
-    for n, twin in enumerate([cache, *twins]):
-        if twin is not cache:
-            s.restore_state(twin, snapshot)
+
+    def restored():
+        twin = [kv_leaf(20), make()]
+        s.restore_state(twin, snapshot)
         assert contents(twin[1]) == expected
-        if isinstance(twin[1], RotatingKVCache):
-            x = mx.full((1, 1, 1, 1), 900.0 + n)
-            twin[1].update_and_fetch(x, x)
-        else:
-            twin[1][0] = mx.full((1, 3), 900.0 + n)
+        return twin
+
+    for twin in (cache, restored(), restored()):
+        change(twin[1])
         s.evaluate_caches(twin)
         assert contents(twin[1]) != expected
-    third = [kv_leaf(20), make()]
-    s.restore_state(third, snapshot)
-    assert contents(third[1]) == expected
+        restored()
+
+
+def change(leaf):
+    if isinstance(leaf, RotatingKVCache):
+        x = mx.full((1, 1, 1, 1), 900.0)
+        leaf.update_and_fetch(x, x)
+    else:
+        leaf[0] = mx.full((1, 3), 900.0)
 
 
 def test_a_cut_is_a_copy_and_a_join_continues_it():
     cache = [kv_leaf(600), kv_leaf(600)]
     span = s.take_span(cache, 600)
-    head, tail = span.cut(0, 300), span.cut(300, 600)
+    head = span.cut(0, 300)
+    tail = span.cut(300, 600)
+
     joined = head.join(tail)
-    for keys, values in zip(joined.arrays[::2], joined.arrays[1::2], strict=True):
-        assert tokens_of(keys, 600) == tokens_of(-values, 600) == list(range(600))
+
+    tokens = list(range(600))
+    all_keys = joined.arrays[::2]
+    all_values = joined.arrays[1::2]
+    for keys, values in zip(all_keys, all_values, strict=True):
+        assert tokens_of(keys, 600) == tokens
+        assert tokens_of(-values, 600) == tokens
+
     joined.arrays[0][..., 0:5, :] = 77
-    assert tokens_of(span.arrays[0], 600) == list(range(600))
-    assert tokens_of(tail.arrays[0], 300) == list(range(300, 600))
+    assert tokens_of(span.arrays[0], 600) == tokens
+    assert tokens_of(tail.arrays[0], 300) == tokens[300:]
 
 
 def test_joining_never_holds_all_of_the_longer_part_twice():
-    head, tail = (s.take_span([kv_leaf(n) for _ in range(8)], n) for n in (4000, 300))
-    before = mx.get_active_memory()
+    head = s.take_span([kv_leaf(4000) for _ in range(8)], 4000)
+    tail = s.take_span([kv_leaf(300) for _ in range(8)], 300)
+    n_bytes_before = mx.get_active_memory()
     mx.reset_peak_memory()
+
     joined = head.join(tail)
-    assert mx.get_peak_memory() - before < joined.nbytes / 4, (
-        "sixteen arrays, one at a time"
-    )
+
+    n_bytes_more = mx.get_peak_memory() - n_bytes_before
+    assert n_bytes_more < joined.nbytes / 4, "sixteen arrays, one at a time"
 
 
 def test_taking_and_lending_moves_the_buffers():
     cache = [kv_leaf(5000)]
-    before = mx.get_active_memory()
+    n_bytes = mx.get_active_memory()
+
     span = s.take_span(cache, 5000)
     lent = [KVCache()]
     s.load_span(lent, span)
-    assert mx.get_active_memory() == before
-    assert lent[0].offset == 5000 and s.kv_cache_offset(lent, recorded=0) == 5000
+
+    assert mx.get_active_memory() == n_bytes
+    assert lent[0].offset == 5000
+    assert s.kv_cache_offset(lent, recorded=0) == 5000
 
 
 def test_taking_a_span_notices_layers_at_different_depths():
@@ -107,42 +129,53 @@ def test_taking_a_span_notices_layers_at_different_depths():
 
 
 def test_the_offset_comes_from_the_first_layer_that_has_one():
-    assert s.kv_cache_offset([recurrent_leaf(1.0), kv_leaf(7)], recorded=0) == 7
-    assert (
-        s.kv_cache_offset([CacheList(recurrent_leaf(1.0), kv_leaf(9))], recorded=0) == 9
-    )
-    assert s.kv_cache_offset([recurrent_leaf(1.0)], recorded=5) == 5
+    recurrent = recurrent_leaf(1.0)
+    nested = CacheList(recurrent, kv_leaf(9))
+
+    assert s.kv_cache_offset([recurrent, kv_leaf(7)], recorded=0) == 7
+    assert s.kv_cache_offset([nested], recorded=0) == 9
+    assert s.kv_cache_offset([recurrent], recorded=5) == 5
 
 
 def test_reserving_keeps_the_content_and_spares_the_next_growth():
     cache = [kv_leaf(100)]
     s.reserve_tokens(cache, 60, capacity=1000)
     assert cache[0].keys.shape[2] < 1000, "there was room enough"
+
     s.reserve_tokens(cache, 300, capacity=1000)
     buffer = cache[0].keys
-    assert buffer.shape[2] >= 1000 and tokens_of(buffer, 100) == list(range(100))
-    more = mx.ones((1, 1, 800, 1))
-    cache[0].update_and_fetch(more, more)
+    assert buffer.shape[2] >= 1000
+    assert tokens_of(buffer, 100) == list(range(100))
+
+    next_keys = mx.ones((1, 1, 800, 1))
+    cache[0].update_and_fetch(next_keys, next_keys)
     assert cache[0].keys.shape == buffer.shape
 
 
 def test_a_row_of_a_batch_is_its_own():
-    rows = [[kv_leaf(n), recurrent_leaf(float(n))] for n in (5, 9, 7)]
+    lengths = (5, 9, 7)
+    rows = [[kv_leaf(n), recurrent_leaf(float(n))] for n in lengths]
     batch = s.to_batch(rows[0])
     for row in rows[1:]:
-        for layer, other in zip(batch, s.to_batch(row), strict=True):
-            layer.extend(other)
-    for index, n in enumerate((5, 9, 7)):
+        for layer, layer_of_row in zip(batch, s.to_batch(row), strict=True):
+            layer.extend(layer_of_row)
+
+    for index, n in enumerate(lengths):
+        recurrent = contents(recurrent_leaf(float(n)))
+        tokens = list(range(n))
+
         keys, values = s.copy_span(batch, n - 1, row=index).arrays
-        assert tokens_of(keys, n - 1) == tokens_of(-values, n - 1) == list(range(n - 1))
-        single = s.extract_row(batch, index)
-        assert tokens_of(single[0].keys, n) == list(range(n)) and single[0].offset == n
-        assert contents(single[1]) == contents(recurrent_leaf(float(n)))
-        before = s.hold_recurrent_state(batch)
-        (state,) = s.copy_state(before, row=index).leaves
-        assert [np.array(a).tolist() for a in state[0]] == contents(
-            recurrent_leaf(float(n))
-        )
+        assert tokens_of(keys, n - 1) == tokens[:-1]
+        assert tokens_of(-values, n - 1) == tokens[:-1]
+
+        attention, state = s.extract_row(batch, index)
+        assert tokens_of(attention.keys, n) == tokens
+        assert attention.offset == n
+        assert contents(state) == recurrent
+
+        held = s.hold_recurrent_state(batch)
+        (leaf_state,) = s.copy_state(held, row=index).leaves
+        assert [np.array(array).tolist() for array in leaf_state[0]] == recurrent
 
 
 def test_models_with_a_window_have_no_free_step_back():

@@ -83,10 +83,10 @@ def test_twice_the_messages_take_twice_the_steps(shape: Callable[[int], list]) -
         return lambda: s.canonicalize_messages(messages, canonicalizer())
 
     count_steps(canonicalize(10))
-    few = count_steps(canonicalize(200))
-    many = count_steps(canonicalize(400))
+    n_steps_of_200 = count_steps(canonicalize(200))
+    n_steps_of_400 = count_steps(canonicalize(400))
 
-    assert many < 2.2 * few
+    assert n_steps_of_400 < 2.2 * n_steps_of_200
 
 
 def test_reminders_of_one_message_are_masked_in_one_pass() -> None:
@@ -126,9 +126,9 @@ def test_canonicalization_is_left_when_the_client_has_gone() -> None:
     def leave() -> None:
         raise s.ClientGone
 
-    by = canonicalizer()
+    messages = chat(users_then_notes(300)).messages
+    used = canonicalizer()
+
     with pytest.raises(s.ClientGone):
-        s.canonicalize_messages(
-            chat(users_then_notes(300)).messages, by, check_client=leave
-        )
-    assert not by.memo.entries
+        s.canonicalize_messages(messages, used, check_client=leave)
+    assert not used.memo.entries

@@ -15,8 +15,8 @@ from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
 
 @pytest.fixture
 def folder(tmp_path):
-    made = tiny_vision_model(HYBRID_VISION, tmp_path / "made")
-    return shutil.copytree(made, tmp_path / "copy")
+    model_folder = tiny_vision_model(HYBRID_VISION, tmp_path / "made")
+    return shutil.copytree(model_folder, tmp_path / "copy")
 
 
 def loaded(folder, **settings):
@@ -40,21 +40,22 @@ def test_a_conversion_that_left_the_tower_out_is_a_text_model(folder):
 
 
 def test_a_tower_that_mlx_vlm_does_not_know_is_none(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"model_type": "from_the_future"})
-    )
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
+    config["model_type"] = "from_the_future"
+    config_file.write_text(json.dumps(config))
+
     assert not s.has_vision_tower(folder)
 
 
-@pytest.mark.parametrize("where", ["__init__", "_run_tower", "make_cache"])
+@pytest.mark.parametrize("method", ["__init__", "_run_tower", "make_cache"])
 def test_a_model_whose_images_cannot_be_read_is_served_as_text(
-    folder, monkeypatch, caplog, where
+    folder, monkeypatch, caplog, method
 ):
     def fail(*_, **__):
         raise ValueError("planted")
 
-    monkeypatch.setattr(s.VisionModel, where, fail)
+    monkeypatch.setattr(s.VisionModel, method, fail)
     monkeypatch.setattr(s.logger, "propagate", True)  # caplog is on the root logger
     caplog.set_level("INFO", logger=s.logger.name)  # whatever another test has set
 
@@ -97,7 +98,8 @@ def test_nothing_pulls_torch_in(kind, tmp_path):
         f"s.load_model(pathlib.Path({str(folder)!r}), s.Config(model_path={str(folder)!r}))\n"
         "assert 'mlx_vlm' in sys.modules and 'torch' not in sys.modules\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, check=False
     )
-    assert not done.returncode, done.stderr.decode()[-2000:]
+
+    assert not process.returncode, process.stderr.decode()[-2000:]

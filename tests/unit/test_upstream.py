@@ -34,7 +34,8 @@ SOURCE = Path(s.__file__).read_text(encoding="utf-8")
 
 def numbers(n, start=0):
     """Keys of n tokens, each its position."""
-    return mx.arange(start, start + n, dtype=mx.float32).reshape(1, 1, n, 1)
+    positions = mx.arange(start, start + n, dtype=mx.float32)
+    return positions.reshape(1, 1, n, 1)
 
 
 def fill(leaf, n, start=0):
@@ -48,7 +49,8 @@ def fill(leaf, n, start=0):
 
 
 def test_each_part_of_the_section_names_a_test_that_exists():
-    section = SOURCE.partition("\n# region UPSTREAM ")[2].partition("\n# region ")[0]
+    after_its_start = SOURCE.partition("\n# region UPSTREAM ")[2]
+    section = after_its_start.partition("\n# region ")[0]
 
     pins = re.findall(r"(?m)^# Pinned by (\w+\.py)(?:::(\w+))?", section)
 
@@ -57,6 +59,7 @@ def test_each_part_of_the_section_names_a_test_that_exists():
         [path] = TESTS.rglob(file)
         text = path.read_text(encoding="utf-8")
         assert f"\ndef {test or 'test_'}" in text, (file, test)
+
     parts = re.findall(r"(?m)^(# Pinned .*\n)?(def|class) (\w+)", section)
     helpers = {"_add_image_block", "_present_inputs", "TokenChoice", "SampledToken"}
     assert {name for pin, _, name in parts if not pin} == helpers
@@ -69,13 +72,14 @@ def test_no_other_section_uses_a_private_name_of_another_library():
     ours |= {"_replace", "_asdict", "_fields", "_exit", "_path"}
     ours |= {"_run_exitfuncs"}  # of Python's own atexit
 
-    foreign = {
-        (section.name, attribute)
-        for section in read_sections(SOURCE, tree)
-        for attribute in section.used_attributes()
-        if attribute.startswith("_") and not attribute.endswith("__")
-        if attribute not in ours and section.name != "UPSTREAM"
-    }
+    foreign = set()
+    for section in read_sections(SOURCE, tree):
+        if section.name == "UPSTREAM":
+            continue
+        for attribute in section.used_attributes():
+            is_private = attribute.startswith("_") and not attribute.endswith("__")
+            if is_private and attribute not in ours:
+                foreign.add((section.name, attribute))
 
     assert foreign == set()
 
@@ -84,19 +88,24 @@ def test_no_other_section_uses_a_private_name_of_another_library():
 
 
 def test_cache_lists_contain_leaves():
-    first, second, third = KVCache(), ArraysCache(2), RotatingKVCache(8)
-    layers = [CacheList(first, second), third]
+    leaves = [KVCache(), ArraysCache(2), RotatingKVCache(8)]
+    layers = [CacheList(leaves[0], leaves[1]), leaves[2]]
 
-    assert list(map(id, s.cache_leaves(layers))) == [id(first), id(second), id(third)]
+    for found, leaf in zip(s.cache_leaves(layers), leaves, strict=True):
+        assert found is leaf
 
 
 def test_attention_caches_keep_all_tokens():
     leaf = fill(KVCache(), 3)
     keys, values, offset = leaf.state
 
-    assert (keys is leaf.keys, values is leaf.values, offset) == (True, True, 3)
+    assert keys is leaf.keys
+    assert values is leaf.values
+    assert offset == 3
     assert KVCache.step == s.BUFFER_STEP_TOKENS == leaf.keys.shape[2]
-    assert s.is_attention(leaf) and s.is_attention(BatchKVCache([0]))
+    assert s.is_attention(leaf)
+    assert s.is_attention(BatchKVCache([0]))
+
     lookalikes = [RotatingKVCache(8), ChunkedKVCache(8), ArraysCache(2)]
     lookalikes += [QuantizedKVCache(), BatchRotatingKVCache(8, [0])]
     assert not any(map(s.is_attention, lookalikes))
@@ -107,22 +116,31 @@ def test_recurrent_caches_are_lists_of_arrays():
 
     leaf = s.make_recurrent(arrays)
 
-    assert type(leaf) is ArraysCache and s.is_recurrent(leaf)
-    assert leaf.cache is arrays and leaf.state[0] is arrays
+    assert type(leaf) is ArraysCache
+    assert s.is_recurrent(leaf)
+    assert leaf.cache is arrays
+    assert leaf.state[0] is arrays
     assert leaf.state[1:] == (None, None)
+
     leaf[0] = mx.full((1, 2), 7.0)
     assert arrays[0].tolist() == [[7.0, 7.0]], "an item of the list is replaced"
-    assert not s.is_recurrent(KVCache()) and not s.is_recurrent(RotatingKVCache(8))
+
+    assert not s.is_recurrent(KVCache())
+    assert not s.is_recurrent(RotatingKVCache(8))
 
 
 def test_rows_of_a_batch_are_padded_at_their_beginning():
-    batch = KVCache.merge([fill(KVCache(), 3), fill(KVCache(), 5)])
+    short = fill(KVCache(), 3)
+    long = fill(KVCache(), 5)
+
+    batch = KVCache.merge([short, long])
 
     assert type(batch) is BatchKVCache
-    assert [s.first_slot(batch, row=row) for row in (0, 1)] == [2, 0]
+    assert s.first_slot(batch, row=0) == 2
+    assert s.first_slot(batch, row=1) == 0
     assert batch.keys[0, 0, 2:5, 0].tolist() == [0, 1, 2]
     assert batch.offset.tolist() == [3, 5], "tokens of each row, padding not counted"
-    assert s.first_slot(fill(KVCache(), 3), row=0) == 0
+    assert s.first_slot(short, row=0) == 0
 
 
 def test_windows_say_how_many_tokens_they_read():
@@ -133,7 +151,9 @@ def test_windows_say_how_many_tokens_they_read():
 
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_window_is_no_longer_than_what_is_read_again(keep):
-    leaf = fill(fill(RotatingKVCache(8, keep=keep), 6), 20, start=6)
+    leaf = RotatingKVCache(8, keep=keep)
+    fill(leaf, 6)
+    fill(leaf, 20, start=6)
     assert leaf.keys.shape[2] > 8
 
     s.drop_outside_window(leaf)
@@ -141,15 +161,14 @@ def test_a_window_is_no_longer_than_what_is_read_again(keep):
     expected = [*range(keep), *range(26 - (8 - keep), 26)]
     assert leaf.keys.reshape(-1).tolist() == expected
     assert leaf.offset == 26
-    before = leaf.keys
+
+    keys = leaf.keys
     s.drop_outside_window(leaf)
-    assert leaf.keys is before
+    assert leaf.keys is keys
+
     fill(leaf, 1, start=26)
-    assert sorted(leaf.keys.reshape(-1).tolist()) == [
-        *expected[:keep],
-        *expected[keep + 1 :],
-        26,
-    ]
+    expected = [*expected[:keep], *expected[keep + 1 :], 26]
+    assert sorted(leaf.keys.reshape(-1).tolist()) == expected
 
 
 def test_other_caches_have_nothing_outside_a_window():
@@ -160,25 +179,27 @@ def test_other_caches_have_nothing_outside_a_window():
     for leaf in (short, chunk, recurrent):
         s.drop_outside_window(leaf)
 
-    assert short.offset == 5 and chunk.offset == 20
-    assert short.keys.shape[2] == 5 and recurrent[0].tolist() == [[1.0, 1.0]]
+    assert short.offset == 5
+    assert chunk.offset == 20
+    assert short.keys.shape[2] == 5
+    assert recurrent[0].tolist() == [[1.0, 1.0]]
 
 
 def test_a_maximum_size_is_never_asked_for():
     """why(L-09): with one, upstream builds caches that forget in silence."""
     assert "max_kv_size" in inspect.signature(make_prompt_cache).parameters
-    assert "max_kv_size" not in SOURCE.partition("# region UPSTREAM")[2].replace(
-        "config.max_kv_size", ""
-    )
+
+    source = SOURCE.partition("# region UPSTREAM")[2]
+    source = source.replace("config.max_kv_size", "")
+    assert "max_kv_size" not in source
 
 
 # -- 2 generation ----------------------------------------------------------------------
 
 
 def choice(**fields):
-    return s.TokenChoice(
-        **{"sampler": s.greedy_sampler, "processors": [], "context": [], **fields}
-    )
+    greedy = {"sampler": s.greedy_sampler, "processors": [], "context": []}
+    return s.TokenChoice(**{**greedy, **fields})
 
 
 def started(model, tokens, *, n_before=0, **fields):
@@ -219,6 +240,7 @@ def test_generation_feeds_what_it_has_sampled(plain):
     assert same(first.logprobs, cold_logprobs(model, prompt), kind)
     assert first.token_id == int(np.argmax(first.logprobs))
     assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60
+
     tokens = [*prompt, first.token_id]
     for n in range(1, 6):
         (fed,) = generator.step()
@@ -241,9 +263,10 @@ def test_rows_join_and_leave_and_stay_what_they_were(plain):
     joined = started(model, prompts[0])
     joined.layer_caches = s.to_batch(joined.layer_caches)
     for prompt in prompts[1:]:
-        other = started(model, prompt)
-        other.layer_caches = s.to_batch(other.layer_caches)
-        joined.extend(other)
+        newcomer = started(model, prompt)
+        newcomer.layer_caches = s.to_batch(newcomer.layer_caches)
+        joined.extend(newcomer)
+
     steps = [joined.step() for _ in range(4)]
     joined.keep_rows([0, 2])
     steps += [joined.step() for _ in range(4)]
@@ -252,10 +275,9 @@ def test_rows_join_and_leave_and_stay_what_they_were(plain):
         expected = alone if n < 4 else [alone[0], alone[2]]
         for row, tokens in zip(rows, expected, strict=True):
             assert row.token_id == tokens[n].token_id
-            assert (
-                np.abs(np.array(row.logprobs) - np.array(tokens[n].logprobs)).max()
-                < 1e-3
-            )
+            ours = np.array(row.logprobs)
+            theirs = np.array(tokens[n].logprobs)
+            assert np.abs(ours - theirs).max() < 1e-3
 
 
 def test_processors_read_the_context_and_each_token(plain):
@@ -266,10 +288,13 @@ def test_processors_read_the_context_and_each_token(plain):
         read.append(tokens.tolist())
         return logits
 
-    generator = started(model, [11, 12, 13], processors=[note], context=[11, 12])
-    ids = [generator.step()[0].token_id for _ in range(2)]
+    prompt = [11, 12, 13]
+    generator = started(model, prompt, processors=[note], context=prompt[:-1])
+    first, second = [generator.step()[0].token_id for _ in range(2)]
 
-    assert read == [[11, 12, 13], [11, 12, 13, ids[0]], [11, 12, 13, *ids]]
+    assert read[0] == prompt
+    assert read[1] == [*prompt, first]
+    assert read[2:] == [[*prompt, first, second]]
 
 
 def test_a_batch_is_made_of_these_parts():
@@ -292,9 +317,9 @@ def folder(tmp_path_factory):
 
 def test_a_tokenizer_is_told_to_keep_no_words(folder):
     tokenizer = mlx_lm.utils.load_tokenizer(folder)
-    before = tokenizer.encode("No word of this is kept.")
+    ids = tokenizer.encode("No word of this is kept.")
     s.keep_no_words(tokenizer)
-    assert tokenizer.encode("No word of this is kept.") == before
+    assert tokenizer.encode("No word of this is kept.") == ids
 
 
 @pytest.mark.parametrize("tag", s.REPLY_TAGS)
@@ -328,14 +353,16 @@ def test_the_tokens_of_an_image_see_each_other(n_cached):
     parameters = inspect.signature(getattr(Gemma4TextModel, name)).parameters
     assert list(parameters) == ["self", "base_mask", "mm_token_type_ids"]
 
-    n, image = 6, range(2, 5)
-    flags = mx.array([[int(i in image) for i in range(n)]])
+    n = 6
+    image = range(2, 5)
+    flags = [int(position in image) for position in range(n)]
     rows = np.arange(n)[:, None] + n_cached
     causal = rows >= np.arange(n_cached + n)[None]
 
-    mask = np.array(s._add_image_block(mx.array(causal), flags))[0, 0]
+    mask = s._add_image_block(mx.array(causal), mx.array([flags]))
+    mask = np.array(mask)[0, 0]
 
     for row in range(n):
         for column in range(n_cached + n):
-            both = row in image and column - n_cached in image
-            assert mask[row, column] == (causal[row, column] or both)
+            are_of_image = row in image and column - n_cached in image
+            assert mask[row, column] == (causal[row, column] or are_of_image)
