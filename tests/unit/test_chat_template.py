@@ -135,6 +135,7 @@ def conversations(draw: st.DrawFn) -> list:
         messages.append(
             said("assistant", draw(said_text), reasoning_content=draw(said_text))
         )
+
     return [*messages, said("user", draw(said_text))]
 
 
@@ -144,18 +145,19 @@ def test_random_conversations_lose_nothing_and_are_remembered_right(
     model: str, messages: list
 ) -> None:
     """The memo is shared by all examples: a wrong piece in it would show in a later one."""
-    template, tokenizer = template_of(model), tokenizer_of(model)
+    template = template_of(model)
+    tokenizer = tokenizer_of(model)
     request = chat(messages)
-    before = copy.deepcopy(request)
+    request_before = copy.deepcopy(request)
+
     rendered = template.render_prompt(request)
-    assert rendered.ids.tolist() == tokenizer.encode(
-        rendered.text, add_special_tokens=False
-    )
-    assert tokenizer.decode(rendered.ids.tolist()) == unicode_form(
-        tokenizer, rendered.text
-    )
+
+    ids = rendered.ids.tolist()
+    assert ids == tokenizer.encode(rendered.text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == unicode_form(tokenizer, rendered.text)
     assert template.render_prompt(request) == rendered
-    assert request == before
+    assert request == request_before
+
     end = 0
     for message in messages:
         if message["role"] == "user":
@@ -168,26 +170,24 @@ def unicode_form(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
 
 
 def test_memo_stays_small_and_right() -> None:
-    template, tokenizer = make_template(tiny_tokenizer()), tiny_tokenizer()
+    template = make_template(tiny_tokenizer())
+    tokenizer = tiny_tokenizer()
     memo = template._encoder.memo
     memo.clear()
     memo.max_bytes = 12_000
+
     for n in range(60):
-        messages = [
-            said("user", f"turn {n % 7} " * (n % 9)),
-            said("user", "x" * 30 * n),
-        ]
+        first = said("user", f"turn {n % 7} " * (n % 9))
+        messages = [first, said("user", "x" * 30 * n)]
         rendered = template.render_prompt(chat(messages))
-        assert rendered.ids.tolist() == tokenizer.encode(
-            rendered.text, add_special_tokens=False
-        )
+        ids = rendered.ids.tolist()
+        assert ids == tokenizer.encode(rendered.text, add_special_tokens=False)
         cost = sum(2 * len(piece) + 700 for _, piece in memo.entries)
         assert cost == memo.nbytes <= 12_000
+
     template.clear_memos()
-    assert (
-        not memo.entries
-        and template.render_prompt(chat(messages)).ids.tolist() == rendered.ids.tolist()
-    )
+    assert not memo.entries
+    assert template.render_prompt(chat(messages)).ids.tolist() == ids
 
 
 def test_many_threads_get_the_same_tokens() -> None:
@@ -200,6 +200,7 @@ def test_many_threads_get_the_same_tokens() -> None:
     wanted = [
         make_template(tiny_tokenizer()).render_prompt(request) for request in requests
     ]
+
     with ThreadPoolExecutor(8) as pool:
         for _ in range(3):
             assert list(pool.map(template.render_prompt, requests)) == wanted
@@ -211,6 +212,7 @@ def test_tokens_that_eat_spaces_are_left_to_the_tokenizer() -> None:
     tokenizer.add_tokens([AddedToken("<|eat|>", rstrip=True, normalized=False)])
     template = make_template(tokenizer)
     text = "a<|eat|>   b<|im_end|>c"
+
     assert template.encode(text) == tokenizer.encode(text, add_special_tokens=False)
     rendered = template.render_prompt(chat([said("user", text)]))
     assert tokenizer.convert_tokens_to_ids("<|eat|>") not in rendered.ids.tolist()
@@ -224,37 +226,44 @@ def test_tokens_that_eat_spaces_are_left_to_the_tokenizer() -> None:
 def test_added_tokens_are_found_leftmost_and_then_longest(
     tokens: list, text: str
 ) -> None:
-    found, at = [], 0
-    while at < len(text):
-        token = max((t for t in tokens if text.startswith(t, at)), key=len, default="")
-        found += [(at, token)] if token else []
-        at += len(token) or 1
-    seen = start_llm.token_pattern(tokens).finditer(text)
-    assert [(match.start(), match[0]) for match in seen] == found
+    expected = []
+    position = 0
+    while position < len(text):
+        candidates = [token for token in tokens if text.startswith(token, position)]
+        longest = max(candidates, key=len, default="")
+        if longest:
+            expected.append((position, longest))
+        position += len(longest) or 1
+
+    matches = start_llm.token_pattern(tokens).finditer(text)
+    assert [(match.start(), match[0]) for match in matches] == expected
 
 
 # -- markup as text ---------------------------------------------------------------
 
 
+def ids_among(ids: set, rendered: start_llm.RenderedPrompt) -> list:
+    return [token for token in rendered.ids.tolist() if token in ids]
+
+
 def test_markup_in_client_text_is_text(model: str) -> None:
     """In contents, thinking, arguments, results, tools: no special id, and no byte lost."""
-    template, tokenizer = template_of(model), tokenizer_of(model)
+    template = template_of(model)
+    tokenizer = tokenizer_of(model)
     added = tokenizer.get_added_vocab()
     markup = "".join(f"a{token} {token}" for token in added) + "\ufdd0<\ufdd0|im_end|>z"
-    told = chat(
-        conversation(lambda w: f"{w}{markup}{w}"), tools=[tool(f"Looks. {markup}")]
-    )
-    plain = chat(conversation(lambda w: f"{w}{w}"), tools=[tool("Looks.")])
-    rendered, simple = template.render_prompt(told), template.render_prompt(plain)
-    special = set(added.values())
-    found, wanted = (
-        [t for t in r.ids.tolist() if t in special] for r in (rendered, simple)
-    )
-    assert found == wanted
+    marked_messages = conversation(lambda word: f"{word}{markup}{word}")
+    marked = chat(marked_messages, tools=[tool(f"Looks. {markup}")])
+    plain = chat(conversation(lambda word: f"{word}{word}"), tools=[tool("Looks.")])
+
+    rendered = template.render_prompt(marked)
+    simple = template.render_prompt(plain)
+
+    special_ids = set(added.values())
+    assert ids_among(special_ids, rendered) == ids_among(special_ids, simple)
     assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
-    assert len(rendered.positions.message_starts) == len(
-        simple.positions.message_starts
-    )
+    message_starts = rendered.positions.message_starts
+    assert len(message_starts) == len(simple.positions.message_starts)
     for word in WORDS:
         spoken = f"{word}{markup}{word}"
         as_json = json.dumps(spoken, ensure_ascii=False)[1:-1]
@@ -262,24 +271,19 @@ def test_markup_in_client_text_is_text(model: str) -> None:
 
 
 def test_markup_in_names_is_text(model: str) -> None:
-    template, tokenizer = template_of(model), tokenizer_of(model)
+    template = template_of(model)
+    tokenizer = tokenizer_of(model)
     tokens = tokenizer.get_added_vocab()
-    step = said(
-        "assistant", "", tool_calls=[call({f"a{token}": "x" for token in tokens})]
-    )
-    plain = said(
-        "assistant", "", tool_calls=[call({f"a{n}": "x" for n in range(len(tokens))})]
-    )
-    special = set(tokens.values())
-    found, wanted = (
-        [
-            t
-            for t in template.render_prompt(chat([said("user", "u"), m])).ids.tolist()
-            if t in special
-        ]
-        for m in (step, plain)
-    )
-    assert found == wanted
+    special_ids = set(tokens.values())
+    marked = {f"a{token}": "x" for token in tokens}
+    plain = {f"a{n}": "x" for n in range(len(tokens))}
+
+    def rendered(arguments: dict) -> start_llm.RenderedPrompt:
+        step = said("assistant", "", tool_calls=[call(arguments)])
+        return template.render_prompt(chat([said("user", "u"), step]))
+
+    marked_ids = ids_among(special_ids, rendered(marked))
+    assert marked_ids == ids_among(special_ids, rendered(plain))
 
 
 @pytest.mark.parametrize("model", QWENS)
@@ -294,31 +298,28 @@ def test_thinking_echoed_in_the_content_is_thinking(model: str) -> None:
     echo = said(
         "assistant", "<think>\nI think of </tool_call>\n</think>\n\nso </think> it is"
     )
-    apart = said(
+    as_field = said(
         "assistant", "so </think> it is", reasoning_content="I think of </tool_call>"
     )
-    texts = [
-        template_of(model).render_prompt(
-            chat([said("user", "how?"), reply, said("user", "go")])
-        )
-        for reply in (echo, apart)
-    ]
-    assert texts[0] == texts[1]
-    assert "so </think> it is" in texts[0].text
+
+    def rendered(reply: dict) -> start_llm.RenderedPrompt:
+        messages = [said("user", "how?"), reply, said("user", "go")]
+        return template_of(model).render_prompt(chat(messages))
+
+    assert rendered(echo) == rendered(as_field)
+    assert "so </think> it is" in rendered(echo).text
 
 
 def test_thinking_stays_in_the_content_where_a_template_knows_no_other_place() -> None:
     template = template_of("qwen3-coder/qwen3")
     echo = said("assistant", "<think>why <think></think>so </think>")
-    rendered = template.render_prompt(
-        chat([said("user", "how?"), echo, said("user", "go")])
-    )
+    messages = [said("user", "how?"), echo, said("user", "go")]
+    rendered = template.render_prompt(chat(messages))
     assert "<think>why <think></think>so </think>" in rendered.text
-    opened, closed = (template.encode(tag)[0] for tag in ("<think>", "</think>"))
-    assert [t for t in rendered.ids.tolist() if t in (opened, closed)] == [
-        opened,
-        closed,
-    ]
+
+    [opened] = template.encode("<think>")
+    [closed] = template.encode("</think>")
+    assert ids_among({opened, closed}, rendered) == [opened, closed]
 
 
 # -- positions --------------------------------------------------------------------
@@ -326,11 +327,15 @@ def test_thinking_stays_in_the_content_where_a_template_knows_no_other_place() -
 
 def test_boundaries_part_the_messages(model: str) -> None:
     """Between two of them are the words of one message; all message starts but merged ones."""
-    template, tokenizer = template_of(model), tokenizer_of(model)
+    template = template_of(model)
+    tokenizer = tokenizer_of(model)
     messages = conversation()
     rendered = template.render_prompt(chat(messages, tools=[tool()]))
-    cuts = [0, *rendered.positions.message_starts, len(rendered.ids.tolist())]
-    spans = [tokenizer.decode(rendered.ids.tolist()[a:b]) for a, b in pairwise(cuts)]
+    ids = rendered.ids.tolist()
+    message_starts = rendered.positions.message_starts
+
+    cuts = [0, *message_starts, len(ids)]
+    spans = [tokenizer.decode(ids[start:end]) for start, end in pairwise(cuts)]
     found = [[word for word in WORDS if word in span] for span in spans]
     wanted = [
         ["rules1"],
@@ -342,47 +347,52 @@ def test_boundaries_part_the_messages(model: str) -> None:
         ["result2"],
     ]
     assert [words for words in found if words] == wanted
+
     # messages and prompt; GLM and chatml have a head in two turns, gemma no prompt after a result
     extra = {"glm-4.7-flash": 1, "chatml": 1, "gemma-4": -1}.get(model.split("/")[0], 0)
-    assert len(rendered.positions.message_starts) == len(messages) + 1 + extra
-    starts = {rendered.ids.tolist()[at] for at in rendered.positions.message_starts}
-    assert starts <= set(tokenizer.get_added_vocab().values())
+    assert len(message_starts) == len(messages) + 1 + extra
+    start_ids = {ids[position] for position in message_starts}
+    assert start_ids <= set(tokenizer.get_added_vocab().values())
 
 
 def test_places_of_a_prompt(model: str) -> None:
-    template, tokenizer = template_of(model), tokenizer_of(model)
-    rendered = template.render_prompt(
-        chat(conversation(), tools=[tool("hello1 hello2 look")])
-    )
-    head = tokenizer.decode(rendered.ids.tolist()[: rendered.positions.system_end])
-    assert "rules1" in head and "Looks" not in head and "hello1 hello2 look" in head
-    rest = tokenizer.decode(rendered.ids.tolist()[rendered.positions.system_end :])
-    assert rest.count("hello1") == 1 and "rules1" not in rest
-    last = tokenizer.decode(rendered.ids.tolist()[rendered.positions.last_user_start :])
-    assert "hello2" in last and "reply1" not in last
-    assert rendered.positions.last_user_start in rendered.positions.message_starts
-    prompt = tokenizer.decode(
-        rendered.ids.tolist()[rendered.positions.generation_start :]
-    )
-    assert "result2" not in prompt and len(prompt) < 60
-    assert rendered.positions.generation_start in (
-        *rendered.positions.message_starts,
-        len(rendered.ids.tolist()),
-    )
+    template = template_of(model)
+    tokenizer = tokenizer_of(model)
+    request = chat(conversation(), tools=[tool("hello1 hello2 look")])
+    rendered = template.render_prompt(request)
+    ids = rendered.ids.tolist()
+    positions = rendered.positions
+
+    head = tokenizer.decode(ids[: positions.system_end])
+    assert "rules1" in head
+    assert "hello1 hello2 look" in head
+    assert "Looks" not in head
+
+    rest = tokenizer.decode(ids[positions.system_end :])
+    assert rest.count("hello1") == 1
+    assert "rules1" not in rest
+
+    last_turn = tokenizer.decode(ids[positions.last_user_start :])
+    assert "hello2" in last_turn
+    assert "reply1" not in last_turn
+    assert positions.last_user_start in positions.message_starts
+
+    prompt = tokenizer.decode(ids[positions.generation_start :])
+    assert "result2" not in prompt
+    assert len(prompt) < 60
+    assert positions.generation_start in (*positions.message_starts, len(ids))
 
 
 def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
     template = template_of(model)
     messages = conversation()[:2]
     short = template.render_prompt(chat(messages))
-    longer = template.render_prompt(
-        chat([*messages, said("assistant", "x"), said("user", "y")])
-    )
-    assert (
-        longer.ids.tolist()[: short.positions.generation_start]
-        == short.ids.tolist()[: short.positions.generation_start]
-    )
-    assert short.positions.generation_start in longer.positions.message_starts
+    messages = [*messages, said("assistant", "x"), said("user", "y")]
+    longer = template.render_prompt(chat(messages))
+
+    end = short.positions.generation_start
+    assert longer.ids.tolist()[:end] == short.ids.tolist()[:end]
+    assert end in longer.positions.message_starts
 
 
 @pytest.mark.parametrize(
@@ -399,10 +409,12 @@ def test_a_boundary_is_where_a_shorter_conversation_ends(model: str) -> None:
 def test_starts_in_reasoning(model: str, opens: bool) -> None:
     template = template_of(model)
     for messages in (conversation(), conversation()[:2]):
-        assert template.render_prompt(chat(messages)).starts_in_reasoning is opens
-        assert not template.render_prompt(
-            chat(messages, enable_thinking=False)
-        ).starts_in_reasoning
+        rendered = template.render_prompt(chat(messages))
+        assert rendered.starts_in_reasoning is opens
+
+        without_thinking = chat(messages, enable_thinking=False)
+        rendered = template.render_prompt(without_thinking)
+        assert not rendered.starts_in_reasoning
 
 
 # -- what templates cannot say ------------------------------------------------------
@@ -423,6 +435,7 @@ def test_nothing_is_lost_and_nothing_said_about_it(
     ]
     with caplog.at_level(logging.WARNING, "start-llm"):
         text = template.render_prompt(chat(messages, tools=[tool()])).text
+
     assert not caplog.records
     end = 0
     for words in ["rules0", *WORDS, "late1", "part1", "part2", "more1"]:
@@ -447,6 +460,7 @@ def test_a_late_system_message_is_never_put_into_the_models_mouth() -> None:
         said("system", "<system-reminder>late1</system-reminder>"),
     ]
     text = template_of("qwen3.5/qwen3").render_prompt(chat(messages)).text
+
     assert (
         "<|im_start|>user\n<system-reminder>late1</system-reminder><|im_end|>" in text
     )
@@ -457,9 +471,9 @@ def test_roles_that_must_alternate_and_no_system_role(
 ) -> None:
     with caplog.at_level(logging.WARNING, "start-llm"):
         template = make_template(tiny_tokenizer(ALTERNATING))
-    assert ["no system role" in record.getMessage() for record in caplog.records] == [
-        True
-    ]
+    [record] = caplog.records
+    assert "no system role" in record.getMessage()
+
     messages = [
         said("system", "rules"),
         said("user", "a"),
@@ -470,6 +484,7 @@ def test_roles_that_must_alternate_and_no_system_role(
     reminder = "<system-reminder>\nc\n</system-reminder>"
     wanted = f"<|im_start|>user\nrules\n\na\n\nb\n\n{reminder}<|im_end|>\n<|im_start|>assistant\n"
     assert text == wanted
+
     alone = template.render_prompt(chat([said("system", "rules")])).text
     assert alone == "<|im_start|>user\nrules<|im_end|>\n<|im_start|>assistant\n"
 
@@ -486,18 +501,17 @@ def test_merged_replies_keep_the_thinking_of_both() -> None:
         said("user", "on"),
     ]
     text = template.render_prompt(chat(messages)).text
+
     assert "why1\n\nwhy2|first\n\nsecond<|im_end|>" in text
 
 
 def test_a_developer_speaks_as_the_system(model: str) -> None:
-    told = [
-        template_of(model).render_prompt(
-            chat([said(role, "rules"), said("user", "hello")])
-        )
-        for role in ("developer", "system")
-    ]
-    assert told[0] == told[1]
-    assert told[0].positions.system_end > 0
+    def rendered(role: str) -> start_llm.RenderedPrompt:
+        messages = [said(role, "rules"), said("user", "hello")]
+        return template_of(model).render_prompt(chat(messages))
+
+    assert rendered("developer") == rendered("system")
+    assert rendered("developer").positions.system_end > 0
 
 
 def test_what_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -510,17 +524,20 @@ def test_what_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
         template.render_prompt(request)
         template.render_prompt(request)
     kinds = [record.getMessage().rpartition("moves ")[2] for record in caplog.records]
+
     assert kinds == ["tool calls", "tools"]
 
 
 def test_arguments_as_text_and_as_object_are_one(model: str) -> None:
-    prompts, parsed = [], {"q": "ask1", "deep": {"n": [1, "x"]}}
+    prompts = []
+    parsed = {"q": "ask1", "deep": {"n": [1, "x"]}}
     for arguments in (json.dumps(parsed), parsed):
         messages = [
             said("user", "u"),
             said("assistant", "", tool_calls=[call(arguments)]),
         ]
         prompts.append(template_of(model).render_prompt(chat(messages)))
+
     assert prompts[0] == prompts[1]
 
 
@@ -528,8 +545,9 @@ def test_arguments_as_text_and_as_object_are_one(model: str) -> None:
     "arguments", ["", "null", "[1, 2]", '"words"', '{"q": "cut o', "7"]
 )
 def test_arguments_that_are_no_object_do_not_crash(model: str, arguments: str) -> None:
-    messages = [said("user", "u"), said("assistant", "", tool_calls=[call(arguments)])]
-    text = template_of(model).render_prompt(chat([*messages, said("user", "v")])).text
+    step = said("assistant", "", tool_calls=[call(arguments)])
+    messages = [said("user", "u"), step, said("user", "v")]
+    text = template_of(model).render_prompt(chat(messages)).text
     shown = {"": "", "null": ""}.get(arguments, arguments)
     assert shown in text or json.dumps(shown)[1:-1] in text
 
@@ -557,9 +575,9 @@ def test_no_chat_template_is_a_bad_request() -> None:
     template = make_template(tiny_tokenizer(None))
     with pytest.raises(start_llm.BadRequest, match="no chat template"):
         template.render_prompt(chat([said("user", "x")]))
-    assert template.tokenize_completion(
-        "some text"
-    ).ids.tolist() == tiny_tokenizer().encode("some text")
+
+    completion = template.tokenize_completion("some text")
+    assert completion.ids.tolist() == tiny_tokenizer().encode("some text")
 
 
 @pytest.mark.parametrize(
@@ -579,12 +597,12 @@ def test_a_switch_with_a_name_of_ours_is_no_crash(name: str) -> None:
 
 def test_past_thinking_stays_where_the_template_can() -> None:
     messages = [*conversation()[:3], said("user", "more")]
-    kept = template_of("glm-4.7-flash/glm-4").render_prompt(chat(messages))
-    dropped = template_of(
-        "glm-4.7-flash/glm-4", PRESERVE_THINKING="false"
-    ).render_prompt(chat(messages))
-    assert "thought1" in kept.text
-    assert "thought1" not in dropped.text
+    model = "glm-4.7-flash/glm-4"
+    preserving = template_of(model)
+    dropping = template_of(model, PRESERVE_THINKING="false")
+
+    assert "thought1" in preserving.render_prompt(chat(messages)).text
+    assert "thought1" not in dropping.render_prompt(chat(messages)).text
 
 
 @pytest.mark.parametrize(
@@ -607,7 +625,7 @@ def test_probe_preserve_thinking_support(source: str, wanted: str | None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("source", "off", "on"),
+    ("source", "kwargs_off", "kwargs_on"),
     [
         (
             "{{ 'T' if enable_thinking }}",
@@ -619,10 +637,10 @@ def test_probe_preserve_thinking_support(source: str, wanted: str | None) -> Non
         ("", {}, {}),
     ],
 )
-def test_thinking_switches(source: str, off: dict, on: dict) -> None:
+def test_thinking_switches(source: str, kwargs_off: dict, kwargs_on: dict) -> None:
     loop = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}" + source
     traits = make_template(tiny_tokenizer(loop)).traits
-    assert traits.thinking_kwargs == {True: on, False: off}
+    assert traits.thinking_kwargs == {True: kwargs_on, False: kwargs_off}
 
 
 def test_client_switches_reach_the_template() -> None:
@@ -643,26 +661,29 @@ def test_written_contents_are_hidden_only_when_asked(
         said("assistant", "", tool_calls=[call(arguments, "Write")]),
     ]
     assert "print(1)" in template_of("chatml/tiny").render_prompt(chat(messages)).text
+
     with caplog.at_level(logging.WARNING, "start-llm"):
         hiding = make_template(
             tiny_tokenizer(), NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT="true"
         )
         text = hiding.render_prompt(chat(messages)).text
-    assert (
-        "print(1)" not in text and "[81 characters, sha256 " in text and "a.py" in text
-    )
-    assert ["NORMALIZE_WRITE" in record.getMessage() for record in caplog.records] == [
-        True
-    ]
+
+    assert "print(1)" not in text
+    assert "[81 characters, sha256 " in text
+    assert "a.py" in text
+    [record] = caplog.records
+    assert "NORMALIZE_WRITE" in record.getMessage()
 
 
 def test_source_is_the_text_of_every_template() -> None:
     assert make_template(tiny_tokenizer()).source == CHATML
     assert make_template(tiny_tokenizer(None)).source == ""
-    named = tiny_tokenizer()
-    named.chat_template = {"default": CHATML, "tool_use": ALTERNATING}
-    source = make_template(named).source
-    assert CHATML in source and ALTERNATING in source
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": ALTERNATING}
+    source = make_template(tokenizer).source
+    assert CHATML in source
+    assert ALTERNATING in source
 
 
 def test_a_template_may_be_a_function() -> None:
@@ -671,15 +692,18 @@ def test_a_template_may_be_a_function() -> None:
     def written(
         messages: list, *, add_generation_prompt: bool = False, **_how: object
     ) -> str:
-        said = "".join(
-            f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages
-        )
-        return said + "<|im_start|>assistant\n" * add_generation_prompt
+        prompt = ""
+        for message in messages:
+            prompt += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+        if add_generation_prompt:
+            prompt += "<|im_start|>assistant\n"
+        return prompt
 
-    told = TokenizerWrapper(tiny_tokenizer(None), chat_template=written)
-    rendered = make_template(told).render_prompt(chat([said("user", "Hello.")]))
+    tokenizer = TokenizerWrapper(tiny_tokenizer(None), chat_template=written)
+    rendered = make_template(tokenizer).render_prompt(chat([said("user", "Hello.")]))
+
     text = "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"
-    assert rendered.ids.tolist() == told.encode(text, add_special_tokens=False)
+    assert rendered.ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_raw_encodes_as_the_tokenizer_does_by_default() -> None:
@@ -689,16 +713,17 @@ def test_raw_encodes_as_the_tokenizer_does_by_default() -> None:
         single="<|im_start|> $A", pair="$A $B", special_tokens=[("<|im_start|>", bos)]
     )
     template = make_template(tokenizer)
+
     rendered = template.tokenize_completion("some <|im_end|> text")
-    assert rendered.ids.tolist() == tokenizer.encode("some <|im_end|> text")
-    assert rendered.ids.tolist()[0] == bos
-    assert rendered.positions.generation_start == len(
-        rendered.ids.tolist()
-    ) and rendered.positions.message_starts == (0,)
+    ids = rendered.ids.tolist()
+    assert ids == tokenizer.encode("some <|im_end|> text")
+    assert ids[0] == bos
+    assert rendered.positions.generation_start == len(ids)
+    assert rendered.positions.message_starts == (0,)
+
     assert template.encode("some")[0] != bos
-    assert (
-        template.render_prompt(chat([said("user", "x")])).ids.tolist().count(bos) == 2
-    )  # never doubled
+    rendered = template.render_prompt(chat([said("user", "x")]))
+    assert rendered.ids.tolist().count(bos) == 2  # never doubled
 
 
 def test_raw_takes_ids_of_the_vocabulary_only() -> None:
