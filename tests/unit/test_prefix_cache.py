@@ -42,8 +42,13 @@ def make_cache(
 ):
     config = s.Config(**{"prompt_cache_max_entries_global": 1000, **settings})
     shape = s.KVSpec(
-        token_bytes, state_bytes=8, has_state=has_state, can_batch=True, can_tap=False
+        token_bytes,
+        state_bytes=8,
+        has_state=has_state,
+        can_batch=True,
+        can_tap=False,
     )
+
     return s.PrefixCache(
         config,
         shape,
@@ -55,8 +60,9 @@ def make_cache(
 
 def span_of(tokens, capacity=None):
     """One layer, one head, one dimension: the KV of token t is t (keys) and -t (values)."""
-    padded = list(tokens) + [0] * ((capacity or len(tokens)) - len(tokens))
-    keys = mx.array(padded, mx.float32).reshape(1, 1, -1, 1)
+    n_padding = (capacity or len(tokens)) - len(tokens)
+    padded = mx.array([*tokens, *[0] * n_padding], mx.float32)
+    keys = padded.reshape(1, 1, -1, 1)
     values = -keys
     mx.eval(keys, values)
     return s.KVSpan([keys, values], len(tokens))
@@ -98,18 +104,24 @@ class Running:
 
 
 def prompt_of(tokens, root=ROOT):
-    return s.TokenKey(
-        root, np.asarray(tokens, np.int32), s.block_hashes(tokens, BLOCK, root=root)
-    )
+    hashes = s.block_hashes(tokens, BLOCK, root=root)
+    return s.TokenKey(root, np.asarray(tokens, np.int32), hashes)
+
+
+def cached_tokens(cache, tokens):
+    """How many of a prompt a request would find, if it came now."""
+    return cache.find(prompt_of(tokens)).cached_tokens
 
 
 def begin(cache, tokens, *, head_end=0, session=""):
     prompt = prompt_of(tokens)
     reuse = cache.find(prompt)
-    row, owner = Running(list(tokens)), s.RequestOwner("", session)
+    row = Running(list(tokens))
+    owner = s.RequestOwner("", session)
     row.lease = cache.start(reuse, prompt, running=row, owner=owner, head_end=head_end)
     assert len(row.filled) == reuse.cached_tokens == row.line.end
     assert (reuse.state is not None) == (cache._spec.has_state and row.filled != [])
+
     return row, reuse
 
 
@@ -121,12 +133,13 @@ def advance(cache, row, count, checkpoint=False):
 
 
 def end(cache, row, reply=()):
-    tokens = (
-        row.filled + list(reply) if len(row.filled) == len(row.tokens) else row.filled
-    )
+    tokens = row.filled
+    if len(row.filled) == len(row.tokens):
+        tokens = [*row.filled, *reply]
     if not tokens:
         row.lease.drop()
         return tokens
+
     row.lease.add_checkpoint(len(tokens), state_of(tokens))
     row.lease.put_back(prompt_of(tokens), span_of(tokens, len(tokens) + 7))
     return tokens
@@ -140,13 +153,18 @@ def check(cache, running):
         if line.running_kv is None:
             assert line.span is not None
             assert tokens_in(line.span) == path[line.start : line.end]
-        if (parent := line.parent) is not None:
-            assert parent in cache.entries and parent.start < line.start <= parent.end
-            assert parent.key.tokens.tolist()[: line.start] == path[: line.start]
-        else:
+
+        parent = line.parent
+        if parent is None:
             assert line.start == 0
+        else:
+            assert parent in cache.entries
+            assert parent.start < line.start <= parent.end
+            assert parent.key.tokens.tolist()[: line.start] == path[: line.start]
+
         for position, snapshot in line.checkpoints.items():
             assert list(snapshot.leaves[0]) == path[:position]
+
     for row in running:
         assert row.line in cache.entries or row.line.parent is None
 
@@ -160,6 +178,66 @@ def lcp(a, b):
     return n
 
 
+def random_tokens(rng, n_tokens):
+    return [rng.randrange(1, 9) for _ in range(n_tokens)]
+
+
+def continuation(rng, pasts, *, max_tokens=400):
+    """Some tokens after a part of a past, or after none."""
+    base = rng.choice(pasts) if pasts and rng.random() < 0.85 else []
+    n_common = rng.choice([len(base), rng.randrange(len(base) + 1)])
+    return base[:n_common] + random_tokens(rng, rng.randrange(1, max_tokens))
+
+
+class History:
+    """Requests that begin and end at random, and all that a later one may find."""
+
+    def __init__(self, cache, rng):
+        self.cache = cache
+        self.rng = rng
+        self.pasts: list[list[int]] = []
+        self.running: list[Running] = []
+        self.with_state: set[tuple[int, ...]] = set()  # prefixes
+
+    def advance(self, row, counts):
+        advance(self.cache, row, self.rng.choice(counts), checkpoint=True)
+        self.with_state.add(tuple(row.filled))
+
+    def begin_one(self):
+        """Returns how many tokens were found: all that could be."""
+        tokens = continuation(self.rng, self.pasts)
+        expected = self.longest_match(tokens)
+        row, reuse = begin(self.cache, tokens)
+        if reuse.pending_tokens <= expected:
+            assert reuse.cached_tokens == expected
+
+        self.advance(row, [0, 64, 10_000])
+        self.running.append(row)
+        return reuse.cached_tokens
+
+    def end_one(self):
+        row = self.running.pop(self.rng.randrange(len(self.running)))
+        self.advance(row, [0, 40, 10_000])
+        reply = random_tokens(self.rng, self.rng.randrange(30))
+        past = end(self.cache, row, reply)
+        self.with_state.add(tuple(past))
+        self.pasts.append(past)
+
+    def longest_match(self, tokens):
+        """Of what was read, and the last token of a prompt is read in any case."""
+        n_max = len(tokens) - 1
+        if self.cache._spec.has_state:
+            lengths = [
+                len(prefix)
+                for prefix in self.with_state
+                if len(prefix) <= n_max and lcp(prefix, tokens) == len(prefix)
+            ]
+            return max(lengths, default=0)
+        read = self.pasts + [row.filled for row in self.running]
+
+        return max((min(lcp(past, tokens), n_max) for past in read), default=0)
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("use_index", [True, False])
 @pytest.mark.parametrize("seed", range(12))
@@ -168,49 +246,17 @@ def test_random_histories_get_the_deepest_prefix_and_never_alias(
 ):
     rng = random.Random(seed)
     cache = make_cache(has_state=has_state, cache_use_block_index=use_index)
-    pasts: list[list[int]] = []
-    known: set[tuple[int, ...]] = set()  # positions with a state, as prefixes
-    running: list[Running] = []
-    depths = 0
+    history = History(cache, rng)
+    n_reused = 0
+
     for _ in range(60):
-        if running and rng.random() < 0.5:
-            row = running.pop(rng.randrange(len(running)))
-            advance(cache, row, rng.choice([0, 40, 10_000]), checkpoint=True)
-            known.add(tuple(row.filled))
-            done = end(
-                cache, row, [rng.randrange(1, 9) for _ in range(rng.randrange(30))]
-            )
-            known.add(tuple(done))
-            pasts.append(done)
+        if history.running and rng.random() < 0.5:
+            history.end_one()
         else:
-            base = rng.choice(pasts) if pasts and rng.random() < 0.85 else []
-            cut = rng.choice([len(base), rng.randrange(len(base) + 1)])
-            tokens = base[:cut] + [
-                rng.randrange(1, 9) for _ in range(rng.randrange(1, 400))
-            ]
-            row, reuse = begin(cache, tokens)
-            ready = [r.filled for r in running if r is not row]
-            expected = max(
-                (min(lcp(p, tokens), len(tokens) - 1) for p in pasts + ready), default=0
-            )
-            if has_state:
-                expected = max(
-                    (
-                        len(k)
-                        for k in known
-                        if len(k) < len(tokens) and tokens[: len(k)] == list(k)
-                    ),
-                    default=0,
-                )
-            if reuse.pending_tokens <= expected:
-                assert reuse.cached_tokens == expected
-            depths += reuse.cached_tokens
-            advance(cache, row, rng.choice([0, 64, 10_000]), checkpoint=True)
-            known.add(tuple(row.filled))
-            running.append(row)
-        known.discard(())
-        check(cache, running)
-    assert depths > 0, "nothing was ever reused: this run tested nothing"
+            n_reused += history.begin_one()
+        check(cache, history.running)
+
+    assert n_reused > 0, "nothing was ever reused: this run tested nothing"
 
 
 def converse(cache, tokens, reply):
@@ -223,9 +269,8 @@ def test_a_growing_conversation_keeps_one_line_and_its_buffers():
     cache = make_cache()
     past, _ = converse(cache, list(range(1, 600)), [7, 7])
     for turn in range(5):
-        past, reuse = converse(
-            cache, [*past, *range(1000 + turn * 50, 1040 + turn * 50)], [9, 9]
-        )
+        question = range(1000 + turn * 50, 1040 + turn * 50)
+        past, reuse = converse(cache, [*past, *question], [9, 9])
         assert reuse.hit_kind == "line"
         assert len(cache.entries) == 1
 
@@ -236,17 +281,18 @@ def test_branches_hold_their_prefix_once():
     tails = [[5000 + 100 * i + j for j in range(100)] for i in range(8)]
     for tail in tails:
         converse(cache, prefix + tail, [1])
-    unique = 8 * (
-        len(prefix) + sum(len(t) + 1 for t in tails)
-    )  # keys and values, 4 bytes each
-    assert cache.nbytes <= 1.1 * unique
+
+    n_unique_tokens = len(prefix) + sum(len(tail) + 1 for tail in tails)
+    n_unique_bytes = 8 * n_unique_tokens  # keys and values, 4 bytes each
+    assert cache.nbytes <= 1.1 * n_unique_bytes
+
     for tail in tails:  # and every one of them is still whole
         row, reuse = begin(cache, prefix + tail)
         assert reuse.cached_tokens == len(prefix) + len(tail) - 1
         advance(cache, row, 100_000)
         end(cache, row, [1])
         check(cache, [])
-    assert cache.nbytes <= 1.1 * unique
+    assert cache.nbytes <= 1.1 * n_unique_bytes
 
 
 def test_a_tail_another_conversation_owns_survives_a_divergence_before_it():
@@ -263,13 +309,16 @@ def test_a_lent_line_is_visible_and_promises_what_it_will_hold():
     advance(cache, row, 500)
     twin = [*range(1, 1501), 9, 9, 9]
     reuse = cache.find(prompt_of(twin))
-    assert (reuse.cached_tokens, reuse.pending_tokens) == (500, 1500)
+    assert reuse.cached_tokens == 500
+    assert reuse.pending_tokens == 1500
+
     advance(cache, row, 1500)
-    other, reuse = begin(cache, twin)
+    twin_row, reuse = begin(cache, twin)
     assert reuse.cached_tokens == 1500
+
     end(cache, row)
-    advance(cache, other, 100)
-    end(cache, other)
+    advance(cache, twin_row, 100)
+    end(cache, twin_row)
     check(cache, [])
 
 
@@ -298,11 +347,13 @@ def test_eviction_is_by_value_and_keeps_what_branches_need():
     for _ in range(4):
         converse(cache, [*prefix, *range(3000, 3300)], [1])  # used often
     clock.now += 900
+
     converse(cache, list(range(5000, 6200)), [1])
+
     check(cache, [])
     assert cache.nbytes <= cache.max_bytes
-    _, often = begin(cache, [*prefix, *range(3000, 3300), 1, 2])
-    assert often.cached_tokens >= 1300, "the line that was used most was evicted first"
+    _, reuse = begin(cache, [*prefix, *range(3000, 3300), 1, 2])
+    assert reuse.cached_tokens >= 1300, "the line that was used most was evicted first"
 
 
 def make_room(cache, tokens, n_more=0):
@@ -316,22 +367,23 @@ def make_room(cache, tokens, n_more=0):
 @pytest.mark.parametrize("seed", range(12))
 def test_room_for_a_request_is_never_made_of_what_it_goes_on_from(has_state, seed):
     """Extended, branched, cut short; its line old or young, and by itself or among branches."""
-    rng, clock = random.Random(seed), Clock()
+    rng = random.Random(seed)
+    clock = Clock()
     cache = make_cache(
         has_state=has_state, max_bytes=8 * 3000, token_bytes=8, clock=clock
     )
-    pasts, n_evicting, n_reused = [], 0, 0
+    pasts = []
+    n_evicting = 0
+    n_reused = 0
+
     for _ in range(120):
-        base = rng.choice(pasts[-6:]) if pasts and rng.random() < 0.8 else []
-        cut = rng.choice([len(base), rng.randrange(len(base) + 1)])
-        tokens = base[:cut] + [
-            rng.randrange(1, 9) for _ in range(rng.randrange(1, 900))
-        ]
-        tokens = tokens[:2400]
+        tokens = continuation(rng, pasts[-6:], max_tokens=900)[:2400]
         clock.now += rng.choice([0, 0, 900])
-        before = cache.metrics.snapshot()["evicted_for_room"]
+        n_evicted_before = cache.metrics.snapshot()["evicted_for_room"]
         promised, fits = make_room(cache, tokens)
-        n_evicting += cache.metrics.snapshot()["evicted_for_room"] > before
+        n_evicted = cache.metrics.snapshot()["evicted_for_room"]
+        n_evicting += n_evicted > n_evicted_before
+
         row, reuse = begin(cache, tokens)
         if fits:
             assert reuse.cached_tokens >= promised.cached_tokens
@@ -340,7 +392,9 @@ def test_room_for_a_request_is_never_made_of_what_it_goes_on_from(has_state, see
             advance(cache, row, rng.choice([100, 400, 10_000]), checkpoint=True)
         pasts.append(end(cache, row, [9]))
         check(cache, [])
-    assert n_evicting > 10 and n_reused > 10
+
+    assert n_evicting > 10
+    assert n_reused > 10
 
 
 def test_a_long_line_gives_up_its_end_and_not_the_beginning_that_is_asked_for():
@@ -349,11 +403,17 @@ def test_a_long_line_gives_up_its_end_and_not_the_beginning_that_is_asked_for():
     converse(cache, list(range(1, 1801)), [1])
     young, _ = converse(cache, list(range(3000, 4000)), [1])
     for line in cache.entries:
-        line.last_used -= 900 * (line.key.tokens[0] == 1)
-    promised, fits = make_room(cache, [*range(1, 701), *range(5000, 5200)])
-    assert fits and promised.cached_tokens == 700
-    assert begin(cache, [*range(1, 701), *range(5000, 5200)])[1].cached_tokens == 700
-    assert cache.find(prompt_of([*young, 1])).cached_tokens == len(young)
+        if line.key.tokens[0] == 1:
+            line.last_used -= 900
+    tokens = [*range(1, 701), *range(5000, 5200)]
+
+    promised, fits = make_room(cache, tokens)
+
+    assert fits
+    assert promised.cached_tokens == 700
+    _, reuse = begin(cache, tokens)
+    assert reuse.cached_tokens == 700
+    assert cached_tokens(cache, [*young, 1]) == len(young)
 
 
 def test_a_new_conversation_among_many_old_ones_is_kept_from_turn_to_turn():
@@ -366,9 +426,11 @@ def test_a_new_conversation_among_many_old_ones_is_kept_from_turn_to_turn():
         line.n_uses = 10
     clock.now += 600
     past: list[int] = []
+
     for turn in range(4):
         new = range(500_000 + 300 * turn, 500_300 + 300 * turn)
-        n_known, (past, reuse) = len(past), converse(cache, [*past, *new], [7] * 20)
+        n_known = len(past)
+        (past, reuse) = converse(cache, [*past, *new], [7] * 20)
         assert reuse.cached_tokens == n_known
         assert len(cache.entries) <= 24
 
@@ -382,8 +444,10 @@ def test_a_running_branch_takes_the_checkpoints_of_the_line_that_is_evicted(head
     for count in (2000, 2000, 5000):
         advance(cache, row, count, checkpoint=True)
     end(cache, row)
+
     branch, reuse = begin(cache, [*past[:4000], *range(20_000, 20_500)])
     assert reuse.cached_tokens == 4000
+
     advance(cache, branch, 400)
     cache.max_bytes = 10_000
     cache.evict_to_fit(5000)
@@ -391,10 +455,8 @@ def test_a_running_branch_takes_the_checkpoints_of_the_line_that_is_evicted(head
     advance(cache, branch, 100)
     end(cache, branch)
     for depth in (2000, 4000):
-        assert (
-            cache.find(prompt_of([*past[:depth], *range(30_000, 30_100)])).cached_tokens
-            == depth
-        )
+        tokens = [*past[:depth], *range(30_000, 30_100)]
+        assert cached_tokens(cache, tokens) == depth
 
 
 def test_one_entry_too_many_costs_one_line_and_no_other_its_end():
@@ -403,11 +465,14 @@ def test_one_entry_too_many_costs_one_line_and_no_other_its_end():
     main, _ = converse(cache, [*head, *range(5000, 7000)], [1])
     converse(cache, [*head, *range(9000, 12_000)], [1])
     for line in cache.entries:
-        line.last_used -= 200 * (line.parent is None)
+        if line.parent is None:
+            line.last_used -= 200
+
     for start in (20_000, 30_000):
         converse(cache, list(range(start, start + 3600)), [1])
+
     assert len(cache.entries) == 3
-    assert cache.find(prompt_of([*main, 1])).cached_tokens == len(main)
+    assert cached_tokens(cache, [*main, 1]) == len(main)
 
 
 @pytest.mark.parametrize("max_bytes", [150_000, 1 << 30])
@@ -418,21 +483,27 @@ def test_checkpoints_give_way_before_any_kv_does_and_only_where_room_is_short(
     cache = make_cache(has_state=True, max_bytes=max_bytes, token_bytes=8)
     pasts = [[10_000 * i + j for j in range(300)] for i in range(5)]
     for turn, i in product(range(12), range(5)):
-        tokens = pasts[i] + [10_000 * i + 1000 + 100 * turn + j for j in range(60)]
+        start = 10_000 * i + 1000 + 100 * turn
+        tokens = [*pasts[i], *range(start, start + 60)]
         make_room(cache, tokens)
         row, reuse = begin(cache, tokens)
         assert reuse.cached_tokens == (len(pasts[i]) if turn else 0)
-        for at in range(reuse.cached_tokens + 15, len(tokens) + 1, 15):
-            advance(cache, row, at - len(row.filled))
-            snapshot = s.StateCheckpoint((tuple(tokens[:at]),), 2000)
-            row.lease.add_checkpoint(at, snapshot)
+
+        for position in range(reuse.cached_tokens + 15, len(tokens) + 1, 15):
+            advance(cache, row, position - len(row.filled))
+            snapshot = s.StateCheckpoint((tuple(tokens[:position]),), 2000)
+            row.lease.add_checkpoint(position, snapshot)
         row.lease.put_back(prompt_of(tokens), span_of(tokens))
         pasts[i] = tokens
         check(cache, [])
+
     assert cache.metrics.snapshot()["evicted_for_room"] == 0
-    held = [len(line.checkpoints) for line in cache.entries]
-    assert len(held) == 5
-    assert max(held) <= 12 if max_bytes == 150_000 else min(held) > 50
+    n_checkpoints = [len(line.checkpoints) for line in cache.entries]
+    assert len(n_checkpoints) == 5
+    if max_bytes == 150_000:
+        assert max(n_checkpoints) <= 12
+    else:
+        assert min(n_checkpoints) > 50
 
 
 def test_thinning_leaves_the_end_of_the_head_that_sessions_share():
@@ -440,14 +511,17 @@ def test_thinning_leaves_the_end_of_the_head_that_sessions_share():
     cache = make_cache(has_state=True, max_bytes=5000)
     head = list(range(1, 141))
     row, _ = begin(cache, [*head, *range(1000, 1400)], head_end=len(head))
-    for at in (20, 130, 140, 145, *range(200, 540, 10)):
-        advance(cache, row, at - len(row.filled), checkpoint=True)
+    for position in (20, 130, 140, 145, *range(200, 540, 10)):
+        advance(cache, row, position - len(row.filled), checkpoint=True)
     advance(cache, row, 1000)
     end(cache, row, [1])
+
     assert cache.evict_to_fit(480)
+
     (line,) = cache.entries
     assert len(line.checkpoints) < 30
-    assert begin(cache, [*head, *range(2000, 2100)])[1].cached_tokens == len(head)
+    _, reuse = begin(cache, [*head, *range(2000, 2100)])
+    assert reuse.cached_tokens == len(head)
 
 
 def test_requests_cancelled_before_they_fed_anything_push_nothing_out():
@@ -457,14 +531,15 @@ def test_requests_cancelled_before_they_fed_anything_push_nothing_out():
     for row, _ in rows:
         advance(cache, row, 1000)
         pasts.append(end(cache, row))
+
     for i in range(30):
         row, reuse = begin(cache, list(range(300)) + [5000 + i] * 20)
         assert reuse.cached_tokens == 300
         end(cache, row)
+
     assert len(cache.entries) <= 8
-    assert all(
-        cache.find(prompt_of([*past, 1])).cached_tokens == len(past) for past in pasts
-    )
+    for past in pasts:
+        assert cached_tokens(cache, [*past, 1]) == len(past)
 
 
 def test_nothing_fits_what_cannot_fit():
@@ -479,27 +554,30 @@ def test_idle_lines_go_after_their_ttl_and_not_before():
     converse(cache, list(range(1, 400)), [1])
     cache.evict_idle()
     assert cache.entries
+
     clock.now += 200
     cache.evict_idle()
-    assert not cache.entries and cache.nbytes == 0
+    assert not cache.entries
+    assert cache.nbytes == 0
 
 
 def test_where_the_largest_entry_can_spare_no_checkpoint_another_one_does():
     """Both requests run, so no KV can go; the large one has its first and last ones alone."""
     cache = make_cache(has_state=True, max_bytes=8000)
-    few, _ = begin(cache, list(range(1, 40)))
-    many, _ = begin(cache, list(range(101, 140)))
-    for at in (10, 20):
-        advance(cache, few, 10)
-        few.lease.add_checkpoint(at, s.StateCheckpoint((tuple(few.filled),), 1000))
+    large, _ = begin(cache, list(range(1, 40)))
+    small, _ = begin(cache, list(range(101, 140)))
+    for position in (10, 20):
+        advance(cache, large, 10)
+        snapshot = s.StateCheckpoint((tuple(large.filled),), 1000)
+        large.lease.add_checkpoint(position, snapshot)
     for _ in range(5):
-        advance(cache, many, 5, checkpoint=True)
+        advance(cache, small, 5, checkpoint=True)
 
     lacking = 8
     assert cache.evict_to_fit(cache.max_bytes - cache.nbytes + lacking)
 
-    assert sorted(few.line.checkpoints) == [10, 20]
-    assert len(many.line.checkpoints) == 4
+    assert sorted(large.line.checkpoints) == [10, 20]
+    assert len(small.line.checkpoints) == 4
 
 
 def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
@@ -508,10 +586,12 @@ def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
     for _ in range(39):
         advance(cache, row, 1, checkpoint=True)
     end(cache, row, [1])
+
     (line,) = cache.entries
-    kept = sorted(line.checkpoints)
-    assert sum(c.nbytes for c in line.checkpoints.values()) <= 200 < 8 * 40
-    assert kept[0] == 1 and kept[-1] == 40
+    n_bytes = sum(checkpoint.nbytes for checkpoint in line.checkpoints.values())
+    assert n_bytes <= 200 < 8 * 40
+    assert min(line.checkpoints) == 1
+    assert max(line.checkpoints) == 40
 
 
 def test_a_failed_row_takes_its_branches_at_rest_with_it():
@@ -522,6 +602,7 @@ def test_a_failed_row_takes_its_branches_at_rest_with_it():
     converse(cache, [*prefix, *range(2000, 2100)], [1])
     row.lease.drop()
     assert not cache.entries
+
     _, reuse = begin(cache, [*prefix, 6])
     assert reuse.cached_tokens == 0
 
@@ -529,23 +610,17 @@ def test_a_failed_row_takes_its_branches_at_rest_with_it():
 @pytest.fixture
 def copies_left(monkeypatch):
     """A list with how many copies of KV are made until one fails; none does from 0 on down."""
-    left, real = [0], s.KVSpan.cut
+    n_left = [0]
+    copy_of_part = s.KVSpan.cut
 
     def cut(span, start, end):
-        left[0] -= 1
-        if left[0] == 0:
+        n_left[0] -= 1
+        if n_left[0] == 0:
             raise MemoryError
-        return real(span, start, end)
+        return copy_of_part(span, start, end)
 
     monkeypatch.setattr(s.KVSpan, "cut", cut)
-    return left
-
-
-def continuation(rng, pasts):
-    """Some tokens behind a part of a past, or behind none."""
-    base = rng.choice(pasts) if pasts and rng.random() < 0.85 else []
-    past = base[: rng.choice([len(base), rng.randrange(len(base) + 1)])]
-    return past + [rng.randrange(1, 9) for _ in range(rng.randrange(1, 400))]
+    return n_left
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -554,31 +629,33 @@ def test_failures_and_evictions_at_any_moment_leave_whole_lines(
 ):
     monkeypatch.setattr(s, "MIN_PREFIX_TOKENS", 32)  # many branches
     rng = random.Random(seed)
-    settings = {
-        "max_bytes": rng.choice([3000, 12_000, 1 << 30]),
-        "prompt_cache_ttl_seconds": 200,
-    }
-    settings["prompt_cache_max_entries_global"] = rng.choice([3, 8, 1000])
-    cache = make_cache(has_state=seed % 2 == 0, **settings)
-    pasts, running = [], []
+    cache = make_cache(
+        has_state=seed % 2 == 0,
+        max_bytes=rng.choice([3000, 12_000, 1 << 30]),
+        prompt_cache_ttl_seconds=200,
+        prompt_cache_max_entries_global=rng.choice([3, 8, 1000]),
+    )
+    steps = ["begin", "begin", "fail", "end", "end", "drop", "sweep", "evict"]
+    pasts = []
+    running = []
+
     for _ in range(120):
-        match rng.choice(
-            ["begin", "begin", "fail", "end", "end", "drop", "sweep", "evict"]
-        ):
+        match rng.choice(steps):
             case "begin":
-                running.append(begin(cache, continuation(rng, pasts))[0])
-                advance(
-                    cache, running[-1], rng.choice([0, 64, 10_000]), checkpoint=True
-                )
+                row, _ = begin(cache, continuation(rng, pasts))
+                advance(cache, row, rng.choice([0, 64, 10_000]), checkpoint=True)
+                running.append(row)
             case "fail":
                 copies_left[0] = rng.choice([1, 2])
                 with suppress(MemoryError):
-                    begin(cache, continuation(rng, pasts))[0].lease.drop()
+                    row, _ = begin(cache, continuation(rng, pasts))
+                    row.lease.drop()
                 copies_left[0] = 0
             case "end" if running:
                 row = running.pop(rng.randrange(len(running)))
                 advance(cache, row, rng.choice([0, 40, 10_000]), checkpoint=True)
-                pasts.append(end(cache, row, [rng.randrange(1, 9)] * rng.randrange(30)))
+                reply = [rng.randrange(1, 9)] * rng.randrange(30)
+                pasts.append(end(cache, row, reply))
             case "drop" if running:
                 running.pop(rng.randrange(len(running))).lease.drop()
             case "sweep":
@@ -589,13 +666,15 @@ def test_failures_and_evictions_at_any_moment_leave_whole_lines(
 
 
 def test_a_session_is_dropped_whole_whichever_of_its_branches_went_on_last():
-    cache, shared = make_cache(), list(range(600))
+    cache = make_cache()
+    shared = list(range(600))
     tips = [shared + list(range(1000 * n, 1000 * n + 400)) for n in (1, 2, 3)]
     for tip in [*tips, tips[1] + [7] * 50]:
         row, _ = begin(cache, tip, session="x")
         advance(cache, row, len(tip))
         end(cache, row)
     assert len(cache.entries) == 3
+
     cache.evict_session("", "x")
     assert cache.entries == []
 
@@ -603,7 +682,8 @@ def test_a_session_is_dropped_whole_whichever_of_its_branches_went_on_last():
 def test_a_request_that_has_read_nothing_pushes_out_no_other_entry():
     """The newest entry is spared when one is too many, but not an empty one (L-78)."""
     cache = make_cache(prompt_cache_max_entries_global=2)
-    first, second = list(range(1000)), list(range(1000, 2000))
+    first = list(range(1000))
+    second = list(range(1000, 2000))
     for tokens in (first, second):
         row, _ = begin(cache, tokens)
         advance(cache, row, len(tokens))
@@ -615,7 +695,7 @@ def test_a_request_that_has_read_nothing_pushes_out_no_other_entry():
 
     assert len(cache.entries) == 2
     for tokens in (first, second):
-        assert cache.find(prompt_of([*tokens, 1])).cached_tokens == 1000
+        assert cached_tokens(cache, [*tokens, 1]) == 1000
 
 
 # -- who goes when memory is short, and who does not while it is free ------------------------------
@@ -625,7 +705,8 @@ class Sessions:
     """Conversations that each send one more message when it is their turn."""
 
     def __init__(self, cache, clock, *, n_tokens=600):
-        self._cache, self._clock = cache, clock
+        self._cache = cache
+        self._clock = clock
         self._pasts = {}
         self._n_tokens = n_tokens
 
@@ -635,6 +716,7 @@ class Sessions:
         first = [100_000 * (name + 1) + j for j in range(self._n_tokens)]
         past = self._pasts.get(name, first)
         tokens = [*past, 15_000_000 + len(past)]
+
         make_room(self._cache, tokens)
         row, reuse = begin(self._cache, tokens, session=str(name))
         advance(self._cache, row, len(tokens), checkpoint=True)
@@ -649,7 +731,8 @@ class Sessions:
 def test_of_twice_as_many_agents_in_turn_as_fit_nearly_half_find_their_past(
     has_state, seconds, jitter
 ):
-    rng, clock = random.Random(1), StillClock()
+    rng = random.Random(1)
+    clock = StillClock()
     # A state of 8 bytes counts, too; a little room for what is read meanwhile.
     max_bytes = 8 * 8 * 700
     cache = make_cache(
@@ -657,10 +740,12 @@ def test_of_twice_as_many_agents_in_turn_as_fit_nearly_half_find_their_past(
     )
     sessions = Sessions(cache, clock)
     found = []
+
     for _round in range(9):
         for name in range(16):
             pause = seconds * (1 + jitter * rng.uniform(-1, 1))
             found.append(sessions.take_turn(name, seconds=pause))
+
     steady = found[3 * 16 :]
     assert sum(steady) / len(steady) >= 0.44
 
@@ -669,10 +754,13 @@ def test_one_agent_more_than_fits_does_not_cost_all_the_others_their_past():
     clock = StillClock()
     cache = make_cache(max_bytes=8 * 8 * 640, token_bytes=8, clock=clock)
     sessions = Sessions(cache, clock)
-    found = [
-        sessions.take_turn(name, seconds=20) for _ in range(10) for name in range(9)
-    ]
-    assert sum(found[27:]) / len(found[27:]) >= 0.7
+    found = []
+
+    for _round in range(10):
+        found += [sessions.take_turn(name, seconds=20) for name in range(9)]
+
+    steady = found[3 * 9 :]
+    assert sum(steady) / len(steady) >= 0.7
 
 
 def test_who_works_keeps_its_past_while_others_take_turns():
@@ -681,9 +769,11 @@ def test_who_works_keeps_its_past_while_others_take_turns():
     cache = make_cache(max_bytes=8 * 6 * 700, token_bytes=8, clock=clock)
     sessions = Sessions(cache, clock)
     found = []
+
     for turn in range(100):
         found.append(sessions.take_turn(99, seconds=5))
         sessions.take_turn(turn % 12, seconds=5)
+
     assert min(found[1:]) == 1.0
 
 
@@ -695,10 +785,12 @@ def test_who_has_left_gives_way_to_those_who_return():
     for _ in range(4):
         for name in range(4):
             sessions.take_turn(name, seconds=15)
+
     clock.now += 3600
-    found = [
-        sessions.take_turn(name, seconds=15) for _ in range(4) for name in range(10, 14)
-    ]
+    found = []
+    for _ in range(4):
+        found += [sessions.take_turn(name, seconds=15) for name in range(10, 14)]
+
     assert found[4:] == [1.0] * 12
 
 
@@ -712,14 +804,16 @@ def test_nothing_is_evicted_while_memory_is_free():
         metrics=s.CacheMetrics(),
         clock=clock,
     )
-    pasts = [
-        converse(cache, list(range(1000 * n, 1000 * n + 300)), [1])[0]
-        for n in range(500)
-    ]
+    pasts = []
+    for n in range(500):
+        past, _ = converse(cache, list(range(1000 * n, 1000 * n + 300)), [1])
+        pasts.append(past)
+
     clock.now += 7 * 24 * 3600
     cache.evict_idle()
+
     for past in pasts:
-        assert cache.find(prompt_of([*past, 1])).cached_tokens == len(past)
+        assert cached_tokens(cache, [*past, 1]) == len(past)
 
 
 @pytest.mark.parametrize("has_state", [False, True])
@@ -730,18 +824,21 @@ def test_a_lookup_that_passes_entries_over_finds_what_a_full_one_does(seed, has_
     cache = make_cache(has_state=has_state)
     full = make_cache(has_state=has_state, cache_use_block_index=False)
     pasts = []
+
     for _ in range(150):
         tokens = continuation(rng, pasts)
         key = prompt_of(tokens)
-        found, expected = cache.find(key), full.find(key)
+        found = cache.find(key)
+        expected = full.find(key)
         assert found.rank == expected.rank
         assert found.matched_tokens == expected.matched_tokens
-        runs_on, n_read = rng.random() < 0.1, rng.choice([30, 300, 10_000])
-        for each in (cache, full):
-            row, _ = begin(each, tokens)
-            advance(each, row, n_read, checkpoint=True)
+        runs_on = rng.random() < 0.1
+        n_read = rng.choice([30, 300, 10_000])
+        for filled_cache in (cache, full):
+            row, _ = begin(filled_cache, tokens)
+            advance(filled_cache, row, n_read, checkpoint=True)
             if not runs_on:
-                end(each, row, [3])
+                end(filled_cache, row, [3])
         pasts.append(tokens)
 
 
@@ -750,9 +847,9 @@ def test_a_lookup_that_passes_entries_over_finds_what_a_full_one_does(seed, has_
 
 def test_no_eviction_cuts_inside_an_image():
     """Wherever it falls; so no lookup has to retreat, and the counter stays where it is."""
-    image = s.inject_image_markers(
-        np.arange(700, dtype=np.int32), slice(100, 600), digest="ab" * 32
-    )
+    text = np.arange(700, dtype=np.int32)
+    image = s.inject_image_markers(text, slice(100, 600), digest="ab" * 32)
+
     for lacking in range(8, 8 * 600, 61):
         cache = make_cache(token_bytes=8)
         past, _ = converse(cache, [*range(5000, 5300), *image.tolist()], [1])
@@ -777,5 +874,6 @@ def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
     advance(cache, row, 2000)
     end(cache, row)
     _, reuse = begin(cache, [*range(1000), *range(5000, 5100)])
+
     assert reuse.cached_tokens == (checkpoint or 0)
     assert cache.metrics.snapshot()["hybrid_trim_miss"] == n_missed
