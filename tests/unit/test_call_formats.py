@@ -57,6 +57,7 @@ class Format(NamedTuple):
         )
         found = ToolCallFormat.detect(self.template, "generic", tokenizer=tokenizer)
         assert found is not None
+
         return found
 
 
@@ -120,10 +121,10 @@ def token_like(text: str) -> list[str]:
 
 
 def read_in_any_pieces(name: str, text: str) -> Reply:
-    whole = read(name, [text])
-    assert read(name, list(text)) == whole
-    assert read(name, token_like(text)) == whole
-    return whole
+    reply = read(name, [text])
+    assert read(name, list(text)) == reply
+    assert read(name, token_like(text)) == reply
+    return reply
 
 
 # -- Gemma -----------------------------------------------------------------------------
@@ -325,9 +326,9 @@ def test_harmony_answers_are_all_that_is_said(text: str, content: str) -> None:
 
 
 def test_harmony_thoughts_are_parted_as_messages_are() -> None:
-    more = THOUGHT.replace("Why?", "So.")
+    second_thought = THOUGHT.replace("Why?", "So.")
 
-    reply = read_in_any_pieces("harmony", f"{THOUGHT}{more}{FINAL}Hi")
+    reply = read_in_any_pieces("harmony", f"{THOUGHT}{second_thought}{FINAL}Hi")
 
     assert reply == Reply([], "Hi", "Why?\n\nSo.")
 
@@ -574,6 +575,7 @@ def write_kimi_k3(name: str, arguments: dict[str, Any]) -> str:
         "<|close|>argument<|sep|>"
         for key, value in arguments.items()
     )
+
     return (
         f'<|open|>tools<|sep|><|open|>call tool="{name}" index="1"<|sep|>{written}'
         "<|close|>call<|sep|><|close|>tools<|sep|>"

@@ -34,11 +34,11 @@ class Behind:
         self.paths.append(scope["path"])
         self.headers = dict(scope["headers"])
         body = b""
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             message = await receive()
             body += message.get("body", b"")
-            more = message.get("more_body", False)
+            has_more = message.get("more_body", False)
         self.bodies.append(body)
 
         if (scope["method"], scope["path"]) not in ROUTES:
@@ -127,6 +127,7 @@ def test_a_wrong_key_is_a_401_that_says_that_it_is_wrong():
             assert status == 401
             assert "the key that was sent is wrong" in sentence_of(body)
             assert "x-api-key" in sentence_of(body)
+
     assert door.ask("GET", "/v1/models?key=wrong")[0] == 401
     assert door.behind.paths == []
 
@@ -170,7 +171,7 @@ def test_the_root_says_what_it_is_as_a_page_or_as_json():
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"),
+    ("line", "path"),
     [
         ("GET /v1/v1/models", "/v1/models"),
         ("GET /v1//models", "/v1/models"),
@@ -179,10 +180,10 @@ def test_the_root_says_what_it_is_as_a_page_or_as_json():
         ("POST /v1/v1/messages", "/v1/messages"),
     ],
 )
-def test_a_path_joined_to_a_base_url_in_the_wrong_way_is_mended(line, meant):
+def test_a_path_joined_to_a_base_url_in_the_wrong_way_is_mended(line, path):
     door = Door()
     assert door.ask(*line.split()) == (200, {"served": True})
-    assert door.behind.paths == [meant]
+    assert door.behind.paths == [path]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values)
     assert all(len(field) == 2 and field[1] for field in fields)
     assert line.isascii()
     assert line.isprintable()
+
     always = [
         "id",
         "prompt",
@@ -87,12 +88,14 @@ def test_a_request_line_always_has_its_keys_and_stays_one_printable_line(values)
 
 def test_logs_lie_beside_the_server_wherever_it_was_started(tmp_path, monkeypatch):
     """And not in somebody's project, or in / where a supervisor starts it."""
-    elsewhere, home = tmp_path / "project", tmp_path / "start-llm"
+    elsewhere = tmp_path / "project"
+    home = tmp_path / "start-llm"
     elsewhere.mkdir()
     home.mkdir()
     monkeypatch.setattr(start_llm, "__file__", str(home / "start-llm.py"))
     monkeypatch.chdir(elsewhere)
     session_log("logs").write("one", {})
+
     assert [path.parents[2] for path in session_files(tmp_path)] == [home]
 
 
@@ -170,6 +173,7 @@ def test_a_log_root_that_was_there_is_closed_if_only_logs_are_in_it(
     for name in names:
         (root / name).touch()
     session_log(root).write("a", {})
+
     assert session_files(root)[-1].suffix
     assert mode_of(root) == expected
 
@@ -182,6 +186,7 @@ def test_records_come_back_in_order_from_a_private_file(tmp_path):
     (path,) = session_files(tmp_path)
     assert path.name == "cache-session-abc-1.log"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
     lines = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
     assert [line["n"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[2]["text"] == "é\n\u2028 ? " * 2
@@ -194,6 +199,7 @@ def test_days_that_are_too_long_ago_are_deleted_when_a_new_one_begins(tmp_path):
         (tmp_path / name / "cache-session-x.log").touch()
     session_log(tmp_path, log_keep_days=3).write("s", {})
     left = {path.name for path in tmp_path.iterdir()}
+
     assert (
         {"2020-13-99", "keep-me"} < left and "2020-01-01" not in left and len(left) == 3
     )
@@ -257,7 +263,9 @@ def test_no_session_id_leaves_its_folder_or_shares_a_file(tmp_path):
     for path in files:
         lines = path.read_text().splitlines()
         written.append({json.loads(line)["session"] for line in lines})
-    assert sorted(map(sorted, written)) == sorted([ascii(each)] for each in ids)
+    assert sorted(map(sorted, written)) == sorted(
+        [ascii(session_id)] for session_id in ids
+    )
 
 
 def test_lines_of_several_threads_never_mix(tmp_path):

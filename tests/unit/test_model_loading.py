@@ -177,6 +177,7 @@ def test_what_is_no_folder_is_for_the_script(
         f"print('noise'); print({str(tiny)!r})"
     )
     assert resolve_model(Config(model_path=name)) == tiny
+
     memory = f"--memory-bytes={start_llm.memory_limit(Config(model_path=name))}"
     assert json.loads(arguments.read_text()) == [memory, "--", name]
 
@@ -194,6 +195,7 @@ def test_an_incomplete_folder_is_for_the_script(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert resolve_model(Config(model_path=str(copy))) == copy
+
     weights = sorted(copy.glob("model*.safetensors"))
     script.write_text("raise SystemExit(7)")
     for lacking in (weights[1], weights[0], copy / "config.json"):
@@ -317,6 +319,7 @@ def test_the_smaller_of_model_and_setting_limits_the_context(tiny: Path) -> None
     model = load_model(
         tiny, Config(model_path=str(tiny), max_kv_size=1000, model_family="glm4")
     )
+
     assert (model.max_context_tokens, model.context_length, model.family) == (
         1000,
         4096,
@@ -330,7 +333,7 @@ def test_the_id_clients_see(tiny: Path) -> None:
 
 
 def test_an_unknown_type_is_named(copy: Path) -> None:
-    for kind, said in (
+    for kind, reason in (
         ("from_the_future", "Model type from_the_future not supported."),
         ("cache", "module 'mlx_lm.models.cache' has no attribute 'Model'"),
         ("../models/qwen3", "Model type ../models/qwen3 not supported."),
@@ -339,7 +342,7 @@ def test_an_unknown_type_is_named(copy: Path) -> None:
         edit_config(copy, model_type=kind)
         refused = load_refusal(copy)
         assert f"The model in {copy} cannot be loaded by mlx-lm 0." in refused
-        assert said in refused
+        assert reason in refused
 
 
 def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None:
@@ -355,17 +358,18 @@ def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None
 )
 def test_a_damaged_model_is_one_sentence(copy: Path, damage: str) -> None:
     file = copy / "model-00002-of-00002.safetensors"
-    whole = file.read_bytes()
+    content = file.read_bytes()
     if damage == "garbage":
         file.write_bytes(b"not weights")
     elif damage == "truncated":
-        file.write_bytes(whole[: len(whole) // 2])
+        file.write_bytes(content[: len(content) // 2])
     elif damage == "header":
-        file.write_bytes(whole[:20])
+        file.write_bytes(content[:20])
     elif damage == "missing":
         file.unlink()
     else:
         (copy / "tokenizer.json").write_text("{}")
+
     assert f"The model in {copy} cannot be loaded by mlx-lm 0." in load_refusal(copy)
 
 
@@ -377,16 +381,17 @@ def test_a_broken_config_is_one_sentence(copy: Path) -> None:
 
 
 def test_the_revision_names_the_weights(loaded: LoadedModel, copy: Path) -> None:
-    before = load_model(copy, Config(model_path=str(copy))).revision
-    assert load_model(copy, Config(model_path=str(copy))).revision == before
+    config = Config(model_path=str(copy))
+    original = load_model(copy, config).revision
+    assert load_model(copy, config).revision == original
+
     edit_config(copy, rope_theta=500.0)
-    changed = load_model(copy, Config(model_path=str(copy))).revision
+    with_other_config = load_model(copy, config).revision
     weights = copy / "model-00001-of-00002.safetensors"
     weights.touch()
-    assert (
-        len({before, changed, load_model(copy, Config(model_path=str(copy))).revision})
-        == 3
-    )
+    with_other_weights = load_model(copy, config).revision
+
+    assert len({original, with_other_config, with_other_weights}) == 3
 
 
 @pytest.mark.parametrize(
@@ -460,10 +465,11 @@ def test_bytes_that_are_no_character_do_not_end_a_reply() -> None:
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    said = "".join(
-        spoken(Detokenizer(backend, frozenset()), [0, 2, 3, 4, 5, 2, 3, 1, 0, 2, 3])
-    )
-    assert said == "a\U0001f600\ufffd\ufffdba\ufffd\ufffd"
+    tokens = [0, 2, 3, 4, 5, 2, 3, 1, 0, 2, 3]
+
+    text = "".join(spoken(Detokenizer(backend, frozenset()), tokens))
+
+    assert text == "a\U0001f600\ufffd\ufffdba\ufffd\ufffd"
 
 
 def test_hidden_ids_make_no_text_and_markup_does(loaded: LoadedModel) -> None:
@@ -472,6 +478,7 @@ def test_hidden_ids_make_no_text_and_markup_does(loaded: LoadedModel) -> None:
         encode(name)
         for name in ("<|im_start|>", "<think>", "<|im_end|>", "<tool_call>")
     ]
+
     assert "".join(spoken(detokenizer_of(loaded), ids)) == "<think><tool_call>"
     assert (
         detokenizer_of(loaded).feed(len(loaded.tokenizer) + 5) == ""
@@ -516,7 +523,8 @@ def test_special_tokens_that_a_tool_parser_reads_are_not_hidden() -> None:
     class Tokenizer:
         tool_parser = staticmethod(parse_tool_call)
         think_start_tokens = think_end_tokens = None
-        tool_call_start_tokens, tool_call_end_tokens = (0,), None
+        tool_call_start_tokens = (0,)
+        tool_call_end_tokens = None
         added_tokens_decoder = added
         eos_token_ids = frozenset({9})
 
@@ -573,21 +581,25 @@ def test_the_device_has_memory() -> None:
 def test_marks_that_mlx_lm_does_not_know(tmp_path: Path) -> None:
     """Magistral's thoughts: special tokens, which would not be shown either."""
     write_tokenizer(tmp_path)
-    known = mlx_lm.utils.load_tokenizer(tmp_path)
-    start_llm._teach_tags(known)
-    assert known.think_start == "<think>"
-    before = known.eos_token_ids.copy()
-    known.add_special_tokens(
+    tokenizer = mlx_lm.utils.load_tokenizer(tmp_path)
+    start_llm._teach_tags(tokenizer)
+    assert tokenizer.think_start == "<think>"
+
+    eos_token_ids = tokenizer.eos_token_ids.copy()
+    tokenizer.add_special_tokens(
         {"additional_special_tokens": ["[THINK]", "[/THINK]", "<|call|>"]}
     )
-    start_llm._teach_tags(known)  # what is known stays
-    assert (known.think_start, known.tool_call_start) == ("<think>", "<tool_call>")
-    known._think_start = None
-    start_llm._teach_tags(known)
-    assert (known.think_start, known.think_end) == ("[THINK]", "[/THINK]")
-    assert known.decode(known.think_end_tokens) == "[/THINK]"
-    assert known.eos_token_ids == before
-    assert start_llm._find_hidden_ids(known).isdisjoint(known.think_start_tokens)
+    start_llm._teach_tags(tokenizer)  # what is known stays
+    assert tokenizer.think_start == "<think>"
+    assert tokenizer.tool_call_start == "<tool_call>"
+
+    tokenizer._think_start = None
+    start_llm._teach_tags(tokenizer)
+    assert (tokenizer.think_start, tokenizer.think_end) == ("[THINK]", "[/THINK]")
+    assert tokenizer.decode(tokenizer.think_end_tokens) == "[/THINK]"
+    assert tokenizer.eos_token_ids == eos_token_ids
+    hidden_ids = start_llm._find_hidden_ids(tokenizer)
+    assert hidden_ids.isdisjoint(tokenizer.think_start_tokens)
 
 
 # -- weights on the CPU ----------------------------------------------------------------------------
@@ -607,28 +619,33 @@ def model_of(weights_type, bits=None):
 @pytest.mark.parametrize("weights_type", [mx.bfloat16, mx.float16])
 def test_16_bits_become_float32_with_the_same_values(weights_type):
     model = model_of(weights_type)
-    before = {name: mx.array(w) for name, w in tree_flatten(model.parameters())}
+    narrow = {name: mx.array(w) for name, w in tree_flatten(model.parameters())}
+
     start_llm.widen_weights(model, max_bytes=10**9)
+
     for name, weights in tree_flatten(model.parameters()):
         assert weights.dtype == mx.float32
-        assert mx.array_equal(weights, before[name].astype(mx.float32)), name
+        assert mx.array_equal(weights, narrow[name].astype(mx.float32)), name
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_weights_become_what_they_stand_for(bits):
     model = model_of(mx.bfloat16, bits)
-    before = dict(model.named_modules())
+    old_modules = dict(model.named_modules())
+
     start_llm.widen_weights(model, max_bytes=10**9)
+
     n_dequantized = 0
     for name, module in model.named_modules():
-        if hasattr(before[name], "scales"):
-            old = before[name]
-            meant = mx.dequantize(
+        old = old_modules[name]
+        if hasattr(old, "scales"):
+            weights = mx.dequantize(
                 old.weight, old.scales, old.biases, old.group_size, old.bits
             )
             assert module.weight.dtype == mx.float32
-            assert mx.array_equal(module.weight, meant.astype(mx.float32)), name
+            assert mx.array_equal(module.weight, weights.astype(mx.float32)), name
             n_dequantized += 1
+
     assert n_dequantized > 5
     assert all(w.dtype == mx.float32 for _, w in tree_flatten(model.parameters()))
 

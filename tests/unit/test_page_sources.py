@@ -21,7 +21,9 @@ class Outline(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.elements, self.unbalanced, self._open = [], [], []
+        self.elements = []
+        self.unbalanced = []
+        self._open = []
         self.feed(page)
         self.close()
         self.unbalanced += [f"<{tag}> is never closed" for tag, _, _ in self._open]
@@ -56,6 +58,7 @@ def outside(page):
             attributes[name] for name in ("src", "href", "action") if name in attributes
         ]
         found += [link for link in links if not link.startswith("data:")]
+
     return [f"{address} is outside" for address in found]
 
 
@@ -65,14 +68,16 @@ def nameless(page):
     labelled = {a["for"] for a, text in outline.of("label") if text.strip()}
     found = []
     for tag, attributes, texts in outline.elements:
-        named = any(attributes.get(name, "").strip() for name in NAMES)
+        has_name = any(attributes.get(name, "").strip() for name in NAMES)
         if tag in {"input", "textarea", "select"}:
-            named = "aria-label" in attributes or attributes.get("id") in labelled
+            has_name = "aria-label" in attributes or attributes.get("id") in labelled
         elif tag in {"button", "summary", "th"}:
-            named = named or bool("".join(texts).strip())
+            has_name = has_name or bool("".join(texts).strip())
         elif not ("tabindex" in attributes or tag in {"section", "svg", "dialog"}):
             continue
-        found += [] if named else [f"<{tag} {attributes}> has no name"]
+        if not has_name:
+            found.append(f"<{tag} {attributes}> has no name")
+
     return found
 
 
@@ -87,22 +92,23 @@ def dangling(page):
     twice = [
         f"id {name} is there twice" for name in sorted(set(ids)) if ids.count(name) > 1
     ]
+
     return twice + [f"id {name} does not exist" for name in sorted(spoken - set(ids))]
 
 
 def problems(page):
     outline = Outline(page)
-    attributes = {name for _, given, _ in outline.elements for name in given}
+    names = set()
+    for _, attributes, _ in outline.elements:
+        names.update(attributes)
+    handlers = sorted(name for name in names if name.startswith("on"))
+
     return [
         *outline.unbalanced,
         *outside(page),
         *nameless(page),
         *dangling(page),
-        *(
-            f"{name} is an inline handler"
-            for name in sorted(attributes)
-            if name.startswith("on")
-        ),
+        *(f"{name} is an inline handler" for name in handlers),
         *(f"{word} makes markup of text" for word in re.findall(MARKUP, page)),
     ]
 

@@ -42,6 +42,7 @@ def split(
     ]
     pieces += splitter.finish()
     assert all(piece.text for piece in pieces)
+
     texts = {"reasoning": "", "content": "", "tool": ""}
     for piece in pieces:
         texts[piece.kind] += piece.text
@@ -60,45 +61,44 @@ def reasoning(text: str, **how: bool) -> str:
 def test_any_chunking_gives_the_same_texts(
     text: str, cuts: list[int], opened: bool
 ) -> None:
-    whole = split([text], in_reasoning=opened)
-    assert split(chunked(text, cuts), in_reasoning=opened) == whole
-    assert split(list(text), in_reasoning=opened) == whole
+    expected = split([text], in_reasoning=opened)
+    assert split(chunked(text, cuts), in_reasoning=opened) == expected
+    assert split(list(text), in_reasoning=opened) == expected
 
 
 @given(REPLIES, st.booleans())
 def test_a_tag_is_never_text(text: str, opened: bool) -> None:
     splitter = ReasoningStreamSplitter(TAGS, in_reasoning=opened)
-    said = {"reasoning": "", "content": ""}
+    texts = {"reasoning": "", "content": ""}
+
     for piece in splitter.feed(text) + splitter.finish():
         if piece.kind == "tool":
             assert piece.text.lstrip().startswith("<tool_call>")
             continue
         assert not any(tag in piece.text for tag in TAGGED[piece.kind])
-        for spoken_of in re.finditer(
-            "</?think>", piece.text
-        ):  # behind a thought, within a line
-            line = (said["content"] + piece.text[: spoken_of.start()]).rpartition("\n")[
-                2
-            ]
-            assert said["reasoning"] and line.strip()
-            assert (
-                spoken_of[0] == "<think>" or "<think>" in said["content"] + piece.text
-            )
-        said[piece.kind] += piece.text
+        # A tag that is spoken of stands after a thought, within a line.
+        for tag in re.finditer("</?think>", piece.text):
+            text_before = texts["content"] + piece.text[: tag.start()]
+            line = text_before.rpartition("\n")[2]
+            assert texts["reasoning"]
+            assert line.strip()
+            assert tag[0] == "<think>" or "<think>" in texts["content"] + piece.text
+        texts[piece.kind] += piece.text
 
 
 @given(REPLIES, st.booleans())
 def test_nothing_but_tags_and_white_space_is_lost(text: str, opened: bool) -> None:
-    before = text.partition("<tool_call>")[0]
-    kinds = split([before], in_reasoning=opened)
-    lost = Counter("".join(before.split()))
+    spoken = text.partition("<tool_call>")[0]
+    kinds = split([spoken], in_reasoning=opened)
+
+    lost = Counter("".join(spoken.split()))
     lost.subtract("".join((kinds["reasoning"] + kinds["content"]).split()))
-    closing = lost["/"]
-    opening = lost["<"] - closing
-    assert 0 <= opening <= before.count("<think>") and 0 <= closing <= before.count(
-        "</think>"
-    )
-    assert lost == Counter("<think>" * opening + "</think>" * closing)
+    n_closing = lost["/"]
+    n_opening = lost["<"] - n_closing
+
+    assert 0 <= n_opening <= spoken.count("<think>")
+    assert 0 <= n_closing <= spoken.count("</think>")
+    assert lost == Counter("<think>" * n_opening + "</think>" * n_closing)
 
 
 @given(REPLIES, st.integers(0, 60))
@@ -112,7 +112,7 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
 
 
 @pytest.mark.parametrize(
-    ("text", "opened", "thought", "said"),
+    ("text", "opened", "thought", "content"),
     [
         ("plain", False, "", "plain"),
         ("<think>\nwhy\n</think>\n\nanswer", False, "why", "answer"),  # Qwen3
@@ -158,10 +158,10 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
     ],
 )
 def test_real_shapes_of_replies(
-    text: str, opened: bool, thought: str, said: str
+    text: str, opened: bool, thought: str, content: str
 ) -> None:
     texts = split(list(text), in_reasoning=opened)
-    assert (texts["reasoning"], texts["content"]) == (thought, said)
+    assert (texts["reasoning"], texts["content"]) == (thought, content)
 
 
 def test_a_call_takes_the_white_space_before_it_and_all_that_follows() -> None:
@@ -188,8 +188,8 @@ def test_a_call_inside_an_unclosed_think_block_closes_it() -> None:
 def test_what_only_looked_like_a_call_leaves_the_reply_where_it_was() -> None:
     splitter = ReasoningStreamSplitter(TAGS, in_reasoning=True)
     (_, call) = splitter.feed("say <tool_call> to call")
-    back = splitter.add_text(call.text[: -len(" to call")])
-    assert back == [Piece("reasoning", " <tool_call>")]
+    pieces = splitter.add_text(call.text[: -len(" to call")])
+    assert pieces == [Piece("reasoning", " <tool_call>")]
     assert splitter.resume(" to call", called=False) == [Piece("reasoning", " to call")]
     assert splitter.feed("</think>ok") == [Piece("content", "ok")]
 
@@ -242,6 +242,7 @@ def test_tags_of_other_models() -> None:
     texts = split(
         list("<|channel>thought\nwhy<channel|>ok<|tool_call>call:f{}"), tags=tags
     )
+
     assert texts == {
         "reasoning": "why",
         "content": "ok",

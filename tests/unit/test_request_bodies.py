@@ -292,13 +292,14 @@ def planted(path, value):
         "stop": ["a", "b"],
         "logprobs": True,
     }
-    *way, last = [
+    *outer_keys, last_key = [
         int(part) if part.isdigit() else part for part in re.findall(r"\w+", path)
     ]
-    here = body
-    for part in way:
-        here = here[part]
-    here[last] = value
+    inner = body
+    for key in outer_keys:
+        inner = inner[key]
+    inner[last_key] = value
+
     return body
 
 
@@ -329,8 +330,10 @@ def test_the_first_fault_is_told_whatever_else_is_wrong():
     messages[10] = {"role": "user", "content": [{"type": "text"}]}
     assert refused(chat, messages=messages) == "messages[1]"
     assert refused(chat, stream=3, stream_options=3) == "stream"
+
     parts = [{"type": "text", "text": "x"} for _ in range(12)]
-    parts[1], parts[10] = 3, {"type": "text"}
+    parts[1] = 3
+    parts[10] = {"type": "text"}
     assert (
         refused(chat, messages=[{"role": "user", "content": parts}])
         == "messages[0].content[1]"
@@ -382,6 +385,7 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_asks_for_noth
                 refused(completion, prompt="x", **fields),
             ):
                 assert re.match(r"\w+", param)[0] == name
+
     for value in [*NOTHING_SPECIAL[name], None]:
         assert chat(**{name: value}) == chat()
 
@@ -400,6 +404,7 @@ def test_unknown_and_advisory_fields_change_nothing(unknown):
         "cls": 2,
     }
     dunder = {"__dataclass_self__": 1, "build": 2}
+
     assert whole_chat(**unknown, **advisory, **dunder) == whole_chat()
     assert completion(prompt="x", **unknown, **advisory) == completion(prompt="x")
 
@@ -436,6 +441,7 @@ def test_null_means_absent(data):
         ],
     ]
     nulls = dict.fromkeys(data.draw(st.sets(st.sampled_from(optional))))
+
     assert chat(**nulls) == chat()
     assert chat(**{"temperature": 0.5, **nulls, "seed": 4}).sampling.seed == 4
 
@@ -443,7 +449,8 @@ def test_null_means_absent(data):
 @given(json_values, st.sampled_from(sorted({path for path, _ in WRONG})))
 def test_anything_anywhere_is_a_request_or_a_bad_request(value, path):
     body = planted(path, value)
-    before = copy.deepcopy(body)
+    body_before = copy.deepcopy(body)
+
     try:
         request = chat(**body)
     except BadRequest as error:
@@ -453,7 +460,7 @@ def test_anything_anywhere_is_a_request_or_a_bad_request(value, path):
     else:
         assert request.max_tokens >= 1
         assert all(isinstance(m["content"], str | list) for m in request.messages)
-    assert body == before  # a request is parsed, never edited
+    assert body == body_before  # a request is parsed, never edited
 
 
 # -- messages and tools ----------------------------------------------------------
@@ -479,15 +486,16 @@ def test_spellings_of_an_empty_message_are_one(content):
 
 
 def test_thinking_echoed_under_either_name_is_one_field():
-    said = {"role": "assistant", "content": "a"}
-    either = [
-        {**said, "reasoning": "t"},
-        {**said, "reasoning_content": "t", "reasoning": None, "tool_calls": []},
-        {**said, "reasoning_content": "t", "reasoning": "other"},
+    answer = {"role": "assistant", "content": "a"}
+    echoes = [
+        {**answer, "reasoning": "t"},
+        {**answer, "reasoning_content": "t", "reasoning": None, "tool_calls": []},
+        {**answer, "reasoning_content": "t", "reasoning": "other"},
     ]
-    for message in either:
+
+    for message in echoes:
         (parsed,) = chat(messages=[message]).messages
-        assert parsed == {**said, "reasoning_content": "t"}
+        assert parsed == {**answer, "reasoning_content": "t"}
 
 
 def test_a_call_may_leave_out_its_arguments():
@@ -516,6 +524,7 @@ def test_tools_keep_what_describes_the_function_and_drop_the_rest():
     }
     function = {"strict": True, "parameters": schema, "description": None, "name": "f"}
     expected = {"name": "f", "parameters": schema, "strict": True}
+
     for wrapped in (
         {"function": function},
         tool("", function=function, cache_control={"t": 1}),
@@ -580,10 +589,10 @@ def test_what_a_setting_allows_a_request_allows(name, value):
 
 
 def test_sampling_fields_reach_the_sampler():
-    asked = {"temperature": 1, "top_k": -1, "presence_penalty": -2, "seed": -(2**63)}
-    sampling = chat(**asked, logit_bias={"7": -100, "11": 2.5}).sampling
+    fields = {"temperature": 1, "top_k": -1, "presence_penalty": -2, "seed": -(2**63)}
+    sampling = chat(**fields, logit_bias={"7": -100, "11": 2.5}).sampling
     assert sampling.logit_bias == {7: -100.0, 11: 2.5}
-    assert {name: getattr(sampling, name) for name in asked} == asked
+    assert {name: getattr(sampling, name) for name in fields} == fields
 
 
 def test_lengths_and_stops():
@@ -657,10 +666,12 @@ def test_the_template_switch_wins_and_the_others_pass_through():
     assert not request.thinking
     assert request.template_kwargs == {"preserve_thinking": True}
     assert "enable_thinking" in switches
+
     request = chat(
         reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "odd"}
     )
     assert request.template_kwargs == {"reasoning_effort": "odd"}
+
     nested = chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert not nested.thinking
     assert not chat(metadata={"thinking": "off"}).thinking
@@ -669,8 +680,8 @@ def test_the_template_switch_wins_and_the_others_pass_through():
 
 
 def test_a_thinking_budget_is_where_anthropic_has_it_and_nowhere_else() -> None:
-    given = {"thinking": {"type": "enabled", "budget_tokens": 5}}
-    assert chat(**given, thinking_budget=9).thinking_budget == 5
+    anthropic_field = {"thinking": {"type": "enabled", "budget_tokens": 5}}
+    assert chat(**anthropic_field, thinking_budget=9).thinking_budget == 5
     assert chat(thinking_budget=9).thinking_budget is None
 
 
@@ -748,10 +759,14 @@ def test_a_session_id_is_found_wherever_clients_put_it(n):
     assert chat(extra_body=fields).session.session_id == (
         session_id if fields else None
     )
-    everything, all_headers = {}, {}
+
+    everything = {}
+    all_headers = {}
     for later_fields, later_headers, *_ in reversed(IDS[n:]):
-        everything |= {**later_fields, **_merged_metadata(everything, later_fields)}
-        all_headers |= later_headers
+        metadata = _merged_metadata(everything, later_fields)
+        everything.update(later_fields)
+        everything.update(metadata)
+        all_headers.update(later_headers)
     assert chat(all_headers, **everything).session == SessionContext(session_id)
 
 
@@ -801,6 +816,7 @@ def test_a_prompt_is_text_or_ids(prompt, expected):
     request = completion(
         prompt=prompt, max_tokens=3, stop="s", temperature=0, user="u", stream=True
     )
+
     assert (request.kind, request.prompt, request.messages) == (
         "completion",
         expected,
@@ -850,33 +866,29 @@ LOGPROBS = {"content": [{**HE, "top_logprobs": [HE, {**HE, "token": "x"}]}]}
 def through_json(kind, body):
     """`body` as an SDK sees it; nothing in it may be lost on the way."""
     sent = json.loads(json.dumps(body, allow_nan=False))
-    seen = kind.model_validate(sent, strict=False)
-    assert seen.model_dump(exclude_unset=True) == sent
-    return seen
+    parsed = kind.model_validate(sent, strict=False)
+    assert parsed.model_dump(exclude_unset=True) == sent
+    return parsed
 
 
 def test_a_chat_answer_is_what_the_sdk_expects():
     shape = OpenAIFormatter("chat", "r1", "org/model", 1700000000)
     message = {"role": "assistant", "content": "hi", "reasoning_content": "hm"}
-    whole = through_json(
-        ChatCompletion,
-        shape.full_body(message, ReplyEnd("stop", USAGE, logprobs=LOGPROBS)),
-    )
-    assert (whole.id, whole.model, whole.object) == (
-        "chatcmpl-r1",
-        "org/model",
-        "chat.completion",
-    )
-    assert whole.choices[0].message.content == "hi"
-    assert whole.choices[0].finish_reason == "stop"
-    assert whole.usage.total_tokens == 15
-    assert whole.usage.prompt_tokens_details.cached_tokens == 8
-    assert whole.usage.completion_tokens_details.reasoning_tokens == 2
-    (first,) = whole.choices[0].logprobs.content
-    assert (first.bytes, [t.token for t in first.top_logprobs]) == (
-        list(b"he"),
-        ["he", "x"],
-    )
+    ending = ReplyEnd("stop", USAGE, logprobs=LOGPROBS)
+
+    completion = through_json(ChatCompletion, shape.full_body(message, ending))
+
+    assert completion.id == "chatcmpl-r1"
+    assert completion.model == "org/model"
+    assert completion.object == "chat.completion"
+    assert completion.choices[0].message.content == "hi"
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.usage.total_tokens == 15
+    assert completion.usage.prompt_tokens_details.cached_tokens == 8
+    assert completion.usage.completion_tokens_details.reasoning_tokens == 2
+    (first,) = completion.choices[0].logprobs.content
+    assert first.bytes == list(b"he")
+    assert [choice.token for choice in first.top_logprobs] == ["he", "x"]
 
 
 def test_chat_chunks_are_what_the_sdk_expects():
@@ -887,11 +899,13 @@ def test_chat_chunks_are_what_the_sdk_expects():
         "a",
         None,
     )
+
     last, usage = (
         through_json(ChatCompletionChunk, body)
         for body in shape.end_events(ReplyEnd("tool_calls", USAGE))
     )
     assert last.choices[0].finish_reason == "tool_calls"
+
     ping = through_json(ChatCompletionChunk, shape.ping_event())
     assert ping.choices[0].delta.model_dump(exclude_unset=True) == {
         "content": "",
@@ -903,12 +917,12 @@ def test_chat_chunks_are_what_the_sdk_expects():
 def test_completion_answers_are_what_the_sdk_expects():
     shape = OpenAIFormatter("completion", "r1", "m", 1700000000)
     ending = ReplyEnd("length", USAGE)
-    whole = through_json(Completion, shape.full_body({"content": "hé"}, ending))
-    assert (whole.id, whole.object, whole.choices[0].text) == (
-        "cmpl-r1",
-        "text_completion",
-        "hé",
-    )
+
+    completion = through_json(Completion, shape.full_body({"content": "hé"}, ending))
+
+    assert completion.id == "cmpl-r1"
+    assert completion.object == "text_completion"
+    assert completion.choices[0].text == "hé"
     assert shape.delta_events({"content": "a"})[0]["choices"] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     ]
@@ -968,7 +982,7 @@ def result(name):
 @pytest.mark.parametrize("order", list(itertools.permutations("abcx")))
 def test_results_stand_in_the_order_of_their_calls_whatever_order_they_ended_in(order):
     user = {"role": "user", "content": "go on"}
-    some = [
+    messages = [
         user,
         calls(*"abc"),
         *map(result, order),
@@ -977,58 +991,57 @@ def test_results_stand_in_the_order_of_their_calls_whatever_order_they_ended_in(
         result("d"),
         user,
     ]
-    read = chat(messages=some).messages
+    read = chat(messages=messages).messages
+
     assert [m["content"] for m in read[2:6]] == ["of a", "of b", "of c", "of x"]
-    assert [m["role"] for m in read] == [m["role"] for m in some]
+    assert [m["role"] for m in read] == [m["role"] for m in messages]
     assert read[8]["content"] == "of d"
 
 
 def test_results_of_calls_in_several_messages_stand_in_the_order_of_all_of_them():
     user, note = ({"role": role, "content": "quickly"} for role in ("user", "system"))
-    for some in (
+    for messages in (
         [calls("a"), calls("b", "c"), result("a"), result("b"), result("c")],
         [calls("a"), calls("b", "c"), result("c"), result("a"), result("b")],
         [calls("a", "b", "c"), user, result("c"), result("a"), result("b")],
         [calls("a", "b", "c"), note, user, result("c"), result("a"), result("b")],
     ):
-        read = chat(messages=[user, *some]).messages
+        read = chat(messages=[user, *messages]).messages
         assert [m["content"] for m in read[-3:]] == ["of a", "of b", "of c"]
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_a_note_between_results_follows_them(role):
     note = {"role": role, "content": "be quick"}
-    some = [
+    messages = [
         calls("a", "b"),
         result("b"),
         note,
         result("a"),
         {"role": "user", "content": "and?"},
     ]
-    read = [m["content"] for m in chat(messages=[note, *some]).messages]
+    read = [m["content"] for m in chat(messages=[note, *messages]).messages]
+
     assert read == ["be quick", "", "of a", "of b", "be quick", "and?"]
 
 
 def test_results_of_calls_that_share_a_name_stay_as_they_came():
     """There are clients that name a call after its tool, also twice."""
-    some = [
+    messages = [
         calls("f", "g", "f"),
-        *({**result(i), "content": i + n} for i, n in ("f1", "g0", "f2")),
+        {**result("f"), "content": "f1"},
+        {**result("g"), "content": "g0"},
+        {**result("f"), "content": "f2"},
     ]
-    assert [m["content"] for m in chat(messages=some).messages[1:]] == [
-        "f1",
-        "g0",
-        "f2",
-    ]
+    read = chat(messages=messages).messages[1:]
+
+    assert [message["content"] for message in read] == ["f1", "g0", "f2"]
 
 
 def test_results_without_their_calls_stay_as_they_came():
-    some = [result("b"), result("a"), {"role": "user", "content": "and?"}]
-    assert [m["content"] for m in chat(messages=some).messages] == [
-        "of b",
-        "of a",
-        "and?",
-    ]
+    messages = [result("b"), result("a"), {"role": "user", "content": "and?"}]
+    read = chat(messages=messages).messages
+    assert [message["content"] for message in read] == ["of b", "of a", "and?"]
 
 
 def test_a_template_s_own_switch_for_thinking_is_heard():

@@ -25,10 +25,10 @@ ODD = [
 
 def demo() -> Tokenizer:
     """Byte-level BPE with the regular expression of its family."""
-    whole = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
-    plain = Tokenizer(whole.model)
-    plain.normalizer = whole.normalizer
-    plain.pre_tokenizer = whole.pre_tokenizer
+    original = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
+    plain = Tokenizer(original.model)
+    plain.normalizer = original.normalizer
+    plain.pre_tokenizer = original.pre_tokenizer
     return plain
 
 
@@ -123,7 +123,7 @@ def tokenized(monkeypatch) -> list[str]:
 
 def test_a_prompt_far_over_the_context_is_not_tokenized_to_its_end(template, tokenized):
     request = chat([said("user", SOURCE)])
-    whole = template.render_prompt(request)
+    unlimited = template.render_prompt(request)
     template.clear_memos()
     tokenized.clear()
 
@@ -132,17 +132,17 @@ def test_a_prompt_far_over_the_context_is_not_tokenized_to_its_end(template, tok
 
     assert sum(map(len, tokenized)) < 40_000 < len(SOURCE) // 10
     assert len(rendered.ids) > 2_000
-    assert rendered.n_tokens == pytest.approx(len(whole.ids), rel=0.5)
+    assert rendered.n_tokens == pytest.approx(len(unlimited.ids), rel=0.5)
 
 
 def test_a_prompt_within_the_limit_is_counted_exactly(template, tokenized):
     request = chat([said("user", SOURCE[:60_000])])
-    whole = template.render_prompt(request)
+    unlimited = template.render_prompt(request)
 
-    n_tokens = len(whole.ids)
+    n_tokens = len(unlimited.ids)
     limited = replace(request, max_counted_tokens=n_tokens)
-    assert template.render_prompt(limited) == whole
-    assert template.render_prompt(limited).ids.tolist() == whole.ids.tolist()
+    assert template.render_prompt(limited) == unlimited
+    assert template.render_prompt(limited).ids.tolist() == unlimited.ids.tolist()
 
 
 def test_tokenizing_is_left_when_the_client_has_gone(template, tokenized):
