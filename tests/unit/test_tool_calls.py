@@ -75,17 +75,22 @@ def stream(
     return ReplyParser(splitter, tool_format, tools=tools, ids=ids, max_calls=max_calls)
 
 
-def read(text: str, cuts: list[int] | None = None, **how: Any) -> Reply:
+def read(text: str, cuts: list[int] | None = None, **options: Any) -> Reply:
     """The reply that chunks of a text give; the deltas that came are what it is joined of."""
-    replies = stream(**how)
+    replies = stream(**options)
     edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts or []}), len(text)]
-    deltas = [
-        d for a, b in pairwise(edges) for d in replies.feed(text[a:b])
-    ] + replies.finish()
-    message, reply = replies.message(), join(deltas)
-    more = {"reasoning_content": reply.reasoning, "tool_calls": reply.tool_calls}
-    said = {name: value for name, value in more.items() if value}
-    assert message == {"role": "assistant", "content": reply.content, **said}
+    deltas = []
+    for start, end in pairwise(edges):
+        deltas += replies.feed(text[start:end])
+    deltas += replies.finish()
+
+    reply = join(deltas)
+    message = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = reply.tool_calls
+    assert replies.message() == message
     assert replies.n_calls == len(reply.tool_calls) - replies.is_broken
     if replies.is_broken:  # then nobody may take it for a call that is whole
         with pytest.raises(ValueError, match=r".+"):
@@ -112,6 +117,7 @@ def join(deltas: list[Delta]) -> Reply:
                 ((field, text),) = delta.items()
                 assert text
                 texts[field] += text
+
     return Reply(texts["content"] or None, texts["reasoning_content"] or None, calls)
 
 
@@ -141,6 +147,7 @@ def calls_or_broken(reply: Reply) -> list[Any]:
         else:
             calls.append((call["function"]["name"], arguments))
     assert BROKEN not in calls[:-1]
+
     return calls
 
 
@@ -328,14 +335,16 @@ def test_the_example_of_a_syntax_without_its_tag_is_read_where_models_do_that(
 )
 @example([(write_glm, "write", {"text": "</arg_value><tool_call>"})], [], "")
 def test_calls_come_back_as_they_were_made(
-    calls: list[Any], cuts: list[int], said: str
+    calls: list[Any], cuts: list[int], answer: str
 ) -> None:
-    text = said + "".join(
-        "\n" + write(name, arguments) for write, name, arguments in calls
-    )
+    text = answer
+    for write, name, arguments in calls:
+        text += "\n" + write(name, arguments)
+
     reply = read("why</think>" + text, cuts, in_reasoning=True)
+
     assert calls_of(reply) == [(name, arguments) for _, name, arguments in calls]
-    assert (reply.content, reply.reasoning) == (said or None, "why")
+    assert (reply.content, reply.reasoning) == (answer or None, "why")
     assert len({call["id"] for call in reply.tool_calls}) == len(calls)
 
 
@@ -351,6 +360,7 @@ def write_minimax(calls: list[tuple[str, dict[str, Any]]]) -> str:
             for k, v in arguments.items()
         ]
         written += f'<invoke name="{name}">\n{"".join(values)}</invoke>\n'
+
     return f"<minimax:tool_call>\n{written}</minimax:tool_call>"
 
 
@@ -363,43 +373,48 @@ def write_minimax(calls: list[tuple[str, dict[str, Any]]]) -> str:
     st.sampled_from(["", "\nBye."]),
 )
 def test_minimax_calls_keep_their_blanks(
-    calls: list[Any], cuts: list[int], said: str, after: str
+    calls: list[Any], cuts: list[int], answer: str, ending: str
 ) -> None:
-    text = f"{said}\n{write_minimax(calls)}{after}"
+    text = f"{answer}\n{write_minimax(calls)}{ending}"
+
     reply = read("why</think>" + text, cuts, in_reasoning=True, tool_format=MINIMAX)
+
+    content = answer + ending if answer else ending.strip("\n")
     assert calls_of(reply) == calls
-    assert (reply.content, reply.reasoning) == (
-        said + after.strip("\n" * (not said)) or None,
-        "why",
-    )
+    assert reply.content == (content or None)
+    assert reply.reasoning == "why"
+
     template = "{% if tools %}" + write_minimax([("NAME", {"a": 1})])
-    known = speaking("<minimax:tool_call>", "</minimax:tool_call>")
-    assert ToolCallFormat.detect(template, "generic", tokenizer=known) == MINIMAX
+    tokenizer = speaking("<minimax:tool_call>", "</minimax:tool_call>")
+    assert ToolCallFormat.detect(template, "generic", tokenizer=tokenizer) == MINIMAX
+
     opened = tool_call_prefixes(MINIMAX, TOOLS, name=calls[0][0])
     assert write_minimax(calls).startswith(tuple(opened))
 
 
 def test_minimax_calls_that_are_nearly_right() -> None:
     """None is a word in a text; the outer tag is forgotten; the block is cut."""
-    whole = write_minimax([("write", {"text": "None", "maybe": "  x"})])
-    inner = whole.removeprefix("<minimax:tool_call>\n").removesuffix(
-        "</minimax:tool_call>"
-    )
-    for text, said in (
-        (whole, None),
+    text_of_call = write_minimax([("write", {"text": "None", "maybe": "  x"})])
+    inner = text_of_call.removeprefix("<minimax:tool_call>\n")
+    inner = inner.removesuffix("</minimax:tool_call>")
+
+    for text, content in (
+        (text_of_call, None),
         (inner, None),
-        (whole.partition("</invoke>")[0], None),
-        (whole.replace("</invoke>\n", "") + "ok", "ok"),
+        (text_of_call.partition("</invoke>")[0], None),
+        (text_of_call.replace("</invoke>\n", "") + "ok", "ok"),
     ):
         reply = read(text, tool_format=MINIMAX)
         assert calls_of(reply) == [("write", {"text": "None", "maybe": "  x"})]
-        assert reply.content == said
+        assert reply.content == content
+
     assert calls_of(read("See `<invoke name=x>`.", tool_format=MINIMAX)) == []
 
 
 def write_mistral(name: str, arguments: dict[str, Any], gap: str) -> str:
-    own = "[CALL_ID]aB3dE6gH9" * (gap == "[CALL_ID]")
-    return f"[TOOL_CALLS]{name}{own}[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
+    call_id = "[CALL_ID]aB3dE6gH9" if gap == "[CALL_ID]" else ""
+    as_json = json.dumps(arguments, ensure_ascii=False)
+    return f"[TOOL_CALLS]{name}{call_id}[ARGS]{as_json}"
 
 
 @pytest.mark.parametrize("gap", ["[CALL_ID]", "[ARGS]"])
@@ -408,32 +423,35 @@ def write_mistral(name: str, arguments: dict[str, Any], gap: str) -> str:
         st.tuples(st.sampled_from(["write", "read"]), ARGUMENTS), min_size=1, max_size=3
     ),
     cuts=CUTS,
-    said=st.sampled_from(["", "Hello.", "a [ARGS] b"]),
+    answer=st.sampled_from(["", "Hello.", "a [ARGS] b"]),
 )
 def test_mistral_calls_leave_as_they_grow(
-    gap: str, calls: list[Any], cuts: list[int], said: str
+    gap: str, calls: list[Any], cuts: list[int], answer: str
 ) -> None:
     parser = mistral.parse_tool_call
     form = ToolCallFormat("[TOOL_CALLS]", "\0", "mistral", gap, parser)
     written = [write_mistral(*call, gap) for call in calls]
-    reply = read(said + "".join(written), cuts, tool_format=form)
+
+    reply = read(answer + "".join(written), cuts, tool_format=form)
     assert calls_of(reply) == calls
-    assert reply.content == (said or None)
-    known = speaking("[TOOL_CALLS]", "", parser)
-    assert ToolCallFormat.detect(written[0], "generic", tokenizer=known) == form
-    assert written[0].startswith(
-        tuple(tool_call_prefixes(form, TOOLS, name=calls[0][0]))
-    )
-    grown = calls_in(
-        stream(tool_format=form).feed(write_mistral("write", {"text": "ab"}, gap)[:-2])
-    )
-    assert "".join(f["arguments"] for f in grown) == '{"text": "ab'
-    once = written[0] + "".join(
-        call.removeprefix("[TOOL_CALLS]") for call in written[1:]
-    )
-    assert calls_of(read(once, cuts, tool_format=form)) == calls
-    other = write_mistral("unknown", calls[0][1], gap)
-    assert read(other, cuts, tool_format=form).content == other
+    assert reply.content == (answer or None)
+
+    tokenizer = speaking("[TOOL_CALLS]", "", parser)
+    assert ToolCallFormat.detect(written[0], "generic", tokenizer=tokenizer) == form
+    prefixes = tool_call_prefixes(form, TOOLS, name=calls[0][0])
+    assert written[0].startswith(tuple(prefixes))
+
+    begun = write_mistral("write", {"text": "ab"}, gap)[:-2]
+    deltas = calls_in(stream(tool_format=form).feed(begun))
+    assert "".join(delta["arguments"] for delta in deltas) == '{"text": "ab'
+
+    later_calls = [call.removeprefix("[TOOL_CALLS]") for call in written[1:]]
+    with_one_tag = written[0] + "".join(later_calls)
+    assert calls_of(read(with_one_tag, cuts, tool_format=form)) == calls
+
+    unknown_call = write_mistral("unknown", calls[0][1], gap)
+    reply = read(unknown_call, cuts, tool_format=form)
+    assert reply.content == unknown_call
 
 
 @pytest.mark.parametrize(
@@ -452,9 +470,11 @@ def test_mistral_calls_leave_as_they_grow(
 def test_members_of_a_json_call_may_stand_in_another_order(
     call: str, arguments: dict[str, Any] | None
 ) -> None:
-    known = speaking("<tool_call>", "</tool_call>", json_tools.parse_tool_call)
-    form = ToolCallFormat.detect("<tool_call>", "generic", tokenizer=known)
-    assert form and form.syntax == "hermes"
+    tokenizer = speaking("<tool_call>", "</tool_call>", json_tools.parse_tool_call)
+    form = ToolCallFormat.detect("<tool_call>", "generic", tokenizer=tokenizer)
+    assert form
+    assert form.syntax == "hermes"
+
     text = f"<tool_call>\n{call}\n</tool_call>"
     for cuts in ([], list(range(len(text)))):
         reply = read(f"Go.\n{text}", cuts, tool_format=form)
@@ -465,8 +485,10 @@ def test_members_of_a_json_call_may_stand_in_another_order(
 
 
 def test_mistral_lists_of_calls_are_for_mlx_lm() -> None:
-    known = speaking("[TOOL_CALLS]", "", lambda *_: [])
-    found = ToolCallFormat.detect("'[TOOL_CALLS][' + calls", "generic", tokenizer=known)
+    tokenizer = speaking("[TOOL_CALLS]", "", lambda *_: [])
+    found = ToolCallFormat.detect(
+        "'[TOOL_CALLS][' + calls", "generic", tokenizer=tokenizer
+    )
     assert found and found.syntax == "foreign"
 
 
@@ -485,9 +507,9 @@ REPLIES = st.lists(
 def test_any_chunking_gives_the_same_reply(
     text: str, cuts: list[int], thinking: bool
 ) -> None:
-    whole = read(text, in_reasoning=thinking)
-    assert read(text, cuts, in_reasoning=thinking) == whole
-    assert read(text, list(range(len(text))), in_reasoning=thinking) == whole
+    expected = read(text, in_reasoning=thinking)
+    assert read(text, cuts, in_reasoning=thinking) == expected
+    assert read(text, list(range(len(text))), in_reasoning=thinking) == expected
 
 
 @given(REPLIES, st.integers(0, 2000))
@@ -504,18 +526,22 @@ def test_a_call_cut_off_gives_what_was_parsed(
     text = write("write", arguments)
     cut %= len(text) + 1
     reply = read(text[:cut])
+
     if not reply.tool_calls:
         assert reply.content == (text[:cut] or None)  # the name was not known yet
         return
     if calls_or_broken(reply) == [BROKEN]:  # it was cut in a key, in a number ...
         return
+
     ((_, parsed),) = calls_of(reply)
     assert reply.content is None
     assert list(parsed) == list(arguments)[: len(parsed)]
     for key, value in list(parsed.items())[:-1]:
         assert value == arguments[key]
-    if parsed and isinstance(arguments[key := list(parsed)[-1]], str):
-        assert str(arguments[key]).startswith(str(parsed[key] or ""))
+
+    last_key = next(reversed(parsed), None)
+    if last_key is not None and isinstance(arguments[last_key], str):
+        assert arguments[last_key].startswith(str(parsed[last_key] or ""))
 
 
 @given(st.sampled_from(WRITERS), ARGUMENTS, CUTS, st.booleans())
@@ -597,18 +623,24 @@ def test_name_and_arguments_leave_while_the_call_is_generated(
 ) -> None:
     text = write("write", arguments)
     replies = stream()
-    came = [
-        (at, delta)
-        for at, char in enumerate(text)
-        for delta in calls_in(replies.feed(char))
-    ]
-    ((named, _),) = [(at, call) for at, call in came if "name" in call]
-    pieces = [(at, call["arguments"]) for at, call in came if call["arguments"]]
-    assert named <= text.index("write") + len('write", "arguments": {')
-    assert pieces[0][0] < len(text) - len("</tool_call>")
+    name_positions = []
+    pieces = []
+    for position, character in enumerate(text):
+        for delta in calls_in(replies.feed(character)):
+            if "name" in delta:
+                name_positions.append(position)
+            if delta["arguments"]:
+                pieces.append((position, delta["arguments"]))
+
+    [name_position] = name_positions
+    assert name_position <= text.index("write") + len('write", "arguments": {')
+    first_position, _ = pieces[0]
+    assert first_position < len(text) - len("</tool_call>")
     if "text" in arguments:  # a string leaves at the pace it comes
-        half = sum(len(piece) for at, piece in pieces if at < len(text) // 2)
-        assert half > 0.35 * sum(len(piece) for _, piece in pieces)
+        middle = len(text) // 2
+        n_early = sum(len(piece) for position, piece in pieces if position < middle)
+        n_characters = sum(len(piece) for _, piece in pieces)
+        assert n_early > 0.35 * n_characters
 
 
 def test_nothing_leaves_before_the_name_is_known() -> None:
@@ -620,7 +652,8 @@ def test_nothing_leaves_before_the_name_is_known() -> None:
 @pytest.mark.parametrize("write", WRITERS)
 def test_only_the_whole_arguments_are_json(write: Writer) -> None:
     # Some clients take the first arguments that parse for the whole of them.
-    replies, states = stream(), [""]
+    replies = stream()
+    states = [""]
     for char in write("write", {"n": 1, "tree": {"a": {}}, "text": "}", "items": [[]]}):
         states += [
             states[-1] + call["arguments"] for call in calls_in(replies.feed(char))
@@ -909,10 +942,13 @@ def test_arguments_under_another_name_are_not_lost_to_an_empty_call(key: str) ->
         "<tool_call>", "</tool_call>", "hermes", "\n", json_tools.parse_tool_call
     )
     text = f'<tool_call>{{"name": "read", "{key}": {{"n": 1}}}}</tool_call>'
+
     reply = read(text, tool_format=hermes)
     assert (reply.content, reply.tool_calls) == (text, [])
-    said = read(text.replace(key, "arguments"), tool_format=hermes)
-    assert [c["function"]["arguments"] for c in said.tool_calls] == ['{"n": 1}']
+
+    reply = read(text.replace(key, "arguments"), tool_format=hermes)
+    (call,) = reply.tool_calls
+    assert call["function"]["arguments"] == '{"n": 1}'
 
 
 @pytest.mark.parametrize(
@@ -943,6 +979,7 @@ def test_json_that_is_nearly_right_is_read(
         later = ""
     call = f'<tool_call>{{"name": "read", "arguments": {written}{later}}}</tool_call>'
     text = call + " ok"
+
     for cuts in ([], list(range(len(text)))):
         reply = read(text, cuts)
         assert calls_of(reply) == [("read", arguments)]
@@ -1127,11 +1164,14 @@ def test_a_call_in_an_unclosed_think_block_is_a_call_and_closes_it() -> None:
 def test_a_call_without_its_tag_is_one_in_what_is_said_but_not_in_a_thought() -> None:
     call = "<function=read>\n<parameter=n>\n5\n</parameter>\n</function>"
     for cuts in ([len(call)], range(1, len(call) + 1)):
-        replies, thoughts = stream(), stream(in_reasoning=True)
+        replies = stream()
+        thoughts = stream(in_reasoning=True)
         for start, end in pairwise([0, *cuts]):  # in tokens that are no tag's
             replies.feed(call[start:end], literal=True)
             thoughts.feed(call[start:end], literal=True)
-        replies.finish(), thoughts.finish()
+        replies.finish()
+        thoughts.finish()
+
         (spoken,) = replies.message()["tool_calls"]
         assert spoken["function"] == {"name": "read", "arguments": '{"n": 5}'}
         assert thoughts.message() == {
@@ -1150,20 +1190,21 @@ QUOTED = [
 ]
 
 
-@pytest.mark.parametrize("said", QUOTED)
-def test_what_is_said_of_calls_is_no_call_and_hides_none(said: str) -> None:
+@pytest.mark.parametrize("quotation", QUOTED)
+def test_what_is_said_of_calls_is_no_call_and_hides_none(quotation: str) -> None:
     for call in (
         write_qwen("read", {"n": 1}),
         write_qwen("read", {"n": 1})[len("<tool_call>\n") :],
     ):
-        text = f"{said}\n\n{call}"
+        text = f"{quotation}\n\n{call}"
         for cuts in ([], list(range(len(text)))):
             reply = read(text, cuts)
-            assert (reply.content, calls_of(reply)) == (said, [("read", {"n": 1})])
+            assert (reply.content, calls_of(reply)) == (quotation, [("read", {"n": 1})])
 
 
 def test_a_tag_that_is_spoken_of_holds_nothing_back() -> None:
-    replies, words = stream(), "and so it goes on, word by word. " * 50
+    replies = stream()
+    words = "and so it goes on, word by word. " * 50
     replies.feed("Mention of `<function=` here, ", literal=True)
     held = 0
     for n, letter in enumerate(words, 1):
@@ -1174,6 +1215,7 @@ def test_a_tag_that_is_spoken_of_holds_nothing_back() -> None:
             - len(replies.message()["content"])
             + len("Mention of `<function=` here, "),
         )
+
     assert held <= 2
 
 
@@ -1225,11 +1267,11 @@ def test_a_foreign_format_is_read_by_its_parser_at_the_calls_end() -> None:
 
 def test_of_several_calls_in_one_block_no_more_are_sent_than_may_be() -> None:
     """`parallel_tool_calls: false`: a block is read at its end, when all its calls are there."""
-    both = [{"name": name, "arguments": {"n": 1}} for name in ("read", "write")]
-    bracketed = foreign("[[", "]]", lambda body, tools: both)
-    assert calls_of(read("[[two]]", tool_format=bracketed, max_calls=1)) == [
-        ("read", {"n": 1})
-    ]
+    calls = [{"name": name, "arguments": {"n": 1}} for name in ("read", "write")]
+    bracketed = foreign("[[", "]]", lambda body, tools: calls)
+
+    reply = read("[[two]]", tool_format=bracketed, max_calls=1)
+    assert calls_of(reply) == [("read", {"n": 1})]
     assert len(read("[[two]]", tool_format=bracketed).tool_calls) == 2
 
 
@@ -1271,18 +1313,16 @@ def test_formats_are_read_off_the_template() -> None:
     assert detect("<tool_call><function=") == ("qwen", "")
     assert detect('<tool_call>\n{"name": <function-name>}') == ("hermes", "\n")
     assert detect("<tool_call>{name}<arg_key>k</arg_key><arg_value>") == ("glm", "")
-    assert detect("<tool_call>{name}\n<arg_key>k</arg_key>\n<arg_value>") == (
-        "glm",
-        "\n",
-    )
+    with_gap = "<tool_call>{name}\n<arg_key>k</arg_key>\n<arg_value>"
+    assert detect(with_gap) == ("glm", "\n")
     assert detect("no tools") is None
     assert detect("<arg_key>") is None
     assert detect("<tool_call>", "<tool_call>") == ("hermes", "")
-    both = "<tool_call><function= <tool_call>{name}<arg_key>"  # the family's own goes first
-    assert [detect(both, family=name) for name in ("qwen3", "glm4")] == [
-        ("qwen", ""),
-        ("glm", ""),
-    ]
+
+    # The family's own goes first.
+    mixed = "<tool_call><function= <tool_call>{name}<arg_key>"
+    assert detect(mixed, family="qwen3") == ("qwen", "")
+    assert detect(mixed, family="glm4") == ("glm", "")
     assert detect("<tool_call>", family="glm4") == ("hermes", "")
 
 
@@ -1342,14 +1382,15 @@ REAL_ARGUMENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_templates_calls_are_read_back(name: str) -> None:
     template = real_template(name)
-    known = speaking("<tool_call>", "</tool_call>")
-    tool_format = ToolCallFormat.detect(template, "generic", tokenizer=known)
-    assert tool_format and tool_format.syntax == REAL[name]
+    tokenizer = speaking("<tool_call>", "</tool_call>")
+    tool_format = ToolCallFormat.detect(template, "generic", tokenizer=tokenizer)
+    assert tool_format
+    assert tool_format.syntax == REAL[name]
+
+    called = list(zip(["write", "read", "read"], REAL_ARGUMENTS, strict=True))
     calls = [
         {"type": "function", "function": {"name": tool_name, "arguments": arguments}}
-        for tool_name, arguments in zip(
-            ["write", "read", "read"], REAL_ARGUMENTS, strict=True
-        )
+        for tool_name, arguments in called
     ]
     question = [{"role": "user", "content": "q"}]
     answer = {"role": "assistant", "content": "I look.", "tool_calls": calls}
@@ -1360,13 +1401,13 @@ def test_a_real_templates_calls_are_read_back(name: str) -> None:
     assert text.startswith(prompt)
     text = text[len(prompt) :].removesuffix("\n").removesuffix("<|im_end|>")
     opened = prompt.rstrip().endswith("<think>")
+
     for cuts in ([], list(range(len(text)))):
         reply = read(text, cuts, tool_format=tool_format, in_reasoning=opened)
-        assert calls_of(reply) == [
-            (call["function"]["name"], call["function"]["arguments"]) for call in calls
-        ]
+        assert calls_of(reply) == called
         assert reply.content == "I look."
         assert reply.reasoning == answer.get("reasoning_content")
+
     for tool_name in ("write", "read"):
         (opening,) = tool_call_prefixes(tool_format, TOOLS, name=tool_name)
         assert opening in text
@@ -1387,11 +1428,13 @@ def test_a_gemma_templates_calls_are_read_back() -> None:
     text = render(template, [{"role": "user", "content": "q"}, answer], bos_token="")
     text = text[text.index("<|tool_call>", text.index("<|turn>model")) :]
     text = text[: text.index("<tool_call|>") + len("<tool_call|>")]
-    known = speaking(
+
+    tokenizer = speaking(
         gemma4.tool_call_start, gemma4.tool_call_end, gemma4.parse_tool_call
     )
-    tool_format = ToolCallFormat.detect(template, "generic", tokenizer=known)
+    tool_format = ToolCallFormat.detect(template, "generic", tokenizer=tokenizer)
     assert tool_format
+
     reply = read(text, list(range(len(text))), tool_format=tool_format)
     assert calls_of(reply) == [("read", arguments)]
     assert tool_call_prefixes(tool_format, TOOLS) == [
