@@ -20,10 +20,12 @@ def normalized(logits):
 
 def logprobs_of(rng, vocab, *, spread, masked):
     """`(1, vocab)` as a model makes them, some ids forbidden as a grammar does."""
-    logits = mx.array(rng.standard_normal((1, vocab)) * spread, mx.float32)
-    forbidden = mx.array(rng.random((1, vocab)) < masked)
+    shape = (1, vocab)
+    logits = mx.array(rng.standard_normal(shape) * spread, mx.float32)
+    forbidden = mx.array(rng.random(shape) < masked)
     logits = mx.where(forbidden, NONE, logits)
-    logits[0, int(rng.integers(vocab))] = 0.0
+    allowed_id = int(rng.integers(vocab))
+    logits[0, allowed_id] = 0.0
     return normalized(logits)
 
 
@@ -38,20 +40,28 @@ def upstream(logprobs, sampling):
         filtered = apply_top_k(filtered, sampling.top_k)
 
     values = np.array(filtered)[0]
-    return {int(i): values[i] for i in np.flatnonzero(values > NONE)}
+    ids = np.flatnonzero(values > NONE)
+    return dict(zip(ids.tolist(), values[ids], strict=True))
 
 
 def candidates(logprobs, sampling):
     """Ours; {id: log-probability}."""
     values, ids = s._find_candidates(logprobs, sampling)
-    pairs = zip(np.array(ids), np.array(values), strict=True)
-    return {int(token): value for token, value in pairs if value > NONE}
+    found = {}
+    for token, value in zip(np.array(ids), np.array(values), strict=True):
+        if value > NONE:
+            found[int(token)] = value
+    return found
 
 
 # With and without blocks of 128.
 VOCABULARIES = [7, 300, 5_121, 20_000]
 TOP_KS = (0, 1, 40)
-TOP_PS_AND_MIN_PS = ((1.0, 0.0), (0.9, 0.05), (0.3, 0.0))
+FILTERS = (
+    {"top_p": 1.0, "min_p": 0.0},
+    {"top_p": 0.9, "min_p": 0.05},
+    {"top_p": 0.3, "min_p": 0.0},
+)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
@@ -63,13 +73,8 @@ def test_the_candidates_are_those_that_mlx_lm_leaves(vocab, masked, dtype):
     for spread in (0.5, 8.0):
         logprobs = logprobs_of(rng, vocab, spread=spread, masked=masked)
         logprobs = logprobs.astype(dtype)
-        for top_k, (top_p, min_p) in product(TOP_KS, TOP_PS_AND_MIN_PS):
-            sampling = s.SamplingParams(
-                temperature=1.0,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-            )
+        for top_k, filters in product(TOP_KS, FILTERS):
+            sampling = s.SamplingParams(temperature=1.0, top_k=top_k, **filters)
 
             found = candidates(logprobs, sampling)
             wanted = upstream(logprobs, sampling)
@@ -105,7 +110,8 @@ def test_a_penalty_looks_back_on_as_many_tokens_as_it_says(size):
 def test_what_is_drawn_is_as_frequent_as_it_is_probable():
     n_draws = 4_000
     probabilities = np.array([0.4, 0.0, 0.25, 0.2, 0.1, 0.05])
-    deviations = np.sqrt(probabilities * (1 - probabilities) / n_draws) + 1e-9
+    variances = probabilities * (1 - probabilities) / n_draws
+    deviations = np.sqrt(variances) + 1e-9
     logprobs = np.full((1, 9_006), NONE)
     np.log(probabilities, where=probabilities > 0, out=logprobs[0, :6])
     logprobs = mx.array(logprobs)
@@ -113,8 +119,8 @@ def test_what_is_drawn_is_as_frequent_as_it_is_probable():
     for top_k in (20, 0):
         sampling = s.SamplingParams(temperature=1.0, top_k=top_k, seed=11)
         draw = s.make_sampler(sampling)
-        drawn = mx.concatenate([draw(logprobs) for _ in range(n_draws)])
-        frequencies = np.bincount(np.array(drawn), minlength=6) / n_draws
+        drawn = [draw(logprobs).item() for _ in range(n_draws)]
+        frequencies = np.bincount(drawn, minlength=6) / n_draws
 
         assert len(frequencies) == 6
         assert frequencies[1] == 0
@@ -171,7 +177,8 @@ def test_a_whole_vocabulary_is_never_sorted(monkeypatch):
 def test_one_bad_logit_leaves_no_token_to_its_row_and_all_to_the_others(dtype, bad):
     """why(L-54): read from the numbers themselves, in every type that a model computes in."""
     rng = np.random.default_rng(1)
-    logits = mx.array(rng.normal(0, 9, (2, 301)), dtype)
+    normal = rng.normal(0, 9, (2, 301))
+    logits = mx.array(normal, dtype)
     logits[0, 5] = -mx.inf  # ruled out, which is no fault
     logits[1, 17] = bad
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -39,8 +39,13 @@ def test_only_the_last_turns_of_a_session_are_kept_in_order() -> None:
     index = SessionIndex(Config(prompt_cache_max_entries_per_session=3))
     for n in range(5):
         index.note("a", {"prompt": n}, now=float(n))
-    turns = [{"prompt": 2}, {"prompt": 3}, {"prompt": 4}]
-    assert index.snapshot(10.0) == [{"id": "a", "idle_seconds": 6.0, "turns": turns}]
+
+    (session,) = index.snapshot(10.0)
+    assert session == {
+        "id": "a",
+        "idle_seconds": 6.0,
+        "turns": [{"prompt": 2}, {"prompt": 3}, {"prompt": 4}],
+    }
 
 
 def test_an_idle_session_is_forgotten_and_use_keeps_one_alive() -> None:
@@ -109,9 +114,11 @@ def test_notes_from_many_threads_are_all_kept() -> None:
             index.note(name, TURN, now=float(n))
             index.snapshot(float(n))
 
-    threads = [threading.Thread(target=work, args=(f"t{n}",)) for n in range(8)]
-    for thread in threads:
+    threads = []
+    for n in range(8):
+        thread = threading.Thread(target=work, args=(f"t{n}",))
         thread.start()
+        threads.append(thread)
     for thread in threads:
         thread.join()
 

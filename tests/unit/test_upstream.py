@@ -106,9 +106,15 @@ def test_attention_caches_keep_all_tokens():
     assert s.is_attention(leaf)
     assert s.is_attention(BatchKVCache([0]))
 
-    lookalikes = [RotatingKVCache(8), ChunkedKVCache(8), ArraysCache(2)]
-    lookalikes += [QuantizedKVCache(), BatchRotatingKVCache(8, [0])]
-    assert not any(map(s.is_attention, lookalikes))
+    lookalikes = [
+        RotatingKVCache(8),
+        ChunkedKVCache(8),
+        ArraysCache(2),
+        QuantizedKVCache(),
+        BatchRotatingKVCache(8, [0]),
+    ]
+    for lookalike in lookalikes:
+        assert not s.is_attention(lookalike)
 
 
 def test_recurrent_caches_are_lists_of_arrays():
@@ -198,7 +204,11 @@ def test_a_maximum_size_is_never_asked_for():
 
 
 def choice(**fields):
-    greedy = {"sampler": s.greedy_sampler, "processors": [], "context": []}
+    greedy = {
+        "sampler": s.greedy_sampler,
+        "processors": [],
+        "context": [],
+    }
     return s.TokenChoice(**{**greedy, **fields})
 
 
