@@ -430,7 +430,7 @@ def test_a_new_conversation_among_many_old_ones_is_kept_from_turn_to_turn():
     for turn in range(4):
         new = range(500_000 + 300 * turn, 500_300 + 300 * turn)
         n_known = len(past)
-        (past, reuse) = converse(cache, [*past, *new], [7] * 20)
+        past, reuse = converse(cache, [*past, *new], [7] * 20)
         assert reuse.cached_tokens == n_known
         assert len(cache.entries) <= 24
 
