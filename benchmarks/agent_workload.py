@@ -76,14 +76,15 @@ class Words:
 
     def history(self, n_tokens: int, *, tail: int = 32) -> list[Body]:
         """A tool-using conversation of about `n_tokens` that ends in a short question."""
-        messages = [{"role": "system", "content": self.text(min(1000, n_tokens // 4))}]
-        messages.append({"role": "user", "content": self.text(100)})
-        left = n_tokens - min(1000, n_tokens // 4) - 150 - tail
+        n_system = min(1000, n_tokens // 4)
+        messages = [{"role": "system", "content": self.text(n_system)}]
+        messages.append(user(self.text(100)))
+        left = n_tokens - n_system - 150 - tail
         while left > 0:
             length = min(left, 500)
             messages += self.step(length)
             left -= length
-        return [*messages, {"role": "user", "content": self.text(tail)}]
+        return [*messages, user(self.text(tail))]
 
     def step(self, n_tokens: int) -> list[Body]:
         """A call and its result."""
@@ -96,6 +97,10 @@ class Words:
             {**message, "tool_calls": [tool_call]},
             {"role": "tool", "tool_call_id": "call_1", "content": result},
         ]
+
+
+def user(text: str) -> Body:
+    return {"role": "user", "content": text}
 
 
 def chat(messages: list[Body], *, n_out: int, **fields: Any) -> Body:
@@ -165,16 +170,15 @@ class Ledger:
         """Remember a finished request."""
         conversation = self.render([*messages, reply.message], is_prompt=False)
         if not np.array_equal(conversation[: len(prompt)], prompt):
-            conversation = (
-                prompt  # the template rewrote the past: only the prompt is sure
-            )
+            # The template rewrote earlier messages: only the prompt is sure.
+            conversation = prompt
         tokens = conversation[: len(prompt) + reply.n_out]
         starts = np.flatnonzero(prompt == self._turn_start)
-        recent = starts[
-            starts >= max(start for start in starts if self._asks(prompt, start))
-        ]
+        newest_question = max(start for start in starts if self._asks(prompt, start))
+        recent = starts[starts >= newest_question]
         ends = [len(prompt) - 1, len(tokens) - 1, len(tokens)]
-        self._pasts.append(Past(tokens, np.unique([starts[1], *recent, *ends])))
+        boundaries = np.unique([starts[1], *recent, *ends])
+        self._pasts.append(Past(tokens, boundaries))
 
     def _asks(self, prompt: np.ndarray, start: int) -> bool:
         """A user's message, not a tool's result, which is rendered as one."""
@@ -267,7 +271,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": head}, self._question()]
 
     def _question(self) -> Body:
-        return {"role": "user", "content": self.words.text(60)}
+        return user(self.words.text(60))
 
     def hear(self, reply: Reply) -> None:
         self.messages.append(reply.message)
@@ -320,7 +324,7 @@ def five_last_messages(client: Client, words: Words) -> None:
     conversation = Conversation(client, words, head=words.text(1500)).turn(5)
     past = conversation.messages[:-1]
     for _ in range(5):
-        client.ask([*past, {"role": "user", "content": words.text(50)}])
+        client.ask([*past, user(words.text(50))])
 
 
 def interleaved(client: Client, words: Words) -> None:

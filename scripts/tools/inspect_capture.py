@@ -149,9 +149,10 @@ class Unit:
                 return self.raw[name], name
         content = self.raw.get("content")
         if isinstance(content, list):
-            parts = [part for part in content if isinstance(part, dict)]
-            thoughts = [str(p.get("thinking") or "") for p in parts if is_thinking(p)]
-            if thoughts:
+            blocks = [part for part in content if isinstance(part, dict)]
+            blocks = [block for block in blocks if is_thinking(block)]
+            if blocks:
+                thoughts = [str(block.get("thinking") or "") for block in blocks]
                 return "\n".join(thoughts), "thinking block"
         if isinstance(content, str):
             match = THOUGHT.match(content)
@@ -186,7 +187,8 @@ class Prompt:
     @cached_property
     def starts(self) -> list[int]:
         """Characters before each unit, and of all in the end."""
-        return list(accumulate((len(unit.text) for unit in self.units), initial=0))
+        lengths = [len(unit.text) for unit in self.units]
+        return list(accumulate(lengths, initial=0))
 
     @cached_property
     def session(self) -> tuple[str, ...]:
@@ -269,8 +271,9 @@ def call_leaves(message: Body, path: str, role: str) -> Iterator[Leaf]:
 def message_unit(message: Body, path: str) -> Unit:
     role = str(message.get("role"))
     role = "system" if role == "developer" else role
-    content = content_leaves(message.get("content"), f"{path}.content", role)
-    return Unit(path, role, message, (*content, *call_leaves(message, path, role)))
+    leaves = list(content_leaves(message.get("content"), f"{path}.content", role))
+    leaves += call_leaves(message, path, role)
+    return Unit(path, role, message, tuple(leaves))
 
 
 def system_units(system: Any) -> Iterator[Unit]:
@@ -322,13 +325,14 @@ def prompt_of(exchange: Exchange) -> Prompt:
         for place, message in enumerate(body["messages"])
         if isinstance(message, dict)
     ]
-    system = list(system_units(body.get("system")))
+    head = list(system_units(body.get("system")))
     n_leading = 0
     if exchange.api == "chat":
         roles = [unit.role == "system" for unit in units]
         n_leading = roles.index(False) if False in roles else len(roles)
-    head = (*system, *units[:n_leading], *tool_units(body.get("tools")))
-    return Prompt(exchange, head, tuple(units[n_leading:]))
+    head += units[:n_leading]
+    head += tool_units(body.get("tools"))
+    return Prompt(exchange, tuple(head), tuple(units[n_leading:]))
 
 
 # Replies ------------------------------------------------------------------------------------------
@@ -422,7 +426,8 @@ def likeness(a: str, b: str) -> float:
         return float(bool(a) == bool(b))
     shorter = min(len(a), len(b))
     start = n_shared(a, b)
-    end = min(n_shared(a[::-1], b[::-1]), shorter - start)
+    n_shared_at_end = n_shared(a[::-1], b[::-1])
+    end = min(n_shared_at_end, shorter - start)
 
     lines_a = Counter(skeleton(a).split("\n"))
     lines_b = Counter(skeleton(b).split("\n"))
@@ -441,7 +446,9 @@ def are_alike(a: Unit, b: Unit) -> bool:
         return False
     if a.role == "tools":
         return tool_name(a.raw) == tool_name(b.raw)
-    return bool(set(a.call_ids) & set(b.call_ids)) or likeness(a.text, b.text) >= 0.5
+    if not set(a.call_ids).isdisjoint(b.call_ids):
+        return True
+    return likeness(a.text, b.text) >= 0.5
 
 
 def matched(a: Sequence[Unit], b: Sequence[Unit]) -> Pairs:
@@ -524,7 +531,8 @@ class Step:
 
     @property
     def score(self) -> int:
-        return 2 * (len(self.pairs) - len(self.rewritten)) + len(self.rewritten)
+        """A message that is the same counts twice, one that was rewritten once."""
+        return 2 * len(self.pairs) - len(self.rewritten)
 
 
 Talk = list[Prompt | Step]  # the first prompt of a conversation, then its steps
@@ -714,9 +722,14 @@ def attached_passages(text: str) -> list[Passage]:
 def line_changes(old_text: str, new_text: str) -> Iterator[Change]:
     a = old_text.split("\n")
     b = new_text.split("\n")
-    starts = list(accumulate((len(line) + 1 for line in b), initial=0))
+    lengths = [len(line) + 1 for line in b]
+    starts = list(accumulate(lengths, initial=0))
+
+    def are_like(i: int, j: int) -> bool:
+        return are_like_lines(a[i], b[j])
+
     for _, left, right in differences(a, b):
-        pairs = list(matched_gap(left, right, lambda i, j: are_like_lines(a[i], b[j])))
+        pairs = list(matched_gap(left, right, are_like))
         for i, j in pairs:
             yield from value_changes(a[i], b[j], line_start=starts[j])
         yield from run_changes(a, b, gap=(left, right), pairs=pairs)
@@ -807,8 +820,10 @@ def widened(line: str, start: int, end: int) -> Value:
             left, right = match.span("value")
             if left <= start and end <= right and right - left <= limit:
                 return Value(left, right, form, match["label"], match["value"])
-    left = len(line[:start]) - len(re.split(r"\s", line[:start])[-1])
-    right = end + len(re.split(r"\s", line[end:])[0])
+    word_start = re.split(r"\s", line[:start])[-1]
+    word_end = re.split(r"\s", line[end:])[0]
+    left = start - len(word_start)
+    right = end + len(word_end)
     return Value(left, right, "words", "", line[left:right])
 
 
@@ -865,12 +880,12 @@ def loose_regex(line: str, value: Value, inner: str) -> str:
     """For a value without a name: by what stands before it, from the line's start if it is near."""
     prefix = line[: value.start]
     next_character = line[value.end : value.end + 1]
-    lead = literal(prefix) if len(prefix) <= 40 else ".*?" + literal(prefix[-20:])
+    end = literal(next_character)
+    is_near = len(prefix) <= 40
+    lead = literal(prefix) if is_near else ".*?" + literal(prefix[-20:])
     if value.kind == "timestamp" or " " in value.text:
-        inner = (
-            rf"[^\n{literal(next_character)}]+" if next_character.strip() else r".+?"
-        )
-    return rf"(?m)^{lead}(?P<value>{inner}){literal(next_character) or '$'}"
+        inner = rf"[^\n{end}]+" if next_character.strip() else r".+?"
+    return rf"(?m)^{lead}(?P<value>{inner}){end or '$'}"
 
 
 def wrapped_regex(passage: Passage) -> str:
@@ -980,7 +995,8 @@ class Lens:
         text_before = leaf.text[: change.at]
         line = text_before.count("\n") + 1
         column = len(text_before) - text_before.rfind("\n")
-        spot = Spot(leaf.path, leaf.role, self.start_of(leaf) + change.at, line, column)
+        position = self.start_of(leaf) + change.at
+        spot = Spot(leaf.path, leaf.role, position, line, column)
         return self.event(self.sort_of(change, leaf), change, spot)
 
     def sort_of(self, change: Change, leaf: Leaf) -> str:
@@ -999,7 +1015,8 @@ class Lens:
 
 def slug(label: str) -> str:
     split = re.sub(r"([a-z])([A-Z])", r"\1_\2", label)
-    return re.sub(r"\W+", "_", split).strip("_").lower()[:40] or "text"
+    name = re.sub(r"\W+", "_", split).strip("_").lower()
+    return name[:40] or "text"
 
 
 def step_events(step: Step) -> Iterator[Event]:
@@ -1014,8 +1031,9 @@ def step_events(step: Step) -> Iterator[Event]:
     for i in step.removed:
         yield gone_event(step, i, lens)
     for j in step.added:
-        spot = Spot(b[j].path, b[j].role, lens.start_of(b[j]))
-        yield lens.event(message_sort(b[j]), passage_change("", b[j].text), spot)
+        unit = b[j]
+        spot = Spot(unit.path, unit.role, lens.start_of(unit))
+        yield lens.event(message_sort(unit), passage_change("", unit.text), spot)
     if step.reply is not None:
         yield from echo_events(step.earlier.exchange, b[step.reply], lens)
 
@@ -1125,7 +1143,8 @@ def gap_events(
         spot = Spot(leaf.path, leaf.role, lens.start_of(b) + n_characters)
         yield lens.event(lens.sort_of(change, leaf), change, spot)
     for j in sorted(set(right) - {j for _, j in pairs}):
-        yield lens.in_text(passage_change("", b.leaves[j].text), b.leaves[j])
+        leaf = b.leaves[j]
+        yield lens.in_text(passage_change("", leaf.text), leaf)
 
 
 def shape_events(a: Unit, b: Unit, lens: Lens) -> Iterator[Event]:
@@ -1244,7 +1263,8 @@ class Finding:
         """One for each request: of the first such change in it."""
         shares: dict[int, float] = {}
         for event in self.events:
-            shares[event.seq] = max(event.share, shares.get(event.seq, 0.0))
+            share = shares.get(event.seq, 0.0)
+            shares[event.seq] = max(event.share, share)
         return list(shares.values())
 
     @cached_property
@@ -1313,7 +1333,9 @@ def captures(regex: str, change: Change) -> bool:
 
 
 def clipped(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
 def findings(events: Iterable[Event], n_compared: int) -> list[Finding]:
