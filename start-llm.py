@@ -10460,7 +10460,7 @@ class _GrammarWriter:
         rule = f"{thinking} {self._form.json_rule(can_call=can_call)}"
         matcher = self._compile({"start": rule}, schemas)
         if matcher.is_error():
-            fault = _first_sentence(matcher.get_error())
+            fault = _describe_fault(matcher.get_error(), schema)
             field_name = "response_format.json_schema.schema"
             raise BadRequest(fault, field=field_name, quote=fault)
         if not has_strict_calls:
@@ -10500,7 +10500,7 @@ class _GrammarWriter:
         for call in self._calls:
             fault = compile_calls([call]).get_error()
             if fault and call.schema_path:
-                raise call.refusal(_first_sentence(fault))
+                raise call.refusal(_describe_fault(fault))
             checked_calls.append(call._replace(parts=None) if fault else call)
         free_calls = [call._replace(parts=None) for call in self._calls]
         for weaker_calls in (checked_calls, free_calls):
@@ -10530,9 +10530,50 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
     return {**schema, "x-guidance": guidance}
 
 
-def _first_sentence(error: str) -> str:
-    sentence = error.rpartition("error: ")[2].splitlines()[0].partition(". ")[0]
-    return f"{sentence:.300}"
+# What llguidance says of keywords such as "uniqueItems".
+_UNKNOWN_KEYWORDS: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
+# In a schema: what has schemas by names that somebody chose, and what has none.
+_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES: Final = ("enum", "const", "default", "examples")
+
+
+def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
+    """What cannot be enforced, and where in the schema, in one sentence."""
+    match = _UNKNOWN_KEYWORDS.search(error)
+    if match is None:
+        sentence = error.rpartition("error: ")[2].splitlines()[0].partition(". ")[0]
+        return f"{sentence:.300}"
+    keywords = match[1]
+    place = _find_keyword(schema or {}, set(json.loads(f"[{keywords}]")))
+    where = f" of {place:.100}" if place else ""
+    return f"{keywords:.100}{where} cannot be enforced: leave it out"
+
+
+def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
+    """Where the first of these keywords stands: "properties.tags"; "": at the top."""
+    places: deque[tuple[str, object]] = deque([("", schema)])
+    while places:
+        path, value = places.popleft()
+        if isinstance(value, dict) and keywords & value.keys():
+            return path.removeprefix(".")
+        for step, part in _schema_parts(value):
+            places.append((path + step, part))
+    return ""
+
+
+def _schema_parts(value: object) -> Iterator[tuple[str, object]]:
+    """The parts of a schema, or of a list of schemas, each after its step to it."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield f"[{index}]", item
+    if not isinstance(value, dict):
+        return
+    for name, part in value.items():
+        if name in _NAMED_SCHEMAS and isinstance(part, dict):
+            for key, schema in part.items():
+                yield f".{name}.{key}", schema
+        elif name not in _VALUES:
+            yield f".{name}", part
 
 
 @lru_cache(maxsize=32)

@@ -284,6 +284,44 @@ def test_a_schema_that_cannot_be_compiled_is_refused_in_one_sentence(dense, reas
     assert dense.ask(ASKED, max_tokens=3).n_generated == 3
 
 
+@pytest.mark.parametrize(
+    ("keyword", "rest"),
+    [
+        ("uniqueItems", {"type": "array", "uniqueItems": True}),
+        ("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a"}}),
+        ("contains", {"type": "array", "contains": {"type": "string"}}),
+    ],
+)
+def test_a_keyword_that_cannot_be_enforced_is_named_with_its_place(
+    dense, keyword, rest
+):
+    # A property may be called like a keyword, and a value look like a schema with it.
+    outer = {
+        "type": "object",
+        "properties": {
+            keyword: {"const": {keyword: 1}},
+            "tags": {"anyOf": [{"type": "null"}, rest]},
+        },
+    }
+    places = {
+        f'"{keyword}" cannot be': rest,
+        f'"{keyword}" of properties.tags.anyOf[1] cannot be': outer,
+    }
+    for sentence, schema in places.items():
+        with pytest.raises(s.BadRequest) as refused:
+            constraints(dense, response_format=form(schema))
+        assert str(refused.value) == (
+            f"response_format.json_schema.schema: {sentence} enforced: leave it out"
+        )
+        function = {"name": "f", "parameters": {"properties": {"x": schema}}}
+        with pytest.raises(s.BadRequest, match=f'strict: "{keyword}" cannot be'):
+            constraints(
+                dense,
+                tools=[{"function": function, "strict": True}],
+                tool_choice="required",
+            )
+
+
 def test_too_many_tools_for_a_forced_call_are_no_fault_of_a_schema(dense):
     names = [f"{n:064b}" for n in range(1200)]  # each digit is a token
     tools = [{"type": "function", "function": {"name": name}} for name in names]
