@@ -185,6 +185,7 @@ def test_packages_of_the_users_own_path_do_not_hide_the_pinned_ones(
     monkeypatch.setattr(install, "prepare", lambda *_: None)
     monkeypatch.setattr(install, "server_environment", lambda _, environ: dict(environ))
     monkeypatch.setattr(os, "execve", lambda *call: environments.append(call[2]))
+    monkeypatch.setattr(install, "hold_signals", lambda: None)
     install.run([])
 
     assert "PYTHONPATH" not in environments[0]
