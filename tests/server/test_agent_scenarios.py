@@ -1,8 +1,8 @@
 """What agents do, through the openai SDK: nothing is prefilled twice, and no reply changes by it.
 
-What was prefilled is read from the model's own calls, the fewest possible comes from minimum_prefill.py.
-Every word of every reply must be the likeliest by a cold run of the plain model; some replies are
-compared as a whole with those of a server whose cache is switched off.
+What was prefilled is read from the model's own calls, the fewest possible comes from
+minimum_prefill.py. Every word of every reply must be the likeliest by a cold run of the plain
+model; some replies are compared as a whole with those of a server whose cache is switched off.
 """
 
 import random
