@@ -295,7 +295,6 @@ from mlx_lm.sample_utils import (
 )
 from PIL import Image, ImageOps
 from pydantic import (
-    AliasPath,
     BaseModel,
     BeforeValidator,
     Field,
@@ -1838,8 +1837,9 @@ class ResponseFormatter(Protocol):
 # Chat completions and completions: bodies -> ChatRequest, reply -> bodies.
 #
 # Unknown fields pass. A field that we cannot honour, and that would change the reply,
-# is refused. Clients have many spellings for two things: whether to think, and the id
-# of their session. Each has a table of places, of which the first with a value counts.
+# is refused. Clients have many spellings for three things: whether to think, for how
+# many tokens, and the id of their session. Each has a table of places, of which the
+# first with a value counts.
 # A completion is parsed as a chat, whose message its prompt then replaces; what only
 # chats have is ignored there.
 #
@@ -1927,10 +1927,6 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: JsonObject = {}
     response_format: JsonObject = {}
-    # Only as Anthropic spells it: a top-level `thinking_budget` is an unknown field.
-    thinking_budget: Annotated[int, Field(ge=0)] | None = Field(
-        None, validation_alias=AliasPath("thinking", "budget_tokens")
-    )
     # What we cannot do, with the values that do not ask for it.
     n: _One = 1
     best_of: _One = 1
@@ -1969,6 +1965,7 @@ _CHAT_ONLY_FIELDS: Final = (
     "top_logprobs",
     "return_progress",
     "thinking",
+    "thinking_budget",
     "chat_template_kwargs",
     "extra_body",
 )
@@ -2015,7 +2012,7 @@ def parse_chat_request(
         logprobs=parsed.logprobs,
         top_logprobs=parsed.top_logprobs,
         thinking=thinking.is_on,
-        thinking_budget=parsed.thinking_budget,
+        thinking_budget=_find_thinking_budget(fields),
         json_schema=json_schema,
         template_kwargs=_template_kwargs(parsed.chat_template_kwargs, thinking.effort),
     )
@@ -2115,6 +2112,19 @@ _THINKING_PLACES: Final = (
     *_THINKING_FIELDS,
     *(f"metadata.{name}" for name in _THINKING_FIELDS),
 )
+# Where a body may say how many tokens it may think. The first that is present counts.
+_BUDGET_FIELDS: Final = (
+    "thinking.budget_tokens",  # Anthropic
+    "thinking_budget",  # Qwen's API
+    "reasoning.max_tokens",  # OpenRouter
+)
+_BUDGET_PLACES: Final = (
+    "chat_template_kwargs.thinking_budget",  # Qwen, Seed-OSS; their templates get it
+    *_BUDGET_FIELDS,
+    *(f"metadata.{name}" for name in _BUDGET_FIELDS),
+)
+# They also switch thinking on, where nothing else says whether to think.
+_SWITCHING_BUDGETS: Final = ("reasoning.max_tokens", "metadata.reasoning.max_tokens")
 _THINKING_LEVELS: Final[Mapping[str, str]] = {
     "off": "off",
     "none": "off",
@@ -2151,6 +2161,7 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
     """The thinking that a body asks for. Raises BadRequest if a value is no level.
 
     {"thinking": true, "reasoning_effort": "low"} is on, with the effort "low".
+    {"reasoning": {"max_tokens": 2000}} is on, as it says nothing else.
     """
     levels = []
     for place in _THINKING_PLACES:
@@ -2167,11 +2178,28 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
         levels.append(level)
 
     if not levels:
-        return _Thinking(default)
+        budgets = [_value_at(fields, place) for place in _SWITCHING_BUDGETS]
+        return _Thinking(default or any(budget is not None for budget in budgets))
     if levels[0] == "off":
         return _Thinking(False)
     efforts = [level for level in levels if level not in ("off", "on")]
     return _Thinking(True, efforts[0] if efforts else None)
+
+
+def _find_thinking_budget(fields: JsonObject) -> int | None:
+    """The tokens that a reply may think. Raises BadRequest: that is no number of them.
+
+    None: as many as it likes.
+    """
+    budgets: list[int] = []
+    for place in _BUDGET_PLACES:
+        value = _value_at(fields, place)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise BadRequest("should be a number of tokens, 0 or more", field=place)
+        budgets.append(value)
+    return budgets[0] if budgets else None
 
 
 def _check_template_kwargs(template_kwargs: JsonObject) -> None:

@@ -946,9 +946,11 @@ CHAT = {
     "repetition_penalty": 1.1,
     "seed": 3,
     "user": "u",
-    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template_kwargs": {"enable_thinking": False, "thinking_budget": 7},
     "enable_thinking": False,
     "reasoning_effort": "low",
+    "thinking_budget": 7,
+    "reasoning": {"max_tokens": 7},
     "tool_choice": "auto",
     "tools": [
         {

@@ -209,8 +209,9 @@ def fields(name: str) -> set[str]:
 
 def test_every_field_that_is_read_is_described():
     sampling = set(s.SamplingParams.model_fields)
-    thinking = {name.partition(".")[0] for name in s._THINKING_FIELDS}
-    chat = set(s._ChatBody.model_fields) - {"thinking_budget"}
+    places = s._THINKING_FIELDS + s._BUDGET_FIELDS
+    thinking = {name.partition(".")[0] for name in places}
+    chat = set(s._ChatBody.model_fields)
     assert thinking | sampling | chat <= fields("ChatRequest")
     assert sampling | set(s._CompletionBody.model_fields) <= fields("CompletionRequest")
     assert sampling | set(s._MessagesBody.model_fields) <= fields("MessagesRequest")
@@ -503,8 +504,10 @@ WHOLE = {
             "type": "json_schema",
             "json_schema": {"schema": {"type": "object"}},
         },
-        "chat_template_kwargs": {"x": 1},
+        "chat_template_kwargs": {"x": 1, "thinking_budget": 9},
         "thinking": {"type": "enabled", "budget_tokens": 9},
+        "thinking_budget": 9,
+        "reasoning": {"max_tokens": 9},
         "stop": ["\n\n"],
         "temperature": 0.5,
         "max_tokens": 2,

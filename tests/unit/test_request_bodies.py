@@ -679,10 +679,64 @@ def test_the_template_switch_wins_and_the_others_pass_through():
     assert chat(extra_body={"thinking": "off"}, thinking="on").thinking
 
 
-def test_a_thinking_budget_is_where_anthropic_has_it_and_nowhere_else() -> None:
-    anthropic_field = {"thinking": {"type": "enabled", "budget_tokens": 5}}
-    assert chat(**anthropic_field, thinking_budget=9).thinking_budget == 5
-    assert chat(thinking_budget=9).thinking_budget is None
+BUDGETS = {
+    "Anthropic": {"thinking": {"type": "enabled", "budget_tokens": 5}},
+    "Qwen": {"thinking_budget": 5},
+    "Qwen with its switch": {"enable_thinking": True, "thinking_budget": 5},
+    "OpenRouter": {"reasoning": {"max_tokens": 5}},
+    "OpenRouter with its switch": {"reasoning": {"enabled": True, "max_tokens": 5}},
+}
+TEMPLATE_BUDGET = {"chat_template_kwargs": {"thinking_budget": 5}}
+
+
+@pytest.mark.parametrize("nest", [None, "metadata", "extra_body"])
+@pytest.mark.parametrize("spelling", BUDGETS.values(), ids=BUDGETS.keys())
+def test_a_thinking_budget_is_found_in_every_spelling(spelling, nest):
+    fields = spelling if nest is None else {nest: spelling}
+    assert chat(**fields).thinking_budget == 5
+    assert chat().thinking_budget is None
+
+
+def test_a_thinking_budget_for_the_template_is_kept_and_reaches_it():
+    for fields in (TEMPLATE_BUDGET, {"extra_body": TEMPLATE_BUDGET}):
+        request = chat(**fields)
+        assert request.thinking_budget == 5
+        assert request.template_kwargs == {"thinking_budget": 5}
+    other = {"thinking_budget": 9, "reasoning": {"max_tokens": 8}}
+    assert chat(**other, **TEMPLATE_BUDGET).thinking_budget == 5
+    assert chat(**other, **BUDGETS["Anthropic"]).thinking_budget == 5
+    assert chat(**other).thinking_budget == 9
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_openrouters_budget_alone_switches_thinking_on(default):
+    config = Config(default_thinking=default)
+    for fields in ({"max_tokens": 5}, {"max_tokens": 5, "effort": "high"}):
+        assert chat(config=config, reasoning=fields).thinking
+        assert chat(config=config, metadata={"reasoning": fields}).thinking
+    off = chat(config=config, reasoning={"max_tokens": 5, "enabled": False})
+    assert not off.thinking
+    assert not chat(enable_thinking=False, reasoning={"max_tokens": 5}).thinking
+    assert chat(config=config, thinking_budget=5).thinking is default
+
+
+@pytest.mark.parametrize("wrong", [-1, "5", 1.5, True, [], {}])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "thinking.budget_tokens",
+        "thinking_budget",
+        "reasoning.max_tokens",
+        "chat_template_kwargs.thinking_budget",
+        "metadata.thinking_budget",
+        "metadata.reasoning.max_tokens",
+    ],
+)
+def test_a_budget_that_is_no_number_of_tokens_is_named(place, wrong):
+    value = wrong
+    for name in reversed(place.split(".")):
+        value = {name: value}
+    assert refused(chat, **value) == place
 
 
 ARGUMENTS = (
