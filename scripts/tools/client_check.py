@@ -230,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.model = args.model or first_model(args.url, args.key)
         with TemporaryDirectory(ignore_cleanup_errors=True) as room:
-            exchanges = have_session(args.name, args, Path(room))
+            # Of macOS's folder for temporary files, a client knows the other name.
+            exchanges = have_session(args.name, args, Path(room).resolve())
     except (OSError, ValueError, LookupError, drive.ClientError) as error:
         print(f"{args.name} on {args.url}: {error}", file=sys.stderr)
         return 2

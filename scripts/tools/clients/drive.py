@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -35,6 +36,21 @@ COST = {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
 LIMITS = {"contextWindow": 131072, "maxTokens": 8192}
 
 Settings = dict[str, Any]
+
+
+def npm_platform(system: str, machine: str) -> str:
+    """What npm calls a machine, after platform.system() and platform.machine()."""
+    chip = "arm64" if machine in ("arm64", "aarch64") else "x64"
+    return f"{system.lower()}-{chip}"
+
+
+PLATFORM = npm_platform(platform.system(), platform.machine())
+CODEX_TARGETS = {  # as Rust calls them
+    "linux-x64": "x86_64-unknown-linux-musl",
+    "linux-arm64": "aarch64-unknown-linux-musl",
+    "darwin-x64": "x86_64-apple-darwin",
+    "darwin-arm64": "aarch64-apple-darwin",
+}
 
 
 class ClientError(Exception):
@@ -65,6 +81,8 @@ def started(
                 process.wait(seconds)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
+            except PermissionError:  # macOS, of a group that has only ended processes
+                process.wait(seconds)
 
 
 class Client:
@@ -192,7 +210,7 @@ class ClaudeCode(Client):
     def _command(self, server: str, words: str) -> list[str]:
         session_option = "--resume" if self._is_begun(server) else "--session-id"
         modules = CLIENTS / self.PARTS[0] / "node_modules"
-        program = modules / "@anthropic-ai/claude-code-linux-x64/claude"
+        program = modules / f"@anthropic-ai/claude-code-{PLATFORM}/claude"
         command = [str(program), "-p", words, session_option, self._begun[server]]
         command += ["--output-format", "json", "--dangerously-skip-permissions"]
         return [*command, *self.OPTIONS]
@@ -256,8 +274,8 @@ class Codex(Client):
 
     def _command(self, server: str, words: str) -> list[str]:
         go_on = ["resume", "--last"] if self._is_begun(server) else []
-        package = CLIENTS / "codex/node_modules/@openai/codex-linux-x64"
-        program = package / "vendor/x86_64-unknown-linux-musl/bin/codex"
+        package = CLIENTS / f"codex/node_modules/@openai/codex-{PLATFORM}"
+        program = package / "vendor" / CODEX_TARGETS[PLATFORM] / "bin/codex"
         free = ["--json", "--dangerously-bypass-approvals-and-sandbox"]
         chosen = ["-c", 'model_provider="lab"', "-m", self._model]
         return [str(program), "exec", *go_on, *free, *chosen, words]
@@ -274,7 +292,7 @@ class Copilot(Client):
 
     def _command(self, server: str, words: str) -> list[str]:
         go_on = ["--continue"] if self._is_begun(server) else []
-        program = CLIENTS / "copilot/node_modules/@github/copilot-linux-x64/copilot"
+        program = CLIENTS / f"copilot/node_modules/@github/copilot-{PLATFORM}/copilot"
         return [str(program), *go_on, "-p", words, "--allow-all-tools"]
 
     def _env_for(self, server: str) -> dict[str, str]:
@@ -308,7 +326,7 @@ class OpenCode(Client):
 
     def _command(self, server: str, words: str) -> list[str]:
         go_on = ["-c"] if self._is_begun(server) else []
-        program = CLIENTS / "opencode/node_modules/opencode-linux-x64/bin/opencode"
+        program = CLIENTS / f"opencode/node_modules/opencode-{PLATFORM}/bin/opencode"
         chosen = ["--format", "json", "-m", f"{server}/{self._model}"]
         return [str(program), "run", *chosen, *go_on, words]
 
