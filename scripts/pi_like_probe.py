@@ -3,6 +3,10 @@
     python scripts/pi_like_probe.py                                    start-llm on this machine
     python scripts/pi_like_probe.py --base-url http://127.0.0.1:4000   any OpenAI-compatible server
     python scripts/pi_like_probe.py --turns 20 --json
+    python scripts/pi_like_probe.py --image [FILE.png]                 a vision model
+
+Where the server listens and which key it wants is read from the environment or from .env, as the
+server reads it: MLX_HOST, MLX_PORT, API_KEY.
 
 WHAT IS ASKED
 
@@ -11,6 +15,9 @@ WHAT IS ASKED
     turn 1 is cold (1)   parts        way PI does   calls, the next question
 
     (1) but for the tools, where a template prints them before the prompt
+
+    With --image the first question has an image as well, new to every cache unless it is a file of
+    yours: all later turns must find it.
 
 WHAT IS PRINTED per turn, in tokens
 
@@ -22,22 +29,29 @@ WHAT IS PRINTED per turn, in tokens
 
 HEALTHY (exit status 0, else 1; 2: the server could not be asked)
 
-    hit is 97 % or more from turn 3 on, and the counters of what must not happen stood still
+    hit is 97 % or more from turn 3 on, and the counters of what must not happen stood still:
+    vlm_retreat and exact_key_rejected_by_model_lcp, and hybrid_trim_miss from turn 2 on (turn 1 may
+    begin as another conversation does, and have no checkpoint there)
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import http.client
 import json
 import math
+import mimetypes
+import os
 import random
 import re
 import secrets
+import struct
 import sys
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -45,6 +59,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+from chat import SETTINGS, server_of
+from dotenv import dotenv_values
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -59,10 +75,12 @@ Body = dict[str, Any]
 
 HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
 HEALTHY_FROM: Final = 3  # ... from this turn on
-# Counters that must not move.
+# Counters that must not move, and one that must not after the first turn.
 STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")
+STILL_LATER: Final = "hybrid_trim_miss"
 # Of all results for one reply: few, or what is new would look missed.
 RESULT_CHARS: Final = 160
+IMAGE_SIDE: Final = 224  # pixels of the image made here
 CORPUS: Final = Path(__file__).resolve().parent / "tools" / "tiny_model" / "corpus.txt"
 
 
@@ -375,16 +393,59 @@ class Prose:
         return "".join(sentences).rstrip()
 
 
+def make_png(nonce: str) -> bytes:
+    """Squares of color, others for another nonce."""
+    colors = random.Random(nonce)
+    row = b"".join(
+        colors.randbytes(3) * (IMAGE_SIDE // 8) for _ in range(8)
+    )  # RGB, eight squares
+    pixels = (b"\0" + row) * IMAGE_SIDE  # a row begins with its filter: none
+    head = struct.pack(">IIBBBBB", IMAGE_SIDE, IMAGE_SIDE, 8, 2, 0, 0, 0)
+    chunks = {b"IHDR": head, b"IDAT": zlib.compress(pixels), b"IEND": b""}
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, content in chunks.items():
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        png += struct.pack(">I", len(content)) + kind + content + checksum
+    return png
+
+
+def read_image(path: str, nonce: str) -> str:
+    """A data URL: of a file, or without a path of an image made for this nonce.
+
+    Raises ProbeError.
+    """
+    if not path:
+        kind, payload = "image/png", make_png(nonce)
+    else:
+        kind = mimetypes.guess_type(path)[0] or "image/png"
+        try:
+            payload = Path(path).read_bytes()
+        except OSError as error:
+            raise ProbeError(f"--image: {error}") from error
+    return f"data:{kind};base64,{base64.b64encode(payload).decode()}"
+
+
 class Agent:
     """PI at work in a made-up project: it answers the model's calls, or asks the next question."""
 
-    def __init__(self, nonce: str, *, role: str, head_chars: int) -> None:
-        """`nonce` stands near the start, so that no other conversation shares more than that."""
+    def __init__(
+        self, nonce: str, *, role: str, head_chars: int, image_url: str = ""
+    ) -> None:
+        """`nonce` stands near the start, so that no other conversation shares more than that.
+
+        `image_url`: of an image that the first question has.
+        """
         self._prose = Prose(nonce)
         self._n_questions = 0
         head = f"You are a coding agent in the project {nonce}. Use the tools; be brief.\n\n"
         head += "# AGENTS.md\n\n" + self._prose.text(head_chars)
-        self.messages: list[Body] = [{"role": role, "content": head}, self._question()]
+        question = self._question()
+        if image_url:  # as PI sends `@pic.png`
+            question["content"] += [
+                {"type": "text", "text": '<file name="/work/pic.png"></file>'},
+                {"type": "image_url", "image_url": {"url": image_url}},
+            ]
+        self.messages: list[Body] = [{"role": role, "content": head}, question]
 
     def _question(self) -> Body:
         text = QUESTIONS[self._n_questions % len(QUESTIONS)]
@@ -471,17 +532,22 @@ def count_steps(
     return {name: count - old_counters.get(name, 0) for name, count in counters.items()}
 
 
-def judge(turns: Sequence[Turn], counters: Mapping[str, int] | None) -> list[Check]:
-    """`counters`: how far each of them moved meanwhile."""
+def judge(
+    turns: Sequence[Turn],
+    counters: Mapping[str, int] | None,
+    *,
+    later: Mapping[str, int] | None = None,
+) -> list[Check]:
+    """`counters`: how far each of them moved meanwhile; `later`: after the first turn."""
     worst = min(turns[HEALTHY_FROM - 1 :], key=lambda turn: turn.share)
     name = f"hit from turn {HEALTHY_FROM} on"
     says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
     checks = [Check(name, worst.share >= HEALTHY_SHARE, says)]
-    if counters is None:
-        return checks
-
-    for name in STILL:
-        step = counters.get(name, 0)
+    steps = {name: (counters or {}).get(name) for name in STILL}
+    steps[f"{STILL_LATER} from turn 2 on"] = (later or {}).get(STILL_LATER)
+    for name, step in steps.items():
+        if step is None:
+            continue
         checks.append(Check(name, step == 0, f"moved by {step}; wanted 0"))
     return checks
 
@@ -493,10 +559,11 @@ class Report:
     server: Server
     turns: list[Turn]
     counters: dict[str, int] | None
+    later_counters: dict[str, int] | None  # how far they moved after the first turn
 
     @property
     def checks(self) -> list[Check]:
-        return judge(self.turns, self.counters)
+        return judge(self.turns, self.counters, later=self.later_counters)
 
     @property
     def healthy(self) -> bool:
@@ -570,14 +637,19 @@ def show(report: Report, console: Console) -> None:
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every probe has."""
+    """The options that every probe has; what they leave open is as in .env."""
+    usual = server_of({**dotenv_values(SETTINGS), **os.environ})
     parser.add_argument(
-        "--base-url", default="http://127.0.0.1:8080", help="with or without /v1"
+        "--base-url",
+        default=usual.url,
+        help="with or without /v1; default: as MLX_HOST and MLX_PORT say",
     )
     parser.add_argument(
         "--model", default="", help="name to ask for (default: the first one)"
     )
-    parser.add_argument("--api-key", default="none")
+    parser.add_argument(
+        "--api-key", default=usual.key or "none", help="default: the first of API_KEY"
+    )
     parser.add_argument(
         "--timeout", type=float, default=900.0, help="seconds without a word"
     )
@@ -608,6 +680,13 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=int, default=1024, help="of one reply")
     parser.add_argument("--effort", default="medium", help="reasoning_effort")
+    parser.add_argument(
+        "--image",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="ask about an image, too; without a file about one made for the purpose",
+    )
     options = parser.parse_args()
     if options.turns < HEALTHY_FROM:
         parser.error(f"--turns: the verdict needs at least {HEALTHY_FROM}")
@@ -616,11 +695,15 @@ def read_options() -> argparse.Namespace:
 
 def probe(options: argparse.Namespace) -> Report:
     """Raises ProbeError."""
+    nonce = secrets.token_hex(8)
+    image_url = ""
+    if options.image is not None:
+        image_url = read_image(options.image, nonce)
     server = server_from(options)
     agent = Agent(
-        secrets.token_hex(8), role=options.role, head_chars=options.head_chars
+        nonce, role=options.role, head_chars=options.head_chars, image_url=image_url
     )
-    old_counters = server.counters()
+    old_counters = first_counters = server.counters()
     turns: list[Turn] = []
     last_turn = None
     with progress_bar("turns", options.turns) as advance:
@@ -628,11 +711,19 @@ def probe(options: argparse.Namespace) -> Report:
             asked_role = agent.messages[-1]["role"]
             body = agent.body(max_tokens=options.max_tokens, effort=options.effort)
             reply = server.ask(body)
+            if last_turn is None:
+                first_counters = server.counters()
             last_turn = measure_turn(reply, asked_role=asked_role, last_turn=last_turn)
             turns.append(last_turn)
             agent.hear(reply)
             advance()
-    return Report(server, turns, count_steps(old_counters, server.counters()))
+    counters = server.counters()
+    return Report(
+        server,
+        turns,
+        counters=count_steps(old_counters, counters),
+        later_counters=count_steps(first_counters, counters),
+    )
 
 
 def main() -> int:

@@ -1,7 +1,10 @@
 """The probes: a healthy server passes, an unhealthy one fails; a log diff names the place."""
 
+import argparse
+import base64
 import copy
 import importlib.util
+import io
 import itertools
 import json
 import re
@@ -17,6 +20,7 @@ from typing import Any
 
 import pytest
 import start_llm as s
+from PIL import Image
 
 JsonObject = dict[str, Any]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -62,7 +66,7 @@ def words_of(message: JsonObject, *, masks_volatile: bool) -> list[str]:
     if isinstance(content, str):
         parts.append(content)
     else:
-        parts += [part["text"] for part in content]
+        parts += [part.get("text") or part["image_url"]["url"][:99] for part in content]
     for call in message.get("tool_calls") or ():
         arguments = parsed(call["function"]["arguments"])
         parts.append(f"{call['function']['name']} {sorted(arguments.items())}")
@@ -81,6 +85,7 @@ class FakeServer(ThreadingHTTPServer):
     forgetful   nothing is cached
     blind       any old conversation is taken for a prefix of any other
     bumping     like exact, but a counter moves that must not
+    trimming    like exact, but each turn lacks a checkpoint, not only the first
     """
 
     daemon_threads = True
@@ -96,8 +101,10 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def status(self) -> JsonObject:
-        counters = dict.fromkeys(pi.STILL, 0)
-        counters["hybrid_trim_miss"] = len(self.bodies)
+        n_misses = len(self.bodies)
+        if self.mode != "trimming":
+            n_misses = min(n_misses, 1)
+        counters = dict.fromkeys(pi.STILL, 0) | {"hybrid_trim_miss": n_misses}
         if self.mode == "bumping":
             counters["vlm_retreat"] = len(self.bodies)
         return {"counters": counters}
@@ -382,6 +389,16 @@ def test_health_is_the_share_from_turn_three_and_still_counters(
     assert all(check.healthy for check in pi.judge(turns, counters)) is healthy
 
 
+@pytest.mark.parametrize(
+    ("later", "healthy"), [({}, True), ({"hybrid_trim_miss": 1}, False)]
+)
+def test_a_missing_checkpoint_is_unhealthy_after_the_first_turn(later, healthy):
+    turns = turns_of((1000, 0, 1), (1000, 0, 1), (1000, 999, 1))
+    counters = {"hybrid_trim_miss": 1}
+    checks = pi.judge(turns, counters, later=later)
+    assert all(check.healthy for check in checks) is healthy
+
+
 def test_counters_count_from_where_they_stood():
     assert pi.count_steps({"a": 2}, {"a": 5, "b": 1}) == {"a": 3, "b": 1}
     assert pi.count_steps(None, {"a": 5}) is None
@@ -436,7 +453,7 @@ def test_pi_like_probe_finds_a_healthy_server_healthy():
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert report["healthy"] and report["model"] == "fake"
-    assert report["counters"]["hybrid_trim_miss"] == 5
+    assert report["counters"]["hybrid_trim_miss"] == 1
     turns = report["turns"]
     assert [turn["asked"] for turn in turns] == ["user", "tool", "user", "tool", "user"]
     lost_tokens = [turn["lost"] for turn in turns]
@@ -456,7 +473,7 @@ def test_pi_like_probe_finds_a_healthy_server_healthy():
     assert body["max_completion_tokens"] and body["reasoning_effort"]
 
 
-@pytest.mark.parametrize("mode", ["forgetful", "bumping"])
+@pytest.mark.parametrize("mode", ["forgetful", "bumping", "trimming"])
 def test_pi_like_probe_finds_an_unhealthy_server_unhealthy(mode, monkeypatch, capsys):
     with fake(mode) as server:
         status = call_main(pi, monkeypatch, "--base-url", server.url, "--turns", 3)
@@ -465,6 +482,60 @@ def test_pi_like_probe_finds_an_unhealthy_server_unhealthy(mode, monkeypatch, ca
     assert "NOT HEALTHY" in shown
     assert ("0.0% in turn 3" in shown) is (mode == "forgetful")
     assert ("vlm_retreat: moved by 3" in shown) is (mode == "bumping")
+    later = "hybrid_trim_miss from turn 2 on: moved by 2"
+    assert (later in shown) is (mode == "trimming")
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_pi_like_probe_asks_about_an_image_and_keeps_it(
+    is_file, tmp_path, monkeypatch, capsys
+):
+    picture = tmp_path / "cat.jpg"
+    Image.new("RGB", (40, 30)).save(picture)
+    arguments = ["--image", picture] if is_file else ["--image"]
+    with fake("exact") as server:
+        url = ["--base-url", server.url, "--turns", 4, "--json"]
+        assert call_main(pi, monkeypatch, *url, *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"]
+
+    text, *shown = server.bodies[0]["messages"][1]["content"]
+    assert text["type"] == "text"
+    sent_url = shown[-1]["image_url"]["url"]
+    kind, _, payload = sent_url.partition(";base64,")
+    assert kind == ("data:image/jpeg" if is_file else "data:image/png")
+    image = Image.open(io.BytesIO(base64.b64decode(payload)))
+    image.load()
+    assert image.size == ((40, 30) if is_file else (224, 224))
+    assert all(body["messages"][1]["content"][1:] == shown for body in server.bodies)
+    assert pi.make_png("a") != pi.make_png("b")
+
+
+def test_an_image_that_cannot_be_read_is_another_status(monkeypatch, capsys):
+    assert call_main(pi, monkeypatch, "--image", "/nowhere/cat.png") == 2
+    assert "--image: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [pi, session], ids=lambda module: module.__name__)
+def test_a_probe_finds_the_server_by_the_settings(module, tmp_path, monkeypatch):
+    with fake("exact") as server:
+        port = server.server_port
+    settings = tmp_path / ".env"
+    settings.write_text(f'MLX_PORT={port}\nAPI_KEY="first, second"\n')
+    for name in ("MLX_HOST", "MLX_PORT", "API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pi, "SETTINGS", settings)
+    parser = argparse.ArgumentParser()
+
+    module.add_server_options(parser)
+
+    options = parser.parse_args([])
+    assert options.base_url == f"http://127.0.0.1:{port}"
+    assert options.api_key == "first"
+    monkeypatch.setenv("MLX_PORT", "81")
+    parser = argparse.ArgumentParser()
+    module.add_server_options(parser)
+    assert parser.parse_args([]).base_url == "http://127.0.0.1:81"
+    assert parser.parse_args(["--base-url", "http://x:1"]).base_url == "http://x:1"
 
 
 @pytest.mark.parametrize("module", [pi, session], ids=lambda module: module.__name__)
