@@ -1,4 +1,4 @@
-"""A local LLM server for agents that never prefills the same tokens twice.
+"""A local LLM server for agents that prefills only what is new.
 
 Agents send their whole conversation again with each step. This server recognizes what
 it has read and written before, replays exactly those tokens, and prefills only what is
