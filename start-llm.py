@@ -5405,6 +5405,11 @@ class ChatTemplate:
         ids: list[int] = self._encoder.encode_raw(text).tolist()
         return ids
 
+    def decode(self, ids: TokenIds) -> str:
+        """The text of tokens, markup included; images have none."""
+        text_ids = ids[ids >= 0].tolist()
+        return self._encoder.tokenizer.decode(text_ids, skip_special_tokens=False)
+
     def tokenize_completion(self, prompt: str | Sequence[int]) -> RenderedPrompt:
         """The prompt of a completion.
 
@@ -5684,13 +5689,17 @@ def _as_key(kwargs: JsonObject) -> str:
 # The model has generated the closing itself. It has generated an end token, too, but
 # the ledger does not record that: the template may print another one of the end tokens.
 # A reply that was cut at the token limit has neither. Then the closing is printed as
-# well, if the reply is text; a call that was cut is never continued.
+# well, if the reply is text; a call that was cut is never continued. A reply that ended
+# with its first call (`parallel_tool_calls: false`) has a part of the closing, and the
+# rest of it is printed.
 #
 # why(L-44): a suffix may depend on all that comes before it, so the past itself is
 # rendered. After shorter conversations of the same kinds it was wrong for some models.
 
 # In two parts: a client may send this very file, and must not send the word.
 _NONCE: Final = "zq7" + "seam5qz"
+
+MAX_CLOSING_TOKENS: Final = 64  # in which the end of a call is looked for
 
 
 class SpliceRefused(Exception):
@@ -5703,7 +5712,7 @@ class Splice(NamedTuple):
     template: ChatTemplate
     request: ChatRequest  # its messages are the new ones
     recorded: RenderedPrompt  # the tokens and their positions; its text is not used
-    is_cut: bool  # the last recorded reply has no end token
+    is_cut: bool  # the last recorded reply has no end token, nor all of its closing
     past_messages: list[Message]  # those that were recorded; the last one is that reply
 
     def render(self) -> RenderedPrompt:
@@ -5726,18 +5735,35 @@ class Splice(NamedTuple):
         suffix = self._render_suffix(past_messages, new_messages)
         if _find_losses(new_messages, suffix.text):
             raise SpliceRefused("lost text")
-        if self.is_cut and past_messages[-1].get("tool_calls"):
-            raise SpliceRefused("cut call")
+        closing = self._missing_closing(suffix.closing) if self.is_cut else ""
         # The recorded tokens lack the end token, so the suffix must begin with one. A
         # reply that was cut never had one: there it is part of what is rendered.
         if not self.is_cut and not self.template.starts_with_added_token(suffix.text):
             raise SpliceRefused("end token")
         return self.template.tokenize_prompt(
-            suffix.closing + suffix.text if self.is_cut else suffix.text,
+            closing + suffix.text,
             self.request,
             last_role=new_messages[-1]["role"],
             recorded=self.recorded,
         )
+
+    def _missing_closing(self, closing: str) -> str:
+        """What the recorded reply lacks of the closing.
+
+        That is all of it after a text. A call has ended with a part of it (L-120): up
+        to the place before which the closing has most letters in common with its end.
+        """
+        if not self.past_messages[-1].get("tool_calls"):
+            return closing
+        written = self.template.decode(self.recorded.ids[-MAX_CLOSING_TOKENS:])
+        n_equal = {
+            end: _count_common(closing[:end][::-1], written[::-1])
+            for end in range(len(closing) + 1)
+        }
+        end = max(n_equal, key=n_equal.__getitem__)
+        if not n_equal[end]:
+            raise SpliceRefused("closer")
+        return closing[end:]
 
     def _render_suffix(
         self, past_messages: list[Message], new_messages: list[Message]
@@ -5945,7 +5971,7 @@ def block_hashes(
 # Notes (`text`), each with the name of its `rule`. A ChatTemplate renders whole
 # prompts, a Splice what follows recorded tokens; it may raise SpliceRefused.
 #
-# Public   Ledger, PromptPlanner, PromptPlan, GeneratedReply
+# Public   Ledger, PromptPlanner, PromptPlan, GeneratedReply, ShownEnd
 # Uses     CONFIG, LOGGING, API TYPES, THINKING RESTORE, CANONICALIZATION,
 #          CHAT TEMPLATE
 # Owns     _ledger_lock, _heads_lock, _tools_lock
@@ -5994,6 +6020,11 @@ def _chain_keys(root: bytes, messages: Iterable[CanonicalMessage]) -> tuple[byte
 
 def _extend_key(key: bytes, message: CanonicalMessage) -> bytes:
     return sha256(key + message.role.encode() + message.digest).digest()
+
+
+def _key_of_left_reply(prompt_key: bytes) -> bytes:
+    """Of a reply to this prompt that its client has left; which part it has is open."""
+    return sha256(prompt_key + b"left").digest()
 
 
 def _newest_input(messages: Sequence[CanonicalMessage]) -> int:
@@ -6179,14 +6210,23 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 # -- 3 store: what is recorded ---------------------------------------------------------
 
 
+class ShownEnd(NamedTuple):
+    """Where a client may have left a reply: it was sent all text of so many tokens."""
+
+    n_tokens: int
+    n_letters: int  # of the content
+
+
 class GeneratedReply(NamedTuple):
     """The tokens of a reply, and for whom they were generated."""
 
     ids: Sequence[int]  # the last one is the end token, unless the reply is cut
-    is_cut: bool  # the token limit was reached before the end token
+    is_cut: bool  # it ends before its end token
     block_hashes: Sequence[bytes]  # of the prompt
     session_id: str  # the client's, or a digest of how the conversation begins
     finished_at: float  # seconds, on the clock of PromptPlanner.plan()
+    shown_text: str = ""  # of a reply that its client has left: the content
+    shown_ends: Sequence[ShownEnd] = ()  # and where it may have; ascending
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -6208,6 +6248,9 @@ class Transcript:
     last_call_id: str  # of the last tool call generated here; "" if there is none
     last_used: float  # seconds; the ledger's lock guards it
     nbytes: int  # estimated, without what is shared
+    shown_text: str = ""  # see GeneratedReply
+    shown_ends: Sequence[ShownEnd] = ()
+    n_reply: int = 0  # how many tokens the reply has
 
     @classmethod
     def of(
@@ -6236,6 +6279,7 @@ class Transcript:
         new_ids = np.concatenate([prompt_ids, reply_ids])
         # The texts are taken to be as large as the tokens that spell them.
         n_pointers = len(generated.block_hashes) + 2 * len(thinking)
+        n_pointers += 20 * len(generated.shown_ends)
         nbytes = 2 * new_ids.nbytes + 8 * n_pointers + 300 * n_pinned + 1_000
         if not generated.is_cut:
             new_ids = new_ids[:-1]
@@ -6250,11 +6294,33 @@ class Transcript:
             last_call_id=last_call_id,
             last_used=generated.finished_at,
             nbytes=nbytes,
+            shown_text=generated.shown_text,
+            shown_ends=generated.shown_ends,
+            n_reply=len(reply_ids),
         )
 
     @property
     def n_messages(self) -> int:
         return len(self.thinking)
+
+    def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
+        """The same up to where the client left the reply; None if this is another one.
+
+        why(L-121): it may have a few deltas less than were generated.
+        """
+        text = reply.original["content"].rstrip()
+        has_calls = "tool_calls" in reply.original
+        if not text or has_calls or not self.shown_text.startswith(text):
+            return None
+        index = bisect_left(self.shown_ends, len(text), key=lambda end: end.n_letters)
+        if index == len(self.shown_ends):
+            return None
+        end = self.shown_ends[index]
+        if self.shown_text[len(text) : end.n_letters].strip():
+            return None
+        *segments, last_segment = self.segments
+        n_kept = len(last_segment) - self.n_reply + end.n_tokens
+        return replace(self, segments=(*segments, last_segment[:n_kept]))
 
     def as_prompt(self) -> RenderedPrompt:
         """All its tokens, for new messages to be rendered after them."""
@@ -6463,10 +6529,15 @@ class Ledger:
     def record(
         self, plan: PromptPlan, *, reply: CanonicalMessage, generated: GeneratedReply
     ) -> None:
-        """Remember a reply. `reply`: as the client will send it back."""
+        """Remember a reply. `reply`: as the client will send it back.
+
+        If the client has left it, what it sends back may be shorter.
+        """
         transcript = Transcript.of(plan, reply, generated)
         prefix_keys = plan.conversation.prefix_keys
         key = _extend_key(prefix_keys[-1], reply)
+        if generated.shown_ends:
+            key = _key_of_left_reply(prefix_keys[-1])
         with self._ledger_lock:
             alternatives = [*self._transcripts.get(key, ()), transcript]
             self._put(key, alternatives[-self.MAX_ALTERNATIVES :])
@@ -6481,11 +6552,13 @@ class Ledger:
         Each ends before the newest input, in which changes are restated.
         """
         newest_index = _newest_input(conversation.messages)
-        keys = conversation.prefix_keys[1 : newest_index + 1]
         with self._ledger_lock:
             self._expire(now)
             self._mark_used(conversation.prefix_keys)
-            groups = [list(self._transcripts.get(key, ())) for key in reversed(keys)]
+            groups = [
+                [*self._find_whole(conversation, n), *self._find_left(conversation, n)]
+                for n in range(newest_index, 0, -1)
+            ]
 
         for group in groups:
             fitting = [t for t in group if t.fits(conversation)]
@@ -6530,6 +6603,27 @@ class Ledger:
             }
 
     # The methods below are called with the lock held.
+
+    def _find_whole(
+        self, conversation: Conversation, n_messages: int
+    ) -> Sequence[Transcript]:
+        """The transcripts of the first messages."""
+        return self._transcripts.get(conversation.prefix_keys[n_messages], ())
+
+    def _find_left(
+        self, conversation: Conversation, n_messages: int
+    ) -> Iterator[Transcript]:
+        """The same where the last of these messages is a reply that a client has left.
+
+        They are copies, not marked as used: what goes on from one is recorded itself.
+        """
+        reply = conversation.messages[n_messages - 1]
+        if reply.role != "assistant":
+            return
+        key = _key_of_left_reply(conversation.prefix_keys[n_messages - 1])
+        for transcript in self._transcripts.get(key, ()):
+            if part := transcript.cut_to(reply):
+                yield part
 
     def _put(self, key: bytes, transcripts: list[Transcript]) -> None:
         """Replace the transcripts under a key; [] removes it. All changes come here."""
@@ -7233,7 +7327,7 @@ def _present_inputs(features: Any) -> LayerInputs:
 # Public   KVSpec, KVSpan, StateCheckpoint, RecurrentTap, BUFFER_STEP_TOKENS,
 #          measure_kv, kv_cache_offset, evaluate_caches, reserve_tokens, load_span,
 #          take_span, copy_span, copy_state, restore_state, hold_recurrent_state,
-#          to_batch, extract_row, row_offsets, request_tapped_states,
+#          to_batch, extract_row, copy_row_state, row_offsets, request_tapped_states,
 #          take_tapped_states
 # Uses     API TYPES, UPSTREAM
 # Thread   model; mlx
@@ -7517,6 +7611,12 @@ def extract_row(layer_caches: LayerCaches, row: int) -> LayerCaches:
     restore_state(row_caches, copy_state(row_caches))
     evaluate_caches(row_caches)
     return row_caches
+
+
+def copy_row_state(layer_caches: LayerCaches, row: int) -> StateCheckpoint:
+    """Copy the state leaves of one row of a batch, as those of a single row."""
+    leaves = [leaf.extract(row) for leaf in _state_leaves(layer_caches)]
+    return copy_state(leaves)
 
 
 def row_offsets(layer_caches: LayerCaches) -> mx.array:
@@ -8573,6 +8673,10 @@ class CacheLease:
             if not self.entry.thin_checkpoints():
                 return
 
+    def drop_checkpoint(self, position: int) -> None:
+        """Drop a state that is of no use any more, if it is still there."""
+        self.entry.checkpoints.pop(position, None)
+
     def put_back(self, key: TokenKey, span: KVSpan) -> None:
         """Let the entry rest. The cache now owns `span`, KV of all tokens of `key`."""
         entry = self.entry
@@ -9346,6 +9450,11 @@ class Detokenizer:
         self._hidden_ids = hidden_ids
         self._stream = _new_decode_stream()
         self._pending_ids: list[int] = []  # of a character that is not complete yet
+
+    @property
+    def is_inside_character(self) -> bool:
+        """Whether the last tokens are the beginning of a character."""
+        return bool(self._pending_ids)
 
     def feed(self, token: int) -> str:
         """The text that `token` completes; "" for a hidden id or inside a character."""
@@ -10678,6 +10787,7 @@ class EngineRequest:
 
     key: TokenKey  # the prompt
     checkpoint_positions: tuple[int, ...]  # where other prompts may part from this one
+    checkpoint_ids: frozenset[int] = frozenset()  # of the reply: its end may be there
     max_tokens: int
     sampling: SamplingParams
     images: tuple[tuple[int, ImageTokens], ...] = ()  # by position, ascending
@@ -11002,6 +11112,7 @@ class RunningRequest:
         self.output_ids: list[int] = []
         self.slice_ends: list[int] = []  # where a slice must end, ascending
         self.prefill_speed = prefill_speed  # tokens a second of the last slice
+        self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.lease = cache.start(
             match,
@@ -11096,6 +11207,12 @@ class RunningRequest:
         hashes = block_hashes(tokens, block_size, root=salt, first_hashes=prompt_hashes)
         return TokenKey(salt, tokens, hashes)
 
+    @property
+    def last_fed_id(self) -> int:
+        """The token of prompt or output that the model has read last."""
+        n_fed = self.num_computed_tokens - self.request.n_prompt
+        return self.output_ids[n_fed - 1]
+
     def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
         """Add a generated token. `logprobs`: `(vocab,)`, computed, it was sampled of.
 
@@ -11139,6 +11256,7 @@ def read_logprobs(logprobs: mx.array, token_id: int, n_top: int) -> Logprob:
 # -- 4 prefill -------------------------------------------------------------------------
 
 CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
+REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
 
 
 def _remaining_prefill(tokens: TokenIds, offset: KvOffset) -> TokenIds:
@@ -11299,6 +11417,12 @@ class DecodeBatch:
             if not is_reported:
                 running.add_token(token_id, logprobs=logprobs)
             running.num_computed_tokens += 1
+
+    def read_state(self, running: RunningRequest) -> StateCheckpoint:
+        """A copy of the state of a request after the token that it was fed last."""
+        if len(self.requests) == 1:
+            return copy_state(self.layer_caches)
+        return copy_row_state(self.layer_caches, self.requests.index(running))
 
     def padding_with(self, n_tokens: int) -> float:
         """Padding as a share of real tokens, if a request of this length joined.
@@ -11638,6 +11762,8 @@ class Scheduler:
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """Put the KV back, then report the end: the next request must find the KV."""
         lease = running.lease
+        if end != "cancelled":
+            lease.drop_checkpoint(running.reply_checkpoint)
         if running.batch is not None:
             previous_state = running.batch.remove(running)
             if previous_state is not None:
@@ -11936,6 +12062,8 @@ class Scheduler:
     def _decode(self, batch: DecodeBatch) -> None:
         """Decode one token of each request, and end those that are complete."""
         batch.step()
+        if self.spec.has_state:
+            self._keep_reply_states(batch)
         for running in list(batch.requests):
             if running.has_failed:
                 batch.remove(running)
@@ -11945,6 +12073,23 @@ class Scheduler:
                 self._finish(running, "stop")
             elif len(running.output_ids) >= running.request.max_tokens:
                 self._finish(running, "length")
+
+    def _keep_reply_states(self, batch: DecodeBatch) -> None:
+        """Keep states from which a part of a reply can be gone on with.
+
+        Where it may be over, though the model goes on (L-120); and the last of every
+        REPLY_CHECKPOINT_SPACING tokens, for a client that leaves it (L-121).
+        """
+        for running in batch.requests:
+            position = running.num_computed_tokens
+            if running.last_fed_id in running.request.checkpoint_ids:
+                state = batch.read_state(running)
+                running.lease.add_checkpoint(position, state)
+            elif (position - running.request.n_prompt) % REPLY_CHECKPOINT_SPACING == 0:
+                state = batch.read_state(running)
+                running.lease.drop_checkpoint(running.reply_checkpoint)
+                running.lease.add_checkpoint(position, state)
+                running.reply_checkpoint = position
 
     # -- failures ----------------------------------------------------------------------
 
@@ -12477,6 +12622,11 @@ class ReasoningStreamSplitter:
     def is_thinking(self) -> bool:
         """Whether text is reasoning now."""
         return self._kind == "reasoning" and not self.in_call
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether other text than white space was fed and not emitted."""
+        return self.in_call or bool(self._held.strip())
 
     def feed(self, text: str, *, literal: bool = False) -> list[Piece]:
         """What is certain now. `literal`: what looks like a tag is text.
@@ -14100,6 +14250,7 @@ class ForeignCalls:
         max_calls: int,
     ) -> None:
         self.is_done = False
+        self.n_left_out = 0  # calls after the first `max_calls`
         self._unread = unread
         self._format = tool_format
         self._tools = tools
@@ -14121,9 +14272,11 @@ class ForeignCalls:
         self._unread.text = text[n_body:].removeprefix(self._format.end)
         self.is_done = True
         try:
-            return self._parse(text[:n_body], is_closed=is_closed)[: self._max_calls]
+            calls = self._parse(text[:n_body], is_closed=is_closed)
         except Exception:  # noqa: BLE001 - they raise what they like on bad text
             return []
+        self.n_left_out = max(0, len(calls) - self._max_calls)
+        return calls[: self._max_calls]
 
     def _find_end(self, text: str) -> int | None:
         """Where the calls end; None if that has not come.
@@ -14212,6 +14365,11 @@ class CallReader:
     def rest(self) -> str:
         """Once it is done: the text after the call."""
         return self._unread.text
+
+    @property
+    def has_more(self) -> bool:
+        """Once it is done: whether other text or calls follow those that were read."""
+        return bool(self.rest.strip()) or self._foreign.n_left_out > 0
 
     def feed(self, text: str) -> str:
         """Read on in `text`. Returns what it took, if that is text and no call."""
@@ -14311,6 +14469,7 @@ class ReplyParser:
         """
         self.n_calls = 0  # complete ones
         self.is_broken = False  # it ends in a call that cannot be read
+        self.has_more = False  # after `max_calls`, of the text that was fed
         self._splitter = splitter
         self._format = tool_format
         self._tools = tools
@@ -14381,6 +14540,7 @@ class ReplyParser:
             self._reader = None
             self.n_calls = len(self._reply.calls)
             if self.n_calls >= self._max_calls:
+                self.has_more = reader.has_more
                 return pieces  # what follows is not the client's
             pieces += self._splitter.resume(reader.rest, called=reader.is_call)
         return pieces
@@ -15020,6 +15180,7 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         owner=RequestOwner(state.tenant, _find_session_id(planned)),
         request_id=_shown_id(request),
         checkpoint_positions=_checkpoint_positions(rendered.positions),
+        checkpoint_ids=_call_end_ids(model, request),
         max_tokens=min(request.max_tokens, max_reply_tokens),
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
@@ -15108,6 +15269,15 @@ def _checkpoint_positions(positions: PromptPositions) -> tuple[int, ...]:
     return tuple(sorted(n for n in chosen if n >= positions.system_end))
 
 
+def _call_end_ids(model: LoadedModel, request: ChatRequest) -> frozenset[int]:
+    """The token after which the reply may be over, though the model goes on (L-120)."""
+    tag = model.tokenizer.tool_call_end
+    if request.parallel_tool_calls or not tag:
+        return frozenset()
+    ids = model.template.encode(tag)
+    return frozenset(ids) if len(ids) == 1 else frozenset()
+
+
 def _log_diagnostics(config: Config, planned: PlannedRequest) -> None:
     messages = planned.plan.conversation.messages
     if config.cache_norm_safety_check and not assert_cache_key_safety(messages):
@@ -15179,7 +15349,9 @@ class ReplyDecoder:
         tags = _ReplyTags.of(prepared)
 
         self.token_ids: list[int] = []
+        self.shown_ends: list[ShownEnd] = []  # in the content
         self.n_reasoning_tokens = 0
+        self._n_letters = 0  # of the content, as emitted
         self.stops = StopStrings(request.stop)
         self._detokenizer = _make_detokenizer(prepared)
         self._tag_ids = tags.token_ids(template)
@@ -15203,6 +15375,11 @@ class ReplyDecoder:
         return bool(self.stops.hit) or is_at_end
 
     @property
+    def ends_with_call(self) -> bool:
+        """Whether its tokens end with the last call that the client is given."""
+        return self._has_all_calls and not self.parser.has_more
+
+    @property
     def _has_all_calls(self) -> bool:
         return self.parser.n_calls >= self._max_calls
 
@@ -15217,7 +15394,23 @@ class ReplyDecoder:
         text = self._detokenizer.feed(token_id)
         is_literal = self._is_literal(token_id)  # asks what is held back, so far
         text = self._end_at_stop(token_id, text)
-        return self.parser.feed(text, literal=is_literal)
+        deltas = self.parser.feed(text, literal=is_literal)
+        self._note_shown(deltas)
+        return deltas
+
+    def _note_shown(self, deltas: list[JsonObject]) -> None:
+        """Note where a client may leave the reply, having the text of all tokens."""
+        for delta in deltas:
+            self._n_letters += len(delta.get("content", ""))
+        is_in_content = bool(deltas) and "content" in deltas[-1]
+        holds_text = (
+            self.splitter.holds_text
+            or bool(self.stops.held.strip())
+            or self._detokenizer.is_inside_character
+        )
+        if is_in_content and not holds_text and not self.is_over:
+            end = ShownEnd(len(self.token_ids), self._n_letters)
+            self.shown_ends.append(end)
 
     def _is_literal(self, token_id: int) -> bool:
         """Whether a tag in this text is a quotation.
@@ -15363,6 +15556,7 @@ class ReplyOutcome(NamedTuple):
     is_chat: bool  # has messages, and they were canonicalized
     has_end_token: bool  # the model ended it
     is_stopped: bool  # by a stop string, or before a second call
+    ends_with_call: bool  # it was stopped, and the client has all of its tokens
     is_thinking: bool  # ends inside its thinking
     has_calls: bool
     has_content: bool
@@ -15388,10 +15582,10 @@ def decide_recording(reply: ReplyOutcome) -> Recording:
     is_cut_in_content = (
         reply.has_content and not reply.is_thinking and not reply.has_calls
     )
-    # If it was stopped, the client has less of it than the model generated.
-    can_be_replayed = not reply.is_stopped and (
-        reply.has_end_token or is_cut_in_content
-    )
+    can_be_replayed = reply.has_end_token or is_cut_in_content
+    if reply.is_stopped:
+        # The client has less of it than the model generated, as a rule (L-120).
+        can_be_replayed = reply.ends_with_call
     return Recording(
         in_sessions=True,
         in_history=True,
@@ -15475,6 +15669,7 @@ class ReplyGeneration:
         self._logprobs: list[JsonObject] = []  # that were not sent yet
         self._end: FinishedEvent | None = None
         self._was_over = False  # the reply was complete when its last token came
+        self._is_sent = False  # the client has been sent all of it
         state.stores.live[request.request_id] = self
 
     def close(self) -> None:
@@ -15483,6 +15678,8 @@ class ReplyGeneration:
         self._state.stores.live.pop(self._request.request_id, None)
         if self._end is None:
             self._report(self._cut_short("cancelled"))
+        if self._request.stream and not self._is_sent:
+            self._record_left_reply()
 
     def whole(self) -> Iterator[JsonObject | None]:
         """None until the reply has ended, then its body."""
@@ -15518,6 +15715,7 @@ class ReplyGeneration:
             sent_at = time.monotonic()
             yield from events
         yield from self._formatter.end_events(self._reply_end())
+        self._is_sent = True
 
     def describe(self) -> LiveRequest:
         """Where it is by now. For any thread."""
@@ -15704,6 +15902,7 @@ class ReplyGeneration:
             is_chat=self._prepared.plan.can_be_recorded,
             has_end_token=self._has_end_token(),
             is_stopped=self._decoder.is_over,
+            ends_with_call=self._was_over and self._decoder.ends_with_call,
             is_thinking=self._decoder.splitter.is_thinking,
             has_calls="tool_calls" in message,
             has_content=bool(message["content"]),
@@ -15719,23 +15918,41 @@ class ReplyGeneration:
             return
         stores = self._state.stores
         plan = self._prepared.plan
-        message = self._decoder.parser.message()
-        message["content"] = message["content"] or ""
-        template = self._prepared.model.template
-        reply = template.canonicalize(OriginalMessages((message,)))[0]
-
+        reply = self._canonical_reply(self._decoder.parser.message())
         if recording.in_ledger:
-            generated = GeneratedReply(
-                ids=self._decoder.token_ids,
-                is_cut=not self._has_end_token(),
-                block_hashes=self._prepared.engine_request.key.block_hashes,
-                session_id=self._prepared.session_id,
-                finished_at=time.monotonic(),
-            )
+            generated = self._generated_reply(is_cut=not self._has_end_token())
             stores.LEDGER.record(plan, reply=reply, generated=generated)
         if recording.in_healing_store:
             contexts = plan.conversation.reply_contexts()[-1]
             stores.HEALING_STORE.remember(reply.original, contexts)
+
+    def _record_left_reply(self) -> None:
+        """Record a reply that its client has left, as far as it may have it (L-121)."""
+        shown_ends = self._decoder.shown_ends
+        if not shown_ends or not self._prepared.plan.can_be_recorded:
+            return
+        message = self._decoder.parser.message()
+        message.pop("tool_calls", None)  # it was left before them, if this is found
+        generated = self._generated_reply(is_cut=True)._replace(
+            shown_text=message["content"], shown_ends=tuple(shown_ends)
+        )
+        reply = self._canonical_reply(message)
+        plan = self._prepared.plan
+        self._state.stores.LEDGER.record(plan, reply=reply, generated=generated)
+
+    def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
+        message["content"] = message["content"] or ""
+        template = self._prepared.model.template
+        return template.canonicalize(OriginalMessages((message,)))[0]
+
+    def _generated_reply(self, *, is_cut: bool) -> GeneratedReply:
+        return GeneratedReply(
+            ids=self._decoder.token_ids,
+            is_cut=is_cut,
+            block_hashes=self._prepared.engine_request.key.block_hashes,
+            session_id=self._prepared.session_id,
+            finished_at=time.monotonic(),
+        )
 
     def _record_turn(self, facts: RequestFacts) -> None:
         """Record the request in the session index and the session log."""

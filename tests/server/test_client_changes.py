@@ -177,12 +177,21 @@ class Case:
         return exchange
 
     def interrupt(
-        self, sent: list[Message], reference: list[Message], *, script: str
+        self,
+        sent: list[Message],
+        reference: list[Message],
+        *,
+        script: str,
+        n_letters: int = 1,
+        n_words: int = 0,
     ) -> Message:
-        """What the client has of a scripted reply when it goes away in the middle of its words."""
+        """What the client has of a scripted reply when it goes away in the middle of its words.
+
+        It reads `n_letters` of them, when the model has said `n_words` of the script: two thirds.
+        """
         has_left = threading.Event()
         self._witness.script = spelled(self.scribe, script)
-        n_words = len(self._witness.script) * 2 // 3
+        n_words = n_words or len(self._witness.script) * 2 // 3
 
         def wait_in_the_middle(n: int) -> None:
             if n >= n_words:
@@ -191,7 +200,7 @@ class Case:
         self._witness.before_word = wait_in_the_middle
         fields = {"tools": TOOLS, "temperature": 0, "seed": SCRIPTED}
         with self.served.stream(sent, **fields) as chunks:
-            partial_reply = joined(until_words(chunks))[0]
+            partial_reply = joined(until_words(chunks, n_letters))[0]
             n_before = connections()
         wait_until(lambda: connections() < n_before)
         self._witness.before_word = lambda _n: None
@@ -275,10 +284,13 @@ def plain(value):
     return value
 
 
-def until_words(chunks: Iterable) -> Iterator:
+def until_words(chunks: Iterable, n_letters: int) -> Iterator:
+    """Up to the chunk with the last of so many letters of the content."""
     for chunk in chunks:
         yield chunk
-        if any(choice.delta.content for choice in chunk.choices):
+        for choice in chunk.choices:
+            n_letters -= len(choice.delta.content or "")
+        if n_letters <= 0:
             return
 
 
@@ -888,6 +900,20 @@ def one_call_at_a_time(case: Case) -> None:
     assert case.scribe.text(case.real[-1].prompt).count(THOUGHT) == 3
 
 
+def first_of_two_calls(case: Case) -> None:
+    """The model goes on to a second call, which its client is not given."""
+    agent = Agent(case, JavaScript(), parallel_tool_calls=False)
+    for ratio, noun in ((2.0, "log"), (0.5, "error"), ("1e2", "result")):
+        script = MEASURES.format(ratio=ratio, noun=noun)
+        second_call = script.partition("</think>\n\n")[2].replace(noun, "shelf")
+        both_calls = f"{script}\n{second_call}"
+        answer = agent.step(script=both_calls, tools=[*TOOLS, MEASURE]).answer
+        (call,) = answer["tool_calls"]
+        assert noun in call["function"]["arguments"]
+    agent.step(tools=[*TOOLS, MEASURE])
+    assert "shelf" not in case.scribe.text(case.real[-1].prompt)
+
+
 def cut_short(case: Case) -> None:
     """A reply that met the token limit in the middle of its words."""
     agent = Agent(case, Thoughtless(dropped))
@@ -1053,6 +1079,7 @@ SCENARIOS = {
     "resent_with_another_id": restated(resent(Retried)),
     "evicted": Scenario(evicted),
     "one_call_at_a_time": Scenario(one_call_at_a_time),
+    "first_of_two_calls": said_otherwise(first_of_two_calls),
     "cut_short": Scenario(cut_short),
     "literal_markup": said_otherwise(literal_markup),
     "edited": Scenario(edited),

@@ -178,6 +178,24 @@ def test_a_row_of_a_batch_is_its_own():
         assert [np.array(array).tolist() for array in leaf_state[0]] == recurrent
 
 
+@pytest.mark.parametrize("make", [recurrent_leaf, window_leaf])
+def test_the_state_of_a_row_of_a_batch_is_that_of_the_row_alone(make):
+    lengths = (5, 30, 7)
+    rows = [[kv_leaf(n), make(n)] for n in lengths]
+    batch = s.to_batch(rows[0])
+    for row in rows[1:]:
+        for layer, other in zip(batch, s.to_batch(row), strict=True):
+            layer.extend(other)
+    for row in range(len(lengths)):
+        alone = s.copy_state(s.extract_row(batch, row))
+        state = s.copy_row_state(batch, row)
+        assert state.nbytes == alone.nbytes
+        arrays = zip(
+            s._arrays_in(state.leaves), s._arrays_in(alone.leaves), strict=True
+        )
+        assert all(mx.array_equal(one, other) for one, other in arrays)
+
+
 def test_models_with_a_window_have_no_free_step_back():
     assert s.hold_recurrent_state([kv_leaf(3), window_leaf(3)]) is None
     assert s.hold_recurrent_state([kv_leaf(3)]) is None

@@ -374,6 +374,26 @@ def test_a_reply_cut_in_its_text_is_replayed_and_one_cut_in_a_call_is_not(
         assert verdict == ("fallback" if is_call else "ok"), conversation.shape.name
 
 
+def test_a_reply_that_ended_with_its_call_is_replayed(model: str) -> None:
+    """The end token was never generated, and perhaps not all that comes before it (L-120)."""
+    for conversation in conversations(model):
+        name = conversation.shape.name
+        is_call = "tool_calls" in conversation.shape.old[-1]
+        if not is_call or is_turned_round(model, conversation.shape):
+            continue
+        ids = conversation.truth.ids.tolist()
+        text = conversation.speaker.text
+        n_tokens = 0
+        while LAST not in text(ids[:n_tokens]):
+            n_tokens += 1
+
+        for end in range(n_tokens + 1, conversation.end + 1):
+            draft = conversation.drafted(ids[:end], None)
+            assert draft.transcript is not None, name
+            assert text(ids_of(draft)) == text(ids), name
+        assert conversation.verdict(draft) == "ok", name
+
+
 def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
     """Checkpoints are taken there. Only of templates and shapes that leave the past as it was."""
     n_compared = 0
@@ -963,6 +983,79 @@ def test_one_key_has_up_to_four_pasts() -> None:
     server.now += 1
     newest = server.say(draft, FINE, words="newest", session="else")
     assert starts_with(server.draft(messages, user="nobody"), newest)
+
+
+# -- replies that their clients have left -------------------------------------------------
+
+PIECES = ["I have", " looked.", " It is", "\n\n", "four,", " and more"]
+
+
+def leave(server: Server, draft: start_llm.PromptPlan, **more: Any) -> list[list[int]]:
+    """Record a reply of these pieces, each a delta; the tokens up to each of them."""
+    encode = server.speaker.template.encode
+    pieces = [encode(piece) for piece in PIECES]
+    ends, text, ids = [], "", []
+    for piece, piece_ids in zip(PIECES, pieces, strict=True):
+        text += piece
+        ids = [*ids, *piece_ids]
+        if piece.strip():  # white space is held back
+            ends.append(start_llm.ShownEnd(len(ids), len(text)))
+    thought = said("assistant", text, reasoning_content="because of it")
+    [reply] = server.speaker.template.canonicalize(chat([thought]).messages)
+    record = generated(ids, is_cut=True, shown_text=text, shown_ends=ends, **more)
+    server.planner.ledger.record(draft, reply=reply, generated=record)
+    return [[*ids_of(draft), *ids[: end.n_tokens]] for end in ends]
+
+
+def test_a_left_reply_is_replayed_as_far_as_its_client_has_it(model: str) -> None:
+    server, asked = Server(model), [SYSTEM, USER]
+    pasts = leave(server, server.draft(asked))
+    texts = ["I have", "I have looked.", "I have looked. It is"]
+    texts += [f"{texts[-1]}\n\nfour,", f"{texts[-1]}\n\nfour, and more"]
+    for text, past in zip(texts, pasts, strict=True):
+        for thinking in ("", "because of it"):
+            echo = said("assistant", text, reasoning_content=thinking)
+            draft = server.draft([*asked, echo, NEXT])
+            assert draft.n_replayed == len(past)
+            assert ids_of(draft)[: len(past)] == past
+            later = [*asked, echo, NEXT, FINE, NEXT]
+            after = server.say(server.draft([*asked, echo, NEXT]), FINE)
+            assert starts_with(server.draft(later), after)
+    assert server.n_fallbacks() == 0
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        said("assistant", "I ha"),
+        said("assistant", "I have looked. It is five"),
+        said("assistant", "I have looked. It is\n\nfour, and more of it"),
+        said("assistant", "I have", reasoning_content="of something else"),
+        asks("more", content="I have"),
+        said("assistant", ""),
+    ],
+    ids=str,
+)
+def test_of_a_left_reply_nothing_is_replayed_to_a_client_with_another_text(
+    echo: dict,
+) -> None:
+    server, asked = Server(), [SYSTEM, USER]
+    leave(server, server.draft(asked))
+    news = result("r") if "tool_calls" in echo else NEXT
+    assert server.draft([*asked, echo, news]).transcript is None
+
+
+def test_a_left_reply_to_another_persons_note_is_not_replayed() -> None:
+    server = Server()
+    asked = [SYSTEM, said("user", f"{note('The user is Bob')}\nhello")]
+    leave(server, server.draft(asked, user="bob"), session_id="bob")
+    other = [SYSTEM, said("user", f"{note('The user is Ann')}\nhello")]
+    echo = [said("assistant", "I have looked."), NEXT]
+    assert server.draft([*other, *echo], user="ann").transcript is None
+    assert server.draft([*asked, *echo], user="bob").transcript is not None
+    server.planner.ledger.forget("bob")
+    assert server.draft([*asked, *echo], user="bob").transcript is None
+    assert server.n_bytes() == 0
 
 
 # -- thinking ---------------------------------------------------------------------------

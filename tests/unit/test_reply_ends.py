@@ -62,12 +62,12 @@ ASKED = {
 }
 
 
-def heard(monkeypatch, pieces, *, stop=(), thinks=True, form=HERMES, **fields):
-    """What a listener makes of tokens, one for each of these texts: the message, what stopped."""
+def decoder_of(monkeypatch, pieces, *, stop=(), thinks=True, form=HERMES, **fields):
+    """A reply of tokens, one for each of these texts, before its end is read."""
 
     def detokenizer(_, hidden):
         feed = lambda token: "" if token in hidden else pieces[token]  # noqa: E731
-        return SimpleNamespace(feed=feed, finish=lambda: "")
+        return SimpleNamespace(feed=feed, finish=lambda: "", is_inside_character=False)
 
     monkeypatch.setattr(s, "Detokenizer", detokenizer)
     special_tokens = fields.pop("special", ())
@@ -93,6 +93,12 @@ def heard(monkeypatch, pieces, *, stop=(), thinks=True, form=HERMES, **fields):
     listener = s.ReplyDecoder(prepared)
     for token in range(len(pieces)):
         listener.feed(token)
+    return listener
+
+
+def heard(monkeypatch, pieces, **how):
+    """What a listener makes of such a reply: the message, what stopped."""
+    listener = decoder_of(monkeypatch, pieces, **how)
     listener.finish(closes=True)
 
     message = listener.parser.message()
@@ -202,6 +208,48 @@ def test_nothing_of_a_call_too_many_is_said(monkeypatch):
     assert reply[1:3] == (None, ['{"content": "# T\\n```py"}'])
 
 
+def test_a_reply_ends_with_its_call_unless_its_last_tokens_have_more(monkeypatch):
+    """`parallel_tool_calls: false`: what is recorded is what the client has (L-120)."""
+    invoke = ['<invoke name="write">', '<parameter name="content">', "x</parameter>"]
+    block = ["<minimax:tool_call>", *invoke, "</invoke>"]
+    endings = {
+        "</minimax:tool_call>": True,
+        "</minimax:tool_call> Done": False,
+        "\n<invoke ": False,
+    }
+    for ending, is_all in endings.items():
+        how = {"form": MINIMAX, "parallel_tool_calls": False, "thinks": False}
+        decoder = decoder_of(monkeypatch, [*block, ending, "more"], **how)
+        assert decoder.is_over
+        assert len(decoder.token_ids) == len(block) + 1
+        assert decoder.ends_with_call == is_all
+    decoder = decoder_of(monkeypatch, [*CALL, "</tool_call>"], thinks=False)
+    assert not decoder.ends_with_call
+
+
+def test_a_client_may_leave_a_reply_wherever_it_has_the_text_of_all_tokens(monkeypatch):
+    """Not in thinking or a call, nor where a part of a stop string is held back (L-121)."""
+    pieces = [
+        "why",
+        "</think>",
+        "\n\n",
+        "It is",
+        " so",
+        ".\n",
+        "\n",
+        "No",
+        " EN",
+        "OUGH",
+    ]
+    decoder = decoder_of(monkeypatch, [*pieces, *CALL], stop=("END",))
+    texts = ["It is", "It is so", "It is so.", "It is so.\n\nNo"]
+    texts.append(f"{texts[-1]} ENOUGH")
+    assert decoder.shown_ends == [
+        (n_tokens, len(text))
+        for n_tokens, text in zip([4, 5, 6, 8, 10], texts, strict=True)
+    ]
+
+
 def byte_level_tokens():
     """The one-byte tokens of a vocabulary of bytes, and those of all bytes together."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -296,6 +344,7 @@ def outcome(**fields):
         "is_chat": True,
         "has_end_token": True,
         "is_stopped": False,
+        "ends_with_call": False,
         "is_thinking": False,
         "has_calls": False,
         "has_content": True,
@@ -335,6 +384,12 @@ def test_a_reply_cut_at_the_token_limit_is_replayed_if_it_was_cut_in_its_text(
     recording = s.decide_recording(cut)
     assert recording.in_ledger == in_ledger
     assert recording.in_healing_store == in_healing_store
+
+
+def test_a_reply_that_ended_with_its_only_call_is_replayed():
+    fields = {"is_stopped": True, "has_end_token": False, "has_calls": True}
+    assert all(s.decide_recording(outcome(ends_with_call=True, **fields)))
+    assert not s.decide_recording(outcome(**fields)).in_ledger
 
 
 def test_a_reply_ended_by_a_stop_string_is_not_replayed():
