@@ -154,6 +154,7 @@ from itertools import (
 )
 from pathlib import Path
 from socketserver import ThreadingTCPServer
+from types import NoneType
 from typing import (
     Annotated,
     Any,
@@ -1738,7 +1739,7 @@ class ChatRequest:
     session: SessionContext
     user: str = ""  # whose request it is, for CACHE_ISOLATION=user
     sampling: SamplingParams
-    max_tokens: int  # of the reply, >= 1
+    max_tokens: int  # of the reply; 0: the prompt is read, for the cache alone
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool  # at the end of a stream
@@ -1843,13 +1844,14 @@ class ResponseFormatter(Protocol):
 # A completion is parsed as a chat, whose message its prompt then replaces; what only
 # chats have is ignored there.
 #
-# Public   parse_chat_request, parse_completion_request, OpenAIFormatter, USER_HEADER
+# Public   StopText, parse_chat_request, parse_completion_request, value_at,
+#          OpenAIFormatter, USER_HEADER
 # Uses     CONFIG, ERRORS, API TYPES
 # Thread   any; pure
 
 # -- what a body may contain -----------------------------------------------------------
 
-_StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class _TextPart(TypedDict):
@@ -1918,7 +1920,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):
     return_progress: bool = False  # llama.cpp's server
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] = []
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] = []
     messages: Annotated[ListOf[_ChatMessage], Field(min_length=1)]
     tools: ListOf[_Tool] = []
     tool_choice: Literal["none", "auto", "required"] | _Tool = "auto"
@@ -2077,7 +2079,7 @@ def _json_schema(response_format: JsonObject) -> JsonObject | None:
     return schema
 
 
-def _value_at(fields: JsonObject, path: str) -> object:
+def value_at(fields: JsonObject, path: str) -> object:
     """The value at a path such as "metadata.user_id"; None if there is none."""
     value: object = fields
     for name in path.split("."):
@@ -2165,7 +2167,7 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
     """
     levels = []
     for place in _THINKING_PLACES:
-        value = _value_at(fields, place)
+        value = value_at(fields, place)
         can_be_object = f"{place}.type" in _THINKING_PLACES
         if value is None or (can_be_object and isinstance(value, dict)):
             continue  # the fields of the object have places of their own
@@ -2178,7 +2180,7 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
         levels.append(level)
 
     if not levels:
-        budgets = [_value_at(fields, place) for place in _SWITCHING_BUDGETS]
+        budgets = [value_at(fields, place) for place in _SWITCHING_BUDGETS]
         return _Thinking(default or any(budget is not None for budget in budgets))
     if levels[0] == "off":
         return _Thinking(False)
@@ -2193,7 +2195,7 @@ def _find_thinking_budget(fields: JsonObject) -> int | None:
     """
     budgets: list[int] = []
     for place in _BUDGET_PLACES:
-        value = _value_at(fields, place)
+        value = value_at(fields, place)
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -2276,7 +2278,7 @@ def _find_id(
 ) -> str | None:
     """The first id at one of these places: a text or a number that is not empty."""
     for place in places:
-        value = _value_at(fields, place)
+        value = value_at(fields, place)
         if value is None:
             value = headers.get(place)
         if place == "metadata.user_id":  # a person's, but for what Claude Code adds
@@ -2291,7 +2293,7 @@ def _find_user(fields: JsonObject, headers: Mapping[str, str]) -> str:
     """The user that a request names, at full length; "" if it names none."""
     lower_headers = {name.lower(): value for name, value in headers.items()}
     for place in _USER_PLACES:
-        value = _value_at(fields, place)
+        value = value_at(fields, place)
         if place == USER_HEADER:
             value = lower_headers.get(place)
         if isinstance(value, bool) or not isinstance(value, str | int):
@@ -2426,16 +2428,18 @@ def _tool_choice(parsed: _ChatBody) -> ToolChoice:
     names = {tool["function"]["name"] for tool in parsed.tools}
     choice = parsed.tool_choice
     if isinstance(choice, str):
-        is_possible = choice != "required" or bool(names)
-        wanted = ToolChoice(choice)
-    else:
-        wanted = ToolChoice("named", choice["function"]["name"])
-        is_possible = wanted.name in names
-    if not is_possible:
-        quote = f"{choice!r:.80}"
+        if choice == "required" and not names:
+            raise BadRequest(
+                "a call is demanded, but there are no tools", field="tool_choice"
+            )
+        return ToolChoice(choice if names else "none")
+
+    name = choice["function"]["name"]
+    if name not in names:
+        quote = f"{name!r:.80}"
         sentence = f"{quote} is not among the tools"
         raise BadRequest(sentence, field="tool_choice", quote=quote)
-    return wanted if names else ToolChoice("none")
+    return ToolChoice("named", name)
 
 
 # -- reply -> bodies -------------------------------------------------------------------
@@ -2581,9 +2585,11 @@ def _usage_body(usage: Usage) -> JsonObject:
 #     user: tool_result                   a tool message
 #
 # parse_chat_request() reads the translated body, so prompt and cache are the same by
-# either API. (A fault that only it finds has a path in the chat.) What only Anthropic's
-# own machines can do is left out: server tools that are offered, encrypted thinking. A
-# history in which server tools were used is refused.
+# either API. What it finds wrong has its name in a chat, until anthropic_error_body()
+# gives it that of the Messages API. The content of messages is checked before, since
+# they have other places in a chat. What only Anthropic's own machines can do is left
+# out: server tools that are offered, encrypted thinking. A history in which server
+# tools were used is refused.
 #
 # A tool with `defer_loading` is not among the tools of the prompt (unless the request
 # offers tool search, which runs at Anthropic only). The client finds it later and sends
@@ -2617,14 +2623,21 @@ class _MessagesTool(TypedDict):
     defer_loading: NotRequired[bool | None]
 
 
+class _MessagesChoice(TypedDict):
+    type: NotRequired[Literal["auto", "any", "tool", "none"]]
+    name: NotRequired[NonEmptyText | None]
+    disable_parallel_tool_use: NotRequired[bool | None]
+
+
 class _MessagesBody(BaseModel, strict=True, extra="allow"):
     """The fields that differ from those of a chat."""
 
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: see _check_warm_up()
     messages: Annotated[ListOf[_MessagesMessage], Field(min_length=1)]
     system: str | ListOf[JsonObject] = []
     tools: ListOf[_MessagesTool] = []
-    tool_choice: JsonObject = {}
-    stop_sequences: Annotated[ListOf[NonEmptyText], Field(max_length=16)] = []
+    tool_choice: _MessagesChoice = {}
+    stop_sequences: Annotated[ListOf[StopText], Field(max_length=16)] = []
     output_config: JsonObject = {}
     mcp_servers: Annotated[list[JsonObject], Field(max_length=0)] = []
 
@@ -2654,11 +2667,15 @@ def parse_anthropic_request(
     """POST /v1/messages. Raises BadRequest, which names the wrong field."""
     fields = present_fields(body)
     parsed = validate_fields(_MessagesBody, fields)
+    is_warm_up = parsed.max_tokens == 0
+    if is_warm_up:
+        _check_warm_up(fields)
     tools = _translate_tools(parsed.tools)
     choice = parsed.tool_choice
     output = parsed.output_config
     chat_body = {
         **fields,  # most fields have the same name
+        "max_tokens": 1 if is_warm_up else parsed.max_tokens,
         "messages": _translate_messages(parsed, tools),
         "tools": list(tools.values()),
         "tool_choice": _translate_choice(choice),
@@ -2676,7 +2693,31 @@ def parse_anthropic_request(
         for index, tool in enumerate(parsed.tools)
     }
     strict_tools = {name: schema_paths[name] for name in request.strict_tools}
-    return replace(request, kind="messages", strict_tools=strict_tools)
+    return replace(
+        request,
+        kind="messages",
+        max_tokens=0 if is_warm_up else request.max_tokens,
+        strict_tools=strict_tools,
+    )
+
+
+def _check_warm_up(fields: JsonObject) -> None:
+    """Raise BadRequest for what Anthropic refuses, too, with `max_tokens: 0`.
+
+    Such a request fills the cache: the prompt is read, and no reply is generated. So
+    nothing can be asked of the reply.
+    """
+    is_asked_for = {
+        "stream": bool(fields.get("stream")),
+        "thinking.type": value_at(fields, "thinking.type") == "enabled",
+        "output_config.format": bool(value_at(fields, "output_config.format")),
+        "output_format": "output_format" in fields,
+        "tool_choice.type": value_at(fields, "tool_choice.type") in ("any", "tool"),
+    }
+    for place, is_asked in is_asked_for.items():
+        if is_asked:
+            sentence = "max_tokens is 0, which fills the cache and makes no reply"
+            raise BadRequest(sentence, field=place)
 
 
 def _translate_tools(tools: Iterable[_MessagesTool]) -> dict[str, JsonObject]:
@@ -2706,14 +2747,19 @@ def _tool_type(tool: _MessagesTool) -> str:
     return tool.get("type") or "custom"
 
 
-def _translate_choice(choice: JsonObject) -> object:
-    """The tool_choice of a chat."""
+def _translate_choice(choice: _MessagesChoice) -> object:
+    """The tool_choice of a chat. Raises BadRequest: it lacks the name of a tool."""
     match choice.get("type", "auto"):
         case "any":
             return "required"
         case "tool":
-            return {"function": {"name": choice.get("name")}}
-        case kind:  # "auto", "none", or what parse_chat_request() will refuse
+            name = choice.get("name")
+            if name is None:
+                raise BadRequest(
+                    "a choice of type tool needs it", field="tool_choice.name"
+                )
+            return {"function": {"name": name}}
+        case kind:  # "auto" or "none"
             return kind
 
 
@@ -2746,6 +2792,32 @@ def _heading(block: JsonObject) -> str:
         if isinstance(block.get(name), str) and block[name]
     ]
     return "\n".join(lines)
+
+
+# What is checked of the blocks that become a call and its result.
+_CALL_TYPES: Final = {
+    "id": (str, NoneType),
+    "name": (str,),
+    "input": (dict, str, NoneType),
+}
+_RESULT_TYPES: Final = {"tool_use_id": (str, NoneType)}
+
+
+def _check_types(
+    block: JsonObject, types: Mapping[str, tuple[type, ...]], *, field: str
+) -> None:
+    """Raise BadRequest for a field of a block that has none of its types."""
+    for name, allowed in types.items():
+        if not isinstance(block.get(name), allowed):
+            type_name = "an object" if dict in allowed else "a text"
+            raise BadRequest(f"should be {type_name}", field=f"{field}.{name}")
+
+
+def _mark_error(parts: list[JsonObject]) -> None:
+    """Let the text of a result contain the word: a chat has no field for is_error."""
+    texts = [part.get("text", "").lower() for part in parts]
+    if not any("error" in text for text in texts):
+        parts.insert(0, {"type": "text", "text": "Error:"})
 
 
 class _MessageBuilder:
@@ -2797,7 +2869,7 @@ class _MessageBuilder:
             case "assistant", {"type": "redacted_thinking"}:
                 pass  # encrypted thinking of another model
             case "assistant", {"type": "tool_use", "name": _, "input": _}:
-                self._append_tool_call(block)
+                self._append_tool_call(block, field=field)
             case "user", {"type": "tool_result"}:
                 self._append_tool_result(block, field=field)
             case "user" | "tool", {"type": "image", "source": dict() as source}:
@@ -2841,7 +2913,10 @@ class _MessageBuilder:
         message["reasoning_content"] = earlier + block["thinking"]
         message["thought_id"] = str(block.get("signature", ""))
 
-    def _append_tool_call(self, block: JsonObject) -> None:
+    def _append_tool_call(self, block: JsonObject, *, field: str) -> None:
+        _check_types(block, _CALL_TYPES, field=field)
+        if not block["name"]:
+            raise BadRequest("it is empty", field=f"{field}.name")
         call = {
             "id": block.get("id"),
             "function": {"name": block["name"], "arguments": block["input"]},
@@ -2849,15 +2924,14 @@ class _MessageBuilder:
         self._messages[-1].setdefault("tool_calls", []).append(call)
 
     def _append_tool_result(self, block: JsonObject, *, field: str) -> None:
+        _check_types(block, _RESULT_TYPES, field=field)
         builder = _MessageBuilder("tool", self._tools)
         content = drop_nulls(block).get("content", "")
         builder.append_content(content, field=f"{field}.content")
         (result,) = builder.finish()
 
-        # A chat has no field for is_error, so the text has to contain the word.
-        texts = [part.get("text", "").lower() for part in result["content"]]
-        if block.get("is_error") and not any("error" in text for text in texts):
-            result["content"].insert(0, {"type": "text", "text": "Error:"})
+        if block.get("is_error"):
+            _mark_error(result["content"])
         result["tool_call_id"] = block.get("tool_use_id")
         self._messages.append(result)
         self._begin_message()
@@ -3128,9 +3202,32 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {  # by status; of others it is that of
 }
 
 
+# What a chat calls a field, and the Messages API.
+_MESSAGES_NAMES: Final = (
+    ("reasoning_effort", "output_config.effort"),
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+)
+
+
+def _messages_path(path: str) -> str:
+    """The path of a field as Anthropic writes it: messages.3.content.
+
+    `path`: as BadRequest has it; it may be that of the chat that was made of the body.
+    """
+    for chat_name, name in _MESSAGES_NAMES:
+        match = re.fullmatch(rf"{re.escape(chat_name)}([.\[].*)?", path)
+        if match is not None:
+            path = name + (match[1] or "")
+            break
+    return re.sub(r"\[(\d+)\]", r".\1", path)
+
+
 def anthropic_error_body(error: ServerError) -> JsonObject:
     """The body, or the event, of an error in the Messages API."""
     message = str(error)
+    if error.param is not None and message.startswith(f"{error.param}: "):
+        message = _messages_path(error.param) + message.removeprefix(error.param)
     if isinstance(error, ContextTooLong):  # in the words that agents look for
         sizes = f"{error.n_prompt} tokens > {error.limit} maximum"
         message = f"prompt is too long: {sizes}"
@@ -15181,7 +15278,8 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         request_id=_shown_id(request),
         checkpoint_positions=_checkpoint_positions(rendered.positions),
         checkpoint_ids=_call_end_ids(model, request),
-        max_tokens=min(request.max_tokens, max_reply_tokens),
+        # The first token comes with the last of the prompt, wanted or not.
+        max_tokens=max(1, min(request.max_tokens, max_reply_tokens)),
         sampling=request.sampling,
         top_logprobs=request.top_logprobs if request.logprobs else -1,
         constraints=constraints,
@@ -15807,6 +15905,8 @@ class ReplyGeneration:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._note_progress(self._prepared.engine_request.n_prompt)
+        if self._request.max_tokens == 0:
+            return []
         if event.logprob is not None and not self._decoder.is_over:
             tokenizer = self._prepared.model.tokenizer
             logprob, alternatives = event.logprob
@@ -15887,6 +15987,7 @@ class ReplyGeneration:
     def _finish_reason(self) -> FinishReason:
         assert self._end is not None
         is_cut = self._end.reason != "stop" and not self._was_over
+        is_cut = is_cut or self._request.max_tokens == 0
         if is_cut or self._decoder.parser.is_broken:
             return "length"  # a call in it was cut, and must not be run
         if self._decoder.parser.n_calls and not self._decoder.stops.hit:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import re
 import threading
 
 import anthropic
@@ -42,6 +43,7 @@ CONFIG = s.Config()
 USAGE = Usage(
     prompt_tokens=10, cached_tokens=8, completion_tokens=5, reasoning_tokens=2
 )
+USE = {"type": "tool_use", "id": "t1", "name": "read", "input": {}}
 READ = {"name": "read", "description": "reads", "input_schema": {"type": "object"}}
 
 
@@ -352,10 +354,35 @@ def test_fields_with_other_names_and_those_that_only_anthropic_knows():
         ({"messages": [user({"type": "text", "text": 3})]}, "messages[0].content[0]"),
         ({"messages": [user("x")]}, "messages[0].content[0]"),
         ({"system": 3}, "system"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
         ({"temperature": 9}, "temperature"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "f", "input_schema": 3}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool", "name": 3}}, "tool_choice.name"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"stop_sequences": ["a", "x" * 1025]}, "stop_sequences[1]"),
+        ({"stop_sequences": "END"}, "stop_sequences"),
+        (
+            {"messages": [user(text("a")), reply({**USE, "id": 7})]},
+            "messages[1].content[0].id",
+        ),
+        (
+            {"messages": [reply(text("a"), {**USE, "name": ""})]},
+            "messages[0].content[1].name",
+        ),
+        (
+            {"messages": [reply({**USE, "input": [1]})], "system": "s"},
+            "messages[0].content[0].input",
+        ),
+        (
+            {"messages": [user({"type": "tool_result", "tool_use_id": 7})]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        ({"thinking": {"type": "perhaps"}}, "thinking.type"),
     ],
 )
 def test_a_fault_is_named_by_its_place(fields, param):
@@ -363,7 +390,73 @@ def test_a_fault_is_named_by_its_place(fields, param):
     assert (error.param, error.status) == (param, 400)
     body = anthropic_error_body(error)
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
-    assert param in body["error"]["message"]
+    dotted = re.sub(r"\[(\d+)\]", r".\1", param)
+    assert body["error"]["message"].startswith(f"{dotted}: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"output_config": {"effort": "hugely"}}, "output_config.effort"),
+        ({"output_config": {"format": 3}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_object", "schema": 3}}},
+            "output_config.format.schema",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ],
+)
+def test_a_fault_of_what_a_chat_calls_otherwise_has_the_name_that_was_sent(
+    fields, name
+):
+    message = anthropic_error_body(refused(**fields))["error"]["message"]
+    assert message.startswith(f"{name}: ")
+    assert "required" not in message and "response_format" not in message
+
+
+def test_a_fault_that_the_grammar_finds_has_the_name_that_was_sent():
+    error = BadRequest("why", field="response_format.json_schema.schema")
+    message = anthropic_error_body(error)["error"]["message"]
+    assert message == "output_config.format.schema: why"
+    deep = BadRequest("why", field="tools[3].input_schema")
+    assert anthropic_error_body(deep)["error"]["message"] == "tools.3.input_schema: why"
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"stream": True}, "stream"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.type"),
+        (
+            {"output_config": {"format": {"type": "json_object"}}},
+            "output_config.format",
+        ),
+        ({"output_format": {"type": "json_object"}}, "output_format"),
+        ({"tool_choice": {"type": "any"}, "tools": [READ]}, "tool_choice.type"),
+        (
+            {"tool_choice": {"type": "tool", "name": "read"}, "tools": [READ]},
+            "tool_choice.type",
+        ),
+    ],
+)
+def test_nothing_is_asked_of_a_reply_of_no_tokens(fields, place):
+    assert parsed(**fields).max_tokens == 9
+    assert refused(max_tokens=0, **fields).param == place
+
+
+def test_a_reply_of_no_tokens_may_be_asked_for_in_any_other_way():
+    thinking = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}
+    for fields in (
+        {},
+        thinking,
+        {"tools": [READ], "tool_choice": {"type": "auto"}, "stream": False},
+    ):
+        assert parsed(max_tokens=0, **fields).max_tokens == 0
 
 
 def test_a_prompt_too_long_says_so_in_the_words_agents_look_for():
@@ -640,6 +733,33 @@ def test_max_tokens_and_stop_sequences_have_their_reasons(sdk):
     short = ask(sdk, [user(text("Tell me."))], stream=False, max_tokens=2, **fields)
     assert short.stop_reason == "max_tokens"
     assert short.usage.output_tokens == 2
+
+
+@pytest.mark.parametrize("thinking", ["adaptive", "disabled"])
+def test_max_tokens_0_reads_the_prompt_into_the_cache_and_says_nothing(
+    served, sdk, thinking
+):
+    question = {"messages": [user(text("Warm me up."))], "thinking": {"type": thinking}}
+    ask(sdk, stream=False, **question)
+    repeated = ask(sdk, stream=False, **question)
+    n_warm = repeated.usage.cache_read_input_tokens  # models with state: a few are left
+    served.forget()
+    recorded = served.state.stores.LEDGER.snapshot()
+
+    warm_up = ask(sdk, stream=False, max_tokens=0, **question)
+
+    assert warm_up.content == []
+    assert (warm_up.stop_reason, warm_up.usage.output_tokens) == ("max_tokens", 0)
+    assert warm_up.usage.cache_creation_input_tokens == total(warm_up.usage) - 1
+    assert served.state.stores.LEDGER.snapshot() == recorded
+    reply = ask(sdk, stream=False, **question)
+    assert reply.content
+    assert as_chat(reply) == as_chat(repeated)
+    assert reply.usage.cache_read_input_tokens == n_warm > 0
+    again = ask(sdk, stream=False, max_tokens=0, **question)
+    assert again.usage.cache_read_input_tokens == n_warm
+    with pytest.raises(anthropic.BadRequestError, match="stream: max_tokens is 0"):
+        ask(sdk, stream=True, max_tokens=0, **question)
 
 
 def test_output_config_binds_the_answer(sdk):
