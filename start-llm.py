@@ -134,20 +134,27 @@ from calendar import day_abbr, day_name, month_abbr, month_name
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    suppress,
+)
 from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from difflib import get_close_matches
 from email.message import Message as HttpHeaders
 from enum import Enum, auto
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from hashlib import sha1, sha256
 from heapq import heapify, heappop, heappush
 from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from itertools import (
     batched,
+    chain,
     count,
     groupby,
     islice,
@@ -1463,7 +1470,13 @@ def _append_line(path: Path, line: bytes) -> None:
 # more than the text that they spell. So the memory of each step is reserved before it
 # is done. Whoever finds too little left waits, and looks for its client meanwhile.
 #
-# Public   WorkBudget, CLIENT_LOOK_SECONDS
+#     held    from before a body is read until its reply has ended
+#     work    while it is parsed, canonicalized, rendered and tokenized; held as well
+#     others  an image that is unpacked, a text that is tokenized as a whole: one each
+#
+# A body that is read holds no memory for work: its client may take a minute to send it.
+#
+# Public   WorkBudget, Reservation, BodyBudget, BodyMemory, CLIENT_LOOK_SECONDS
 # Uses     -
 # Thread   any
 
@@ -1483,7 +1496,9 @@ class WorkBudget:
         self._waiting: deque[object] = deque()
 
     @contextmanager
-    def reserve(self, n_units: int, check_client: Callable[[], None]) -> Iterator[None]:
+    def reserve(
+        self, n_units: int, check_client: Callable[[], None]
+    ) -> Iterator[Reservation]:
         """Reserve units for the time inside; waits for them, in turn.
 
         `check_client` is called now and then while it waits, and ends the wait if it
@@ -1491,10 +1506,11 @@ class WorkBudget:
         """
         n_units = min(n_units, self.n_units)
         self._acquire(n_units, check_client)
+        reservation = Reservation(self, n_units)
         try:
-            yield
+            yield reservation
         finally:
-            self._release(n_units)
+            reservation.shrink(0)
 
     def _acquire(self, n_units: int, check_client: Callable[[], None]) -> None:
         turn = object()
@@ -1518,10 +1534,59 @@ class WorkBudget:
             self._changed.wait(CLIENT_LOOK_SECONDS)
         return False
 
-    def _release(self, n_units: int) -> None:
+    def release(self, n_units: int) -> None:
+        """Give back units that were reserved: Reservation does."""
         with self._changed:
             self.n_free += n_units
             self._changed.notify_all()
+
+
+class Reservation:
+    """Units of a budget that are reserved."""
+
+    def __init__(self, budget: WorkBudget, n_units: int) -> None:
+        self._budget = budget
+        self._n_units = n_units
+
+    def shrink(self, n_units: int) -> None:
+        """Give back all but `n_units`, if there are more."""
+        n_excess = max(0, self._n_units - n_units)
+        self._n_units -= n_excess
+        self._budget.release(n_excess)
+
+
+class BodyBudget:
+    """Memory for the bodies of requests, in bytes. Small ones wait for no large one."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.for_small = WorkBudget(n_bytes // 4)
+        self.for_large = WorkBudget(n_bytes - n_bytes // 4)
+        self.max_small_bytes = n_bytes // 32
+
+    def reserve(
+        self, n_bytes: int, check_client: Callable[[], None]
+    ) -> AbstractContextManager[Reservation]:
+        """Reserve memory, as WorkBudget.reserve() does."""
+        is_small = n_bytes <= self.max_small_bytes
+        budget = self.for_small if is_small else self.for_large
+        return budget.reserve(n_bytes, check_client)
+
+
+class BodyMemory:
+    """What the bodies of all requests may take beside KV and the model (L-120).
+
+    That is a tenth of the limit, nearly: what is not foreseen has a tenth, too.
+    """
+
+    # Of a byte of a body, as measured: in 10 MB of messages of one letter it takes 46
+    # bytes until it is tokenized, as text 3 to 16; in what is left of it, 3.
+    WORK_BYTES: Final = 48
+    HELD_BYTES: Final = 3
+    MIN_BYTES: Final = 1 << 26
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.work = BodyBudget(max(limit_bytes // 16, self.MIN_BYTES))
+        self.held = BodyBudget(max(limit_bytes // 32, self.MIN_BYTES))
 
 
 # region API TYPES =============================================================
@@ -4465,10 +4530,10 @@ def heal_messages(
 #  2 Renderer  messages -> text, by the template.
 #  3 Probing   canned conversations -> TemplateTraits.
 #
-# Public   token_pattern, break_markup, remove_breaks, Encoder, Renderer, canned_words,
-#          TemplateTraits, probe_traits, probe_preserve_thinking_support,
+# Public   token_pattern, break_markup, remove_breaks, EncodingLimit, Encoder, Renderer,
+#          canned_words, TemplateTraits, probe_traits, probe_preserve_thinking_support,
 #          probe_generation_prompt, render_sample, compute_msg_token_boundaries
-# Uses     ERRORS, API TYPES, CANONICALIZATION
+# Uses     ERRORS, WORK BUDGET, API TYPES, CANONICALIZATION
 # Thread   any
 
 
@@ -4524,6 +4589,8 @@ def remove_breaks(text: str) -> str:
 
 
 _PIECE_CHARACTERS: Final = 1 << 16  # of a text that is tokenized at once
+_LONG_PIECES: Final = 4  # a text of more, which cannot be cut, is counted first
+_MAX_WHOLE_PIECES: Final = 64  # of such a text
 _COMPARED_CHARACTERS: Final = 64  # before and after a place where a text may be cut
 _MAX_CUT_TRIES: Final = 64
 # Between two words, and between two lines.
@@ -4614,6 +4681,7 @@ class Encoder:
         self.find_added = token_pattern(self._ids_of_added)
         self.memo: Memo[TokenIds] = Memo(_ENCODER_MEMO_BYTES)
         self.tenant = ""  # whose texts these are, for the memo
+        self._long_texts = WorkBudget(1)  # why(L-118): without a cut, one at a time
 
         # The same tokenizer, but without added tokens.
         plain = Tokenizer(self.tokenizer.model)
@@ -4657,24 +4725,41 @@ class Encoder:
 
     def encode(self, text: str) -> TokenIds:
         """The tokens of a text. Broken markup is text, all other markup is markup."""
-        return _join([self._encode_part(part) for part in self._parts(text)])
+        return self._encode_parts(
+            self._parts(text), self._encode_part, text, EncodingLimit()
+        ).ids
 
     def encode_raw(self, text: str) -> TokenIds:
         """The tokens of a text that was not broken, and may contain the character."""
         return self.encode(text.replace(_BREAK, _BREAK * 2))
 
-    def encode_completion(self, text: str) -> TokenIds:
-        """The tokens of a text as the tokenizer encodes it, those that it adds too."""
-        if len(text) <= _PIECE_CHARACTERS or not self._can_split:
-            return self._encode_whole(text)
-        # What the tokenizer adds is around the tokens of any text.
+    def encode_completion(
+        self, text: str, limit: EncodingLimit | None = None
+    ) -> EncodedPrompt:
+        """The tokens of a text as the tokenizer encodes it, those that it adds too.
+
+        It ends and raises as encode_prompt() does.
+        """
+        limit = limit or EncodingLimit()
+        if len(text) > _PIECE_CHARACTERS and self._can_split:
+            parts = self._parts_of_completion(text)
+            if parts is not None:
+                return self._encode_parts(parts, self._encode_part, text, limit)
+        return self._encode_parts([text], self._encode_whole, text, limit)
+
+    def _parts_of_completion(self, text: str) -> Iterable[str | TokenIds] | None:
+        """The parts of a text, between what the tokenizer adds to any text.
+
+        None: it adds something inside.
+        """
         short_ids = self._encode_whole("a")
         plain_ids = self.encode("a")
         start = int(np.argmax(short_ids == plain_ids[0]))
         end = start + len(plain_ids)
         if not np.array_equal(short_ids[start:end], plain_ids):
-            return self._encode_whole(text)
-        return _join([short_ids[:start], self.encode_raw(text), short_ids[end:]])
+            return None
+        parts = self._parts(text.replace(_BREAK, _BREAK * 2))
+        return chain([short_ids[:start]], parts, [short_ids[end:]])
 
     def _encode_whole(self, text: str) -> TokenIds:
         (encoding,) = self.tokenizer.encode_batch_fast([text])
@@ -4688,24 +4773,75 @@ class Encoder:
         mark in it once more, and the tokens for that mark.
 
         It ends at the first part with more than `max_counted_tokens` in all. Raises
-        what `check_client` raises, which is called before each part.
+        what `check_client` raises, which is called before each part, and BadRequest
+        for a part that is too long and cannot be cut.
         """
-        parts: list[TokenIds] = []
+        parts = self._parts_with_images(text, request.image_tokens)
+        limit = EncodingLimit(request.max_counted_tokens, request.check_client)
+        return self._encode_parts(parts, self._encode_part, text, limit)
+
+    def _encode_parts(
+        self,
+        parts: Iterable[str | TokenIds],
+        encode: Callable[[str], TokenIds],
+        text: str,
+        limit: EncodingLimit,
+    ) -> EncodedPrompt:
+        """The tokens of the parts of a text, which `encode` gives."""
+        encoded_parts: list[TokenIds] = []
         n_tokens = 0
         n_characters = 0
-        for part in self._parts_with_images(text, request.image_tokens):
-            request.check_client()
-            ids = self._encode_part(part)
-            parts.append(ids)
-            n_tokens += len(ids)
-            n_characters += len(part)
-            if n_tokens > request.max_counted_tokens:
-                break
-        n_left_characters = max(0, len(text) - n_characters)
         n_left_out = 0
-        if n_tokens > request.max_counted_tokens:
-            n_left_out = n_left_characters * n_tokens // max(n_characters, 1)
-        return EncodedPrompt(_join(parts), n_left_out)
+        for part in parts:
+            limit.check_client()
+            if isinstance(part, str):
+                part_limit = limit._replace(max_tokens=limit.max_tokens - n_tokens)
+                encoded = self._encode_text(part, encode, part_limit)
+            else:
+                encoded = EncodedPrompt(part, 0)
+            encoded_parts.append(encoded.ids)
+            n_left_out = encoded.n_left_out
+            n_tokens += len(encoded.ids) + n_left_out
+            n_characters += len(part)
+            if n_tokens > limit.max_tokens:
+                n_left_characters = max(0, len(text) - n_characters)
+                n_left_out += n_left_characters * n_tokens // max(n_characters, 1)
+                break
+        return EncodedPrompt(_join(encoded_parts), n_left_out)
+
+    def _encode_text(
+        self, text: str, encode: Callable[[str], TokenIds], limit: EncodingLimit
+    ) -> EncodedPrompt:
+        """The tokens of a part that is a text.
+
+        why(L-118): one that could not be cut is first cut anyway. Its tokens are not
+        quite those of the whole, but so many that the whole is over the limit, too.
+        """
+        if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
+            return EncodedPrompt(encode(text), 0)
+
+        encoded_pieces: list[TokenIds] = []
+        n_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            limit.check_client()
+            end = start + _PIECE_CHARACTERS
+            ids = encode(text[start:end])
+            encoded_pieces.append(ids)
+            n_tokens += len(ids)
+            if n_tokens > limit.max_tokens:
+                n_left_characters = max(0, len(text) - end)
+                n_left_out = n_left_characters * n_tokens // end
+                return EncodedPrompt(_join(encoded_pieces), n_left_out)
+
+        max_characters = _MAX_WHOLE_PIECES * _PIECE_CHARACTERS
+        if len(text) > max_characters:
+            raise BadRequest(
+                f"a text of more than {max_characters:,} characters without two words"
+                " or lines in a row cannot be tokenized: send it in parts",
+                field=limit.field,
+            )
+        with self._long_texts.reserve(1, limit.check_client):
+            return EncodedPrompt(encode(text), 0)
 
     def _parts_with_images(
         self, text: str, images: Mapping[str, tuple[str, TokenIds]]
@@ -4726,20 +4862,28 @@ class Encoder:
         if not self._can_split:
             yield from filter(None, _BREAKS.split(text))
             return
-        for index, part in enumerate(self.find_added.split(text)):
-            if index % 2 == 1:
-                yield self._ids_of_added[part]
-            else:
-                yield from self._cutter.split(remove_breaks(part))
+        start = 0
+        for match in self.find_added.finditer(text):
+            yield from self._cutter.split(remove_breaks(text[start : match.start()]))
+            yield self._ids_of_added[match[0]]
+            start = match.end()
+        yield from self._cutter.split(remove_breaks(text[start:]))
 
-    def _encode_part(self, part: str | TokenIds) -> TokenIds:
-        if not isinstance(part, str):
-            return part
+    def _encode_part(self, part: str) -> TokenIds:
+        """The tokens of a text without added tokens, or if it cannot be split, with."""
         if not self._can_split:
             return _tokenize(self.tokenizer, part)
         return self.memo.get_or_make(
             part, lambda: _tokenize(self._piece_tokenizer, part), tenant=self.tenant
         )
+
+
+class EncodingLimit(NamedTuple):
+    """When the tokens of a text are not made to its end."""
+
+    max_tokens: int = sys.maxsize  # at the first part with more in all
+    check_client: Callable[[], None] = assume_client  # before each part; may raise
+    field: str = "messages"  # which has the text, for an error
 
 
 class EncodedPrompt(NamedTuple):
@@ -5507,19 +5651,24 @@ class ChatTemplate:
         text_ids = ids[ids >= 0].tolist()
         return self._encoder.tokenizer.decode(text_ids, skip_special_tokens=False)
 
-    def tokenize_completion(self, prompt: str | Sequence[int]) -> RenderedPrompt:
-        """The prompt of a completion.
+    def tokenize_completion(
+        self, prompt: str | Sequence[int], limit: EncodingLimit | None = None
+    ) -> RenderedPrompt:
+        """The prompt of a completion; at the limit it ends as encode_prompt() does.
 
         Raises BadRequest: it is empty, or an id is not the model's.
         """
         text = ""
         ids = np.array([], np.int32)
+        n_left_out = 0
         tokenizer = self._encoder.tokenizer
         if not isinstance(prompt, str):
             ids = np.array(prompt, np.int32)
         elif prompt:
             text = prompt
-            ids = self._encoder.encode_completion(text)
+            ids, n_left_out = self._encoder.encode_completion(text, limit)
+        if n_left_out:
+            return RenderedPrompt(ids=ids, n_left_out=n_left_out)
 
         if not ids.size:
             raise BadRequest("the prompt is empty", param="prompt")
@@ -5542,7 +5691,10 @@ class ChatTemplate:
         Raises BadRequest: the template refuses the messages.
         """
         if request.kind == "completion":
-            return self.tokenize_completion(request.prompt or "")
+            limit = EncodingLimit(
+                request.max_counted_tokens, request.check_client, field="prompt"
+            )
+            return self.tokenize_completion(request.prompt or "", limit)
         if not self.source:
             raise BadRequest(
                 "this model has no chat template, only completions", param="messages"
@@ -15055,6 +15207,7 @@ class ServerState:
     session_log: SessionLog
     started: int  # Unix seconds
     stores: TenantStores
+    body_memory: BodyMemory
     tenant: str = ""  # "" is everybody; see CONFIG
     tenants: Tenants = field(default_factory=Tenants)  # that sent requests
 
@@ -15130,6 +15283,8 @@ def plan_request(
     if not counts_all:
         max_tokens = MAX_COUNTED_CONTEXTS * model.max_context_tokens
         request = replace(request, max_counted_tokens=max_tokens)
+        if len(request.messages) > max_tokens:  # each has a token at least
+            raise ContextTooLong(len(request.messages), model.max_context_tokens)
     plan = _plan_prompt(state, model, request)
     first_markers = {int(image.marker_ids[0]): image for image in images}
     return PlannedRequest(request, model, first_markers, plan)
@@ -16993,6 +17148,30 @@ def _read_line(stream: io.BufferedIOBase) -> bytes:
     return line[:-2]
 
 
+_BODY_MARK: Final = re.compile(  # a string, and what follows a key; a bracket
+    rb"""(?xs: "( [^"\\]*+ (?: \\. [^"\\]*+ )*+ )"
+        (?: \s*+ : \s*+ (true|false)? )?
+    | ([\[{]) | [\]}] )"""
+)
+
+
+def wants_stream(payload: bytes) -> bool:
+    """Whether the object in `payload` has the member `"stream": true`.
+
+    Nothing is parsed: that would take the memory which its request waits for.
+    """
+    if not re.search(rb'"stream"\s*:\s*true', payload):
+        return False
+    is_stream = False
+    depth = 0
+    for mark in _BODY_MARK.finditer(payload):
+        if mark[1] is None:
+            depth += 1 if mark[3] else -1
+        elif depth == 1 and mark[1] == b"stream" and mark[2]:
+            is_stream = mark[2] == b"true"
+    return is_stream
+
+
 # -- a connection ----------------------------------------------------------------------
 
 _COMMON_HEADERS: Final = {  # what the page must not do; elsewhere it does no harm
@@ -17029,6 +17208,9 @@ class Handler(BaseHTTPRequestHandler):
     _cors_headers: dict[str, str]  # for a web page that may read the response
     _body_length: int | None
     _was_submitted: bool  # to the engine
+    _held_memory: ExitStack  # what its body takes, until the response is sent
+    _work_memory: ExitStack  # what is reserved to prepare it
+    _sent_at: float  # when the body was read, or the last ping sent, while it waits
     _state: ServerState  # the stores that it may use: all, or those of its key
 
     def setup(self) -> None:
@@ -17089,7 +17271,8 @@ class Handler(BaseHTTPRequestHandler):
         with self._error_boundary():
             self._pass_gate()
             route = self._find_route()
-            body = route.answer(self)
+            with ExitStack() as self._held_memory, ExitStack() as self._work_memory:
+                body = route.answer(self)
             if body is not None:
                 self._send_json(200, body)
 
@@ -17209,13 +17392,13 @@ class Handler(BaseHTTPRequestHandler):
         return model_body(self._state, unquote(name))
 
     def _chat(self) -> None:
-        self._generate(self._read_request(parse_chat_request))
+        self._generate(self._read_request(parse_chat_request, can_stream=True))
 
     def _complete(self) -> None:
-        self._generate(self._read_request(parse_completion_request))
+        self._generate(self._read_request(parse_completion_request, can_stream=True))
 
     def _reply_to_messages(self) -> None:
-        request = self._read_request(parse_anthropic_request)
+        request = self._read_request(parse_anthropic_request, can_stream=True)
         if request.messages[-1]["role"] == "assistant":
             raise BadRequest(
                 "no reply can be begun for the model (prefill)", field="messages"
@@ -17234,13 +17417,15 @@ class Handler(BaseHTTPRequestHandler):
         """
         generation = ReplyGeneration(self._state, request, client=self._client)
         self._was_submitted = True
+        self._work_memory.close()
         with closing(generation), self._error_boundary():
             if not request.stream:
                 for body in self._while_connected(generation.whole()):
                     self._send_json(200, body)
                 return
 
-            self._begin_stream()
+            if not self._are_headers_sent:
+                self._begin_stream()
             for body in self._while_connected(generation.chunks()):
                 self._send_event(body)
             if request.kind != "messages":
@@ -17276,29 +17461,77 @@ class Handler(BaseHTTPRequestHandler):
         """Invite no body yet. _read_body() does, after the gate and with a route."""
         return True
 
-    def _read_request(self, parse: Callable[..., ChatRequest]) -> ChatRequest:
-        """The body, parsed. Raises BadRequest, NotServed; ClientGone: it ends early."""
-        body = parse_json_body(self._read_body())
+    def _read_request(
+        self, parse: Callable[..., ChatRequest], *, can_stream: bool = False
+    ) -> ChatRequest:
+        """The body, parsed, when its turn comes.
+
+        Raises BadRequest, NotServed; ClientGone: it ends early, or nobody waits for the
+        response. `can_stream`: pings may be sent meanwhile if the body wants a stream.
+        """
+        payload = self._read_body()
+        self._sent_at = time.monotonic()
+        memory = self.server.state.body_memory
+        is_stream = cache(lambda: can_stream and wants_stream(payload))
+        work = memory.work.reserve(
+            memory.WORK_BYTES * len(payload), partial(self._keep_waiting, is_stream)
+        )
+        self._work_memory.enter_context(work)
+
         request = parse(
-            body,
+            parse_json_body(payload),
             self.server.state.config,
             request_id=uuid.uuid4().hex,
             headers=dict(self.headers),
         )
         self._enter_tenant(request.user)
-        return replace(request, check_client=self._check_client)
+        is_parsed_stream = can_stream and request.stream
+        return replace(
+            request,
+            check_client=partial(self._keep_waiting, lambda: is_parsed_stream),
+        )
 
     def _read_body(self) -> bytes:
+        """The bytes of the body; what they take is held until the response is sent."""
+        config = self.server.state.config
+        max_bytes = self._body_length
+        if max_bytes is None:
+            max_bytes = config.max_body_bytes
+        memory = self.server.state.body_memory
+        came_at = time.monotonic()
+        held = self._held_memory.enter_context(
+            memory.held.reserve(memory.HELD_BYTES * max_bytes, self._check_client)
+        )
+        self._input.deadline += time.monotonic() - came_at  # it was not the client
+
         if self._is_http_1_1 and _header(self.headers, "Expect") == "100-continue":
             super().handle_expect_100()
         if self._body_length is None:
-            payload = b"".join(_read_chunks(self.rfile, self.server.state.config))
+            payload = b"".join(_read_chunks(self.rfile, config))
         else:
             payload = self.rfile.read(self._body_length)
             if len(payload) < self._body_length:
                 raise ClientGone
         self._is_unread = False
+        held.shrink(memory.HELD_BYTES * len(payload))
         return payload
+
+    def _keep_waiting(self, is_stream: Callable[[], bool]) -> None:
+        """Look for the client of a request that the model does not have yet.
+
+        A stream gets pings, as comments: no formatter knows yet what it consists of.
+        Raises ClientGone.
+        """
+        self._check_client()
+        silent_seconds = time.monotonic() - self._sent_at
+        if silent_seconds < self.server.state.config.keepalive_seconds:
+            return
+        self._sent_at = time.monotonic()
+        if not is_stream():
+            return
+        if not self._are_headers_sent:
+            self._begin_stream()
+        self._write_chunk(b": the request waits for its turn\n\n")
 
     # -- responses ---------------------------------------------------------------------
 
@@ -17464,8 +17697,8 @@ _ROUTES: Final = {
 # is loaded on the model thread: arrays cannot change threads before they are computed.
 #
 # Public   build_state, run_proxy, main, end_process
-# Uses     OPTIONS, CONFIG, LOGGING, MODEL LOADING, ENGINE, REQUEST HANDLING, STATUS,
-#          HTTP SERVER
+# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, MODEL LOADING, ENGINE,
+#          REQUEST HANDLING, STATUS, HTTP SERVER
 # Thread   main
 
 _STOPPED: Final = 0
@@ -17499,6 +17732,7 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
         session_log=SessionLog(config),
         started=int(time.time()),
         stores=TenantStores.empty(config, metrics),
+        body_memory=BodyMemory(memory_limit(config)),
     )
 
 

@@ -1,45 +1,105 @@
-"""What hostile bodies cost before the model has them: peak memory, seconds, the answer.
+"""What hostile bodies cost before the model has them: peak memory, seconds, the answers.
 
-    python benchmarks/limits.py [MODEL]      the bundled demo model, if none is named
+    python benchmarks/limits.py [MODEL] [--only WORD ...] [--memory BYTES]
 
-Starts the server of this folder, sends each load to it, and prints a line for each.
+Starts the server of this folder anew for each load, sends it, and prints a line: how
+many bodies got which status, seconds until the last answer, the longest time that
+/health took meanwhile, memory before and at its peak, and what that is for each byte.
+
+MODEL: a folder; the bundled demo model, if none is named, for images a tiny one.
 """
 
 from __future__ import annotations
 
+import argparse
+import base64
 import http.client
+import io
 import json
 import os
+import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 from compared_servers import free_port
+from PIL import Image
+from project_files import tiny_vision
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 300  # seconds
+PATIENCE = 600  # seconds
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 
 
-def chat(*messages: dict[str, str]) -> bytes:
-    return json.dumps({"messages": messages, "max_tokens": 1}).encode()
+class Load(NamedTuple):
+    """Bodies that are sent at once."""
+
+    body: Callable[[], bytes]
+    n: int = 1
+    path: str = CHAT
+    has_images: bool = False
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def chat(*messages: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps({"messages": messages, "max_tokens": 1, **fields}).encode()
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 def note(text: str) -> dict[str, str]:
     return {"role": "system", "content": text}
 
 
-def words(n_bytes: int) -> bytes:
-    return chat(user("some words of a client " * (n_bytes // 23)))
+def words(n_bytes: int, *, last: str = "") -> bytes:
+    text = "some words of a client " * (n_bytes // 23) + last
+    return json.dumps({**json.loads(chat(user(text)))}, ensure_ascii=False).encode()
+
+
+def letters(n_bytes: int) -> bytes:
+    rng = random.Random(1)
+    return chat(user(base64.b64encode(rng.randbytes(n_bytes * 3 // 4)).decode()))
+
+
+def short_messages(n_bytes: int) -> bytes:
+    message = user("a")
+    return chat(*[message] * (n_bytes // (len(json.dumps(message)) + 2)))
+
+
+def calls(n_bytes: int) -> bytes:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "call", "type": "function", "function": function}
+    n_calls = n_bytes // (len(json.dumps(call)) + 2)
+    answer = {"role": "assistant", "content": "", "tool_calls": [call] * n_calls}
+    return chat(user("go"), answer, user("on"))
+
+
+def parts(n_bytes: int) -> bytes:
+    part = {"type": "text", "text": "a"}
+    return chat(user([part] * (n_bytes // (len(json.dumps(part)) + 2))))
+
+
+def tools(n_bytes: int) -> bytes:
+    properties = {f"p{i}": {"type": "string"} for i in range(n_bytes // 30)}
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": "f", "parameters": parameters}
+    return chat(user("go"), tools=[{"type": "function", "function": function}])
+
+
+def brackets(n_bytes: int) -> bytes:
+    """A field that nobody knows."""
+    return chat(user("go"), unknown=[[]] * (n_bytes // 4))
 
 
 def notes(n: int) -> bytes:
@@ -52,19 +112,75 @@ def reminders(n: int) -> bytes:
     return chat(user("".join(block.format(i) for i in range(n)) + "go on"))
 
 
+def completion(n_bytes: int) -> bytes:
+    prompt = "some words of a client " * (n_bytes // 23)
+    return json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+
+
+def token_ids(n_bytes: int) -> bytes:
+    return json.dumps({"prompt": [1] * (n_bytes // 3), "max_tokens": 1}).encode()
+
+
+def images(n: int) -> bytes:
+    """Images of 64 million pixels in 10 kB each; no two are the same."""
+    urls = []
+    for i in range(n):
+        file = io.BytesIO()
+        Image.new("1", (8_000, 8_000), i % 2).resize((8_000, 8_000 - i)).save(
+            file, "PNG"
+        )
+        urls.append(
+            "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        )
+    contents = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return chat(user(contents))
+
+
+def noise(n_bytes: int) -> bytes:
+    """An image of random pixels, which cannot be compressed."""
+    side = int((n_bytes * 3 / 4 / 3) ** 0.5)
+    pixels = random.Random(2).randbytes(side * side * 3)
+    file = io.BytesIO()
+    Image.frombytes("RGB", (side, side), pixels).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return chat(user([{"type": "image_url", "image_url": {"url": url}}]))
+
+
+MB = 1_000_000
 LOADS = {
-    "10 MB of words": [words(10_000_000)],
-    "four of 5 MB": [words(5_000_000)] * 4,
-    "12,000 users, as many notes": [notes(12_000)],
-    "32,000 reminders": [reminders(32_000)],
+    "10 MB of words": Load(lambda: words(10 * MB)),
+    "10 MB of words, a wide character": Load(lambda: words(10 * MB, last="\U0001f642")),
+    "10 MB without a space": Load(lambda: letters(10 * MB)),
+    "10 MB of short messages": Load(lambda: short_messages(10 * MB)),
+    "10 MB of text parts": Load(lambda: parts(10 * MB)),
+    "10 MB of calls": Load(lambda: calls(10 * MB)),
+    "10 MB of a tool": Load(lambda: tools(10 * MB)),
+    "10 MB of brackets": Load(lambda: brackets(10 * MB)),
+    "10 MB of a completion": Load(lambda: completion(10 * MB), path=COMPLETIONS),
+    "10 MB of token ids": Load(lambda: token_ids(10 * MB), path=COMPLETIONS),
+    "12,000 users, as many notes": Load(lambda: notes(12_000)),
+    "32,000 reminders": Load(lambda: reminders(32_000)),
+    "four of 5 MB": Load(lambda: words(5 * MB), n=4),
+    "burst of 60 with 1 MB": Load(lambda: words(MB), n=60),
+    "burst of 60 with 1 MB, no space": Load(lambda: letters(MB), n=60),
+    "burst of 500 with 1 kB": Load(lambda: words(1_000), n=500),
+    "six images of 64 megapixels": Load(lambda: images(1), n=6, has_images=True),
+    "burst of 12 with 8 MB of image": Load(
+        lambda: noise(8 * MB), n=12, has_images=True
+    ),
 }
 
 
 @contextmanager
-def serving(model: str) -> Iterator[tuple[int, psutil.Process]]:
+def serving(model: str, memory_bytes: int) -> Iterator[tuple[int, psutil.Process]]:
     """The port and the process of a server that is ready."""
     port = free_port()
-    settings = {"MODEL_PATH": model, "MLX_PORT": str(port), "ENABLE_PROXY": "false"}
+    settings = {
+        "MODEL_PATH": model,
+        "MLX_PORT": str(port),
+        "ENABLE_PROXY": "false",
+        "MEMORY_LIMIT_BYTES": str(memory_bytes),
+    }
     process = subprocess.Popen(
         [sys.executable, "start-llm.py"],
         cwd=ROOT,
@@ -92,41 +208,73 @@ def is_ready(port: int) -> bool:
             return False
 
 
-def send(port: int, body: bytes) -> int:
-    """The status of the response."""
+def send(port: int, path: str, body: bytes) -> str:
+    """The status of the response, or how the connection was lost."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     with closing(connection):
-        connection.request("POST", "/v1/chat/completions", body)
-        response = connection.getresponse()
-        response.read()
-        return response.status
+        try:
+            connection.request("POST", path, body)
+            response = connection.getresponse()
+            response.read()
+        except OSError as error:
+            return type(error).__name__
+        return str(response.status)
 
 
-def measure(port: int, process: psutil.Process, bodies: list[bytes]) -> str:
+def measure(port: int, process: psutil.Process, load: Load) -> str:
     """Statuses, seconds, and memory of the process before and at its peak."""
+    bodies = [load.body()] * load.n
+    n_bytes = sum(map(len, bodies))
     first_rss = process.memory_info().rss
     peak_rss = first_rss
+    health_seconds = 0.0
     is_done = threading.Event()
 
-    def watch() -> None:
+    def watch_memory() -> None:
         nonlocal peak_rss
         while not is_done.wait(0.01):
             peak_rss = max(peak_rss, process.memory_info().rss)
 
-    with ThreadPoolExecutor(len(bodies) + 1) as pool:
-        watcher = pool.submit(watch)
+    def watch_health() -> None:
+        nonlocal health_seconds
+        while not is_done.wait(0.1):
+            asked_at = time.monotonic()
+            is_ready(port)
+            health_seconds = max(health_seconds, time.monotonic() - asked_at)
+
+    with ThreadPoolExecutor(len(bodies) + 2) as pool:
+        watchers = [pool.submit(watch_memory), pool.submit(watch_health)]
         started_at = time.monotonic()
-        statuses = list(pool.map(lambda body: send(port, body), bodies))
+        statuses = Counter(pool.map(lambda body: send(port, load.path, body), bodies))
         seconds = time.monotonic() - started_at
         is_done.set()
-        watcher.result()
-    return f"{statuses} {seconds:5.1f} s  {first_rss / 1e6:6.0f} -> {peak_rss / 1e6:6.0f} MB"
+        for watcher in watchers:
+            watcher.result()
+
+    counts = ", ".join(f"{n} x {status}" for status, n in statuses.items())
+    return (
+        f"{counts:12} {seconds:6.1f} s  /health {health_seconds:4.1f} s"
+        f"  {first_rss / 1e6:5.0f} -> {peak_rss / 1e6:6.0f} MB"
+        f"  {(peak_rss - first_rss) / n_bytes:6.1f} a byte"
+    )
 
 
-def main() -> None:
-    with serving(*(sys.argv[1:2] or ["demo"])) as (port, process):
-        for name, bodies in LOADS.items():
-            print(f"{name:30} {measure(port, process, bodies)}", flush=True)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--only", nargs="*", default=[""])
+    parser.add_argument("--memory", type=int, default=0)
+    options = parser.parse_args(arguments)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, load in LOADS.items():
+            if not any(word in name for word in options.only):
+                continue
+            model = options.model or "demo"
+            if load.has_images and not options.model:
+                model = str(tiny_vision().tiny_vision_model("qwen3_vl", Path(folder)))
+            with serving(model, options.memory) as (port, process):
+                print(f"{name:33} {measure(port, process, load)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = ROOT / "tests" / "support"
 START_LLM = Path(os.environ.get("START_LLM") or ROOT / "start-llm.py")
 
 
@@ -38,5 +39,5 @@ def make_tiny_model() -> ModuleType:
 
 
 def tiny_vision() -> ModuleType:
-    load_file(ROOT / "tests" / "tiny_models.py", "tiny_models")  # which it is made from
-    return load_file(ROOT / "tests" / "tiny_vision.py", "tiny_vision")
+    load_file(SUPPORT / "tiny_models.py", "tiny_models")  # which it is made from
+    return load_file(SUPPORT / "tiny_vision.py", "tiny_vision")

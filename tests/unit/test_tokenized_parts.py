@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,8 +117,15 @@ def tokenized(monkeypatch) -> list[str]:
         texts.append(text)
         return tokenize(tokenizer, text)
 
+    encode_whole = s.Encoder._encode_whole
+
+    def noted_whole(encoder, text):
+        texts.append(text)
+        return encode_whole(encoder, text)
+
     monkeypatch.setattr(s, "_PIECE_CHARACTERS", 1_000)
     monkeypatch.setattr(s, "_tokenize", noted)
+    monkeypatch.setattr(s.Encoder, "_encode_whole", noted_whole)
     return texts
 
 
@@ -165,3 +173,117 @@ def test_a_long_completion_has_the_tokens_that_the_tokenizer_gives(template):
     (encoding,) = template._encoder.tokenizer.encode_batch_fast([text])
 
     assert template.tokenize_completion(text).ids.tolist() == encoding.ids
+
+
+# -- texts that cannot be cut
+
+NO_WORDS = "".join(SOURCE.split())[:60_000]
+
+
+@pytest.fixture(params=[True, False], ids=["can be split", "cannot be split"])
+def uncut(request, template) -> s.ChatTemplate:
+    """One whose texts cannot be cut, by a tokenizer of each kind."""
+    copied = template.for_tenant(f"uncut {request.param}")
+    copied._encoder._can_split = request.param
+    copied._encoder._cutter = s._TextCutter(copied._encoder._piece_tokenizer)
+    copied._encoder._cutter.__dict__["_places"] = re.compile(s._NO_MATCH)
+    return copied
+
+
+def ask(kind: str, text: str, **fields) -> s.ChatRequest:
+    request = replace(chat([said("user", text)]), **fields)
+    if kind == "completion":
+        return replace(request, kind="completion", prompt=text)
+    return request
+
+
+KINDS = pytest.mark.parametrize("kind", ["chat", "completion"])
+
+
+@KINDS
+def test_far_over_the_context_no_text_is_tokenized_as_a_whole(kind, uncut, tokenized):
+    n_tokens = len(uncut.render_prompt(ask(kind, NO_WORDS)).ids)
+    uncut.clear_memos()
+    tokenized.clear()
+
+    rendered = uncut.render_prompt(ask(kind, NO_WORDS, max_counted_tokens=2_000))
+
+    assert max(map(len, tokenized)) <= 4_000
+    assert sum(map(len, tokenized)) < len(NO_WORDS) / 2
+    assert len(rendered.ids) > 2_000
+    assert rendered.n_tokens == pytest.approx(n_tokens, rel=0.5)
+
+
+@KINDS
+def test_a_text_without_cuts_has_its_own_tokens_within_the_limit(
+    kind, uncut, tokenized
+):
+    text = NO_WORDS[:50_000]
+    whole = uncut.render_prompt(ask(kind, text))
+    n_tokens = len(whole.ids)
+    uncut.clear_memos()
+
+    rendered = uncut.render_prompt(ask(kind, text, max_counted_tokens=n_tokens + 200))
+
+    assert rendered.ids.tolist() == whole.ids.tolist()
+    encoding = uncut._encoder.tokenizer.encode(text, add_special_tokens=False)
+    assert set(encoding.ids) <= set(rendered.ids.tolist())
+    assert max(map(len, tokenized)) >= len(text)
+
+
+@KINDS
+def test_of_texts_without_cuts_one_is_tokenized_at_a_time(kind, uncut, tokenized):
+    """Who leaves while it waits has tokenized pieces alone."""
+    n_looks = 0
+
+    def leave():
+        nonlocal n_looks
+        n_looks += 1
+        if n_looks == 200:
+            raise s.ClientGone
+
+    text = NO_WORDS[:50_000]
+    request = ask(kind, text, check_client=leave)
+    with (
+        uncut._encoder._long_texts.reserve(1, s.assume_client),
+        pytest.raises(s.ClientGone),
+    ):
+        uncut.render_prompt(request)
+    assert max(map(len, tokenized)) <= 4_000
+
+
+@KINDS
+def test_a_text_that_would_take_too_much_as_a_whole_is_refused_by_its_field(
+    kind, uncut, tokenized
+):
+    text = (NO_WORDS * 2)[:70_000]
+    with pytest.raises(s.BadRequest, match="without two words") as refused:
+        uncut.render_prompt(ask(kind, text))
+
+    assert refused.value.param == ("prompt" if kind == "completion" else "messages")
+    assert max(map(len, tokenized)) <= 4_000
+
+
+def test_a_completion_far_over_the_context_is_not_tokenized_to_its_end(
+    template, tokenized
+):
+    limited = ask("completion", SOURCE[::-1], max_counted_tokens=2_000)
+    rendered = template.render_prompt(limited)
+
+    assert sum(map(len, tokenized)) < 40_000 < len(SOURCE) // 10
+    assert rendered.n_tokens > len(rendered.ids) > 2_000
+
+
+def test_tokenizing_a_completion_is_left_when_the_client_has_gone(template, tokenized):
+    n_looks = 0
+
+    def leave():
+        nonlocal n_looks
+        n_looks += 1
+        if n_looks == 5:
+            raise s.ClientGone
+
+    request = ask("completion", SOURCE[::-1], check_client=leave)
+    with pytest.raises(s.ClientGone):
+        template.render_prompt(request)
+    assert 0 < len(tokenized) <= 7

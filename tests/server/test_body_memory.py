@@ -1,0 +1,248 @@
+"""Bodies wait for memory before they are read and before they are parsed (L-120)."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import pytest
+import start_llm as s
+from http_client import heard, opened, status, told
+from server_fixture import Served, connections, wait_until
+from tiny_models import DENSE, tiny_model
+
+CHAT = "POST /v1/chat/completions"
+QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[Served]:
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    with closing(Served(folder, keepalive_seconds=0.1)) as served:
+        yield served
+
+
+@pytest.fixture
+def memory(served) -> Iterator[s.BodyMemory]:
+    memory = served.state.body_memory
+    yield memory
+    wait_until(lambda: is_free(memory))
+
+
+@pytest.fixture
+def parsed(monkeypatch) -> list[bytes]:
+    """The bodies that were parsed."""
+    bodies: list[bytes] = []
+    parse = s.parse_json_body
+
+    def noted(raw):
+        bodies.append(raw)
+        return parse(raw)
+
+    monkeypatch.setattr(s, "parse_json_body", noted)
+    return bodies
+
+
+def lanes(memory: s.BodyMemory) -> list[s.WorkBudget]:
+    work, held = memory.work, memory.held
+    return [work.for_small, work.for_large, held.for_small, held.for_large]
+
+
+def is_free(memory: s.BodyMemory) -> bool:
+    return all(lane.n_free == lane.n_units for lane in lanes(memory))
+
+
+def n_waiting(memory: s.BodyMemory) -> int:
+    return sum(len(lane._waiting) for lane in lanes(memory))
+
+
+@contextmanager
+def taken(budget: s.BodyBudget) -> Iterator[None]:
+    """Nothing is left of a budget, neither for small bodies nor for large ones."""
+    with ExitStack() as stack:
+        for lane in (budget.for_small, budget.for_large):
+            stack.enter_context(lane.reserve(lane.n_units, s.assume_client))
+        yield
+
+
+def sent(port: int, body: dict[str, Any], line: str = CHAT) -> socket.socket:
+    connection = opened(port)
+    connection.settimeout(120)
+    connection.sendall(told(port, line=line, body=json.dumps(body).encode()))
+    return connection
+
+
+@pytest.fixture
+def port(served) -> int:
+    return served.state.config.mlx_port
+
+
+def test_a_body_is_parsed_when_memory_for_its_work_is_free(memory, port, parsed):
+    with taken(memory.work):
+        connection = sent(port, QUESTION)
+        wait_until(lambda: n_waiting(memory) == 1)
+        assert status(port, line="GET /health") == 200
+        assert not parsed
+
+    assert heard(connection, method="POST")[0] == 200
+    assert len(parsed) == 1
+
+
+def test_a_body_is_read_when_memory_for_its_bytes_is_free(memory, port, parsed):
+    with taken(memory.held), opened(port) as connection:
+        connection.settimeout(120)
+        connection.sendall(
+            told(
+                port,
+                line=CHAT,
+                Expect="100-continue",
+                Content_Length=len(json.dumps(QUESTION)),
+            )
+        )
+        wait_until(lambda: n_waiting(memory) == 1)
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is not invited yet
+            connection.recv(1)
+
+
+def test_who_has_gone_waits_no_more_and_is_not_parsed(memory, port, parsed):
+    with taken(memory.work):
+        connection = sent(port, QUESTION)
+        wait_until(lambda: n_waiting(memory) == 1)
+        connection.close()
+        wait_until(lambda: n_waiting(memory) == 0)
+    assert not parsed
+
+
+def test_a_stream_gets_pings_while_it_waits_and_then_its_reply(memory, port, parsed):
+    with taken(memory.work):
+        connection = sent(port, {**QUESTION, "stream": True})
+        head = b""
+        while head.count(b": the request waits") < 2:
+            head += connection.recv(1000)
+        assert b"text/event-stream" in head and not parsed
+
+    reply = head + b"".join(iter(lambda: connection.recv(10_000), b"0\r\n\r\n"))
+    assert reply.count(b"HTTP/1.1 200") == 1
+    assert b'"finish_reason": "length"' in reply
+    assert b"data: [DONE]" in reply
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [(CHAT, b'data: {"error"'), ("POST /v1/messages", b"event: error\n")],
+)
+def test_an_error_of_a_stream_that_has_waited_is_its_last_event(
+    memory, port, line, error
+):
+    with taken(memory.work):
+        connection = sent(port, {"messages": 5, "stream": True}, line)
+        head = b""
+        while b": the request waits" not in head:
+            head += connection.recv(1000)
+    reply = head + b"".join(iter(lambda: connection.recv(10_000), b""))
+    assert error in reply and reply.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [QUESTION, {**QUESTION, "messages": 5}, {**QUESTION, "metadata": {"stream": True}}],
+)
+def test_a_whole_reply_has_its_own_status_after_the_wait(memory, port, body):
+    with taken(memory.work):
+        connection = sent(port, body)
+        wait_until(lambda: n_waiting(memory) == 1)
+        waiting = memory.work.for_small._waiting[0]
+        wait_until(lambda: n_waiting(memory) == 1 and waiting)
+    expected = 400 if body["messages"] == 5 else 200
+    assert heard(connection, method="POST")[0] == expected
+
+
+def test_what_cannot_stream_never_begins_one(memory, port):
+    with taken(memory.work):
+        connection = sent(
+            port, {**QUESTION, "stream": True}, "POST /v1/messages/count_tokens"
+        )
+        wait_until(lambda: n_waiting(memory) == 1)
+    code, _, body = heard(connection, method="POST")
+    assert code == 200 and json.loads(body)["input_tokens"] > 0
+
+
+def test_small_requests_pass_large_ones_that_wait(memory, port):
+    n_letters = memory.work.max_small_bytes // memory.WORK_BYTES
+    large = {**QUESTION, "user": "a" * n_letters}
+    lane = memory.work.for_large
+    with lane.reserve(lane.n_units, s.assume_client):
+        connection = sent(port, large)
+        wait_until(lambda: n_waiting(memory) == 1)
+        small = heard(sent(port, QUESTION), method="POST")
+        assert small[0] == 200
+        assert n_waiting(memory) == 1
+    assert heard(connection, method="POST")[0] == 200
+
+
+def test_while_the_model_works_the_bytes_are_held_and_no_work(memory, served, port):
+    is_seen = []
+
+    def look(_rows):
+        work = memory.work
+        is_seen.append(
+            (
+                work.for_small.n_free == work.for_small.n_units,
+                memory.held.for_small.n_free < memory.held.for_small.n_units,
+            )
+        )
+
+    assert served.recorder
+    served.recorder.before_call = look
+    try:
+        assert heard(sent(port, QUESTION), method="POST")[0] == 200
+    finally:
+        served.recorder.before_call = lambda _rows: None
+    assert is_seen[-1] == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (QUESTION, 200),
+        ({"messages": 5}, 400),
+        (
+            {**QUESTION, "messages": [{"role": "user", "content": "word " * 50_000}]},
+            400,
+        ),
+    ],
+)
+def test_a_chunked_body_holds_what_it_has_sent(memory, port, body, code):
+    payload = json.dumps(body).encode()
+    with opened(port) as connection:
+        connection.settimeout(120)
+        chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(payload), payload)
+        head = told(port, line=CHAT, Transfer_Encoding="chunked")
+        connection.sendall(head + chunked)
+        assert heard(connection, method="POST")[0] == code
+
+
+def test_a_client_that_leaves_in_its_body_leaves_no_memory_reserved(memory, port):
+    n_connections = connections()
+    with opened(port) as connection:
+        connection.sendall(told(port, line=CHAT, Content_Length=1_000) + b"{")
+        wait_until(lambda: not is_free(memory))
+    wait_until(lambda: is_free(memory) and connections() <= n_connections)
+
+
+def test_more_messages_than_tokens_fit_are_refused_before_they_are_rendered(
+    served, port, monkeypatch
+):
+    def fail(*_args, **_how):
+        raise AssertionError("it was canonicalized")
+
+    monkeypatch.setattr(s, "canonicalize_messages", fail)
+    limit = served.state.engine.model.max_context_tokens
+    messages = [{"role": "user", "content": ""}] * (2 * limit + 1)
+    code, _, body = heard(sent(port, {"messages": messages}), method="POST")
+    assert code == 400
+    assert json.loads(body)["error"]["code"] == "context_length_exceeded"

@@ -1,0 +1,197 @@
+"""Memory is reserved before work begins, in turn, and small bodies wait for no large one."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import start_llm as s
+from server_fixture import wait_until
+
+
+class Client:
+    """Whom a waiting request looks for."""
+
+    def __init__(self) -> None:
+        self.has_gone = False
+        self.n_looks = 0
+
+    def look(self) -> None:
+        self.n_looks += 1
+        if self.has_gone:
+            raise s.ClientGone
+
+
+class Work(threading.Thread):
+    """Reserves memory on a thread of its own, and keeps it until it is told to end."""
+
+    def __init__(self, reserve: Callable, n_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self.client = Client()
+        self.has_memory = threading.Event()
+        self.can_end = threading.Event()
+        self.has_left = False
+        self._reserve = reserve
+        self._n_bytes = n_bytes
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with self._reserve(self._n_bytes, self.client.look):
+                self.has_memory.set()
+                self.can_end.wait()
+        except s.ClientGone:
+            self.has_left = True
+
+    def end(self) -> None:
+        self.can_end.set()
+        self.join()
+
+
+def waits(work: Work) -> bool:
+    """It has looked for its client twice without a turn."""
+    first = work.client.n_looks
+    wait_until(lambda: work.client.n_looks > first + 1 or work.has_memory.is_set())
+    return not work.has_memory.is_set()
+
+
+def test_no_more_is_reserved_than_there_is_and_each_has_its_turn() -> None:
+    budget = s.WorkBudget(10)
+    first = Work(budget.reserve, 6)
+    assert first.has_memory.wait()
+    second = Work(budget.reserve, 6)
+    assert waits(second)
+    third = Work(budget.reserve, 1)  # it would fit, but it came later
+    assert waits(third)
+
+    first.end()
+    assert second.has_memory.wait() and third.has_memory.wait()
+    second.end()
+    third.end()
+    assert budget.n_free == 10
+
+
+def test_who_has_gone_leaves_the_queue() -> None:
+    budget = s.WorkBudget(10)
+    first = Work(budget.reserve, 10)
+    assert first.has_memory.wait()
+    second = Work(budget.reserve, 10)
+    third = Work(budget.reserve, 1)
+
+    second.client.has_gone = True
+    second.join()
+    assert second.has_left and waits(third)
+    first.end()
+    assert third.has_memory.wait()
+    third.end()
+
+
+def test_what_is_larger_than_all_of_it_has_its_turn_alone() -> None:
+    budget = s.WorkBudget(10)
+    with budget.reserve(1_000, s.assume_client):
+        assert budget.n_free == 0
+        assert waits(Work(budget.reserve, 1))
+
+
+def test_what_a_body_did_not_need_is_given_back_at_once() -> None:
+    budget = s.WorkBudget(10)
+    with budget.reserve(8, s.assume_client) as reservation:
+        reservation.shrink(20)
+        assert budget.n_free == 2
+        reservation.shrink(3)
+        assert budget.n_free == 7
+    assert budget.n_free == 10
+
+
+def test_small_bodies_wait_for_no_large_one() -> None:
+    budget = s.BodyBudget(3_200)
+    large = Work(budget.reserve, 100_000)
+    assert large.has_memory.wait()
+    assert waits(Work(budget.reserve, 101))
+
+    for n_bytes in range(101):
+        with budget.reserve(n_bytes, s.assume_client):
+            pass
+    large.end()
+
+
+def test_of_both_sizes_together_no_more_is_reserved_than_there_is() -> None:
+    budget = s.BodyBudget(3_200)
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(budget.reserve(100, s.assume_client))
+        stack.enter_context(budget.reserve(1 << 40, s.assume_client))
+        assert budget.for_small.n_free + budget.for_large.n_free == 0
+
+
+def test_a_tenth_of_the_limit_is_for_bodies() -> None:
+    for limit in (4_000_000_000, 100_000_000_000):
+        memory = s.BodyMemory(limit)
+        budgets = [memory.work, memory.held]
+        units = [b.for_small.n_units + b.for_large.n_units for b in budgets]
+        assert 0.09 * limit < sum(units) <= 0.1 * limit
+
+
+# -- streams are known by their bytes
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"messages": [], **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (body(stream=True), True),
+        (body(stream=False), False),
+        (body(stream="true"), False),
+        (body(), False),
+        (b"", False),
+        (b'{"stream": true', True),
+        (b'{"stream" :\n true, "x": "\\""}', True),
+        (b'{"stream": true, "stream": false}', False),
+        (b'{"stream": false, "stream": true}', True),
+        (body(metadata={"stream": True}), False),
+        (body(metadata=[{"stream": True}], stream=True), True),
+        (body(text='"stream": true'), False),
+        (body(text='\\"stream": true, {', stream=True), True),
+        (body(text="stream", x=True), False),
+        (b'["stream", true]', False),
+    ],
+)
+def test_a_stream_is_known_before_anything_is_parsed(
+    payload: bytes, expected: bool
+) -> None:
+    assert s.wants_stream(payload) is expected
+
+
+def random_value(rng: random.Random, depth: int) -> object:
+    kind = rng.randrange(3 if depth == 4 else 5)
+    if kind == 3:
+        return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind == 4:
+        return random_object(rng, depth + 1)
+    return [rng.choice(TEXTS), rng.choice([True, False, None]), rng.random()][kind]
+
+
+def random_object(rng: random.Random, depth: int = 0) -> dict[str, object]:
+    keys = rng.choices([*TEXTS, "stream", "stream"], k=rng.randrange(5))
+    return {key: random_value(rng, depth) for key in keys}
+
+
+TEXTS = ["stream", '"', "\\", '\\"', '"stream": true', "}", "[{", "\n", "\u00e9", ""]
+
+
+def test_of_any_object_the_member_is_found() -> None:
+    rng = random.Random(3)
+    n_streams = 0
+    for _ in range(5_000):
+        fields = random_object(rng)
+        payload = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode()
+        assert s.wants_stream(payload) is (fields.get("stream") is True)
+        n_streams += fields.get("stream") is True
+    assert n_streams > 100
