@@ -21,7 +21,7 @@ QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 3
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
-    with closing(Served(folder, keepalive_seconds=0.1)) as served:
+    with closing(Served(folder, keepalive_seconds=0.1, max_kv_size=1024)) as served:
         yield served
 
 
@@ -89,6 +89,19 @@ def sent(port: int, body: dict[str, Any], line: str = CHAT) -> socket.socket:
     return connection
 
 
+PING = b"22\r\n: the request waits for its turn\n\n\r\n"
+
+
+def received(connection: socket.socket, end: bytes) -> bytes:
+    """What comes, up to `end`."""
+    text = b""
+    while not text.endswith(end):
+        piece = connection.recv(1)
+        assert piece, text
+        text += piece
+    return text
+
+
 @pytest.fixture
 def port(served) -> int:
     return served.state.config.mlx_port
@@ -134,12 +147,10 @@ def test_who_has_gone_waits_no_more_and_is_not_parsed(memory, port, parsed):
 def test_a_stream_gets_pings_while_it_waits_and_then_its_reply(memory, port, parsed):
     with taken(memory.work):
         connection = sent(port, {**QUESTION, "stream": True})
-        head = b""
-        while head.count(b": the request waits") < 2:
-            head += connection.recv(1000)
+        head = received(connection, PING + PING)
         assert b"text/event-stream" in head and not parsed
 
-    reply = head + b"".join(iter(lambda: connection.recv(10_000), b"0\r\n\r\n"))
+    reply = head + received(connection, b"\r\n0\r\n\r\n")
     assert reply.count(b"HTTP/1.1 200") == 1
     assert b'"finish_reason": "length"' in reply
     assert b"data: [DONE]" in reply
@@ -154,11 +165,8 @@ def test_an_error_of_a_stream_that_has_waited_is_its_last_event(
 ):
     with taken(memory.work):
         connection = sent(port, {"messages": 5, "stream": True}, line)
-        head = b""
-        while b": the request waits" not in head:
-            head += connection.recv(1000)
-    reply = head + b"".join(iter(lambda: connection.recv(10_000), b""))
-    assert error in reply and reply.endswith(b"0\r\n\r\n")
+        received(connection, PING)
+    assert error in received(connection, b"\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
