@@ -1492,8 +1492,8 @@ class WorkBudget:
     def __init__(self, n_units: int) -> None:
         self.n_units = n_units
         self.n_free = n_units
-        self._changed = threading.Condition()  # guards these
-        self._waiting: deque[object] = deque()
+        self._budget_lock = threading.Lock()  # guards these
+        self._waiting: deque[threading.Event] = deque()  # each is set for a new try
 
     @contextmanager
     def reserve(
@@ -1513,32 +1513,41 @@ class WorkBudget:
             reservation.shrink(0)
 
     def _acquire(self, n_units: int, check_client: Callable[[], None]) -> None:
-        turn = object()
-        with self._changed:
+        with self._budget_lock:
+            if not self._waiting and n_units <= self.n_free:
+                self.n_free -= n_units
+                return
+            turn = threading.Event()
             self._waiting.append(turn)
         try:
             while not self._try_acquire(n_units, turn):
+                turn.wait(CLIENT_LOOK_SECONDS)
                 check_client()
         finally:
-            with self._changed:
+            with self._budget_lock:
                 self._waiting.remove(turn)
-                self._changed.notify_all()
+                self._wake_next()
 
-    def _try_acquire(self, n_units: int, turn: object) -> bool:
-        """Whether the units are reserved; if not, it has waited for a while."""
-        with self._changed:
+    def _try_acquire(self, n_units: int, turn: threading.Event) -> bool:
+        """Whether the units are reserved now."""
+        with self._budget_lock:
+            turn.clear()
             is_next = self._waiting[0] is turn
-            if is_next and n_units <= self.n_free:
-                self.n_free -= n_units
-                return True
-            self._changed.wait(CLIENT_LOOK_SECONDS)
-        return False
+            if not is_next or n_units > self.n_free:
+                return False
+            self.n_free -= n_units
+        return True
+
+    def _wake_next(self) -> None:
+        """Let the first that waits try again; others would only find it before them."""
+        if self._waiting:
+            self._waiting[0].set()
 
     def release(self, n_units: int) -> None:
         """Give back units that were reserved: Reservation does."""
-        with self._changed:
+        with self._budget_lock:
             self.n_free += n_units
-            self._changed.notify_all()
+            self._wake_next()
 
 
 class Reservation:
