@@ -1582,7 +1582,7 @@ class BodyBudget:
 
 
 class BodyMemory:
-    """What the bodies of all requests may take beside KV and the model (L-120).
+    """What the bodies of all requests may take beside KV and the model (L-122).
 
     That is a tenth of the limit, nearly: what is not foreseen has a tenth, too.
     """

@@ -1,4 +1,4 @@
-"""Bodies wait for memory before they are read and before they are parsed (L-120)."""
+"""Bodies wait for memory before they are read and before they are parsed (L-122)."""
 
 from __future__ import annotations
 
