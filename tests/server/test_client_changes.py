@@ -1180,6 +1180,49 @@ def test_what_clients_change_costs_nothing(begin, oracle, cold, table, name):
     check_like_reference(case, is_plain=scenario.is_plain)
 
 
+@pytest.mark.parametrize("keeps_thinking", [True, False])
+@pytest.mark.parametrize("n_unseen", [1, 20])
+def test_a_reply_that_its_client_left_is_not_read_again(
+    begin, oracle, table, keeps_thinking, n_unseen
+):
+    """The next prompt has the very tokens of what the client has, its thinking with it."""
+    case = begin()
+    agent = Agent(case, Style())
+    agent.step()
+    script = scripted_replies.reply(THOUGHT, agent.words(150))
+    n_words = 2 * s.REPLY_CHECKPOINT_SPACING + 30
+    words = spelled(case.scribe, script)
+    held = words[: n_words - n_unseen]
+    while case.scribe.text(held[-1:]).isspace():
+        held.pop()  # white space is shown with the word after it
+    content = case.scribe.text(held).partition("</think>\n\n")[2]
+    reply = case.interrupt(
+        agent.messages,
+        agent.messages,
+        script=script,
+        n_letters=len(content),
+        n_words=n_words,
+    )
+    assert reply["content"] == content
+    if not keeps_thinking:
+        del reply["reasoning_content"]
+    agent.messages += [reply, user(agent.question(50))]
+    exchange = agent.ask(agent.messages)
+
+    left, next_generation = case.generations[-2:]
+    shown = (*left.prompt, *held)
+    assert next_generation.prompt[: len(shown)] == shown
+    n_new = len(next_generation.prompt) - len(shown)
+    n_read = exchange.usage["prompt_tokens"] - exchange.n_cached
+    table(
+        f"{case.kind:12} left, {n_unseen:2} words unseen, thinking kept {keeps_thinking:1}"
+        f"  prefilled {n_read:4}  fewest {n_new:4}"
+    )
+    n_more = 0 if case.kind == DENSE else len(held) % s.REPLY_CHECKPOINT_SPACING
+    assert n_read <= n_new + n_more
+    check_generation(oracle, next_generation, tolerance=TOLERANCE.get(case.kind, 0.0))
+
+
 def check_generation(
     oracle: Oracle, generation: Generation, *, tolerance: float
 ) -> None:
