@@ -7132,7 +7132,7 @@ class PromptPlanner:
 # Public   LayerCaches, cache_leaves, is_attention, is_recurrent, first_slot,
 #          window_tokens, drop_outside_window, make_recurrent, to_mlx_lm_cache,
 #          ModelCall, Sampler, LogitsProcessor, TokenChoice, SampledToken,
-#          TokenGenerator, REPLY_TAGS, set_reply_tag, keep_no_words,
+#          feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag, keep_no_words,
 #          read_tool_parser_source, LayerInputs, has_vision_class, load_vision_model,
 #          load_image_processor, image_token_id, find_rope_index,
 #          see_images_both_ways, embed_text, embed_image
@@ -7289,6 +7289,28 @@ class SampledToken(NamedTuple):
     logprobs: mx.array  # `(vocab,)`, computed, of all tokens in the place of this one
 
 
+# Pinned by test_upstream.py::test_rows_that_are_read_together_have_the_kv_of_each_alone
+def feed_padded(
+    model: ModelCall, token_rows: Sequence[list[int]], layer_caches: LayerCaches
+) -> None:
+    """Let the model read prompts of unlike lengths, from their beginning, in one call.
+
+    `layer_caches`: attention alone, empty, in batch form. Padding comes after a prompt,
+    where none of its tokens sees it; then it is moved to where a batch has padding.
+    """
+    longest = max(map(len, token_rows))
+    padding = [longest - len(token_ids) for token_ids in token_rows]
+    padded_rows = [
+        token_ids + [0] * n_missing
+        for token_ids, n_missing in zip(token_rows, padding, strict=True)
+    ]
+    for layer in layer_caches:
+        layer.prepare(right_padding=padding)
+    model(mx.array(padded_rows), cache=layer_caches)
+    for layer in layer_caches:
+        layer.finalize()
+
+
 # Pinned by test_upstream.py::test_generation_feeds_what_it_has_sampled
 class TokenGenerator:
     """Rows that decode together, one token a step: mlx-lm's GenerationBatch.
@@ -7302,26 +7324,27 @@ class TokenGenerator:
         model: ModelCall,
         tokens: mx.array,
         layer_caches: LayerCaches,
-        choice: TokenChoice,
+        choices: Sequence[TokenChoice],
     ) -> None:
-        """Feed the last tokens of a prompt, `(1, n)`, n > 0, and sample the first."""
+        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample."""
 
         def feed_prompt_end(last_token: mx.array, cache: LayerCaches) -> mx.array:
             parts = [tokens[:, :-1], last_token]
             prompt_end = mx.concatenate(parts, axis=1)
             return model(prompt_end, cache=cache)
 
+        n_rows = len(choices)
         self._batch: Any = GenerationBatch(
             feed_prompt_end,
-            uids=[0],
-            inputs=tokens[0, -1:],
+            uids=list(range(n_rows)),
+            inputs=tokens[:, -1],
             prompt_cache=layer_caches,
-            tokens=[choice.context],
-            samplers=[choice.sampler],
-            fallback_sampler=choice.sampler,
-            logits_processors=[choice.processors],
-            stop_sequences=[StopSequences()],
-            max_tokens=[sys.maxsize],
+            tokens=[choice.context for choice in choices],
+            samplers=[choice.sampler for choice in choices],
+            fallback_sampler=choices[0].sampler,
+            logits_processors=[choice.processors for choice in choices],
+            stop_sequences=[StopSequences() for _ in choices],
+            max_tokens=[sys.maxsize] * n_rows,
         )
         self._batch.model = model
 
@@ -7335,10 +7358,12 @@ class TokenGenerator:
     def layer_caches(self, layer_caches: LayerCaches) -> None:
         self._batch.prompt_cache = layer_caches
 
-    def first_token(self) -> SampledToken:
-        """The token sampled last, of a single row; it is not fed yet."""
-        token_id: int = self._batch._next_tokens.item()
-        return SampledToken(token_id, self._batch._next_logprobs[0])
+    def first_tokens(self) -> list[SampledToken]:
+        """The token sampled last, of each row; it is not fed yet."""
+        token_ids: list[int] = self._batch._next_tokens.tolist()
+        logprobs_of_rows: list[mx.array] = self._batch._next_logprobs
+        rows = zip(token_ids, logprobs_of_rows, strict=True)
+        return [SampledToken(token_id, logprobs) for token_id, logprobs in rows]
 
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
@@ -7854,12 +7879,13 @@ def hold_recurrent_state(layer_caches: LayerCaches) -> LayerCaches | None:
 # -- 4 batches -------------------------------------------------------------------------
 
 
-def to_batch(layer_caches: LayerCaches) -> LayerCaches:
-    """A single row's caches in upstream's batch form, which `extend` can add rows to.
+def to_batch(*rows: LayerCaches) -> LayerCaches:
+    """Caches of single rows in upstream's batch form, which `extend` can add rows to.
 
-    A copy; the argument must not be used afterwards.
+    A copy; the arguments must not be used afterwards.
     """
-    return [layer.merge([layer]) for layer in layer_caches]
+    layers = zip(*rows, strict=True)
+    return [layer_rows[0].merge(list(layer_rows)) for layer_rows in layers]
 
 
 def extract_row(layer_caches: LayerCaches, row: int) -> LayerCaches:
@@ -11212,6 +11238,9 @@ SLICE_SECONDS: Final = 0.2  # of prefill at a stretch, while others wait or deco
 LONE_SLICE_SECONDS: Final = 0.4  # and with nobody else, until a cancel is noticed
 MIN_SLICE_TOKENS: Final = 64
 MIN_WAIT_GAIN_TOKENS: Final = 64  # a longer pending prefix is worth waiting for
+# The end of a prompt that the first decode step may feed, and a prompt that is read in
+# one call with others.
+MAX_JOINT_TOKENS: Final = 64
 
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
 SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before decoding goes on
@@ -11295,6 +11324,29 @@ class SchedulingPolicy:
             self.oldest_credit -= seconds * OTHERS_SHARE
         else:
             self.oldest_credit += seconds
+
+
+def choose_companions[C: PrefillCandidate](
+    chosen: C, candidates: Iterable[C], *, max_tokens: float, max_padding: float
+) -> list[C]:
+    """Who is read in one call with `chosen`, those of the most similar length first.
+
+    A call costs its rows times the longest of them: so much is at most `max_tokens`,
+    and padding at most this share of real tokens.
+    """
+
+    def difference(candidate: C) -> int:
+        return abs(candidate.n_to_prefill - chosen.n_to_prefill)
+
+    lengths = [chosen.n_to_prefill]
+    companions: list[C] = []
+    for candidate in sorted(candidates, key=difference):
+        lengths.append(candidate.n_to_prefill)
+        n_fed = max(lengths) * len(lengths)
+        if n_fed > min(max_tokens, (1 + max_padding) * sum(lengths)):
+            break
+        companions.append(candidate)
+    return companions
 
 
 class SliceCost(NamedTuple):
@@ -11407,6 +11459,16 @@ class RunningRequest:
         """Whether the model has read a token for this request."""
         n_cached = self.match.cached_tokens
         return self.batch is not None or self.num_computed_tokens != n_cached
+
+    @property
+    def can_read_with_others(self) -> bool:
+        """Whether its whole prompt may be read in one call with those of others.
+
+        A second try may not: what failed may have been another's (L-114).
+        """
+        is_cold_text = not self.request.images and self.num_computed_tokens == 0
+        is_short = 0 < self.n_to_prefill <= MAX_JOINT_TOKENS and not self.slice_ends
+        return is_cold_text and is_short and not self.handle.is_second_try
 
     @property
     def has_replied(self) -> bool:
@@ -11616,22 +11678,40 @@ HANDOVER_SECONDS: Final = 0.0005
 class DecodeBatch:
     """Requests that decode together: one in its own buffers, several as one batch."""
 
-    def __init__(self, loaded: LoadedModel, running: RunningRequest) -> None:
-        """Feed what is left of a prompt, and sample and report the first token."""
-        self.requests = [running]
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        requests: Sequence[RunningRequest],
+        joint_caches: LayerCaches | None = None,
+    ) -> None:
+        """Feed what is left of prompts, and sample and report their first tokens.
+
+        `joint_caches`: the KV of several requests, of all their prompts but the last
+        token, in batch form. None: there is one request, and it has its KV.
+        """
+        self.requests = list(requests)
         self._previous_state: LayerCaches | None = None  # before the last step
 
         model = _model_call(loaded, self.requests)
-        tokens = self._prefill_rest(model, running)
+        if joint_caches is None:
+            tokens = self._prefill_rest(model, requests[0])
+        else:
+            last_ids = [running.request.key.tokens[-1:] for running in requests]
+            tokens = mx.array(np.stack(last_ids))
         self._generator = TokenGenerator(
-            model, tokens, running.layer_caches, _token_choice(running.request)
+            model,
+            tokens,
+            joint_caches or requests[0].layer_caches,
+            [_token_choice(running.request) for running in requests],
         )
-        running.num_computed_tokens = running.request.n_prompt
-        running.batch = self
-        running.layer_caches = []
+        for running in requests:
+            running.num_computed_tokens = running.request.n_prompt
+            running.batch = self
+            running.layer_caches = []
 
-        token_id, logprobs = self._generator.first_token()
-        running.add_token(token_id, logprobs=logprobs)
+        first_tokens = self._generator.first_tokens()
+        for running, token in zip(requests, first_tokens, strict=True):
+            running.add_token(token.token_id, logprobs=token.logprobs)
         # why(L-46): else the token is sent only when the next step has been launched.
         time.sleep(HANDOVER_SECONDS)
 
@@ -11682,13 +11762,13 @@ class DecodeBatch:
             return copy_state(self.layer_caches)
         return copy_row_state(self.layer_caches, self.requests.index(running))
 
-    def padding_with(self, n_tokens: int) -> float:
-        """Padding as a share of real tokens, if a request of this length joined.
+    def padding_with(self, joining_batch: DecodeBatch) -> float:
+        """Padding as a share of real tokens, if another batch joined.
 
         A short request counts as BUFFER_STEP_TOKENS: no buffer has fewer places.
         """
-        lengths = [running.num_computed_tokens for running in self.requests]
-        lengths.append(n_tokens)
+        requests = self.requests + joining_batch.requests
+        lengths = [running.num_computed_tokens for running in requests]
         filled_places = [max(length, BUFFER_STEP_TOKENS) for length in lengths]
         return max(filled_places) * len(filled_places) / sum(filled_places) - 1
 
@@ -11900,7 +11980,6 @@ _MEMORY: Final = WaitCause("memory")
 
 MAX_LOOKUPS: Final = 32  # of waiting requests, in one step
 MAX_PASSED_SECONDS: Final = 30.0  # a request lets smaller ones pass it for so long
-MAX_JOINT_TOKENS: Final = 64  # the end of a prompt that the first decode step may feed
 FIRST_SPEED: Final = 2000.0  # tokens a second, before any prefill was measured
 
 
@@ -12193,18 +12272,19 @@ class Scheduler:
             running = self.policy.next_prefill(self.prefilling)
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
-            with self.guard(running):
-                self._prefill(running)
+            companions = self._find_companions(running)
+            with self.guard(running, *companions):
+                if companions:
+                    self._prefill_together([running, *companions])
+                else:
+                    self._prefill(running)
             if running.batch is None or time.monotonic() - step_began > SLICE_SECONDS:
                 return
 
     def _prefill(self, running: RunningRequest) -> None:
         """Prefill one slice; a short rest then goes with the first decode step."""
         began = time.monotonic()
-        if not running.has_begun:
-            handle = running.handle
-            handle.wait_for(None, began)
-            handle.times = handle.times._replace(started=began)
+        self._note_first_slice(running, began)
         if running.n_to_prefill > MAX_JOINT_TOKENS or running.slice_ends:
             self._prefill_slice(running)
 
@@ -12213,36 +12293,110 @@ class Scheduler:
             running.slice_ends.pop(0)
             running.lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
         if running.n_to_prefill <= MAX_JOINT_TOKENS and not running.slice_ends:
-            self._begin_decode(running)
+            self._begin_decode([running])
 
         seconds = time.monotonic() - began
         is_alone = not any(r is not running for r in self.prefilling)
         self.policy.charge_prefill(seconds, is_alone=is_alone)
 
+    def _note_first_slice(self, running: RunningRequest, now: float) -> None:
+        """Note that the model reads for it now, if it did not before."""
+        if running.has_begun:
+            return
+        handle = running.handle
+        handle.wait_for(None, now)
+        handle.times = handle.times._replace(started=now)
+
+    def _find_companions(self, running: RunningRequest) -> list[RunningRequest]:
+        """Other prompts to read in the same call: short ones that have nothing cached.
+
+        Only where a layer keeps all tokens: their padding comes after what is read.
+        """
+        has_attention_alone = self.spec.can_batch and not self.spec.has_state
+        is_text_model = self.loaded.vision is None
+        if not has_attention_alone or not is_text_model:
+            return []
+        if not running.can_read_with_others:
+            return []
+        others = [
+            other
+            for other in self.prefilling
+            if other is not running and other.can_read_with_others
+        ]
+        seconds = SOON_SECONDS if self.batches else MAX_BORROWED_SECONDS
+        return choose_companions(
+            running,
+            others,
+            max_tokens=self._max_slice_tokens(running, seconds=seconds),
+            max_padding=self.config.batch_padding_max,
+        )
+
+    def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
+        """Read whole prompts in one call, and let them decode as one batch (L-122)."""
+        began = time.monotonic()
+        for running in requests:
+            self._note_first_slice(running, began)
+        joint_caches = to_batch(*(running.layer_caches for running in requests))
+        with self._measured_slice(requests):
+            self._feed_together(requests, joint_caches)
+        for running in requests:
+            running.handle.put(running.num_computed_tokens)
+        self._begin_decode(requests, joint_caches)
+
+        seconds = time.monotonic() - began
+        self.policy.charge_prefill(seconds, is_alone=not self.prefilling)
+
+    def _feed_together(
+        self, requests: Sequence[RunningRequest], joint_caches: LayerCaches
+    ) -> None:
+        """Let the model read whole prompts, each but its last token."""
+        token_rows: list[list[int]] = []
+        for running in requests:
+            offset = kv_cache_offset(running.layer_caches, recorded=0)
+            tokens = _remaining_prefill(running.request.key.tokens, offset)
+            token_rows.append(tokens.tolist())
+        feed_padded(_model_call(self.loaded, requests), token_rows, joint_caches)
+        evaluate_caches(joint_caches)
+
+        lengths = [len(token_ids) for token_ids in token_rows]
+        assert row_offsets(joint_caches).tolist() == lengths, "rows of another depth"
+        for running, length in zip(requests, lengths, strict=True):
+            running.num_computed_tokens = length
+
     def _prefill_slice(self, running: RunningRequest) -> None:
         """Let the model read the next slice of a prompt, and measure what it costs."""
+        end = self._choose_slice_end(running)
+        with self._measured_slice(
+            [running], has_image=running.find_image(end) is not None
+        ):
+            self._feed(running, end)
+        self._reserve(running)
+        running.handle.put(running.num_computed_tokens)
+
+    @contextmanager
+    def _measured_slice(
+        self, requests: Sequence[RunningRequest], *, has_image: bool = False
+    ) -> Iterator[None]:
+        """Measure what a slice costs that these requests read in one call."""
         began = time.monotonic()
         active_bytes = mx.get_active_memory()
         self.note_peak()
         mx.reset_peak_memory()
-        start = running.num_computed_tokens
-        end = self._choose_slice_end(running)
-        has_image = running.find_image(end) is not None
-        self._feed(running, end)
-
+        starts = [running.num_computed_tokens for running in requests]
+        yield
         seconds = time.monotonic() - began
-        n_tokens = running.num_computed_tokens - start
+        ends = [running.num_computed_tokens for running in requests]
+        n_tokens = sum(ends) - sum(starts)
         if n_tokens >= MIN_SLICE_TOKENS and not has_image:  # less measures the call
-            running.prefill_speed = n_tokens / max(seconds, 1e-6)
-            self._last_speed = running.prefill_speed
-            self.measured_speed = running.prefill_speed
+            speed = n_tokens / max(seconds, 1e-6)
+            for running in requests:
+                running.prefill_speed = speed
+            self._last_speed = speed
+            self.measured_speed = speed
             slice_bytes = mx.get_peak_memory() - active_bytes
-            cost = SliceCost(running.num_computed_tokens, slice_bytes / n_tokens)
-            self.budget.record_slice(cost)
+            self.budget.record_slice(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
-        self._reserve(running)
         self.policy.charge_slice(seconds, is_decoding=bool(self.batches))
-        running.handle.put(running.num_computed_tokens)
 
     def _feed(self, running: RunningRequest, end: int) -> None:
         """Let the model read a prompt up to `end`, and keep states on the way."""
@@ -12273,45 +12427,60 @@ class Scheduler:
 
         But not under MIN_SLICE_TOKENS, so that each slice brings the prompt forward.
         """
-        start = running.num_computed_tokens
         is_alone = len(self.running) + len(self.waiting) == 1
         seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
-        n_tokens = min(
-            running.prefill_speed * seconds, self.budget.affordable_tokens(start)
-        )
-        max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
-
         stop = min([running.request.n_prompt - 1, *running.slice_ends])
         return slice_end(
             running.request.key.tokens,
-            start,
+            running.num_computed_tokens,
             stop=stop,
-            max_tokens=min(max_tokens, self.config.prefill_step_size),
+            max_tokens=self._max_slice_tokens(running, seconds=seconds),
         )
 
-    def _begin_decode(self, running: RunningRequest) -> None:
-        """Decode in the batch whose requests are most alike in length, or alone."""
-        other_batches = self.batches if self.spec.can_batch else []
-        handle = running.handle
-        handle.times = handle.times._replace(decoding=time.monotonic())
-        with _taking_checkpoints(running, running.request.n_prompt):
-            batch = DecodeBatch(self.loaded, running)
-        running.lease.advance(running.num_computed_tokens)
+    def _max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
+        """How many tokens are read in so many seconds, if memory allows as many."""
+        n_tokens = min(
+            running.prefill_speed * seconds,
+            self.budget.affordable_tokens(running.num_computed_tokens),
+        )
+        max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
+        return min(max_tokens, self.config.prefill_step_size)
 
-        host = self._find_host(other_batches, running.num_computed_tokens)
+    def _begin_decode(
+        self,
+        requests: Sequence[RunningRequest],
+        joint_caches: LayerCaches | None = None,
+    ) -> None:
+        """Decode in the batch whose requests are most alike in length, or alone.
+
+        `joint_caches`: see DecodeBatch.
+        """
+        other_batches = self.batches if self.spec.can_batch else []
+        now = time.monotonic()
+        with ExitStack() as taking:
+            for running in requests:
+                handle = running.handle
+                handle.times = handle.times._replace(decoding=now)
+                end = running.request.n_prompt
+                taking.enter_context(_taking_checkpoints(running, end))
+            batch = DecodeBatch(self.loaded, requests, joint_caches)
+        for running in requests:
+            running.lease.advance(running.num_computed_tokens)
+
+        host = self._find_host(other_batches, batch)
         if host is None:
             return
         if self.budget.make_room_to_merge(host, batch, self.running):
             host.merge(batch)
 
     def _find_host(
-        self, batches: Sequence[DecodeBatch], n_tokens: int
+        self, batches: Sequence[DecodeBatch], joining_batch: DecodeBatch
     ) -> DecodeBatch | None:
-        """The batch that needs least padding with a request of this length."""
+        """The batch that needs least padding when this one joins."""
         if not batches:
             return None
-        host = min(batches, key=lambda batch: batch.padding_with(n_tokens))
-        if host.padding_with(n_tokens) > self.config.batch_padding_max:
+        host = min(batches, key=lambda batch: batch.padding_with(joining_batch))
+        if host.padding_with(joining_batch) > self.config.batch_padding_max:
             return None
         return host
 

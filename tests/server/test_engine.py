@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import start_llm as s
-from engine_fixture import TOLERANCE, words
+from engine_fixture import GREEDY, TOLERANCE, words
 from server_fixture import PATIENCE
 
 KINDS = ("qwen3", "qwen3_5", "gemma3_text")
@@ -303,6 +303,110 @@ def test_who_comes_together_decodes_together(bench):
 
     n_partial = sum(1 < width < 8 for width in widths[: widths.index(8)])
     assert n_partial < 3  # one by one it is six
+
+
+def submit_at_once(b, prompts, fields=()):
+    """Requests that are all there before the model reads the first of them."""
+    everyone = threading.Event()
+    b.engine._inbox.put(lambda _: everyone.wait(PATIENCE))
+    fields = fields or [{}] * len(prompts)
+    tickets = [b.submit(p, **how) for p, how in zip(prompts, fields, strict=True)]
+    everyone.set()
+    return tickets
+
+
+def note_calls(b):
+    """Of each call of the model: how many rows, and tokens in a row."""
+    calls = []
+    b.model.before_call = lambda fed: calls.append((len(fed), len(fed[0].tokens)))
+    return calls
+
+
+def prompts_of(*lengths):
+    return [words(np.random.default_rng(n), n) for n in lengths]
+
+
+def test_short_cold_prompts_are_read_in_one_call(bench):
+    b = bench("qwen3")
+    calls = note_calls(b)
+    prompts = prompts_of(40, 41, 44, 47)
+
+    tickets = submit_at_once(b, prompts)
+    replies = [b.finish(ticket)[0] for ticket in tickets]
+
+    assert calls[:2] == [(4, 46), (4, 1)], "all but the last tokens, then those"
+    for ticket, reply in zip(tickets, replies, strict=True):
+        assert b.worst(ticket, reply) == 0.0
+    for prompt, reply in zip(prompts, replies, strict=True):
+        next_reply, end, ticket = b.ask(
+            prompt + reply + words(np.random.default_rng(9), 9)
+        )
+        assert end.cached_tokens >= len(prompt) + len(reply) - 1
+        assert b.worst(ticket, next_reply) == 0.0
+
+
+def test_prompts_of_unlike_lengths_are_read_apart_and_decode_together(bench):
+    b = bench("qwen3")
+    calls = note_calls(b)
+
+    tickets = submit_at_once(b, prompts_of(20, 22, 50, 55, 70))
+
+    for ticket in tickets:
+        assert b.worst(ticket, b.finish(ticket)[0]) == 0.0
+    reads = [call for call in calls if call[1] > 1]
+    assert reads[:2] == [(2, 21), (2, 54)], "as far as padding is worth it"
+    assert {n_rows for n_rows, _ in reads[2:]} == {1}, "this one is long enough alone"
+    assert max(calls) == (5, 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_text"])
+def test_a_model_with_state_reads_each_prompt_alone(bench, kind):
+    b = bench(kind)
+    calls = note_calls(b)
+
+    tickets = submit_at_once(b, prompts_of(40, 41, 44, 47))
+
+    for ticket in tickets:
+        assert b.worst(ticket, b.finish(ticket)[0]) <= TOLERANCE.get(kind, 0.0)
+    assert {n_rows for n_rows, n_tokens in calls if n_tokens > 1} == {1}
+
+
+def test_a_failure_in_a_joint_call_is_tried_again_alone(bench):
+    b = bench("qwen3")
+    b.may_try_again = True
+    calls = []
+
+    def fail_first(fed):
+        calls.append((len(fed), len(fed[0].tokens)))
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+
+    b.model.before_call = fail_first
+    tickets = submit_at_once(b, prompts_of(40, 41, 44, 47))
+
+    for ticket in tickets:
+        assert b.worst(ticket, b.finish(ticket)[0]) == 0.0
+        assert ticket.is_second_try
+    assert {n_rows for n_rows, n_tokens in calls[1:] if n_tokens > 1} == {1}
+
+
+def test_rows_of_a_joint_call_choose_their_tokens_by_themselves(bench):
+    """Each has its own seed, penalties and limit, as alone."""
+    prompts = prompts_of(40, 41, 44, 47)
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}
+    changes = [{"temperature": 0.9, "seed": seed} for seed in (1, 2)]
+    changes += [penalties, {}]
+    fields = [{"sampling": GREEDY.model_copy(update=c)} for c in changes]
+    fields[3]["n"] = 3
+    cold = bench("qwen3")
+    alone = [cold.ask(p, **how)[0] for p, how in zip(prompts, fields, strict=True)]
+    b = bench("qwen3")
+    calls = note_calls(b)
+
+    tickets = submit_at_once(b, prompts, fields)
+
+    assert [b.finish(ticket)[0] for ticket in tickets] == alone
+    assert calls[0] == (4, 46)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])

@@ -30,6 +30,34 @@ def run_slice(policy, candidates, *, seconds, is_decoding=False):
     return chosen
 
 
+# -- who is read together --------------------------------------------------------------
+
+
+def companions(chosen, *others, max_tokens=400, max_padding=0.25):
+    prompts = [Prefill(0.0, length) for length in (chosen, *others)]
+    found = s.choose_companions(
+        prompts[0], prompts[1:], max_tokens=max_tokens, max_padding=max_padding
+    )
+    return [prompt.n_to_prefill for prompt in found]
+
+
+def test_prompts_of_like_lengths_are_read_together():
+    assert companions(40, 300, 44, 41, 47) == [41, 44, 47]
+    assert companions(40) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_joint_call_keeps_to_its_tokens_and_its_padding(seed):
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 200) for _ in range(30)]
+    chosen, *others = lengths
+
+    group = [chosen, *companions(chosen, *others)]
+
+    n_fed = max(group) * len(group)
+    assert len(group) == 1 or n_fed <= min(400, 1.25 * sum(group))
+
+
 # -- which one -------------------------------------------------------------------------
 
 

@@ -219,7 +219,7 @@ def started(model, tokens, *, n_before=0, **fields):
     if n_before:
         model(ids[:, :n_before], cache=cache)
         s.evaluate_caches(cache)
-    return s.TokenGenerator(model, ids[:, n_before:], cache, choice(**fields))
+    return s.TokenGenerator(model, ids[:, n_before:], cache, [choice(**fields)])
 
 
 def cold_logprobs(model, tokens):
@@ -246,7 +246,7 @@ def test_generation_feeds_what_it_has_sampled(plain):
 
     generator = started(model, prompt, n_before=40)
 
-    first = generator.first_token()
+    (first,) = generator.first_tokens()
     assert same(first.logprobs, cold_logprobs(model, prompt), kind)
     assert first.token_id == int(np.argmax(first.logprobs))
     assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60
@@ -256,9 +256,31 @@ def test_generation_feeds_what_it_has_sampled(plain):
         (fed,) = generator.step()
         assert fed.token_id == tokens[-1], "a step returns what it feeds"
         assert s.kv_cache_offset(generator.layer_caches, recorded=0) == 60 + n
-        following = generator.first_token()
+        (following,) = generator.first_tokens()
         assert same(following.logprobs, cold_logprobs(model, tokens), kind)
         tokens.append(following.token_id)
+
+
+def test_rows_that_are_read_together_have_the_kv_of_each_alone(tmp_path_factory):
+    from tiny_models import tiny_model
+
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    model = mlx_lm.load(str(folder))[0]
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(10, 300, n).tolist() for n in (31, 40, 17, 40)]
+
+    rows = [make_prompt_cache(model) for _ in prompts]
+    joint_caches = s.to_batch(*rows)
+    s.feed_padded(model, prompts, joint_caches)
+
+    assert s.row_offsets(joint_caches).tolist() == list(map(len, prompts))
+    for row, prompt in enumerate(prompts):
+        alone = make_prompt_cache(model)
+        model(mx.array([prompt]), cache=alone)
+        joint_span = s.copy_span(joint_caches, len(prompt), row=row)
+        alone_span = s.copy_span(alone, len(prompt), row=0)
+        for joint, single in zip(joint_span.arrays, alone_span.arrays, strict=True):
+            assert np.array_equal(np.array(joint), np.array(single))
 
 
 def test_rows_join_and_leave_and_stay_what_they_were(plain):
