@@ -12332,7 +12332,7 @@ class Scheduler:
         )
 
     def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
-        """Read whole prompts in one call, and let them decode as one batch (L-122)."""
+        """Read whole prompts in one call, and let them decode as one batch (L-123)."""
         began = time.monotonic()
         for running in requests:
             self._note_first_slice(running, began)
