@@ -3104,8 +3104,10 @@ class _ToolUseBlock:
         text = self.text or "{}"
         try:
             return self._body(parse_json_body(text.encode(errors="replace")))
-        except BadRequest:  # the model wrote no JSON. (A list passes, as in a stream.)
-            return self._body(arguments={})
+        except BadRequest:
+            # The call was cut. As in a stream, the client has the text that there is:
+            # an object, an empty one too, might be run.
+            return self._body(text)
 
     def _body(self, arguments: object) -> JsonObject:
         return {
@@ -6924,6 +6926,7 @@ class PromptPlan:
     rendered: RenderedPrompt
     conversation: Conversation = field(default_factory=Conversation)
     stated: StatedValues = NOTHING_STATED
+    tools: tuple[JsonObject, ...] = ()  # as the prompt shows them
     transcript: Transcript | None = None  # that is replayed
     n_replayed: int = 0  # tokens of the transcript, at the start of `rendered`
     refusal: str = ""  # why the longest transcript was not replayed
@@ -6977,8 +6980,8 @@ class PromptPlanner:
         if len(plan.rendered.ids) > room:
             shorter_plan = self._without_past_thinking(request, template, plan)
             if shorter_plan.rendered.n_tokens < plan.rendered.n_tokens:
-                return shorter_plan
-        return plan
+                plan = shorter_plan
+        return replace(plan, tools=request.tools)
 
     def verify(self, plan: PromptPlan) -> bool:
         """Whether a prompt is what it would be without a guess.
@@ -12968,6 +12971,8 @@ _MESSAGE_BREAK: Final = "\n\n"  # between two messages of one channel
 # Gemma leaves out the tag before the word, and writes closing tags of calls twice.
 _GEMMA_THOUGHT: Final = "thought\n"
 _GEMMA_CALL_END: Final = "<tool_call|>"
+# Kimi's calls stand one after another in a section, whose tags may be left out.
+_KIMI_CALL_START: Final = "<|tool_call_begin|>"
 
 
 def think_start_pattern(tag: str) -> str:
@@ -13154,7 +13159,9 @@ class ReasoningStreamSplitter:
                 return "think_end"
             case "tool_start":
                 return "call"
-        return "call" if begins_line else "text"
+        is_token = match[0].startswith(_KIMI_CALL_START)
+        is_call = begins_line or (is_token and not self._is_quoting)
+        return "call" if is_call else "text"
 
     def _is_spoken_of(self, tag: str) -> bool:
         """Whether a tag in the middle of a line is a word of the sentence."""
@@ -13212,7 +13219,8 @@ class ReasoningStreamSplitter:
 #
 # Public   Tool, Schema, Pattern, ParameterTags, CallSyntax, CALL_SYNTAXES,
 #          ArgumentSpelling, FOREIGN_SYNTAX, PYTHON_START, MISTRAL_START,
-#          STRING_MARKS, CALL_START, JSON_CALL_START, ToolCallFormat,
+#          STRING_MARKS, CALL_START, JSON_CALL_START,
+#          JSON_CALL_TAG, JSON_CALL_END, ToolCallFormat,
 #          tool_call_prefixes, parameters_by_name
 # Uses     -
 # Thread   any; pure
@@ -13332,7 +13340,7 @@ _QWEN_NEXT_KEY: Final = r"""\n(?=<parameter(?:=|\ name=)["']?(?:KEYS)["']?>)"""
 
 _GLM_NAME: Final = Pattern(
     r"""(?x:
-        (?P<glm> [^\s<>{}"]{1,200} )
+        (?P<glm> [^\s<>{}[\]"]{1,200} )
         \s*
         (?= <arg_key> | </tool_call> | (?<= <tool_call> [^{]{0,600} ) \{ )
     )""",
@@ -13605,12 +13613,19 @@ CALL_START: Final = Pattern(
     example="\n\n<tool_call>\n<function=read>",
     near_miss="\n\n<tool_call>\n<think>",
 )
-# A call in JSON. Where CALL_START does not fit, mlx-lm's parser may know what it means;
-# Mistral's lists are read here.
+# Calls in JSON that CALL_START does not fit: a list, members in another order, arguments
+# that are a string.
 JSON_CALL_START: Final = Pattern(
-    r"\s*(?:<tool_call>\s*\{|\[TOOL_CALLS\]\s*[\[{])",
+    r"\s*(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])",
     example='<tool_call>\n{"arguments": {"path": "a.md"}, "name": "read"}',
-    near_miss="<tool_call>\n[",
+    near_miss="<tool_call>\n[1",
+)
+JSON_CALL_TAG: Final = "<tool_call>"
+# After such a call: brackets too many, and the tag, which may have been forgotten.
+JSON_CALL_END: Final = Pattern(
+    r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))",
+    example="\n}</tool_call>",
+    near_miss="\n</td>",
 )
 
 
@@ -13810,14 +13825,24 @@ def value_as_json(text: str, types: set[str]) -> str:
     A value of another type than the schema's is passed on: the client knows better how
     to say what is wrong. What is neither JSON nor Python is a string.
     """
+    can_be_string = not types or "string" in types
     parsers: list[Callable[[str], object]] = [partial(json.loads, strict=False)]
     if _PYTHON_VALUE.match(text):
         parsers.append(ast.literal_eval)
+    if not can_be_string:
+        parsers.append(_load_escaped)
     for parse in parsers:
         with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             value = parse(text.strip())
-            return to_json(text if _is_string(value, types) else value)
+            if can_be_string or not isinstance(value, str):
+                return to_json(text if _is_string(value, types) else value)
     return to_json(text)
+
+
+def _load_escaped(text: str) -> object:
+    """JSON in a string in JSON, also without its quotes: [{\\"a\\": 1}]."""
+    quoted_text = text if text.startswith('"') else f'"{text}"'
+    return json.loads(json.loads(quoted_text, strict=False), strict=False)
 
 
 def _is_string(value: object, types: set[str]) -> bool:
@@ -14065,14 +14090,18 @@ _NUMBER: Final = r"""(?x:
     (?: \. [0-9]{1,99} )?
     (?: [eE] [+-]? [0-9]{1,3} )?
 )"""
-_VALUE: Final = r"""(?x:
+# As Python writes it. It is read as a whole, so it is short.
+_SINGLE_QUOTED: Final = r"""'(?:[^'\\\x00-\x1f]|\\['"\\nrt]){0,999}'"""
+_VALUE_SOURCE: Final = r"""(?x:
     GAP
     (?: (?P<open> [{\["] )
+      | (?P<single_quoted> SINGLE_QUOTED ) (?= \s* [,}\]] )
       | (?: NUMBER | true | false | null | (?P<python> True | False | None )
           | (?P<word> [\w.+-]{1,200} ) )           # NaN, 1e9999, 007: it is a string
         (?= [ \t\r\n,}\]/] )
     )
 )""".replace("NUMBER", _NUMBER).replace("GAP", _GAP)
+_VALUE: Final = _VALUE_SOURCE.replace("SINGLE_QUOTED", _SINGLE_QUOTED)
 _ESCAPE: Final = r"""(?x:
     ["\\/bfnrt]
   | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
@@ -14080,8 +14109,8 @@ _ESCAPE: Final = r"""(?x:
 )"""
 _CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
 _KEY: Final = (
-    rf'{_GAP}(?:"{_CHARACTER}{{0,999}}"|(?P<bare_key>[A-Za-z_$][\w$-]{{0,199}}))'
-    rf"{_GAP}:"
+    rf'{_GAP}(?:"{_CHARACTER}{{0,999}}"|(?P<single_quoted>{_SINGLE_QUOTED})'
+    rf"|(?P<bare_key>[A-Za-z_$][\w$-]{{0,199}})){_GAP}:"
 )
 
 # What comes next in a string: text; or one raw character, which JSON would escape: a
@@ -14112,8 +14141,14 @@ _STRING: Final = r"""(?x:
     )
 )""".replace("CHARACTER", _CHARACTER).replace("ESCAPE", _ESCAPE)
 _STRING_IN_OBJECT: Final = _STRING.replace(
-    "COMMA_INSIDE", r""" \s* , \s* (?: \w+ \s* [^\s\w:] | [^\s"\w}\]/] )"""
-).replace("COMMA_AFTER", r""", \s* (?: ["}\]/] | \w+ \s* : )""")
+    "COMMA_INSIDE",
+    r""" \s* , \s*
+        (?: \w+ \s* [^\s\w:]
+          | [^\s"'\w}\]/]
+          | '[^'\n]{0,99}+ (?: [^'] | '\s* [^\s:] )   # "a", 'b') is no key
+        )
+    """,
+).replace("COMMA_AFTER", r""", \s* (?: ["}\]/] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )""")
 _STRING_IN_ARRAY: Final = _STRING.replace("COMMA_INSIDE", NO_PATTERN).replace(
     "COMMA_AFTER", ","
 )
@@ -14129,7 +14164,7 @@ class JsonState(Pattern):
 OBJECT_START: Final = JsonState(  # after {
     rf"{_KEY}{_VALUE}|{_GAP}(?P<close>\}})",
     example='"n": 5,',
-    near_miss="'n': 5,",
+    near_miss="'n: 5,",
     closer="}",
 )
 OBJECT_MEMBER: Final = JsonState(  # after a member
@@ -14148,7 +14183,7 @@ OBJECT_STRING: Final = JsonState(
 ARRAY_START: Final = JsonState(  # after [
     rf"{_VALUE}|{_GAP}(?P<close>\])",
     example="-2.5e3,",
-    near_miss="'a',",
+    near_miss="'a,",
     closer="]",
 )
 ARRAY_ITEM: Final = JsonState(  # after an item
@@ -14353,6 +14388,7 @@ _MENDED_GROUPS: Final[Mapping[str, Callable[[str], str]]] = {
     "no_comma": lambda _nothing: ",",
     "bare_key": to_json,
     "word": to_json,
+    "single_quoted": lambda text: to_json(ast.literal_eval(text)),
     "python": _PYTHON_WORDS.__getitem__,
 }
 
@@ -14390,6 +14426,8 @@ def _parse_json_call(call: Any) -> WholeCall:
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = _load_value(arguments or "{}")
+    if arguments == []:
+        arguments = {}  # nothing was written that would be lost
     if arguments is None and call.keys() <= {"name", "arguments", "id", "type"}:
         arguments = {}
     if not isinstance(arguments, dict):
@@ -14462,38 +14500,75 @@ def _python_value(node: ast.expr, source: str) -> Any:
 
 
 class JsonSpan:
-    """Finds where a list or an object in JSON ends, in a text that grows."""
+    """Finds where a list or an object in JSON ends, in a text that grows.
+
+    At the latest it ends before a closing tag that is in no string.
+    """
 
     def __init__(self) -> None:
         self._position = 0  # up to it the text was read
         self._depth = 0
         self._is_in_string = False
+        self._end: int | None = None
 
     def find_end(self, text: str) -> int | None:
         """The position after it; None if it has not come. Each letter is read once."""
-        for match in _JSON_MARK.finditer(text, self._position):
+        if self._end is not None:
+            return self._end
+        for match in _JSON_MARK.finditer(text, self._position, partial=True):
+            if match.partial:  # half an escape, half a tag, or nothing
+                self._position = match.start()
+                return None
             self._position = match.end()
             mark = match[0]
             if mark == '"':
                 self._is_in_string = not self._is_in_string
-            elif not self._is_in_string and mark in "[{":
+            elif self._is_in_string:
+                continue
+            elif mark in "[{":
                 self._depth += 1
-            elif not self._is_in_string and mark in "]}":
+            elif mark in "]}":
                 self._depth -= 1
                 if self._depth == 0:
-                    return self._position
-        is_cut = text.endswith(
-            "\\"
-        )  # half an escape, if it was not read with its first
-        self._position = max(self._position, len(text) - is_cut)
-        return None
+                    self._end = match.end()
+                    break
+            elif mark == "</tool_call>":
+                self._end = match.start()
+                break
+        return self._end
 
 
-# Before an argument, in formats that only mlx-lm's parser reads.
+def _up_to(tag: str) -> str:
+    """A pattern: any text, which does not contain the tag, and the tag."""
+    tag_pattern = regex.escape(tag)
+    return f"(?s:(?:(?!{tag_pattern}).)*+){tag_pattern}"
+
+
+# Formats that only mlx-lm's parser reads, by the tag that begins their calls: all that
+# their text may consist of. The parser overlooks whatever else there is.
+_PARSED_BODIES: Final = {
+    "<longcat_tool_call>": (
+        r"[^<]*+(?:<longcat_arg_key>" + _up_to("</longcat_arg_key>") + r"\s*"
+        r"<longcat_arg_value>" + _up_to("</longcat_arg_value>") + r"\s*)*+"
+    ),
+    "<atem:function_calls>": (
+        r"\s*(?:<atem:invoke\b[^>]*+>\s*(?:<atem:parameter\b[^>]*+>"
+        + _up_to("</atem:parameter>")
+        + r"\s*)*+(?:</atem:invoke>\s*|\Z))++"
+    ),
+    "<|open|>tools<|sep|>": (
+        r"\s*(?:<\|open\|>call\b" + _up_to("<|sep|>") + r"\s*"
+        r"(?:<\|open\|>json\b" + _up_to("<|close|>json<|sep|>") + r"\s*"
+        r"|(?:<\|open\|>argument\b" + _up_to("<|close|>argument<|sep|>") + r"\s*)*+)"
+        r"<\|close\|>call<\|sep\|>\s*)++"
+    ),
+}
+_CALL_TAG: Final = re.compile(r"<atem:invoke\b|<\|open\|>call\b")
 _ARGUMENT_TAG: Final = re.compile(
     r"<longcat_arg_key>|<atem:parameter\b|<\|open\|>argument\b"
 )
-_JSON_MARK: Final = re.compile(r'(?s:\\.)|["\[\]{}]')
+_JSON_CALLS: Final = re.compile(r"\s*(?:\{|\[\s*\{)")
+_JSON_MARK: Final = regex.compile(r'(?s:\\.)|["\[\]{}]|</tool_call>')
 
 
 class MarkedCalls:
@@ -14662,6 +14737,13 @@ def _schema_of(schema: Schema, key: str) -> Any:
     return schema.get("additionalProperties")
 
 
+class _CallBody(NamedTuple):
+    """Where the text of calls ends that follows the start tag."""
+
+    end: int
+    n_read: int  # with the end tag
+
+
 class ForeignCalls:
     """Reads calls of another syntax at their end.
 
@@ -14690,35 +14772,55 @@ class ForeignCalls:
         text = self._unread.text
         if text.lstrip().startswith(self._format.start):
             text = text.partition(self._format.start)[2]
-        n_body = self._find_end(text)
-        if n_body is None:
+        body = self._find_body(text)
+        if body is None:
             if not self._unread.is_complete:
                 return []
             n_body = len(text.partition(self._format.end)[0])
-        is_closed = n_body < len(text)
-        self._unread.text = text[n_body:].removeprefix(self._format.end)
+            body = _CallBody(n_body, n_body + len(self._format.end))
+        self._unread.text = text[body.n_read :]
         self.is_done = True
+        is_closed = body.end < len(text)
         try:
-            calls = self._parse(text[:n_body], is_closed=is_closed)
+            calls = self._parse(text[: body.end], is_closed=is_closed)
         except Exception:  # noqa: BLE001 - they raise what they like on bad text
             return []
         self.n_left_out = max(0, len(calls) - self._max_calls)
         return calls[: self._max_calls]
 
-    def _find_end(self, text: str) -> int | None:
-        """Where the calls end; None if that has not come.
+    def _find_body(self, text: str) -> _CallBody | None:
+        """None if its end has not come.
 
-        An end tag between the marks of a string is a quotation. JSON without a tag ends
-        with its last bracket.
+        An end tag between the marks of a string is a quotation.
         """
-        if self._format.start == MISTRAL_START:
-            return self._json_span.find_end(text)
+        if self._is_json(text):
+            return self._find_json(text)
         position = text.find(self._format.end)
-        if self._mark is None:
-            return None if position < 0 else position
-        while position >= 0 and text.count(self._mark, 0, position) % 2:
-            position = text.find(self._format.end, position + 1)
-        return None if position < 0 else position
+        if self._mark is not None:
+            while position >= 0 and text.count(self._mark, 0, position) % 2:
+                position = text.find(self._format.end, position + 1)
+        if position < 0:
+            return None
+        return _CallBody(position, position + len(self._format.end))
+
+    def _is_json(self, text: str) -> bool:
+        """Whether it is read here as JSON, whatever mlx-lm's parser makes of it."""
+        if self._format.start == MISTRAL_START:
+            return True
+        is_json = _JSON_CALLS.match(text) is not None
+        return is_json and self._format.start == JSON_CALL_TAG
+
+    def _find_json(self, text: str) -> _CallBody | None:
+        """It ends with its last bracket; then the end tag may follow."""
+        end = self._json_span.find_end(text)
+        if end is None or self._format.start == MISTRAL_START:
+            return None if end is None else _CallBody(end, end)
+        match = JSON_CALL_END.compiled.match(text, end, partial=True)
+        if match is None:
+            return _CallBody(end, end)
+        if match.partial and not self._unread.is_complete:
+            return None
+        return _CallBody(end, match.end())
 
     def _parse(self, body: str, *, is_closed: bool) -> list[WholeCall]:
         if self._mark is not None:
@@ -14727,18 +14829,22 @@ class ForeignCalls:
                 body, mark=self._mark, offered=offered, is_closed=is_closed
             )
             return reader.read()
-        if regex.match(r"\s*(?:\{|\[\s*\{)", body):
+        if _JSON_CALLS.match(body):
             return parse_json_calls(body)
         if self._format.start == PYTHON_START:
             return parse_python_calls(body)
-        calls = _as_list(self._format.parse(body, list(self._tools)))
-        n_arguments = sum(len(call["arguments"] or ()) for call in calls)
-        if n_arguments < len(_ARGUMENT_TAG.findall(body)):
-            return []  # it has overlooked one
-        return [
-            WholeCall(call["name"], to_json(dict(call["arguments"] or {})))
-            for call in calls
-        ]
+        parsed = _as_list(self._format.parse(body, list(self._tools)))
+        calls = [_parse_json_call(call) for call in parsed]
+        return calls if self._has_read_all(body, calls) else []
+
+    def _has_read_all(self, body: str, calls: list[WholeCall]) -> bool:
+        """Whether mlx-lm's parser has overlooked nothing."""
+        pattern = _PARSED_BODIES.get(self._format.start)
+        if pattern is not None and not regex.fullmatch(pattern, body):
+            return False
+        n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
+        has_all_calls = len(calls) >= len(_CALL_TAG.findall(body))
+        return has_all_calls and n_arguments >= len(_ARGUMENT_TAG.findall(body))
 
 
 class CallState(Enum):
@@ -14841,10 +14947,11 @@ class CallReader:
 
     def _read_other_start(self) -> None:
         """After the tag comes what none of the syntaxes has there."""
-        is_json = JSON_CALL_START.compiled.match(self._unread.text)
-        can_parse = self._format.parse or self._format.start == MISTRAL_START
-        if is_json and can_parse:
-            self._state = CallState.FOREIGN  # its members may be in another order
+        match = JSON_CALL_START.compiled.match(self._unread.text, partial=True)
+        if match is not None and not match.partial:
+            self._state = CallState.FOREIGN
+            return
+        if match is not None and not self._unread.is_complete:
             return
         # The tag is text; or a letter of what only looked like a call without its tag.
         text = self._unread.text.lstrip()
@@ -15602,7 +15709,9 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
         request,
         in_reasoning=rendered.starts_in_reasoning,
         can_call=tool_format is not None,
-        call_forms=_find_call_forms(request, tool_format),
+        call_forms=_find_call_forms(
+            request, tool_format, shown_tools=planned.plan.tools
+        ),
     )
     engine_request = EngineRequest(
         key=_make_token_key(state, planned),
@@ -15627,10 +15736,15 @@ def _shown_id(request: ChatRequest) -> str:
 
 
 def _find_call_forms(
-    request: ChatRequest, tool_format: ToolCallFormat | None
+    request: ChatRequest,
+    tool_format: ToolCallFormat | None,
+    *,
+    shown_tools: tuple[JsonObject, ...],
 ) -> Sequence[CallForm]:
     """How a call may be written that `tool_choice` demands, or if a tool is strict.
 
+    A form fixes the order of the arguments. It is that of `shown_tools`, the same tools
+    as the prompt has them: the model has not read the order in which they were sent.
     () if any call will do. Raises BadRequest: the model knows no calls.
     """
     mode, name = request.tool_choice
@@ -15640,7 +15754,7 @@ def _find_call_forms(
     if tool_format is None or not (must_call or request.strict_tools):
         return ()
 
-    tools = request.tools + request.deferred_tools
+    tools = (shown_tools or request.tools) + request.deferred_tools
     forms = call_forms(tool_format, tools, name=name, strict_tools=request.strict_tools)
     if must_call:
         return forms

@@ -493,6 +493,32 @@ def test_odd_numbers_and_characters_in_a_call_end_no_answer():
         json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
 
 
+@pytest.mark.parametrize("cut", ["{", '{"text": "a', '{"text": "a"', '{"n": 1, "te'])
+def test_a_whole_reply_shows_a_cut_call_as_the_text_that_a_stream_has(cut):
+    """An object, even an empty one, looks like a call that may run."""
+    opened = {"id": "c", "function": {"name": "f", "arguments": ""}}
+    deltas = [opened, *({"function": {"arguments": part}} for part in cut)]
+    streamed, whole = AnthropicFormatter("r1", "m"), AnthropicFormatter("r1", "m")
+
+    events = [
+        event
+        for delta in deltas
+        for event in streamed.delta_events({"tool_calls": [delta]})
+    ]
+    for delta in deltas:
+        whole.delta_events({"tool_calls": [delta]})
+    body = whole.full_body({}, ReplyEnd("length", USAGE))
+
+    (block,) = body["content"]
+    sent = [event["delta"] for event in events[1:]]
+    assert block["input"] == "".join(delta["partial_json"] for delta in sent) == cut
+    assert (block["type"], block["name"], body["stop_reason"]) == (
+        "tool_use",
+        "f",
+        "max_tokens",
+    )
+
+
 # -- what the events build -------------------------------------------------------------------------
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
@@ -852,6 +878,8 @@ def test_a_call_that_was_cut_is_not_reported_as_one_to_run(served, sdk):
     for stream in (True, False):
         cut = ask(sdk, messages, stream=stream, max_tokens=n_out - 4, **forced)
         assert cut.stop_reason == "max_tokens"
+        if not stream and cut.content[-1].type == "tool_use":
+            assert isinstance(cut.content[-1].input, str)
 
 
 def partial_arguments(stream):

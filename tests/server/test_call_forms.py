@@ -198,6 +198,51 @@ def test_a_forced_call_always_validates(dense, choice, thinks):
         assert exchange.finish_reason == "tool_calls"
 
 
+def test_arguments_of_a_forced_call_come_in_the_order_that_the_prompt_shows(dense):
+    """Tools that differ in the order of their keys alone are shown as they came first."""
+    first = json.loads(json.dumps(NARROW))
+    first["properties"] = dict(reversed(NARROW["properties"].items()))
+    first["$comment"] = "the order of this test"
+    later = {**first, "properties": NARROW["properties"]}
+    assert first == later
+    fields = {
+        "tool_choice": NAMED,
+        "parallel_tool_calls": False,
+        "extra_body": {"enable_thinking": False},
+        "max_tokens": 3000,
+    }
+
+    exchanges = [
+        dense.ask(ASKED, tools=[offered(schema)], **fields) for schema in (first, later)
+    ]
+
+    for exchange in exchanges:
+        (call,) = exchange.answer["tool_calls"]
+        assert list(json.loads(call["function"]["arguments"])) == ["n", "side"]
+    assert exchanges[1].n_cached >= exchanges[0].usage["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cut_call_is_said_to_be_cut_also_where_one_call_ends_the_reply(dense, stream):
+    """A client must not run it, and its end is not that of the reply."""
+    fields = {
+        "tools": [offered(NARROW)],
+        "tool_choice": NAMED,
+        "parallel_tool_calls": False,
+        "stream": stream,
+        "extra_body": {"enable_thinking": False},
+    }
+    whole = dense.ask(ASKED, **fields)
+    assert whole.finish_reason == "tool_calls"
+
+    for n_missing in (2, 3, 5):
+        cut = dense.ask(ASKED, **fields, max_tokens=whole.n_generated - n_missing)
+        arguments = cut.answer["tool_calls"][0]["function"]["arguments"]
+        is_whole = arguments == whole.answer["tool_calls"][0]["function"]["arguments"]
+        assert cut.finish_reason == "length" or is_whole
+        assert n_missing < 5 or not is_whole
+
+
 @pytest.mark.parametrize("is_json", [True, False])
 def test_a_strict_tool_that_the_model_calls_by_itself_gets_valid_arguments(
     dense, is_json

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import start_llm
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
 from start_llm import ReasoningStreamSplitter, ReplyParser, Tags, ToolCallFormat
@@ -440,6 +440,58 @@ def test_kimi_calls_need_no_section(start: str, end: str) -> None:
     assert cut == Reply(reply.calls)
 
 
+@pytest.mark.parametrize("start", ["", SECTION[0]])
+@pytest.mark.parametrize(
+    ("calls", "content"),
+    [
+        # Closing tags that were forgotten; an identifier without its first half.
+        (
+            write_kimi("read", PATH).removesuffix("<|tool_call_end|>")
+            + write_kimi("write", '{"n": 1}', 1),
+            None,
+        ),
+        (
+            write_kimi("read", PATH).replace("functions.", "")
+            + "\n"
+            + write_kimi("write", '{"n": 1}', 1),
+            None,
+        ),
+        # After a call of a tool that nobody offered, and after text.
+        (
+            write_kimi("read", PATH)
+            + write_kimi("rm", '{"n": 5}', 1)
+            + write_kimi("write", '{"n": 1}', 2),
+            write_kimi("rm", '{"n": 5}', 1),
+        ),
+        (
+            write_kimi("read", PATH) + "And:" + write_kimi("write", '{"n": 1}', 1),
+            "And:",
+        ),
+    ],
+)
+def test_kimi_calls_follow_each_other(
+    start: str, calls: str, content: str | None
+) -> None:
+    reply = read_in_any_pieces("kimi", start + calls)
+
+    assert reply.calls == [("read", {"path": "a.md"}), ("write", {"n": 1})]
+    assert reply.content == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Say `{write_kimi('read', PATH)}` to read.",
+        SECTION[0] + SECTION[1] + "Hi",
+        SECTION[0] + write_kimi("read", ""),
+        SECTION[0] + write_kimi("read", PATH).replace(":0", ""),
+        SECTION[0] + write_kimi("read", PATH).partition("argument")[0],
+    ],
+)
+def test_kimi_calls_that_are_none_are_text(text: str) -> None:
+    assert read_in_any_pieces("kimi", text) == Reply([], text)
+
+
 def test_kimi_calls_leave_while_they_are_generated() -> None:
     call = write_kimi("read", '{"path": "a long path"}')
 
@@ -742,6 +794,150 @@ def test_calls_that_mlx_lm_reads_lose_no_argument(name: str) -> None:
     broken = text.replace(last_closer, last_closer.partition(">")[2])
     assert broken != text
     assert read_in_any_pieces(name, broken) == Reply([], broken)
+
+
+# -- nothing that was written is lost --------------------------------------------------
+
+JSON_PARTS = [
+    '"', "n", "path", ":", ",", "5", "{", "}", "[", "]", "//", "\n", "'", "True", '"n"',
+    '"id"', "\\", " ",
+]  # fmt: skip
+GEMMA_PARTS = [
+    "path:",
+    "n:",
+    "items:",
+    "tree:",
+    "5",
+    ",",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    " ",
+    ":",
+]
+# Of each format: how a call begins, and all that may be written of it, rightly or not.
+WRITTEN: dict[str, tuple[list[str], list[str]]] = {
+    "mistral_lists": (
+        ['[TOOL_CALLS][{"name": "read", "arguments": {', "[TOOL_CALLS]read[ARGS]{"],
+        [*JSON_PARTS, "[TOOL_CALLS]", "[ARGS]", "read", '"name"', '"arguments"', "}}]"],
+    ),
+    "mistral_11": (
+        ["[TOOL_CALLS]read[CALL_ID]aB3dE6gH9[ARGS]{", "[TOOL_CALLS]read"],
+        [*JSON_PARTS, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "read"],
+    ),
+    "mistral_13": (
+        ["[TOOL_CALLS]read[ARGS]{", "read[ARGS]{"],
+        [*JSON_PARTS, "[TOOL_CALLS]", "[ARGS]", "read"],
+    ),
+    "harmony": (
+        [
+            "<|channel|>commentary to=functions.read <|constrain|>json<|message|>{",
+            " to=read<|channel|>commentary json<|message|>{",
+        ],
+        [*JSON_PARTS, "<|call|>", "<|end|>", "<|start|>assistant", " to=functions.read",
+         "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"],
+    ),
+    "kimi": (
+        [
+            f"{start}<|tool_call_begin|>functions.read:0<|tool_call_argument_begin|>{{"
+            for start in ("", SECTION[0])
+        ],
+        [*JSON_PARTS, "<|tool_call_end|>", SECTION[1], "<|tool_call_begin|>"],
+    ),
+    "gemma": (
+        ["<|tool_call>call:read{", "call:read{"],
+        [*GEMMA_PARTS, Q, "<tool_call|>", "call:write{", "<|tool_call>"],
+    ),
+    "function_gemma": (
+        ["<start_function_call>call:read{"],
+        [*GEMMA_PARTS, E, "<end_function_call>", "call:write{"],
+    ),
+    "minicpm": (
+        ['<function name="read">'],
+        ['<param name="n">', '<param name="', '">', "n", "5", "path", "</param>", "\n",
+         "</function>", "<![CDATA[", "]]>", "<param", "</"],
+    ),
+    "lfm2": (
+        ["<|tool_call_start|>[read(", "<|tool_call_start|>"],
+        ["n=", "path=", "5", ",", ")", "]", "[", "'", '"', "write(", "read(", "+", " ",
+         "<|tool_call_end|>", "a", '{"name": "read", "arguments": {"n": ', "}"],
+    ),
+    "longcat": (
+        ["<longcat_tool_call>read\n", "<longcat_tool_call>"],
+        ["<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "n", "5",
+         "</longcat_arg_value>", "path", "\n", "</longcat_tool_call>",
+         "<longcat_arg_key>n</longcat_arg_key><longcat_arg_value>"],
+    ),
+    "muse": (
+        ['<atem:function_calls><atem:invoke name="read">'],
+        ['<atem:parameter name="n">', '<atem:parameter name="', '">', "n", "5", "path",
+         "</atem:parameter>", "</atem:invoke>", "</atem:function_calls>", "\n",
+         '<atem:invoke name="write">', "<atem:parameter"],
+    ),
+    "kimi_k3": (
+        ['<|open|>tools<|sep|><|open|>call tool="read" index="1"<|sep|>'],
+        ['<|open|>argument key="n" type="any"<|sep|>', "<|open|>", "argument", "<|sep|>",
+         '<|open|>argument key="path" type="string"<|sep|>', ' key="n"', ' type="any"',
+         "<|close|>argument<|sep|>", "<|close|>call<|sep|>", "<|close|>tools<|sep|>",
+         "5", "n", "\n", "<|close|>", '<|open|>json type="object"<|sep|>{"n": '],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@given(data=st.data())
+@settings(max_examples=200)
+def test_no_format_runs_a_call_with_fewer_arguments_than_were_written(
+    name: str, data: st.DataObject
+) -> None:
+    """Every 5 that was written is in the arguments, or in text, or the call is cut."""
+    openings, parts = WRITTEN[name]
+    opening = data.draw(st.sampled_from(openings))
+    written = data.draw(st.lists(st.sampled_from(parts), max_size=14).map("".join))
+    text = opening + written
+
+    message = read_message(name, [text])
+
+    assert read_message(name, list(text)) == message
+    if not ends_in_cut_call(message):
+        # As they are written: of a key that comes twice JSON has the last value.
+        assert json.dumps(message).count("5") >= text.count("5")
+
+
+def ends_in_cut_call(message: Any) -> bool:
+    """Whether its last call is left open. No other may be."""
+    calls = message.get("tool_calls", [])
+    *earlier, last = [call["function"]["arguments"] for call in calls] or ["{}"]
+    for arguments in earlier:
+        json.loads(arguments)
+    try:
+        json.loads(last)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        # What mlx-lm's parser overlooks: text beside the arguments, a call of several.
+        ("longcat", "read\n<longcat_arg_key>n</longcat_arg_key><longcat_arg_value>1"
+         "</longcat_arg_value>5"),
+        ("muse", '<atem:invoke name="read">5</atem:invoke>'),
+        ("muse", '<atem:invoke name="read"></atem:invoke>5'),
+        ("kimi_k3", '<|open|>call tool="read" index="1"<|sep|>5<|close|>call<|sep|>'),
+        ("kimi_k3", '<|open|>call tool="read" index="1"<|sep|><|close|>call<|sep|>'
+         '<|open|>call tool="read" index="2"<|sep|><|open|>json type="object"<|sep|>'
+         '{"n": 5<|close|>json<|sep|><|close|>call<|sep|>'),
+    ],
+)  # fmt: skip
+def test_what_mlx_lm_overlooks_makes_the_call_text(name: str, call: str) -> None:
+    tool_format = FORMATS[name].detect()
+    text = f"{tool_format.start}{call}{tool_format.end}"
+
+    assert read_in_any_pieces(name, text) == Reply([], text)
 
 
 # -- thinking that an answer only speaks of --------------------------------------------

@@ -708,6 +708,18 @@ def value_of(text: str, schema: object) -> Any:
             "five",
         ),  # the client may say what is wrong with it
         ("[1, 2", {"type": "array"}, "[1, 2"),
+        # In escapes, as if it stood in a string.
+        (
+            '[{\\"a\\": \\"say \\\\\\"x\\\\\\"\\"}]',
+            {"type": "array"},
+            [{"a": 'say "x"'}],
+        ),
+        ('"[{\\"a\\": 1}]"', {"type": "array"}, [{"a": 1}]),
+        ('{\\"a\\": 1}', {"type": ["object", "null"]}, {"a": 1}),
+        ('"5"', {"type": "integer"}, 5),
+        ('"five"', {"type": "integer"}, '"five"'),
+        ('[{\\"a\\": 1}]', {"type": "string"}, '[{\\"a\\": 1}]'),
+        ('[{\\"a\\": 1}]', {}, '[{\\"a\\": 1}]'),
         ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
         ("nothing", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "nothing"),
         ("5", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
@@ -913,9 +925,13 @@ def test_a_call_behind_a_tag_that_opens_none_keeps_its_arguments(
         "Write <function=unknown>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
         '<tool_call>\n{"name": "read", "argu',
         '<tool_call>{"nam": "read"}</tool_call>',
-        '<tool_call>{"arguments": {"n": 1}, "name": "read"}</tool_call>',
+        '<tool_call>{"arguments": {"n": 1}, "name": "rm"}</tool_call>',
         '<tool_call>{"name": "read", "parameters": {"n": 1}}</tool_call>',
-        '<tool_call>{"name": "read", "arguments": "{\\"n\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "read", "arguments": "{\\"n\\": 1"}</tool_call>',
+        '<tool_call>{"name": "read", "arguments": "n"}</tool_call>',
+        '<tool_call>{"name": "read", "arguments": "[1]"}</tool_call>',
+        '<tool_call>{"name": "read", "arguments": 5}</tool_call>',
+        '<tool_call>[{"name": "read", "arguments": {"n": 1}}, {"name": "rm"}]</tool_call>',
         '<tool_call>{"function": {"name": "read", "arguments": {}}}</tool_call>',
         '<tool_call>{"name": "read", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
@@ -933,6 +949,43 @@ def test_what_is_no_call_is_text_exactly_as_generated(text: str) -> None:
             assert reply.content == text
         else:
             assert "1e999" in text
+
+
+@pytest.mark.parametrize("parse", [None, json_tools.parse_tool_call])
+@pytest.mark.parametrize("syntax", ["hermes", "qwen", "glm"])
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "read", "arguments": "{\\"n\\": 1}"}', [{"n": 1}]),
+        ('{"arguments": {"n": 1}, "name": "read"}', [{"n": 1}]),
+        ('{"id": "a", "name": "read", "arguments": {"n": 1}}', [{"n": 1}]),
+        ('{"name": "read", "arguments": []}', [{}]),
+        ('{"name": "read", "arguments": ""}', [{}]),
+        ("{'name': 'read', 'arguments': {'n': 1}}", [{"n": 1}]),
+        ('[{"name": "read", "arguments": {"n": 1}}]', [{"n": 1}]),
+        ('[\n {"name": "read", "arguments": "{}"}, {"name": "read"}]', [{}, {}]),
+        ('{"arguments": {"text": "</tool_call>"}, "name": "read"}',
+         [{"text": "</tool_call>"}]),
+        ('{"arguments": {"text": "\\"}</tool_call>"}, "name": "read"}}',
+         [{"text": '"}</tool_call>'}]),
+    ],
+)  # fmt: skip
+def test_json_calls_are_read_whether_or_not_mlx_lm_has_a_parser(
+    body: str, arguments: list[Any], syntax: str, parse: Any
+) -> None:
+    form = ToolCallFormat("<tool_call>", "</tool_call>", syntax, parse=parse)
+    untold = form._replace(end="\0")  # of a tokenizer that does not know the tags
+    call = f"<tool_call>\n{body}\n"
+
+    for tool_format in (form, untold):
+        for rest in ("</tool_call>", "</tool_call>\nok", "ok", ""):
+            text = call + rest
+            reply = read(text, tool_format=tool_format)
+            assert calls_of(reply) == [("read", each) for each in arguments]
+            assert reply.content == ("ok" if rest.endswith("ok") else None)
+            assert read(text, list(range(len(text))), tool_format=tool_format) == reply
+        twice = read(call + call, tool_format=tool_format)
+        assert calls_of(twice) == [("read", each) for each in arguments * 2]
 
 
 @pytest.mark.parametrize("key", ["parameters", "input", "args"])
@@ -957,6 +1010,13 @@ def test_arguments_under_another_name_are_not_lost_to_an_empty_call(key: str) ->
         ('{"n": 1, key: 2}', {"n": 1, "key": 2}),
         ('{$key_1: "a", n: 2}', {"$key_1": "a", "n": 2}),
         ('{"text": "a" "n": 2}', {"text": "a", "n": 2}),
+        # Quotes as Python writes them.
+        ("{'n': 1}", {"n": 1}),
+        ('{"text": "a", \'n\': 2}', {"text": "a", "n": 2}),
+        ("{'text': 'say \"it\\'s\"', \"n\": 2}", {"text": 'say "it\'s"', "n": 2}),
+        ("{'items': ['a', \"b\", 'c'], 'n': 2}", {"items": ["a", "b", "c"], "n": 2}),
+        ('{"text": "f("a", \'b\')", \'n\': 2}', {"text": "f(\"a\", 'b')", "n": 2}),
+        ('{"text": "it\'s, \'n\': 2"}', {"text": "it's, 'n': 2"}),
         ('{"text": "a", // n\n"n": 2 // m\n}', {"text": "a", "n": 2}),
         ('{"text": "a" /* n */, "n": /* m */ 2}', {"text": "a", "n": 2}),
         ('{"text": "// a", "any": "/* b */"}', {"text": "// a", "any": "/* b */"}),
@@ -992,7 +1052,8 @@ def test_json_that_is_nearly_right_is_read(
         *(
             f'<tool_call>{{"name": "read", "arguments": {written}}}</tool_call>'
             for written in (
-                "{'n': 1}",
+                "{'text': 'it's', 'n': 1}",
+                '{"text": "a", \'n": 1}',
                 '{"n": 1}, "m": 2}',
                 '{"n": 1], "m": 2}',
                 '{"items": [1 2]}',
@@ -1006,12 +1067,12 @@ def test_json_that_is_nearly_right_is_read(
         "<tool_call><function=read>\n<parameter>5</parameter></function></tool_call>",
         "<tool_call><function=read>\n<parameter=n>5</parameter>\n<parameter=>5"
         "</parameter></function></tool_call>",
-        "<tool_call><function=read>\n{'n': 1}</function></tool_call>",
+        "<tool_call><function=read>\n{'text': 'it's'}</function></tool_call>",
         "<tool_call>read<arg_key>n</arg_key></tool_call>",
         "<tool_call>read<arg_key>n</arg_key><arg_key>x</arg_key><arg_value>1"
         "</arg_value></tool_call>",
         "<tool_call>read<arg_key></arg_key><arg_value>1</arg_value></tool_call>",
-        "<tool_call>read{'n': 1}</tool_call>",
+        "<tool_call>read{'text': 'it's'}</tool_call>",
         '<minimax:tool_call><invoke name="read">\n<parameter>5</parameter></invoke>'
         "</minimax:tool_call>",
         '<minimax:tool_call><invoke name="read">\nn: 5</invoke></minimax:tool_call>',
@@ -1032,6 +1093,70 @@ def test_a_call_with_arguments_that_cannot_be_read_is_left_open(text: str) -> No
             reply = read(text + rest, cuts, tool_format=tool_format)
             assert calls_or_broken(reply) == [BROKEN]
             assert reply.content is None
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        # All arguments as one JSON object, in the place of the tags.
+        ('<tool_call>\n<function=read>\n{"z": "1"}\n</function>\n</tool_call>', {"z": "1"}),
+        ('<tool_call><function=read>{"z": {"a": [1]}}</function></tool_call>', {"z": {"a": [1]}}),
+        ('<function=read>\n{}\n</function>', {}),
+        ('<tool_call>read{"z": "1"}</tool_call>', {"z": "1"}),
+        ('<tool_call>read\n{"z": "1", "n": 2}\n</tool_call>', {"z": "1", "n": 2}),
+        # MiniMax's spelling of Qwen's tag, with and without quotes.
+        ('<tool_call><function=read><parameter name="z">\n1\n</parameter></function></tool_call>',
+         {"z": 1}),
+        ("<tool_call><function=read><parameter name=z>a</parameter>\n<parameter='n'>2</parameter>"
+         "</function></tool_call>", {"z": "a", "n": 2}),
+        # A value that was never closed, before a key of the tool's that has none yet.
+        ("<tool_call><function=read>\n<parameter=text>\nDallas\n<parameter=n>\n5\n</parameter>\n"
+         "</function></tool_call>", {"text": "Dallas", "n": 5}),
+        ('<tool_call><function=read>\n<parameter=text>\na\n<parameter name="any">\nb\n'
+         "<parameter=n>5</parameter></function></tool_call>", {"text": "a", "any": "b", "n": 5}),
+        ("<tool_call>read<arg_key>text</arg_key><arg_value>Dallas<arg_key>n</arg_key><arg_value>5"
+         "</arg_value></tool_call>", {"text": "Dallas", "n": 5}),
+        # But not before one that is used already, or that the tool does not have.
+        ("<tool_call><function=read>\n<parameter=n>\n5\n</parameter>\n<parameter=text>\na\n"
+         "<parameter=n>\n</parameter>\n</function></tool_call>",
+         {"n": 5, "text": "a\n<parameter=n>"}),
+        ("<tool_call><function=read>\n<parameter=text>\na\n<parameter=zz>\n5\n</parameter>\n"
+         "</function></tool_call>", {"text": "a\n<parameter=zz>\n5"}),
+        ("<tool_call>read<arg_key>text</arg_key><arg_value>a<arg_key>zz</arg_key></arg_value>"
+         "</tool_call>", {"text": "a<arg_key>zz</arg_key>"}),
+    ],
+)  # fmt: skip
+def test_arguments_between_tags_in_other_spellings(
+    text: str, arguments: dict[str, Any]
+) -> None:
+    for rest in ("", "\nok"):
+        for cuts in ([], list(range(len(text)))):
+            reply = read(text + rest, cuts)
+            assert calls_of(reply) == [("read", arguments)]
+            assert (reply.content or "").strip() == rest.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<minimax:tool_call><invoke name="read"><parameter name="text">Dallas\n'
+         '<parameter name="n">5</parameter></invoke></minimax:tool_call>',
+         {"text": "Dallas", "n": 5}),
+        ('<minimax:tool_call><invoke name="read">\n{"z": "1"}\n</invoke></minimax:tool_call>',
+         {"z": "1"}),
+        ('<function name="read"><param name="text">Dallas\n<param name="n">5</param></function>',
+         {"text": "Dallas", "n": 5}),
+    ],
+)  # fmt: skip
+def test_arguments_between_other_tags_in_other_spellings(
+    text: str, arguments: dict[str, Any]
+) -> None:
+    minicpm = ToolCallFormat("<function name=", "\0", "minicpm")
+    tool_format = MINIMAX if "minimax" in text else minicpm
+    for cuts in ([], list(range(len(text)))):
+        reply = read(text, cuts, tool_format=tool_format)
+        assert calls_of(reply) == [("read", arguments)]
+        assert reply.content is None
 
 
 # All that a model may write of one argument, in each syntax, and whether it is right.
@@ -1290,7 +1415,21 @@ def test_a_foreign_format_without_an_end_ends_with_the_reply() -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [ValueError(), AttributeError(), None, [], "x", {"name": "read", "arguments": 5}],
+    [
+        ValueError(),
+        AttributeError(),
+        None,
+        [],
+        "x",
+        {"name": "read", "arguments": 5},
+        {"name": "read", "arguments": 0},
+        {"name": "read", "arguments": [1]},
+        {"name": 5, "arguments": {}},
+        {"name": None, "arguments": {}},
+        {"name": ["read"], "arguments": {}},
+        {"name": {"read": 1}, "arguments": {}},
+        [{"name": "read", "arguments": {}}, {"name": ["read"], "arguments": {}}],
+    ],
 )
 def test_what_a_foreign_parser_cannot_read_is_text(result: Any) -> None:
     def parse(_text: str, _tools: Any) -> Any:
