@@ -12925,15 +12925,20 @@ def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
 # text without such tokens is fed as `literal`. And a tag in the middle of a line may be
 # a word of the sentence; _find_role() has the rules.
 #
-# Public   ReasoningStreamSplitter, Tags, Piece, TextKind, NO_PATTERN,
+# Public   ReasoningStreamSplitter, Tags, Piece, TextKind, NO_PATTERN, FENCE_START,
 #          think_start_pattern, think_end_pattern
 # Uses     -
 # Thread   any; pure
 
 TextKind = Literal["reasoning", "content"]
-TagRole = Literal["think_start", "think_end", "call", "text"]
+TagRole = Literal["think_start", "think_end", "call", "fence_end", "text"]
 
 NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
+
+# A call may stand in a block of code of its own. Then these two lines are part of it.
+FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
+_FENCE_END: Final = r"```[ \t]{0,9}(?=\n|\0)"
+_FENCED_OBJECT: Final = regex.compile(FENCE_START + r"\{")
 
 
 class Tags(NamedTuple):
@@ -13023,6 +13028,41 @@ class CodeFence:
             self._line_start = line[:20]
 
 
+_TAG_ROLES: Final[Mapping[str, TagRole]] = {
+    "think_start": "think_start",
+    "think_end": "think_end",  # dropped also if it ends nothing (L-07)
+    "tool_start": "call",
+    "fence_end": "fence_end",
+}
+_FENCED_TAG: Final = regex.compile(rf"{FENCE_START}(?P<tag>(?s:.+))")
+
+
+def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
+    """What is looked for, by whether the text is literal, and a call was in a block.
+
+    A group has the name of its tag.
+    """
+    fence = f"(?:{FENCE_START})?"
+    groups = []
+    for name, tag in tags._asdict().items():
+        if tag and name in {"tool_start", "untagged_call"}:
+            groups.append(f"(?P<{name}>{fence}(?:{tag}))")
+        elif tag:
+            groups.append(f"(?P<{name}>{tag})")
+    any_tag = "|".join(groups) or NO_PATTERN
+    # \0 never comes: the line before a tag is held back, since the tag is not literal.
+    untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
+    if tags.tool_start:
+        untagged += rf"|{FENCE_START}\0"
+
+    patterns = {}
+    for literal, source in ((False, any_tag), (True, untagged)):
+        patterns[literal, False] = regex.compile(source)
+        fenced_source = f"(?P<fence_end>{_FENCE_END})|{source}"
+        patterns[literal, True] = regex.compile(fenced_source)
+    return patterns
+
+
 class ReasoningStreamSplitter:
     """Parts one reply into pieces: `feed` it as it is generated, then `finish` it.
 
@@ -13036,10 +13076,8 @@ class ReasoningStreamSplitter:
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
         """`in_reasoning`: the prompt ends inside thinking; there the reply begins."""
-        groups = [f"(?P<{name}>{tag})" for name, tag in tags._asdict().items() if tag]
-        self._any_tag = regex.compile("|".join(groups) or NO_PATTERN)
+        self._patterns = _compile_patterns(tags)
         self._has_channels = tags.think_end == _HARMONY_THINK_END
-        self._untagged_call = regex.compile(tags.untagged_call or NO_PATTERN)
 
         self.in_call = False
         self.after_tag = in_reasoning  # no text was emitted since the last tag
@@ -13048,6 +13086,7 @@ class ReasoningStreamSplitter:
         self._emitted_kinds: set[TextKind] = set()  # of which there was some text
         self._is_quoting = False  # the text ends with a quote, or a tag spoken of
         self._fence = CodeFence()  # in the content
+        self._is_call_fenced = False  # the end of the block around a call may come
         self._has_quoted_think = False  # an answer has spoken of <think>
 
     @property
@@ -13067,11 +13106,9 @@ class ReasoningStreamSplitter:
         """
         if self.in_call:
             return [Piece("tool", text)] if text else []
-        if not literal:
-            return self._scan(text, self._any_tag)
-        if self.is_thinking:
+        if literal and self.is_thinking:
             return self.add_text(text)  # why(L-82): calls in thinking are quoted
-        return self._scan(text, self._untagged_call)
+        return self._scan(text, literal=literal)
 
     def resume(self, rest: str, *, called: bool) -> list[Piece]:
         """Go on after a call with `rest`, the text that follows it.
@@ -13082,7 +13119,8 @@ class ReasoningStreamSplitter:
         self.in_call = False
         if called:
             self._begin("content")
-        return self._scan(rest, self._any_tag)
+        self._is_call_fenced &= called
+        return self._scan(rest, literal=False)
 
     def add_text(self, text: str) -> list[Piece]:
         """Take text in which nothing is a tag, as part of what the reply is in now."""
@@ -13107,8 +13145,8 @@ class ReasoningStreamSplitter:
     def finish(self) -> list[Piece]:
         """What was held back. Half a tag at the end of a reply is text."""
         # In a pattern \0 is the end of the reply, at which a tag may have waited.
-        match = self._any_tag.search(self._held + "\0")
-        if match and self._find_role(match) == "think_end":
+        match = self._pattern(literal=False).search(self._held + "\0")
+        if match and self._find_role(match) in {"think_end", "fence_end"}:
             self._held = ""
 
         pieces = self.add_text("")
@@ -13116,32 +13154,50 @@ class ReasoningStreamSplitter:
             pieces.append(Piece(self._kind, self._held))
         return pieces
 
-    def _scan(self, text: str, pattern: Any) -> list[Piece]:
-        """Part the text that was held back and `text` by the tags of `pattern`."""
+    def _pattern(self, *, literal: bool) -> Any:
+        """What tags are looked for now, in text that is `literal` or not."""
+        return self._patterns[literal, self._is_call_fenced]
+
+    def _scan(self, text: str, *, literal: bool) -> list[Piece]:
+        """Part the text that was held back and `text` by tags."""
         text = self._held + text
         self._held = ""
         pieces: list[Piece] = []
-        while match := pattern.search(text, partial=True):
+        while match := self._pattern(literal=literal).search(text, partial=True):
             pieces += self.add_text(text[: match.start()])
             if match.partial:  # half a tag, or nothing, at the end of the text
                 self._held += match[0]
                 return pieces
 
+            tag = self._without_other_fence(match[0])
             role = self._find_role(match)
             text = text[match.end() :]
-            if role == "call":
-                call_text = self._held + match[0] + text
+            if tag != match[0]:
+                # The line ends another block of code: it is text, the tag comes next.
+                pieces += self.add_text(match[0].removesuffix(tag))
+                text = tag + text
+            elif role == "call":
+                call_text = self._held + tag + text
                 self._held = ""
                 self.in_call = True
+                self._is_call_fenced |= tag.startswith("```")
                 return [*pieces, Piece("tool", call_text)]
-            if role == "text":
-                pieces += self.add_text(match[0])
+            elif role == "text":
+                pieces += self.add_text(tag)
                 self._is_quoting = True
-                if match[0] == "<think>":
+                if tag == "<think>":
                     self._has_quoted_think = True
+            elif role == "fence_end":
+                self._is_call_fenced = False
             else:
                 self._begin("reasoning" if role == "think_start" else "content")
         return pieces + self.add_text(text)
+
+    def _without_other_fence(self, tag: str) -> str:
+        """The tag without a line before it that ends a block of code, or is thought."""
+        is_other = self._kind == "reasoning" or self._fence.is_open
+        match = _FENCED_TAG.match(tag)
+        return match["tag"] if match and is_other else tag
 
     def _find_role(self, match: Any) -> TagRole:
         """What a tag does. The text before it was emitted, except white space.
@@ -13149,16 +13205,12 @@ class ReasoningStreamSplitter:
         One in the middle of a line may be a word, and a call without its tag is one.
         """
         begins_line = self.after_tag or not self._emitted_kinds or "\n" in self._held
+        begins_line |= match[0].startswith("```")
         is_spoken_of = not begins_line and self._is_spoken_of(match[0])
         if is_spoken_of or self._is_misplaced(match[0]):
             return "text"
-        match match.lastgroup:
-            case "think_start":
-                return "think_start"
-            case "think_end":  # dropped also if it ends nothing (L-07)
-                return "think_end"
-            case "tool_start":
-                return "call"
+        if match.lastgroup in _TAG_ROLES:
+            return _TAG_ROLES[match.lastgroup]
         is_token = match[0].startswith(_KIMI_CALL_START)
         is_call = begins_line or (is_token and not self._is_quoting)
         return "call" if is_call else "text"
@@ -13180,9 +13232,14 @@ class ReasoningStreamSplitter:
     def _is_misplaced(self, tag: str) -> bool:
         """Whether a tag is where it cannot be one.
 
-        In an example of code; or Gemma's, of which the word begins a thought only where
-        a reply begins, and the closing tag only follows a call.
+        In an example of code; Gemma's, of which the word begins a thought only where
+        a reply begins, and the closing tag only follows a call. An object in a block of
+        code that follows text is an example.
         """
+        if _FENCED_OBJECT.fullmatch(tag):
+            return "content" in self._emitted_kinds
+        if tag.rstrip() == "```":
+            return self._fence.is_open
         if tag in {"<think>", "</think>"}:
             return self._kind == "content" and self._fence.is_open
         if tag == _GEMMA_THOUGHT:
@@ -13222,7 +13279,7 @@ class ReasoningStreamSplitter:
 #          STRING_MARKS, CALL_START, JSON_CALL_START,
 #          JSON_CALL_TAG, JSON_CALL_END, ToolCallFormat,
 #          tool_call_prefixes, parameters_by_name
-# Uses     -
+# Uses     REASONING PARSER
 # Thread   any; pure
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
@@ -13501,6 +13558,15 @@ _FOREIGN_UNTAGGED_CALLS: Final = {  # as CallSyntax.untagged_call
     "<start_function_call>": r"call:(?:NAMES)\{",
     MISTRAL_START: r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]",
 }
+# Hermes' JSON without its tag is a call in a block of code alone.
+_FENCED_CALL: Final = (
+    FENCE_START
+    + r"""(?x:
+        \{
+        (?= \s{0,99} "name" \s{0,9} : \s{0,9} "(?:NAMES)" \s{0,9} ,
+            \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
+    )"""
+)
 _FOREIGN_PREFIXES: Final = {  # as CallSyntax.prefix
     "<|tool_call>": "<|tool_call>call:{name}{{",
     "<start_function_call>": "<start_function_call>call:{name}{{",
@@ -13607,16 +13673,17 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
 # How a call of any syntax begins; the tag may have been left out.
 CALL_START: Final = Pattern(
     # (?:\s+)? is any number of blanks: \s* would be 400 at most.
-    r"(?:\s+)?(?:<(?:minimax:)?tool_call>\s*)?(?:"
+    rf"(?:\s+)?(?:{FENCE_START})?(?:<(?:minimax:)?tool_call>\s*)?(?:"
     + "|".join(syntax.name.source for syntax in CALL_SYNTAXES.values())
     + ")",
     example="\n\n<tool_call>\n<function=read>",
     near_miss="\n\n<tool_call>\n<think>",
 )
-# Calls in JSON that CALL_START does not fit: a list, members in another order, arguments
-# that are a string.
+# Calls in JSON that CALL_START does not fit: a list, members in another order, or
+# arguments that are a string.
 JSON_CALL_START: Final = Pattern(
-    r"\s*(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])",
+    rf"\s*(?:{FENCE_START})?"
+    r"(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])",
     example='<tool_call>\n{"arguments": {"path": "a.md"}, "name": "read"}',
     near_miss="<tool_call>\n[1",
 )
@@ -13668,7 +13735,9 @@ class ToolCallFormat(NamedTuple):
         names = "|".join(regex.escape(name) for name in parameters_by_name(tools))
         if not names:
             return None
-        if self.syntax == FOREIGN_SYNTAX:
+        if self.syntax == "hermes":
+            pattern = _FENCED_CALL
+        elif self.syntax == FOREIGN_SYNTAX:
             pattern = _FOREIGN_UNTAGGED_CALLS.get(self.start, "")
         else:
             pattern = CALL_SYNTAXES[self.syntax].untagged_call
@@ -14142,13 +14211,20 @@ _STRING: Final = r"""(?x:
 )""".replace("CHARACTER", _CHARACTER).replace("ESCAPE", _ESCAPE)
 _STRING_IN_OBJECT: Final = _STRING.replace(
     "COMMA_INSIDE",
-    r""" \s* , \s*
+    r"""(?x:
+        \s* , \s*
         (?: \w+ \s* [^\s\w:]
           | [^\s"'\w}\]/]
           | '[^'\n]{0,99}+ (?: [^'] | '\s* [^\s:] )   # "a", 'b') is no key
         )
-    """,
-).replace("COMMA_AFTER", r""", \s* (?: ["}\]/] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )""")
+    )""",
+).replace(
+    "COMMA_AFTER",
+    r"""(?x:
+        , \s*
+        (?: ["}\]/] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )
+    )""",
+)
 _STRING_IN_ARRAY: Final = _STRING.replace("COMMA_INSIDE", NO_PATTERN).replace(
     "COMMA_AFTER", ","
 )
@@ -14567,6 +14643,7 @@ _CALL_TAG: Final = re.compile(r"<atem:invoke\b|<\|open\|>call\b")
 _ARGUMENT_TAG: Final = re.compile(
     r"<longcat_arg_key>|<atem:parameter\b|<\|open\|>argument\b"
 )
+_CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
 _JSON_CALLS: Final = re.compile(r"\s*(?:\{|\[\s*\{)")
 _JSON_MARK: Final = regex.compile(r'(?s:\\.)|["\[\]{}]|</tool_call>')
 
@@ -14769,7 +14846,7 @@ class ForeignCalls:
 
     def read(self) -> list[WholeCall]:
         """All calls, once it is done; none if nothing fits."""
-        text = self._unread.text
+        text = _CALL_FENCE.sub("", self._unread.text)
         if text.lstrip().startswith(self._format.start):
             text = text.partition(self._format.start)[2]
         body = self._find_body(text)

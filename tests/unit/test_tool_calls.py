@@ -198,7 +198,7 @@ MARKUP = [
     "<tool_call>", "</tool_call>", "</parameter>", "<parameter=x>", "</function>", "<think>",
     "<function=read>", "</think>", "</arg_value>", "<arg_key>", "\n", "\n\n", " ", '"', "'", "\\",
     "\\d", "{", "}", "[", "]", ",", ":", "null", "1", "é", "😀", "\u2028", "\x7f", "\t", "\r\n",
-    "plain words",
+    "plain words", "```", "```json\n",
 ]  # fmt: skip
 # What no reader of these formats can tell from the format itself: a value is not escaped in them.
 AMBIGUOUS = re.compile(
@@ -1157,6 +1157,76 @@ def test_arguments_between_other_tags_in_other_spellings(
         reply = read(text, cuts, tool_format=tool_format)
         assert calls_of(reply) == [("read", arguments)]
         assert reply.content is None
+
+
+HERMES = ToolCallFormat(
+    "<tool_call>", "</tool_call>", "hermes", "\n", json_tools.parse_tool_call
+)
+BARE_CALL = '{"name": "read", "arguments": {"n": 1}}'
+TAGGED_CALL = f"<tool_call>\n{BARE_CALL}\n</tool_call>"
+
+
+def fenced(code: str, language: str = "") -> str:
+    return f"```{language}\n{code}\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "n_calls", "content"),
+    [
+        # A block that has nothing but calls between tags is part of them.
+        (fenced(TAGGED_CALL, "xml"), 1, None),
+        (f"I look:\n{fenced(TAGGED_CALL)}\nDone.", 1, "I look:\n\nDone."),
+        (fenced(f"{TAGGED_CALL}\n{TAGGED_CALL}", "xml"), 2, None),
+        (f"{fenced(TAGGED_CALL)}\n{fenced(TAGGED_CALL, 'json')}", 2, None),
+        (f"{fenced(TAGGED_CALL)}\n{TAGGED_CALL}", 2, None),
+        (f"```xml\n{TAGGED_CALL}", 1, None),
+        (fenced(write_glm("read", {"n": 1})), 1, None),
+        (fenced(write_qwen("read", {"n": 1}), "xml"), 1, None),
+        (fenced(write_qwen("read", {"n": 1}).removeprefix("<tool_call>\n")), 1, None),
+        # Without tags it is one where the reply begins with it.
+        (fenced(BARE_CALL, "json"), 1, None),
+        (fenced(BARE_CALL), 1, None),
+        (f"\n{fenced(BARE_CALL, 'json')}\nok", 1, "ok"),
+        (f"<think>Hm.</think>\n\n{fenced(BARE_CALL, 'json')}", 1, None),
+        (f"```json\n{BARE_CALL}", 1, None),
+        (fenced('{\n  "name": "read",\n  "arguments": {\n    "n": 1\n  }\n}', "json"), 1, None),
+        # After other text it is an example of one.
+        (f"A call:\n{fenced(BARE_CALL, 'json')}", 0, f"A call:\n{fenced(BARE_CALL, 'json')}"),
+        # What is no call is code.
+        (fenced('{"name": "rm", "arguments": {}}'), 0, fenced('{"name": "rm", "arguments": {}}')),
+        (fenced('{"name": "read"}'), 0, fenced('{"name": "read"}')),
+        (fenced(TAGGED_CALL.replace("read", "rm")), 0, fenced(TAGGED_CALL.replace("read", "rm"))),
+        (f"{fenced('x', 'json')}\nok", 0, f"{fenced('x', 'json')}\nok"),
+        # Other blocks stay as they are.
+        (f"{fenced('x', 'python')}\n{TAGGED_CALL}", 1, fenced("x", "python")),
+        (f"{fenced('x')}\n{fenced(TAGGED_CALL)}\n{fenced('y')}\nz", 1,
+         f"{fenced('x')}\n\n{fenced('y')}\nz"),
+        (f"{TAGGED_CALL}\n{fenced('y')}", 1, fenced("y")),
+        (f"{fenced(TAGGED_CALL)}\nThen {fenced('y')}", 1, f"Then {fenced('y')}"),
+    ],
+)  # fmt: skip
+def test_a_block_of_code_that_is_a_call_is_a_call(
+    text: str, n_calls: int, content: str | None
+) -> None:
+    for cuts in ([], list(range(len(text))), list(range(0, len(text), 3))):
+        reply = read(text, cuts, tool_format=HERMES)
+        assert calls_of(reply) == [("read", {"n": 1})] * n_calls
+        assert reply.content == content
+
+
+def test_a_call_in_a_block_is_found_in_text_without_special_tokens() -> None:
+    """The lines around it are ordinary text; its tag may be a token of its own."""
+    for tag_is_token, call in ((True, TAGGED_CALL), (False, BARE_CALL)):
+        replies = stream(tool_format=HERMES)
+        text = f"{fenced(call, 'json')}\nDone."
+        for piece in re.split(r"(</?tool_call>|\s+)", text):
+            is_tag = "tool_call" in piece
+            replies.feed(piece, literal=not (is_tag and tag_is_token))
+        replies.finish()
+        message = replies.message()
+        (made,) = message["tool_calls"]
+        assert made["function"] == {"name": "read", "arguments": '{"n": 1}'}
+        assert message["content"] == "Done."
 
 
 # All that a model may write of one argument, in each syntax, and whether it is right.
