@@ -12938,7 +12938,7 @@ NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
 # A call may stand in a block of code of its own. Then these two lines are part of it.
 FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
 _FENCE_END: Final = r"```[ \t]{0,9}(?=\n|\0)"
-_FENCED_OBJECT: Final = regex.compile(FENCE_START + r"\{")
+_UNTAGGED_OBJECT: Final = regex.compile(rf"(?:{FENCE_START})?\{{")
 
 
 class Tags(NamedTuple):
@@ -12977,7 +12977,7 @@ _MESSAGE_BREAK: Final = "\n\n"  # between two messages of one channel
 _GEMMA_THOUGHT: Final = "thought\n"
 _GEMMA_CALL_END: Final = "<tool_call|>"
 # Kimi's calls stand one after another in a section, whose tags may be left out.
-_KIMI_CALL_START: Final = "<|tool_call_begin|>"
+_KIMI_CALL_STARTS: Final = ("<|tool_call_begin|>", "<|tool_call_section_begin|>")
 
 
 def think_start_pattern(tag: str) -> str:
@@ -13211,7 +13211,7 @@ class ReasoningStreamSplitter:
             return "text"
         if match.lastgroup in _TAG_ROLES:
             return _TAG_ROLES[match.lastgroup]
-        is_token = match[0].startswith(_KIMI_CALL_START)
+        is_token = match[0].startswith(_KIMI_CALL_STARTS)
         is_call = begins_line or (is_token and not self._is_quoting)
         return "call" if is_call else "text"
 
@@ -13233,11 +13233,11 @@ class ReasoningStreamSplitter:
         """Whether a tag is where it cannot be one.
 
         In an example of code; Gemma's, of which the word begins a thought only where
-        a reply begins, and the closing tag only follows a call. An object in a block of
-        code that follows text is an example.
+        a reply begins, and the closing tag only follows a call. JSON without a tag is
+        an example of a call, if it follows text.
         """
-        if _FENCED_OBJECT.fullmatch(tag):
-            return "content" in self._emitted_kinds
+        if _UNTAGGED_OBJECT.fullmatch(tag):
+            return self._kind == "reasoning" or "content" in self._emitted_kinds
         if tag.rstrip() == "```":
             return self._fence.is_open
         if tag in {"<think>", "</think>"}:
@@ -13464,7 +13464,7 @@ _MINIMAX_VALUE_END: Final = Pattern(
 
 _KIMI_NAME: Final = Pattern(
     r"""(?x:
-        (?: <\|tool_calls_section_begin\|> \s* )?   # only before the first call
+        (?: <\|tool_calls?_section_begin\|> \s* )?  # only before the first call
         <\|tool_call_begin\|> \s*
         (?: functions\. )? (?P<kimi> [^\s<>{}]{1,200}? ) : \d{1,6}
         \s* <\|tool_call_argument_begin\|>
@@ -13558,15 +13558,12 @@ _FOREIGN_UNTAGGED_CALLS: Final = {  # as CallSyntax.untagged_call
     "<start_function_call>": r"call:(?:NAMES)\{",
     MISTRAL_START: r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]",
 }
-# Hermes' JSON without its tag is a call in a block of code alone.
-_FENCED_CALL: Final = (
-    FENCE_START
-    + r"""(?x:
-        \{
-        (?= \s{0,99} "name" \s{0,9} : \s{0,9} "(?:NAMES)" \s{0,9} ,
-            \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
-    )"""
-)
+# why(L-82): Qwen2.5-Coder leaves out the tag, with or without a block of code.
+_HERMES_UNTAGGED_CALL: Final = r"""(?x:
+    \{
+    (?= \s{0,99} "name" \s{0,9} : \s{0,9} "(?:NAMES)" \s{0,9} ,
+        \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
+)"""
 _FOREIGN_PREFIXES: Final = {  # as CallSyntax.prefix
     "<|tool_call>": "<|tool_call>call:{name}{{",
     "<start_function_call>": "<start_function_call>call:{name}{{",
@@ -13648,7 +13645,8 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         example="<|tool_calls_section_begin|><|tool_call_begin|>functions.read:0"
         '<|tool_call_argument_begin|>{"path": "a.md"}<|tool_call_end|>'
         "<|tool_calls_section_end|>",
-        untagged_call=r"<\|tool_call_begin\|>\s{0,9}(?:functions\.)?(?:NAMES):",
+        untagged_call=r"(?:<\|tool_calls?_section_begin\|>\s{0,9})?"
+        r"<\|tool_call_begin\|>\s{0,9}(?:functions\.)?(?:NAMES):",
         json_end="<|tool_call_end|><|tool_calls_section_end|>",
     ),
     "minicpm": CallSyntax(
@@ -13666,6 +13664,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         name=_HERMES_NAME,
         example='<tool_call>\n{"name": "read", "arguments": {"path": "a.md"}}\n'
         "</tool_call>",
+        untagged_call=_HERMES_UNTAGGED_CALL,
         json_end="\n}\n</tool_call>",
     ),
 }
@@ -13735,9 +13734,7 @@ class ToolCallFormat(NamedTuple):
         names = "|".join(regex.escape(name) for name in parameters_by_name(tools))
         if not names:
             return None
-        if self.syntax == "hermes":
-            pattern = _FENCED_CALL
-        elif self.syntax == FOREIGN_SYNTAX:
+        if self.syntax == FOREIGN_SYNTAX:
             pattern = _FOREIGN_UNTAGGED_CALLS.get(self.start, "")
         else:
             pattern = CALL_SYNTAXES[self.syntax].untagged_call
@@ -14287,7 +14284,7 @@ _JSON_CALL_END: Final = Pattern(
         \s* [}\]]* \s*
         (?: </tool_call> | <\|call\|>
           | <\|tool_call_end\|>                     # Kimi's, and of all its calls
-            (?: \s* <\|tool_calls_section_end\|>
+            (?: \s* <\|tool_calls?_section_end\|>
               | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b | \0 ) )
             )
           | (?= <tool_call> | [^\s}\]<] )
@@ -16099,10 +16096,14 @@ class _ReplyTags(NamedTuple):
         """Regular expressions that match them."""
         tool_format = prepared.tool_format
         tools = prepared.request.tools + prepared.request.deferred_tools
+        untagged_call = None
+        # A reply that has to be JSON may look like a call without its tag.
+        if tool_format is not None and prepared.request.json_schema is None:
+            untagged_call = tool_format.untagged_pattern(tools)
         return Tags(
             think_start=think_start_pattern(self.think_start) or None,
             tool_start=regex.escape(self.tool_start) or None,
-            untagged_call=tool_format.untagged_pattern(tools) if tool_format else None,
+            untagged_call=untagged_call,
             think_end=think_end_pattern(self.think_end) if self.think_end else None,
         )
 

@@ -427,8 +427,8 @@ def write_kimi(name: str, arguments: str, index: int = 0) -> str:
 SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
 
-@pytest.mark.parametrize("start", ["", SECTION[0]])
-@pytest.mark.parametrize("end", ["", SECTION[1]])
+@pytest.mark.parametrize("start", ["", SECTION[0], "<|tool_call_section_begin|>"])
+@pytest.mark.parametrize("end", ["", SECTION[1], "<|tool_call_section_end|>"])
 def test_kimi_calls_need_no_section(start: str, end: str) -> None:
     calls = write_kimi("read", PATH) + write_kimi("write", '{"n": 1}', 1)
 
@@ -794,6 +794,34 @@ def test_calls_that_mlx_lm_reads_lose_no_argument(name: str) -> None:
     broken = text.replace(last_closer, last_closer.partition(">")[2])
     assert broken != text
     assert read_in_any_pieces(name, broken) == Reply([], broken)
+
+
+@pytest.mark.parametrize("schema", [None, {"type": "object"}])
+def test_a_reply_that_has_to_be_json_is_no_call_without_its_tag(schema: Any) -> None:
+    """It may look like one in every letter."""
+    prepared = SimpleNamespace(
+        request=SimpleNamespace(
+            kind="chat", tools=TOOLS, deferred_tools=[], json_schema=schema
+        ),
+        model=SimpleNamespace(
+            tokenizer=SimpleNamespace(think_start="<think>", think_end="</think>")
+        ),
+        tool_format=FORMATS["hermes"].detect(),
+    )
+    tags = start_llm._ReplyTags.of(prepared).patterns(prepared)
+    splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
+    ids = map("call_{}".format, count())
+    parser = ReplyParser(splitter, prepared.tool_format, tools=TOOLS, ids=ids)
+    text = '{"name": "read", "arguments": {"path": "a.md"}}'
+
+    parser.feed(text, literal=True)
+    parser.finish()
+
+    message = parser.message()
+    if schema is None:
+        assert message["tool_calls"][0]["function"]["name"] == "read"
+    else:
+        assert message == {"role": "assistant", "content": text}
 
 
 # -- nothing that was written is lost --------------------------------------------------

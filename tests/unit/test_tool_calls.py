@@ -1190,11 +1190,16 @@ def fenced(code: str, language: str = "") -> str:
         (f"<think>Hm.</think>\n\n{fenced(BARE_CALL, 'json')}", 1, None),
         (f"```json\n{BARE_CALL}", 1, None),
         (fenced('{\n  "name": "read",\n  "arguments": {\n    "n": 1\n  }\n}', "json"), 1, None),
+        (BARE_CALL, 1, None),
+        (f"<think>Hm.</think>\n{BARE_CALL}\n{BARE_CALL}\nok", 2, "ok"),
+        (f"<think>\n{BARE_CALL}\n</think>\nok", 0, "ok"),
         # After other text it is an example of one.
+        (f"A call:\n{BARE_CALL}", 0, f"A call:\n{BARE_CALL}"),
         (f"A call:\n{fenced(BARE_CALL, 'json')}", 0, f"A call:\n{fenced(BARE_CALL, 'json')}"),
         # What is no call is code.
         (fenced('{"name": "rm", "arguments": {}}'), 0, fenced('{"name": "rm", "arguments": {}}')),
         (fenced('{"name": "read"}'), 0, fenced('{"name": "read"}')),
+        ('{"name": "rm", "arguments": {}}', 0, '{"name": "rm", "arguments": {}}'),
         (fenced(TAGGED_CALL.replace("read", "rm")), 0, fenced(TAGGED_CALL.replace("read", "rm"))),
         (f"{fenced('x', 'json')}\nok", 0, f"{fenced('x', 'json')}\nok"),
         # Other blocks stay as they are.
