@@ -13645,8 +13645,10 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         example="<|tool_calls_section_begin|><|tool_call_begin|>functions.read:0"
         '<|tool_call_argument_begin|>{"path": "a.md"}<|tool_call_end|>'
         "<|tool_calls_section_end|>",
-        untagged_call=r"(?:<\|tool_calls?_section_begin\|>\s{0,9})?"
-        r"<\|tool_call_begin\|>\s{0,9}(?:functions\.)?(?:NAMES):",
+        untagged_call=r"""(?x:
+            (?: <\|tool_calls?_section_begin\|> \s{0,9} )?
+            <\|tool_call_begin\|> \s{0,9} (?: functions\. )? (?:NAMES) :
+        )""",
         json_end="<|tool_call_end|><|tool_calls_section_end|>",
     ),
     "minicpm": CallSyntax(
