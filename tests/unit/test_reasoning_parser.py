@@ -76,13 +76,17 @@ def test_a_tag_is_never_text(text: str, opened: bool) -> None:
             assert piece.text.lstrip().startswith("<tool_call>")
             continue
         assert not any(tag in piece.text for tag in TAGGED[piece.kind])
-        # A tag that is spoken of stands after a thought, within a line.
+        # A tag that is spoken of stands within a line: after a thought, a quote, a blank
+        # or another such tag.
         for tag in re.finditer("</?think>", piece.text):
             text_before = texts["content"] + piece.text[: tag.start()]
             line = text_before.rpartition("\n")[2]
-            assert texts["reasoning"]
             assert line.strip()
-            assert tag[0] == "<think>" or "<think>" in texts["content"] + piece.text
+            if tag[0] == "</think>":
+                assert "<think>" in texts["content"] + piece.text
+            else:
+                is_after_word = re.search(r"(?:[`'\"\s]|</?think>)\Z", line)
+                assert texts["reasoning"] or is_after_word
         texts[piece.kind] += piece.text
 
 

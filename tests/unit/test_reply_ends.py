@@ -59,6 +59,7 @@ ASKED = {
     "tools": (WRITE,),
     "deferred_tools": (),
     "parallel_tool_calls": True,
+    "json_schema": None,
 }
 
 

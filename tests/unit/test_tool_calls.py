@@ -1101,7 +1101,7 @@ def test_a_call_with_arguments_that_cannot_be_read_is_left_open(text: str) -> No
         # All arguments as one JSON object, in the place of the tags.
         ('<tool_call>\n<function=read>\n{"z": "1"}\n</function>\n</tool_call>', {"z": "1"}),
         ('<tool_call><function=read>{"z": {"a": [1]}}</function></tool_call>', {"z": {"a": [1]}}),
-        ('<function=read>\n{}\n</function>', {}),
+        ("<tool_call><function=read>\n{}\n</function>", {}),
         ('<tool_call>read{"z": "1"}</tool_call>', {"z": "1"}),
         ('<tool_call>read\n{"z": "1", "n": 2}\n</tool_call>', {"z": "1", "n": 2}),
         # MiniMax's spelling of Qwen's tag, with and without quotes.
@@ -1182,7 +1182,6 @@ def fenced(code: str, language: str = "") -> str:
         (f"```xml\n{TAGGED_CALL}", 1, None),
         (fenced(write_glm("read", {"n": 1})), 1, None),
         (fenced(write_qwen("read", {"n": 1}), "xml"), 1, None),
-        (fenced(write_qwen("read", {"n": 1}).removeprefix("<tool_call>\n")), 1, None),
         # Without tags it is one where the reply begins with it.
         (fenced(BARE_CALL, "json"), 1, None),
         (fenced(BARE_CALL), 1, None),
@@ -1217,6 +1216,15 @@ def test_a_block_of_code_that_is_a_call_is_a_call(
         reply = read(text, cuts, tool_format=HERMES)
         assert calls_of(reply) == [("read", {"n": 1})] * n_calls
         assert reply.content == content
+
+
+def test_a_block_of_code_may_have_a_call_without_its_first_tag() -> None:
+    call = write_qwen("read", {"n": 1}).removeprefix("<tool_call>\n")
+    text = f"Go.\n{fenced(call, 'xml')}\nok"
+    for cuts in ([], list(range(len(text)))):
+        reply = read(text, cuts)
+        assert calls_of(reply) == [("read", {"n": 1})]
+        assert reply.content == "Go.\n\nok"
 
 
 def test_a_call_in_a_block_is_found_in_text_without_special_tokens() -> None:
