@@ -2029,6 +2029,7 @@ class _CompletionBody(BaseModel, strict=True):
     prompt: NonEmptyText | _PromptIds
     response_format: MapOf[Literal["type"], Literal["text"]] = {}
     logprobs: None = None
+    return_progress: bool = False  # without effect, but described for both
 
 
 # -- bodies -> requests ----------------------------------------------------------------

@@ -203,6 +203,13 @@ def test_a_body_is_an_object(body):
             build(body, CONFIG, request_id="r", headers={})
 
 
+def test_a_field_of_chats_has_its_type_in_a_completion_too():
+    assert completion(prompt="x", return_progress=True).return_progress is False
+    with pytest.raises(BadRequest) as refused:
+        completion(prompt="x", return_progress=[])
+    assert refused.value.param == "return_progress"
+
+
 # -- faults are named where they are ---------------------------------------------
 
 WRONG = [
