@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 import start_llm as s
-from server_fixture import wait_until
+from server_fixture import PATIENCE, wait_until
 
 
 class Client:
@@ -52,6 +52,11 @@ class Work(threading.Thread):
         self.join()
 
 
+def has_turn(work: Work) -> bool:
+    """It has what it asked for, before long."""
+    return work.has_memory.wait(PATIENCE)
+
+
 def waits(work: Work) -> bool:
     """It has looked for its client twice without a turn."""
     first = work.client.n_looks
@@ -62,14 +67,14 @@ def waits(work: Work) -> bool:
 def test_no_more_is_reserved_than_there_is_and_each_has_its_turn() -> None:
     budget = s.WorkBudget(10)
     first = Work(budget.reserve, 6)
-    assert first.has_memory.wait()
+    assert has_turn(first)
     second = Work(budget.reserve, 6)
     assert waits(second)
     third = Work(budget.reserve, 1)  # it would fit, but it came later
     assert waits(third)
 
     first.end()
-    assert second.has_memory.wait() and third.has_memory.wait()
+    assert has_turn(second) and has_turn(third)
     second.end()
     third.end()
     assert budget.n_free == 10
@@ -78,7 +83,7 @@ def test_no_more_is_reserved_than_there_is_and_each_has_its_turn() -> None:
 def test_who_has_gone_leaves_the_queue() -> None:
     budget = s.WorkBudget(10)
     first = Work(budget.reserve, 10)
-    assert first.has_memory.wait()
+    assert has_turn(first)
     second = Work(budget.reserve, 10)
     third = Work(budget.reserve, 1)
 
@@ -86,7 +91,7 @@ def test_who_has_gone_leaves_the_queue() -> None:
     second.join()
     assert second.has_left and waits(third)
     first.end()
-    assert third.has_memory.wait()
+    assert has_turn(third)
     third.end()
 
 
@@ -110,12 +115,13 @@ def test_what_a_body_did_not_need_is_given_back_at_once() -> None:
 def test_small_bodies_wait_for_no_large_one() -> None:
     budget = s.BodyBudget(3_200)
     large = Work(budget.reserve, 100_000)
-    assert large.has_memory.wait()
+    assert has_turn(large)
     assert waits(Work(budget.reserve, 101))
 
-    for n_bytes in range(101):
-        with budget.reserve(n_bytes, s.assume_client):
-            pass
+    for n_bytes in (0, 1, 100):
+        small = Work(budget.reserve, n_bytes)
+        assert has_turn(small)
+        small.end()
     large.end()
 
 
