@@ -1587,8 +1587,9 @@ class BodyMemory:
     That is a tenth of the limit, nearly: what is not foreseen has a tenth, too.
     """
 
-    # Of a byte of a body, as measured: in 10 MB of messages of one letter it takes 46
-    # bytes until it is tokenized, as text 3 to 16; in what is left of it, 3.
+    # For each byte of a body. As measured, it takes 46 bytes in 10 MB of messages of
+    # one letter until it is tokenized, and as text 3 to 16. What is left after that is
+    # an estimate.
     WORK_BYTES: Final = 48
     HELD_BYTES: Final = 3
     MIN_BYTES: Final = 1 << 26
