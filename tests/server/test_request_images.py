@@ -251,7 +251,7 @@ def test_a_text_model_through_both_apis(models, placeholder, tmp_path):
         response = httpx.post(f"{url}chat/completions", json=chat, timeout=PATIENCE)
         sdk = anthropic.Anthropic(base_url=str(url)[:-4], api_key="x", max_retries=0)
         refused = pytest.raises(
-            anthropic.BadRequestError, match=r"messages\[0\].content\[0\]"
+            anthropic.BadRequestError, match=r"messages\.0\.content\.0"
         )
         with sdk, contextlib.nullcontext() if placeholder else refused:
             assert sdk.messages.create(**ask).usage.input_tokens

@@ -553,7 +553,7 @@ def test_ids_that_the_model_does_not_know_are_left_out():
 def test_a_model_without_a_call_format_cannot_be_made_to_call(dense):
     wanted = request(dense, tools=TOOLS, tool_choice="required")
     with pytest.raises(s.BadRequest) as refused:
-        s._find_call_forms(wanted, None)
+        s._find_call_forms(wanted, None, shown_tools=())
     assert refused.value.param == "tool_choice"
 
 

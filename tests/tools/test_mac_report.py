@@ -14,7 +14,7 @@ from tiny_models import DENSE
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = replace(
-    report.QUICK, prompt_tokens=(60,), shared_tokens=60, file_lines=3, parity_tokens=8
+    report.QUICK, prompt_tokens=(600,), shared_tokens=60, file_lines=3, parity_tokens=8
 )
 STATUS = {
     "version": "1.0.0",

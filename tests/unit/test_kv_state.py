@@ -99,8 +99,9 @@ def test_a_cut_is_a_copy_and_a_join_continues_it():
 
 
 def test_joining_never_holds_all_of_the_longer_part_twice():
-    head = s.take_span([kv_leaf(4000) for _ in range(8)], 4000)
-    tail = s.take_span([kv_leaf(300) for _ in range(8)], 300)
+    # Large ones: another test's thread may still take some memory, or give it back.
+    head = s.take_span([kv_leaf(80_000) for _ in range(8)], 80_000)
+    tail = s.take_span([kv_leaf(6_000) for _ in range(8)], 6_000)
     n_bytes_before = mx.get_active_memory()
     mx.reset_peak_memory()
 

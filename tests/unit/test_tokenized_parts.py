@@ -232,8 +232,11 @@ def test_a_text_without_cuts_has_its_own_tokens_within_the_limit(
 
 
 @KINDS
-def test_of_texts_without_cuts_one_is_tokenized_at_a_time(kind, uncut, tokenized):
+def test_of_texts_without_cuts_one_is_tokenized_at_a_time(
+    kind, uncut, tokenized, monkeypatch
+):
     """Who leaves while it waits has tokenized pieces alone."""
+    monkeypatch.setattr(s, "CLIENT_LOOK_SECONDS", 0.001)
     n_looks = 0
 
     def leave():
