@@ -13,9 +13,12 @@ from types import MappingProxyType, ModuleType
 import hypothesis
 import pytest
 
-# Examples are not timed: hypothesis would fail one that the machine was too busy for.
-hypothesis.settings.register_profile("any-pace", deadline=None)
-hypothesis.settings.load_profile("any-pace")
+# Examples are not timed: hypothesis would fail one that the machine was too busy for. They
+# are the same in each run, so that a commit does not fail by chance; new ones are looked for
+# with `pytest -m hypothesis --hypothesis-profile explore`.
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeat")
 
 SOURCE = Path(os.environ.get("START_LLM") or Path(__file__).parents[1] / "start-llm.py")
 

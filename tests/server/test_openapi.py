@@ -445,7 +445,7 @@ def generated_requests():
             yield label, GenerationMode.NEGATIVE
 
 
-@pytest.mark.parametrize(("label", "mode"), generated_requests())
+@pytest.mark.parametrize(("label", "mode"), [*generated_requests()])
 def test_every_answer_is_one_that_the_description_allows(served, label, mode):
     operation = OPERATIONS[label]
     method, path = label.split()

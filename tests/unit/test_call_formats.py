@@ -920,7 +920,10 @@ WRITTEN: dict[str, tuple[list[str], list[str]]] = {
 def test_no_format_runs_a_call_with_fewer_arguments_than_were_written(
     name: str, data: st.DataObject
 ) -> None:
-    """Every 5 that was written is in the arguments, or in text, or the call is cut."""
+    """Every 5 that was written is in the arguments, or in text, or the call is cut.
+
+    One in a comment is no argument.
+    """
     openings, parts = WRITTEN[name]
     opening = data.draw(st.sampled_from(openings))
     written = data.draw(st.lists(st.sampled_from(parts), max_size=14).map("".join))
@@ -931,7 +934,8 @@ def test_no_format_runs_a_call_with_fewer_arguments_than_were_written(
     assert read_message(name, list(text)) == message
     if not ends_in_cut_call(message):
         # As they are written: of a key that comes twice JSON has the last value.
-        assert json.dumps(message).count("5") >= text.count("5")
+        uncommented_text = re.sub(r"//[^\n]*", "", text)
+        assert json.dumps(message).count("5") >= uncommented_text.count("5")
 
 
 def ends_in_cut_call(message: Any) -> bool:
