@@ -1,6 +1,7 @@
 """The real server in this process, on a tiny model that records what it is called with."""
 
 import json
+import os
 import random
 import socket
 import threading
@@ -23,9 +24,14 @@ MOST_TOKENS = 400  # of a reply; the planted grammar ends nearly all of them lon
 
 
 def free_port() -> int:
-    """None that the system may lend a client before it is taken: those begin at 32768."""
+    """None that the system may lend a client before it is taken: those begin at 32768.
+
+    Processes that test at the same time have ranges of their own.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    first_port = 20_000 + int(worker) % 8 * 1_500
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(first_port, first_port + 1_500)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

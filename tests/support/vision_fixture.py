@@ -363,7 +363,8 @@ class Seeing:
         self.requests.clear()
         self.seen.clear()
         self.calls.clear()
-        self.model._features.clear()
+        # The model thread, which reads them for its report, does it.
+        self.state.engine.call(lambda _: self.model._features.clear())
         self.tower_runs = 0
 
     def close(self) -> None:
