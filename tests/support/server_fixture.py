@@ -329,25 +329,15 @@ class Talk:
         return new_talk
 
 
-class Served(Client):
-    """A running server with its recorded model and an OpenAI client. Close it when done."""
+class RunningServer:
+    """A server in this process whose model has been loaded. Close it when done."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        port = free_port()
-        super().__init__(port)
-        settings = {"enable_request_logging": False, "enable_proxy": False, **settings}
-        config = s.Config(model_path=str(folder), mlx_port=port, **settings)
-        self.scribe = Scribe(folder)
-        self.recorder: Recorder | None = None
-        self.given_up: list[Request] = []
-
+    def __init__(self, config: s.Config, load: Callable[[], s.LoadedModel]) -> None:
         state = s.build_state(config)
-        engine = s.Engine(
-            config, state.metrics, load=lambda: self._load(folder, config)
-        )
+        engine = s.Engine(config, state.metrics, load=load)
         self.state = replace(state, engine=engine)
-        self._stop = threading.Event()
 
+        self._stop = threading.Event()
         servers = s._listen(config, self.state)
         self._main = threading.Thread(
             target=s._serve,
@@ -360,6 +350,27 @@ class Served(Client):
         wait_until(lambda: engine.state != "loading")
         assert engine.failure is None, engine.failure
 
+    def close(self) -> None:
+        self._stop.set()
+        self._main.join(timeout=PATIENCE)
+        assert not self._main.is_alive(), "the server did not stop"
+
+
+class Served(Client):
+    """A running server with its recorded model and an OpenAI client. Close it when done."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        port = free_port()
+        super().__init__(port)
+        settings = {"enable_request_logging": False, "enable_proxy": False, **settings}
+        config = s.Config(model_path=str(folder), mlx_port=port, **settings)
+        self.scribe = Scribe(folder)
+        self.recorder: Recorder | None = None
+        self.given_up: list[Request] = []
+
+        self._running = RunningServer(config, lambda: self._load(folder, config))
+        self.state = self._running.state
+
     def _mark(self) -> int:
         return len(self.recorder.fed)
 
@@ -370,9 +381,7 @@ class Served(Client):
 
     def close(self) -> None:
         super().close()
-        self._stop.set()
-        self._main.join(timeout=PATIENCE)
-        assert not self._main.is_alive(), "the server did not stop"
+        self._running.close()
 
     def forget(self) -> None:
         """An empty cache and an empty record."""

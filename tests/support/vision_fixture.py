@@ -2,10 +2,9 @@
 
 import base64
 import io
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
@@ -24,6 +23,7 @@ from PIL import Image
 from server_fixture import (
     PATIENCE,
     Message,
+    RunningServer,
     _with_objects,
     clear_cache,
     forget_pasts,
@@ -136,24 +136,8 @@ class Seeing:
         config = s.Config(
             model_path=str(folder), mlx_port=port, enable_proxy=False, **settings
         )
-        state = s.build_state(config)
-        engine = s.Engine(
-            config, state.metrics, load=lambda: self._load(folder, config)
-        )
-        self.state = replace(state, engine=engine)
-
-        self._stop = threading.Event()
-        servers = s._listen(config, self.state)
-        self._main = threading.Thread(
-            target=s._serve,
-            args=(self.state, servers),
-            kwargs={"stop": self._stop},
-            daemon=True,
-        )
-        self._main.start()
-
-        wait_until(lambda: engine.state != "loading")
-        assert engine.failure is None, engine.failure
+        self._running = RunningServer(config, lambda: self._load(folder, config))
+        self.state = self._running.state
 
         self.url = f"http://127.0.0.1:{port}"
         self.openai = openai.OpenAI(
@@ -370,6 +354,4 @@ class Seeing:
     def close(self) -> None:
         self.openai.close()
         self.anthropic.close()
-        self._stop.set()
-        self._main.join(timeout=PATIENCE)
-        assert not self._main.is_alive(), "the server did not stop"
+        self._running.close()
