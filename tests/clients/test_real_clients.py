@@ -44,9 +44,18 @@ from clients.drive import (
 from minimum_prefill import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
-from scripted_replies import Posted, Said, Script, Told, Wiretap, call, reply, spelled
+from scripted_replies import (
+    AnsweredRequest,
+    PostedRequest,
+    Script,
+    ScriptedReply,
+    Wiretap,
+    call,
+    encode_reply,
+    reply,
+)
 from server_fixture import (
-    PATIENCE,
+    MAX_WAIT_SECONDS,
     Message,
     Scribe,
     Served,
@@ -177,9 +186,9 @@ class Conversation:
     client: str
     kind: str
     served: Served
-    posted: list[Posted]
-    answers: list[Told]
-    scripted: list[Said]
+    posted: list[PostedRequest]
+    answers: list[AnsweredRequest]
+    scripted: list[ScriptedReply]
     fed: list[list[Fed]]
     records: list[dict[str, Any]]  # of the session logs
     n_fallbacks: int  # that the server counted
@@ -287,7 +296,7 @@ def held(client: Client, name: str, kind: str, served: Served) -> Conversation:
     n_fallbacks_before = count_fallbacks(served)
     client_turns = turns(type(client))
     replies = [
-        spelled(served.scribe, text) for _, texts in client_turns for text in texts
+        encode_reply(served.scribe, text) for _, texts in client_turns for text in texts
     ]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -616,7 +625,7 @@ def post(served: Served, body: dict[str, Any]) -> None:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+    with urllib.request.urlopen(request, timeout=MAX_WAIT_SECONDS) as answer:
         answer.read()
 
 
@@ -669,12 +678,14 @@ def scenes_of(name: str, *, served: Served) -> dict[str, list[list[int]]]:
 
     texts = {DELEGATE: main, COUNT: sub}
     return {
-        words: [spelled(served.scribe, text) for text in scene]
+        words: [encode_reply(served.scribe, text) for text in scene]
         for words, scene in texts.items()
     }
 
 
-Talks = dict[str, list[Told]]  # opening words -> answers, in the order they ended
+Talks = dict[
+    str, list[AnsweredRequest]
+]  # opening words -> answers, in the order they ended
 
 
 def visited(client: Client, name: str, kind: str, served: Served) -> Talks:
@@ -746,7 +757,7 @@ def test_a_session_of_qwen_code_is_resumed_though_the_folder_has_changed(
         reply("I look.", "", count_lines),
         reply("Nine.", "It has nine lines."),
     ]
-    scene = [spelled(served.scribe, text) for text in replies]
+    scene = [encode_reply(served.scribe, text) for text in replies]
     Script(monkeypatch, served.scribe, {"": scene})
     tap = Wiretap(monkeypatch, served)
 
@@ -775,14 +786,14 @@ def test_a_client_killed_in_mid_prefill_finds_its_work_again(
 ):
     served = servers[kind]
     forget(served)
-    scene = [spelled(served.scribe, reply("Short.", GOODBYE))]
+    scene = [encode_reply(served.scribe, reply("Short.", GOODBYE))]
     held_inputs: list[Fed] = []
     client_is_gone = threading.Event()
 
     def hold(rows: list[Fed]) -> None:
         if rows[0].at > 0 and not client_is_gone.is_set():
             held_inputs.append(rows[0])
-            client_is_gone.wait(PATIENCE)
+            client_is_gone.wait(MAX_WAIT_SECONDS)
 
     with pytest.MonkeyPatch.context() as patch:
         Script(patch, served.scribe, {"": scene})
@@ -822,7 +833,7 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
     scenes = {}
     for name in names:
         greeting = reply("Short.", f"Hello, {name}.")
-        scenes[f"I am {name}. {HELLO}"] = [spelled(scribe, greeting)]
+        scenes[f"I am {name}. {HELLO}"] = [encode_reply(scribe, greeting)]
 
     model_goes_on = threading.Event()
     with ExitStack() as stack:
@@ -835,7 +846,7 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
         ]
         for served in servers.values():
             forget(served)
-            wait = served.holding(lambda _rows: model_goes_on.wait(PATIENCE))
+            wait = served.holding(lambda _rows: model_goes_on.wait(MAX_WAIT_SECONDS))
             stack.enter_context(wait)
         script = Script(patch, scribe, scenes)
         tap = Wiretap(patch, servers[DENSE])
@@ -843,7 +854,7 @@ def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
         pool = stack.enter_context(ThreadPoolExecutor(len(names)))
         kinds = [KINDS[index % 2] for index in range(len(names))]
         futures = [
-            pool.submit(client.say, kind, words, seconds=PATIENCE)
+            pool.submit(client.say, kind, words, seconds=MAX_WAIT_SECONDS)
             for client, kind, words in zip(clients, kinds, scenes, strict=True)
         ]
         wait_until(lambda: len(tap.posted) == len(names))
@@ -887,7 +898,7 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
         reply("Squares.", "It shows squares."),
         reply("Again.", "They are still squares."),
     ]
-    scene = [spelled(scribe, text) for text in replies]
+    scene = [encode_reply(scribe, text) for text in replies]
     Script(monkeypatch, scribe, {"": scene})
 
     prepared_requests = []
@@ -910,8 +921,10 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
             client = stack.enter_context(running(reader, {kind: url}, tmp_path))
             for work in tmp_path.glob("work-*"):
                 (work / "pic.png").write_bytes(picture(7))
-            client.say(kind, "Look at pic.png and say what is on it.", seconds=PATIENCE)
-            client.say(kind, "And what else is there?", seconds=PATIENCE)
+            client.say(
+                kind, "Look at pic.png and say what is on it.", seconds=MAX_WAIT_SECONDS
+            )
+            client.say(kind, "And what else is there?", seconds=MAX_WAIT_SECONDS)
     finally:
         seeing.close()
 

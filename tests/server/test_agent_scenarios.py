@@ -18,13 +18,13 @@ import start_llm as s
 from cold_reference import Oracle
 from minimum_prefill import Fed, Request, common_prefix, fewest, prefilled
 from server_fixture import (
-    PATIENCE,
+    MAX_WAIT_SECONDS,
     Exchange,
     Message,
     Served,
     Talk,
     connections,
-    joined,
+    join_chunks,
     user,
     wait_until,
 )
@@ -219,11 +219,11 @@ def give_up_halfway(served: Served, messages: list[Message]) -> None:
         if rows[0].at >= len(prompt) // 2:
             held.append(rows[0])
             halfway.set()
-            has_left.wait(PATIENCE)
+            has_left.wait(MAX_WAIT_SECONDS)
 
     with served.holding(hold):
         with served.stream(messages, tools=TOOLS, temperature=0):
-            assert halfway.wait(PATIENCE)
+            assert halfway.wait(MAX_WAIT_SECONDS)
             n_connections = connections()
         wait_until(lambda: connections() < n_connections)
         has_left.set()
@@ -384,7 +384,7 @@ def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
     served.forget()
     everyone_asked = threading.Event()
     with (
-        served.holding(lambda _rows: everyone_asked.wait(PATIENCE)),
+        served.holding(lambda _rows: everyone_asked.wait(MAX_WAIT_SECONDS)),
         ExitStack() as stack,
     ):
         streams = []
@@ -392,7 +392,7 @@ def test_a_seed_says_the_same_alone_and_in_a_batch_of_eight(served):
             stream = served.stream(talk.messages, seed=seed, **fields)
             streams.append(stack.enter_context(stream))
         everyone_asked.set()
-        replies = [joined(chunks)[0] for chunks in streams]
+        replies = [join_chunks(chunks)[0] for chunks in streams]
 
     assert served.recorder.n_rows_most == 8
     assert replies[3]["reasoning_content"] == alone.answer["reasoning_content"]
@@ -451,7 +451,7 @@ def test_arguments_leave_before_the_last_token_of_their_call_is_generated(served
 
     def hold(rows: list[Fed]) -> None:
         if rows[0].at == last - 1:
-            in_time.append(arrived.wait(PATIENCE))
+            in_time.append(arrived.wait(MAX_WAIT_SECONDS))
 
     with (
         served.holding(hold),

@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 from pydantic import TypeAdapter
-from server_fixture import PATIENCE, Served, wait_until_idle
+from server_fixture import MAX_WAIT_SECONDS, Served, wait_until_idle
 from start_llm import (
     AnthropicFormatter,
     BadRequest,
@@ -932,7 +932,7 @@ def test_pings_come_while_it_waits_and_a_client_that_leaves_ends_it(served):
     object.__setattr__(served.state, "config", config)
     try:
         with (
-            served.holding(lambda _fed: gate.wait(PATIENCE)),
+            served.holding(lambda _fed: gate.wait(MAX_WAIT_SECONDS)),
             httpx.stream("POST", url, json=body) as answer,
         ):
             names = (line for line in answer.iter_lines() if line.startswith("event:"))

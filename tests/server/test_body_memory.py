@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import start_llm as s
-from http_client import heard, opened, status, told
+from http_client import open_connection, read_response, request_bytes, status
 from server_fixture import Served, connections, wait_until
 from tiny_models import DENSE, tiny_model
 
@@ -83,9 +83,9 @@ def taken(budget: s.BodyBudget) -> Iterator[None]:
 
 
 def sent(port: int, body: dict[str, Any], line: str = CHAT) -> socket.socket:
-    connection = opened(port)
+    connection = open_connection(port)
     connection.settimeout(120)
-    connection.sendall(told(port, line=line, body=json.dumps(body).encode()))
+    connection.sendall(request_bytes(port, line=line, body=json.dumps(body).encode()))
     return connection
 
 
@@ -114,15 +114,15 @@ def test_a_body_is_parsed_when_memory_for_its_work_is_free(memory, port, parsed)
         assert status(port, line="GET /health") == 200
         assert not parsed
 
-    assert heard(connection, method="POST")[0] == 200
+    assert read_response(connection, method="POST")[0] == 200
     assert len(parsed) == 1
 
 
 def test_a_body_is_read_when_memory_for_its_bytes_is_free(memory, port, parsed):
-    with taken(memory.held), opened(port) as connection:
+    with taken(memory.held), open_connection(port) as connection:
         connection.settimeout(120)
         connection.sendall(
-            told(
+            request_bytes(
                 port,
                 line=CHAT,
                 Expect="100-continue",
@@ -178,7 +178,7 @@ def test_a_whole_reply_has_its_own_status_after_the_wait(memory, port, looks, bo
         connection = sent(port, body)
         wait_until(lambda: len(looks) > 3)
     expected = 400 if body["messages"] == 5 else 200
-    assert heard(connection, method="POST")[0] == expected
+    assert read_response(connection, method="POST")[0] == expected
 
 
 def test_what_cannot_stream_never_begins_one(memory, port, looks):
@@ -187,7 +187,7 @@ def test_what_cannot_stream_never_begins_one(memory, port, looks):
             port, {**QUESTION, "stream": True}, "POST /v1/messages/count_tokens"
         )
         wait_until(lambda: len(looks) > 3)
-    code, _, body = heard(connection, method="POST")
+    code, _, body = read_response(connection, method="POST")
     assert code == 200 and json.loads(body)["input_tokens"] > 0
 
 
@@ -198,10 +198,10 @@ def test_small_requests_pass_large_ones_that_wait(memory, port):
     with lane.reserve(lane.n_units, s.assume_client):
         connection = sent(port, large)
         wait_until(lambda: n_waiting(memory) == 1)
-        small = heard(sent(port, QUESTION), method="POST")
+        small = read_response(sent(port, QUESTION), method="POST")
         assert small[0] == 200
         assert n_waiting(memory) == 1
-    assert heard(connection, method="POST")[0] == 200
+    assert read_response(connection, method="POST")[0] == 200
 
 
 def test_while_the_model_works_the_bytes_are_held_and_no_work(memory, served, port):
@@ -219,7 +219,7 @@ def test_while_the_model_works_the_bytes_are_held_and_no_work(memory, served, po
     assert served.recorder
     served.recorder.before_call = look
     try:
-        assert heard(sent(port, QUESTION), method="POST")[0] == 200
+        assert read_response(sent(port, QUESTION), method="POST")[0] == 200
     finally:
         served.recorder.before_call = lambda _rows: None
     assert is_seen[-1] == (True, True)
@@ -238,18 +238,18 @@ def test_while_the_model_works_the_bytes_are_held_and_no_work(memory, served, po
 )
 def test_a_chunked_body_holds_what_it_has_sent(memory, port, body, code):
     payload = json.dumps(body).encode()
-    with opened(port) as connection:
+    with open_connection(port) as connection:
         connection.settimeout(120)
         chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(payload), payload)
-        head = told(port, line=CHAT, Transfer_Encoding="chunked")
+        head = request_bytes(port, line=CHAT, Transfer_Encoding="chunked")
         connection.sendall(head + chunked)
-        assert heard(connection, method="POST")[0] == code
+        assert read_response(connection, method="POST")[0] == code
 
 
 def test_a_client_that_leaves_in_its_body_leaves_no_memory_reserved(memory, port):
     n_connections = connections()
-    with opened(port) as connection:
-        connection.sendall(told(port, line=CHAT, Content_Length=1_000) + b"{")
+    with open_connection(port) as connection:
+        connection.sendall(request_bytes(port, line=CHAT, Content_Length=1_000) + b"{")
         wait_until(lambda: not is_free(memory))
     wait_until(lambda: is_free(memory) and connections() <= n_connections)
 
@@ -263,6 +263,6 @@ def test_more_messages_than_tokens_fit_are_refused_before_they_are_rendered(
     monkeypatch.setattr(s, "canonicalize_messages", fail)
     limit = served.state.engine.model.max_context_tokens
     messages = [{"role": "user", "content": ""}] * (2 * limit + 1)
-    code, _, body = heard(sent(port, {"messages": messages}), method="POST")
+    code, _, body = read_response(sent(port, {"messages": messages}), method="POST")
     assert code == 400
     assert json.loads(body)["error"]["code"] == "context_length_exceeded"

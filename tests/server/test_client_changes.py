@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from minimum_prefill import Request, common_prefix, fewest, prefilled
 from mlx_lm.utils import load_tokenizer
 from server_fixture import (
-    PATIENCE,
+    MAX_WAIT_SECONDS,
     Exchange,
     Message,
     Scribe,
@@ -40,7 +40,7 @@ from server_fixture import (
     clear_cache,
     connections,
     forget_pasts,
-    joined,
+    join_chunks,
     user,
     wait_until,
 )
@@ -195,12 +195,12 @@ class Case:
 
         def wait_in_the_middle(n: int) -> None:
             if n >= n_words:
-                has_left.wait(PATIENCE)
+                has_left.wait(MAX_WAIT_SECONDS)
 
         self._witness.before_word = wait_in_the_middle
         fields = {"tools": TOOLS, "temperature": 0, "seed": SCRIPTED}
         with self.served.stream(sent, **fields) as chunks:
-            partial_reply = joined(until_words(chunks, n_letters))[0]
+            partial_reply = join_chunks(until_words(chunks, n_letters))[0]
             n_before = connections()
         wait_until(lambda: connections() < n_before)
         self._witness.before_word = lambda _n: None

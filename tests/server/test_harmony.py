@@ -70,18 +70,20 @@ TEMPLATE = """
 def folder(tmp_path_factory) -> Path:
     """A sliding-window model of random weights; <|end|> ends none of its replies."""
     plain = tiny_model("gpt_oss", tmp_path_factory.mktemp("harmony"))
-    return scripted_replies.dressed(plain, RENAMED, template=TEMPLATE, end="<|return|>")
+    return scripted_replies.disguise_model(
+        plain, RENAMED, template=TEMPLATE, end="<|return|>"
+    )
 
 
 @pytest.fixture
 def served(folder, monkeypatch):
-    with scripted_replies.serving_dressed(folder, monkeypatch) as server:
+    with scripted_replies.serving_disguised(folder, monkeypatch) as server:
         yield server
 
 
 @pytest.fixture
 def script(served, monkeypatch):
-    return scripted_replies.in_turn(served, monkeypatch)
+    return scripted_replies.script_replies(served, monkeypatch)
 
 
 THOUGHT = (
@@ -266,7 +268,7 @@ def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
 
 
 def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):
-    tokens = scripted_replies.heard(monkeypatch)
+    tokens = scripted_replies.record_reply_tokens(monkeypatch)
     served.ask([user("Read it.")], tool_choice="required", max_tokens=300)
     text = served.scribe.decode(tokens).rpartition("<|end|><|start|>assistant")[2]
     text = text.removeprefix("<|start|>assistant")

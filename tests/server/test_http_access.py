@@ -17,8 +17,16 @@ from typing import Any
 import openai
 import pytest
 import start_llm as s
-from http_client import answer, heard, listening, message_of, opened, status, told
-from server_fixture import PATIENCE, Served, user
+from http_client import (
+    answer,
+    listening,
+    message_of,
+    open_connection,
+    read_response,
+    request_bytes,
+    status,
+)
+from server_fixture import MAX_WAIT_SECONDS, Served, user
 from tiny_models import DENSE, tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -148,10 +156,10 @@ def test_a_key_may_end_in_any_letter(key):
     with listening(api_key=key) as port:
         sent = key.encode().decode("latin-1")
         for headers in ({"x-api-key": sent}, {"Authorization": f"Bearer {sent}"}):
-            request = told(port, **headers).decode()
-            with opened(port) as connection:
+            request = request_bytes(port, **headers).decode()
+            with open_connection(port) as connection:
                 connection.sendall(request.encode("latin-1"))
-                assert heard(connection)[0] == 200
+                assert read_response(connection)[0] == 200
 
 
 def test_without_api_key_any_key_will_do():
@@ -160,13 +168,15 @@ def test_without_api_key_any_key_will_do():
 
 
 def test_a_body_is_not_read_before_the_key_nor_asked_for(locked):
-    with opened(locked) as connection:
-        connection.sendall(told(locked, line=f"POST {CHAT}", Content_Length=99))
-        assert heard(connection)[0] == 401
+    with open_connection(locked) as connection:
+        connection.sendall(
+            request_bytes(locked, line=f"POST {CHAT}", Content_Length=99)
+        )
+        assert read_response(connection)[0] == 401
         assert is_closed(connection)
 
-    with opened(locked) as connection:
-        ask = told(
+    with open_connection(locked) as connection:
+        ask = request_bytes(
             locked, line=f"POST {CHAT}", Content_Length=99, Expect="100-continue"
         )
         connection.sendall(ask)
@@ -177,30 +187,30 @@ def test_a_body_is_not_read_before_the_key_nor_asked_for(locked):
         (f"POST {CHAT}", 1 << 40, b"413"),
         (f"POST {CHAT}", 2, b"100"),
     ]:
-        with opened(locked) as connection:
+        with open_connection(locked) as connection:
             headers = {
                 "Content_Length": length,
                 "Expect": "100-continue",
                 "x_api_key": KEY,
             }
-            connection.sendall(told(locked, line=line, **headers))
+            connection.sendall(request_bytes(locked, line=line, **headers))
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + first)
 
 
 def test_a_refusal_reaches_a_client_that_is_still_sending(locked):
     body = b"x" * (16 << 20)
     for _ in range(5):
-        with opened(locked) as connection:
-            connection.sendall(told(locked, line=f"POST {CHAT}", body=body))
-            assert heard(connection)[0] == 401
+        with open_connection(locked) as connection:
+            connection.sendall(request_bytes(locked, line=f"POST {CHAT}", body=body))
+            assert read_response(connection)[0] == 401
             assert is_closed(connection)
 
 
 def test_after_a_refusal_without_a_body_the_connection_goes_on(locked):
-    with opened(locked) as connection:
+    with open_connection(locked) as connection:
         for headers, code in [({}, 401), ({"x_api_key": KEY}, 200), ({}, 401)]:
-            connection.sendall(told(locked, **headers))
-            assert heard(connection)[0] == code
+            connection.sendall(request_bytes(locked, **headers))
+            assert read_response(connection)[0] == code
 
 
 def test_keys_are_in_no_log_and_in_no_repr(locked, caplog, monkeypatch):
@@ -225,12 +235,14 @@ def tenants(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
     monkeypatch.setattr(s, "_ROUTES", {**s._ROUTES, **routes})
     with (
         listening(api_key=f"{KEY},{OTHER_KEY}", **settings) as port,
-        opened(port) as connection,
+        open_connection(port) as connection,
     ):
         names = []
         for method, key in [("GET", KEY), ("DELETE", OTHER_KEY), ("GET", KEY)]:
-            connection.sendall(told(port, line=f"{method} /v1/tenant", x_api_key=key))
-            names.append(json.loads(heard(connection)[2]))
+            connection.sendall(
+                request_bytes(port, line=f"{method} /v1/tenant", x_api_key=key)
+            )
+            names.append(json.loads(read_response(connection)[2]))
         code, headers, _ = answer(port, line="PUT /v1/tenant", x_api_key=KEY)
         assert code == 405
         assert headers["allow"] == "GET, DELETE"
@@ -280,10 +292,10 @@ def test_only_its_own_names_reach_a_server_on_loopback():
         assert status(port, Host=None) == 200
         for line in ("GET /", "GET /health", "OPTIONS /", f"POST {CHAT}"):
             assert status(port, line=line, Host="evil.example") == 403
-        with opened(port, "::1") as connection:
-            own_request = told(port, Host=f"[::1]:{port}")
-            connection.sendall(own_request + told(port, Host="evil.example"))
-            assert heard(connection)[0] == 200
+        with open_connection(port, "::1") as connection:
+            own_request = request_bytes(port, Host=f"[::1]:{port}")
+            connection.sendall(own_request + request_bytes(port, Host="evil.example"))
+            assert read_response(connection)[0] == 200
 
 
 def test_a_server_that_others_reach_has_names_it_does_not_know(locked):
@@ -297,10 +309,10 @@ def test_a_server_that_others_reach_has_names_it_does_not_know(locked):
 def test_another_loopback_address_is_its_own_name():
     with (
         listening(mlx_host="127.0.0.2") as port,
-        opened(port, "127.0.0.2") as connection,
+        open_connection(port, "127.0.0.2") as connection,
     ):
-        connection.sendall(told(port, Host=f"127.0.0.2:{port}"))
-        assert heard(connection)[0] == 200
+        connection.sendall(request_bytes(port, Host=f"127.0.0.2:{port}"))
+        assert read_response(connection)[0] == 200
 
 
 # -- web pages -------------------------------------------------------------------------------------
@@ -354,10 +366,10 @@ def test_a_page_that_may_ask_can_read_every_answer(origins):
             assert headers["vary"] == "Origin"
         code = status(port, Origin="https://evil.example", x_api_key=KEY)
         assert code == (200 if origins == "*" else 403)
-        with opened(port) as connection:
+        with open_connection(port) as connection:
             for origin in (PAGE, None):
-                connection.sendall(told(port, x_api_key=KEY, Origin=origin))
-                _, headers, _ = heard(connection)
+                connection.sendall(request_bytes(port, x_api_key=KEY, Origin=origin))
+                _, headers, _ = read_response(connection)
                 assert headers.get("access-control-allow-origin") == origin
 
 
@@ -368,9 +380,12 @@ def test_what_a_page_may_send_is_said_before_it_has_a_key():
         "Access_Control_Request_Headers": allowed,
     }
     line = f"OPTIONS {CHAT}"
-    with listening(cors_origins=PAGE, api_key=KEY) as port, opened(port) as connection:
-        connection.sendall(told(port, line=line, Origin=PAGE, **asks))
-        code, headers, body = heard(connection)
+    with (
+        listening(cors_origins=PAGE, api_key=KEY) as port,
+        open_connection(port) as connection,
+    ):
+        connection.sendall(request_bytes(port, line=line, Origin=PAGE, **asks))
+        code, headers, body = read_response(connection)
         assert code == 204
         assert body == b""
         assert headers["access-control-allow-headers"] == allowed
@@ -380,8 +395,8 @@ def test_what_a_page_may_send_is_said_before_it_has_a_key():
         assert headers["access-control-allow-origin"] == PAGE
 
         # nothing of it is left over
-        connection.sendall(told(port, Origin=PAGE, x_api_key=KEY))
-        assert heard(connection)[0] == 200
+        connection.sendall(request_bytes(port, Origin=PAGE, x_api_key=KEY))
+        assert read_response(connection)[0] == 200
 
         assert status(port, line=line) == 401  # no page
         assert status(port, line=line, Origin="https://x", **asks) == 403
@@ -441,8 +456,10 @@ def test_http_1_0_knows_no_chunks_and_is_told_that_the_connection_ends(
                 "Connection": "keep-alive",
                 "Expect": "100-continue",
             }
-            request = told(port, **fields).replace(b" HTTP/1.1", b" HTTP/1.0", 1)
-            with opened(port) as connection:
+            request = request_bytes(port, **fields).replace(
+                b" HTTP/1.1", b" HTTP/1.0", 1
+            )
+            with open_connection(port) as connection:
                 connection.sendall(request)
                 response = read_all(connection)
 
@@ -536,8 +553,11 @@ TWO_IN_ONE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", TWO_IN_ONE, ids=repr)
 def test_no_request_hides_in_another(fields):
-    with listening(cors_origins="https://x") as port, opened(port) as connection:
-        connection.sendall(told(port, **fields))
+    with (
+        listening(cors_origins="https://x") as port,
+        open_connection(port) as connection,
+    ):
+        connection.sendall(request_bytes(port, **fields))
         assert len(all_heard(connection)) == 1
 
 
@@ -605,13 +625,15 @@ def test_a_transfer_coding_other_than_chunked_is_refused(coding, status, has_len
 
 def test_an_empty_line_before_a_request_counts_for_nothing():
     """RFC 9112 section 2.2: some clients send one after a body."""
-    with listening() as port, opened(port) as connection:
-        request = told(port, line="GET /health")
+    with listening() as port, open_connection(port) as connection:
+        request = request_bytes(port, line="GET /health")
         connection.sendall(request + b"\r\n" + request)
-        connection.sendall(b"\n" + told(port, line="GET /health", Connection="close"))
+        connection.sendall(
+            b"\n" + request_bytes(port, line="GET /health", Connection="close")
+        )
         assert all_heard(connection) == [503, 503, 503]
 
-    with listening() as port, opened(port) as connection:
+    with listening() as port, open_connection(port) as connection:
         connection.sendall(b"\r\n")
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1) == b""
@@ -639,10 +661,10 @@ def test_a_target_may_be_a_whole_url():
 
 
 def test_a_request_after_another_is_no_part_of_it():
-    with listening() as port, opened(port) as connection:
-        empty = told(port, line=f"POST {CHAT}", Content_Length=0)
-        broken = told(port, line=f"POST {CHAT}", body=b"{")
-        request = told(port, Connection="close")
+    with listening() as port, open_connection(port) as connection:
+        empty = request_bytes(port, line=f"POST {CHAT}", Content_Length=0)
+        broken = request_bytes(port, line=f"POST {CHAT}", body=b"{")
+        request = request_bytes(port, Connection="close")
         connection.sendall(empty + broken + request)
         assert all_heard(connection) == [400, 400, 200]
 
@@ -676,7 +698,7 @@ SLOW = {
     "refused body": START
     + b"Origin: http://x\r\nContent-Length: 10000\r\n\r\n"
     + b" " * 9000,
-    "one, then another": told(1, Host="localhost") + b"GET /" + b"a" * 10_000,
+    "one, then another": request_bytes(1, Host="localhost") + b"GET /" + b"a" * 10_000,
 }
 
 
@@ -696,13 +718,17 @@ def test_a_byte_now_and_then_holds_no_slot_for_ever(name):
     n_at_once = sent.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in sent else 5
     began = time.monotonic()
     server = listening(max_connections=1, idle_connection_seconds=IDLE)
-    with server as port, opened(port) as connection, ThreadPoolExecutor() as pool:
+    with (
+        server as port,
+        open_connection(port) as connection,
+        ThreadPoolExecutor() as pool,
+    ):
         connection.sendall(sent[:n_at_once])
         # its turn comes, though the first never hangs up
         next_status = pool.submit(status, port)
         dribble(connection, sent[n_at_once:])
         assert time.monotonic() - began > IDLE * 2  # no sooner than promised
-        assert next_status.result(timeout=PATIENCE) == 200
+        assert next_status.result(timeout=MAX_WAIT_SECONDS) == 200
 
 
 def test_what_comes_steadily_and_in_time_is_served_and_a_long_answer_is_not_cut(
@@ -713,29 +739,35 @@ def test_what_comes_steadily_and_in_time_is_served_and_a_long_answer_is_not_cut(
         return {"so": "long"}
 
     monkeypatch.setattr(s, "status_body", slow_status)
-    with listening(idle_connection_seconds=IDLE) as port, opened(port) as connection:
+    with (
+        listening(idle_connection_seconds=IDLE) as port,
+        open_connection(port) as connection,
+    ):
         for _ in range(3):  # each request has its own time
-            request = told(port)
+            request = request_bytes(port)
             for start in range(0, len(request), 10):
                 connection.sendall(request[start : start + 10])
                 time.sleep(0.02)
-            assert heard(connection)[0] == 200
+            assert read_response(connection)[0] == 200
 
 
 def test_the_time_of_a_request_is_not_that_of_the_wait_for_it():
     idle = 2.0  # a slow machine has 1.4 s to spare
-    with listening(idle_connection_seconds=idle) as port, opened(port) as connection:
-        connection.sendall(told(port))
-        assert heard(connection)[0] == 200
+    with (
+        listening(idle_connection_seconds=idle) as port,
+        open_connection(port) as connection,
+    ):
+        connection.sendall(request_bytes(port))
+        assert read_response(connection)[0] == 200
         time.sleep(0.7 * idle)
         began = time.monotonic()
-        request = told(port)
+        request = request_bytes(port)
         for byte in request[:-1]:
             connection.sendall(bytes([byte]))
             time.sleep(1.6 * idle / len(request))
         assert time.monotonic() - began > 1.5 * idle
         connection.sendall(request[-1:])
-        assert heard(connection)[0] == 200
+        assert read_response(connection)[0] == 200
 
 
 BROKEN = {
@@ -775,22 +807,22 @@ def test_every_broken_request_gives_its_slot_back(leave):
         ExitStack() as stack,
     ):
         for sent in BROKEN.values():
-            connection = stack.enter_context(opened(port))
+            connection = stack.enter_context(open_connection(port))
             with suppress(ConnectionError):
                 connection.sendall(sent)
             leave(connection)
         for _ in range(2):  # both at once
-            connection = stack.enter_context(opened(port))
-            connection.sendall(told(port))
-            assert heard(connection)[0] == 200
+            connection = stack.enter_context(open_connection(port))
+            connection.sendall(request_bytes(port))
+            assert read_response(connection)[0] == 200
 
 
 @pytest.mark.parametrize("name", [name for name in BROKEN if " too " in name])
 def test_what_is_too_large_is_said_to_be(name):
-    with listening() as port, opened(port) as connection:
+    with listening() as port, open_connection(port) as connection:
         with suppress(ConnectionError):
             connection.sendall(BROKEN[name])
-        assert heard(connection)[0] in (400, 413, 414, 431)
+        assert read_response(connection)[0] in (400, 413, 414, 431)
         assert is_closed(connection)
 
 

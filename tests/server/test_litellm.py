@@ -30,8 +30,8 @@ from anthropic_client import SYSTEM, as_chat, ask, react, text, total
 from anthropic_client import user as blocks
 from litellm_beside import Keeper, Order, is_open, settings_for
 from server_fixture import (
+    MAX_WAIT_SECONDS,
     MOST_TOKENS,
-    PATIENCE,
     TOOLS,
     Client,
     Exchange,
@@ -186,7 +186,7 @@ class Pump:
 
     def stop(self) -> None:
         self._stop.set()
-        self.thread.join(PATIENCE)
+        self.thread.join(MAX_WAIT_SECONDS)
         assert not self.thread.is_alive()
 
 
@@ -279,7 +279,7 @@ def test_a_port_of_somebody_else_is_left_alone(pump, console, tmp_path, with_pid
             (tmp_path / "logs").mkdir()
             (tmp_path / "logs" / "litellm-0.pid").write_text(f"{foreign.pid} 1")
         running = pump(LISTENS, port=port)
-        running.thread.join(PATIENCE)
+        running.thread.join(MAX_WAIT_SECONDS)
         assert not running.thread.is_alive()
         assert foreign.poll() is None
         assert f"(pid {foreign.pid})" in console.text
@@ -293,7 +293,7 @@ def test_one_whose_server_lives_is_left_alone(pump, console):
     first = running.wait_until_up()
     # of a second server, with the same folder
     second = pump(LISTENS, port=running.port)
-    second.thread.join(PATIENCE)
+    second.thread.join(MAX_WAIT_SECONDS)
     assert not second.thread.is_alive()
     assert running.pid == first
     assert f"(pid {first})" in console.text
@@ -401,7 +401,7 @@ class Beside:
 
     def end(self) -> int:
         """As a server that was told to: its exit status."""
-        self.process.communicate(timeout=PATIENCE)
+        self.process.communicate(timeout=MAX_WAIT_SECONDS)
         return self.process.returncode
 
 
@@ -624,14 +624,14 @@ class Lab:
 
     def close(self) -> None:
         self._stop.set()
-        self._pump.join(PATIENCE)
+        self._pump.join(MAX_WAIT_SECONDS)
         self.client.close()
         self.served.close()
         self.stub.shutdown()
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection(
-            "127.0.0.1", self.port, timeout=PATIENCE
+            "127.0.0.1", self.port, timeout=MAX_WAIT_SECONDS
         )
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body), headers)
@@ -908,11 +908,13 @@ def test_silence_is_filled_and_the_headers_do_not_wait_for_a_token(lab):
         "max_tokens": 3,
         "model": "any",
     }
-    connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", lab.port, timeout=MAX_WAIT_SECONDS
+    )
     may_go_on = threading.Event()
     with (
         contextlib.closing(connection),
-        lab.served.holding(lambda _: may_go_on.wait(PATIENCE)),
+        lab.served.holding(lambda _: may_go_on.wait(MAX_WAIT_SECONDS)),
     ):
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
         answer = connection.getresponse()
@@ -930,7 +932,9 @@ def test_the_list_of_models_holds_the_loaded_one_and_no_strangers(lab):
 def test_no_web_page_reads_what_it_says_but_those_that_may_ask_the_server(lab):
     allowed_origins = {}
     for page in ("https://evil.example", "null", PAGE):
-        connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=PATIENCE)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", lab.port, timeout=MAX_WAIT_SECONDS
+        )
         with contextlib.closing(connection):
             connection.request("GET", "/v1/models", headers={"Origin": page})
             headers = connection.getresponse().headers

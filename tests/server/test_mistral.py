@@ -51,12 +51,14 @@ ARGUMENTS = '{"path": "docs/[ARGS] \\"b\\".md"}'
 @pytest.fixture(scope="module", params=CALL_IDS, ids=["v11", "v13"])
 def folder(request, tmp_path_factory) -> Path:
     plain = tiny_model(DENSE, tmp_path_factory.mktemp("mistral"))
-    return scripted_replies.dressed(plain, RENAMED, template=request.param, end="</s>")
+    return scripted_replies.disguise_model(
+        plain, RENAMED, template=request.param, end="</s>"
+    )
 
 
 @pytest.fixture
 def served(folder, monkeypatch):
-    with scripted_replies.serving_dressed(folder, monkeypatch) as server:
+    with scripted_replies.serving_disguised(folder, monkeypatch) as server:
         yield server
 
 
@@ -68,7 +70,7 @@ def header(served: Served, name: str = "read") -> str:
 def test_an_agent_loop_prefills_only_what_is_new(served, monkeypatch):
     read = header(served, "read")
     write = header(served, "write")
-    script = scripted_replies.in_turn(served, monkeypatch)
+    script = scripted_replies.script_replies(served, monkeypatch)
     script += [
         f"I look.{read}{ARGUMENTS}</s>",
         f"{read}{ARGUMENTS}{write}{{}}</s>",
@@ -101,7 +103,7 @@ def test_an_agent_loop_prefills_only_what_is_new(served, monkeypatch):
 
 
 def test_a_forced_call_opens_as_the_model_does(served, monkeypatch):
-    tokens = scripted_replies.heard(monkeypatch)
+    tokens = scripted_replies.record_reply_tokens(monkeypatch)
     choice = {"type": "function", "function": {"name": "read"}}
     served.ask([user("Read it.")], tool_choice=choice, max_tokens=40)
 

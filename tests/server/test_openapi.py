@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from server_fixture import PATIENCE, Served, free_port, user
+from server_fixture import MAX_WAIT_SECONDS, Served, free_port, user
 from tiny_models import DENSE, TOOLS, tiny_model
 
 FILE = Path(s.__file__).resolve().parent / "web" / "openapi.json"
@@ -71,7 +71,7 @@ def ask(served, method, path, body: Any = None, **headers: str) -> Answer:
     is_json = body is not None and not isinstance(body, bytes)
     payload = json.dumps(body).encode() if is_json else body
     connection = http.client.HTTPConnection(
-        "127.0.0.1", config.mlx_port, timeout=PATIENCE
+        "127.0.0.1", config.mlx_port, timeout=MAX_WAIT_SECONDS
     )
     with closing(connection):
         connection.request(method, path, payload, headers)
@@ -464,7 +464,7 @@ def test_every_answer_is_one_that_the_description_allows(served, label, mode):
     )
     @given(operation.as_strategy(generation_mode=mode))
     def ask_it(case):
-        response = case.call(base_url=url, timeout=PATIENCE)
+        response = case.call(base_url=url, timeout=MAX_WAIT_SECONDS)
         case.validate_response(response, checks=CHECKS)
         check_it_is_decent(response.content)
         if response.status_code == 200 and case.body is not NOT_SET:

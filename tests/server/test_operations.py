@@ -15,7 +15,15 @@ from itertools import product
 import pytest
 import start_llm as s
 from program import Program
-from server_fixture import PATIENCE, SYSTEM, Scribe, Served, free_port, user, wait_until
+from server_fixture import (
+    MAX_WAIT_SECONDS,
+    SYSTEM,
+    Scribe,
+    Served,
+    free_port,
+    user,
+    wait_until,
+)
 from status_client import ask, post, status, words
 from tiny_models import DENSE, TOOLS, tiny_model
 
@@ -207,20 +215,22 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
             waiting = pool.submit(post, port, "/v1/chat/completions", body)
             wait_until(lambda: state.engine.report["decoding"])
             monkeypatch.setattr(s.PrefixCache, "evict_idle", broken)
-            code, _, answer = waiting.result(timeout=PATIENCE)
+            code, _, answer = waiting.result(timeout=MAX_WAIT_SECONDS)
         assert code == 503 and b"secret" not in answer
         if exits:
-            main.join(PATIENCE)
+            main.join(MAX_WAIT_SECONDS)
             assert statuses == [1]
         else:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", port, timeout=MAX_WAIT_SECONDS
+            )
             connection.request("GET", "/health")
             response = connection.getresponse()
             assert response.status == 503 and json.loads(response.read())["error"]
             assert main.is_alive()
     finally:
         stop.set()
-        main.join(PATIENCE)
+        main.join(MAX_WAIT_SECONDS)
 
     assert not main.is_alive()
 
@@ -244,7 +254,7 @@ def program(tmp_path, folder, request):
 
 @contextmanager
 def streaming(port, max_tokens, stop_id):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
     with closing(connection):
         body = chat(stream=True, max_tokens=max_tokens, logit_bias={str(stop_id): -100})
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -270,7 +280,7 @@ def test_a_running_reply_may_end_before_the_server_does(program, folder):
     assert b'"finish_reason": "length"' in text and text.rstrip().endswith(
         b"data: [DONE]"
     )
-    assert program.process.wait(timeout=PATIENCE) == 0
+    assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 0
 
 
 @pytest.mark.parametrize("program", [{"SHUTDOWN_GRACE_SECONDS": "0.5"}], indirect=True)
@@ -281,7 +291,7 @@ def test_a_reply_that_takes_too_long_is_cut_with_an_error(program, folder):
         text = response.read()
     assert time.monotonic() - began < 30 and b'"error"' in text
     assert b"the server is stopping" in text
-    assert program.process.wait(timeout=PATIENCE) == 0
+    assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 0
     assert "Traceback" not in program.said
 
 
@@ -330,7 +340,9 @@ def test_while_it_stops_nobody_new_is_served(program, folder):
 
         return False
 
-    connection = http.client.HTTPConnection("127.0.0.1", program.port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", program.port, timeout=MAX_WAIT_SECONDS
+    )
     connection.request("GET", "/health")
     assert connection.getresponse().read()
 
@@ -356,7 +368,7 @@ def test_a_killed_server_leaves_its_port_free_at_once(program, folder, tmp_path)
 
 def test_a_second_server_on_one_port_says_so_in_one_sentence(program, folder, tmp_path):
     second = Program(tmp_path / "second", folder, port=program.port)
-    assert second.process.wait(timeout=PATIENCE) == 2
+    assert second.process.wait(timeout=MAX_WAIT_SECONDS) == 2
     (line,) = second.said.strip().splitlines()
     assert str(program.port) in line
     assert "taken" in line
@@ -423,7 +435,7 @@ def test_environment_keys_are_not_in_what_the_server_says(folder, caplog):
 def test_the_console_says_that_it_stops_and_that_it_has(program):
     program.process.send_signal(signal.SIGTERM)
 
-    assert program.process.wait(timeout=PATIENCE) == 0
+    assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 0
     lines = program.said.splitlines()
     assert lines[-1] == "stopped."
     assert sum(line.startswith("Stopping ...") for line in lines) == 1

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from PIL import Image, ImageOps
-from server_fixture import PATIENCE, Served
+from server_fixture import MAX_WAIT_SECONDS, Served
 from vision_fixture import data_url, picture
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "helpers" / "fetch_image.py"
@@ -248,7 +248,9 @@ def test_a_text_model_through_both_apis(models, placeholder, tmp_path):
     server = Served(models("qwen3"), log_root=str(tmp_path), **settings)
     with contextlib.closing(server) as served:
         url = served._sdk.base_url
-        response = httpx.post(f"{url}chat/completions", json=chat, timeout=PATIENCE)
+        response = httpx.post(
+            f"{url}chat/completions", json=chat, timeout=MAX_WAIT_SECONDS
+        )
         sdk = anthropic.Anthropic(base_url=str(url)[:-4], api_key="x", max_retries=0)
         refused = pytest.raises(
             anthropic.BadRequestError, match=r"messages\.0\.content\.0"

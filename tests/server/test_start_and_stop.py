@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import start_llm as s
 from program import Program
-from server_fixture import PATIENCE, free_port
+from server_fixture import MAX_WAIT_SECONDS, free_port
 from tiny_models import DENSE, tiny_model
 
 ROOT = Path(s.__file__).parent
@@ -78,7 +78,7 @@ def test_a_signal_while_libraries_are_imported_ends_the_program_quietly(tmp_path
         env=settings(tmp_path, PYTHONPATH=str(tmp_path)),
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=PATIENCE,
+        timeout=MAX_WAIT_SECONDS,
     )
 
     assert ended.returncode == -signal.Signals[name]
@@ -99,7 +99,7 @@ def test_a_signal_while_the_model_is_inside_mlx_ends_the_program_quietly(
     ) as process:
         assert process.stdout.readline() == "inside\n"
         process.send_signal(number)
-        _, console = process.communicate(timeout=PATIENCE)
+        _, console = process.communicate(timeout=MAX_WAIT_SECONDS)
 
     assert process.returncode == 0
     assert console.splitlines()[-1] == "stopped."
@@ -131,7 +131,7 @@ def test_install_and_run_hands_a_signal_to_the_next_program(tmp_path):
         check=False,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=PATIENCE,
+        timeout=MAX_WAIT_SECONDS,
     )
 
     assert ended.returncode == -signal.SIGINT
@@ -227,17 +227,17 @@ def test_a_console_on_a_full_device_reports_once_there_is_room(monkeypatch):
         monkeypatch.setattr(os, "write", write_unless_full)
         for _ in range(7):
             console.write("lost\n")
-        console.drain(seconds=PATIENCE)
+        console.drain(seconds=MAX_WAIT_SECONDS)
         is_full = False
         console.write("kept\n")
-        console.drain(seconds=PATIENCE)
+        console.drain(seconds=MAX_WAIT_SECONDS)
         assert read() == "7 lines are missing: nobody could take them\nkept\n"
 
 
 def test_a_closed_stderr_is_no_fault():
     console = s.ConsoleStream(None)
     console.write("anything\n")
-    console.drain(seconds=PATIENCE)
+    console.drain(seconds=MAX_WAIT_SECONDS)
     assert not console.isatty()
 
 

@@ -5,7 +5,7 @@ import threading
 from contextlib import closing
 
 import pytest
-from server_fixture import PATIENCE, SYSTEM, Served, Talk, user, wait_until
+from server_fixture import MAX_WAIT_SECONDS, SYSTEM, Served, Talk, user, wait_until
 from status_client import ask, explained, forget, status, words
 from tiny_models import DENSE, TOOLS, tiny_model
 
@@ -78,12 +78,12 @@ def test_a_reply_without_a_token_has_no_time_to_its_first(served):
 
     def hold(_fed):
         has_begun.set()
-        assert may_go_on.wait(PATIENCE)
+        assert may_go_on.wait(MAX_WAIT_SECONDS)
 
     n_recent = len(status(served)["recent"])
     with served.holding(hold):
         with served.stream([SYSTEM, user(words(700))], max_tokens=5):
-            assert has_begun.wait(PATIENCE)
+            assert has_begun.wait(MAX_WAIT_SECONDS)
         # The client has gone, and the server knows it, while the model still reads.
         wait_until(lambda: len(status(served)["recent"]) > n_recent)
         may_go_on.set()

@@ -17,10 +17,10 @@ import pytest
 import start_llm as s
 from mlx_vlm.models.qwen3_5 import gated_delta
 from PIL import Image
-from server_fixture import PATIENCE, connections, wait_until, wait_until_idle
+from server_fixture import MAX_WAIT_SECONDS, connections, wait_until, wait_until_idle
 from tiny_models import TOOLS
 from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
-from vision_fixture import Seeing, data_url, picture, shown
+from vision_fixture import Seeing, data_url, picture, picture_message
 
 SYSTEM = {"role": "system", "content": "You look at pictures and say what they are."}
 A, B, C = (picture(seed) for seed in (1, 2, 3))
@@ -68,7 +68,7 @@ def answered(exchange):
 def judge(seeing, n_images):
     """Every reply is what a cold run says; nothing was fed that need not be."""
     for exchange in seeing.seen:
-        assert seeing.worst(exchange) <= seeing.tolerance
+        assert seeing.largest_difference(exchange) <= seeing.tolerance
 
     n_prefilled = [exchange.prefilled for exchange in seeing.seen]
     n_fewest = seeing.fewest()
@@ -80,18 +80,18 @@ def judge(seeing, n_images):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_follow_up_prefills_only_its_own_words(seeing, stream):
     exchange = seeing.ask(
-        [SYSTEM, shown("what is on this", A, "tell me")], stream=stream
+        [SYSTEM, picture_message("what is on this", A, "tell me")], stream=stream
     )
     for _ in range(3):
-        messages = [*answered(exchange), shown("and what else is there")]
+        messages = [*answered(exchange), picture_message("and what else is there")]
         exchange = seeing.ask(messages, stream=stream)
     judge(seeing, n_images=1)
 
 
 def test_another_image_in_the_same_place_and_back_again(seeing):
-    first = seeing.ask([SYSTEM, shown("what is on this", A)])
-    second = seeing.ask([SYSTEM, shown("what is on this", B)])
-    third = seeing.ask([SYSTEM, shown("what is on this", A)])
+    first = seeing.ask([SYSTEM, picture_message("what is on this", A)])
+    second = seeing.ask([SYSTEM, picture_message("what is on this", B)])
+    third = seeing.ask([SYSTEM, picture_message("what is on this", A)])
     is_same = np.array_equal(first.logprobs[0], second.logprobs[0])
     assert not is_same, "the image says nothing"
     assert third.reply == first.reply
@@ -99,38 +99,38 @@ def test_another_image_in_the_same_place_and_back_again(seeing):
 
 
 def test_a_second_image_is_added(seeing):
-    exchange = seeing.ask([SYSTEM, shown("what is on this", A)])
+    exchange = seeing.ask([SYSTEM, picture_message("what is on this", A)])
     exchange = seeing.ask(
-        [*answered(exchange), shown("and on this one", B, "compare them")]
+        [*answered(exchange), picture_message("and on this one", B, "compare them")]
     )
-    seeing.ask([*answered(exchange), shown("thank you")])
+    seeing.ask([*answered(exchange), picture_message("thank you")])
     judge(seeing, n_images=2)
 
 
 def test_one_of_two_images_changes(seeing):
-    seeing.ask([SYSTEM, shown("compare", A, "with", B)])
-    seeing.ask([SYSTEM, shown("compare", A, "with", C)])  # the second
-    seeing.ask([SYSTEM, shown("compare", B, "with", C)])  # the first
+    seeing.ask([SYSTEM, picture_message("compare", A, "with", B)])
+    seeing.ask([SYSTEM, picture_message("compare", A, "with", C)])  # the second
+    seeing.ask([SYSTEM, picture_message("compare", B, "with", C)])  # the first
     judge(seeing, n_images=3)
 
 
 def test_a_conversation_goes_on_after_another_one(seeing):
-    first = seeing.ask([SYSTEM, shown("what is on this", A)])
-    second = seeing.ask([SYSTEM, shown("tell me about", B, "at once")])
-    first = seeing.ask([*answered(first), shown("what else")])
-    second = seeing.ask([*answered(second), shown("what else")])
+    first = seeing.ask([SYSTEM, picture_message("what is on this", A)])
+    second = seeing.ask([SYSTEM, picture_message("tell me about", B, "at once")])
+    first = seeing.ask([*answered(first), picture_message("what else")])
+    second = seeing.ask([*answered(second), picture_message("what else")])
     judge(seeing, n_images=2)
 
 
 def test_a_cancelled_prefill_is_kept(seeing):
-    long = [SYSTEM, shown("word " * 700, A, "word " * 1500, B, "and so on")]
+    long = [SYSTEM, picture_message("word " * 700, A, "word " * 1500, B, "and so on")]
     entered = threading.Event()
     go_on = threading.Event()
 
     def hold():
         if sum(n for _, n in seeing.calls) > 900:
             entered.set()
-            go_on.wait(PATIENCE)
+            go_on.wait(MAX_WAIT_SECONDS)
 
     seeing.before_call = hold
     address = httpx.URL(seeing.url)
@@ -138,7 +138,7 @@ def test_a_cancelled_prefill_is_kept(seeing):
         with closing(http.client.HTTPConnection(address.host, address.port)) as client:
             chat = json.dumps({"model": "x", "messages": long, "tools": TOOLS})
             client.request("POST", "/v1/chat/completions", chat)
-            assert entered.wait(PATIENCE), "the prompt was never read"
+            assert entered.wait(MAX_WAIT_SECONDS), "the prompt was never read"
             n_connections = connections()
         wait_until(lambda: connections() < n_connections)
     finally:
@@ -150,7 +150,7 @@ def test_a_cancelled_prefill_is_kept(seeing):
     assert n_prefilled < len(seeing.prompt(long)) - 200, "nothing was left to do"
 
     exchange = seeing.ask(long)
-    assert seeing.worst(exchange) <= seeing.tolerance
+    assert seeing.largest_difference(exchange) <= seeing.tolerance
     assert exchange.prefilled + n_prefilled <= 1.02 * len(exchange.prompt)
     assert seeing.tower_runs == 2
 
@@ -159,7 +159,7 @@ def test_seven_at_once_with_and_without_images(seeing):
     talks = []
     for i in range(7):
         images = [A, B, C][: i % 3]
-        talks.append([SYSTEM, shown(f"number {i}", *images, "say it")])
+        talks.append([SYSTEM, picture_message(f"number {i}", *images, "say it")])
 
     def ask(i):
         completion = seeing.openai.chat.completions.create(
@@ -174,22 +174,22 @@ def test_seven_at_once_with_and_without_images(seeing):
     replies = seeing.at_once(ask, len(talks))
     for i, talk in enumerate(talks):
         alone = seeing.ask(talk, max_tokens=100 + 5 * i)
-        assert seeing.worst(alone) <= seeing.tolerance
+        assert seeing.largest_difference(alone) <= seeing.tolerance
         assert alone.answer.get("content") == replies[i].content
 
     assert np.all([reply is not None for reply in replies])
 
 
 def test_features_are_taken_again_in_another_conversation(seeing):
-    seeing.ask([SYSTEM, shown("what is on this", A)])
-    seeing.ask([shown("a conversation of its own", A, "with the same image")])
+    seeing.ask([SYSTEM, picture_message("what is on this", A)])
+    seeing.ask([picture_message("a conversation of its own", A, "with the same image")])
     counters = seeing.state.metrics.snapshot()
     judge(seeing, n_images=1)
     assert counters["vlm_feature_hits"] >= 1
 
 
 def test_the_same_bytes_in_another_dress_are_the_same_image(seeing):
-    exchange = seeing.ask([SYSTEM, shown("what is on this", A)])
+    exchange = seeing.ask([SYSTEM, picture_message("what is on this", A)])
     url = data_url(A, "image/x-odd").replace("base64,", "base64,\n ")
     image = {"type": "input_image", "image_url": url}
     content = [{"type": "text", "text": "what is on this"}, image]
@@ -247,9 +247,9 @@ def has_text(chunk):
 
 def test_a_stream_goes_on_between_slices_and_images(seeing):
     fields = {"model": "x", "temperature": 0, "tools": TOOLS}
-    talk = [SYSTEM, shown("tell me a very long story")]
+    talk = [SYSTEM, picture_message("tell me a very long story")]
     images = [picture(seed, 480, 480) for seed in range(10, 14)]
-    image_talk = [SYSTEM, shown(*images, "and these")]
+    image_talk = [SYSTEM, picture_message(*images, "and these")]
     ask = partial(seeing.openai.chat.completions.create, **fields)
     endless = {
         "max_tokens": 20_000,
@@ -278,18 +278,18 @@ def test_a_stream_goes_on_between_slices_and_images(seeing):
 def test_features_take_no_more_than_their_share(seeing):
     model = seeing.model
     share = seeing.model.max_bytes
-    first = seeing.ask([SYSTEM, shown("what is on this", A)])
+    first = seeing.ask([SYSTEM, picture_message("what is on this", A)])
     try:
         model.max_bytes = int(1.5 * model.feature_bytes)
         for data in (B, C, A):
-            seeing.ask([shown("another one", data)])
+            seeing.ask([picture_message("another one", data)])
             assert model.feature_bytes <= model.max_bytes
         assert seeing.tower_runs == 4, "A went when B came"
         model.max_bytes = 0
-        last = seeing.ask([shown("and again", A)])
+        last = seeing.ask([picture_message("and again", A)])
         assert model.feature_bytes == 0
-        assert seeing.worst(last) <= seeing.tolerance
-        assert seeing.worst(first) <= seeing.tolerance
+        assert seeing.largest_difference(last) <= seeing.tolerance
+        assert seeing.largest_difference(first) <= seeing.tolerance
     finally:
         model.max_bytes = share
 
@@ -327,7 +327,7 @@ def test_no_image_is_unpacked_if_a_later_one_is_too_large(seeing, monkeypatch):
     Image.new("1", (8_001, 8_000)).save(file, "PNG")
     vision = seeing.state.engine.model.vision
     monkeypatch.setattr(vision, "_process", lambda source: pytest.fail())
-    body = {"messages": [shown(picture(12), file.getvalue())]}
+    body = {"messages": [picture_message(picture(12), file.getvalue())]}
     request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
 
     with pytest.raises(s.BadRequest, match="pixels"):
@@ -335,23 +335,23 @@ def test_no_image_is_unpacked_if_a_later_one_is_too_large(seeing, monkeypatch):
 
 
 def test_what_the_server_says_of_images(seeing):
-    seeing.ask([SYSTEM, shown("what is on this", A)])
+    seeing.ask([SYSTEM, picture_message("what is on this", A)])
     status = httpx.get(f"{seeing.url}/v1/status").json()
     assert status["counters"]["vlm_tower_runs"] >= 1
     assert status["memory"]["features"] > 0
 
-    body = {"messages": [SYSTEM, shown("what is on this", B)], "tools": TOOLS}
+    body = {"messages": [SYSTEM, picture_message("what is on this", B)], "tools": TOOLS}
     explanation = httpx.post(f"{seeing.url}/v1/cache/explain", json=body).json()
     assert 0 < explanation["would_reuse"] < explanation["prompt"]
     assert seeing.tower_runs == 1, "to explain is not to look"
 
-    broken_image = shown("this", A[:300])
+    broken_image = picture_message("this", A[:300])
     body = {"messages": [SYSTEM, broken_image]}
     refused = httpx.post(f"{seeing.url}/v1/chat/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages[1].content[1]"
 
-    seeing.ask([SYSTEM, shown("it still works", A)])
+    seeing.ask([SYSTEM, picture_message("it still works", A)])
 
 
 def another_images_features(patch, model):
@@ -415,21 +415,21 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_noticed(seeing, fault):
-    seeing.ask([SYSTEM, shown("what is on this", A)])
+    seeing.ask([SYSTEM, picture_message("what is on this", A)])
     with pytest.MonkeyPatch.context() as patch:
         FAULTS[fault](patch, seeing.model)
         forget_images(seeing.model)
-        seeing.ask([SYSTEM, shown("what is on this", A, "say it")])
-        exchange = seeing.ask([SYSTEM, shown("what is on this", B, "say it")])
-        exchange = seeing.ask([*answered(exchange), shown("and what else")])
+        seeing.ask([SYSTEM, picture_message("what is on this", A, "say it")])
+        exchange = seeing.ask([SYSTEM, picture_message("what is on this", B, "say it")])
+        exchange = seeing.ask([*answered(exchange), picture_message("and what else")])
 
-    worst = max(seeing.worst(exchange) for exchange in seeing.seen[1:])
+    worst = max(seeing.largest_difference(exchange) for exchange in seeing.seen[1:])
     forget_images(seeing.model)
     assert worst > 100 * max(seeing.tolerance, 1e-6)
 
 
 def test_upstream_itself_depends_on_slices_where_we_allow_a_tolerance(seeing):
-    exchange = seeing.ask([SYSTEM, shown("what is on this", A)])
+    exchange = seeing.ask([SYSTEM, picture_message("what is on this", A)])
     ids = mx.array([list(exchange.reply) * 8])
     inner = seeing.oracle.language_model
 
@@ -456,7 +456,7 @@ def image_is_as_sent(seeing, messages):
     """The prompt has these images and no others, and the reply is a cold run's."""
     # asserts that the prompt has the length of upstream's own
     exchange = seeing.ask(messages)
-    assert seeing.worst(exchange) <= seeing.tolerance
+    assert seeing.largest_difference(exchange) <= seeing.tolerance
     return exchange
 
 
@@ -476,18 +476,18 @@ def test_another_image_is_never_a_volatile_field(seeing, text, end_text):
     def post(messages):
         url = f"{seeing.url}/v1/chat/completions"
         body = {**fields, "messages": messages}
-        response = httpx.post(url, json=body, timeout=PATIENCE)
+        response = httpx.post(url, json=body, timeout=MAX_WAIT_SECONDS)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["message"]
 
-    start = [SYSTEM, shown("hello", text, A, *end_parts)]
+    start = [SYSTEM, picture_message("hello", text, A, *end_parts)]
     reply = post(start)
     assert seeing.tower_runs == 1
 
     sent_images = []
     for data in (B, A):
-        start[1] = shown("hello", text, data, *end_parts)
-        post([*start, reply, shown("and now")])
+        start[1] = picture_message("hello", text, data, *end_parts)
+        post([*start, reply, picture_message("and now")])
         sent_images.append([view.source.data for _, view in seeing._last.images])
 
     assert seeing.tower_runs == 2
@@ -495,13 +495,13 @@ def test_another_image_is_never_a_volatile_field(seeing, text, end_text):
 
 
 def test_images_of_notes_that_are_gone_leave_no_trace(seeing):
-    late = {"role": "system", "content": shown("note this", A)["content"]}
+    late = {"role": "system", "content": picture_message("note this", A)["content"]}
     url = f"{seeing.url}/v1/chat/completions"
-    first = seeing.ask([SYSTEM, shown("hello")])
+    first = seeing.ask([SYSTEM, picture_message("hello")])
     for notes in ([late], [], [late]):
-        talk = [*answered(first), shown("go on"), *notes]
+        talk = [*answered(first), picture_message("go on"), *notes]
         body = {"tools": TOOLS, "max_tokens": 4, "messages": talk}
-        response = httpx.post(url, json=body, timeout=PATIENCE)
+        response = httpx.post(url, json=body, timeout=MAX_WAIT_SECONDS)
         assert response.status_code == 200, response.text
         assert bool(seeing._last.images) == bool(notes)
 
@@ -510,11 +510,13 @@ def test_nobody_can_write_a_mark(seeing):
     salts = (b"", seeing.state.tenant.encode())
     digests = [sha256(salt + A).hexdigest() for salt in salts]
     forged = " ".join(f"\ufdd1{digest}\ufdd2" for digest in digests)
-    without_image = seeing.ask([SYSTEM, shown(f"see {forged} here")])
+    without_image = seeing.ask([SYSTEM, picture_message(f"see {forged} here")])
 
     assert len(seeing._last.images) == 0
 
-    with_image = image_is_as_sent(seeing, [SYSTEM, shown(f"see {forged} here", A)])
+    with_image = image_is_as_sent(
+        seeing, [SYSTEM, picture_message(f"see {forged} here", A)]
+    )
     assert len(seeing._last.images) == 1
     assert without_image.prompt != with_image.prompt
     assert not any(digest in seeing.model._image_tokens for digest in digests)

@@ -12,7 +12,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import load_model, load_processor
 from tiny_families import FAMILIES, tiny_family
 from tiny_models import TOOLS
-from vision_fixture import ImageTurns, Seeing, picture, shown
+from vision_fixture import ImageTurns, Seeing, picture, picture_message
 
 SYSTEM = {"role": "system", "content": "You look at pictures and say what they are."}
 A, B, C = (picture(seed, 240, 160) for seed in (1, 2, 3))
@@ -139,13 +139,13 @@ def ask(seeing, messages):
 
 def then(exchange, *parts, **answer):
     reply = {"role": "assistant", "content": None, **exchange.answer, **answer}
-    return [*exchange.messages, reply, shown(*parts)]
+    return [*exchange.messages, reply, picture_message(*parts)]
 
 
 def judge(seeing, n_images):
     """Every reply is what a cold run says; nothing was fed or looked at that need not be."""
     for exchange in seeing.seen:
-        assert seeing.worst(exchange) <= seeing.tolerance
+        assert seeing.largest_difference(exchange) <= seeing.tolerance
     assert seeing.tower_runs == n_images
 
     n_prefilled = sum(exchange.prefilled for exchange in seeing.seen)
@@ -160,8 +160,8 @@ def judge(seeing, n_images):
 
 
 def test_an_image_another_in_its_place_and_back(seeing):
-    talk_of_a = [SYSTEM, shown("what is on this", A, "tell me")]
-    talk_of_b = [SYSTEM, shown("what is on this", B, "tell me")]
+    talk_of_a = [SYSTEM, picture_message("what is on this", A, "tell me")]
+    talk_of_b = [SYSTEM, picture_message("what is on this", B, "tell me")]
     first = ask(seeing, talk_of_a)
     ask(seeing, then(first, "and what else"))
     second = ask(seeing, talk_of_b)
@@ -175,16 +175,16 @@ def test_an_image_another_in_its_place_and_back(seeing):
 
 
 def test_two_images_and_a_change_side_by_side_and_apart(seeing):
-    first = ask(seeing, [SYSTEM, shown(A, "and", B)])
+    first = ask(seeing, [SYSTEM, picture_message(A, "and", B)])
     ask(seeing, then(first, "a third one\n", C, content="stones"))
-    ask(seeing, [SYSTEM, shown(A, "and", C)])
-    ask(seeing, [SYSTEM, shown(B, A, "\nand so on")])
+    ask(seeing, [SYSTEM, picture_message(A, "and", C)])
+    ask(seeing, [SYSTEM, picture_message(B, A, "\nand so on")])
     judge(seeing, n_images=3)
 
 
 def test_features_are_taken_again_in_another_conversation(seeing):
     for words in ("what is on this", "a conversation of its own", "and one more"):
-        ask(seeing, [SYSTEM, shown(words, A)])
+        ask(seeing, [SYSTEM, picture_message(words, A)])
     judge(seeing, n_images=1)
 
 
@@ -192,7 +192,7 @@ def test_text_alone_and_beside_images_in_one_batch(seeing):
     talks = []
     for i in range(6):
         images = [A, B][: i % 3]
-        talks.append([SYSTEM, shown(f"number {i}", *images, "say it")])
+        talks.append([SYSTEM, picture_message(f"number {i}", *images, "say it")])
     fields = {"model": "x", "temperature": 0, "max_tokens": 24, "tools": TOOLS}
 
     def complete(i):
@@ -202,7 +202,7 @@ def test_text_alone_and_beside_images_in_one_batch(seeing):
     replies = seeing.at_once(complete, len(talks))
     for talk, reply in zip(talks, replies, strict=True):
         alone = seeing.ask(talk, max_tokens=24)
-        assert seeing.worst(alone) <= seeing.tolerance
+        assert seeing.largest_difference(alone) <= seeing.tolerance
         assert reply == alone.answer.get("content")
 
 

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import start_llm as s
 from prometheus_client.parser import text_string_to_metric_families
-from server_fixture import PATIENCE, SYSTEM, Served, user, wait_until, wait_until_idle
+from server_fixture import (
+    MAX_WAIT_SECONDS,
+    SYSTEM,
+    Served,
+    user,
+    wait_until,
+    wait_until_idle,
+)
 from status_client import ask, status, words
 from tiny_models import DENSE, tiny_model
 
@@ -32,7 +39,7 @@ class Gate:
 
     def __call__(self, _fed: Any) -> None:
         self.n_arrived += 1
-        assert self._permits.acquire(timeout=PATIENCE)
+        assert self._permits.acquire(timeout=MAX_WAIT_SECONDS)
 
     def let_through(self, n: int) -> None:
         """Let so many calls through, and wait until the next one is there."""
@@ -148,8 +155,8 @@ def check_a_wait(
         check_fields(row, phase="prefill", waiting_for=None)
         assert row["prefill_left_seconds"] > 0
 
-    first.result(PATIENCE)
-    second.result(PATIENCE)
+    first.result(MAX_WAIT_SECONDS)
+    second.result(MAX_WAIT_SECONDS)
     wait_until(lambda: not status(served)["requests"])
     recent = status(served)["recent"]
     ended = by_id(recent, second_id)
@@ -245,7 +252,7 @@ def test_a_request_cancelled_in_the_queue_has_waited_and_read_nothing(folder, po
                 gate.let_through(1)
             wait_until(lambda: len(live(narrow)) == 1)
             last = last_request(narrow)
-        first.result(PATIENCE)
+        first.result(MAX_WAIT_SECONDS)
 
     check_fields(last, finish="cancelled", waited_for="queue")
     check_fields(last, prefill=0, cached=0, match="-")
@@ -272,7 +279,7 @@ def send(served, method, path, body=None, **headers):
     is_json = body is not None and not isinstance(body, bytes)
     payload = json.dumps(body) if is_json else body
     port = served.state.config.mlx_port
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
     with closing(connection):
         connection.request(method, path, payload, headers)
         return connection.getresponse().status
@@ -579,7 +586,7 @@ def test_the_short_line_is_at_info_and_the_long_one_at_debug(served, caplog):
 def chunks_of(served: Served, messages: list[Any], **fields: Any) -> list[Any]:
     body = {"messages": messages, "stream": True, "max_tokens": 4, **fields}
     port = served.state.config.mlx_port
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
     with closing(connection):
         connection.request("POST", CHAT, json.dumps(body))
         events = connection.getresponse().read().decode().split("\n\n")

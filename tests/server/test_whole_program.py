@@ -20,7 +20,7 @@ import pytest
 import start_llm
 from program import BODY_LIMIT, CHAT, Program
 from server_fixture import (
-    PATIENCE,
+    MAX_WAIT_SECONDS,
     SYSTEM,
     Client,
     Scribe,
@@ -105,7 +105,7 @@ def test_what_cannot_start_says_why_in_one_sentence(start, model, tmp_path):
         "API_KEY": start(model, MLX_HOST="0.0.0.0"),
     }
     for reason, program in refused.items():
-        assert program.process.wait(timeout=PATIENCE) == 2
+        assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 2
         lines = program.said.strip().splitlines()
         (sentence,) = [line for line in lines if line.startswith("start-llm: ")]
         assert reason in sentence
@@ -119,7 +119,7 @@ def test_a_low_limit_of_open_files_is_enough_or_one_sentence_says_so(start, mode
     enough = start(model, open_files=1024)
     too_few = start(model, open_files=64)
 
-    assert too_few.process.wait(timeout=PATIENCE) == 2
+    assert too_few.process.wait(timeout=MAX_WAIT_SECONDS) == 2
 
     sentence = too_few.said.strip().splitlines()[-1]
     assert sentence.startswith("start-llm: 320 open files are needed")
@@ -207,7 +207,9 @@ def leave(port: int, end: int, *, seed: int) -> None:
     n_sent = rng.choice(
         (0, rng.randrange(100), rng.randrange(n_all), n_all, n_all, n_all)
     )
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", port), timeout=MAX_WAIT_SECONDS
+    ) as connection:
         connection.sendall(message[:n_sent])
         if rng.random() < 0.5:
             connection.settimeout(rng.random() ** 3)
@@ -364,7 +366,9 @@ def malformed() -> list[tuple[bytes, set[int]]]:
 
 def answer_to(port: int, message: bytes) -> tuple[int, dict[str, Any]]:
     """(status, body) of the response to raw bytes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", port), timeout=MAX_WAIT_SECONDS
+    ) as connection:
         # an answer may come before all is sent
         with contextlib.suppress(ConnectionError):
             connection.sendall(message)

@@ -9,7 +9,7 @@ import numpy as np
 import start_llm as s
 from cold_reference import Oracle
 from mlx_lm import load
-from server_fixture import PATIENCE, Recorder, wait_until
+from server_fixture import MAX_WAIT_SECONDS, Recorder, wait_until
 
 VOCAB = 300  # plain text tokens of the tiny models' vocabulary
 GREEDY = s.SamplingParams(
@@ -92,7 +92,7 @@ class Bench:
         self.asked[ticket] = list(tokens)
         return ticket
 
-    def outcome(self, ticket, timeout=PATIENCE):
+    def outcome(self, ticket, timeout=MAX_WAIT_SECONDS):
         """(ids, Finished or the error): how a request went, whatever way that was."""
         ids = []
         while True:
@@ -103,7 +103,7 @@ class Bench:
             elif not isinstance(event, int | s.SecondTryEvent):
                 return ids, event
 
-    def finish(self, ticket, timeout=PATIENCE):
+    def finish(self, ticket, timeout=MAX_WAIT_SECONDS):
         ids, end = self.outcome(ticket, timeout)
         assert isinstance(end, s.FinishedEvent), str(end)
         assert self.may_try_again or not ticket.is_second_try
@@ -114,7 +114,7 @@ class Bench:
         ids, end = self.finish(ticket)
         return ids, end, ticket
 
-    def worst(self, ticket, ids):
+    def largest_difference(self, ticket, ids):
         """Largest difference to a cold run over all generated tokens of a request."""
         warm = np.array(self.seen[ticket])
         cold = oracle(self.path).logprobs([*self.asked[ticket], *ids[:-1]], n=len(ids))

@@ -36,7 +36,7 @@ def listening(**settings: Any) -> Iterator[int]:
     wait_until(lambda: servers[0]._slots._value == config.max_connections)
 
 
-def told(
+def request_bytes(
     port: int, *, line: str = "GET /v1/status", body: bytes = b"", **headers: Any
 ) -> bytes:
     """A request as bytes; `Host=None` leaves a header out, an underscore is a hyphen."""
@@ -52,11 +52,11 @@ def told(
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def opened(port: int, host: str = "127.0.0.1") -> socket.socket:
+def open_connection(port: int, host: str = "127.0.0.1") -> socket.socket:
     return socket.create_connection((host, port), timeout=20)
 
 
-def heard(connection: socket.socket, *, method: str = "GET") -> Response:
+def read_response(connection: socket.socket, *, method: str = "GET") -> Response:
     """The next response: status, headers in small letters, body."""
     response = http.client.HTTPResponse(connection, method=method)
     response.begin()
@@ -66,11 +66,11 @@ def heard(connection: socket.socket, *, method: str = "GET") -> Response:
 
 
 def answer(port: int, **request: Any) -> Response:
-    """The response to what `told` makes of `request`."""
+    """The response to what `request_bytes` makes of `request`."""
     method = request.get("line", "GET").partition(" ")[0]
-    with opened(port) as connection:
-        connection.sendall(told(port, **request))
-        return heard(connection, method=method)
+    with open_connection(port) as connection:
+        connection.sendall(request_bytes(port, **request))
+        return read_response(connection, method=method)
 
 
 def status(port: int, **request: Any) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import start_llm
-from server_fixture import PATIENCE, free_port, wait_until
+from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
 
 BODY_LIMIT = 1 << 20
 
@@ -70,7 +70,7 @@ class Program:
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
         """(status, body); status 0 while nobody listens."""
         connection = http.client.HTTPConnection(
-            "127.0.0.1", self.port, timeout=PATIENCE
+            "127.0.0.1", self.port, timeout=MAX_WAIT_SECONDS
         )
         with contextlib.closing(connection):
             try:
@@ -98,4 +98,4 @@ class Program:
     def end(self, number: int) -> int:
         """Send a signal; the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=PATIENCE)
+        return self.process.wait(timeout=MAX_WAIT_SECONDS)

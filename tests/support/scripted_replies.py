@@ -23,7 +23,7 @@ from server_fixture import Scribe, Served
 
 
 @dataclass(slots=True)
-class Said:
+class ScriptedReply:
     """One request as the model saw it, and the logits of every token of the reply."""
 
     prompt: tuple[int, ...]
@@ -73,7 +73,7 @@ class Script:
         scribe: Scribe,
         scenes: Mapping[str, Sequence[Sequence[int]]],
     ) -> None:
-        self.said: list[Said] = []  # in the order of first words
+        self.said: list[ScriptedReply] = []  # in the order of first words
         self._scribe = scribe
         self._scenes = scenes
         self._header = tuple(scribe.ids("<|im_start|>assistant\n"))
@@ -84,7 +84,7 @@ class Script:
         prompt = tuple(request.key.tokens.tolist())
         opening = self.opening(prompt)
         reply_ids = tuple(self._scenes[opening][self._n_replies(prompt)])
-        record = Said(prompt, reply_ids)
+        record = ScriptedReply(prompt, reply_ids)
         self.said.append(record)
 
         def note_logits(n_generated: int, logits: mx.array) -> None:
@@ -112,7 +112,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class PostedRequest:
     """A request as it came over the wire."""
 
     body: dict[str, Any]
@@ -120,7 +120,7 @@ class Posted:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class AnsweredRequest:
     """A whole answer, as it ended."""
 
     prompt: tuple[int, ...]
@@ -136,8 +136,8 @@ class Wiretap:
     """Notes what clients send to the servers of this process, and the usage they are told."""
 
     def __init__(self, patch: pytest.MonkeyPatch, served: Served) -> None:
-        self.posted: list[Posted] = []
-        self.told: list[Told] = []
+        self.posted: list[PostedRequest] = []
+        self.told: list[AnsweredRequest] = []
         self._recorder = served.recorder
         self._parse_json_body = s.parse_json_body
         self._reply_end = s.ReplyGeneration._reply_end
@@ -154,14 +154,16 @@ class Wiretap:
         body = self._parse_json_body(raw)
         # Arguments of tool calls are parsed there, too.
         if isinstance(body, dict) and "messages" in body:
-            self.posted.append(Posted(body, len(self._recorder.fed)))
+            self.posted.append(PostedRequest(body, len(self._recorder.fed)))
         return body
 
     def _note_answer(self, generation: s.ReplyGeneration) -> s.ReplyEnd:
         reply_end = self._reply_end(generation)
         prompt = generation._prepared.engine_request.key.tokens.tolist()
         reply_ids = generation._decoder.token_ids
-        self.told.append(Told(tuple(prompt), tuple(reply_ids), reply_end.usage))
+        self.told.append(
+            AnsweredRequest(tuple(prompt), tuple(reply_ids), reply_end.usage)
+        )
         return reply_end
 
     @property
@@ -179,7 +181,7 @@ class Wiretap:
         ]
 
 
-def spelled(scribe: Scribe, script: str) -> list[int]:
+def encode_reply(scribe: Scribe, script: str) -> list[int]:
     """The tokens of a reply, from inside its thinking on, and its end."""
     return [*scribe.ids(script), scribe.end]
 
@@ -198,7 +200,7 @@ def call(name: str, **arguments: str) -> str:
     return "\n".join(lines)
 
 
-def in_turn(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
+def script_replies(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
     """An empty list: texts put there are the replies, in the order in which they are asked for."""
     replies: list[str] = []
     token_choice = s._token_choice
@@ -212,7 +214,7 @@ def in_turn(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
     return replies
 
 
-def heard(patch: pytest.MonkeyPatch) -> list[int]:
+def record_reply_tokens(patch: pytest.MonkeyPatch) -> list[int]:
     """An empty list that every token of every reply is added to."""
     tokens: list[int] = []
     feed = s.ReplyDecoder.feed
@@ -226,14 +228,14 @@ def heard(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextmanager
-def serving_dressed(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
+def serving_disguised(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A server of such a folder; the scribe is a plain tokenizer: the format is another."""
     patch.setattr(server_fixture, "Scribe", load_tokenizer)
     with closing(Served(folder)) as served:
         yield served
 
 
-def dressed(
+def disguise_model(
     folder: Path, renamed: Mapping[str, str], *, template: str, end: str
 ) -> Path:
     """A tiny model's folder, its special tokens renamed, with a template and one end token."""

@@ -19,7 +19,9 @@ from mlx_lm.utils import load_tokenizer
 from tiny_models import TOOLS, WORDS
 
 Message = dict[str, Any]
-PATIENCE = 240.0  # seconds for what will come: a machine may be busy with other tests
+MAX_WAIT_SECONDS = (
+    240.0  # seconds for what will come: a machine may be busy with other tests
+)
 MOST_TOKENS = 400  # of a reply; the planted grammar ends nearly all of them long before
 
 
@@ -37,7 +39,9 @@ def free_port() -> int:
             return port
 
 
-def wait_until(condition: Callable[[], object], *, seconds: float = PATIENCE) -> None:
+def wait_until(
+    condition: Callable[[], object], *, seconds: float = MAX_WAIT_SECONDS
+) -> None:
     """Raises AssertionError when the condition has not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -198,7 +202,7 @@ class Exchange:
 
 
 def _parts(completion: Any) -> tuple[Message, str, dict[str, Any]]:
-    """What `joined` returns of a stream, for an answer that was not streamed."""
+    """What `join_chunks` returns of a stream, for an answer that was not streamed."""
     choice = completion.choices[0]
     answer = choice.message.model_dump(exclude_unset=True, exclude_none=True)
     message = {"content": None, **answer}
@@ -209,7 +213,7 @@ def functions_of(answer: Message) -> list[dict[str, Any]]:
     return [call["function"] for call in answer.get("tool_calls") or ()]
 
 
-def joined(chunks: Iterable[Any]) -> tuple[Message, str, dict[str, Any]]:
+def join_chunks(chunks: Iterable[Any]) -> tuple[Message, str, dict[str, Any]]:
     """A stream's (message, finish reason, usage), as an SDK user would put it together."""
     message: Message = {"role": "assistant", "content": None}
     finish_reason = ""
@@ -262,7 +266,7 @@ class Client:
 
         if stream:
             with self.stream(messages, **fields) as chunks:
-                parts = joined(chunks)
+                parts = join_chunks(chunks)
         else:
             parts = _parts(self._create(messages, **fields))
 
@@ -352,7 +356,7 @@ class RunningServer:
 
     def close(self) -> None:
         self._stop.set()
-        self._main.join(timeout=PATIENCE)
+        self._main.join(timeout=MAX_WAIT_SECONDS)
         assert not self._main.is_alive(), "the server did not stop"
 
 

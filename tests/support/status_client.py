@@ -4,7 +4,7 @@ import http.client
 import json
 from contextlib import closing, suppress
 
-from server_fixture import PATIENCE
+from server_fixture import MAX_WAIT_SECONDS
 from tiny_models import TOOLS, WORDS
 
 FIELDS = {"model": "any", "temperature": 0, "max_tokens": 20, "tools": TOOLS}
@@ -20,7 +20,7 @@ def forget(served):
 def ask(served, method, path, body=None, **headers):
     """(status, body as JSON where it is some)."""
     connection = http.client.HTTPConnection(
-        "127.0.0.1", served.state.config.mlx_port, timeout=PATIENCE
+        "127.0.0.1", served.state.config.mlx_port, timeout=MAX_WAIT_SECONDS
     )
     with closing(connection):
         payload = None if body is None else json.dumps(body)
@@ -50,7 +50,7 @@ def explained(served, messages, **fields):
 
 def post(port, path, body, **headers):
     """(status, headers, body as bytes)."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MAX_WAIT_SECONDS)
     with closing(connection):
         connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()

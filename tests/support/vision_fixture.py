@@ -21,14 +21,14 @@ from mlx_lm.utils import load_tokenizer
 from mlx_vlm.utils import load_model, load_processor
 from PIL import Image
 from server_fixture import (
-    PATIENCE,
+    MAX_WAIT_SECONDS,
     Message,
     RunningServer,
     _with_objects,
     clear_cache,
     forget_pasts,
     free_port,
-    joined,
+    join_chunks,
     wait_until,
     wait_until_idle,
 )
@@ -55,7 +55,7 @@ def data_url(data: Picture, media: str = "image/png") -> str:
     return f"data:{media};base64,{base64.b64encode(data).decode()}"
 
 
-def shown(*parts: str | Picture) -> Message:
+def picture_message(*parts: str | Picture) -> Message:
     """A user message of texts and images, in OpenAI's words."""
     content = [
         {"type": "text", "text": part}
@@ -67,7 +67,7 @@ def shown(*parts: str | Picture) -> Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenRequest:
     """One request: what it was, what the model was fed for it, and what came."""
 
     messages: list[Message]
@@ -126,7 +126,7 @@ class Seeing:
     def __init__(self, folder: Path, monkeypatch: Any, **settings: Any) -> None:
         self.folder = folder
         self.requests: list[Request] = []
-        self.seen: list[Seen] = []
+        self.seen: list[SeenRequest] = []
         self.calls: list[tuple[list[int], int]] = []  # (offsets of the rows, tokens)
         self.tower_runs = 0
         self._rows: dict[Any, tuple[list[int], list[np.ndarray]]] = {}  # by job
@@ -202,7 +202,7 @@ class Seeing:
 
     def ask(
         self, messages: list[Message], *, stream: bool = True, **fields: Any
-    ) -> Seen:
+    ) -> SeenRequest:
         """Greedy; one request at a time."""
         fields = {
             "model": "any",
@@ -217,7 +217,7 @@ class Seeing:
         if stream:
             wants = {"stream": True, "stream_options": {"include_usage": True}}
             with create(messages=messages, **wants, **fields) as chunks:
-                answer, _, usage = joined(chunks)
+                answer, _, usage = join_chunks(chunks)
         else:
             completion = create(messages=messages, **fields)
             answer = completion.choices[0].message.model_dump(exclude_none=True)
@@ -228,7 +228,7 @@ class Seeing:
     def at_once(self, ask: Callable[[int], Any], n: int) -> list[Any]:
         """`n` answers, asked for together and in part decoded together; then all is forgotten."""
         with ThreadPoolExecutor(n) as pool:
-            replies = list(pool.map(ask, range(n), timeout=PATIENCE))
+            replies = list(pool.map(ask, range(n), timeout=MAX_WAIT_SECONDS))
         most_rows = max(len(offsets) for offsets, _ in self.calls)
         assert most_rows > 1, "nothing decoded together"
         self.forget()
@@ -236,7 +236,7 @@ class Seeing:
 
     def note(
         self, messages: list[Message], answer: Message, usage: Any, *, began: int
-    ) -> Seen:
+    ) -> SeenRequest:
         """What the request that ended last was fed."""
         ids, rows = self._rows[self._last]
         prompt = self.prompt(messages)
@@ -246,7 +246,7 @@ class Seeing:
                 end = min(offset + n_tokens, len(prompt))
                 prefilled += max(0, end - offset)
 
-        record = Seen(
+        record = SeenRequest(
             messages=messages,
             answer=answer,
             usage=usage,
@@ -320,7 +320,7 @@ class Seeing:
     def is_hybrid(self) -> bool:
         return self.state.engine.report["kv_bytes_per_token"] < 300
 
-    def worst(self, record: Seen) -> float:
+    def largest_difference(self, record: SeenRequest) -> float:
         """Largest difference to a cold run of the plain model over all tokens of the reply."""
         arrays = self.inputs(record.messages)
         prompt_ids = arrays["input_ids"]

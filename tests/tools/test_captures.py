@@ -21,7 +21,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from server_fixture import PATIENCE
+from server_fixture import MAX_WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -166,7 +166,7 @@ def test_a_stream_stays_a_stream_and_is_written_down(proxied):
     def reply(handler: FakeHandler) -> None:
         handler.start_stream()
         handler.send_chunk("data: früh\n\n".encode())
-        assert first_came.wait(PATIENCE)
+        assert first_came.wait(MAX_WAIT_SECONDS)
         handler.send_chunk(b"data: [DONE]\n\n")
         handler.send_chunk(b"")
 
@@ -251,7 +251,7 @@ def test_when_the_client_leaves_the_server_is_left_too(proxied):
         connection.request("POST", CHAT, b"{}")
         wait_until(lambda: proxy.fake.requests)
 
-    assert was_left.wait(PATIENCE)
+    assert was_left.wait(MAX_WAIT_SECONDS)
     (record,) = proxy.records()
     assert record["response"]["trouble"] == "the client left"
     assert record["response"]["status"] == 0

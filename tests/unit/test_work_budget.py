@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 import start_llm as s
-from server_fixture import PATIENCE, wait_until
+from server_fixture import MAX_WAIT_SECONDS, wait_until
 
 
 class Client:
@@ -54,7 +54,7 @@ class Work(threading.Thread):
 
 def has_turn(work: Work) -> bool:
     """It has what it asked for, before long."""
-    return work.has_memory.wait(PATIENCE)
+    return work.has_memory.wait(MAX_WAIT_SECONDS)
 
 
 def waits(work: Work) -> bool:
