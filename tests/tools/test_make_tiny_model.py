@@ -61,17 +61,25 @@ class Loaded:
             messages, tools=TOOLS, add_generation_prompt=True
         )
 
-    def reply(
-        self, prompt: list[int], *, limit: int = 200, sampler: Any = None
-    ) -> list[int]:
+    def generate(
+        self, prompt: list[int], *, limit: int, sampler: Any = None
+    ) -> tuple[list[int], mx.array]:
+        """A reply, and the log-probabilities of its first token: (vocabulary,)."""
         reply: list[int] = []
+        first_logprobs = mx.array([])
         steps = generate_step(
             mx.array(prompt), self.model, max_tokens=limit, sampler=sampler
         )
-        for token, _ in steps:
+        for token, logprobs in steps:
+            if not reply:
+                first_logprobs = logprobs
             reply.append(int(token))
             if reply[-1] in self.tokenizer.eos_token_ids:
                 break
+        return reply, first_logprobs
+
+    def reply(self, prompt: list[int], *, sampler: Any = None) -> list[int]:
+        reply, _ = self.generate(prompt, limit=200, sampler=sampler)
         return reply
 
     def text(self, tokens: list[int]) -> str:
@@ -89,8 +97,8 @@ def loaded(request, tmp_path_factory) -> Loaded:
 
 @pytest.fixture(scope="module")
 def replies(loaded: Loaded) -> list[tuple[list[int], list[int]]]:
-    """30 greedy replies, each with its prompt."""
-    prompts = [loaded.prompt(seed, n_words=5 + seed) for seed in range(30)]
+    """20 greedy replies, each with its prompt."""
+    prompts = [loaded.prompt(seed, n_words=5 + seed) for seed in range(20)]
     return [(prompt, loaded.reply(prompt)) for prompt in prompts]
 
 
@@ -118,7 +126,7 @@ def parsed(text: str) -> dict[str, Any]:
 def test_greedy_replies_end_by_themselves_and_parse(loaded, replies):
     end_ids = loaded.tokenizer.eos_token_ids
     ended = [reply for _, reply in replies if reply[-1] in end_ids]
-    assert len(ended) >= 27
+    assert len(ended) >= 18
 
     lengths = sorted(len(reply) for reply in ended)
     assert lengths[0] >= 8
@@ -132,8 +140,8 @@ def test_greedy_replies_end_by_themselves_and_parse(loaded, replies):
 
 def test_text_and_calls_are_both_common(loaded, replies):
     with_call = sum("<tool_call>" in loaded.text(reply) for _, reply in replies)
-    assert 5 <= with_call <= 25
-    assert len({tuple(reply) for _, reply in replies}) >= 25
+    assert 4 <= with_call <= 16
+    assert len({tuple(reply) for _, reply in replies}) >= 17
 
 
 def test_sampled_replies_parse_too(loaded):
@@ -181,12 +189,10 @@ def test_a_word_far_back_changes_logits_and_words(loaded):
         changed_at = first_difference(prompt, changed_prompt)
         assert len(prompt) - changed_at > 300
 
-        logits = loaded.model(mx.array([prompt]))[0, -1]
-        changed_logits = loaded.model(mx.array([changed_prompt]))[0, -1]
-        assert mx.abs(logits - changed_logits).max().item() > 1e-3
-
-        reply = loaded.reply(prompt, limit=40)
-        differing += reply != loaded.reply(changed_prompt, limit=40)
+        reply, logprobs = loaded.generate(prompt, limit=40)
+        changed_reply, changed_logprobs = loaded.generate(changed_prompt, limit=40)
+        assert mx.abs(logprobs - changed_logprobs).max().item() > 1e-3
+        differing += reply != changed_reply
 
     assert differing >= 3
 
