@@ -12,6 +12,9 @@ from types import MappingProxyType, ModuleType
 
 import hypothesis
 import pytest
+from exact_blas import load_exact_blas
+
+exact_library = load_exact_blas()  # before anything imports MLX
 
 # Examples are not timed: hypothesis would fail one that the machine was too busy for. They
 # are the same in each run, so that a commit does not fail by chance; new ones are looked for
@@ -59,6 +62,12 @@ def signals_stay_open():
 def table(record_property):
     """Adds a row of measured numbers, shown at the end whichever process ran the test."""
     return lambda row: record_property("row", row)
+
+
+def pytest_report_header():
+    if exact_library is not None:
+        return "BLAS: tests/support/exact_blas.c"
+    return "BLAS: MLX's own; with gcc on Linux the tests would take half the time"
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -99,7 +99,7 @@ class Family(Seeing):
         logits = inner(token_ids, cache=cache, **fields).logits
         return logits[0, len(ids) - 1 :]
 
-    def worst(self, exchange):
+    def largest_difference(self, exchange):
         logits = self.cold(exchange.messages, exchange.reply)
         allowed = np.isfinite(exchange.logprobs)
         assert allowed.mean() > 0.99

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import start_llm
+from exact_blas import preloading
 from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
 
 BODY_LIMIT = 1 << 20
@@ -58,7 +59,7 @@ class Program:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**os.environ, **settings},
+                env={**os.environ, **preloading(), **settings},
                 stderr=file if stderr is None else stderr,
             )
 
