@@ -14,6 +14,13 @@ import hypothesis
 import pytest
 from exact_blas import load_exact_blas
 
+if sys.dont_write_bytecode:
+    # Not beside the sources, then: else each program that is started compiles its libraries.
+    bytecode = Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(bytecode)
+    sys.dont_write_bytecode = False
+
 exact_library = load_exact_blas()  # before anything imports MLX
 
 # Examples are not timed: hypothesis would fail one that the machine was too busy for. They
