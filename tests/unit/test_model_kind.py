@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import start_llm as s
@@ -87,19 +86,28 @@ def test_a_text_model_has_no_tower(tmp_path):
     assert not s.has_vision_tower(tiny_model("qwen3", tmp_path))
 
 
-@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
-def test_nothing_pulls_torch_in(kind, tmp_path):
-    folder = tiny_vision_model(kind, tmp_path)
-    tests = str(Path(s.__file__).parent / "tests")
-    program = (
-        f"import sys; sys.path[:0] = [{tests!r}, {tests + '/support'!r}]\n"
-        "import conftest, pathlib, start_llm as s\n"
-        "assert 'mlx_vlm' not in sys.modules, 'imported without need'\n"
-        f"s.load_model(pathlib.Path({str(folder)!r}), s.Config(model_path={str(folder)!r}))\n"
-        "assert 'mlx_vlm' in sys.modules and 'torch' not in sys.modules\n"
-    )
+LOADING = """
+import importlib.util, pathlib, sys
+program, *folders = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("start_llm", program)
+s = sys.modules["start_llm"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(s)
+assert "mlx_vlm" not in sys.modules, "imported without need"
+for folder in folders:
+    s.load_model(pathlib.Path(folder), s.Config(model_path=folder))
+    assert "mlx_vlm" in sys.modules
+    assert "torch" not in sys.modules, folder
+"""
+
+
+def test_nothing_pulls_torch_in(tmp_path):
+    kinds = (DENSE_VISION, HYBRID_VISION)
+    folders = [tiny_vision_model(kind, tmp_path) for kind in kinds]
+
     process = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False
+        [sys.executable, "-c", LOADING, s.__file__, *folders],
+        capture_output=True,
+        check=False,
     )
 
     assert not process.returncode, process.stderr.decode()[-2000:]
