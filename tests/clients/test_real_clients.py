@@ -742,12 +742,12 @@ def test_a_sub_agent_and_loaded_tools_cost_the_main_thread_nothing(visit, name, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_of_qwen_code_is_resumed_though_the_folder_has_changed(
-    servers, kind, tmp_path, monkeypatch, table
+    request, kind, tmp_path, monkeypatch, table
 ):
     """why(L-103): a new process, so git and the folder are looked at again."""
     monkeypatch.setitem(CLIENT_NAMES, "qwen-code", QwenCode)
     skip_if_missing("qwen-code")
-    served = servers[kind]
+    served = request.getfixturevalue("servers")[kind]
     forget(served)
     make_file = call(QwenCode.SHELL, command="seq 9 > out.txt; git add out.txt")
     count_lines = call(QwenCode.SHELL, command="wc -l out.txt")
@@ -822,13 +822,14 @@ def test_a_client_killed_in_mid_prefill_finds_its_work_again(
 
 
 @pytest.mark.slow
-def test_a_slow_prefill_breaks_nothing(servers, tmp_path_factory, table):
+def test_a_slow_prefill_breaks_nothing(request, tmp_path_factory, table):
     """All that are installed wait at the same time, for servers whose model stands still."""
     waiting_clients = (*PATIENT, "openclaw-2026.9.6")
     names = [name for name in waiting_clients if not CLIENT_NAMES[name].missing()]
     if not names or not sys.platform.startswith("linux"):
         skip_if_missing(PATIENT[0])
 
+    servers = request.getfixturevalue("servers")
     scribe = servers[DENSE].scribe
     scenes = {}
     for name in names:
