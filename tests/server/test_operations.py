@@ -62,15 +62,20 @@ def plain(text="Hello.", **fields):
 def test_a_flood_is_refused_before_the_headers_in_the_clients_own_shape(folder):
     with serving(folder, max_queued_requests=2, batch_max_rows=1) as served:
         port = served.state.config.mlx_port
+        may_go_on = threading.Event()
         with (
-            served.holding(lambda fed: time.sleep(0.02)),
+            served.holding(lambda fed: may_go_on.wait(MAX_WAIT_SECONDS)),
             ThreadPoolExecutor(16) as pool,
         ):
             bodies = [plain(words(40, n), stream=True) for n in range(12)]
             paths = ["/v1/chat/completions", "/v1/messages"] * 6
-            answers = list(
-                pool.map(lambda x: post(port, *x), zip(paths, bodies, strict=True))
-            )
+            posts = [
+                pool.submit(post, port, path, body)
+                for path, body in zip(paths, bodies, strict=True)
+            ]
+            wait_until(lambda: sum(posted.done() for posted in posts) >= 3)
+            may_go_on.set()
+            answers = [posted.result() for posted in posts]
         codes = [code for code, _, _ in answers]
         assert set(codes) == {200, 503} and codes.count(503) >= 3
         for path, (code, headers, body) in zip(paths, answers, strict=True):
@@ -109,7 +114,7 @@ def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
         return connection, address
 
     monkeypatch.setattr(s.LLMServer, "get_request", accepted)
-    with serving(folder, idle_connection_seconds=5) as served, socket.socket() as deaf:
+    with serving(folder, idle_connection_seconds=2) as served, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         deaf.connect(("127.0.0.1", served.state.config.mlx_port))
         stop_never = {"logit_bias": {str(served.scribe.end): -100}}
@@ -128,6 +133,15 @@ def test_who_does_not_read_holds_nobody_up(folder, monkeypatch, stream):
         wait_until(lambda: not status(served)["requests"])
 
 
+@contextmanager
+def requesting(served, body):
+    """A client that has sent a request, and leaves at the end."""
+    address = ("127.0.0.1", served.state.config.mlx_port)
+    with closing(http.client.HTTPConnection(*address)) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        yield
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
@@ -137,30 +151,23 @@ def test_who_leaves_frees_its_place_within_a_slice(folder, phase, stream):
         def phases():
             return [request["phase"] for request in status(served)["requests"]]
 
-        with served.holding(
-            lambda fed: time.sleep(0.2 if phase == "prefill" else 0.01)
+        call_seconds = 0.2 if phase == "prefill" else 0.01
+        with (
+            served.holding(lambda fed: time.sleep(call_seconds)),
+            ExitStack() as clients,
         ):
             if phase == "queued":
-                busy = threading.Thread(
-                    target=lambda: served.ask(
-                        [SYSTEM, user("Go on.")], max_tokens=400, **end
-                    )
-                )
-                busy.start()
+                busy = chat("Go on.", max_tokens=5000, **end)
+                clients.enter_context(requesting(served, busy))
                 wait_until(lambda: phases() == ["decode"])
             n_words = 8000 if phase == "prefill" else 50
             body = chat(words(n_words), stream=stream, max_tokens=5000, **end)
-            with closing(
-                http.client.HTTPConnection("127.0.0.1", served.state.config.mlx_port)
-            ) as c:
-                c.request("POST", "/v1/chat/completions", json.dumps(body))
+            with requesting(served, body):
                 wait_until(lambda: phase in phases())
             left = time.monotonic()
             expected_phases = ["decode"] if phase == "queued" else []
             wait_until(lambda: phases() == expected_phases)
             assert time.monotonic() - left < 1.5
-            if phase == "queued":
-                busy.join()
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -185,27 +192,47 @@ def test_what_went_wrong_inside_is_for_the_log_and_not_for_clients(folder, caplo
     assert "/Users/me/secret.py" in caplog.text
 
 
+class ServingThread(threading.Thread):
+    """The part of the program from the loading of the model to the exit status."""
+
+    def __init__(self, folder, **settings):
+        super().__init__()
+        self.port = free_port()
+        self.stop = threading.Event()
+        self.statuses = []
+        fields = {"mlx_port": self.port, "enable_proxy": False, **settings}
+        config = s.Config(model_path=str(folder), **fields)
+        self._state = s.build_state(config)
+        self._servers = s._listen(config, self._state)
+        self.engine = self._state.engine
+
+    def run(self):
+        self.statuses.append(s._serve(self._state, self._servers, stop=self.stop))
+
+    def join(self):
+        super().join(MAX_WAIT_SECONDS)
+
+
+@contextmanager
+def in_thread(folder, **settings):
+    """A server whose model is loaded, and which has been told to stop in the end."""
+    thread = ServingThread(folder, **settings)
+    thread.start()
+    try:
+        wait_until(lambda: thread.engine.state == "ready")
+        yield thread
+    finally:
+        thread.stop.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("exits", [True, False])
 def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
     folder, monkeypatch, exits
 ):
-    port = free_port()
-    config = s.Config(
-        model_path=str(folder),
-        mlx_port=port,
-        enable_proxy=False,
-        exit_on_engine_death=exits,
-    )
-    state = s.build_state(config)
-    stop = threading.Event()
-    statuses = []
-    servers = s._listen(config, state)
-    main = threading.Thread(
-        target=lambda: statuses.append(s._serve(state, servers, stop=stop))
-    )
-    main.start()
-    try:
-        wait_until(lambda: state.engine.state == "ready")
+    with in_thread(folder, exit_on_engine_death=exits) as serving_thread:
+        port = serving_thread.port
+        engine = serving_thread.engine
 
         def broken(_self):
             raise RuntimeError("planted: /secret/path")
@@ -213,13 +240,13 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
         with ThreadPoolExecutor(1) as pool:
             body = chat(max_tokens=100_000, logit_bias={str(served_end(folder)): -100})
             waiting = pool.submit(post, port, "/v1/chat/completions", body)
-            wait_until(lambda: state.engine.report["decoding"])
+            wait_until(lambda: engine.report["decoding"])
             monkeypatch.setattr(s.PrefixCache, "evict_idle", broken)
             code, _, answer = waiting.result(timeout=MAX_WAIT_SECONDS)
         assert code == 503 and b"secret" not in answer
         if exits:
-            main.join(MAX_WAIT_SECONDS)
-            assert statuses == [1]
+            serving_thread.join()
+            assert serving_thread.statuses == [1]
         else:
             connection = http.client.HTTPConnection(
                 "127.0.0.1", port, timeout=MAX_WAIT_SECONDS
@@ -227,29 +254,48 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
             connection.request("GET", "/health")
             response = connection.getresponse()
             assert response.status == 503 and json.loads(response.read())["error"]
-            assert main.is_alive()
-    finally:
-        stop.set()
-        main.join(MAX_WAIT_SECONDS)
+            assert serving_thread.is_alive()
 
-    assert not main.is_alive()
+    assert not serving_thread.is_alive()
 
 
 # -- orders to stop --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def program(tmp_path, folder, request):
-    settings = getattr(request, "param", {})
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        running = Program(tmp_path / "program", folder)
+# A machine may be slow: running replies have a minute to end, and half of that is soon.
+PATIENT = {"SHUTDOWN_GRACE_SECONDS": "60"}
 
-    running.wait_until_ready()
-    yield running
-    if running.process.poll() is None:
-        running.end(signal.SIGKILL)
+
+class SharedProgram:
+    """One for several tests: the next one is started when a test has ended it."""
+
+    def __init__(self, folder, model):
+        self._folder = folder
+        self._model = model
+        self._programs = []
+
+    def start(self, **how):
+        program_folder = self._folder / f"program{len(self._programs)}"
+        program = Program(program_folder, self._model, **PATIENT, **how)
+        self._programs.append(program)
+        program.wait_until_ready()
+        return program
+
+    def running(self):
+        if self._programs and self._programs[-1].process.poll() is None:
+            return self._programs[-1]
+        return self.start()
+
+    def close(self):
+        for program in self._programs:
+            if program.process.poll() is None:
+                program.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, folder):
+    with closing(SharedProgram(tmp_path_factory.mktemp("programs"), folder)) as shared:
+        yield shared
 
 
 @contextmanager
@@ -265,34 +311,71 @@ def streaming(port, max_tokens, stop_id):
         yield response
 
 
-# A machine may be slow: what is not about the time allowed to running replies has a minute of it,
-# and half of that is soon.
-patient = pytest.mark.parametrize(
-    "program", [{"SHUTDOWN_GRACE_SECONDS": "60"}], indirect=True
-)
+def is_refused(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    except ConnectionRefusedError:
+        return True
+    except (
+        ConnectionResetError
+    ):  # the door closed while this one stood in it: ask again
+        return False
+
+    return False
 
 
-@patient
-def test_a_running_reply_may_end_before_the_server_does(program, folder):
-    with streaming(program.port, 1500, served_end(folder)) as response:
-        program.process.send_signal(signal.SIGTERM)
-        text = response.read()
-    assert b'"finish_reason": "length"' in text and text.rstrip().endswith(
-        b"data: [DONE]"
+@pytest.fixture(scope="module")
+def stop(shared, folder):
+    """What three clients and the console see of a program that is told to stop once."""
+    program = shared.running()
+    stop_id = served_end(folder)
+    idle_client = http.client.HTTPConnection(
+        "127.0.0.1", program.port, timeout=MAX_WAIT_SECONDS
     )
-    assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 0
+    idle_client.request("GET", "/health")
+    assert idle_client.getresponse().read()
 
-
-@pytest.mark.parametrize("program", [{"SHUTDOWN_GRACE_SECONDS": "0.5"}], indirect=True)
-def test_a_reply_that_takes_too_long_is_cut_with_an_error(program, folder):
-    with streaming(program.port, 100_000, served_end(folder)) as response:
-        program.process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
+    with streaming(program.port, 600, stop_id) as response:
+        # while this one runs, the program cannot end
+        with streaming(program.port, 100_000, stop_id):
+            program.process.send_signal(signal.SIGTERM)
+            # a port is let go within 0.5 s, on a machine with time
+            wait_until(lambda: is_refused(program.port), seconds=30)
+            late_request = json.dumps(chat(max_tokens=3))
+            idle_client.request("POST", "/v1/chat/completions", late_request)
+            late_status = idle_client.getresponse().status
         text = response.read()
-    assert time.monotonic() - began < 30 and b'"error"' in text
+
+    return {
+        "text": text,
+        "late_status": late_status,
+        "exit_status": program.process.wait(timeout=MAX_WAIT_SECONDS),
+        "console": program.said,
+    }
+
+
+def test_a_running_reply_may_end_before_the_server_does(stop):
+    assert b'"finish_reason": "length"' in stop["text"]
+    assert stop["text"].rstrip().endswith(b"data: [DONE]")
+    assert stop["exit_status"] == 0
+
+
+def test_a_reply_that_takes_too_long_is_cut_with_an_error(
+    folder, caplog, capfd, monkeypatch
+):
+    monkeypatch.setattr(s.logger, "propagate", True)
+    with in_thread(folder, shutdown_grace_seconds=0.1) as serving_thread:
+        with streaming(serving_thread.port, 100_000, served_end(folder)) as response:
+            serving_thread.stop.set()
+            began = time.monotonic()
+            text = response.read()
+        serving_thread.join()
+
+    assert time.monotonic() - began < 30
+    assert b'"error"' in text
     assert b"the server is stopping" in text
-    assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 0
-    assert "Traceback" not in program.said
+    assert serving_thread.statuses == [0]
+    assert "Traceback" not in caplog.text + capfd.readouterr().err
 
 
 def test_a_request_is_under_way_until_its_error_has_left(folder, monkeypatch):
@@ -316,62 +399,35 @@ def test_a_request_is_under_way_until_its_error_has_left(folder, monkeypatch):
         wait_until(lambda: not served.state.stores.live)
 
 
-@patient
-def test_a_second_order_is_obeyed_at_once(program, folder):
-    with streaming(program.port, 100_000, served_end(folder)):
-        program.process.send_signal(signal.SIGTERM)
-        time.sleep(0.7)
-        assert program.process.poll() is None
-        program.process.send_signal(signal.SIGTERM)
-        assert program.process.wait(timeout=30) == 128 + signal.SIGTERM
+def test_while_it_stops_nobody_new_is_served(stop):
+    """Its port was refused: the fixture waits for that."""
+    assert stop["late_status"] == 503
 
 
-@patient
-def test_while_it_stops_nobody_new_is_served(program, folder):
-    def is_refused():
-        try:
-            socket.create_connection(("127.0.0.1", program.port), timeout=2).close()
-        except ConnectionRefusedError:
-            return True
-        except (
-            ConnectionResetError
-        ):  # the door closed while this one stood in it: ask again
-            return False
-
-        return False
-
-    connection = http.client.HTTPConnection(
-        "127.0.0.1", program.port, timeout=MAX_WAIT_SECONDS
-    )
-    connection.request("GET", "/health")
-    assert connection.getresponse().read()
-
-    with streaming(program.port, 100_000, served_end(folder)):
-        program.process.send_signal(signal.SIGTERM)
-        # a port is let go within 0.5 s, on a machine with time
-        wait_until(is_refused, seconds=30)
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(chat(max_tokens=3))
-        )
-        assert connection.getresponse().status == 503
-
-
-def test_a_killed_server_leaves_its_port_free_at_once(program, folder, tmp_path):
-    with streaming(program.port, 100_000, served_end(folder)):
-        program.end(signal.SIGKILL)
-        second = Program(tmp_path / "second", folder, port=program.port)
-        try:
-            second.wait_until_ready()
-        finally:
-            second.end(signal.SIGKILL)
-
-
-def test_a_second_server_on_one_port_says_so_in_one_sentence(program, folder, tmp_path):
+def test_a_second_server_on_one_port_says_so_in_one_sentence(shared, folder, tmp_path):
+    program = shared.running()
     second = Program(tmp_path / "second", folder, port=program.port)
     assert second.process.wait(timeout=MAX_WAIT_SECONDS) == 2
     (line,) = second.said.strip().splitlines()
     assert str(program.port) in line
     assert "taken" in line
+
+
+def test_a_killed_server_leaves_its_port_free_at_once(shared, folder):
+    program = shared.running()
+    with streaming(program.port, 100_000, served_end(folder)):
+        program.end(signal.SIGKILL)
+        shared.start(port=program.port)
+
+
+def test_a_second_order_is_obeyed_at_once(shared, folder):
+    program = shared.running()
+    with streaming(program.port, 100_000, served_end(folder)):
+        program.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "Stopping ..." in program.said)
+        assert program.process.poll() is None
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
 def served_end(folder):
@@ -432,11 +488,9 @@ def test_environment_keys_are_not_in_what_the_server_says(folder, caplog):
     assert "wrong-key" not in caplog.text
 
 
-def test_the_console_says_that_it_stops_and_that_it_has(program):
-    program.process.send_signal(signal.SIGTERM)
-
-    assert program.process.wait(timeout=MAX_WAIT_SECONDS) == 0
-    lines = program.said.splitlines()
+def test_the_console_says_that_it_stops_and_that_it_has(stop):
+    assert stop["exit_status"] == 0
+    lines = stop["console"].splitlines()
     assert lines[-1] == "stopped."
     assert sum(line.startswith("Stopping ...") for line in lines) == 1
     assert sum(line.startswith("start-llm ") for line in lines) == 2  # loading, banner
