@@ -7632,6 +7632,9 @@ class KVSpec(NamedTuple):
     has_state: bool  # some layers keep state, so requests go on from checkpoints
     can_batch: bool  # every layer has a form for batches
     can_tap: bool  # a tap is installed, so checkpoints need no call of their own
+    layer_kinds: tuple[
+        str, ...
+    ] = ()  # of each layer: "attention", "window of 128", ...
 
 
 def measure_kv(model: Any) -> KVSpec:
@@ -7649,7 +7652,21 @@ def measure_kv(model: Any) -> KVSpec:
         has_state=bool(state_leaves),
         can_batch=all(hasattr(layer, "merge") for layer in layer_caches),
         can_tap=bool(state_leaves) and _install_tap(model),
+        layer_kinds=tuple(_name_kind(layer) for layer in layer_caches),
     )
+
+
+def _name_kind(layer: Any) -> str:
+    """What a layer keeps, for people: "attention", "recurrent", "window of 128"."""
+    names: list[str] = []
+    for leaf in cache_leaves([layer]):
+        if is_attention(leaf):
+            names.append("attention")
+        elif is_recurrent(leaf):
+            names.append("recurrent")
+        else:
+            names.append(f"window of {window_tokens(leaf)}")
+    return " + ".join(names)
 
 
 def _attention_leaves(layer_caches: LayerCaches) -> list[Any]:
@@ -8565,6 +8582,7 @@ class EntryReport(TypedDict):
     idle_seconds: float
     session: str
     running: bool
+    checkpoints: NotRequired[list[int]]  # their positions, if they were asked for
 
 
 class PrefixCache:
@@ -8917,7 +8935,9 @@ class PrefixCache:
             return depth
         return 0
 
-    def describe(self) -> list[tuple[str, EntryReport]]:
+    def describe(
+        self, *, shows_checkpoints: bool = False
+    ) -> list[tuple[str, EntryReport]]:
         """For each entry its tenant, and what the status page shows of it."""
         now = self._clock()
         reports: list[tuple[str, EntryReport]] = []
@@ -8932,6 +8952,8 @@ class PrefixCache:
                 "session": entry.owner.session,
                 "running": entry.is_running,
             }
+            if shows_checkpoints:
+                report["checkpoints"] = sorted(entry.checkpoints)
             reports.append((entry.owner.tenant, report))
         return reports
 
@@ -15443,12 +15465,14 @@ class LiveRequest(TypedDict):
     session: str
     prompt: int  # tokens, as are the next three
     out: int
+    max_tokens: int  # the most that `out` can be
     cached: int
     done: int  # of the prompt: they have KV
     phase: str  # "queued", "prefill", "decode"
     match: str  # what is reused; "-" until it runs
     tokens_per_second: float | None  # of the reply; None before it begins
     seconds: float  # since it came
+    first_token_seconds: float | None  # from then to its first token; None before that
     waited_seconds: float
     waiting_for: WaitReason | None  # None: it waits no more
     waiting_for_request: str | None  # the id of the request whose prefix it waits for
@@ -16362,12 +16386,14 @@ class ReplyGeneration:
             "session": self._prepared.session_id,
             "prompt": self._prepared.engine_request.n_prompt,
             "out": n_out,
+            "max_tokens": self._prepared.engine_request.max_tokens,
             "cached": self._n_cached or 0,
             "done": self._n_read,
             "phase": phase,
             "match": self._handle.hit_kind,
             "tokens_per_second": decode_speed,
             "seconds": round(now - self._began_at, 1),
+            "first_token_seconds": self._first_token_seconds(),
             "waited_seconds": round(times.seconds(now).waiting, 3),
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
@@ -16377,6 +16403,12 @@ class ReplyGeneration:
             "client": self._client,
             "title": self._title,
         }
+
+    def _first_token_seconds(self) -> float | None:
+        first_token_at = self._first_token_at
+        if first_token_at is None:
+            return None
+        return round(first_token_at - self._began_at, 3)
 
     def _prefill_left_seconds(self, now: float) -> float | None:
         """At the pace of this prompt so far; before that, at that of the last slice.
@@ -16699,9 +16731,7 @@ class ReplyGeneration:
     def _facts(
         self, end: FinishedEvent, *, waited_for: WaitCause | None
     ) -> RequestFacts:
-        ttft_seconds = 0.0
-        if self._first_token_at is not None:
-            ttft_seconds = self._first_token_at - self._began_at
+        ttft_seconds = self._first_token_seconds() or 0.0
         return {
             "id": _shown_id(self._request),
             "api": self._request.kind,
@@ -16830,8 +16860,8 @@ def kept_awake(config: Config) -> Iterator[None]:
 # second, each second when idle; what needs more is asked of it with Engine.call(),
 # between two of its steps.
 #
-# Public   health_body, models_body, model_body, status_body, metrics_text,
-#          count_tokens_body, explain_body, drop_cache
+# Public   health_body, models_body, model_body, status_body, detailed_status_body,
+#          metrics_text, count_tokens_body, explain_body, drop_cache
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, SESSIONS, ENGINE,
 #          REQUEST HANDLING
 # Thread   connection; models_body: also main
@@ -16918,9 +16948,29 @@ class StatusBody(TypedDict):
     refusals: list[Refusal]  # the oldest first
     totals: Totals
     cache: list[EntryReport]
+    layers: NotRequired[list[str]]  # what each layer keeps, if it was asked for
     sessions: list[SessionRow]
     ledger: dict[str, int]
     counters: dict[str, int]
+
+
+def detailed_status_body(state: ServerState) -> StatusBody:
+    """GET /v1/status?detail=cache: also each entry's checkpoints and the layers' kinds.
+
+    The cache is as of now: the model thread is asked between two of its steps. Without
+    a model there is no more to show than status_body() has.
+    """
+    body = status_body(state)
+    with suppress(NotReady):
+        layer_kinds, reports = state.engine.call(
+            lambda scheduler: (
+                scheduler.spec.layer_kinds,
+                scheduler.cache.describe(shows_checkpoints=True),
+            )
+        )
+        body["layers"] = list(layer_kinds)
+        body["cache"] = _own_entries(state, reports)
+    return body
 
 
 def status_body(state: ServerState) -> StatusBody:
@@ -16995,11 +17045,14 @@ def _merge[Row](
 
 
 def _cache_entries(state: ServerState) -> list[EntryReport]:
-    return [
-        entry
-        for tenant, entry in state.engine.cache_entries
-        if is_seen_by(state.tenant, tenant)
-    ]
+    return _own_entries(state, state.engine.cache_entries)
+
+
+def _own_entries(
+    state: ServerState, reports: list[tuple[str, EntryReport]]
+) -> list[EntryReport]:
+    """Those of the tenants whose figures may be seen; each comes after its tenant."""
+    return [entry for tenant, entry in reports if is_seen_by(state.tenant, tenant)]
 
 
 def _newest_sessions(views: list[TenantStores], now: float) -> list[SessionRow]:
@@ -17744,13 +17797,21 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, text, content_type=prometheus.CONTENT_TYPE_LATEST)
 
     def _get_status(self) -> object:
+        """`?detail=cache` shows more of the cache; any other query is passed over."""
+        if self._query.get("detail") == "cache":
+            return detailed_status_body(self._state)
         return status_body(self._state)
 
     def _delete_cache(self) -> object:
         """Without a query, of all sessions; `?session=ID` of one; any other of none."""
-        query = self.path.partition("?")[2]
-        session = dict(parse_qsl(query)).get("session", "") if query else None
+        has_query = "?" in self.path and not self.path.endswith("?")
+        session = self._query.get("session", "") if has_query else None
         return drop_cache(self._state, session)
+
+    @property
+    def _query(self) -> dict[str, str]:
+        """The parameters of the query; of two with one name the last."""
+        return dict(parse_qsl(self.path.partition("?")[2]))
 
     def _explain(self) -> object:
         return explain_body(self._state, self._read_request(parse_any_request))

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import urllib.request
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ COLUMNS = (
 
 
 def status_of(url: str, key: str) -> Body:
-    """GET /v1/status. Raises OSError when nobody answers or the key is wrong."""
+    """GET /v1/status, with the details of the cache.
+
+    Raises OSError when nobody answers or the key is wrong.
+    """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/status", headers=headers)
+    address = f"{url.rstrip('/')}/v1/status?detail=cache"
+    request = urllib.request.Request(address, headers=headers)
     with urllib.request.urlopen(request, timeout=10) as response:
         body: Body = json.load(response)
         return body
@@ -70,7 +75,23 @@ def describe_entry(entry: Body) -> str:
         tokens += f", from {entry['shared']:,} on"
     state = "running" if entry["running"] else f"idle {entry['idle_seconds']:.0f} s"
     session = escape(entry["session"])
-    return f"{tokens}, {in_bytes(entry['bytes'])}, {state}  {session}"
+    line = f"{tokens}, {in_bytes(entry['bytes'])}, {state}  {session}"
+    positions = entry.get("checkpoints")
+    if positions:
+        line += "\ncheckpoints at " + ", ".join(f"{p:,}" for p in positions)
+    return line
+
+
+def describe_layers(kinds: list[str]) -> str:
+    """What the layers keep, a run of equal ones at a time: `0-2 recurrent, 3 ...`."""
+    runs: list[str] = []
+    start = 0
+    for kind, equal_kinds in groupby(kinds):
+        end = start + len(list(equal_kinds)) - 1
+        numbers = f"{start}" if start == end else f"{start}-{end}"
+        runs.append(f"{numbers} {kind}")
+        start = end + 1
+    return ", ".join(runs)
 
 
 def show_status(body: Body, console: Console) -> None:
@@ -78,6 +99,8 @@ def show_status(body: Body, console: Console) -> None:
     console.print(f"{body.get('model', {}).get('id', '-')}: {body['status']}")
     kinds = (f"{kind} {in_bytes(size)}" for kind, size in body["memory"].items())
     console.print("memory: " + ", ".join(kinds))
+    if "layers" in body:
+        console.print("layers: " + describe_layers(body["layers"]), highlight=False)
     console.print(tree_of(body["cache"]))
 
     counters = [f"{name} {n}" for name, n in body["counters"].items() if n]

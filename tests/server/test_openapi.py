@@ -174,7 +174,7 @@ def test_it_is_valid_openapi_of_valid_schemas_and_can_be_read():
     assert DESCRIPTION["openapi"].startswith("3.1.")
     for schema in DESCRIPTION["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
-    assert FILE.read_text(encoding="utf-8").count("\n") < 750
+    assert FILE.read_text(encoding="utf-8").count("\n") < 800
 
 
 def refs(part: Any) -> set[str]:

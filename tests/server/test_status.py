@@ -71,6 +71,45 @@ def test_every_phase_of_a_request_is_seen_and_afterwards_it_is_among_the_recent(
     assert decoding[0]["id"] == last["id"]
 
 
+def test_a_request_that_runs_has_its_first_token_and_the_limit_of_its_reply(served):
+    seen = []
+
+    def look(_fed):
+        replies = list(served.state.stores.live.values())
+        seen.extend(reply.describe() for reply in replies)
+
+    with served.holding(look):
+        served.ask(opening(300), max_tokens=30)
+
+    assert all(request["max_tokens"] == 30 for request in seen)
+    times = [request["first_token_seconds"] for request in seen]
+    assert times[0] is None
+    assert times[-1] > 0
+    assert all(
+        (request["first_token_seconds"] is None) == (request["out"] == 0)
+        for request in seen
+    )
+
+
+def test_the_status_shows_checkpoints_and_kinds_of_layers_to_who_asks(served):
+    served.ask(opening(700), max_tokens=5)
+    wait_until(lambda: not status(served)["requests"])
+
+    plain = status(served)
+    _, detailed = ask(served, "GET", "/v1/status?detail=cache")
+
+    assert "layers" not in plain
+    assert all("checkpoints" not in entry for entry in plain["cache"])
+    has_state = "recurrent" in detailed["layers"]
+    assert has_state == served.state.engine.call(lambda s: s.spec.has_state)
+    assert "attention" in detailed["layers"]
+    (entry,) = detailed["cache"]
+    positions = entry["checkpoints"]
+    assert bool(positions) == has_state
+    assert positions == sorted(positions)
+    assert all(0 < position <= entry["tokens"] for position in positions)
+
+
 def test_asking_for_the_status_forgets_nothing():
     state = s.build_state(s.Config()).for_tenant("")  # not started: nothing expires
     state.stores.SESSION_INDEX.note("old", {}, now=time.monotonic() - 1e6)

@@ -45,6 +45,7 @@ def test_the_cache_of_a_server_is_a_tree(served):
     assert "[bold]main" in result.stdout and "other" in result.stdout
     assert "memory: limit" in result.stdout
     assert "counters above zero" in result.stdout
+    assert "layers: 0-1 attention" in result.stdout
 
     result = run("--url", url, "--key", "key", "--json")
     assert result.returncode == 0
@@ -88,3 +89,33 @@ def test_lines_without_a_parent_any_more_are_shown(monkeypatch):
 
     text = console.export_text()
     assert all(f"s{n}" in text for n in range(3))
+
+
+def test_layers_of_one_kind_are_named_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import inspect_mlx_cache
+
+    kinds = ["recurrent"] * 3 + ["attention"] + ["window of 8"] * 2
+
+    line = inspect_mlx_cache.describe_layers(kinds)
+
+    assert line == "0-2 recurrent, 3 attention, 4-5 window of 8"
+
+
+def test_checkpoints_stand_below_their_entry(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import inspect_mlx_cache
+
+    entry = {
+        "tokens": 2000,
+        "shared": 0,
+        "bytes": 7,
+        "idle_seconds": 1.0,
+        "running": False,
+        "session": "a",
+        "checkpoints": [256, 1999],
+    }
+
+    line = inspect_mlx_cache.describe_entry(entry)
+
+    assert line.endswith("a\ncheckpoints at 256, 1,999")
