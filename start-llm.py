@@ -5620,7 +5620,7 @@ class ChatTemplate:
     def _warn(self) -> None:
         if self._config.normalize_write_tool_content_for_prompt:
             name = "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT"
-            logger.warning("%s: the model cannot see its writes", name)
+            logger.warning("%s: a past write that is rendered is a digest", name)
         if self.source and not self.traits.has_system:
             logger.warning(
                 "this chat template has no system role: user messages carry that text"

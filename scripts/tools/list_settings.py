@@ -34,6 +34,45 @@ is no setting logs a line, with the setting that was probably meant; one that ca
 settings are reserved: one of them in `.env` logs a line.
 """
 
+OTHER_DEFAULTS_HEADING: Final = """\
+## Defaults that are not those of the system before
+
+Settings have the names of the system that this one replaces. Where a default differs, this is why.
+
+| setting | there | here | why |
+|---|---|---|---|"""
+# Of each such setting the default there, and the reason for another one.
+OTHER_DEFAULTS: Final = {
+    "MODEL_PATH": (
+        "lmstudio-community/GLM-4.7-Flash-MLX-4bit",
+        "nothing is downloaded that nobody chose: the first start asks",
+    ),
+    "PROXY_MODEL_ID": (
+        "openai/{MODEL_PATH}",
+        "LiteLLM takes every name, and each means the model that is loaded",
+    ),
+    "PROXY_STARTUP_WAIT_SECONDS": (
+        "2.0",
+        "nobody waits for LiteLLM: these are the seconds between two lines that say it starts",
+    ),
+    "PROMPT_CACHE_MAX_ENTRIES_GLOBAL": (
+        "24",
+        "bytes decide what stays; 24 entries were evicted while memory was free (L-119)",
+    ),
+    "PROMPT_CACHE_TTL_SECONDS": (
+        "1800",
+        "who comes back after an hour is read anew only if the memory was needed (L-119)",
+    ),
+    "DEFAULT_REPETITION_PENALTY": (
+        "1.08",
+        "a penalty forbids what a tool call has to repeat: names, paths, brackets",
+    ),
+    "ENABLE_REQUEST_LOGGING": (
+        "true",
+        "what clients say is written to disk only where it was asked for",
+    ),
+}
+
 
 @dataclass(slots=True)
 class Setting:
@@ -119,7 +158,14 @@ def make_markdown(groups: list[Group], schemas: dict[str, dict[str, Any]]) -> st
                 f"| `{setting.name}` | {default} | {values} | {setting.explanation} |"
             )
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    defaults = {
+        setting.name: setting.default for group in groups for setting in group.settings
+    }
+    lines.append(OTHER_DEFAULTS_HEADING)
+    for name, (default_there, reason) in OTHER_DEFAULTS.items():
+        default = f"`{defaults[name]}`" if defaults[name] else "(empty)"
+        lines.append(f"| `{name}` | `{default_there}` | {default} | {reason} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -80,8 +80,7 @@ def test_documents_have_no_broken_link():
 
 
 def test_documents_name_only_files_that_exist():
-    names = [name for name in documents() if not name.startswith("models/")]
-    missing = {name: missing_programs(read(name)) for name in names}
+    missing = {name: missing_programs(read(name)) for name in documents()}
     assert not {name: files for name, files in missing.items() if files}
 
 
@@ -115,9 +114,25 @@ def test_docs_settings_is_what_config_and_the_example_make():
     )
 
 
+def test_docs_settings_explains_only_defaults_that_differ():
+    for name, (default_there, _) in list_settings.OTHER_DEFAULTS.items():
+        assert s.Config.from_env({name: default_there}) != s.Config()
+
+
 def test_docs_settings_lists_every_setting():
-    names = dict(SETTING_ROW.findall(read("docs/settings.md")))
+    text = read("docs/settings.md").partition(list_settings.OTHER_DEFAULTS_HEADING)[0]
+    names = dict(SETTING_ROW.findall(text))
     assert set(names) >= {name.upper() for name in s.Config.model_fields}
+
+
+def test_docs_operations_explains_every_field_of_a_session_log():
+    text = read("docs/operations.md").partition("## The session logs")[2]
+    rows = re.findall(r"^\| (`.+?) \|", text.partition("\n## ")[0], re.MULTILINE)
+    fields = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+    written = set(s.SessionRecord.__annotations__) | set(s.RequestFacts.__annotations__)
+    written |= set(s.SessionTurn.__annotations__)
+    assert fields == written | {"time", "messages", "tokens"}
 
 
 def test_defaults_in_the_readme_are_those_of_config():
