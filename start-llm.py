@@ -11053,18 +11053,19 @@ BLANKS: /[ \t\r\n]{{1,8}}/"""
 #     waiting ------> prefilling ------> decoding ------> put back into the cache
 #              admit      slice by slice     step by step
 #
-# One step of the scheduler: end what is over, admit what fits, decode one token in each
+# One step of the scheduler: end what is over, admit what fits, decode one step in each
 # batch, then prefill one slice: more if each ends a prompt, none while decoding has to
 # catch up. A step takes about SLICE_SECONDS, so that what decodes goes on beside a long
-# prompt, and nobody waits long to be noticed.
+# prompt, and nobody waits long to be noticed. Between two steps the ENGINE has it hold
+# the memory limit, four times a second.
 #
 #  1 Requests      what is asked of the model; its events; handles for connections
 #  2 Policy        pure functions and accounts: who prefills next, and how much
 #  3 Running       one request: its KV, its tokens, its entry in the cache
-#  4 Prefill       the model reads a part of a prompt, and keeps states on the way
-#  5 Decode batch  requests that decode together
-#  6 Memory        who fits, what is evicted, who must end
-#  7 Scheduler     acts on all of that
+#  4 Decode batch  requests that decode together
+#  5 Memory        who fits, what is evicted, who must end
+#  6 Prefill       the model reads prompts, slice by slice, and keeps states on the way
+#  7 Scheduler     chooses: who ends, who starts, who prefills; and what a failure ends
 #
 # A request that decodes alone does so in its own buffers. Requests of similar length
 # decode as one batch; a short one never pays for padding to the length of a long one.
@@ -11150,7 +11151,7 @@ class RequestTimes(NamedTuple):
     """When a request entered its states, by time.monotonic()."""
 
     submitted: float
-    started: float | None = None  # and prefills; None: it waits
+    started: float | None = None  # the model reads for it; None: it waits
     decoding: float | None = None  # None: it waits or prefills
 
     @property
@@ -11231,9 +11232,18 @@ class RequestHandle:
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
 
-    def wait_for(self, cause: WaitCause | None, now: float) -> None:
-        """Note for what it waits from now on; None: for nothing any more."""
+    def wait_for(self, cause: WaitCause, now: float) -> None:
+        """Note for what it waits from now on."""
         self.waits = self.waits.switch(cause, now)
+
+    def note_prefill(self, now: float) -> None:
+        """Note that the model begins to read for it, so it waits for nothing more."""
+        self.waits = self.waits.switch(None, now)
+        self.times = self.times._replace(started=now)
+
+    def note_decode(self, now: float) -> None:
+        """Note that its prompt is read, and its reply begins."""
+        self.times = self.times._replace(decoding=now)
 
     def begin_again(self) -> None:
         """Note that its second try begins, as if it had just come."""
@@ -11468,24 +11478,14 @@ class RunningRequest:
 
     @property
     def started_at(self) -> float:
-        """When the model began to read for it; until then, when it was last looked at.
-
-        `Scheduler._end_running` moves it on in each step before.
-        """
+        """When the model began to read for it; infinite until then."""
         started = self.handle.times.started
-        assert started is not None
-        return started
+        return math.inf if started is None else started
 
     @property
     def n_to_prefill(self) -> int:
         """Tokens of the prompt that are left, but the last: decoding feeds it."""
         return self.request.n_prompt - 1 - self.num_computed_tokens
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the model has read a token for this request."""
-        n_cached = self.match.cached_tokens
-        return self.batch is not None or self.num_computed_tokens != n_cached
 
     @property
     def can_read_with_others(self) -> bool:
@@ -11554,12 +11554,6 @@ class RunningRequest:
         hashes = block_hashes(tokens, block_size, root=salt, first_hashes=prompt_hashes)
         return TokenKey(salt, tokens, hashes)
 
-    @property
-    def last_fed_id(self) -> int:
-        """The token of prompt or output that the model has read last."""
-        n_fed = self.num_computed_tokens - self.request.n_prompt
-        return self.output_ids[n_fed - 1]
-
     def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
         """Add a generated token. `logprobs`: `(vocab,)`, computed, it was sampled of.
 
@@ -11600,65 +11594,12 @@ def read_logprobs(logprobs: mx.array, token_id: int, n_top: int) -> Logprob:
     return values[0], tuple(zip(top_ids, values[1:], strict=True))
 
 
-# -- 4 prefill -------------------------------------------------------------------------
-
-CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
-REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
-
-
 def _remaining_prefill(tokens: TokenIds, offset: KvOffset) -> TokenIds:
     """Tokens of a prompt that are still to be prefilled: all but the last.
 
     The last one is fed by the first decode step, which samples a token from it (L-11).
     """
     return tokens[offset : len(tokens) - 1]
-
-
-def _find_slice_ends(
-    request: EngineRequest, offset: KvOffset, *, spec: KVSpec
-) -> list[int]:
-    """Where slices of a prompt must end, after `offset` and inside it; ascending.
-
-    At the end of each image: a slice has one image, and ends with it. For a model with
-    state before each image, too, and wherever a checkpoint is worth it, unless the
-    model can take it inside a slice (L-61).
-    """
-    positions = [start + len(image.marker_ids) for start, image in request.images]
-    if spec.has_state:
-        positions += [start for start, _ in request.images]
-        if not spec.can_tap:
-            n_prompt = request.n_prompt
-            positions += _find_checkpoints(request, offset, end=n_prompt)
-    return sorted({p for p in positions if offset < p < request.n_prompt})
-
-
-def _find_checkpoints(request: EngineRequest, start: int, *, end: int) -> list[int]:
-    """Positions in (start, end] where a state is worth its bytes; ascending."""
-    tokens = request.key.tokens
-    spaced_positions = range(CHECKPOINT_SPACING, end + 1, CHECKPOINT_SPACING)
-    last_position = request.n_prompt - 1
-    positions: set[int] = set()
-    for wanted_position in (*request.checkpoint_positions, *spaced_positions):
-        position = min(wanted_position, last_position)
-        if start < position <= end and not is_inside_image(tokens, position):
-            positions.add(position)
-    return sorted(positions)
-
-
-@contextmanager
-def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
-    """While the model reads a prompt up to `end`, states on the way are kept (L-61).
-
-    This does nothing for models that cannot take states inside a call.
-    """
-    start = running.num_computed_tokens
-    layer_caches = running.layer_caches  # a decode batch takes them over meanwhile
-    positions = _find_checkpoints(running.request, start, end=end)
-    request_tapped_states(layer_caches, [position - start for position in positions])
-    yield
-    states = take_tapped_states(layer_caches)
-    for position, state in zip(positions, states, strict=False):
-        running.lease.add_checkpoint(position, state)
 
 
 def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> ModelCall:
@@ -11679,7 +11620,7 @@ def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> Mode
     return call_with_shifts
 
 
-# -- 5 decode batch --------------------------------------------------------------------
+# -- 4 decode batch --------------------------------------------------------------------
 #
 # A prompt of five tokens, p0 to p4, and its reply, r0, r1, ...:
 #
@@ -11690,10 +11631,11 @@ def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> Mode
 #     step               r1         7        r0 r1        r1
 #     step               r2         8        r0 r1 r2     r2
 #
-# After each step KV and `output_ids` end with the same token. A step reports the token
-# that it feeds, and meanwhile the one after it is being computed (L-10). Only r0 is
+# A step *accepts* the tokens that it feeds: their KV is there, they are in the reply.
+# After each step KV and `output_ids` end with the same token. A step reports what it
+# accepts, and meanwhile the token after it is being computed (L-10). Only r0 is
 # reported when it is sampled, for the sake of the time to the first token; so the first
-# step has nothing to report.
+# step accepts r0, and has nothing to report.
 #
 # State that cannot be rewound is kept from before the last step, too: a client may send
 # the reply back without its last token, which is often an end token.
@@ -11702,8 +11644,18 @@ MIN_LONE_CALL_TOKENS: Final = 16
 HANDOVER_SECONDS: Final = 0.0005
 
 
+class AcceptedTokens(NamedTuple):
+    """What a step has added to the reply of a request: one token, for now."""
+
+    running: RunningRequest
+    token_ids: list[int]
+
+
 class DecodeBatch:
-    """Requests that decode together: one in its own buffers, several as one batch."""
+    """Requests that decode together: one in its own buffers, several as one batch.
+
+    An exception in a method leaves the KV of all its requests in doubt.
+    """
 
     def __init__(
         self,
@@ -11771,17 +11723,21 @@ class DecodeBatch:
         """Bytes of KV and state, padding included."""
         return sum(layer.nbytes for layer in self.layer_caches)
 
-    def step(self) -> None:
-        """Feed and report one token of each request."""
+    def step(self) -> list[AcceptedTokens]:
+        """Feed and report the next token of each request; returns what was accepted."""
         self._previous_state = hold_recurrent_state(self.layer_caches)
-        tokens = self._generator.step()
-        for running, (token_id, logprobs) in zip(self.requests, tokens, strict=True):
+        fed_tokens = self._generator.step()
+
+        accepted: list[AcceptedTokens] = []
+        for running, token in zip(self.requests, fed_tokens, strict=True):
             n_fed = running.num_computed_tokens - running.request.n_prompt
             # Only in the first step: `__init__` has reported r0.
             is_reported = n_fed < len(running.output_ids)
             if not is_reported:
-                running.add_token(token_id, logprobs=logprobs)
+                running.add_token(token.token_id, logprobs=token.logprobs)
             running.num_computed_tokens += 1
+            accepted.append(AcceptedTokens(running, [token.token_id]))
+        return accepted
 
     def read_state(self, running: RunningRequest) -> StateCheckpoint:
         """A copy of the state of a request after the token that it was fed last."""
@@ -11801,8 +11757,6 @@ class DecodeBatch:
 
     def merge(self, joining_batch: DecodeBatch) -> None:
         """Take over the requests of another batch, which must not be used any more."""
-        for running in joining_batch.requests:
-            running.batch = self  # first: a failure in what follows is one of them all
         for batch in (self, joining_batch):
             if len(batch.requests) == 1:
                 batch._generator.layer_caches = to_batch(batch.layer_caches)
@@ -11811,6 +11765,8 @@ class DecodeBatch:
         evaluate_caches(self.layer_caches)
         self._previous_state = None
         self.requests += joining_batch.requests
+        for running in joining_batch.requests:
+            running.batch = self
 
     def remove(self, running: RunningRequest) -> StateCheckpoint | None:
         """Give a request its KV back, and take it out of the batch.
@@ -11833,7 +11789,7 @@ class DecodeBatch:
         if len(self.requests) == 1:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)
-        running.batch = None  # last: until here, a failure is one of the whole batch
+        running.batch = None
         return state
 
 
@@ -11860,7 +11816,7 @@ def _prefilling_of(requests: Iterable[RunningRequest]) -> list[RunningRequest]:
     return [running for running in requests if running.batch is None]
 
 
-# -- 6 memory --------------------------------------------------------------------------
+# -- 5 memory --------------------------------------------------------------------------
 #
 #     memory limit = weights + KV + image features + working memory
 #
@@ -11871,7 +11827,6 @@ def _prefilling_of(requests: Iterable[RunningRequest]) -> list[RunningRequest]:
 KV_SHARE: Final = 0.55
 FEATURES_PART: Final = 8  # 1/8 of KV, for what the vision tower made of images
 HEADROOM_PART: Final = 32  # 1/32 of a prompt, as spare places of its buffers
-N_MEASURED_SLICES: Final = 32
 
 
 class MemoryShares(NamedTuple):
@@ -11909,7 +11864,6 @@ class MemoryBudget:
         self.shares = shares
         self._spec = spec
         self._cache = cache
-        self._slice_costs: deque[SliceCost] = deque(maxlen=N_MEASURED_SLICES)
 
     @property
     def capacity_tokens(self) -> int:
@@ -11988,16 +11942,258 @@ class MemoryBudget:
             f" {self._cache.max_bytes:,} bytes of KV are in use"
         )
 
-    def record_slice(self, cost: SliceCost) -> None:
-        """Remember what a slice has cost."""
-        self._slice_costs.append(cost)
 
-    def affordable_tokens(self, position: int) -> float:
-        """How long a slice from `position` may be, as working memory allows."""
-        working_bytes = self.shares.working
-        return affordable_tokens(
-            self._slice_costs, position, working_bytes=working_bytes
+# -- 6 prefill -------------------------------------------------------------------------
+#
+# A prompt is read slice by slice, all but its last token: that one is fed by the first
+# step of its decode batch, which samples r0 from it (L-11). A slice ends where a
+# checkpoint is worth it, or where somebody waits for the prefix (`slice_ends`).
+#
+#     prompt of 5,000     slice        slice        slice    p4999: first decode step
+#                     [0 .. 2048)  [.. 4096)    [.. 4999)
+
+CHECKPOINT_SPACING: Final = 2048  # tokens, inside long prefills
+N_MEASURED_SLICES: Final = 32
+FIRST_SPEED: Final = 2000.0  # tokens a second, before any slice was measured
+
+
+def _find_slice_ends(
+    request: EngineRequest, offset: KvOffset, *, spec: KVSpec
+) -> list[int]:
+    """Where slices of a prompt must end, after `offset` and inside it; ascending.
+
+    At the end of each image: a slice has one image, and ends with it. For a model with
+    state before each image, too, and wherever a checkpoint is worth it, unless the
+    model can take it inside a slice (L-61).
+    """
+    positions = [start + len(image.marker_ids) for start, image in request.images]
+    if spec.has_state:
+        positions += [start for start, _ in request.images]
+        if not spec.can_tap:
+            n_prompt = request.n_prompt
+            positions += _find_checkpoints(request, offset, end=n_prompt)
+    return sorted({p for p in positions if offset < p < request.n_prompt})
+
+
+def _find_checkpoints(request: EngineRequest, start: int, *, end: int) -> list[int]:
+    """Positions in (start, end] where a state is worth its bytes; ascending."""
+    tokens = request.key.tokens
+    spaced_positions = range(CHECKPOINT_SPACING, end + 1, CHECKPOINT_SPACING)
+    last_position = request.n_prompt - 1
+    positions: set[int] = set()
+    for wanted_position in (*request.checkpoint_positions, *spaced_positions):
+        position = min(wanted_position, last_position)
+        if start < position <= end and not is_inside_image(tokens, position):
+            positions.add(position)
+    return sorted(positions)
+
+
+@contextmanager
+def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
+    """While the model reads a prompt up to `end`, states on the way are kept (L-61).
+
+    This does nothing for models that cannot take states inside a call.
+    """
+    start = running.num_computed_tokens
+    # The same objects afterwards, though they may be a decode batch's by then.
+    layer_caches = running.layer_caches
+    positions = _find_checkpoints(running.request, start, end=end)
+    request_tapped_states(layer_caches, [position - start for position in positions])
+    yield  # after an exception the caches are dropped, and what was asked with them
+    states = take_tapped_states(layer_caches)
+    # Without a tap there is no state; with one perhaps one more, at the call's end.
+    for position, state in zip(positions, states, strict=False):
+        running.lease.add_checkpoint(position, state)
+
+
+def _reserve(running: RunningRequest) -> None:
+    n_prompt = running.request.n_prompt
+    capacity = _with_headroom(n_prompt)
+    reserve_tokens(running.layer_caches, n_prompt, capacity=capacity)
+
+
+@dataclass(slots=True)
+class _Elapsed:
+    seconds: float = 0.0  # once the slice has been read
+
+
+class PromptReader:
+    """Lets the model read prompts, and measures what a slice costs.
+
+    An exception in a method leaves the KV of the requests that it was given in doubt.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: Config,
+        *,
+        spec: KVSpec,
+        budget: MemoryBudget,
+        metrics: CacheMetrics,
+    ) -> None:
+        self._loaded = loaded
+        self._config = config
+        self._spec = spec
+        self._budget = budget
+        self._metrics = metrics
+        self._slice_costs: deque[SliceCost] = deque(maxlen=N_MEASURED_SLICES)
+        self.measured_speed: float | None = None  # tokens a second of the last slice
+        self.peak_bytes = 0  # the most that MLX had in use; see `note_peak`
+
+    @property
+    def expected_speed(self) -> float:
+        """Tokens a second of a prompt of which nothing was read yet."""
+        return self.measured_speed or FIRST_SPEED
+
+    def prepare(self, running: RunningRequest) -> KvOffset:
+        """Grow its buffers for the prompt, and plan its slices; returns its offset."""
+        request = running.request
+        n_cached = running.num_computed_tokens
+        offset = kv_cache_offset(running.layer_caches, recorded=n_cached)
+        assert offset == n_cached, "the KV is not as deep as the lookup promised"
+
+        _reserve(running)
+        running.add_slice_ends(_find_slice_ends(request, offset, spec=self._spec))
+        for start, image in request.images:
+            positions = self._loaded.model.image_positions(image)
+            running.image_shifts[start] = positions.shift
+        return offset
+
+    def read_slice(self, running: RunningRequest, *, seconds: float) -> float:
+        """Read the next slice, of about so many seconds; returns how many it took."""
+        end = self._choose_slice_end(running, seconds=seconds)
+        has_image = running.find_image(end) is not None
+        with self._measure([running], has_image=has_image) as elapsed:
+            self._feed(running, end)
+        _reserve(running)  # buffers that the first slice has made grow at once
+        running.handle.put(running.num_computed_tokens)
+        return elapsed.seconds
+
+    def read_together(
+        self, requests: Sequence[RunningRequest], joint_caches: LayerCaches
+    ) -> float:
+        """Read whole prompts in one call, each but its last token (L-123).
+
+        `joint_caches`: theirs, in batch form. Returns the seconds that it took.
+        """
+        with self._measure(requests) as elapsed:
+            self._feed_together(requests, joint_caches)
+        for running in requests:
+            running.handle.put(running.num_computed_tokens)
+        return elapsed.seconds
+
+    def begin_batch(
+        self,
+        requests: Sequence[RunningRequest],
+        joint_caches: LayerCaches | None = None,
+    ) -> DecodeBatch:
+        """A new decode batch, which has read what was left of the prompts.
+
+        `joint_caches`: see DecodeBatch.
+        """
+        now = time.monotonic()
+        with ExitStack() as taking:
+            for running in requests:
+                running.handle.note_decode(now)
+                end = running.request.n_prompt
+                taking.enter_context(_taking_checkpoints(running, end))
+            batch = DecodeBatch(self._loaded, requests, joint_caches)
+        for running in requests:
+            running.lease.advance(running.num_computed_tokens)
+        return batch
+
+    def max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
+        """How many tokens are read in so many seconds, if memory allows as many.
+
+        At least MIN_SLICE_TOKENS, so that each slice brings the prompt forward.
+        """
+        affordable = affordable_tokens(
+            self._slice_costs,
+            running.num_computed_tokens,
+            working_bytes=self._budget.shares.working,
         )
+        n_tokens = min(running.prefill_speed * seconds, affordable)
+        max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
+        return min(max_tokens, self._config.prefill_step_size)
+
+    def note_peak(self) -> None:
+        """Keep MLX's peak of memory, which each prefill slice sets back."""
+        self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
+
+    def _choose_slice_end(self, running: RunningRequest, *, seconds: float) -> int:
+        stop = min([running.request.n_prompt - 1, *running.slice_ends])
+        return slice_end(
+            running.request.key.tokens,
+            running.num_computed_tokens,
+            stop=stop,
+            max_tokens=self.max_slice_tokens(running, seconds=seconds),
+        )
+
+    @contextmanager
+    def _measure(
+        self, requests: Sequence[RunningRequest], *, has_image: bool = False
+    ) -> Iterator[_Elapsed]:
+        """Measure what a slice costs that these requests read in one call."""
+        elapsed = _Elapsed()
+        began = time.monotonic()
+        active_bytes = mx.get_active_memory()
+        self.note_peak()
+        mx.reset_peak_memory()
+        starts = [running.num_computed_tokens for running in requests]
+        yield elapsed
+        elapsed.seconds = time.monotonic() - began
+        ends = [running.num_computed_tokens for running in requests]
+        n_tokens = sum(ends) - sum(starts)
+        if n_tokens >= MIN_SLICE_TOKENS and not has_image:  # less measures the call
+            speed = n_tokens / max(elapsed.seconds, 1e-6)
+            for running in requests:
+                running.prefill_speed = speed
+            self.measured_speed = speed
+            slice_bytes = mx.get_peak_memory() - active_bytes
+            self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
+        mx.clear_cache()
+
+    def _feed_together(
+        self, requests: Sequence[RunningRequest], joint_caches: LayerCaches
+    ) -> None:
+        """Let the model read whole prompts, each but its last token."""
+        token_rows: list[list[int]] = []
+        for running in requests:
+            offset = kv_cache_offset(running.layer_caches, recorded=0)
+            tokens = _remaining_prefill(running.request.key.tokens, offset)
+            token_rows.append(tokens.tolist())
+        feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
+        evaluate_caches(joint_caches)
+
+        lengths = [len(token_ids) for token_ids in token_rows]
+        assert row_offsets(joint_caches).tolist() == lengths, "rows of another depth"
+        for running, length in zip(requests, lengths, strict=True):
+            running.num_computed_tokens = length
+
+    def _feed(self, running: RunningRequest, end: int) -> None:
+        """Let the model read a prompt up to `end`, and keep states on the way."""
+        start = running.num_computed_tokens
+        layer_caches = running.layer_caches
+        offset = kv_cache_offset(layer_caches, recorded=start)
+        prompt_ids = running.request.key.tokens
+        tokens = _remaining_prefill(prompt_ids, offset)[: end - start]
+
+        image = running.find_image(end)
+        with _taking_checkpoints(running, end):
+            if image is None:
+                model = _model_call(self._loaded, [running])
+                model(mx.array(tokens)[None], cache=layer_caches)
+            else:
+                position = start + running.position_shift()
+                counter = self._loaded.model.prefill_image(
+                    tokens, image, layer_caches=layer_caches, position=position
+                )
+                tenant = running.request.owner.tenant
+                self._metrics.of_tenant(tenant).bump(counter)
+            evaluate_caches(layer_caches)
+        running.num_computed_tokens = start + len(tokens)
+        running.lease.advance(running.num_computed_tokens)
 
 
 # -- 7 scheduler -----------------------------------------------------------------------
@@ -12007,7 +12203,36 @@ _MEMORY: Final = WaitCause("memory")
 
 MAX_LOOKUPS: Final = 32  # of waiting requests, in one step
 MAX_PASSED_SECONDS: Final = 30.0  # a request lets smaller ones pass it for so long
-FIRST_SPEED: Final = 2000.0  # tokens a second, before any prefill was measured
+REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
+
+
+class AtRisk:
+    """Whose KV an exception would leave in doubt, at this moment.
+
+    a slice is read               the request
+    it joins a batch, or leaves   the request, and all of that batch
+    its KV goes to the cache      the request
+    """
+
+    def __init__(self, requests: Iterable[RunningRequest]) -> None:
+        self._requests = list(requests)
+
+    @contextmanager
+    def with_batch(self, batch: DecodeBatch) -> Iterator[None]:
+        """While this runs, it changes a batch: all of its requests are at risk, too.
+
+        After an exception they stay so, until the guard has read who they are.
+        """
+        own_requests = self._requests
+        self._requests = own_requests + batch.requests
+        yield
+        self._requests = own_requests
+
+    def includes(self, running: RunningRequest) -> bool:
+        """Whether it is at risk: itself, or with a request that shares its batch."""
+        if running in self._requests:
+            return True
+        return any(running in batch.requests for batch in _batches_of(self._requests))
 
 
 class Scheduler:
@@ -12034,12 +12259,12 @@ class Scheduler:
             config, self.spec, max_bytes=shares.kv, metrics=metrics
         )
         self.budget = MemoryBudget(shares, self.spec, self.cache)
+        self.reader = PromptReader(
+            loaded, config, spec=self.spec, budget=self.budget, metrics=metrics
+        )
         self.policy = SchedulingPolicy()
         self.waiting: list[RequestHandle] = []  # in the order they came
         self.running: list[RunningRequest] = []  # in the order they started
-        self._last_speed = FIRST_SPEED  # of the last prefill slice
-        self.measured_speed: float | None = None  # the same, once there was one
-        self.peak_bytes = 0  # the most that MLX had in use; see `note_peak`
 
     @property
     def is_busy(self) -> bool:
@@ -12062,21 +12287,16 @@ class Scheduler:
         return self.budget.running_bytes(self.running)
 
     def step(self) -> None:
-        """End what is over, admit what fits, decode one token each, then prefill."""
+        """End what is over, admit what fits, decode a step, then prefill."""
         self._end_waiting()
         self._end_running()
         self._admit_waiting()
 
         began = time.monotonic()
         for batch in self.batches:
-            with self.guard(*batch.requests):
-                self._decode(batch)
+            self._decode(batch)
         self.policy.charge_decode(time.monotonic() - began)
         self._prefill_next(began)
-
-    def note_peak(self) -> None:
-        """Keep MLX's peak of memory, which each prefill slice sets back."""
-        self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
 
     # -- end ---------------------------------------------------------------------------
 
@@ -12099,14 +12319,9 @@ class Scheduler:
         """End running requests that are cancelled, overdue or not read any more."""
         now = time.monotonic()
         for running in list(self.running):
-            handle = running.handle
-            if not running.has_begun:
-                # why(L-87): the deadline does not count the wait for the first slice.
-                handle.times = handle.times._replace(started=now)
             reason = self._find_end_reason(running, now)
             if reason is not None:
-                with self.guard(running):
-                    self._finish(running, reason)
+                self._finish(running, reason)
 
     def _find_end_reason(self, running: RunningRequest, now: float) -> EndReason | None:
         handle = running.handle
@@ -12116,6 +12331,7 @@ class Scheduler:
         if handle.stop_reason is not None:
             return handle.stop_reason
 
+        # why(L-87): the deadline does not count the wait for the first slice.
         max_seconds = self.config.generation_watchdog_seconds
         if max_seconds and now - running.started_at > max_seconds:
             setting = f"GENERATION_WATCHDOG_SECONDS ({max_seconds:g})"
@@ -12124,16 +12340,37 @@ class Scheduler:
         return None
 
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
-        """Put the KV back, then report the end: the next request must find the KV."""
-        lease = running.lease
-        if end != "cancelled":
-            lease.drop_checkpoint(running.reply_checkpoint)
-        if running.batch is not None:
-            previous_state = running.batch.remove(running)
-            if previous_state is not None:
-                position = running.num_computed_tokens - 1
-                lease.add_checkpoint(position, previous_state)
+        """End a request. If that fails it fails, with its batch if need be.
 
+        Does nothing for a request that the failure of another one has ended already.
+        """
+        if running not in self.running:
+            return
+        with self.guard(running) as at_risk:
+            if end != "cancelled":
+                running.lease.drop_checkpoint(running.reply_checkpoint)
+            if running.batch is not None:
+                self._take_out(running, running.batch, at_risk)
+            self._put_back(running)
+            self.running.remove(running)
+            running.handle.put(_end_event(running, end))
+
+    def _take_out(
+        self, running: RunningRequest, batch: DecodeBatch, at_risk: AtRisk
+    ) -> None:
+        """Take a request out of its batch; its state before the last step is kept."""
+        with at_risk.with_batch(batch):
+            previous_state = batch.remove(running)
+        if previous_state is not None:
+            position = running.num_computed_tokens - 1
+            running.lease.add_checkpoint(position, previous_state)
+
+    def _put_back(self, running: RunningRequest) -> None:
+        """Let the cache have the KV.
+
+        This comes before the end is reported: the client's next request must find it.
+        """
+        lease = running.lease
         n_tokens = running.num_computed_tokens
         if n_tokens == 0 or running.has_failed:
             # Nothing was read, or its KV is wrong: the first token is looked at only
@@ -12143,31 +12380,18 @@ class Scheduler:
             lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
             key = running.computed_key(self.config.prompt_cache_block_size)
             lease.put_back(key, take_span(running.layer_caches, n_tokens))
-        self.running.remove(running)
-
-        event: EngineEvent
-        if isinstance(end, ServerError):
-            event = end
-        else:
-            event = FinishedEvent(
-                end,
-                cached_tokens=running.match.cached_tokens,
-                hit_kind=running.match.hit_kind,
-                matched_tokens=running.match.matched_tokens,
-                seconds=running.handle.times.seconds(time.monotonic()),
-            )
-        running.handle.put(event)
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
 
         As long as they alone have too much, the newest ends, and its KV is kept.
+        ENGINE calls this before each of its reports.
         """
-        while running := self.budget.find_excess(self.running):
-            n_tokens = running.num_computed_tokens
-            with self.guard(running):
+        with self.guard():  # ends nobody: a copy to evict may lack memory
+            while running := self.budget.find_excess(self.running):
+                n_tokens = running.num_computed_tokens
                 self._finish(running, self.budget.shortage(n_tokens, self.running))
-        self.budget.evict_for_running(self.running)
+            self.budget.evict_for_running(self.running)
 
     # -- admit -------------------------------------------------------------------------
 
@@ -12187,7 +12411,8 @@ class Scheduler:
             except Exception as error:
                 logger.exception("a request could not be started")
                 self.waiting.remove(handle)
-                explanation = self._explain_failure(error)
+                self._free_memory(error)
+                explanation = _explain_failure(error)
                 if _may_try_again(handle, explanation):
                     self._try_again(handle)
                 else:
@@ -12244,10 +12469,8 @@ class Scheduler:
 
         Beside others it waits on, for its turn; alone it is next.
         """
-        now = time.monotonic()
-        handle.times = handle.times._replace(started=now)
         if self.running:
-            handle.wait_for(_QUEUE, now)
+            handle.wait_for(_QUEUE, time.monotonic())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
         try:
@@ -12256,14 +12479,14 @@ class Scheduler:
                 match,
                 cache=self.cache,
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
-                prefill_speed=self._last_speed,
+                prefill_speed=self.reader.expected_speed,
             )
         except Exception as error:
             if not _is_out_of_memory(error):
                 self.cache.drop_source(match)
             raise
         try:
-            offset = self._prepare(running)
+            offset = self.reader.prepare(running)
         except Exception:
             running.lease.drop_with_source()
             raise
@@ -12271,25 +12494,6 @@ class Scheduler:
         handle.cached_tokens = match.cached_tokens
         self.running.append(running)
         handle.put(offset)
-
-    def _prepare(self, running: RunningRequest) -> KvOffset:
-        """Grow its buffers for the prompt, and plan its slices; returns its offset."""
-        request = running.request
-        n_cached = running.num_computed_tokens
-        offset = kv_cache_offset(running.layer_caches, recorded=n_cached)
-        assert offset == n_cached, "the KV is not as deep as the lookup promised"
-
-        self._reserve(running)
-        running.add_slice_ends(_find_slice_ends(request, offset, spec=self.spec))
-        for start, image in request.images:
-            positions = self.loaded.model.image_positions(image)
-            running.image_shifts[start] = positions.shift
-        return offset
-
-    def _reserve(self, running: RunningRequest) -> None:
-        n_prompt = running.request.n_prompt
-        capacity = _with_headroom(n_prompt)
-        reserve_tokens(running.layer_caches, n_prompt, capacity=capacity)
 
     # -- prefill -----------------------------------------------------------------------
 
@@ -12300,39 +12504,60 @@ class Scheduler:
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
             companions = self._find_companions(running)
-            with self.guard(running, *companions):
-                if companions:
-                    self._prefill_together([running, *companions])
-                else:
-                    self._prefill(running)
+            if companions:
+                self._prefill_together([running, *companions])
+            else:
+                self._prefill(running)
             if running.batch is None or time.monotonic() - step_began > SLICE_SECONDS:
                 return
 
     def _prefill(self, running: RunningRequest) -> None:
         """Prefill one slice; a short rest then goes with the first decode step."""
         began = time.monotonic()
-        self._note_first_slice(running, began)
-        if running.n_to_prefill > MAX_JOINT_TOKENS or running.slice_ends:
-            self._prefill_slice(running)
+        with self.guard(running) as at_risk:
+            self._note_prefill([running], began)
+            if running.n_to_prefill > MAX_JOINT_TOKENS or running.slice_ends:
+                self._read_slice(running)
 
-        n_tokens = running.num_computed_tokens
-        if running.slice_ends and running.slice_ends[0] == n_tokens:
-            running.slice_ends.pop(0)
-            running.lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
-        if running.n_to_prefill <= MAX_JOINT_TOKENS and not running.slice_ends:
-            self._begin_decode([running])
+            n_tokens = running.num_computed_tokens
+            if running.slice_ends and running.slice_ends[0] == n_tokens:
+                running.slice_ends.pop(0)
+                running.lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
+            if running.n_to_prefill <= MAX_JOINT_TOKENS and not running.slice_ends:
+                self._join_best_batch(self.reader.begin_batch([running]), at_risk)
+            self._charge_prefill(began, [running])
 
+    def _read_slice(self, running: RunningRequest) -> None:
+        is_alone = len(self.running) + len(self.waiting) == 1
+        max_seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
+        is_decoding = bool(self.batches)
+        seconds = self.reader.read_slice(running, seconds=max_seconds)
+        self.policy.charge_slice(seconds, is_decoding=is_decoding)
+
+    def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
+        """Read whole prompts in one call, and let them decode as one batch (L-123)."""
+        began = time.monotonic()
+        with self.guard(*requests) as at_risk:
+            self._note_prefill(requests, began)
+            joint_caches = to_batch(*(running.layer_caches for running in requests))
+            is_decoding = bool(self.batches)
+            seconds = self.reader.read_together(requests, joint_caches)
+            self.policy.charge_slice(seconds, is_decoding=is_decoding)
+            batch = self.reader.begin_batch(requests, joint_caches)
+            self._join_best_batch(batch, at_risk)
+            self._charge_prefill(began, requests)
+
+    def _note_prefill(self, requests: Sequence[RunningRequest], now: float) -> None:
+        """Note that the model reads for them now, if it did not before."""
+        for running in requests:
+            if running.handle.times.started is None:
+                running.handle.note_prefill(now)
+
+    def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
+        """Charge the turn of these requests to the account of the oldest."""
         seconds = time.monotonic() - began
-        is_alone = not any(r is not running for r in self.prefilling)
-        self.policy.charge_prefill(seconds, is_alone=is_alone)
-
-    def _note_first_slice(self, running: RunningRequest, now: float) -> None:
-        """Note that the model reads for it now, if it did not before."""
-        if running.has_begun:
-            return
-        handle = running.handle
-        handle.wait_for(None, now)
-        handle.times = handle.times._replace(started=now)
+        others = [running for running in self.prefilling if running not in requests]
+        self.policy.charge_prefill(seconds, is_alone=not others)
 
     def _find_companions(self, running: RunningRequest) -> list[RunningRequest]:
         """Other prompts to read in the same call: short ones that have nothing cached.
@@ -12354,192 +12579,66 @@ class Scheduler:
         return choose_companions(
             running,
             others,
-            max_tokens=self._max_slice_tokens(running, seconds=seconds),
+            max_tokens=self.reader.max_slice_tokens(running, seconds=seconds),
             max_padding=self.config.batch_padding_max,
         )
 
-    def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
-        """Read whole prompts in one call, and let them decode as one batch (L-123)."""
-        began = time.monotonic()
-        for running in requests:
-            self._note_first_slice(running, began)
-        joint_caches = to_batch(*(running.layer_caches for running in requests))
-        with self._measured_slice(requests):
-            self._feed_together(requests, joint_caches)
-        for running in requests:
-            running.handle.put(running.num_computed_tokens)
-        self._begin_decode(requests, joint_caches)
+    def _join_best_batch(self, batch: DecodeBatch, at_risk: AtRisk) -> None:
+        """Merge a new batch into the one whose requests are most alike in length.
 
-        seconds = time.monotonic() - began
-        self.policy.charge_prefill(seconds, is_alone=not self.prefilling)
-
-    def _feed_together(
-        self, requests: Sequence[RunningRequest], joint_caches: LayerCaches
-    ) -> None:
-        """Let the model read whole prompts, each but its last token."""
-        token_rows: list[list[int]] = []
-        for running in requests:
-            offset = kv_cache_offset(running.layer_caches, recorded=0)
-            tokens = _remaining_prefill(running.request.key.tokens, offset)
-            token_rows.append(tokens.tolist())
-        feed_padded(_model_call(self.loaded, requests), token_rows, joint_caches)
-        evaluate_caches(joint_caches)
-
-        lengths = [len(token_ids) for token_ids in token_rows]
-        assert row_offsets(joint_caches).tolist() == lengths, "rows of another depth"
-        for running, length in zip(requests, lengths, strict=True):
-            running.num_computed_tokens = length
-
-    def _prefill_slice(self, running: RunningRequest) -> None:
-        """Let the model read the next slice of a prompt, and measure what it costs."""
-        end = self._choose_slice_end(running)
-        with self._measured_slice(
-            [running], has_image=running.find_image(end) is not None
-        ):
-            self._feed(running, end)
-        self._reserve(running)
-        running.handle.put(running.num_computed_tokens)
-
-    @contextmanager
-    def _measured_slice(
-        self, requests: Sequence[RunningRequest], *, has_image: bool = False
-    ) -> Iterator[None]:
-        """Measure what a slice costs that these requests read in one call."""
-        began = time.monotonic()
-        active_bytes = mx.get_active_memory()
-        self.note_peak()
-        mx.reset_peak_memory()
-        starts = [running.num_computed_tokens for running in requests]
-        yield
-        seconds = time.monotonic() - began
-        ends = [running.num_computed_tokens for running in requests]
-        n_tokens = sum(ends) - sum(starts)
-        if n_tokens >= MIN_SLICE_TOKENS and not has_image:  # less measures the call
-            speed = n_tokens / max(seconds, 1e-6)
-            for running in requests:
-                running.prefill_speed = speed
-            self._last_speed = speed
-            self.measured_speed = speed
-            slice_bytes = mx.get_peak_memory() - active_bytes
-            self.budget.record_slice(SliceCost(max(ends), slice_bytes / n_tokens))
-        mx.clear_cache()
-        self.policy.charge_slice(seconds, is_decoding=bool(self.batches))
-
-    def _feed(self, running: RunningRequest, end: int) -> None:
-        """Let the model read a prompt up to `end`, and keep states on the way."""
-        start = running.num_computed_tokens
-        layer_caches = running.layer_caches
-        offset = kv_cache_offset(layer_caches, recorded=start)
-        prompt_ids = running.request.key.tokens
-        tokens = _remaining_prefill(prompt_ids, offset)[: end - start]
-
-        image = running.find_image(end)
-        with _taking_checkpoints(running, end):
-            if image is None:
-                model = _model_call(self.loaded, [running])
-                model(mx.array(tokens)[None], cache=layer_caches)
-            else:
-                position = start + running.position_shift()
-                counter = self.loaded.model.prefill_image(
-                    tokens, image, layer_caches=layer_caches, position=position
-                )
-                tenant = running.request.owner.tenant
-                self.metrics.of_tenant(tenant).bump(counter)
-            evaluate_caches(layer_caches)
-        running.num_computed_tokens = start + len(tokens)
-        running.lease.advance(running.num_computed_tokens)
-
-    def _choose_slice_end(self, running: RunningRequest) -> int:
-        """As long as it may be: shorter if others wait, or if memory is short.
-
-        But not under MIN_SLICE_TOKENS, so that each slice brings the prompt forward.
+        It decodes alone if padding or the copies would take too much.
         """
-        is_alone = len(self.running) + len(self.waiting) == 1
-        seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
-        stop = min([running.request.n_prompt - 1, *running.slice_ends])
-        return slice_end(
-            running.request.key.tokens,
-            running.num_computed_tokens,
-            stop=stop,
-            max_tokens=self._max_slice_tokens(running, seconds=seconds),
-        )
-
-    def _max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
-        """How many tokens are read in so many seconds, if memory allows as many."""
-        n_tokens = min(
-            running.prefill_speed * seconds,
-            self.budget.affordable_tokens(running.num_computed_tokens),
-        )
-        max_tokens = max(MIN_SLICE_TOKENS, int(n_tokens))
-        return min(max_tokens, self.config.prefill_step_size)
-
-    def _begin_decode(
-        self,
-        requests: Sequence[RunningRequest],
-        joint_caches: LayerCaches | None = None,
-    ) -> None:
-        """Decode in the batch whose requests are most alike in length, or alone.
-
-        `joint_caches`: see DecodeBatch.
-        """
-        other_batches = self.batches if self.spec.can_batch else []
-        now = time.monotonic()
-        with ExitStack() as taking:
-            for running in requests:
-                handle = running.handle
-                handle.times = handle.times._replace(decoding=now)
-                end = running.request.n_prompt
-                taking.enter_context(_taking_checkpoints(running, end))
-            batch = DecodeBatch(self.loaded, requests, joint_caches)
-        for running in requests:
-            running.lease.advance(running.num_computed_tokens)
-
-        host = self._find_host(other_batches, batch)
-        if host is None:
+        others = [other for other in self.batches if other is not batch]
+        if not others or not self.spec.can_batch:
+            return
+        host = min(others, key=lambda other: other.padding_with(batch))
+        if host.padding_with(batch) > self.config.batch_padding_max:
             return
         if self.budget.make_room_to_merge(host, batch, self.running):
-            host.merge(batch)
-
-    def _find_host(
-        self, batches: Sequence[DecodeBatch], joining_batch: DecodeBatch
-    ) -> DecodeBatch | None:
-        """The batch that needs least padding when this one joins."""
-        if not batches:
-            return None
-        host = min(batches, key=lambda batch: batch.padding_with(joining_batch))
-        if host.padding_with(joining_batch) > self.config.batch_padding_max:
-            return None
-        return host
+            with at_risk.with_batch(host):
+                host.merge(batch)
 
     # -- decode ------------------------------------------------------------------------
 
     def _decode(self, batch: DecodeBatch) -> None:
-        """Decode one token of each request, and end those that are complete."""
-        batch.step()
-        if self.spec.has_state:
-            self._keep_reply_states(batch)
-        for running in list(batch.requests):
-            if running.has_failed:
-                batch.remove(running)
-                error = GenerationFailed("the model computed NaN or infinity")
-                self._fail([running], error)
-            elif running.output_ids[-1] in self.loaded.eos_ids:
-                self._finish(running, "stop")
-            elif len(running.output_ids) >= running.request.max_tokens:
-                self._finish(running, "length")
+        """Decode a step of each request, and end those that are complete."""
+        accepted: list[AcceptedTokens] = []
+        with self.guard(*batch.requests):
+            accepted = batch.step()
+            if self.spec.has_state:
+                self._keep_reply_states(batch, accepted)
+        for running, token_ids in accepted:
+            self._end_if_complete(running, token_ids)
 
-    def _keep_reply_states(self, batch: DecodeBatch) -> None:
+    def _end_if_complete(
+        self, running: RunningRequest, token_ids: Sequence[int]
+    ) -> None:
+        """End a request that its last accepted tokens have completed, or broken."""
+        if running.has_failed:
+            error = GenerationFailed("the model computed NaN or infinity")
+            self._fail_alone(running, error)
+        elif not self.loaded.eos_ids.isdisjoint(token_ids):
+            self._finish(running, "stop")
+        elif len(running.output_ids) >= running.request.max_tokens:
+            self._finish(running, "length")
+
+    def _keep_reply_states(
+        self, batch: DecodeBatch, accepted: Sequence[AcceptedTokens]
+    ) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
         Where it may be over, though the model goes on (L-120); and the last of every
         REPLY_CHECKPOINT_SPACING tokens, for a client that leaves it (L-121).
         """
-        for running in batch.requests:
+        for running, token_ids in accepted:
             position = running.num_computed_tokens
-            if running.last_fed_id in running.request.checkpoint_ids:
+            n_replied = position - running.request.n_prompt
+            n_spaces = n_replied // REPLY_CHECKPOINT_SPACING
+            n_spaces_before = (n_replied - len(token_ids)) // REPLY_CHECKPOINT_SPACING
+            if token_ids[-1] in running.request.checkpoint_ids:
                 state = batch.read_state(running)
                 running.lease.add_checkpoint(position, state)
-            elif (position - running.request.n_prompt) % REPLY_CHECKPOINT_SPACING == 0:
+            elif n_spaces > n_spaces_before:
                 state = batch.read_state(running)
                 running.lease.drop_checkpoint(running.reply_checkpoint)
                 running.lease.add_checkpoint(position, state)
@@ -12548,22 +12647,28 @@ class Scheduler:
     # -- failures ----------------------------------------------------------------------
 
     @contextmanager
-    def guard(self, *requests: RunningRequest) -> Iterator[None]:
-        """If what follows raises, these requests and those of their batches fail.
+    def guard(self, *requests: RunningRequest) -> Iterator[AtRisk]:
+        """If what follows raises, the requests fail that are at risk at that moment.
 
+        These are, from the beginning, and those that share their batches.
         why(L-17): KV that an exception interrupted may be half written; it is dropped.
         """
+        at_risk = AtRisk(requests)
         try:
-            yield
+            yield at_risk
         except Exception as error:
-            logger.exception("the model failed on %d request(s)", len(requests))
-            batches = _batches_of(requests)
-            failed = [
-                running
-                for running in self.running
-                if running in requests or running.batch in batches
-            ]
-            self._fail(failed, self._explain_failure(error))
+            failed = [running for running in self.running if at_risk.includes(running)]
+            logger.exception("the model failed on %d request(s)", len(failed))
+            self._free_memory(error)
+            self._fail(failed, _explain_failure(error))
+
+    def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:
+        """End one request of a batch whose KV is wrong; the others go on."""
+        with self.guard(running) as at_risk:
+            if running.batch is not None:
+                with at_risk.with_batch(running.batch):
+                    running.batch.remove(running)
+            self._fail([running], error)
 
     def _fail(self, requests: Iterable[RunningRequest], error: ServerError) -> None:
         """End requests whose KV is or may be wrong; what builds on it goes, too.
@@ -12592,15 +12697,34 @@ class Scheduler:
         handle.begin_again()
         self.waiting.insert(0, handle)
 
-    def _explain_failure(self, error: Exception) -> ServerError:
-        """What a client is told; if memory ran out, half of the cache goes."""
+    def _free_memory(self, error: Exception) -> None:
+        """If memory ran out, half of the cache goes."""
         if not _is_out_of_memory(error):
-            return GenerationFailed("the model failed on this request")
+            return
         with suppress(RuntimeError, MemoryError):  # to shorten an entry takes a copy
             self.cache.evict_to_fit(self.cache.max_bytes // 2)
+
+
+def _end_event(running: RunningRequest, end: EndReason | ServerError) -> EngineEvent:
+    """The last event of a request whose KV the cache has."""
+    if isinstance(end, ServerError):
+        return end
+    return FinishedEvent(
+        end,
+        cached_tokens=running.match.cached_tokens,
+        hit_kind=running.match.hit_kind,
+        matched_tokens=running.match.matched_tokens,
+        seconds=running.handle.times.seconds(time.monotonic()),
+    )
+
+
+def _explain_failure(error: Exception) -> ServerError:
+    """What a client is told of an exception of the model."""
+    if _is_out_of_memory(error):
         return Overloaded(
             "memory ran out on this request; with fewer at once it may fit"
         )
+    return GenerationFailed("the model failed on this request")
 
 
 def _may_try_again(handle: RequestHandle, error: ServerError) -> bool:
@@ -12825,8 +12949,7 @@ class Engine:
             since_report = time.monotonic() - reported_at
             if not scheduler.is_busy or since_report > REPORT_SECONDS:
                 reported_at = time.monotonic()
-                with scheduler.guard():  # ends nobody: a copy to evict may lack memory
-                    scheduler.hold_limit()
+                scheduler.hold_limit()
                 scheduler.cache.evict_idle()
                 self._publish(scheduler)
 
@@ -12868,8 +12991,10 @@ class Engine:
             "capacity_tokens": budget.capacity_tokens,
             "kv_bytes_per_token": scheduler.spec.token_bytes,
         }
-        if scheduler.measured_speed is not None:
-            report["prefill_tokens_per_second"] = round(scheduler.measured_speed, 1)
+        if scheduler.reader.measured_speed is not None:
+            report["prefill_tokens_per_second"] = round(
+                scheduler.reader.measured_speed, 1
+            )
         self.report = report
         self.memory = self._describe_memory(scheduler)
         self.cache_entries = cache.describe()
@@ -12888,7 +13013,7 @@ class Engine:
         running_bytes = scheduler.running_bytes
         known_bytes = model_bytes + cache_bytes + feature_bytes + running_bytes
         mlx_bytes = mx.get_active_memory() + mx.get_cache_memory()
-        scheduler.note_peak()
+        scheduler.reader.note_peak()
         return {
             "limit": scheduler.budget.shares.limit,
             "model": model_bytes,
@@ -12896,7 +13021,7 @@ class Engine:
             **features,
             "running": running_bytes,
             "working": max(0, mlx_bytes - known_bytes),
-            "peak": scheduler.peak_bytes,
+            "peak": scheduler.reader.peak_bytes,
         }
 
     def _refuse_all(self, scheduler: Scheduler) -> None:

@@ -853,13 +853,20 @@ STEPS = {
     s.Scheduler: (
         "_admit",
         "_start",
-        "_prepare",
-        "_prefill",
-        "_prefill_slice",
+        "_read_slice",
+        "_note_prefill",
+        "_charge_prefill",
+        "_join_best_batch",
+        "_keep_reply_states",
+        "_take_out",
+        "_put_back",
+    ),
+    s.PromptReader: (
+        "prepare",
+        "read_slice",
         "_feed",
-        "_begin_decode",
-        "_decode",
-        "_finish",
+        "begin_batch",
+        "max_slice_tokens",
     ),
     s.SchedulingPolicy: ("charge_slice", "charge_prefill"),
     s.MemoryBudget: ("make_room", "make_room_to_merge"),
@@ -901,8 +908,8 @@ STEPS = {
 }
 
 
-# A dense model has no state to restore.
-NOT_TAKEN = {("qwen3", "restore_state")}
+# A dense model has no state to restore or to keep.
+NOT_TAKEN = {("qwen3", "restore_state"), ("qwen3", "_keep_reply_states")}
 
 
 @pytest.mark.parametrize(
