@@ -594,6 +594,31 @@ def test_checkpoints_are_thinned_but_never_the_first_and_the_newest():
     assert max(line.checkpoints) == 40
 
 
+def test_a_branch_without_memory_for_its_tail_is_forgotten(monkeypatch):
+    cache = make_cache()
+    rng = random.Random(3)
+    past = random_tokens(rng, 600)
+    row, _ = begin(cache, past)
+    advance(cache, row, 600)
+    end(cache, row)
+    tokens = [*past[:290], *random_tokens(rng, 30)]
+    branch, reuse = begin(cache, tokens)
+    assert reuse.cached_tokens == 290
+    advance(cache, branch, 30)
+
+    def fail(*_):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(s.KVSpan, "cut", fail)
+    with pytest.raises(MemoryError):
+        end(cache, branch)
+
+    assert branch.line not in cache.entries
+    check(cache, [])
+    branch.lease.drop()  # as whoever runs the request does after an exception
+    assert len(cache.entries) == 1
+
+
 def test_a_failed_row_takes_its_branches_at_rest_with_it():
     cache = make_cache()
     prefix = list(range(1, 1001))
