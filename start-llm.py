@@ -3608,6 +3608,16 @@ class Rule(NamedTuple):
     is_fenced: bool = False  # its client writes it in a code fence
     setting: str = "off"  # as configured
 
+    @property
+    def is_block(self) -> bool:
+        """Whether all that is found varies, and not only a value in it."""
+        return "value" not in self.pattern.groupindex
+
+    def field_start(self, match: re.Match[str]) -> int:
+        """Where a field begins that the pattern has found: after its context."""
+        has_context = "context" in self.pattern.groupindex
+        return match.end("context") if has_context else match.start()
+
 
 # The usual class of each is the default of its setting in CONFIG.
 _RULES: Final = (
@@ -4099,8 +4109,9 @@ class Canonicalizer:
         Of a message after the first system messages, that is.
         """
         if message.role == "user":
-            has_more = message.canonical["content"].strip()
-            return () if has_more else message.notes
+            has_text = message.canonical["content"].strip()
+            has_block = any(pinned.block for pinned in message.pinned)
+            return () if has_text or has_block else message.notes
         if message.role not in SYSTEM_ROLES:
             return ()
 
@@ -4218,9 +4229,35 @@ _FENCE: Final = re.compile(
     r"""(?xm)
     ^ (?P<ticks> ```+ | ~~~+ ) [^\n`~]* \n      # "```sh"; but not "```sh``` fails"
     [\s\S]*?
-    (?: ^ [ ]* (?P=ticks) | (?P<unclosed> \Z ) )
+    (?: ^ [ ]* (?P=ticks) [`~]*+ (?! \w )         # not by "```sh", which opens another
+      | (?P<unclosed> \Z )
+    )
     """
 )
+
+
+class _RuleMatch(NamedTuple):
+    """What the pattern of a rule has found, and that is no data."""
+
+    rule: Rule
+    match: re.Match[str]
+
+
+def _find_matches(text: str, rules: Iterable[Rule]) -> list[_RuleMatch]:
+    """What these rules find in a text, rule by rule.
+
+    What is found in a code fence is data, unless the rule is_fenced. What has an image
+    in it stays, too: the model must see this very image (L-57).
+    """
+    unfenced_text = _FENCE.sub(_blank_fence, text)
+    found: list[_RuleMatch] = []
+    for rule in rules:
+        for match in rule.pattern.finditer(text):
+            is_in_fence = unfenced_text[match.start()] == "\0"
+            is_data = is_in_fence and not rule.is_fenced
+            if not is_data and _IMAGE_MARK not in match[0]:
+                found.append(_RuleMatch(rule, match))
+    return found
 
 
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
@@ -4230,38 +4267,18 @@ def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
     """
     if not rules:
         return []
-    unfenced_text = _FENCE.sub(_blank_fence, text)
-    matches: list[VolatileField] = []
-    for rule in rules:
-        for match in rule.pattern.finditer(text):
-            if _is_data(match, rule, unfenced_text):
-                continue
-            matches.append(_make_field(rule, match, rules))
-    return _drop_overlaps(matches)
+    matches = _find_matches(text, rules)
+    return _drop_overlaps([_make_field(found, rules) for found in matches])
 
 
 def _cut_fields(text: str, rule: Rule) -> tuple[str, int]:
     """The text without the fields of a rule, and how many they were."""
-    unfenced_text = _FENCE.sub(_blank_fence, text)
     pieces = []
     end = 0
-    for match in rule.pattern.finditer(text):
-        if not _is_data(match, rule, unfenced_text):
-            pieces.append(text[end : _field_start(match)])
-            end = match.end()
+    for _, match in _find_matches(text, [rule]):
+        pieces.append(text[end : rule.field_start(match)])
+        end = match.end()
     return "".join([*pieces, text[end:]]), len(pieces)
-
-
-def _is_data(match: re.Match[str], rule: Rule, unfenced_text: str) -> bool:
-    """Whether what a rule has found is no field: it is in a fence, or has an image."""
-    if _IMAGE_MARK in match[0]:
-        return True  # why(L-57): the model must see this very image
-    return not rule.is_fenced and unfenced_text[match.start()] == "\0"
-
-
-def _field_start(match: re.Match[str]) -> int:
-    has_context = "context" in match.groupdict()
-    return match.end("context") if has_context else match.start()
 
 
 def _drop_overlaps(found: list[VolatileField]) -> list[VolatileField]:
@@ -4284,27 +4301,25 @@ def _blank_fence(fence: re.Match[str]) -> str:
     return "\0" * len(fence[0])
 
 
-def _make_field(
-    rule: Rule, match: re.Match[str], rules: Sequence[Rule]
-) -> VolatileField:
+def _make_field(found: _RuleMatch, rules: Sequence[Rule]) -> VolatileField:
     """The field that a rule has found. `rules`: all, for the fields inside a block."""
+    rule, match = found
     if rule.setting == "transient":
-        start = _field_start(match)
+        start = rule.field_start(match)
         text = match.string[start : match.end()]
         return Note(rule.name, text.strip(), start, match.end())
 
-    groups = match.groupdict()
-    has_private_part = groups.get("private") is not None
+    has_private_part = match.groupdict().get("private") is not None
     is_private = has_private_part or not rule.crosses_sessions
-    if "value" in groups:
-        block = ""
-        value = match["value"].strip()
-        start, end = match.span("value")
-    else:
+    if rule.is_block:
         block = match[0]
         inner_rules = [inner for inner in rules if inner.name != rule.name]
         value = mask_volatile(block, _find_fields(block, inner_rules))
         start, end = match.span()
+    else:
+        block = ""
+        value = match["value"].strip()
+        start, end = match.span("value")
     return PinnedValue(
         rule=rule.name,
         value=value,
@@ -4434,8 +4449,7 @@ def assert_cache_key_safety(messages: Iterable[CanonicalMessage]) -> bool:
 def find_masking_rule(old_text: str, new_text: str) -> str | None:
     """The setting of a rule that finds all in which two texts differ, active or not."""
     for rule in _RULES:
-        old_rest = rule.pattern.sub("", old_text)
-        if old_rest == rule.pattern.sub("", new_text):
+        if _cut_fields(old_text, rule)[0] == _cut_fields(new_text, rule)[0]:
             return f"RULE_{rule.name.upper()}"
     return None
 

@@ -767,6 +767,41 @@ def test_what_is_no_fence_hides_nothing(opening: str) -> None:
         ]
 
 
+def test_a_fence_is_not_closed_by_the_beginning_of_another() -> None:
+    block = filled(REMINDER, "a mode")
+    text = f"Compare:\n```\n```sh\n{block}\n```\nthese."
+
+    (turn,) = turns_of([said("user", text)])
+
+    assert turn.canonical["content"] == text  # in a fence it is data
+
+
+def test_a_pinned_block_beside_a_note_is_not_lost() -> None:
+    canonicalizer = canon(rule_internal_context="pinned")
+    block = (
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n1 job\n"
+        "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    )
+    text = f"{block}\n{filled(REMINDER, 'a mode')}"
+    messages = [said("user", "Hello"), said("assistant", "Hi"), said("user", text)]
+
+    turns = turns_of(messages, canonicalizer)
+
+    assert turns[-1].original["content"] == text
+
+
+def test_a_rule_is_named_only_where_its_field_is_all_that_differs() -> None:
+    def wrapped(sender: str, message_id: str) -> str:
+        return (
+            "Conversation info (untrusted metadata):\n```json\n{\n"
+            f'  "sender": "{sender}", "message_id": "{message_id}"\n}}\n```\n\nHi'
+        )
+
+    rule = start_llm.find_masking_rule(wrapped("ann", "1"), wrapped("ann", "2"))
+    assert rule == "RULE_USER_MESSAGE_ID"
+    assert start_llm.find_masking_rule(wrapped("ann", "1"), wrapped("bob", "1")) != rule
+
+
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])
 def test_blocks_of_a_system_prompt_or_a_result_have_lines_of_their_own(
