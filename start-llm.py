@@ -42,6 +42,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     CALL SYNTAXES     how models write tool calls
     TOOL CALLS        tool call text -> OpenAI tool calls, as they are generated
     CALL FORMS        how a call is written whose arguments fit the tool's schema
+    TENANTS           what outlives a request, apart for each tenant
     REQUEST HANDLING  one request from its body to its response
     STATUS            health, status, metrics, explanations
     HTTP SERVER       routes, access checks, server-sent events, error responses
@@ -1888,6 +1889,10 @@ class ResponseFormatter(Protocol):
     with each delta, too, and then full_body().
     """
 
+    @property
+    def closes_cut_calls(self) -> bool:
+        """Whether a call that was cut is closed: its finish reason says that, too."""
+
     def start_events(self, usage: Usage, /) -> list[JsonObject]:
         """The events that begin a stream; what was cached is known by now."""
 
@@ -2531,6 +2536,11 @@ class OpenAIFormatter(NamedTuple):
     include_usage: bool = False  # at the end of a stream
     return_progress: bool = False  # of prefill
 
+    @property
+    def closes_cut_calls(self) -> bool:
+        """Its clients parse all arguments, and look at the finish reason."""
+        return True
+
     def start_events(self, _usage: Usage) -> list[JsonObject]:
         """A chat begins with the role, a completion with its first text."""
         if self.kind == "completion":
@@ -3134,6 +3144,11 @@ class AnthropicFormatter:
         self._model = model
         self._content: list[JsonObject] = []  # the blocks that have ended
         self._block: _Block | None = None  # the one that is open
+
+    @property
+    def closes_cut_calls(self) -> bool:
+        """why(L-86): Claude Code runs each call that it can parse."""
+        return False
 
     def start_events(self, usage: Usage) -> list[JsonObject]:
         """The message, which has no content yet."""
@@ -15587,49 +15602,22 @@ class _TaggedForm:
         return (end,)
 
 
-# region REQUEST HANDLING ======================================================
-# One request, from its parsed body to the bodies of its response.
+# region TENANTS ===============================================================
+# What outlives a request: the stores of each tenant, and the state of the server.
 #
-#     ChatRequest      as every API means it
-#     PlannedRequest   markers in the place of images; the prompt
-#     PreparedRequest  checked; what the engine is to do
-#     EngineEvent      prompt tokens have been read, a token, the end
-#     deltas           ReplyDecoder: token -> text -> reasoning, content, tool calls
-#     bodies           ResponseFormatter of the API that was called
+# A tenant is whoever shares nothing with others: everybody is one, or CACHE_ISOLATION
+# parts keys or users. Each tenant has stores of its own, so that nothing crosses, not
+# even by time. Who has the key of several users sees all of their stores (`views`).
 #
-# Whatever can be refused with a status code is refused before the request is submitted:
-# no byte of the response has been sent. At the end of a reply it is recorded first and
-# its last events are sent then, because the next request of the client may follow at
-# once. An aborted or failed request is only reported.
-#
-# The bodies of a response come from an iterator, which gives None whenever nothing is
-# new: then the HTTP server looks whether the client is still there.
-#
-# A field of a request that the model has to obey (a schema, a forced tool) becomes a
-# constraint in SAMPLING. One that ends the reply (stop strings, one call only) belongs
-# in ReplyDecoder.
-#
-# From other sections: a PromptPlan is a prompt, and what it takes to record its reply;
-# part of it may be a guess until PromptPlanner.verify() was called. A RequestHandle is
-# a submitted request: next_event() waits for the model, setting stop_reason ends it.
-#
-# Public   ServerState, Tenants, TenantStores, RecentRequest, LiveRequest, Divergence,
-#          check_model_id, plan_request, prepare_request, PreparedRequest,
-#          ReplyGeneration, note_refusal, MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
+# Public   ServerState, Tenants, TenantStores, RecentRequest, LiveRequest, LiveReply,
+#          Divergence, note_refusal, MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
 # Uses     all
-# Thread   connection; ServerState: also main
+# Owns     _tenants_lock
+# Thread   any
 
-TICK_SECONDS: Final = 0.25  # the longest time between two looks at the client
-MAX_COUNTED_CONTEXTS: Final = 2  # tokens of a prompt over it are estimated
-MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
-MAX_TITLE_LENGTH: Final = 60  # characters
 MAX_RECENT: Final = 200  # requests on the status page, as are the next two
 MAX_DIVERGENCES: Final = 20
 MAX_REFUSALS: Final = 50
-CONNECTION_NICENESS: Final = 5  # of the threads that render prompts (Linux)
-
-
-# -- what outlives a request -----------------------------------------------------------
 
 
 class RecentRequest(RequestFacts):
@@ -15668,6 +15656,13 @@ class LiveRequest(TypedDict):
     title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
 
 
+class LiveReply(Protocol):
+    """A request that has not ended."""
+
+    def describe(self) -> LiveRequest:
+        """Where it is by now. For any thread."""
+
+
 class Divergence(TypedDict):
     """Tokens that a session had sent before, and that were prefilled again."""
 
@@ -15692,7 +15687,7 @@ class TenantStores:
     SESSION_INDEX: SessionIndex  # figures of the last requests
     SESSION_TURN_STORE: SessionTurnStore  # digests of the last messages
     history: RequestHistory  # requests to compare the next one with
-    live: dict[str, ReplyGeneration]  # that have not ended, by request id
+    live: dict[str, LiveReply]  # that have not ended, by request id
     recent: deque[RecentRequest]  # that have ended, the oldest first
     divergences: deque[Divergence]  # the oldest first
     refusals: deque[Refusal]  # the oldest first
@@ -15825,6 +15820,44 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
     state.stores.refusals.append(refusal)
     if not was_submitted:
         state.metrics.add_refused()
+
+
+# region REQUEST HANDLING ======================================================
+# One request, from its parsed body to the bodies of its response.
+#
+#     ChatRequest      as every API means it
+#     PlannedRequest   markers in the place of images; the prompt
+#     PreparedRequest  checked; what the engine is to do
+#     EngineEvent      prompt tokens have been read, a token, the end
+#     deltas           ReplyDecoder: token -> text -> reasoning, content, tool calls
+#     bodies           ResponseFormatter of the API that was called
+#
+# Whatever can be refused with a status code is refused before the request is submitted:
+# no byte of the response has been sent. At the end of a reply it is recorded first and
+# its last events are sent then, because the next request of the client may follow at
+# once. An aborted or failed request is only reported.
+#
+# The bodies of a response come from an iterator, which gives None whenever nothing is
+# new: then the HTTP server looks whether the client is still there.
+#
+# A field of a request that the model has to obey (a schema, a forced tool) becomes a
+# constraint in SAMPLING. One that ends the reply (stop strings, one call only) belongs
+# in ReplyDecoder.
+#
+# From other sections: a PromptPlan is a prompt, and what it takes to record its reply;
+# part of it may be a guess until PromptPlanner.verify() was called. A RequestHandle is
+# a submitted request: next_event() waits for the model, setting stop_reason ends it.
+#
+# Public   check_model_id, plan_request, prepare_request, PreparedRequest,
+#          ReplyGeneration
+# Uses     all
+# Thread   connection
+
+TICK_SECONDS: Final = 0.25  # the longest time between two looks at the client
+MAX_COUNTED_CONTEXTS: Final = 2  # tokens of a prompt over it are estimated
+MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
+MAX_TITLE_LENGTH: Final = 60  # characters
+CONNECTION_NICENESS: Final = 5  # of the threads that render prompts (Linux)
 
 
 # -- from a request to the engine ------------------------------------------------------
@@ -16384,20 +16417,43 @@ def _byte_letters() -> dict[str, int]:
     return letters
 
 
-# -- what is recorded ------------------------------------------------------------------
+# -- how a reply ends, and what is recorded --------------------------------------------
+
+EndingKind = Literal["finished", "stopped", "cut", "left", "failed"]
 
 
-class ReplyOutcome(NamedTuple):
-    """How a reply ended, as far as it decides what is recorded of it."""
+class ReplyEnding(NamedTuple):
+    """How a reply ended, and what there is of it. It is made once, at the end.
 
-    reason: EndReason
-    is_chat: bool  # has messages, and they were canonicalized
-    has_end_token: bool  # the model ended it
-    is_stopped: bool  # by a stop string, or before a second call
+    finished   the model ended it
+    stopped    this program did, at a stop string or before one call too many
+    cut        a limit did, of tokens or of time
+    left       its client has gone
+    failed     an error came instead
+    """
+
+    kind: EndingKind
+    event: FinishedEvent  # what the engine says of it
+    finish_reason: FinishReason  # for the client
+    message: JsonObject  # the reply, as OpenAI's API shows it
+    token_ids: Sequence[int]
+    shown_ends: Sequence[ShownEnd]  # where its client may have left it
+    has_end_token: bool  # they end with one
+    is_thinking: bool  # it ends inside its thinking
     ends_with_call: bool  # it was stopped, and the client has all of its tokens
-    is_thinking: bool  # ends inside its thinking
-    has_calls: bool
-    has_content: bool
+    first_token_seconds: float | None  # from the request on; None: there was none
+    waits: Mapping[WaitCause, float]  # seconds that the request waited
+
+
+def find_ending_kind(reason: EndReason, *, is_over: bool) -> EndingKind:
+    """`is_over`: the reply was complete, although the model would have gone on."""
+    if reason == "failed":
+        return "failed"
+    if reason == "cancelled":
+        return "left"
+    if is_over:
+        return "stopped"
+    return "finished" if reason == "stop" else "cut"
 
 
 class Recording(NamedTuple):
@@ -16409,26 +16465,30 @@ class Recording(NamedTuple):
     in_healing_store: bool = False  # its thinking
 
 
-def decide_recording(reply: ReplyOutcome) -> Recording:
-    """Where to record a reply. why(L-45): the ledger needs what the client has."""
-    if reply.reason not in ("stop", "length"):
+def decide_recording(ending: ReplyEnding, *, is_chat: bool) -> Recording:
+    """Where to record a reply. why(L-45): the ledger needs what the client has.
+
+    `is_chat`: it has messages, and they were canonicalized.
+    """
+    if ending.kind in ("left", "failed") or ending.event.reason == "deadline":
         return Recording()
-    if not reply.is_chat:
+    if not is_chat:
         return Recording(in_sessions=True)
 
-    # Cut anywhere else, the template would not print a reply as it was generated.
-    is_cut_in_content = (
-        reply.has_content and not reply.is_thinking and not reply.has_calls
-    )
-    can_be_replayed = reply.has_end_token or is_cut_in_content
-    if reply.is_stopped:
+    if ending.kind == "stopped":
         # The client has less of it than the model generated, as a rule (L-120).
-        can_be_replayed = reply.ends_with_call
+        can_be_replayed = ending.ends_with_call
+    else:
+        # Cut anywhere but in its text, the template would print it differently.
+        has_calls = "tool_calls" in ending.message
+        is_cut_in_text = bool(ending.message["content"]) and not has_calls
+        is_cut_in_text = is_cut_in_text and not ending.is_thinking
+        can_be_replayed = ending.has_end_token or is_cut_in_text
     return Recording(
         in_sessions=True,
         in_history=True,
         in_ledger=can_be_replayed,
-        in_healing_store=not reply.is_thinking,  # then it is complete
+        in_healing_store=not ending.is_thinking,  # then it is complete
     )
 
 
@@ -16445,6 +16505,240 @@ class SessionRecord(SessionTurn):
     head: str | None  # stands for template, tools and settings
     n_messages: int
     rules: dict[str, int]  # of CANONICALIZATION: how many fields each has found
+
+
+class RequestOrigin(NamedTuple):
+    """Where a request came from, and when, for people."""
+
+    came_at: float  # Unix seconds
+    client: str  # by its User-Agent
+    title: str  # how the conversation begins; "" without ENABLE_REQUEST_LOGGING
+
+
+class ReplyRecorder:
+    """Remembers and reports one reply: record() once, as soon as it has ended."""
+
+    def __init__(
+        self, state: ServerState, prepared: PreparedRequest, origin: RequestOrigin
+    ) -> None:
+        self._state = state
+        self._prepared = prepared
+        self._request = prepared.request
+        self._origin = origin
+        self._is_chat = prepared.plan.can_be_recorded
+
+    def record(self, ending: ReplyEnding) -> None:
+        """Put it wherever it belongs, and tell console, metrics and status page."""
+        recording = decide_recording(ending, is_chat=self._is_chat)
+        self._record_reply(ending, recording)
+        facts = self._report(ending)
+        if recording.in_sessions:
+            self._record_turn(facts)
+        if recording.in_history:
+            self._compare_with_history(ending)
+
+    def record_left(self, ending: ReplyEnding) -> None:
+        """Record a reply that was not sent whole, as far as its client may have it.
+
+        why(L-121): a user who stops an agent sends what was shown. A reply that failed
+        is not recorded: its KV is gone.
+        """
+        if ending.kind == "failed" or not ending.shown_ends or not self._is_chat:
+            return
+        # It was left before its calls, if this is ever found.
+        text_alone = {k: v for k, v in ending.message.items() if k != "tool_calls"}
+        generated = self._generated_reply(ending, is_cut=True)._replace(
+            shown_text=text_alone["content"], shown_ends=tuple(ending.shown_ends)
+        )
+        reply = self._canonical_reply(text_alone)
+        plan = self._prepared.plan
+        self._state.stores.LEDGER.record(plan, reply=reply, generated=generated)
+
+    def _record_reply(self, ending: ReplyEnding, recording: Recording) -> None:
+        """Record the reply in the ledger, and its thinking."""
+        if not recording.in_ledger and not recording.in_healing_store:
+            return
+        stores = self._state.stores
+        plan = self._prepared.plan
+        reply = self._canonical_reply(ending.message)
+        if recording.in_ledger:
+            generated = self._generated_reply(ending, is_cut=not ending.has_end_token)
+            stores.LEDGER.record(plan, reply=reply, generated=generated)
+        if recording.in_healing_store:
+            contexts = plan.conversation.reply_contexts()[-1]
+            stores.HEALING_STORE.remember(reply.original, contexts)
+
+    def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
+        original = {**message, "content": message["content"] or ""}
+        template = self._prepared.model.template
+        return template.canonicalize(OriginalMessages((original,)))[0]
+
+    def _generated_reply(self, ending: ReplyEnding, *, is_cut: bool) -> GeneratedReply:
+        return GeneratedReply(
+            ids=ending.token_ids,
+            is_cut=is_cut,
+            block_hashes=self._prepared.engine_request.key.block_hashes,
+            session_id=self._prepared.session_id,
+            finished_at=time.monotonic(),
+        )
+
+    def _record_turn(self, facts: RequestFacts) -> None:
+        """Record the request in the session index and the session log."""
+        session_id = self._prepared.session_id
+        conversation = self._prepared.plan.conversation
+        digests = [message.digest for message in conversation.messages]
+        stores = self._state.stores
+        turn: SessionTurn = {
+            **facts,
+            "parent": self._request.session.parent_session_id,
+            "stable_prefix_msg_count": stores.SESSION_TURN_STORE.advance(
+                session_id, digests
+            ),
+        }
+        stores.SESSION_INDEX.note(session_id, turn, now=time.monotonic())
+
+        record: SessionRecord = {
+            **turn,
+            "head": conversation.context_key.hex()[:12] if self._is_chat else None,
+            "n_messages": len(self._request.messages),
+            "rules": self._found_rules,
+        }
+        n_logged = stores.SESSION_TURN_STORE.exchange_last(
+            session_id,
+            [hash(marshal.dumps(message, 2)) for message in self._request.messages],
+        )
+        counters = self._state.metrics.snapshot()
+        self._state.session_log.write(
+            session_id, {**record, **self._logged_content(n_logged), **counters}
+        )
+
+    def _logged_content(self, n_logged: int) -> dict[str, object]:
+        """What settings add to a record. `n_logged`: messages of the record before."""
+        config = self._state.config
+        content: dict[str, object] = {}
+        if config.enable_request_logging:
+            content["messages"] = self._request.messages[n_logged:]
+        if config.log_prompt_tokens:
+            content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
+        return content
+
+    def _compare_with_history(self, ending: ReplyEnding) -> None:
+        """Give a reason if much that the session had sent was prefilled again."""
+        stores = self._state.stores
+        end = ending.event
+        request = self._prepared.as_sent(ending.token_ids)
+        earlier = stores.history.find_nearest(request, session_only=True)
+        stores.history.add(request)
+        if earlier is None:
+            return
+        n_reread = count_reread_tokens(
+            earlier, request, cached_tokens=end.cached_tokens
+        )
+        if n_reread < MIN_REPORTED_TOKENS:
+            return
+
+        reason = explain_miss(
+            earlier,
+            request,
+            cached_tokens=end.cached_tokens,
+            matched_tokens=end.matched_tokens,
+        )
+        reason = self._prepared.in_client_terms(reason)
+        sentence = (
+            reason.sentence if reason else "the same messages are now at other places"
+        )
+        # Neither page nor console quote a client, unless a setting wants it. Whoever
+        # asks /v1/cache/explain has brought the text, and is told both versions.
+        quotes = self._state.config.enable_request_logging
+        if quotes and reason is not None and reason.change is not None:
+            change = reason.change
+            sentence += f": {change.earlier!r} is now {change.current!r}"
+        stores.divergences.append(
+            {
+                "time": time.time(),
+                "id": _shown_id(self._request),
+                "session": request.session_id,
+                "again": n_reread,
+                "why": sentence,
+            }
+        )
+        logger.warning(
+            "id=%s: about %d tokens were prefilled again: %s",
+            _shown_id(self._request),
+            n_reread,
+            sentence,
+        )
+
+    def _report(self, ending: ReplyEnding) -> RequestFacts:
+        """Tell console, metrics and status page that it has ended."""
+        waits = ending.waits
+        longest = max(waits, key=lambda cause: waits[cause], default=None)
+        facts = self._facts(ending, waited_for=longest)
+        self._log_end(facts)
+        self._count_end(facts, waits)
+
+        decode_seconds = ending.event.seconds.decoding
+        decode_speed = facts["out"] / decode_seconds if decode_seconds else 0.0
+        self._state.stores.recent.append(
+            {
+                **facts,
+                "time": time.time(),
+                "started_at": self._origin.came_at,
+                "waited_seconds": facts["waited"],
+                "waited_for_request": longest.request_id if longest else None,
+                "tokens_per_second": round(decode_speed, 1) or None,
+                "client": self._origin.client,
+                "title": self._origin.title,
+            }
+        )
+        return facts
+
+    def _facts(
+        self, ending: ReplyEnding, *, waited_for: WaitCause | None
+    ) -> RequestFacts:
+        end = ending.event
+        return {
+            "id": _shown_id(self._request),
+            "api": self._request.kind,
+            "session": self._prepared.session_id,
+            "prompt": self._prepared.engine_request.n_prompt,
+            "out": len(ending.token_ids),
+            "cached": end.cached_tokens,
+            "match": end.hit_kind,
+            "finish": end.reason,
+            "prefill": round(end.seconds.prefilling, 3),
+            "decode": round(end.seconds.decoding, 3),
+            "waited": round(end.seconds.waiting, 3),
+            "waited_for": waited_for.reason if waited_for else None,
+            "ttft_ms": round(1000 * (ending.first_token_seconds or 0.0)),
+            "replayed": self._prepared.plan.n_replayed,
+            "fallback": self._prepared.plan.refusal or None,
+        }
+
+    def _log_end(self, facts: RequestFacts) -> None:
+        """A line for people, and at DEBUG one with everything.
+
+        Of a failed request HTTP SERVER logs the error: that is its line.
+        """
+        counters = self._state.metrics.snapshot()
+        found = self._found_rules
+        rules = ",".join(f"{rule}:{n_fields}" for rule, n_fields in found.items())
+        line = format_request_line(**facts, rules=rules or None, **counters)
+        logger.debug("%s", line)
+        if facts["finish"] != "failed":
+            logger.info("%s", format_summary(facts, client=self._origin.client))
+
+    @cached_property
+    def _found_rules(self) -> dict[str, int]:
+        return count_rules(self._prepared.plan.conversation.messages)
+
+    def _count_end(self, facts: RequestFacts, waits: Mapping[WaitCause, float]) -> None:
+        metrics = self._state.metrics
+        speed = self._state.engine.report.get("prefill_tokens_per_second")
+        saved_seconds = facts["cached"] / speed if speed else 0.0
+        metrics.observe(facts, saved_seconds=saved_seconds)
+        for cause, seconds in waits.items():
+            metrics.observe_wait(cause.reason, seconds)
 
 
 # -- a request that runs ---------------------------------------------------------------
@@ -16489,35 +16783,41 @@ class ReplyGeneration:
         `client`: who sent it, for the log and the status page.
         """
         self._began_at = time.monotonic()
-        self._came_at = time.time()
-        self._client = client
+        title = _find_title(request) if state.config.enable_request_logging else ""
+        self._origin = RequestOrigin(time.time(), client, title)
         _lower_thread_priority()
         self._state = state
         self._prepared, self._handle = _submit(state, request)
         self._request = self._prepared.request
-        self._title = (
-            _find_title(request) if state.config.enable_request_logging else ""
-        )
-        self._decoder = ReplyDecoder(self._prepared)
-        self._formatter = _make_formatter(self._prepared)
+        try:
+            self._decoder = ReplyDecoder(self._prepared)
+            self._formatter = _make_formatter(self._prepared)
+        except BaseException:
+            self._handle.stop_reason = "cancelled"  # nobody will close it
+            raise
+        self._recorder = ReplyRecorder(state, self._prepared, self._origin)
 
-        self._n_read = 0  # prompt tokens that have KV
-        self._n_cached: int | None = None  # None: the model has not begun
+        self._n_read: int | None = None  # prompt tokens with KV; None: none was read
         self._first_token_at: float | None = None
         self._logprobs: list[JsonObject] = []  # that were not sent yet
-        self._end: FinishedEvent | None = None
-        self._was_over = False  # the reply was complete when its last token came
+        self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
+        self._is_closed = False
         state.stores.live[request.request_id] = self
 
     def close(self) -> None:
-        """Stop the request if it still runs. It is in no list of live requests then."""
+        """Stop the request if it still runs. It is in no list of live requests then.
+
+        The second time it does nothing.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._handle.stop_reason = "cancelled"
         self._state.stores.live.pop(self._request.request_id, None)
-        if self._end is None:
-            self._report(self._cut_short("cancelled"))
+        ending = self._ending or self._cut_short("cancelled")
         if self._request.stream and not self._is_sent:
-            self._record_left_reply()
+            self._recorder.record_left(ending)
 
     def whole(self) -> Iterator[JsonObject | None]:
         """None until the reply has ended, then its body."""
@@ -16535,12 +16835,13 @@ class ReplyGeneration:
         sent_at = time.monotonic()
         for deltas in self._read_deltas():
             events: list[JsonObject] = []
-            if self._n_cached is not None and not has_started:
+            if self._n_read is not None and not has_started:
                 events += self._formatter.start_events(self._usage())
                 has_started = True
-            if has_started and self._n_read > n_shown:
-                events += self._formatter.progress_events(self._progress())
-                n_shown = self._n_read
+            progress = self._progress()
+            if has_started and progress.processed > n_shown:
+                events += self._formatter.progress_events(progress)
+                n_shown = progress.processed
             for delta in deltas:
                 events += self._formatter.delta_events(delta, self._take_logprobs())
 
@@ -16574,8 +16875,8 @@ class ReplyGeneration:
             "prompt": self._prepared.engine_request.n_prompt,
             "out": n_out,
             "max_tokens": self._prepared.engine_request.max_tokens,
-            "cached": self._n_cached or 0,
-            "done": self._n_read,
+            "cached": self._handle.cached_tokens,
+            "done": self._n_read or 0,
             "phase": phase,
             "match": self._handle.hit_kind,
             "tokens_per_second": decode_speed,
@@ -16587,8 +16888,8 @@ class ReplyGeneration:
             "prefill_left_seconds": (
                 self._prefill_left_seconds(now) if phase == "prefill" else None
             ),
-            "client": self._client,
-            "title": self._title,
+            "client": self._origin.client,
+            "title": self._origin.title,
         }
 
     def _first_token_seconds(self) -> float | None:
@@ -16602,9 +16903,10 @@ class ReplyGeneration:
 
         The pace counts what others prefill and decode meanwhile.
         """
-        n_left = self._prepared.engine_request.n_prompt - self._n_read
-        n_new = self._n_read - (self._n_cached or 0)
-        if n_new:
+        n_read = self._n_read or 0
+        n_left = self._prepared.engine_request.n_prompt - n_read
+        n_new = n_read - self._handle.cached_tokens
+        if n_new > 0:
             pace = n_new / max(now - self._handle.times.state_since, 1e-3)
             return round(n_left / pace, 1)
         speed = self._state.engine.report.get("prefill_tokens_per_second")
@@ -16616,7 +16918,7 @@ class ReplyGeneration:
         Raises ServerError: it failed, and ClientGone: it was cancelled.
         """
         with kept_awake(self._state.config):
-            while self._end is None:
+            while self._ending is None:
                 event = self._handle.next_event(TICK_SECONDS)
                 match event:
                     case None:
@@ -16627,21 +16929,17 @@ class ReplyGeneration:
                     case TokenEvent():
                         yield self._decode(event)
                     case SecondTryEvent():
-                        self._n_cached = None
-                        self._n_read = 0
+                        self._n_read = None
                         yield []
                     case FinishedEvent(reason="cancelled"):
                         raise ClientGone
                     case FinishedEvent():
                         yield self._finish(event)
                     case ServerError():
-                        self._end = self._cut_short("failed")
-                        self._report(self._end)
+                        self._cut_short("failed")
                         raise event
 
     def _note_progress(self, n_read: int) -> None:
-        if self._n_cached is None:
-            self._n_cached = n_read
         self._n_read = n_read
         show_prefill_progress(
             _shown_id(self._request),
@@ -16671,34 +16969,57 @@ class ReplyGeneration:
             self._handle.stop_reason = "length"
         return deltas
 
-    def _finish(self, end: FinishedEvent) -> list[JsonObject]:
+    def _finish(self, event: FinishedEvent) -> list[JsonObject]:
         """Record and report the reply; the last deltas."""
-        self._end = end
-        self._was_over = self._decoder.is_over  # before a call that was cut is closed
-        # why(L-86): Claude Code would run a call that was cut, if it were closed.
-        can_close = end.reason == "stop" or self._request.kind != "messages"
+        was_over = self._decoder.is_over  # before a call that was cut is closed
+        can_close = event.reason == "stop" or self._formatter.closes_cut_calls
         deltas = self._decoder.finish(closes=can_close)
         if self._decoder.parser.is_broken:
             logger.warning("a call cannot be read: the reply ends there, as cut")
-
-        recording = decide_recording(self._outcome(end.reason))
-        self._record_reply(recording)
-        facts = self._report(end)
-        if recording.in_sessions:
-            self._record_turn(facts)
-        if recording.in_history:
-            self._compare_with_history(end)
+        self._end_with(event, was_over=was_over)
         return deltas
 
-    def _cut_short(self, reason: EndReason) -> FinishedEvent:
-        """The end of a reply that had none, with its figures as of now."""
+    def _cut_short(self, reason: Literal["cancelled", "failed"]) -> ReplyEnding:
+        """End a reply that nobody waits for, or that failed, as it is now."""
         handle = self._handle
-        return FinishedEvent(
+        event = FinishedEvent(
             reason,
             cached_tokens=handle.cached_tokens,
             hit_kind=handle.hit_kind,
             seconds=handle.times.seconds(time.monotonic()),
         )
+        return self._end_with(event, was_over=False)
+
+    def _end_with(self, event: FinishedEvent, *, was_over: bool) -> ReplyEnding:
+        """Make the ending, and record it. `was_over`: before what was held back."""
+        decoder = self._decoder
+        token_ids = decoder.token_ids
+        eos_ids = self._prepared.model.eos_ids
+        ending = ReplyEnding(
+            kind=find_ending_kind(event.reason, is_over=decoder.is_over),
+            event=event,
+            finish_reason=self._finish_reason(event, was_over=was_over),
+            message=decoder.parser.message(),
+            token_ids=token_ids,
+            shown_ends=decoder.shown_ends,
+            has_end_token=bool(token_ids) and token_ids[-1] in eos_ids,
+            is_thinking=decoder.splitter.is_thinking,
+            ends_with_call=was_over and decoder.ends_with_call,
+            first_token_seconds=self._first_token_seconds(),
+            waits=self._handle.waits.seconds(time.monotonic()),
+        )
+        self._ending = ending
+        self._recorder.record(ending)
+        return ending
+
+    def _finish_reason(self, event: FinishedEvent, *, was_over: bool) -> FinishReason:
+        is_cut = event.reason != "stop" and not was_over
+        is_cut = is_cut or self._request.max_tokens == 0
+        if is_cut or self._decoder.parser.is_broken:
+            return "length"  # a call in it was cut, and must not be run
+        if self._decoder.parser.n_calls and not self._decoder.stops.hit:
+            return "tool_calls"
+        return "stop"
 
     # -- what the response says of the reply -------------------------------------------
 
@@ -16706,8 +17027,8 @@ class ReplyGeneration:
         _, prefill_seconds, _ = self._handle.times.seconds(time.monotonic())
         return PromptProgress(
             total=self._prepared.engine_request.n_prompt,
-            cache=self._n_cached or 0,
-            processed=self._n_read,
+            cache=self._handle.cached_tokens,
+            processed=self._n_read or 0,
             time_ms=round(1000 * prefill_seconds),
         )
 
@@ -16721,242 +17042,19 @@ class ReplyGeneration:
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prepared.engine_request.n_prompt,
-            cached_tokens=self._n_cached or 0,
+            cached_tokens=self._handle.cached_tokens,
             completion_tokens=len(self._decoder.token_ids),
             reasoning_tokens=self._decoder.n_reasoning_tokens,
         )
 
     def _reply_end(self) -> ReplyEnd:
-        stop_string = self._decoder.stops.hit or None
+        assert self._ending is not None
         return ReplyEnd(
-            self._finish_reason(), self._usage(), stop_string, self._take_logprobs()
+            self._ending.finish_reason,
+            self._usage(),
+            self._decoder.stops.hit or None,
+            self._take_logprobs(),
         )
-
-    def _finish_reason(self) -> FinishReason:
-        assert self._end is not None
-        is_cut = self._end.reason != "stop" and not self._was_over
-        is_cut = is_cut or self._request.max_tokens == 0
-        if is_cut or self._decoder.parser.is_broken:
-            return "length"  # a call in it was cut, and must not be run
-        if self._decoder.parser.n_calls and not self._decoder.stops.hit:
-            return "tool_calls"
-        return "stop"
-
-    # -- what is recorded of the reply -------------------------------------------------
-
-    def _outcome(self, reason: EndReason) -> ReplyOutcome:
-        message = self._decoder.parser.message()
-        return ReplyOutcome(
-            reason=reason,
-            is_chat=self._prepared.plan.can_be_recorded,
-            has_end_token=self._has_end_token(),
-            is_stopped=self._decoder.is_over,
-            ends_with_call=self._was_over and self._decoder.ends_with_call,
-            is_thinking=self._decoder.splitter.is_thinking,
-            has_calls="tool_calls" in message,
-            has_content=bool(message["content"]),
-        )
-
-    def _has_end_token(self) -> bool:
-        ids = self._decoder.token_ids
-        return bool(ids) and ids[-1] in self._prepared.model.eos_ids
-
-    def _record_reply(self, recording: Recording) -> None:
-        """Record the reply in the ledger, and its thinking."""
-        if not recording.in_ledger and not recording.in_healing_store:
-            return
-        stores = self._state.stores
-        plan = self._prepared.plan
-        reply = self._canonical_reply(self._decoder.parser.message())
-        if recording.in_ledger:
-            generated = self._generated_reply(is_cut=not self._has_end_token())
-            stores.LEDGER.record(plan, reply=reply, generated=generated)
-        if recording.in_healing_store:
-            contexts = plan.conversation.reply_contexts()[-1]
-            stores.HEALING_STORE.remember(reply.original, contexts)
-
-    def _record_left_reply(self) -> None:
-        """Record a reply that its client has left, as far as it may have it (L-121)."""
-        shown_ends = self._decoder.shown_ends
-        if not shown_ends or not self._prepared.plan.can_be_recorded:
-            return
-        message = self._decoder.parser.message()
-        message.pop("tool_calls", None)  # it was left before them, if this is found
-        generated = self._generated_reply(is_cut=True)._replace(
-            shown_text=message["content"], shown_ends=tuple(shown_ends)
-        )
-        reply = self._canonical_reply(message)
-        plan = self._prepared.plan
-        self._state.stores.LEDGER.record(plan, reply=reply, generated=generated)
-
-    def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
-        message["content"] = message["content"] or ""
-        template = self._prepared.model.template
-        return template.canonicalize(OriginalMessages((message,)))[0]
-
-    def _generated_reply(self, *, is_cut: bool) -> GeneratedReply:
-        return GeneratedReply(
-            ids=self._decoder.token_ids,
-            is_cut=is_cut,
-            block_hashes=self._prepared.engine_request.key.block_hashes,
-            session_id=self._prepared.session_id,
-            finished_at=time.monotonic(),
-        )
-
-    def _record_turn(self, facts: RequestFacts) -> None:
-        """Record the request in the session index and the session log."""
-        stores = self._state.stores
-        session_id = self._prepared.session_id
-        conversation = self._prepared.plan.conversation
-        digests = [message.digest for message in conversation.messages]
-        turn: SessionTurn = {
-            **facts,
-            "parent": self._request.session.parent_session_id,
-            "stable_prefix_msg_count": stores.SESSION_TURN_STORE.advance(
-                session_id, digests
-            ),
-        }
-        stores.SESSION_INDEX.note(session_id, turn, now=time.monotonic())
-
-        is_chat = self._prepared.plan.can_be_recorded
-        record: SessionRecord = {
-            **turn,
-            "head": conversation.context_key.hex()[:12] if is_chat else None,
-            "n_messages": len(self._request.messages),
-            "rules": count_rules(conversation.messages),
-        }
-        counters = self._state.metrics.snapshot()
-        self._state.session_log.write(
-            session_id, {**record, **self._logged_content(), **counters}
-        )
-
-    def _logged_content(self) -> dict[str, object]:
-        """What settings add to a record of the session log."""
-        config = self._state.config
-        content: dict[str, object] = {}
-        messages = self._request.messages
-        n_known = self._state.stores.SESSION_TURN_STORE.exchange_last(
-            self._prepared.session_id,
-            [hash(marshal.dumps(message, 2)) for message in messages],
-        )
-        if config.enable_request_logging:
-            content["messages"] = messages[n_known:]  # the record before has the others
-        if config.log_prompt_tokens:
-            content["tokens"] = self._prepared.engine_request.key.tokens.tolist()
-        return content
-
-    def _compare_with_history(self, end: FinishedEvent) -> None:
-        """Give a reason if much that the session had sent was prefilled again."""
-        stores = self._state.stores
-        request = self._prepared.as_sent(self._decoder.token_ids)
-        earlier = stores.history.find_nearest(request, session_only=True)
-        stores.history.add(request)
-        if earlier is None:
-            return
-        n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=end.cached_tokens
-        )
-        if n_reread < MIN_REPORTED_TOKENS:
-            return
-
-        reason = explain_miss(
-            earlier,
-            request,
-            cached_tokens=end.cached_tokens,
-            matched_tokens=end.matched_tokens,
-        )
-        reason = self._prepared.in_client_terms(reason)
-        sentence = (
-            reason.sentence if reason else "the same messages are now at other places"
-        )
-        # Neither page nor console quote a client, unless a setting wants it. Whoever
-        # asks /v1/cache/explain has brought the text, and is told both versions.
-        quotes = self._state.config.enable_request_logging
-        if quotes and reason is not None and reason.change is not None:
-            change = reason.change
-            sentence += f": {change.earlier!r} is now {change.current!r}"
-        stores.divergences.append(
-            {
-                "time": time.time(),
-                "id": _shown_id(self._request),
-                "session": request.session_id,
-                "again": n_reread,
-                "why": sentence,
-            }
-        )
-        logger.warning(
-            "id=%s: about %d tokens were prefilled again: %s",
-            _shown_id(self._request),
-            n_reread,
-            sentence,
-        )
-
-    def _report(self, end: FinishedEvent) -> RequestFacts:
-        """Tell console, metrics and status page, once, that it has ended."""
-        waits = self._handle.waits.seconds(time.monotonic())
-        longest = max(waits, key=lambda cause: waits[cause], default=None)
-        facts = self._facts(end, waited_for=longest)
-        self._log_end(facts)
-        self._count_end(facts, waits)
-
-        decode_seconds = end.seconds.decoding
-        decode_speed = facts["out"] / decode_seconds if decode_seconds else 0.0
-        self._state.stores.recent.append(
-            {
-                **facts,
-                "time": time.time(),
-                "started_at": self._came_at,
-                "waited_seconds": facts["waited"],
-                "waited_for_request": longest.request_id if longest else None,
-                "tokens_per_second": round(decode_speed, 1) or None,
-                "client": self._client,
-                "title": self._title,
-            }
-        )
-        return facts
-
-    def _facts(
-        self, end: FinishedEvent, *, waited_for: WaitCause | None
-    ) -> RequestFacts:
-        ttft_seconds = self._first_token_seconds() or 0.0
-        return {
-            "id": _shown_id(self._request),
-            "api": self._request.kind,
-            "session": self._prepared.session_id,
-            "prompt": self._prepared.engine_request.n_prompt,
-            "out": len(self._decoder.token_ids),
-            "cached": end.cached_tokens,
-            "match": end.hit_kind,
-            "finish": end.reason,
-            "prefill": round(end.seconds.prefilling, 3),
-            "decode": round(end.seconds.decoding, 3),
-            "waited": round(end.seconds.waiting, 3),
-            "waited_for": waited_for.reason if waited_for else None,
-            "ttft_ms": round(ttft_seconds * 1000),
-            "replayed": self._prepared.plan.n_replayed,
-            "fallback": self._prepared.plan.refusal or None,
-        }
-
-    def _log_end(self, facts: RequestFacts) -> None:
-        """A line for people, and at DEBUG one with everything.
-
-        Of a failed request HTTP SERVER logs the error: that is its line.
-        """
-        counters = self._state.metrics.snapshot()
-        found = count_rules(self._prepared.plan.conversation.messages)
-        rules = ",".join(f"{rule}:{n_fields}" for rule, n_fields in found.items())
-        line = format_request_line(**facts, rules=rules or None, **counters)
-        logger.debug("%s", line)
-        if facts["finish"] != "failed":
-            logger.info("%s", format_summary(facts, client=self._client))
-
-    def _count_end(self, facts: RequestFacts, waits: Mapping[WaitCause, float]) -> None:
-        metrics = self._state.metrics
-        speed = self._state.engine.report.get("prefill_tokens_per_second")
-        saved_seconds = facts["cached"] / speed if speed else 0.0
-        metrics.observe(facts, saved_seconds=saved_seconds)
-        for cause, seconds in waits.items():
-            metrics.observe_wait(cause.reason, seconds)
 
 
 def _find_title(request: ChatRequest) -> str:
@@ -16989,9 +17087,14 @@ def _submit(
     while True:
         prepared = prepare_request(state, request)
         handle = state.engine.submit(prepared.engine_request)
-        if state.stores.planner.verify(prepared.plan):
+        is_verified = False
+        try:
+            is_verified = state.stores.planner.verify(prepared.plan)
+        finally:
+            if not is_verified:
+                handle.stop_reason = "cancelled"
+        if is_verified:
             return prepared, handle
-        handle.stop_reason = "cancelled"
 
 
 def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
@@ -17050,7 +17153,7 @@ def kept_awake(config: Config) -> Iterator[None]:
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
 #          metrics_text, count_tokens_body, explain_body, drop_cache
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, SESSIONS, ENGINE,
-#          REQUEST HANDLING
+#          TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
 MAX_SESSIONS: Final = 20  # in the status
@@ -17399,7 +17502,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 #
 # Public   LLMServer, Handler, advice_by_path
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, OPENAI API, ANTHROPIC API,
-#          REQUEST HANDLING, STATUS
+#          TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
 
 # -- listening -------------------------------------------------------------------------
@@ -18038,9 +18141,9 @@ class Handler(BaseHTTPRequestHandler):
         error: a server that is told to stop waits for it. So errors are sent inside.
         """
         generation = ReplyGeneration(self._state, request, client=self._client)
-        self._was_submitted = True
-        self._work_memory.close()
         with closing(generation), self._error_boundary():
+            self._was_submitted = True
+            self._work_memory.close()
             if not request.stream:
                 for body in self._while_connected(generation.whole()):
                     self._send_json(200, body)
@@ -18320,7 +18423,7 @@ _ROUTES: Final = {
 #
 # Public   build_state, run_proxy, main, end_process
 # Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, MODEL LOADING, ENGINE,
-#          REQUEST HANDLING, STATUS, HTTP SERVER
+#          TENANTS, STATUS, HTTP SERVER
 # Thread   main
 
 _STOPPED: Final = 0

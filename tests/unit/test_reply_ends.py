@@ -338,35 +338,44 @@ def test_checkpoints_are_asked_for_where_a_later_request_may_part_from_this_one(
     assert positions == (10, 40, 60, 80, 90)
 
 
-def outcome(**fields):
-    """A chat that the model ended after some text, but for these fields."""
+def ending(reason="stop", *, is_over=False, content="Hi", has_calls=False, **fields):
+    """A reply that the model ended after some text, but for these fields."""
+    message = {"role": "assistant", "content": content}
+    if has_calls:
+        message["tool_calls"] = [{}]
     ordinary = {
-        "reason": "stop",
-        "is_chat": True,
+        "kind": s.find_ending_kind(reason, is_over=is_over),
+        "event": s.FinishedEvent(reason),
+        "finish_reason": "stop",
+        "message": message,
+        "token_ids": [1, 2],
+        "shown_ends": [],
         "has_end_token": True,
-        "is_stopped": False,
-        "ends_with_call": False,
         "is_thinking": False,
-        "has_calls": False,
-        "has_content": True,
+        "ends_with_call": False,
+        "first_token_seconds": 0.1,
+        "waits": {},
     }
+    return s.ReplyEnding(**{**ordinary, **fields})
 
-    return s.ReplyOutcome(**{**ordinary, **fields})
+
+def recording_of(*args, is_chat=True, **fields):
+    return s.decide_recording(ending(*args, **fields), is_chat=is_chat)
 
 
 @pytest.mark.parametrize("reason", ["deadline", "cancelled", "failed"])
 def test_a_reply_that_was_not_finished_is_recorded_nowhere(reason):
-    assert not any(s.decide_recording(outcome(reason=reason)))
+    assert not any(recording_of(reason))
 
 
 def test_a_completion_is_recorded_in_the_sessions_only():
-    recording = s.decide_recording(outcome(is_chat=False))
+    recording = recording_of(is_chat=False)
     assert recording == s.Recording(in_sessions=True)
 
 
 def test_a_whole_reply_is_recorded_everywhere():
-    for fields in ({}, {"has_calls": True}, {"has_content": False}):
-        assert all(s.decide_recording(outcome(**fields)))
+    for fields in ({}, {"has_calls": True}, {"content": ""}):
+        assert all(recording_of(**fields))
 
 
 @pytest.mark.parametrize(
@@ -374,26 +383,25 @@ def test_a_whole_reply_is_recorded_everywhere():
     [
         ({}, True, True),
         ({"has_calls": True}, False, True),
-        ({"has_content": False}, False, True),
-        ({"is_thinking": True, "has_content": False}, False, False),
+        ({"content": ""}, False, True),
+        ({"is_thinking": True, "content": ""}, False, False),
     ],
 )
 def test_a_reply_cut_at_the_token_limit_is_replayed_if_it_was_cut_in_its_text(
     fields, in_ledger, in_healing_store
 ):
-    cut = outcome(reason="length", has_end_token=False, **fields)
-    recording = s.decide_recording(cut)
+    recording = recording_of("length", has_end_token=False, **fields)
     assert recording.in_ledger == in_ledger
     assert recording.in_healing_store == in_healing_store
 
 
 def test_a_reply_that_ended_with_its_only_call_is_replayed():
-    fields = {"is_stopped": True, "has_end_token": False, "has_calls": True}
-    assert all(s.decide_recording(outcome(ends_with_call=True, **fields)))
-    assert not s.decide_recording(outcome(**fields)).in_ledger
+    fields = {"is_over": True, "has_end_token": False, "has_calls": True}
+    assert all(recording_of(ends_with_call=True, **fields))
+    assert not recording_of(**fields).in_ledger
 
 
 def test_a_reply_ended_by_a_stop_string_is_not_replayed():
-    recording = s.decide_recording(outcome(is_stopped=True, has_end_token=False))
+    recording = recording_of(is_over=True, has_end_token=False)
     assert not recording.in_ledger
     assert recording.in_healing_store and recording.in_history

@@ -1,0 +1,110 @@
+"""Each request that was submitted ends once, whatever happens to whoever waits for it."""
+
+from contextlib import closing
+
+import pytest
+import start_llm as s
+from server_fixture import SYSTEM, Served, user, wait_until
+from status_client import forget, status, words
+from tiny_models import DENSE, tiny_model
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    with closing(Served(folder)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def empty(served):
+    forget(served)
+
+
+def request_of(served, **fields):
+    body = {
+        "messages": [SYSTEM, user(words(80))],
+        "max_tokens": 60,
+        "temperature": 0,
+        **fields,
+    }
+    config = served.state.config
+    return s.parse_chat_request(body, config, request_id="a", headers={})
+
+
+def n_running(served):
+    return served.state.engine.call(
+        lambda scheduler: len(scheduler.running) + len(scheduler.waiting)
+    )
+
+
+def transcripts(served):
+    return served.state.for_tenant("").stores.LEDGER.snapshot()["transcripts"]
+
+
+def generate(served, **fields):
+    state = served.state.for_tenant("")
+    return s.ReplyGeneration(state, request_of(served, **fields))
+
+
+def test_a_stream_that_failed_is_not_recorded_as_left(served):
+    generation = generate(served, stream=True)
+
+    def fail_late(_fed):
+        if generation._decoder.shown_ends:  # a part that its client could have
+            raise RuntimeError("planted")
+
+    with served.holding(fail_late), closing(generation):
+        with pytest.raises(s.ServerError):
+            list(generation.chunks())
+        assert generation._decoder.shown_ends
+
+    assert transcripts(served) == 0
+
+
+def test_a_stream_that_its_client_left_is_recorded_as_far_as_it_was_shown(served):
+    generation = generate(served, stream=True)
+    with closing(generation):
+        for _ in generation.chunks():
+            if generation._decoder.shown_ends:
+                break
+
+    assert transcripts(served) == 1
+
+
+def test_closing_a_reply_twice_reports_it_once(served):
+    generation = generate(served)
+    n_before = len(status(served)["recent"])
+
+    generation.close()
+    generation.close()
+
+    wait_until(lambda: n_running(served) == 0)
+    assert len(status(served)["recent"]) == n_before + 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(s, "ReplyDecoder"), (s, "_make_formatter"), (s.PromptPlanner, "verify")],
+)
+def test_what_fails_after_the_submission_ends_the_request(
+    served, monkeypatch, owner, name
+):
+    handles = []
+    submit = served.state.engine.submit
+
+    def submit_and_note(request):
+        handles.append(submit(request))
+        return handles[-1]
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(served.state.engine, "submit", submit_and_note)
+    monkeypatch.setattr(owner, name, fail)
+
+    with pytest.raises(RuntimeError, match="planted"):
+        generate(served)
+
+    assert [handle.stop_reason for handle in handles] == ["cancelled"]
+    wait_until(lambda: n_running(served) == 0)
