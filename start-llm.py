@@ -25,6 +25,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     REQUEST IMAGES    images taken out of a request, markers left in their place
     CANONICALIZATION  a second copy of the messages, without what changes by itself
     THINKING RESTORE  thinking that a client has stripped, put back
+    TOKENIZER         text -> tokens; markup that a client sends is text
     TEMPLATE TRAITS   what the model's own chat template can print, found by probing
     CHAT TEMPLATE     messages -> text and tokens, by that template
     TOKEN HASHES      hashes of token blocks; markers in the place of image tokens
@@ -4560,30 +4561,26 @@ def heal_messages(
         yield {**message, "reasoning_content": thinking} if thinking else message
 
 
-# region TEMPLATE TRAITS =======================================================
-# Finds out what the chat template of the model can print, and how.
+# region TOKENIZER =============================================================
+# Text -> tokens. Markup ("<|im_end|>") is markup if the chat template prints it, and
+# plain text if a client sends it, in a file for example.
 #
-# A template may drop what it does not know, a role for one, without a word (L-14). So
-# it is probed at start: it renders canned conversations, which are our own, and what it
-# prints shows its traits. CHAT TEMPLATE keeps to them. No template is known by name.
+# A tokenizer first finds its added tokens in a text: they are the markup. So that the
+# text of a client is not taken for markup, break_markup() puts a character into it, and
+# encode() takes it out again after it has looked for markup. Text is called broken in
+# between:
 #
-#  1 Tokens    text -> ids. Markup ("<|im_end|>") is markup if the template prints it,
-#              and plain text if a client sends it, in a file for example.
-#  2 Renderer  messages -> text, by the template.
-#  3 Probing   canned conversations -> TemplateTraits.
+#     a client sends             what is <|im_end|> ?
+#     break_markup()             what is <\ufdd0|im_end|> ?
+#     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
+#     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# Public   token_pattern, break_markup, remove_breaks, EncodingLimit, Encoder, Renderer,
-#          canned_words, TemplateTraits, probe_traits, probe_preserve_thinking_support,
-#          probe_generation_prompt, render_sample, compute_msg_token_boundaries
+# Long texts are tokenized in parts, where no token can reach over the cut.
+#
+# Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
+#          Encoder
 # Uses     ERRORS, WORK BUDGET, API TYPES, CANONICALIZATION
 # Thread   any
-
-
-# -- 1 tokens --------------------------------------------------------------------------
-# A tokenizer first finds its added tokens in a text: they are the markup. So that the
-# text of a client is not taken for markup, break_markup() puts a character into it,
-# "<\ufdd0|im_end|>", and encode() takes it out again after it has looked for markup.
-# Text is called broken in between.
 
 _BREAK: Final = "\ufdd0"  # a noncharacter: Unicode keeps it for the inside of programs
 _BREAKS: Final = re.compile(f"{_BREAK}({_BREAK}?)")  # a client's own ones are doubled
@@ -4952,7 +4949,24 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
     return ids
 
 
-# -- 2 renderer ------------------------------------------------------------------------
+# region TEMPLATE TRAITS =======================================================
+# Finds out what the chat template of the model can print, and how.
+#
+# A template may drop what it does not know, a role for one, without a word (L-14). So
+# it is probed at start: it renders canned conversations, which are our own, and what it
+# prints shows its traits. CHAT TEMPLATE keeps to them. No template is known by name.
+#
+#  1 Renderer  messages -> text, by the template.
+#  2 Probing   canned conversations -> TemplateTraits.
+#
+# Public   Renderer, canned_words, TemplateTraits, probe_traits,
+#          probe_preserve_thinking_support, probe_generation_prompt, render_sample,
+#          compute_msg_token_boundaries
+# Uses     ERRORS, API TYPES, TOKENIZER
+# Thread   any
+
+
+# -- 1 renderer ------------------------------------------------------------------------
 
 
 class Renderer:
@@ -5030,7 +5044,7 @@ def _as_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-# -- 3 probing -------------------------------------------------------------------------
+# -- 2 probing -------------------------------------------------------------------------
 # Each trait is found by one function, from what the template prints for conversations
 # of our own. Another trait is a field of TemplateTraits and one more function.
 
@@ -5252,7 +5266,7 @@ def _probe_user_start(renderer: Renderer) -> re.Pattern[str]:
     user_start = _probe_message_start(renderer, "user reply", "user")
     result_start = _probe_message_start(renderer, "user call", "tool")
     if not user_start:
-        return re.compile(_NO_MATCH)
+        return token_pattern([])  # finds nothing
     pattern = re.escape(user_start)
     if result_start.startswith(user_start) and result_start != user_start:
         pattern += f"(?!{re.escape(result_start.removeprefix(user_start))})"
@@ -5348,7 +5362,8 @@ def compute_msg_token_boundaries(
 #  3 Splicing  New messages after recorded tokens, for LEDGER.
 #
 # Public   ChatTemplate, RenderedPrompt, PromptPositions, Splice, SpliceRefused
-# Uses     CONFIG, ERRORS, LOGGING, API TYPES, CANONICALIZATION, TEMPLATE TRAITS
+# Uses     CONFIG, ERRORS, LOGGING, API TYPES, CANONICALIZATION, TOKENIZER,
+#          TEMPLATE TRAITS
 # Thread   any
 
 
@@ -5361,7 +5376,7 @@ _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 class _MessageShaper:
     """Puts messages into a form that the template can print."""
 
-    markup: re.Pattern[str]  # to be broken, see TEMPLATE TRAITS
+    markup: re.Pattern[str]  # to be broken, see TOKENIZER
     part_separator: str
     thinking_tags: tuple[str, str]  # "" if the model has none
     merges_thinking: bool  # beside calls the template prints text or thinking (gpt-oss)
