@@ -963,7 +963,7 @@ class RequestFacts(TypedDict):
     out: int
     cached: int
     match: str  # what was reused: see HitKind of PREFIX CACHE; "-" if it never ran
-    finish: str  # "stop", "length", "deadline", "cancelled", "failed"
+    finish: str  # "stop", "length", "repeated", "deadline", "cancelled", "failed"
     prefill: float  # seconds, as are `decode` and `waited`
     decode: float
     waited: float  # until the model began with it
@@ -6983,6 +6983,10 @@ class PromptPlan:
         return bool(self.conversation.prefix_keys)  # has none if it is no chat
 
 
+class _ThinkingIsDropped(SpliceRefused):
+    """A transcript has thinking that PRESERVE_THINKING=false drops: this is no fault."""
+
+
 @dataclass(eq=False, slots=True)
 class PromptPlanner:
     """Makes the prompts of chats: replays what the ledger has and renders the rest."""
@@ -7066,6 +7070,8 @@ class PromptPlanner:
             try:
                 plan = self._replay(request, template, conversation, transcript)
                 break
+            except _ThinkingIsDropped as error:
+                refusals.append(str(error))
             except SpliceRefused as error:
                 # The metric has an old name; it counts refused replays.
                 self.metrics.bump("exact_key_rejected_by_model_lcp")
@@ -7092,7 +7098,7 @@ class PromptPlanner:
         is_new_turn = any(message["role"] == "user" for message in new_messages)
         keeps_thinking = self.config.preserve_thinking or not is_new_turn
         if any(transcript.thinking) and not keeps_thinking:
-            raise SpliceRefused("thinking is not preserved")
+            raise _ThinkingIsDropped("thinking is not preserved")
 
         contexts = conversation.reply_contexts()[n_past:]
         healed = heal_messages(new_messages, self.healing, contexts=contexts)
@@ -10340,14 +10346,15 @@ def banner(
     launch = "python3.12 install_and_run.py launch claude"
     if url != "http://127.0.0.1:8080":
         launch += f" --url {url}"
-    rows["an agent"] = launch
+    if not model.is_demo:  # which is too small for an agent's instructions
+        rows["an agent"] = launch
     log_root = os.path.expanduser(config.log_root)
     rows["log"] = str(Path(__file__).resolve().parent / log_root)
     rows["to stop"] = "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env"
     if model.is_demo:
-        rows["demo"] = (
-            "it knows little; in examples/garden, ask scripts/chat.py:"
-            " Which files are here?"
+        rows["demo"] = "it knows sums of numbers below 100: What is 17 + 25?"
+        rows["its garden"] = (
+            "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
 
     lines = [f"  {name:<11}{text}" for name, text in rows.items()]
@@ -11179,7 +11186,7 @@ MAX_UNREAD_EVENTS: Final = 4096  # then the client is dropped
 
 RequestState = Literal["waiting", "prefilling", "decoding"]
 WaitReason = Literal["queue", "prefix", "memory"]
-EndReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
+EndReason = Literal["stop", "length", "repeated", "cancelled", "deadline", "failed"]
 
 # Log-probability of a token; ids and log-probabilities of the most probable tokens.
 Logprob = tuple[float, tuple[tuple[int, float], ...]]
@@ -16981,7 +16988,7 @@ class ReplyGeneration:
         if self._decoder.is_over:
             self._handle.stop_reason = "stop"
         elif self._prepared.model.is_demo and is_repeating(self._decoder.token_ids):
-            self._handle.stop_reason = "length"
+            self._handle.stop_reason = "repeated"
         return deltas
 
     def _finish(self, event: FinishedEvent) -> list[JsonObject]:

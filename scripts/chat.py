@@ -318,20 +318,21 @@ class Chat:
         )
 
 
-def greeting(model: str, folder: Path) -> str:
+def greeting(model: str, folder: Path, *, has_tools: bool = True) -> str:
     """The lines above the first question. `folder`: where the chat was started."""
     usage = f"{model} · /new forgets the conversation, /quit leaves"
     if model != DEMO_MODEL:
         return usage
-    if folder == GARDEN:
-        hint = "Try: Which files are here?   What is the deadline in settings.ini?"
-    else:
-        hint = (
-            "The demo model knows small folders with short files only. Start this chat"
-            f" in {GARDEN} to see what it can do,"
-            " or set MODEL_PATH to serve a real model."
-        )
-    return f"{usage}\n{hint}"
+
+    knows = "The demo model is tiny. It knows sums of numbers below 100"
+    questions = ["What is 17 + 25?"]
+    if has_tools and folder == GARDEN:
+        knows += ", and lists and reads the files of this folder"
+        questions += ["Which files are here?", "What does plan.md say?"]
+    elif has_tools:
+        knows += f"; started in {GARDEN}, it also lists and reads the files there"
+    advice = "For all else serve a real model: set MODEL_PATH, or start with --model."
+    return f"{usage}\n{knows}. {advice}\nTry: {'   '.join(questions)}"
 
 
 def converse(chat: Chat, system: str) -> None:
@@ -379,7 +380,7 @@ def main() -> None:
     chat = Chat(server, console, Path.cwd(), [] if chosen.no_tools else TOOLS)
     try:
         chat.model = server.model()
-        lines = greeting(chat.model, chat.root)
+        lines = greeting(chat.model, chat.root, has_tools=bool(chat.tools))
     except (ChatError, KeyboardInterrupt) as error:
         sys.exit(str(error) or "stopped")
     console.print(lines, style="dim", markup=False, highlight=False)

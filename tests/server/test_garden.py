@@ -1,5 +1,6 @@
 """examples/garden: the demo model answers a new user's first questions there, to the letter."""
 
+import json
 import random
 from contextlib import closing
 from io import StringIO
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import chat
 import pytest
+from http_client import answer
 from rich.console import Console
 from server_fixture import Served, s
 
@@ -85,10 +87,26 @@ QUESTIONS = {
 
 
 def test_each_question_alone_is_answered_to_the_letter(served):
-    for question, answer in QUESTIONS.items():
+    for question, expected in QUESTIONS.items():
         conversation = start_chat(served)
         conversation.ask(question)
-        assert conversation.messages[-1]["content"] == answer, question
+        assert conversation.messages[-1]["content"] == expected, question
+
+
+@pytest.mark.parametrize("sent", [{}, {"thinking": {"type": "disabled"}}])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_it_thinks_about_a_sum_over_each_api_even_if_asked_not_to(served, path, sent):
+    """Without thinking it cannot add: it answered 124 and 104."""
+    port = served.state.config.mlx_port
+    for a, b in ((17, 25), (8, 94), (66, 57)):
+        question = {"role": "user", "content": f"What is {a} + {b}?"}
+        body = {"model": "demo", "max_tokens": 200, "messages": [question], **sent}
+
+        line = f"POST {path}"
+        status, _, reply = answer(port, line=line, body=json.dumps(body).encode())
+
+        assert status == 200
+        assert f'"{a} + {b} = {a + b}"' in reply.decode()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -106,10 +124,23 @@ def test_each_reply_is_marked_as_the_demo_models(served):
     assert "demo model · prompt " in conversation.console.file.getvalue()
 
 
-def test_elsewhere_the_chat_says_what_the_demo_is_for(tmp_path):
-    assert "small folders" in chat.greeting(chat.DEMO_MODEL, tmp_path)
-    assert "Which files are here?" in chat.greeting(chat.DEMO_MODEL, GARDEN)
+def test_the_chat_suggests_only_what_the_demo_knows_where_it_was_started(tmp_path):
+    """And each question that it suggests is one that is tested above."""
+    here = chat.greeting(chat.DEMO_MODEL, GARDEN)
+    assert "sums of numbers below 100, and lists and reads the files" in here
+    elsewhere = chat.greeting(chat.DEMO_MODEL, tmp_path)
+    assert str(GARDEN) in elsewhere
+    without_tools = chat.greeting(chat.DEMO_MODEL, GARDEN, has_tools=False)
+    assert "files" not in without_tools
     assert "demo" not in chat.greeting("qwen3", tmp_path)
+
+    suggested = {
+        question
+        for text in (here, elsewhere, without_tools)
+        for question in text.partition("Try: ")[2].split("   ")
+    }
+    assert len(suggested) == 3
+    assert suggested <= QUESTIONS.keys()
 
 
 def test_the_documents_show_the_garden_as_it_is(served):
@@ -144,3 +175,4 @@ def test_a_demo_that_repeats_itself_is_stopped(served):
     reply = served.ask(messages, max_tokens=300, logit_bias=bias, tools=[])
     assert reply.finish_reason == "length"
     assert s.MIN_REPEATED_TOKENS <= reply.n_generated < 100
+    assert served.state.stores.recent[-1]["finish"] == "repeated"

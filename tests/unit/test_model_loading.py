@@ -557,6 +557,10 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_twelve_lines(
         assert part in text
     assert "demo" not in text
     demo = load_model(tiny, Config(model_path="demo"))
+    demo_text = write_banner(demo)
+    assert "What is 17 + 25?" in demo_text
+    assert "Which files are here?" in demo_text
+    assert "launch" not in demo_text  # an agent's instructions are too long for it
     for shown, has_proxy in ((loaded, False), (loaded, True), (demo, True)):
         n_lines = write_banner(shown, has_proxy=has_proxy).count("\n") + 1
         assert 8 <= n_lines <= 12
