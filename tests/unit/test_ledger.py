@@ -1173,6 +1173,8 @@ def test_thinking_is_not_preserved_when_so_configured(name: str) -> None:
     assert ids_of(turn) == truth.ids.tolist()
     assert "why" not in server.text(turn)
     assert "because" not in server.text(turn)
+    counts = server.planner.metrics.snapshot()
+    assert counts["exact_key_rejected_by_model_lcp"] == 0  # it was set, so is no fault
 
 
 def test_without_past_thinking_a_past_is_replayed_even_then() -> None:
