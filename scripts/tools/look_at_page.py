@@ -116,8 +116,8 @@ def photograph(browser: Any, url: str, picture: Path, shot: Shot) -> list[str]:
     return wrong
 
 
-def take_pictures(url: str, stem: Path, shot: Shot) -> list[str]:
-    """Write STEM<size>-<scheme>.png, four of them; what is wrong, a line each."""
+def take_pictures(url: str, folder: Path, shot: Shot, *, prefix: str = "") -> list[str]:
+    """Write PREFIX<size>-<scheme>.png, four of them; what is wrong, a line each."""
     playwright = importlib.import_module("playwright.sync_api")
     is_root = os.geteuid() == 0  # whom chromium's sandbox refuses
     problems = []
@@ -127,7 +127,7 @@ def take_pictures(url: str, stem: Path, shot: Shot) -> list[str]:
             args=["--no-sandbox"] if is_root else [],
         )
         for name in [f"{size}-{scheme}" for size in SIZES for scheme in SCHEMES]:
-            picture = stem.with_name(f"{stem.name}{name}.png")
+            picture = folder / f"{prefix}{name}.png"
             found = photograph(browser, url, picture, shot)
             problems += [f"{name}: {problem}" for problem in found]
         browser.close()
@@ -250,7 +250,7 @@ def picture_for_readme() -> list[str]:
         last="#cache",
     )
     with serving_demo() as url, agents_at_work(url):
-        problems = take_pictures(url, DOCS / "page-", shot)
+        problems = take_pictures(url, DOCS, shot, prefix="page-")
     PAGE_HASH.write_text(f"{hash_page()}\n", encoding="ascii")
     return problems
 
@@ -279,7 +279,7 @@ def main() -> int:
     else:
         outdir = args.outdir
         outdir.mkdir(parents=True, exist_ok=True)
-        problems = take_pictures(args.url, outdir / "", Shot(ready=CONNECTED))
+        problems = take_pictures(args.url, outdir, Shot(ready=CONNECTED))
     print("\n".join(problems) or f"Pictures are in {outdir}")
     return 1 if problems else 0
 

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from page_stub import (
+    AGENTS,
     NOW,
     cache_entry,
     chat_events,
@@ -148,9 +149,17 @@ def test_a_busy_server_says_in_one_sentence_what_it_does(visit):
         expect(page.locator("#sentence")).to_have_text(
             "Healthy: 1 request is being answered, 1 being read, 2 waiting."
         )
-        asides = text_of(page, "#asides")
-        assert "“Rename Ledger to Transcript everywhere”: 31 s left to read." in asides
-        assert "1 request was refused in the last ten minutes." in asides
+        refresh(page)  # the second status must leave the lines of the first
+        agents = [f"“{title}”" for _, _, title in AGENTS.values()]
+        expect(page.locator("#asides li")).to_have_text(
+            [
+                f"PI {agents[1]}: 31 s left to read.",
+                f"opencode {agents[2]} has waited 9.4 s for a prefix"
+                f" that PI {agents[1]} is reading.",
+                "1 request was refused in the last ten minutes.",
+                "1 request failed in the last ten minutes.",
+            ]
+        )
         expect(page.locator("#connect")).not_to_have_attribute("open", "")
 
 
@@ -190,8 +199,44 @@ def test_what_is_wrong_stands_in_the_first_sentence(visit):
 
         show({"status": "loading"}, "loading", "The model is being loaded")
         show({"status": "error", "error": "see the log"}, "error", "Out of order: see")
-        show({"counters": {"vlm_retreat": 2}}, "warn", "a counter of exactness is not")
+        show({"counters": {"vlm_retreat": 2}}, "warn", "something that was kept")
+        expect(page.locator("#exact")).to_have_text(
+            "2 times an image that was kept was read again."
+            " Answers are right all the same; they came later."
+        )
         show({}, "ok", "Healthy and ready")
+
+
+def test_the_state_of_the_proxy_is_in_words(visit):
+    url = "http://127.0.0.1:4001"
+    words = {
+        "up": ("#model", "port 4001 (LiteLLM, for Codex) up"),
+        "starting": ("#model", "port 4001 (LiteLLM, for Codex) starting"),
+        "off": ("#model", "LiteLLM off"),
+        "port_taken": ("#asides", "Port 4001 is taken by another program; Codex"),
+        "given_up": ("#asides", "LiteLLM on port 4001 does not start; Codex"),
+    }
+    with serving_page() as stub:
+        page = visit(stub)
+        assert "LiteLLM" not in page.locator("body").inner_text()  # an older server
+        for state, (place, expected) in words.items():
+            stub.status["proxy"] = {"state": state, "url": url}
+            refresh(page)
+            expect(page.locator(place)).to_contain_text(expected)
+
+
+def test_the_demo_model_is_offered_what_it_knows_and_no_agent(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+        expect(page.locator("#commands")).to_contain_text("launch claude")
+        expect(page.locator("#try-demo")).to_be_hidden()
+
+        stub.status["model"]["id"] = "demo"
+        refresh(page)
+        expect(page.locator("#try-demo")).to_contain_text("What is 17 + 25?")
+        expect(page.locator("#connect-note")).to_contain_text("too small for an agent")
+        expect(page.locator("#commands")).to_contain_text("curl")
+        expect(page.locator("#commands")).not_to_contain_text("launch")
 
 
 def test_a_server_that_is_gone_is_told_from_one_that_is_idle(visit):
@@ -251,6 +296,34 @@ def test_a_long_prefill_shows_the_time_that_is_left(visit):
 
         expect(page.locator(".reason")).to_contain_text("about 3 min 3 s left")
         expect(page.locator(".times .left")).to_be_visible()
+
+
+def test_a_bar_that_is_longer_than_the_axis_says_so(visit):
+    body = idle_body()
+    body["recent"] = [ended(f"r{n}", prefill=0.5, decode=0.5) for n in range(5)]
+    body["recent"].append(ended("slow", prefill=100.0, decode=20.0))
+    with serving_page(status=body) as stub:
+        page = visit(stub)
+
+        totals = page.locator(".request .total")
+        expect(totals.nth(0)).to_have_text("2 min, bar cut short")
+        expect(totals.nth(1)).to_have_text("3.1 s")
+
+
+def test_a_reply_that_repeated_itself_has_not_reached_a_limit(visit):
+    body = idle_body()
+    body["recent"] = [ended("abcdef12", finish="repeated")]
+    events = chat_events("Again again")
+    events[-2]["choices"][0]["finish_reason"] = "length"
+    with serving_page(status=body, events=events) as stub:
+        page = visit(stub)
+        words = "it repeated itself and was stopped"
+        expect(page.locator(".request .reason")).to_contain_text(words)
+
+        page.fill("#prompt", "Hello")
+        page.click("#send")
+        expect(page.locator(".reply .figures")).to_contain_text(words)
+        assert "limit of tokens" not in page.locator("body").inner_text()
 
 
 def test_what_was_read_again_is_explained_at_its_request(visit):
