@@ -156,6 +156,16 @@ class Server:
                 raise ChatError(f"{self.url} is no server of this kind.") from error
 
 
+def read_settings() -> dict[str, str | None]:
+    """The settings as the server reads them: the environment goes before .env."""
+    return {**dotenv_values(SETTINGS), **os.environ}
+
+
+def usual_server() -> Server:
+    """The server of this folder's settings."""
+    return server_of(read_settings())
+
+
 def server_of(settings: Mapping[str, str | None]) -> Server:
     """The server that these settings start; of several keys the first."""
 
@@ -358,7 +368,7 @@ def converse(chat: Chat, system: str) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    usual = server_of({**dotenv_values(SETTINGS), **os.environ})
+    usual = usual_server()
     parser.add_argument(
         "--url", default=usual.url, help="default: as MLX_HOST and MLX_PORT say"
     )

@@ -2,7 +2,7 @@
 
     python scripts/diff_turns.py                        the last two of the newest session log
     python scripts/diff_turns.py LOG --turns 3 7        the third and the seventh of this one
-    python scripts/diff_turns.py --log-root LOGS --json
+    python scripts/diff_turns.py --log-root LOGS --json   default: LOG_ROOT, as the server reads it
 
     message       0, 1, 2 ... where the right conversation is no longer the left one
     field         content, role, tool_calls[0].function.arguments ...
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+from chat import ROOT, read_settings
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -124,6 +126,11 @@ class Comparison:
 
 
 # Reading -----------------------------------------------------------------------------------------
+
+
+def usual_log_root() -> Path:
+    """The LOG_ROOT of the settings, as the server resolves it."""
+    return ROOT / os.path.expanduser(read_settings().get("LOG_ROOT") or "logs")
 
 
 def newest_log(root: Path) -> Path:
@@ -326,8 +333,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "log", nargs="?", type=Path, help="default: the newest below --log-root"
     )
-    logs = Path(__file__).resolve().parents[1] / "logs"
-    parser.add_argument("--log-root", type=Path, default=logs)
+    parser.add_argument("--log-root", type=Path, default=usual_log_root())
     parser.add_argument(
         "--turns",
         nargs=2,

@@ -1,9 +1,12 @@
 """Show the cache and memory of a running server, and why prompts were prefilled again.
 
-    python scripts/inspect_mlx_cache.py                     the server on 127.0.0.1:8080
+    python scripts/inspect_mlx_cache.py                     the server of the settings
     python scripts/inspect_mlx_cache.py --url URL --key K   another one
     python scripts/inspect_mlx_cache.py LOG                 a session log: what each request reused
     python scripts/inspect_mlx_cache.py --json              as the server sent it
+
+Where the server listens and which key it wants is read from the environment or from .env, as the
+server reads it: MLX_HOST, MLX_PORT, API_KEY.
 
 EXIT STATUS  0 shown, 2 there is nothing to show
 """
@@ -12,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import urllib.request
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from chat import usual_server
 from rich.console import Console
 from rich.filesize import decimal as in_bytes
 from rich.markup import escape
@@ -127,9 +130,12 @@ def main() -> int:
         description=__doc__.splitlines()[0] if __doc__ else None
     )
     parser.add_argument("log", nargs="?", type=Path, help="a cache-session-*.log")
-    parser.add_argument("--url", default="http://127.0.0.1:8080")
+    usual = usual_server()
     parser.add_argument(
-        "--key", default=os.environ.get("API_KEY", "").partition(",")[0]
+        "--url", default=usual.url, help="default: as MLX_HOST and MLX_PORT say"
+    )
+    parser.add_argument(
+        "--key", default=usual.key, help="default: the first of API_KEY"
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -29,7 +29,8 @@ WHAT IS PRINTED per turn, in tokens
 
 HEALTHY (exit status 0, else 1; 2: the server could not be asked)
 
-    hit is 97 % or more from turn 3 on, and the counters of what must not happen stood still:
+    hit is 97 % or more from turn 3 on; with --image it is 94 % or more in turn 2, which must find
+    turn 1 with its image; and the counters of what must not happen stood still:
     vlm_retreat and exact_key_rejected_by_model_lcp, and hybrid_trim_miss from turn 2 on (turn 1 may
     begin as another conversation does, and have no checkpoint there)
 """
@@ -42,7 +43,6 @@ import http.client
 import json
 import math
 import mimetypes
-import os
 import random
 import re
 import secrets
@@ -59,8 +59,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
-from chat import SETTINGS, server_of
-from dotenv import dotenv_values
+from chat import usual_server
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -75,6 +74,8 @@ Body = dict[str, Any]
 
 HEALTHY_SHARE: Final = 0.97  # of a prompt is cached ...
 HEALTHY_FROM: Final = 3  # ... from this turn on
+IMAGE_SHARE: Final = 0.94  # of turn 2 after an image
+TURN_END_TOKENS: Final = 32  # how a turn ends and a reply begins; fewer than an image
 # Counters that must not move, and one that must not after the first turn.
 STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")
 STILL_LATER: Final = "hybrid_trim_miss"
@@ -537,12 +538,18 @@ def judge(
     counters: Mapping[str, int] | None,
     *,
     later: Mapping[str, int] | None = None,
+    has_image: bool = False,
 ) -> list[Check]:
-    """`counters`: how far each of them moved meanwhile; `later`: after the first turn."""
+    """`counters`: how far each of them moved meanwhile; `later`: after the first turn.
+
+    `has_image`: the first turn ended with an image.
+    """
     worst = min(turns[HEALTHY_FROM - 1 :], key=lambda turn: turn.share)
     name = f"hit from turn {HEALTHY_FROM} on"
     says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
     checks = [Check(name, worst.share >= HEALTHY_SHARE, says)]
+    if has_image:
+        checks.append(judge_image(turns[0], turns[1]))
     steps = {name: (counters or {}).get(name) for name in STILL}
     steps[f"{STILL_LATER} from turn 2 on"] = (later or {}).get(STILL_LATER)
     for name, step in steps.items():
@@ -550,6 +557,14 @@ def judge(
             continue
         checks.append(Check(name, step == 0, f"moved by {step}; wanted 0"))
     return checks
+
+
+def judge_image(first: Turn, second: Turn) -> Check:
+    """Whether the second turn found all of the first, whose last part is an image."""
+    is_found = second.cached >= first.prompt - TURN_END_TOKENS
+    found = "found" if is_found else "read again"
+    says = f"{second.share:.1%}, the image {found}; wanted {IMAGE_SHARE:.0%} with it"
+    return Check("hit in turn 2", is_found and second.share >= IMAGE_SHARE, says)
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,10 +575,16 @@ class Report:
     turns: list[Turn]
     counters: dict[str, int] | None
     later_counters: dict[str, int] | None  # how far they moved after the first turn
+    has_image: bool
 
     @property
     def checks(self) -> list[Check]:
-        return judge(self.turns, self.counters, later=self.later_counters)
+        return judge(
+            self.turns,
+            self.counters,
+            later=self.later_counters,
+            has_image=self.has_image,
+        )
 
     @property
     def healthy(self) -> bool:
@@ -638,7 +659,7 @@ def show(report: Report, console: Console) -> None:
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """The options that every probe has; what they leave open is as in .env."""
-    usual = server_of({**dotenv_values(SETTINGS), **os.environ})
+    usual = usual_server()
     parser.add_argument(
         "--base-url",
         default=usual.url,
@@ -723,6 +744,7 @@ def probe(options: argparse.Namespace) -> Report:
         turns,
         counters=count_steps(old_counters, counters),
         later_counters=count_steps(first_counters, counters),
+        has_image=bool(image_url),
     )
 
 

@@ -4,6 +4,9 @@
     python scripts/tools/client_check.py claude-code                  start-llm on this machine
     python scripts/tools/client_check.py pi --url http://127.0.0.1:4000 --model NAME
 
+Where the server listens and which key it wants is read from the environment or from .env, as the
+server reads it: MLX_HOST, MLX_PORT, API_KEY.
+
 The client works in a folder of its own and says three things in one session: the first needs files
 read, commands run and a file written. Its requests pass through the recorder of capture_proxy.py.
 
@@ -42,6 +45,10 @@ from inspect_capture import Body, Step, follow, prompts_of, reply_of
 from replay_capture import tokens_of, usage_of
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from chat import usual_server
 
 CLIENTS: Final[dict[str, type[drive.Client]]] = {
     "claude-code": drive.ClaudeCode,
@@ -210,13 +217,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Check a server's cache with a real client."
     )
     parser.add_argument("name", choices=CLIENTS)
+    usual = usual_server()
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8080", help="the server, without /v1"
+        "--url",
+        default=usual.url,
+        help="the server, without /v1; default: as MLX_HOST and MLX_PORT say",
     )
     parser.add_argument(
         "--model", default="", help="its name there; default: the first that it has"
     )
-    parser.add_argument("--key", default="none", help="API key to send")
+    parser.add_argument(
+        "--key",
+        default=usual.key or "none",
+        help="API key to send; default: the first of API_KEY",
+    )
     parser.add_argument("--minutes", type=float, default=10, help="longest turn")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser.parse_args(argv)

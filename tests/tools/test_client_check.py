@@ -129,6 +129,18 @@ def test_every_client_can_be_installed_by_name(monkeypatch, tmp_path):
             assert f"{part})" in script or part.startswith("claude-code-")
 
 
+def test_the_server_is_where_the_settings_say(monkeypatch, tmp_path):
+    (tmp_path / ".env").write_text("MLX_PORT=9\nAPI_KEY=first,second\n")
+    monkeypatch.setattr("chat.SETTINGS", tmp_path / ".env")
+    for name in ("MLX_HOST", "MLX_PORT", "API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    options = client_check.arguments(["pi"])
+    assert (options.url, options.key) == ("http://127.0.0.1:9", "first")
+    options = client_check.arguments(["pi", "--url", "http://x:1", "--key", "k"])
+    assert (options.url, options.key) == ("http://x:1", "k")
+
+
 def test_a_client_that_is_missing_is_told_in_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(drive, "CLIENTS", tmp_path)
     assert client_check.main(["pi"]) == 2

@@ -7,6 +7,7 @@ from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
+import chat
 import pytest
 from rich.console import Console
 from server_fixture import SYSTEM, Served, Talk, user
@@ -67,6 +68,26 @@ def test_a_session_log_is_a_table(served):
 def test_nobody_there_is_a_sentence(tmp_path):
     assert run("--url", "http://127.0.0.1:9").returncode == 2
     assert run(tmp_path / "none.log").returncode == 2
+
+
+def test_the_server_is_where_the_settings_say(tmp_path, monkeypatch):
+    import inspect_mlx_cache
+
+    (tmp_path / ".env").write_text("MLX_PORT=9\nAPI_KEY=first,second\n")
+    monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
+    for name in ("MLX_HOST", "MLX_PORT", "API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    asked = []
+
+    def answer(url, key):
+        asked.append((url, key))
+        return {}
+
+    monkeypatch.setattr(inspect_mlx_cache, "status_of", answer)
+    monkeypatch.setattr(sys, "argv", ["inspect_mlx_cache.py", "--json"])
+
+    assert inspect_mlx_cache.main() == 0
+    assert asked == [("http://127.0.0.1:9", "first")]
 
 
 def test_lines_without_a_parent_any_more_are_shown(monkeypatch):

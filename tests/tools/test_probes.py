@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import chat
 import pytest
 import start_llm as s
 from PIL import Image
@@ -399,6 +400,19 @@ def test_a_missing_checkpoint_is_unhealthy_after_the_first_turn(later, healthy):
     assert all(check.healthy for check in checks) is healthy
 
 
+@pytest.mark.parametrize(
+    ("second", "is_healthy"),
+    [((1090, 1035, 10), True), ((1090, 940, 10), False), ((1200, 1035, 10), False)],
+    ids=["image found", "image read again", "much is new"],
+)
+def test_the_turn_after_an_image_must_find_it(second, is_healthy):
+    """The prompt of turn 1 ends with an image of 64 tokens."""
+    turns = turns_of((1040, 0, 10), second, (1300, 1290, 10))
+    checks = pi.judge(turns, {}, has_image=True)
+    assert all(check.healthy for check in checks) is is_healthy
+    assert len(checks) == len(pi.judge(turns, {})) + 1
+
+
 def test_counters_count_from_where_they_stood():
     assert pi.count_steps({"a": 2}, {"a": 5, "b": 1}) == {"a": 3, "b": 1}
     assert pi.count_steps(None, {"a": 5}) is None
@@ -496,7 +510,9 @@ def test_pi_like_probe_asks_about_an_image_and_keeps_it(
     with fake("exact") as server:
         url = ["--base-url", server.url, "--turns", 4, "--json"]
         assert call_main(pi, monkeypatch, *url, *arguments) == 0
-    assert json.loads(capsys.readouterr().out)["healthy"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"]
+    assert "hit in turn 2" in [check["name"] for check in report["checks"]]
 
     text, *shown = server.bodies[0]["messages"][1]["content"]
     assert text["type"] == "text"
@@ -523,7 +539,7 @@ def test_a_probe_finds_the_server_by_the_settings(module, tmp_path, monkeypatch)
     settings.write_text(f'MLX_PORT={port}\nAPI_KEY="first, second"\n')
     for name in ("MLX_HOST", "MLX_PORT", "API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pi, "SETTINGS", settings)
+    monkeypatch.setattr(chat, "SETTINGS", settings)
     parser = argparse.ArgumentParser()
 
     module.add_server_options(parser)
@@ -765,6 +781,17 @@ def test_diff_turns_as_json_of_two_chosen_turns(tmp_path, monkeypatch, capsys):
     assert (report["left"]["number"], report["right"]["number"]) == (1, 2)
     assert (report["kind"], report["new"], report["lost"]) == ("append", 20, 0)
     assert report["difference"]["message"] == 2 and report["continues"] is True
+
+
+def test_diff_turns_finds_the_logs_by_the_settings(tmp_path, monkeypatch, capsys):
+    (tmp_path / ".env").write_text("LOG_ROOT=other-logs\n")
+    monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
+    monkeypatch.delenv("LOG_ROOT", raising=False)
+    assert diff.usual_log_root() == chat.ROOT / "other-logs"
+
+    monkeypatch.setenv("LOG_ROOT", str(tmp_path / "empty"))
+    assert call_main(diff, monkeypatch) == 2
+    assert str(tmp_path / "empty") in capsys.readouterr().err
 
 
 def test_diff_turns_says_what_it_cannot_read(tmp_path, monkeypatch, capsys):
