@@ -40,7 +40,10 @@ from typing import Any, Final
 
 import numpy as np
 
-KINDS: Final = ("qwen3", "qwen3_5", "qwen3_next", "gemma3_text", "gpt_oss")
+KINDS: Final = (
+    *("qwen3", "qwen3_5", "qwen3_next", "gemma3_text", "gpt_oss"),
+    *("qwen3_moe", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite"),
+)
 SOURCES: Final = Path(__file__).resolve().parent / "tiny_model"
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -87,6 +90,10 @@ SEEDS: Final[Mapping[str, int]] = {
     "qwen3_next": 1,
     "gemma3_text": 1,
     "gpt_oss": 7,
+    "qwen3_moe": 1,
+    "qwen3_5_moe": 0,
+    "glm4_moe": 0,
+    "glm4_moe_lite": 2,
 }
 
 
@@ -403,8 +410,11 @@ GAINS: Final[Mapping[tuple[str, str], float]] = {
     ("", "o_proj"): 1.75,
     ("gpt_oss", "o_proj"): 1.1,
     ("qwen3_5", "o_proj"): 3.9,
+    ("qwen3_5_moe", "o_proj"): 3.9,
     ("qwen3_next", "o_proj"): 3.9,
 }
+# Of latent attention; what they read is normed, and is not the residual stream.
+LATENT_PROJECTIONS: Final = ("q_b_proj", "embed_q", "unembed_out")
 SHARPNESS: Final = (
     2.0  # of queries and keys; about sqrt(head_dim) peaks of softmax, not a mean
 )
@@ -573,6 +583,10 @@ class Planter:
             return values
         if leaf == "conv1d":
             return values / math.sqrt(shape[1])
+        if leaf in LATENT_PROJECTIONS:
+            sharpness = SHARPNESS**2 if leaf == "q_b_proj" else 1.0
+            n_inputs = shape[-2] if leaf == "embed_q" else shape[-1]
+            return values * sharpness / math.sqrt(n_inputs)
         unnormed = self.residual.recipe.kind == "gpt_oss" and leaf in {
             "q_proj",
             "k_proj",
@@ -629,6 +643,26 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
         "linear_value_head_dim": recipe.head_dim,
     }
     rope = {"type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
+    experts = {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": recipe.mlp,
+        "norm_topk_prob": True,
+    }
+    qwen_experts = {
+        **experts,
+        "num_experts": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    glm_experts = {
+        **experts,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    }
     configs: dict[str, dict[str, Any]] = {
         "qwen3": {},
         "qwen3_5": {**linear, "rope_parameters": rope},
@@ -653,6 +687,28 @@ def _kind_config(recipe: Recipe) -> dict[str, Any]:
             * (recipe.layers // 2),
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
+        },
+        "qwen3_moe": qwen_experts,
+        "qwen3_5_moe": {
+            **linear,
+            **qwen_experts,
+            "rope_parameters": rope,
+            "shared_expert_intermediate_size": recipe.mlp,
+        },
+        "glm4_moe": {
+            **glm_experts,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+        },
+        "glm4_moe_lite": {
+            **glm_experts,
+            "q_lora_rank": 3 * recipe.head_dim,
+            "kv_lora_rank": 2 * recipe.head_dim,
+            "qk_nope_head_dim": recipe.head_dim,
+            "qk_rope_head_dim": recipe.head_dim // 2,
+            "v_head_dim": recipe.head_dim,
         },
     }
     return configs[recipe.kind]

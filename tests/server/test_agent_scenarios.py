@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from server_fixture import (
     user,
     wait_until,
 )
-from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
+from tiny_models import DENSE, HYBRID, RECOMMENDED, SLIDING, TOOLS, tiny_model
 
 MOST = 1.02  # prefilled / fewest
 CROWD_TOKENS = 8192
@@ -38,7 +38,11 @@ SLICE_TOKENS = 256
 # -- servers ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[DENSE, HYBRID, SLIDING])
+KINDS = (DENSE, HYBRID, SLIDING)
+WITH_STATE = (HYBRID, SLIDING, "qwen3_5_moe")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param
 
@@ -206,6 +210,10 @@ SCENARIOS = [
     cancelled_prefill,
     divergence_everywhere,
 ]
+CASES = [
+    *product(KINDS, SCENARIOS),
+    *product(RECOMMENDED, [sub_agents_branch_and_return, edited_tool_result]),
+]
 
 
 def give_up_halfway(served: Served, messages: list[Message]) -> None:
@@ -283,13 +291,18 @@ def check_replies(served, oracle, cold):
     return check
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "kind, scenario",
+    CASES,
+    indirect=["kind"],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_nothing_is_prefilled_twice(served, check_replies, kind, table, scenario):
     to_repeat = list(scenario(served))
     exchanges = sorted(served.exchanges, key=lambda exchange: exchange.span)
     requests = requests_of(served, exchanges)
     n_prefilled = prefilled(served.recorder.fed, requests)
-    n_fewest = fewest(requests, None if kind == DENSE else served.scribe.turns)
+    n_fewest = fewest(requests, served.scribe.turns if kind in WITH_STATE else None)
     ratio = n_prefilled / sum(n_fewest)
     table(
         f"{kind:12} {scenario.__name__:28} {len(requests):3} requests  "

@@ -73,7 +73,7 @@ def test_states_inside_a_call_are_those_of_a_call_that_ends_there(family: str) -
     check_notes(model, tolerance=1e-4 if family in MAMBA_2 else 0.0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
 def test_so_are_those_of_the_models_that_people_use(
     kind: str, tmp_path_factory: Any
 ) -> None:
@@ -151,10 +151,11 @@ def test_a_chunk_of_local_attention_counts_as_state(
     assert s.copy_state(cache).nbytes <= 1.6 * s.measure_kv(model).state_bytes
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_boundaries_cost_no_call_of_the_model_and_are_gone_on_from(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
 ) -> None:
-    bench = Bench(tiny_model("qwen3_5", tmp_path_factory.getbasetemp()), monkeypatch)
+    bench = Bench(tiny_model(kind, tmp_path_factory.getbasetemp()), monkeypatch)
     rng = np.random.default_rng(2)
     past = words(rng, 400)
     cuts = [90, 200, 330, 360, 395]

@@ -13,6 +13,7 @@ import pytest
 import start_llm as s
 from engine_fixture import GREEDY, TOLERANCE, words
 from server_fixture import MAX_WAIT_SECONDS
+from tiny_models import MLA, RECOMMENDED
 
 KINDS = ("qwen3", "qwen3_5", "gemma3_text")
 
@@ -178,8 +179,22 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+QUICK_SCENARIOS = [
+    append_only,
+    early_branch,
+    edits_everywhere,
+    one_more_token,
+    at_once,
+]
+CASES = [
+    *itertools.product(KINDS, SCENARIOS),
+    *itertools.product(RECOMMENDED, QUICK_SCENARIOS),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, scenario", CASES, ids=lambda x: getattr(x, "__name__", x)
+)
 def test_warm_logits_are_cold_logits(bench, kind, scenario):
     b = bench(kind, ONE_HEAD if scenario is long_beside_short else {})
     results = scenario(b, np.random.default_rng(7))
@@ -191,7 +206,30 @@ def test_warm_logits_are_cold_logits(bench, kind, scenario):
         )
 
 
-# -- planted faults: the test above must notice every one
+def test_only_what_mla_has_decoded_differs_from_what_it_prefills(bench):
+    """Of a prompt that was prefilled all is reused to the last bit; of a reply nearly."""
+    warm = bench(MLA)
+    cold = bench(MLA, prompt_cache_max_entries_global=0)
+    rng = np.random.default_rng(7)
+    past = words(rng, 400)
+
+    def difference(prompt):
+        ids, end, ticket = warm.ask(prompt)
+        cold_ids, _, cold_ticket = cold.ask(prompt)
+        assert ids == cold_ids
+        both = np.array(warm.seen[ticket]), np.array(cold.seen[cold_ticket])
+        return end.cached_tokens, np.abs(both[0] - both[1]).max()
+
+    reply, _, _ = warm.ask(past)
+    assert difference(past[:200] + words(rng, 30)) == (200, 0.0)
+    assert difference(past) == (399, 0.0)
+
+    n_cached, after_reply = difference(past + reply + words(rng, 30))
+    assert n_cached == len(past + reply)
+    assert 0.0 < after_reply <= TOLERANCE[MLA]
+
+
+# -- planted faults: test_warm_logits_are_cold_logits must notice every one
 
 
 def one_token_too_many(monkeypatch):
@@ -256,6 +294,8 @@ FAULTS = [
     (shared_state, "gemma3_text", one_more_token),
     (stale_checkpoint, "qwen3_5", edits_everywhere),
     (another_rows_state, "qwen3_5", at_once),
+    (one_token_too_many, MLA, edits_everywhere),
+    (stale_checkpoint, "qwen3_5_moe", edits_everywhere),
 ]
 
 

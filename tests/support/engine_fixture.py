@@ -126,4 +126,6 @@ def words(rng, n):
     return rng.integers(10, VOCAB, n).tolist()
 
 
-TOLERANCE = {"gemma3_text": 1e-4}
+# A window that wrapped holds its keys in another order; MLA decodes by other sums than it
+# prefills by (L-132).
+TOLERANCE = {"gemma3_text": 1e-4, "glm4_moe_lite": 1e-4}

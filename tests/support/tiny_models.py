@@ -27,6 +27,9 @@ KINDS: tuple[str, ...] = load_script().KINDS
 DENSE = "qwen3"
 HYBRID = "qwen3_5"
 SLIDING = "gemma3_text"
+MLA = "glm4_moe_lite"
+# What README recommends, and Qwen 3.6: all have experts.
+RECOMMENDED = ("qwen3_moe", "qwen3_5_moe", "glm4_moe", MLA)
 
 # Words that are not in the grammar, and the tools that it calls.
 WORDS = [

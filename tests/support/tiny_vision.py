@@ -12,7 +12,12 @@ from tiny_models import load_script
 
 DENSE_VISION = "qwen3_vl"
 HYBRID_VISION = "qwen3_5"
-TEXT_KIND = {DENSE_VISION: "qwen3", HYBRID_VISION: "qwen3_5"}
+EXPERTS_VISION = "qwen3_5_moe"  # hybrid, too
+TEXT_KIND = {
+    DENSE_VISION: "qwen3",
+    HYBRID_VISION: "qwen3_5",
+    EXPERTS_VISION: "qwen3_5_moe",
+}
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PHRASE = "<|vision_start|><|image_pad|><|vision_end|>"
 # A token of the prompt is a square of 32 x 32 pixels.

@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 from tiny_models import (
     HYBRID,
     KINDS,
+    MLA,
     PARAMETERS,
     SCRIPT,
     TOOLS,
@@ -28,6 +29,7 @@ from tiny_models import (
     tiny_model,
 )
 
+SLIDING_KINDS = ("gemma3_text", "gpt_oss")
 REPLY = re.compile(
     r"(?P<thinking>[A-Z][A-Za-z ]+\.)\n</think>\n\n"
     r"(?P<text>(?:[A-Z][a-z ]+(?:\.\n\n)?)*)(?P<calls>(?:<tool_call>.*?</tool_call>)*)<\|im_end\|>",
@@ -208,8 +210,8 @@ def test_warm_logits_equal_cold_logits(loaded):
             loaded.model(tokens[:, begin:end], cache=cache)[0]
             for begin, end in zip([0, *cuts], [*cuts, n], strict=True)
         ]
-        sliding = loaded.kind in {"gemma3_text", "gpt_oss"}
-        allowed = max(ROUNDING, 1e-4 if sliding else 0.0)
+        is_inexact = loaded.kind in {*SLIDING_KINDS, MLA}
+        allowed = max(ROUNDING, 1e-4 if is_inexact else 0.0)
         assert mx.abs(mx.concatenate(pieces) - cold).max().item() <= allowed
 
 
@@ -234,8 +236,11 @@ def test_a_forced_opening_becomes_a_whole_call(loaded, name, line_end):
 
 def test_sliding_layers_rotate_and_hybrids_keep_a_state(loaded):
     kinds = {type(layer).__name__ for layer in make_prompt_cache(loaded.model)}
-    special = {"qwen3": set(), HYBRID: {"ArraysCache"}, "qwen3_next": {"ArraysCache"}}
-    assert kinds == {"KVCache"} | special.get(loaded.kind, {"RotatingKVCache"})
+    special = {
+        **dict.fromkeys(SLIDING_KINDS, "RotatingKVCache"),
+        **dict.fromkeys((HYBRID, "qwen3_next", "qwen3_5_moe"), "ArraysCache"),
+    }
+    assert kinds == {"KVCache", special.get(loaded.kind, "KVCache")}
 
 
 def test_tokenizer_is_the_same_for_all_kinds(loaded):
