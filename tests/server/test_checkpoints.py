@@ -119,6 +119,32 @@ def test_layers_whose_notes_are_wrong_are_refused() -> None:
     assert {type(layer.mixer) for layer in model.layers} == {Forgetful}
 
 
+def test_layers_whose_output_depends_on_the_call_are_refused() -> None:
+    class Counting(mamba2.Mamba2Block):
+        """Counts from the beginning of the call; the state after one token is right."""
+
+        def __call__(
+            self, x: mx.array, mask: Any = None, cache: Any = None
+        ) -> mx.array:
+            output = super().__call__(x, mask, cache)
+            return output + mx.arange(x.shape[1])[:, None]
+
+    model = make_model("mamba2")
+    for layer in model.layers:
+        layer.mixer.__class__ = Counting
+    assert not s.measure_kv(model).can_tap
+
+
+def test_a_state_after_the_end_of_a_call_is_an_error() -> None:
+    model = make_model("mamba2")
+    assert s.measure_kv(model).can_tap
+    cache = make_prompt_cache(model)
+    s.request_tapped_states(cache, [2, 4])
+
+    with pytest.raises(AssertionError, match="after the end"):
+        model(mx.array([[1, 2, 3]]), cache=cache)
+
+
 def test_a_chunk_of_local_attention_counts_as_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -138,6 +138,13 @@ def test_the_offset_comes_from_the_first_layer_that_has_one():
     assert s.kv_cache_offset([recurrent], recorded=5) == 5
 
 
+def test_a_batch_has_no_single_offset():
+    batch = s.to_batch([kv_leaf(5)])
+
+    with pytest.raises(AssertionError, match="several rows"):
+        s.kv_cache_offset(batch, recorded=4)
+
+
 def test_reserving_keeps_the_content_and_spares_the_next_growth():
     cache = [kv_leaf(100)]
     s.reserve_tokens(cache, 60, capacity=1000)

@@ -15,6 +15,7 @@ import pytest
 import start_llm
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
+from mlx_lm.models.cache import QuantizedKVCache
 from start_llm import (
     Config,
     Detokenizer,
@@ -343,6 +344,16 @@ def test_an_unknown_type_is_named(copy: Path) -> None:
         refused = load_refusal(copy)
         assert f"The model in {copy} cannot be loaded by mlx-lm 0." in refused
         assert reason in refused
+
+
+def test_a_model_whose_caches_are_not_known_is_refused(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a request comes: each one would fail when its KV is kept."""
+    caches = [QuantizedKVCache(), QuantizedKVCache()]
+    monkeypatch.setattr(qwen3.Model, "make_cache", lambda _: caches, raising=False)
+
+    assert "a cache of kind QuantizedKVCache is not known here" in load_refusal(copy)
 
 
 def test_code_that_comes_with_a_model_runs_only_when_trusted(copy: Path) -> None:

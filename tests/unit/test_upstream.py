@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from mlx_lm.models.deepseek_v41 import LayerCache
 from read_layout import read_sections
 from tiny_models import DENSE, HYBRID, SLIDING
 
@@ -133,6 +134,15 @@ def test_recurrent_caches_are_lists_of_arrays():
 
     assert not s.is_recurrent(KVCache())
     assert not s.is_recurrent(RotatingKVCache(8))
+
+
+def test_caches_of_kinds_that_are_not_known_are_refused():
+    known = [KVCache(), ArraysCache(2), RotatingKVCache(8), ChunkedKVCache(8)]
+    s.check_cache_kinds([*known, CacheList(*known)])
+
+    for unknown in (QuantizedKVCache(), LayerCache(8), CacheList(QuantizedKVCache())):
+        with pytest.raises(ValueError, match="is not known here"):
+            s.check_cache_kinds([*known, unknown])
 
 
 def test_rows_of_a_batch_are_padded_at_their_beginning():
