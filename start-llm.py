@@ -3351,9 +3351,13 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 # Thread   connection
 
 _MAX_PIXELS: Final = 64_000_000  # of an image: a few kB can unpack to 256 MB
+_MAX_WEBP_PIXELS: Final = 32_000_000  # each takes 16 bytes while Pillow unpacks it
 # As many as any model sees (Qwen3-VL: 16 million): what is shrunk to it loses nothing.
 _MAX_SEEN_PIXELS: Final = 1 << 24
+_MAX_STRIP_PIXELS: Final = 1 << 18  # of what is shrunk at once, after that
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+_MAX_SCANS: Final = 64  # of a JPEG; a progressive one has 6 to 30
+_MAX_PARTS: Final = 4_000  # of a file, beside those that are pixels
 
 
 class SentImage(NamedTuple):
@@ -3362,37 +3366,29 @@ class SentImage(NamedTuple):
     data: bytes  # a file
     field: str  # the path of its part in the body
 
-    def check_header(self) -> None:
-        """Raise BadRequest if it is no image, or too large. No pixel is unpacked."""
-        with self._opened():
-            pass
-
     def decode(self) -> Image.Image:
         """RGB pixels, upright, on white; of a GIF the first frame.
 
         A large image is shrunk to _MAX_SEEN_PIXELS. Raises BadRequest: it is no image
-        that can be read, or it is too large.
+        that can be read, it is too large, or it takes too long to unpack.
         """
-        with self._opened() as image:
-            return _normalize(image)
-
-    @contextmanager
-    def _opened(self) -> Iterator[Image.Image]:
-        """The image, of which only the header is read, for what reads its pixels."""
+        fault = _find_costly_parts(self.data)
+        if fault:
+            raise BadRequest(f"{fault}; save it anew", field=self.field)
+        max_pixels = _MAX_PIXELS
         try:
             image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
-            is_too_large = math.prod(image.size) > _MAX_PIXELS
-            if not is_too_large:
-                yield image
+            if image.format == "WEBP":
+                max_pixels = _MAX_WEBP_PIXELS
+            if math.prod(image.size) <= max_pixels:
+                return _normalize(image)
         except Image.DecompressionBombError:
-            is_too_large = True  # a limit of Pillow's own, above ours
+            pass  # a limit of Pillow's own, above ours
         except Exception as error:  # Pillow's readers raise errors of any kind
             raise BadRequest(
                 "is no PNG, JPEG, WEBP, GIF that can be read", field=self.field
             ) from error
-        if is_too_large:
-            fault = f"has more than {_MAX_PIXELS:,} pixels"
-            raise BadRequest(fault, field=self.field)
+        raise BadRequest(f"has more than {max_pixels:,} pixels", field=self.field)
 
 
 def _normalize(image: Image.Image) -> Image.Image:
@@ -3402,17 +3398,132 @@ def _normalize(image: Image.Image) -> Image.Image:
         image.draft("RGB", (width, height))  # a JPEG is unpacked at a half, a quarter
 
     image.load()
-    mode = "RGBA" if image.has_transparency_data else "RGB"
-    if image.mode != mode:
-        image = image.convert(mode)
-    # why(L-112): an image of 64 million pixels has 256 MB, and so has each copy.
     if math.prod(image.size) > _MAX_SEEN_PIXELS:
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    upright = ImageOps.exif_transpose(image)
-    if mode == "RGB":
-        return upright
-    background = Image.new("RGBA", upright.size, "white")
-    return Image.alpha_composite(background, upright).convert("RGB")
+        image = _shrink(image, width, height)
+    return _put_on_white(ImageOps.exif_transpose(image))
+
+
+def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
+    """A smaller copy: RGB pixels on white.
+
+    why(L-112): an image of 64 million pixels has 256 MB, and so has each copy. So it is
+    shrunk in strips. Each is cut with the rows around it that bicubic filtering reads.
+    """
+    shrunk = Image.new("RGB", (width, height))
+    shrunk.info = {**image.info}  # which says how the camera was held
+    shrunk.info.pop("transparency", None)
+    ratio = image.height / height
+    margin = math.ceil(2 * ratio) + 1
+    n_rows = max(1, _MAX_STRIP_PIXELS // width)
+    for row in range(0, height, n_rows):
+        end_row = min(row + n_rows, height)
+        top = max(0, math.floor(row * ratio) - margin)
+        bottom = min(math.ceil(end_row * ratio) + margin, image.height)
+        strip = image.crop((0, top, image.width, bottom))
+        strip = strip.convert("RGBA" if strip.has_transparency_data else "RGB")
+        box_bottom = min(end_row * ratio, image.height) - top
+        small_strip = strip.resize(
+            (width, end_row - row),
+            Image.Resampling.BICUBIC,
+            box=(0, row * ratio - top, image.width, box_bottom),
+        )
+        shrunk.paste(_put_on_white(small_strip), (0, row))
+    return shrunk
+
+
+def _put_on_white(image: Image.Image) -> Image.Image:
+    """RGB pixels; what is transparent is white."""
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    background = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
+
+
+# -- the parts of a file ---------------------------------------------------------------
+# why(L-130): a part of a few bytes can take as long as an image. So parts are counted
+# before anything is read. Each format has a list of parts with their kinds.
+
+_JPEG_SCAN: Final = b"\xda"
+# Between compressed pixels: what is neither a byte 0xff of theirs nor a restart.
+_JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
+_PNG_PIXELS: Final = (b"IDAT", b"fdAT")
+_MIN_PIXEL_BYTES: Final = 256  # of a part of a PNG that costs no more than its bytes
+
+
+def _find_costly_parts(data: bytes) -> str:
+    """What is wrong with an image of too many parts; "" if it has not too many."""
+    kinds: Iterator[bytes] = iter(())
+    if data.startswith(b"\xff\xd8"):
+        kinds = _jpeg_parts(data)
+    elif data.startswith(b"\x89PNG"):
+        kinds = _png_parts(data)
+    elif data.startswith(b"GIF8"):
+        kinds = _gif_parts(data)
+    elif data.startswith(b"RIFF"):
+        kinds = _webp_parts(data)
+
+    n_scans = 0
+    for n_parts, kind in enumerate(kinds, start=1):
+        n_scans += kind == _JPEG_SCAN
+        if n_scans > _MAX_SCANS:
+            return f"has more than {_MAX_SCANS} scans"
+        if n_parts > _MAX_PARTS:
+            return f"has more than {_MAX_PARTS:,} parts"
+    return ""
+
+
+def _jpeg_parts(data: bytes) -> Iterator[bytes]:
+    """The markers, up to the end of the image, as libjpeg reads them:
+
+    ff da 00 0c ...    a segment begins with its length, so what is in it is no marker
+    1f ff 00 ff d0     pixels follow a scan's: ff 00 is a byte of them, ff d0 a restart
+    ff d9              the end
+    """
+    position = 2
+    while match := _JPEG_MARKER.search(data, position):
+        yield match[1]
+        position = match.end()
+        if match[1] == b"\xd9":
+            return
+        if match[1] >= b"\xc0" and match[1] != b"\xd8":
+            position += int.from_bytes(data[position : position + 2])
+
+
+def _png_parts(data: bytes) -> Iterator[bytes]:
+    """The kinds of all chunks but those that are long, and of pixels."""
+    position = 8
+    while position < len(data):
+        n_bytes = int.from_bytes(data[position : position + 4])
+        kind = data[position + 4 : position + 8]
+        position += 12 + n_bytes
+        if kind not in _PNG_PIXELS or n_bytes < _MIN_PIXEL_BYTES:
+            yield kind
+
+
+def _webp_parts(data: bytes) -> Iterator[bytes]:
+    """The kinds of all chunks; a frame is one."""
+    position = 12
+    while position < len(data):
+        yield data[position : position + 4]
+        n_bytes = int.from_bytes(data[position + 4 : position + 8], "little")
+        position += 8 + n_bytes + n_bytes % 2
+
+
+def _gif_parts(data: bytes) -> Iterator[bytes]:
+    """The blocks before the first frame; only that is read."""
+    flags = data[10:11] or b"\0"
+    position = 13
+    if flags[0] & 128:
+        position += 3 << ((flags[0] & 7) + 1)
+    while position < len(data) and data[position] not in b",;":
+        yield b"block"
+        is_extension = data[position : position + 1] == b"!"
+        position += 2 if is_extension else 1
+        while is_extension and position < len(data):
+            yield b"block"
+            n_bytes = data[position]
+            position += 1 + n_bytes
+            is_extension = n_bytes > 0
 
 
 def extract_images(
@@ -9579,8 +9690,10 @@ class VisionModel(Module):  # type: ignore[misc]
         self._positions = LRUCache(1_000)
         self._features: OrderedDict[str, LayerInputs] = OrderedDict()  # used last: last
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
-        # why(L-112): of all images that connection threads have, one is unpacked.
+        # why(L-112): one image is unpacked at a time. Connection threads wait in turn and
+        # look for their clients; so the model thread waits for one of them at most.
         self._unpacking = WorkBudget(1)
+        self._unpack_lock = threading.Lock()
 
     @property
     def feature_bytes(self) -> int:
@@ -9644,16 +9757,19 @@ class VisionModel(Module):  # type: ignore[misc]
     def _process(self, source: SentImage) -> dict[str, npt.NDArray[Any]]:
         """Tokens and pixels of an image, by mlx-vlm's names. Raises BadRequest.
 
-        Connection threads and the model thread may come here at once.
+        A connection thread and the model thread may come here at once.
         """
-        image = source.decode()
         try:
-            processed = self._processor(text=[self.phrase], images=[image])
+            with self._unpack_lock:
+                image = source.decode()
+                processed = self._processor(text=[self.phrase], images=[image])
             return {
                 name: np.array(value)
                 for name, value in processed.items()
                 if name != "attention_mask"
             }
+        except BadRequest:
+            raise
         except Exception as error:  # a strip that is too narrow, for example
             logger.debug("an image cannot be prepared", exc_info=True)
             raise BadRequest(
@@ -15973,8 +16089,6 @@ def _replace_images(
     if vision is None:
         return request, []
 
-    for sent_image in sent_images.values():  # of all, before one is unpacked
-        sent_image.check_header()
     check_client = request.check_client
     images = [
         vision.image_tokens(digest, sent_image, check_client=check_client)

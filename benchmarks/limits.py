@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +147,38 @@ def noise(n_bytes: int) -> bytes:
     return chat(user([{"type": "image_url", "image_url": {"url": url}}]))
 
 
+def picture(mode: str, index: int) -> bytes:
+    """An image of 64 million pixels; no two are the same."""
+    side = 8_000
+    noise = Image.effect_noise((side // 8, side // 8), 50 + index).resize((side, side))
+    file = io.BytesIO()
+    noise.convert(mode).save(file, "PNG", compress_level=1)
+    return picture_chat(file.getvalue(), "png")
+
+
+def scans(n: int) -> bytes:
+    """A progressive JPEG of 64 million pixels; its last scan comes again and again."""
+    file = io.BytesIO()
+    Image.new("L", (8_000, 8_000)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    return picture_chat(data[:-2] + scan * n + data[-2:], "jpeg")
+
+
+def chunks(n: int) -> bytes:
+    """A PNG of one pixel, and empty chunks."""
+    file = io.BytesIO()
+    Image.new("L", (1, 1)).save(file, "PNG")
+    data = file.getvalue()
+    chunk = b"\0\0\0\0abCd" + zlib.crc32(b"abCd").to_bytes(4)
+    return picture_chat(data[:33] + chunk * n + data[33:], "png")
+
+
+def picture_chat(data: bytes, kind: str) -> bytes:
+    url = f"data:image/{kind};base64," + base64.b64encode(data).decode()
+    return chat(user([{"type": "image_url", "image_url": {"url": url}}]))
+
+
 MB = 1_000_000
 LOADS = {
     "10 MB of words": Load(lambda: words(10 * MB)),
@@ -165,6 +198,11 @@ LOADS = {
     "burst of 60 with 1 MB, no space": Load(lambda: letters(MB), n=60),
     "burst of 500 with 1 kB": Load(lambda: words(1_000), n=500),
     "six images of 64 megapixels": Load(lambda: images(1), n=6, has_images=True),
+    "six images with transparency": Load(
+        lambda: picture("RGBA", 0), n=6, has_images=True
+    ),
+    "an image of 3,000 scans": Load(lambda: scans(3_000), has_images=True),
+    "an image of 3 million chunks": Load(lambda: chunks(3_000_000), has_images=True),
     "burst of 12 with 8 MB of image": Load(
         lambda: noise(8 * MB), n=12, has_images=True
     ),

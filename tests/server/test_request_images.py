@@ -9,6 +9,7 @@ import signal
 import struct
 import threading
 import time
+import types
 import zlib
 from pathlib import Path
 
@@ -170,6 +171,157 @@ def test_what_is_no_image_is_refused_where_it_stands(data):
 def test_an_image_of_too_many_pixels_is_told_so(side):
     with pytest.raises(s.BadRequest, match=r"has more than 64,000,000 pixels$"):
         s.SentImage(bomb(side), "messages[3].content[1]").decode()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "I;16"])
+def test_strips_that_are_shrunk_are_those_of_the_whole_image(monkeypatch, mode):
+    monkeypatch.setattr(s, "_MAX_SEEN_PIXELS", 20_000)
+    monkeypatch.setattr(s, "_MAX_STRIP_PIXELS", 1_000)
+    noise = np.random.default_rng(1).integers(0, 255, (331, 173, 4), dtype=np.uint8)
+    image = Image.fromarray(noise, "RGBA")
+    image = Image.new(mode, (173, 331), 700) if mode == "I;16" else image.convert(mode)
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(file, "PNG", exif=exif)
+
+    decoded = s.SentImage(file.getvalue(), "here").decode()
+
+    sent = Image.open(file)
+    whole = sent.convert("RGBA" if sent.has_transparency_data else "RGB")
+    small = whole.resize((102, 195), Image.Resampling.BICUBIC).convert("RGBA")
+    white = Image.new("RGBA", small.size, "white")
+    expected = Image.alpha_composite(white, small).convert("RGB")
+    expected = expected.transpose(Image.Transpose.ROTATE_270)
+    assert decoded.size == expected.size
+    difference = np.array(decoded, dtype=int) - np.array(expected)
+    assert abs(difference).max() <= 1
+
+
+def test_one_image_is_unpacked_at_a_time_by_all_threads(monkeypatch):
+    n_inside = []
+    most_inside = []
+
+    def decode(_image):
+        n_inside.append(1)
+        most_inside.append(len(n_inside))
+        time.sleep(0.02)
+        n_inside.pop()
+
+    monkeypatch.setattr(s.SentImage, "decode", decode)
+    model = types.SimpleNamespace(
+        _unpack_lock=threading.Lock(), phrase="", _processor=lambda **_: {}
+    )
+    threads = [
+        threading.Thread(
+            target=s.VisionModel._process, args=(model, s.SentImage(b"", ""))
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most_inside == [1, 1, 1, 1]
+
+
+# -- the parts of a file
+
+
+def jpeg(mode="L", **options):
+    file = io.BytesIO()
+    Image.new(mode, (64, 64)).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+def scans(n):
+    """A progressive JPEG with so many scans; those that are added have no pixels."""
+    data = jpeg(progressive=True)
+    last_scan = data[data.rindex(b"\xff\xda") : -2]
+    n_added = n - data.count(b"\xff\xda")
+    return data[:-2] + last_scan * n_added + data[-2:]
+
+
+def segment(marker, content):
+    return b"\xff" + marker + (len(content) + 2).to_bytes(2) + content
+
+
+def png_chunk(kind, content):
+    check = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + check
+
+
+def with_chunks(chunk, n):
+    """A PNG with some chunks before its pixels."""
+    start = A.index(b"IDAT") - 4
+    return A[:start] + chunk * n + A[start:]
+
+
+GIF = b"GIF89a" + b"\1\0\1\0" + b"\0\0\0"
+QUANTIZER = jpeg()[jpeg().index(b"\xff\xdb") :][:69]
+# A table may contain what would hide a scan if it were read as the head of a segment.
+HIDING = segment(b"\xdb", b"\0" + (b"\xff\xe1\xff\xff" * 16))
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (scans(65), "64 scans"),
+        (scans(65).replace(QUANTIZER, HIDING + QUANTIZER), "64 scans"),
+        (scans(65).replace(b"\xff\xda", b"\xff\x02\x40\0\xff\xda"), "64 scans"),
+        (jpeg().replace(QUANTIZER, QUANTIZER * 5_000), "4,000 parts"),
+        (
+            with_chunks(png_chunk(b"zTXt", b"a\0\0" + zlib.compress(b"")), 4_000),
+            "parts",
+        ),
+        (with_chunks(png_chunk(b"IDAT", b""), 4_000), "parts"),
+        (GIF + b"\0" * 4_001, "parts"),
+        (GIF + b"!\xfe" + b"\1a" * 4_001 + b"\0", "parts"),
+        (b"RIFF\0\0\0\0WEBPVP8X" + b"\0\0\0\0ANMF" * 4_001, "parts"),
+    ],
+    ids=range(9),
+)
+def test_an_image_of_too_many_parts_is_refused_before_it_is_opened(
+    monkeypatch, data, fault
+):
+    def fail(*_args, **_options):
+        raise AssertionError("it was opened")
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(s.BadRequest, match=fault) as refused:
+        s.SentImage(data, "messages[3].content[1]").decode()
+    assert refused.value.param == "messages[3].content[1]"
+
+
+def animated(kind, n):
+    frames = [Image.new("RGB", (8, 8), (i % 256, i // 256, 9)) for i in range(n)]
+    file = io.BytesIO()
+    frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        scans(64),
+        jpeg("RGB", progressive=True),
+        jpeg("CMYK", progressive=True),
+        jpeg("RGB", restart_marker_blocks=1),
+        jpeg("RGB") + b"a film \xff\xda" * 1_000,
+        jpeg("RGB", exif=b"Exif\0\0" + b"\xff\xda" * 1_000),
+        animated("PNG", 300),
+        animated("WEBP", 300),
+        animated("GIF", 5_000),
+        GIF
+        + b"!\xff\x0bXMP DataXMP"
+        + b"\x20" * 33 * 200
+        + b"\0"
+        + animated("GIF", 1)[13:],
+    ],
+    ids=range(10),
+)
+def test_images_that_people_have_are_read(data):
+    assert s.SentImage(data, "here").decode().mode == "RGB"
 
 
 @pytest.mark.parametrize(
