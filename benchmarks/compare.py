@@ -42,7 +42,8 @@ def with_openblas() -> str:
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.argv], environ)
     if "blas" in environ.get("LD_PRELOAD", ""):
-        return f"{environ['LD_PRELOAD']}, {environ.get('OPENBLAS_NUM_THREADS', 'all')} thread(s)"
+        library = Path(environ["LD_PRELOAD"]).name
+        return f"{library}, {environ.get('OPENBLAS_NUM_THREADS', 'all')} thread(s)"
     return "MLX's own"
 
 

