@@ -153,6 +153,7 @@ from functools import cache, cached_property, lru_cache, partial
 from hashlib import sha1, sha256
 from heapq import heapify, heappop, heappush
 from http.server import BaseHTTPRequestHandler
+from importlib.util import find_spec
 from ipaddress import ip_address
 from itertools import (
     batched,
@@ -190,6 +191,9 @@ from urllib.parse import parse_qsl, unquote
 # Public   VERSION, read_options
 # Uses     -
 # Thread   main; pure
+
+# The first line that an older Python cannot read: it ends there, and shows the line.
+type _Needs = Literal["start-llm needs Python 3.12: run python3 install_and_run.py"]
 
 VERSION: Final = "1.0.0"  # a test holds pyproject.toml to it
 
@@ -272,6 +276,11 @@ def _read_port(text: str) -> str:
 
 if __name__ == "__main__":
     read_options(sys.argv[1:])
+    if sys.version_info[:2] != (3, 12) or find_spec("mlx_lm") is None:
+        sys.exit(
+            f"start-llm: {sys.executable} is no Python 3.12 with what this needs: run "
+            "python3 install_and_run.py, which makes one and starts the server"
+        )
 
 # What is slow to import: seconds of MLX, transformers and others.
 import mlx.core as mx

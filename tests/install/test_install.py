@@ -114,6 +114,34 @@ def test_an_old_python_hands_over_to_a_working_312(python, tmp_path):
     assert "python3.14" in result.stdout and result.returncode == 2
 
 
+@pytest.mark.parametrize("python", OLD_PYTHONS, ids=lambda path: path.parts[-3])
+def test_the_server_under_another_python_says_what_to_run(python):
+    result = subprocess.run(
+        [python, ROOT / "start-llm.py"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+
+    assert result.returncode != 0
+    assert "run python3 install_and_run.py" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_server_without_its_packages_is_one_sentence():
+    result = subprocess.run(
+        [sys.executable, "-S", ROOT / "start-llm.py"],  # -S: without site-packages
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+
+    assert result.stderr.count("\n") == 1
+    assert "run python3 install_and_run.py" in result.stderr
+
+
 # Finding Python 3.12 ------------------------------------------------------------------------------
 
 
