@@ -295,6 +295,7 @@ import prometheus_client as prometheus
 import psutil  # type: ignore[import-untyped]
 import regex  # type: ignore[import-untyped]
 from dotenv import dotenv_values
+from dotenv.parser import parse_stream
 from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
@@ -315,6 +316,7 @@ from mlx_lm.sample_utils import (
 )
 from PIL import Image, ImageOps
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -338,9 +340,9 @@ from transformers import PreTrainedTokenizerBase
 # length, and tests hold them to the same list: a new setting is a line in Config and
 # one in .env.example.
 #
-# Public   Config, ConfigError, check_names, split_list, has_tenants, name_tenant,
-#          key_of_tenant, is_seen_by, is_loopback, Temperature, TopP, MinP,
-#          RepetitionPenalty
+# Public   Config, ConfigError, describe_fault, OUR_FAULT, check_names, split_list,
+#          has_tenants, name_tenant, key_of_tenant, is_seen_by, is_loopback,
+#          Temperature, TopP, MinP, RepetitionPenalty
 # Uses     -
 # Thread   any; pure
 
@@ -501,11 +503,14 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return value
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str | None]) -> Config:
+    def from_env(
+        cls, env: Mapping[str, str | None], *, places: Mapping[str, str] | None = None
+    ) -> Config:
         """Settings from variables by name; an empty variable counts as not set.
 
         Other variables are passed over: for them there is check_names().
-        Raises ConfigError, which names every variable with a bad value.
+        Raises ConfigError, which names every variable with a bad value, and its place
+        where `places` has one, such as {"MLX_PORT": "in /home/me/start-llm/.env"}.
         """
         texts = {}
         for name in cls.model_fields:
@@ -521,9 +526,52 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         lines = []
         for fault in faults:
             name = str(fault["loc"][0])
-            sentence = fault["msg"].removeprefix("Input ")
-            lines.append(f"{name.upper()}={texts[name]!r}: {sentence}")
+            place = (places or {}).get(name.upper())
+            setting = f"{name.upper()}={texts[name]!r}"
+            if place:
+                setting = f"{setting} {place}"
+            lines.append(f"{setting}: {describe_fault(fault)}")
         raise ConfigError("\n".join(lines))
+
+
+# What is wrong with a value, by pydantic's type of the fault: its own words reach no
+# client. In braces are values of its context.
+_FAULTS: Final[Mapping[str, str]] = {
+    "missing": "is missing",
+    "bool_type": "should be true or false",
+    "bool_parsing": "should be true or false",
+    "dict_type": "should be an object",
+    "float_type": "should be a number",
+    "float_parsing": "should be a number",
+    "finite_number": "should be a number, and finite",
+    "int_type": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "int_parsing_size": "should be a whole number with fewer digits",
+    "list_type": "should be a list",
+    "tuple_type": "should be a list",
+    "string_type": "should be a text",
+    "literal_error": "should be {expected}",
+    "greater_than": "should be more than {gt}",
+    "greater_than_equal": "should be {ge} or more",
+    "less_than": "should be less than {lt}",
+    "less_than_equal": "should be {le} or less",
+    "too_short": "should not be empty",
+    "too_long": "should have {max_length} items or fewer",
+    "string_too_short": "should not be empty",
+    "string_too_long": "should have {max_length} characters or fewer",
+}
+OUR_FAULT: Final = (
+    "ours"  # the type of faults whose sentence we write where we find them
+)
+
+
+def describe_fault(details: ErrorDetails) -> str:
+    """What is wrong with a value, in our words: "should be 1 or more"."""
+    if details["type"] == OUR_FAULT:
+        return details["msg"]
+    sentence = _FAULTS.get(details["type"], "has a value that cannot be used")
+    return sentence.format_map(details.get("ctx", {}))
 
 
 def _require_key(info: ValidationInfo) -> None:
@@ -535,7 +583,7 @@ def _require_key(info: ValidationInfo) -> None:
     for name in ("api_key", "proxy_api_key"):
         if split_list(info.data.get(name, "")):
             return
-    raise PydanticCustomError("key", "should be used only where API_KEY is set")
+    raise PydanticCustomError(OUR_FAULT, "should be used only where API_KEY is set")
 
 
 # -- tenants ---------------------------------------------------------------------------
@@ -586,6 +634,14 @@ def _short_digest(text: str) -> str:
 # Settings of other programs that a shell may have, each a letter or two from one of
 # ours: GitHub's token, a level of many programs, LocalAI's folder.
 _FOREIGN_NAMES: Final = {"GH_TOKEN", "LOGLEVEL", "MODELS_PATH"}
+# Settings of the system that this one replaces, for what it does not do yet.
+_IDLE_NAMES: Final = {
+    "CACHE_SESSION_PARTITIONING",
+    "KV_BITS",
+    "KV_GROUP_SIZE",
+    "KV_QUANT_SCHEME",
+    "QUANTIZED_KV_START",
+}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
 _KIN_RATIO: Final = 0.6  # difflib's default
 
@@ -599,6 +655,8 @@ class _UnknownName(NamedTuple):
 
     def describe(self) -> str:
         sentence = f"{self.name} in {self.place}: nothing acts on it"
+        if self.name in _IDLE_NAMES:
+            return f"{sentence} yet"
         return f"{sentence}; did you mean {self.setting}?" if self.setting else sentence
 
 
@@ -607,9 +665,10 @@ def check_names(
 ) -> list[str]:
     """A sentence for each variable that is probably meant as a setting, but is none.
 
-    In .env that is every unknown name. Of the environment it is a name that is spelled
-    nearly as a setting which is not set there. Raises ConfigError if MODEL_PATH is
-    meant and is not set: the server would load another model.
+    In .env that is every unknown name. Of the environment it is MODEL, a setting that
+    does not act yet, or a name that is nearly that of a setting which is not set there.
+    Raises ConfigError if MODEL_PATH is meant and is not set: the server would load
+    another model.
     """
     unknown = [*_unknown_in_file(env_file), *_unknown_in_environment(environ)]
     values = {**env_file, **environ}
@@ -640,11 +699,13 @@ def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownNam
 
 
 def _unknown_in_environment(environ: Mapping[str, str]) -> Iterator[_UnknownName]:
-    """Typing errors alone: the other variables of a shell are no mistakes."""
+    """Typing errors and what is ours: other variables of a shell are no mistakes."""
     settings = {name.upper() for name in Config.model_fields}
     for name in sorted(environ.keys() - settings - _FOREIGN_NAMES):
         setting = _find_typo(name, settings - environ.keys())
-        if setting and environ[name]:
+        if name == "MODEL":  # for whom else should it be, beside this program's name?
+            setting = "MODEL_PATH"
+        if environ[name] and (setting or name in _IDLE_NAMES):
             yield _UnknownName(name, "the environment", setting)
 
 
@@ -1012,8 +1073,10 @@ def _format_value(value: object) -> str:
     return _UNPRINTABLE.sub("_", text[:80]) or "-"
 
 
-def format_summary(facts: RequestFacts, *, client: str) -> str:
+def format_summary(facts: RequestFacts, *, client: str, n_calls: int = 0) -> str:
     """What a person wants to know of a request that has ended; no part that is zero.
+
+    `n_calls`: the tool calls in its reply, for which it ended if it was not cut.
 
     PI  2,003 tokens, 98 % cached, read 0.1 s, first 0.2 s, 64 out in 0.5 s, stop
     """
@@ -1029,7 +1092,10 @@ def format_summary(facts: RequestFacts, *, client: str) -> str:
     parts += _show_seconds("first", facts["ttft_ms"] / 1000)
     if facts["out"]:
         parts.append(f"{facts['out']:,} out in {facts['decode']:.1f} s")
-    parts.append(facts["finish"])
+    finish = facts["finish"]
+    if n_calls and finish == "stop":
+        finish = "1 tool call" if n_calls == 1 else f"{n_calls} tool calls"
+    parts.append(finish)
     return f"{client or '-'}  {', '.join(parts)}"
 
 
@@ -1084,6 +1150,7 @@ _CLIENT_NAMES: Final[Mapping[str, str]] = {
     "anthropic/python": "python",
     "asyncanthropic/python": "python",
     "mozilla/": "browser",
+    "start-llm-chat": "chat.py",
 }
 
 
@@ -1623,8 +1690,9 @@ class BodyMemory:
 # Messages stay plain dicts, so that fields we do not know reach the chat template.
 # Public   JsonObject, Message, OriginalMessages, TokenIds, KvOffset, TokenId, ListOf,
 #          MapOf, NonEmptyText, parse_json_body, present_fields, drop_nulls,
-#          validate_fields, SamplingParams, ToolChoice, SessionContext, assume_client,
-#          ChatRequest, FinishReason, Usage, PromptProgress, ReplyEnd, ResponseFormatter
+#          validate_fields, refuse_unless, SamplingParams, ToolChoice, SessionContext,
+#          assume_client, ChatRequest, FinishReason, Usage, PromptProgress, ReplyEnd,
+#          ResponseFormatter
 # Uses     CONFIG, ERRORS
 # Thread   any; pure
 
@@ -1737,23 +1805,38 @@ def validate_fields[T: BaseModel](model: type[T], fields: JsonObject) -> T:
     raise _describe_first(faults)
 
 
+def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
+    """Refuse with a sentence all values but those that ask for nothing."""
+
+    def check(value: object) -> object:
+        if not any(value == item and type(value) is type(item) for item in harmless):
+            raise PydanticCustomError(OUR_FAULT, sentence)
+        return value
+
+    return BeforeValidator(check)
+
+
 class _Fault(NamedTuple):
     """A wrong value. Of a union, pydantic reports one for each branch."""
 
     path: tuple[int | str, ...]
     message: str
+    is_of_type: bool  # the value is none of this branch at all
 
     @classmethod
     def of(cls, details: ErrorDetails) -> _Fault:
         path = [step for step in details["loc"] if _PATH_STEP.fullmatch(str(step))]
-        return cls(tuple(path), details["msg"].removeprefix("Input "))
+        kind = details["type"]
+        is_of_type = kind.endswith("_type") or kind == "literal_error"
+        return cls(tuple(path), describe_fault(details), is_of_type)
 
 
 def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
     """The error for the first fault; of a union's branches, for the deepest one.
 
-    `content: 3` is neither a text nor a list, and both faults are named. The fault of
-    `content: [{"type": "text"}]` is in content[0].text: the list is the branch meant.
+    `content: 3` is neither a text nor a list: it "should be a text or a list". The
+    fault of `content: [{"type": "text"}]` is in content[0].text: the list is the branch
+    meant. So it is of `prompt: []`, which should not be empty.
     """
     first_path = faults[0].path
     deepest_path = first_path
@@ -1762,8 +1845,11 @@ def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
         if is_inside and len(fault.path) > len(deepest_path):
             deepest_path = fault.path
 
-    messages = [fault.message for fault in faults if fault.path == deepest_path]
-    text = " or ".join(messages)
+    deepest = [fault for fault in faults if fault.path == deepest_path]
+    meant = [fault for fault in deepest if not fault.is_of_type] or deepest
+    text = meant[0].message
+    for fault in meant[1:]:
+        text += f" or {fault.message.removeprefix('should be ')}"
     return BadRequest(text, field=_spell_path(deepest_path))
 
 
@@ -1987,16 +2073,20 @@ class _ChatMessage(TypedDict):
     tool_call_id: NotRequired[str | None]
 
 
-def _refuse_stored_history(value: object) -> object:
-    """Raise for what stands for earlier messages, unless it names none."""
-    if value not in (None, ""):
-        sentence = "no conversation is stored here: leave it out, send all messages"
-        raise PydanticCustomError("stored", sentence)
-    return value
-
-
-_StoredHistory = Annotated[object, BeforeValidator(_refuse_stored_history)]
-_One = Annotated[int, Field(ge=1, le=1)]  # Literal[1] would take True, too
+_StoredHistory = Annotated[
+    object,
+    refuse_unless(
+        None,
+        "",
+        sentence="no conversation is stored here: leave it out, send all messages",
+    ),
+]
+_One = Annotated[
+    object, refuse_unless(1, sentence="one reply is written for each request: send 1")
+]
+_NOT_HERE: Final = "this server cannot do it: leave it out"
+_TEXT_ONLY: Final = "this server writes text alone: leave it out"
+_SEND_TOOLS: Final = "this is the older form: send `tools` and `tool_choice`"
 
 
 class _ChatBody(BaseModel, strict=True, extra="allow"):
@@ -2023,18 +2113,21 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):
     # What we cannot do, with the values that do not ask for it.
     n: _One = 1
     best_of: _One = 1
-    echo: Literal[False] = False
-    suffix: Literal[""] = ""
-    audio: None = None
-    modalities: ListOf[Literal["text"]] = []
-    functions: Annotated[list[JsonObject], Field(max_length=0)] = []  # older than tools
-    function_call: Literal["none", "auto"] = "none"
+    echo: Annotated[object, refuse_unless(False, sentence=_NOT_HERE)] = False
+    suffix: Annotated[object, refuse_unless("", sentence=_NOT_HERE)] = ""
+    audio: Annotated[object, refuse_unless(None, sentence=_TEXT_ONLY)] = None
+    modalities: Annotated[object, refuse_unless([], ["text"], sentence=_TEXT_ONLY)] = []
+    functions: Annotated[object, refuse_unless([], sentence=_SEND_TOOLS)] = []
+    function_call: Annotated[
+        object, refuse_unless("none", "auto", sentence=_SEND_TOOLS)
+    ] = "none"
     # Without the history that these stand for, the model would reply to a fragment.
     previous_response_id: _StoredHistory = None  # Responses API
     conversation: _StoredHistory = None  # Responses API
     assistant_id: _StoredHistory = None  # Assistants API: instructions and tools
 
 
+_CHATS_HAVE_LOGPROBS: Final = "only chats have them, at /v1/chat/completions"
 _PromptIds = Annotated[
     tuple[TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)
 ]
@@ -2045,7 +2138,9 @@ class _CompletionBody(BaseModel, strict=True):
 
     prompt: NonEmptyText | _PromptIds
     response_format: MapOf[Literal["type"], Literal["text"]] = {}
-    logprobs: None = None
+    logprobs: Annotated[object, refuse_unless(None, sentence=_CHATS_HAVE_LOGPROBS)] = (
+        None
+    )
     return_progress: bool = False  # without effect, but described for both
 
 
@@ -2701,9 +2796,22 @@ def _usage_body(usage: Usage) -> JsonObject:
 
 # Anthropic runs all of these but "custom" itself, so they are left out. Any other type,
 # such as bash_20250124, is refused: only Anthropic's models know how to call it.
-_TOOL_TYPES: Final = (
-    "^(custom$|web_search_|web_fetch_|code_execution_|tool_search_|mcp_|advisor_)"
+_TOOL_TYPES: Final = re.compile(
+    "custom$|web_search_|web_fetch_|code_execution_|tool_search_|mcp_|advisor_"
 )
+
+
+def _refuse_tool_type(name: str) -> str:
+    """Raise for a tool that only Anthropic's models know how to call."""
+    if not _TOOL_TYPES.match(name):
+        sentence = (
+            "only Anthropic's own models know this tool: offer one of type custom"
+        )
+        raise PydanticCustomError(OUR_FAULT, sentence)
+    return name
+
+
+_NO_SERVERS: Final = "no server is asked for tools here: leave it out"
 
 
 class _MessagesMessage(TypedDict):
@@ -2714,7 +2822,7 @@ class _MessagesMessage(TypedDict):
 class _MessagesTool(TypedDict):
     name: NonEmptyText
     description: NotRequired[str | None]
-    type: NotRequired[Annotated[str, Field(pattern=_TOOL_TYPES)] | None]
+    type: NotRequired[Annotated[str, AfterValidator(_refuse_tool_type)] | None]
     input_schema: NotRequired[JsonObject]
     strict: NotRequired[bool | None]
     defer_loading: NotRequired[bool | None]
@@ -2736,7 +2844,7 @@ class _MessagesBody(BaseModel, strict=True, extra="allow"):
     tool_choice: _MessagesChoice = {}
     stop_sequences: Annotated[ListOf[StopText], Field(max_length=16)] = []
     output_config: JsonObject = {}
-    mcp_servers: Annotated[list[JsonObject], Field(max_length=0)] = []
+    mcp_servers: Annotated[object, refuse_unless([], sentence=_NO_SERVERS)] = []
 
 
 # -- body -> request -------------------------------------------------------------------
@@ -3046,8 +3154,11 @@ class _MessageBuilder:
         raise self._refuse_block(block, field=field)
 
     def _refuse_block(self, block: object, *, field: str) -> BadRequest:
-        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-        quote = f"{kind!r:.60}"
+        if not isinstance(block, dict):
+            return BadRequest("should be a content block, an object", field=field)
+        if not isinstance(block.get("type"), str):
+            return BadRequest("should be a text", field=f"{field}.type")
+        quote = f"{block['type']!r:.60}"
         sentence = f"a block of type {quote} cannot be read"
         return BadRequest(sentence, field=field, quote=quote)
 
@@ -10135,10 +10246,10 @@ def _fetch(name: str, command: list[str]) -> Path:
     if process.returncode:
         reason = " ".join(output.split())
         if not reason:
-            reason = f"fetch_model.py says why above ({process.returncode})"
+            reason = "it cannot be served; the line above says why"
         raise ModelError(f"MODEL_PATH={name}: {reason}")
     if not output.strip():
-        raise ModelError(f"MODEL_PATH={name}: fetch_model.py named no folder")
+        raise ModelError(f"MODEL_PATH={name}: what fetches it named no folder")
     return Path(output.splitlines()[-1])
 
 
@@ -11239,16 +11350,39 @@ _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definition
 _VALUES: Final = ("enum", "const", "default", "examples")
 
 
+# What else llguidance says, and what a client is told.
+_SCHEMA_FAULTS: Final[Mapping[str, str]] = {
+    r"Resource '(?:json-schema:///)?(.*?)' is not present": (
+        "{} is another document, and none is fetched: put what it says into $defs"
+    ),
+    r"Pointer '(.*?)' does not exist": "the $ref #{} leads to nothing",
+    r"Invalid type: (.*)": "{} is no type of JSON",
+    r"Unknown format: (.*)": "the format {} is not known",
+    r"Unsatisfiable schema: ([^:]*)": "no value can fit it: {}",
+    r"for (?:float|integer) range": "this minimum or maximum cannot be enforced",
+    r"error: (.*)": "a pattern cannot be read: {}",  # after lines that quote it
+    r"multiple ?of": "multipleOf should be a number above 0 with few digits",
+    r"Expected .* for '(\w+)'": "{} has a value of a wrong type",
+    r"^schema must be": "what should be a schema in it is no object",
+    r"^(\$?\w+) must be": "{} has a value of a wrong type",
+    r"oneOf constraints": "oneOf cannot be enforced where two branches overlap",
+    r"(?i)recursion": "it is nested too deeply",
+}
+
+
 def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
-    """What cannot be enforced, and where in the schema, in one sentence."""
+    """What cannot be enforced, and where in the schema, in one sentence of ours."""
     match = _UNKNOWN_KEYWORDS.search(error)
-    if match is None:
-        sentence = error.rpartition("error: ")[2].splitlines()[0].partition(". ")[0]
-        return f"{sentence:.300}"
-    keywords = match[1]
-    place = _find_keyword(schema or {}, set(json.loads(f"[{keywords}]")))
-    where = f" of {place:.100}" if place else ""
-    return f"{keywords:.100}{where} cannot be enforced: leave it out"
+    if match is not None:
+        keywords = match[1]
+        place = _find_keyword(schema or {}, set(json.loads(f"[{keywords}]")))
+        where = f" of {place:.100}" if place else ""
+        return f"{keywords:.100}{where} cannot be enforced: leave it out"
+    for pattern, sentence in _SCHEMA_FAULTS.items():
+        match = re.search(pattern, error)
+        if match is not None:
+            return sentence.format(*(f"{text:.100}" for text in match.groups()))
+    return "it cannot be enforced as it is: make it simpler"
 
 
 def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
@@ -16849,7 +16983,7 @@ class ReplyRecorder:
         waits = ending.waits
         longest = max(waits, key=lambda cause: waits[cause], default=None)
         facts = self._facts(ending, waited_for=longest)
-        self._log_end(facts)
+        self._log_end(facts, n_calls=len(ending.message.get("tool_calls", ())))
         self._count_end(facts, waits)
 
         decode_seconds = ending.event.seconds.decoding
@@ -16890,7 +17024,7 @@ class ReplyRecorder:
             "fallback": self._prepared.plan.refusal or None,
         }
 
-    def _log_end(self, facts: RequestFacts) -> None:
+    def _log_end(self, facts: RequestFacts, *, n_calls: int) -> None:
         """A line for people, and at DEBUG one with everything.
 
         Of a failed request HTTP SERVER logs the error: that is its line.
@@ -16901,7 +17035,8 @@ class ReplyRecorder:
         line = format_request_line(**facts, rules=rules or None, **counters)
         logger.debug("%s", line)
         if facts["finish"] != "failed":
-            logger.info("%s", format_summary(facts, client=self._origin.client))
+            client = self._origin.client
+            logger.info("%s", format_summary(facts, client=client, n_calls=n_calls))
 
     @cached_property
     def _found_rules(self) -> dict[str, int]:
@@ -17892,8 +18027,13 @@ _ADVICE: Final[Mapping[str, str]] = {
     "/v1/embeddings": "this server writes text and makes no embeddings: run another "
     "server for these. Chats are at {server}/v1/chat/completions",
     "/v1/audio": "this server writes text only, at {server}/v1/chat/completions",
-    "/api": "this is not Ollama. Where the client has the choice, take `OpenAI "
-    "compatible` with the base URL {server}/v1",
+    "/api": "this is neither Ollama nor LM Studio. Where the client has the choice, "
+    "take `OpenAI compatible` with the base URL {server}/v1",
+    "/api/v0": "this is not LM Studio. OpenAI's API is here: the base URL is "
+    "{server}/v1, chats go to {server}/v1/chat/completions, and {server}/v1/models "
+    "names the model",
+    "/completion": "this is not llama.cpp's server, but takes OpenAI's requests, as "
+    "that one does: the base URL is {server}/v1",
     "/api/chat": "this is not Ollama. OpenAI's API is here: the base URL is "
     "{server}/v1, chats go to {server}/v1/chat/completions",
     "/api/tags": "this is not Ollama. {server}/v1/models names the model; the base URL "
@@ -17908,6 +18048,11 @@ _SAME_ADVICE: Final[Mapping[str, str]] = {
     "/v1/conversations": "/v1/threads",
     "/v1/rerank": "/v1/embeddings",
     "/v1/images": "/v1/audio",
+    "/api/v1": "/api/v0",
+    "/props": "/completion",
+    "/slots": "/completion",
+    "/tokenize": "/completion",
+    "/infill": "/completion",
     "/api/generate": "/api/chat",
     "/api/show": "/api/tags",
     "/api/ps": "/api/tags",
@@ -18542,12 +18687,16 @@ class Handler(BaseHTTPRequestHandler):
         """Who sends this request; "" if it has not said.
 
         LiteLLM has a User-Agent of its own, but forwards headers that begin with "x-".
+        OpenClaw has that of its library, and differs by a header for traces.
         """
         for name in self.headers:
             for beginning, client in _CLIENT_HEADERS.items():
                 if name.lower().startswith(beginning):
                     return client
-        return name_client(self.headers.get("User-Agent", ""))
+        client = name_client(self.headers.get("User-Agent", ""))
+        if client in ("OpenAI", "Anthropic") and "traceparent" in self.headers:
+            return "OpenClaw"
+        return client
 
     def send_error(
         self, code: int, message: str | None = None, _explain: str | None = None
@@ -18654,8 +18803,6 @@ def main() -> int:
         state = build_state(config, can_be_demo=not is_named)
         state.session_log.check()
         servers = _listen(config, state)
-    except UnicodeDecodeError as error:
-        return _fail(f".env: {error}", status=_CANNOT_START)
     except (ConfigError, OSError) as error:
         return _fail(error, status=_CANNOT_START)
     return _serve(state, servers, stop=stop)
@@ -18718,17 +18865,42 @@ def _stop_on_signals() -> threading.Event:
 def _read_config(options: Mapping[str, str]) -> Config:
     """Settings of options, which win, of the environment and of .env; starts the log.
 
-    Raises ConfigError; OSError or UnicodeDecodeError if .env cannot be read.
+    Raises ConfigError; OSError if .env cannot be read.
     """
-    env_file = dotenv_values(Path(__file__).resolve().parent / ".env")
+    path = Path(__file__).resolve().parent / ".env"
+    env_file = _read_env_file(path)
     environ = {**os.environ, **options}
     name_warnings = check_names(env_file, environ)
-    config = Config.from_env({**env_file, **environ})
+    places = {
+        **dict.fromkeys(env_file, f"in {path}"),
+        **dict.fromkeys(os.environ, "in the environment"),
+        **dict.fromkeys(options, "on the command line"),
+    }
+    config = Config.from_env({**env_file, **environ}, places=places)
     start_logging(config)
 
     for sentence in name_warnings:
         logger.warning("%s", sentence)
     return config
+
+
+def _read_env_file(path: Path) -> dict[str, str | None]:
+    """The settings in .env. Raises ConfigError for a line that is none; OSError."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    try:
+        lines = list(parse_stream(io.StringIO(content.decode())))
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {number}: it is no UTF-8 text") from error
+    for line in lines:
+        if line.error:
+            text = line.original.string  # with the empty lines before it
+            n_empty = text[: len(text) - len(text.lstrip())].count("\n")
+            number = line.original.line + n_empty
+            raise ConfigError(f"{path}, line {number}: it is no NAME=value")
+    return dotenv_values(path)
 
 
 def _listen(config: Config, state: ServerState) -> list[LLMServer]:

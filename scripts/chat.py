@@ -124,7 +124,7 @@ class Server:
         parts = urlsplit(self.url)
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "User-Agent": "start-llm-chat"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         full = parts.path.rstrip("/").removesuffix("/v1") + path

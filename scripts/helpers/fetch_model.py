@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -135,6 +136,7 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
                 f"MODEL_PATH={repo} is neither a folder on this machine nor a "
                 f"repository on {hub} (a private one needs HF_TOKEN)."
             )
+            reason += name_advice(repo, memory_bytes)
             if isinstance(error, errors.GatedRepoError):
                 reason = f"{repo} is gated: accept its terms at {hub}/{repo}, then set HF_TOKEN."
             raise FetchError(reason) from error
@@ -150,6 +152,16 @@ def download(repo: str, *, token: str | None, memory_bytes: int) -> Path:
                 f"{hub} refuses the token (HF_TOKEN, or that of `hf auth login`), "
                 "for public models, too."
             ) from error
+
+
+def name_advice(name: str, memory_bytes: int) -> str:
+    """Which names work, in place of one that no repository can have; "" of all others."""
+    if "/" in name:
+        return ""
+    is_of_ollama = re.fullmatch(r"[\w.-]+:[\w.-]+", name)  # qwen3:8b
+    advice = " This is how Ollama names a model." if is_of_ollama else ""
+    fitting = largest_fitting(memory_bytes - WORKING_BYTES)
+    return f"{advice} Here it is OWNER/NAME: MODEL_PATH={fitting} would fit."
 
 
 def check_architecture(config_file: Path) -> None:

@@ -162,7 +162,7 @@ def test_an_env_file_that_cannot_be_read_is_one_sentence(monkeypatch, capsys):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(s, "dotenv_values", refuse)
+    monkeypatch.setattr(s, "_read_env_file", refuse)
     monkeypatch.setattr(fetch_model, "dotenv_values", refuse)
     monkeypatch.setattr("sys.argv", ["start-llm.py"])
     assert s.main() == 2
@@ -269,7 +269,15 @@ OLLAMA = [
     ("POST /api/pull", 404, "MODEL_PATH"),
     ("POST /api/embed", 404, "no embeddings"),
 ]
+LM_STUDIO = [
+    ("GET /api/v0/models", 404, "not LM Studio"),
+    ("POST /api/v0/chat/completions", 404, "{url}/v1/chat/completions"),
+    ("POST /api/v1/chat", 404, "not LM Studio"),
+    ("GET /api/nothing", 404, "neither Ollama nor LM Studio"),
+]
 OPENAI = [
+    ("POST /completion", 404, "not llama.cpp's server"),
+    ("GET /props", 404, "{url}/v1"),
     ("POST /v1/embeddings", 404, "no embeddings"),
     ("POST /v1/responses", 404, "{proxy}/v1/responses"),
     ("GET /v1/responses/resp_1", 404, "{proxy}/v1/responses"),
@@ -290,7 +298,9 @@ ANTHROPIC = [
 ]
 
 
-@pytest.mark.parametrize(("line", "code", "advice"), OLLAMA + OPENAI + ANTHROPIC)
+@pytest.mark.parametrize(
+    ("line", "code", "advice"), OLLAMA + LM_STUDIO + OPENAI + ANTHROPIC
+)
 def test_a_path_that_is_not_served_is_answered_with_what_to_use(line, code, advice):
     proxy_port = free_port()
     with listening(proxy_port=proxy_port) as port:

@@ -449,6 +449,8 @@ def test_recent_requests_name_their_client_also_behind_the_proxy(served):
     for headers, name in (
         ({"User-Agent": "pi (linux 6; x64)"}, "PI"),
         (through_proxy, "Codex"),
+        ({"User-Agent": "OpenAI/JS 6.26.0", "traceparent": "00-a-b-01"}, "OpenClaw"),
+        ({"User-Agent": "start-llm-chat"}, "chat.py"),
         ({}, ""),
     ):
         send(served, "POST", CHAT, body, **headers)
@@ -544,6 +546,11 @@ def test_a_request_is_one_short_line_without_parts_that_are_zero():
     assert s.format_summary(FACTS, client="PI") == (
         "PI  2,003 tokens, 98 % cached, read 0.1 s, first 0.2 s, 64 out in 0.5 s, stop"
     )
+
+    one_call = s.format_summary(FACTS, client="PI", n_calls=1)
+    assert one_call.endswith(" in 0.5 s, 1 tool call")
+    cut: s.RequestFacts = {**FACTS, "finish": "length"}
+    assert s.format_summary(cut, client="PI", n_calls=2).endswith(", length")
 
     waited: s.RequestFacts = {**FACTS, "waited": 12.3, "waited_for": "prefix"}
     summary = s.format_summary(waited, client="PI")

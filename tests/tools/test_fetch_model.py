@@ -361,6 +361,16 @@ def test_a_repository_without_usable_weights_is_refused(hub: Hub) -> None:
     assert "it has no model*.safetensors" in refusal("org/tiny")
 
 
+def test_a_name_as_in_ollama_is_told_which_names_work_here(hub: Hub) -> None:
+    sentence = refusal("qwen3:8b")
+    assert "This is how Ollama names a model. Here it is OWNER/NAME: MODEL_PATH=" in (
+        sentence
+    )
+    sentence = refusal("Qwen3-8B")
+    assert "OWNER/NAME" in sentence and "Ollama" not in sentence
+    assert "OWNER/NAME" not in refusal("a/b/c")
+
+
 def test_each_way_the_hub_says_no_is_one_sentence(hub: Hub) -> None:
     message = refusal("org/none")
     assert f"neither a folder on this machine nor a repository on {hub.url}" in message

@@ -92,7 +92,7 @@ def warnings_of_main(monkeypatch, written, environ):
     def build(config, **_):
         raise ConfigError("enough")
 
-    monkeypatch.setattr(start_llm, "dotenv_values", lambda path: written)
+    monkeypatch.setattr(start_llm, "_read_env_file", lambda path: written)
     monkeypatch.setattr(start_llm, "build_state", build)
     monkeypatch.setattr(start_llm, "start_logging", lambda config: None)
     monkeypatch.setattr(
@@ -105,16 +105,46 @@ def warnings_of_main(monkeypatch, written, environ):
     return warnings
 
 
-def test_an_env_file_in_another_encoding_is_one_sentence(monkeypatch, capsys):
-    def read(path):
-        return {"A": b"\xe8".decode("utf-8")}
-
-    monkeypatch.setattr(start_llm, "dotenv_values", read)
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"A=1\nB=\xe8\n", "{path}, line 2: it is no UTF-8 text"),
+        (b"# ours\n\nMLX_PORT 9000\n", "{path}, line 3: it is no NAME=value"),
+        (b"MODEL_PATH='a\n", "{path}, line 1: it is no NAME=value"),
+        (b"MLX_PORT=0\n", "MLX_PORT='0' in {path}: should be 1 or more"),
+    ],
+)
+def test_a_fault_in_the_env_file_names_the_file(
+    monkeypatch, capsys, tmp_path, content, sentence
+):
+    path = tmp_path / ".env"
+    path.write_bytes(content)
+    monkeypatch.setattr(start_llm, "__file__", str(tmp_path / "start-llm.py"))
     monkeypatch.setattr("sys.argv", ["start-llm.py"])
+    monkeypatch.delenv("MLX_PORT", raising=False)
+
     assert start_llm.main() == 2
-    assert capsys.readouterr().err.startswith(
-        "start-llm: .env: 'utf-8' codec can't decode"
+
+    message = capsys.readouterr().err
+    assert message == f"start-llm: {sentence.format(path=path)}\n"
+
+
+def test_a_bad_value_names_where_it_stands(monkeypatch):
+    monkeypatch.setattr(
+        start_llm, "_read_env_file", lambda _: {"MLX_PORT": "0", "PROXY_PORT": "0"}
     )
+    monkeypatch.setattr("os.environ", {"MLX_PORT": "x", "DEFAULT_TOP_K": "-1"})
+
+    with pytest.raises(ConfigError) as caught:
+        start_llm._read_config({"MLX_HOST": "0.0.0.0"})
+
+    env_file = Path(start_llm.__file__).parent / ".env"
+    assert set(str(caught.value).splitlines()) == {
+        "MLX_PORT='x' in the environment: should be a whole number",
+        f"PROXY_PORT='0' in {env_file}: should be 1 or more",
+        "DEFAULT_TOP_K='-1' in the environment: should be 0 or more",
+        "MLX_HOST='0.0.0.0' on the command line: should be used only where API_KEY is set",
+    }
 
 
 def test_a_copied_example_changes_nothing_and_warns_of_nothing(monkeypatch):
@@ -143,7 +173,7 @@ def test_all_bad_values_are_told_at_once(env):
 
 
 def test_the_allowed_range_is_told():
-    with pytest.raises(ConfigError, match=r"MLX_PORT='70000': should be .* 65535"):
+    with pytest.raises(ConfigError, match=r"MLX_PORT='70000': should be 65535 or less"):
         Config.from_env({"MLX_PORT": "70000"})
     with pytest.raises(
         ConfigError, match=r"LOG_LEVEL='LOUD': should be 'DEBUG', 'INFO', "
@@ -290,7 +320,7 @@ NODE_PATH GOPATH JAVA_HOME MODULE_PATH MODULEPATH MANPATH INFOPATH LD_LIBRARY_PA
 DYLD_LIBRARY_PATH CLASSPATH GEM_PATH PERL5LIB OMP_NUM_THREADS OPENBLAS_NUM_THREADS
 OPENAI_API_KEY ANTHROPIC_API_KEY GEMINI_API_KEY GOOGLE_API_KEY XAI_API_KEY GROQ_API_KEY
 OPENROUTER_API_KEY MISTRAL_API_KEY AZURE_API_KEY BRAVE_API_KEY OPENAI_BASE_URL ANTHROPIC_BASE_URL
-ANTHROPIC_AUTH_TOKEN ANTHROPIC_MODEL OPENAI_MODEL MODEL MODEL_NAME MODEL_ID MODEL_DIR MODELS_PATH
+ANTHROPIC_AUTH_TOKEN ANTHROPIC_MODEL OPENAI_MODEL MODEL_NAME MODEL_ID MODEL_DIR MODELS_PATH
 HF_HOME HF_HUB_CACHE HF_ENDPOINT HUGGING_FACE_HUB_TOKEN GH_TOKEN GITHUB_TOKEN GITLAB_TOKEN NPM_TOKEN
 OLLAMA_HOST OLLAMA_MODELS OLLAMA_KEEP_ALIVE OLLAMA_CONTEXT_LENGTH LLAMA_ARG_PORT VLLM_API_KEY
 VLLM_PORT VLLM_HOST_IP LOGLEVEL LOG_FORMAT LOG_FILE LOG_DIR RUST_LOG DEBUG NODE_ENV CI
@@ -304,8 +334,19 @@ def test_what_else_a_shell_sets_is_no_near_miss():
     assert check_names({}, dict.fromkeys(SHELL.split(), "x")) == []
 
 
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_a_setting_that_does_not_act_yet_is_named_wherever_it_stands(name):
+    for place, written, environ in [
+        (".env", {name: "8"}, {}),
+        ("the environment", {}, {name: "8"}),
+    ]:
+        sentence = f"{name} in {place}: nothing acts on it yet"
+        assert check_names(written, environ) == [sentence]
+    assert check_names({}, {name: ""}) == []
+
+
 @pytest.mark.parametrize(
-    "name", ["MODELPATH", "model_path", "MODEL_PATHS", "MODLE_PATH"]
+    "name", ["MODELPATH", "MODEL", "model_path", "MODEL_PATHS", "MODLE_PATH"]
 )
 def test_a_near_miss_of_the_model_stops_the_start(monkeypatch, capsys, name):
     for place, written, environ in [
@@ -321,7 +362,7 @@ def test_a_near_miss_of_the_model_stops_the_start(monkeypatch, capsys, name):
 
 
 def test_the_model_of_an_option_is_meant_whatever_is_misspelt(monkeypatch):
-    monkeypatch.setattr(start_llm, "dotenv_values", lambda path: {})
+    monkeypatch.setattr(start_llm, "_read_env_file", lambda path: {})
     monkeypatch.setattr(start_llm, "start_logging", lambda config: None)
     monkeypatch.setattr("os.environ", {"MODELPATH": "other/Model"})
     config = start_llm._read_config({"MODEL_PATH": "some/Model"})
@@ -351,7 +392,7 @@ def test_docs_settings_lists_every_setting_once_with_its_default():
 
 def test_an_option_wins_over_the_environment_and_the_env_file(monkeypatch):
     monkeypatch.setattr(
-        start_llm, "dotenv_values", lambda _: {"MLX_PORT": "1", "MODEL_PATH": "file"}
+        start_llm, "_read_env_file", lambda _: {"MLX_PORT": "1", "MODEL_PATH": "file"}
     )
     monkeypatch.setenv("MLX_PORT", "2")
     monkeypatch.delenv("MODEL_PATH", raising=False)

@@ -997,6 +997,99 @@ BODIES = [
     start_llm._MessagesBody,
     SamplingParams,
 ]
+ODD_VALUES = [
+    *(True, 0, -1, 2, 1.5, 1e300, 2**70, "", "x" * 2000, [], {}, [None], [[]]),
+    *([""], ["x"] * 20, [-1], [2**40], [1.5], [{}], {"x": 1}, {"7": "x"}, {"7": 999}),
+    *({"1.5": 1}, {"9" * 5000: 1}),
+    [{"type": "text"}],
+    [{"role": "user", "content": [{"type": "text", "text": 3}]}],
+    [{"role": "robot", "content": "x"}],
+    [{"type": "function", "function": {"name": ""}}],
+    [{"name": "x", "type": "bash_20250124"}],
+]
+PYDANTIC = re.compile(
+    "Input|valid |Field|Tuple|List |String |Value |item after|characters?$|pattern"
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_no_word_of_pydantic_reaches_a_client(body):
+    sentences = set()
+    for name, value in itertools.product(body.model_fields, ODD_VALUES):
+        good = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+        try:
+            start_llm.validate_fields(body, good | {name: value})
+        except BadRequest as refusal:
+            sentences.add(str(refusal))
+    with pytest.raises(BadRequest) as refusal:
+        start_llm.validate_fields(start_llm._ChatBody, {"messages": [{}]})
+    sentences.add(str(refusal.value))
+
+    assert len(sentences) > 10
+    for sentence in sentences:
+        assert not PYDANTIC.search(sentence.partition(": ")[2]), sentence
+        assert "has a value that cannot be used" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"n": 2}, "n: one reply is written for each request: send 1"),
+        ({"n": True}, "n: one reply is written for each request: send 1"),
+        ({"messages": []}, "messages: should not be empty"),
+        ({"messages": 3}, "messages: should be a list"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role: is missing"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages[0].content: should be a text or a list",
+        ),
+        ({"stop": ["x"] * 17}, "stop: should have 16 items or fewer"),
+        ({"temperature": 3}, "temperature: should be 2.0 or less"),
+        (
+            {"tool_choice": "any"},
+            "tool_choice: should be 'none', 'auto' or 'required' or an object",
+        ),
+        (
+            {"functions": [{}]},
+            "functions: this is the older form: send `tools` and `tool_choice`",
+        ),
+        (
+            {"modalities": ["audio"]},
+            "modalities: this server writes text alone: leave it out",
+        ),
+    ],
+)
+def test_a_fault_of_a_field_is_said_in_words_of_ours(fields, sentence):
+    with pytest.raises(BadRequest) as refusal:
+        chat(**fields)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        (None, "should be a content block, an object"),
+        ("x", "should be a content block, an object"),
+        ({"type": None}, "type: should be a text"),
+        ({"type": "smell"}, "a block of type 'smell' cannot be read"),
+    ],
+)
+def test_a_block_that_is_none_is_refused_without_names_of_python(block, sentence):
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    body = {"messages": [{"role": "user", "content": [result]}]}
+    with pytest.raises(BadRequest) as refusal:
+        start_llm.parse_anthropic_request(body, CONFIG, request_id="r", headers={})
+    place, _, fault = str(refusal.value).partition(": ")
+    assert place.startswith("messages[0].content[0].content[0]")
+    assert sentence in f"{place.rpartition('.')[2]}: {fault}"
+
+
+@pytest.mark.parametrize("prompt", [[], "", [[]]])
+def test_an_empty_prompt_is_said_to_be_empty(prompt):
+    with pytest.raises(BadRequest, match=r"^prompt: should not be empty$"):
+        parse_completion_request({"prompt": prompt}, CONFIG, request_id="r", headers={})
+
+
 FAULTY_OBJECTS = [
     {f"x{n}": [[]] for n in range(1000)},  # wrong in their names, where names matter
     {str(n): [[]] for n in range(1000)},  # and in their values alone
@@ -1017,8 +1110,8 @@ def test_a_million_faults_cost_no_more_than_one(body, faulty):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("logit_bias", "logit_bias: should be a valid integer"),
-        ("stream_options", "stream_options: should be a valid boolean"),
+        ("logit_bias", "logit_bias: should be a whole number"),
+        ("stream_options", "stream_options: should be true or false"),
     ],
 )
 def test_the_sentence_of_an_object_with_many_faults_is_short(name, fault):
