@@ -3533,22 +3533,41 @@ def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
     shrunk.info = {**image.info}  # which says how the camera was held
     shrunk.info.pop("transparency", None)
     ratio = image.height / height
-    margin = math.ceil(2 * ratio) + 1
     n_rows = max(1, _MAX_STRIP_PIXELS // width)
     for row in range(0, height, n_rows):
         end_row = min(row + n_rows, height)
-        top = max(0, math.floor(row * ratio) - margin)
-        bottom = min(math.ceil(end_row * ratio) + margin, image.height)
-        strip = image.crop((0, top, image.width, bottom))
-        strip = strip.convert("RGBA" if strip.has_transparency_data else "RGB")
-        box_bottom = min(end_row * ratio, image.height) - top
-        small_strip = strip.resize(
+        strip = _shrink_strip(
+            image,
             (width, end_row - row),
-            Image.Resampling.BICUBIC,
-            box=(0, row * ratio - top, image.width, box_bottom),
+            source_start=row * ratio,
+            source_end=min(end_row * ratio, image.height),
         )
-        shrunk.paste(_put_on_white(small_strip), (0, row))
+        shrunk.paste(strip, (0, row))
     return shrunk
+
+
+def _shrink_strip(
+    image: Image.Image, size: tuple[int, int], *, source_start: float, source_end: float
+) -> Image.Image:
+    """Rows [source_start, source_end) of an image, shrunk to `size`, on white."""
+    ratio = (source_end - source_start) / size[1]
+    margin = math.ceil(2 * ratio) + 1
+    first_row = math.floor(source_start) - margin
+    end_row = math.ceil(source_end) + margin
+    top = max(0, first_row)
+    bottom = min(end_row, image.height)
+    strip = image.crop((0, top, image.width, bottom))
+
+    mode = "RGB"
+    if strip.has_transparency_data:
+        mode = "RGBA"
+    strip = strip.convert(mode)
+    strip = strip.resize(
+        size,
+        Image.Resampling.BICUBIC,
+        box=(0, source_start - top, image.width, source_end - top),
+    )
+    return _put_on_white(strip)
 
 
 def _put_on_white(image: Image.Image) -> Image.Image:
@@ -7216,7 +7235,7 @@ class PromptPlan:
 
 
 class _ThinkingIsDropped(SpliceRefused):
-    """A transcript has thinking that PRESERVE_THINKING=false drops: this is no fault."""
+    """A transcript has thinking that PRESERVE_THINKING=false drops: no fault."""
 
 
 @dataclass(eq=False, slots=True)
@@ -9810,8 +9829,8 @@ class VisionModel(Module):  # type: ignore[misc]
         self._positions = LRUCache(1_000)
         self._features: OrderedDict[str, LayerInputs] = OrderedDict()  # used last: last
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
-        # why(L-112): one image is unpacked at a time. Connection threads wait in turn and
-        # look for their clients; so the model thread waits for one of them at most.
+        # why(L-112): one image is unpacked at a time. Connection threads wait in turn,
+        # looking for their clients; so the model thread waits for one of them at most.
         self._unpacking = WorkBudget(1)
         self._unpack_lock = threading.Lock()
 
