@@ -212,7 +212,7 @@ SCENARIOS = [
 ]
 CASES = [
     *product(KINDS, SCENARIOS),
-    *product(RECOMMENDED, [sub_agents_branch_and_return, edited_tool_result]),
+    *product(RECOMMENDED, [edited_tool_result]),  # grows, branches and is edited
 ]
 
 

@@ -179,16 +179,9 @@ SCENARIOS = [
 ]
 
 
-QUICK_SCENARIOS = [
-    append_only,
-    early_branch,
-    edits_everywhere,
-    one_more_token,
-    at_once,
-]
 CASES = [
     *itertools.product(KINDS, SCENARIOS),
-    *itertools.product(RECOMMENDED, QUICK_SCENARIOS),
+    *itertools.product(RECOMMENDED, [early_branch, edits_everywhere, at_once]),
 ]
 
 
