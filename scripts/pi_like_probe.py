@@ -32,7 +32,8 @@ HEALTHY (exit status 0, else 1; 2: the server could not be asked)
     hit is 97 % or more from turn 3 on; with --image it is 94 % or more in turn 2, which must find
     turn 1 with its image; and the counters of what must not happen stood still:
     vlm_retreat and exact_key_rejected_by_model_lcp, and hybrid_trim_miss from turn 2 on (turn 1 may
-    begin as another conversation does, and have no checkpoint there)
+    begin as another conversation does, and have no checkpoint there). A turn in which the server
+    drops past thinking, as PRESERVE_THINKING=false tells it to, is not judged by its hit.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ TURN_END_TOKENS: Final = 32  # how a turn ends and a reply begins; fewer than an
 # Counters that must not move, and one that must not after the first turn.
 STILL: Final = ("vlm_retreat", "exact_key_rejected_by_model_lcp")
 STILL_LATER: Final = "hybrid_trim_miss"
+DROPPED_THINKING: Final = "thinking is not preserved"  # why a past was not replayed
 # Of all results for one reply: few, or what is new would look missed.
 RESULT_CHARS: Final = 160
 IMAGE_SIDE: Final = 224  # pixels of the image made here
@@ -98,6 +100,7 @@ REASONING_FIELDS: Final = ("reasoning_content", "reasoning")
 class Reply:
     """One streamed answer, joined; times in seconds since the request was sent."""
 
+    id: str = ""
     content: str = ""
     reasoning: str = ""
     reasoning_field: str = REASONING_FIELDS[0]  # the name it came under
@@ -116,6 +119,7 @@ class Reply:
             raise ProbeError(f"the stream broke off: {event['error']}")
 
         self.seconds = seconds
+        self.id = event.get("id") or self.id
         if usage := event.get("usage"):
             self.n_prompt = usage["prompt_tokens"]
             self.n_out = usage["completion_tokens"]
@@ -176,12 +180,25 @@ class Server:
 
     def counters(self) -> dict[str, int] | None:
         """What start-llm counts; None where the server has no such page."""
+        counters = self._status().get("counters")
+        return counters if isinstance(counters, dict) else None
+
+    def drops_thinking(self, reply: Reply) -> bool:
+        """Whether start-llm says that it left past thinking out for this reply."""
+        request_id = reply.id.rpartition("-")[2]
+        return any(
+            request_id.startswith(record["id"])
+            for record in self._status().get("recent", ())
+            if record.get("fallback") == DROPPED_THINKING
+        )
+
+    def _status(self) -> Body:
+        """The status page of start-llm; empty where the server has none."""
         try:
             body = self._get("/v1/status")
         except ProbeError:
-            return None
-        counters = body.get("counters") if isinstance(body, dict) else None
-        return counters if isinstance(counters, dict) else None
+            return {}
+        return body if isinstance(body, dict) else {}
 
     def ask(self, body: Body) -> Reply:
         """Stream one chat request to its end."""
@@ -489,6 +506,7 @@ class Turn:
     ttft_seconds: float
     seconds: float
     finish: str
+    drops_thinking: bool
 
     @property
     def share(self) -> float:
@@ -504,7 +522,13 @@ class Check:
     says: str
 
 
-def measure_turn(reply: Reply, *, asked_role: str, last_turn: Turn | None) -> Turn:
+def measure_turn(
+    reply: Reply,
+    *,
+    asked_role: str,
+    last_turn: Turn | None,
+    drops_thinking: bool = False,
+) -> Turn:
     """What a reply says about the cache, seen after the turn before it."""
     number = 1
     n_known = 0
@@ -521,6 +545,7 @@ def measure_turn(reply: Reply, *, asked_role: str, last_turn: Turn | None) -> Tu
         ttft_seconds=round(reply.ttft_seconds or reply.seconds, 4),
         seconds=round(reply.seconds, 4),
         finish=reply.finish_reason,
+        drops_thinking=drops_thinking,
     )
 
 
@@ -544,10 +569,7 @@ def judge(
 
     `has_image`: the first turn ended with an image.
     """
-    worst = min(turns[HEALTHY_FROM - 1 :], key=lambda turn: turn.share)
-    name = f"hit from turn {HEALTHY_FROM} on"
-    says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
-    checks = [Check(name, worst.share >= HEALTHY_SHARE, says)]
+    checks = [judge_hit(turns[HEALTHY_FROM - 1 :])]
     if has_image:
         checks.append(judge_image(turns[0], turns[1]))
     steps = {name: (counters or {}).get(name) for name in STILL}
@@ -557,6 +579,23 @@ def judge(
             continue
         checks.append(Check(name, step == 0, f"moved by {step}; wanted 0"))
     return checks
+
+
+def judge_hit(turns: Sequence[Turn]) -> Check:
+    """Whether all turns found what was sent before, but those that drop thinking."""
+    name = f"hit from turn {HEALTHY_FROM} on"
+    judged = [turn for turn in turns if not turn.drops_thinking]
+    if not judged:
+        return Check(
+            name, True, "no turn to judge: each drops past thinking, as it is set"
+        )
+
+    worst = min(judged, key=lambda turn: turn.share)
+    says = f"{worst.share:.1%} in turn {worst.number}, the worst; wanted {HEALTHY_SHARE:.0%}"
+    if len(judged) < len(turns):
+        dropping = [f"T{turn.number}" for turn in turns if turn.drops_thinking]
+        says += f"; not judged: {', '.join(dropping)} (PRESERVE_THINKING=false)"
+    return Check(name, worst.share >= HEALTHY_SHARE, says)
 
 
 def judge_image(first: Turn, second: Turn) -> Check:
@@ -734,7 +773,12 @@ def probe(options: argparse.Namespace) -> Report:
             reply = server.ask(body)
             if last_turn is None:
                 first_counters = server.counters()
-            last_turn = measure_turn(reply, asked_role=asked_role, last_turn=last_turn)
+            last_turn = measure_turn(
+                reply,
+                asked_role=asked_role,
+                last_turn=last_turn,
+                drops_thinking=server.drops_thinking(reply),
+            )
             turns.append(last_turn)
             agent.hear(reply)
             advance()

@@ -87,6 +87,7 @@ class FakeServer(ThreadingHTTPServer):
     blind       any old conversation is taken for a prefix of any other
     bumping     like exact, but a counter moves that must not
     trimming    like exact, but each turn lacks a checkpoint, not only the first
+    dropping    from the third turn on nothing is cached: it says that it drops thinking
     """
 
     daemon_threads = True
@@ -108,7 +109,13 @@ class FakeServer(ThreadingHTTPServer):
         counters = dict.fromkeys(pi.STILL, 0) | {"hybrid_trim_miss": n_misses}
         if self.mode == "bumping":
             counters["vlm_retreat"] = len(self.bodies)
-        return {"counters": counters}
+        records = []
+        if self.mode == "dropping":
+            records = [
+                {"id": f"{n:04}", "fallback": pi.DROPPED_THINKING}
+                for n in range(3, len(self.bodies) + 1)
+            ]
+        return {"counters": counters, "recent": records}
 
     def answer(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
         """(reply, usage)"""
@@ -143,6 +150,8 @@ class FakeServer(ThreadingHTTPServer):
     def _count_cached(self, prompt: list[str]) -> int:
         if self.mode == "forgetful":
             return 0
+        if self.mode == "dropping" and len(self.bodies) >= 2:
+            return 0
         if self.mode == "blind":
             longest = max(map(len, self._conversations), default=0)
             return min(len(prompt) - 1, longest)
@@ -175,7 +184,9 @@ class FakeHandler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(n_bytes))
         reply, usage = self.server.answer(body)
         self._send(None, "text/event-stream")
+        reply_id = f"chatcmpl-{len(self.server.bodies):04}abcd"
         for event in events_of(reply, usage):
+            event["id"] = reply_id
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -485,6 +496,15 @@ def test_pi_like_probe_finds_a_healthy_server_healthy():
     }
     assert expected.items() <= body.items()
     assert body["max_completion_tokens"] and body["reasoning_effort"]
+
+
+def test_pi_like_probe_finds_no_fault_in_thinking_that_is_dropped_as_set(
+    monkeypatch, capsys
+):
+    with fake("dropping") as server:
+        url = server.url
+        assert call_main(pi, monkeypatch, "--base-url", url, "--turns", 4) == 0
+    assert "no turn to judge: each drops past thinking" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["forgetful", "bumping", "trimming"])
