@@ -1,6 +1,7 @@
 """What a request demands of its reply: a form of JSON, a call, no call, an end of its thinking."""
 
 import json
+import logging
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -239,7 +240,8 @@ def test_with_tools_the_reply_is_json_or_calls(served, seed):
     jsonschema.validate(json.loads(words.answer["content"]), TITLE)
 
 
-def test_a_call_that_is_required_wins_over_a_schema(served):
+def test_a_call_that_is_required_wins_over_a_schema(served, caplog):
+    caplog.set_level(logging.INFO, s.logger.name)
     bash = {"type": "function", "function": {"name": "bash"}}
     for choice in ("required", bash):
         exchange = served.ask(ASKED, tool_choice=choice, response_format=form(TITLE))
@@ -248,6 +250,8 @@ def test_a_call_that_is_required_wins_over_a_schema(served):
         if choice is bash:
             assert calls[0]["function"]["name"] == "bash"
         assert exchange.finish_reason == "tool_calls"
+        ended = f"{len(calls)} tool call{'s' if len(calls) > 1 else ''}"
+        assert any(line.endswith(f", {ended}") for line in caplog.messages)
 
 
 def test_without_tools_nothing_but_json_comes_where_none_may_be_called(served):
