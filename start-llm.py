@@ -1847,9 +1847,10 @@ def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
 
     deepest = [fault for fault in faults if fault.path == deepest_path]
     meant = [fault for fault in deepest if not fault.is_of_type] or deepest
-    text = meant[0].message
-    for fault in meant[1:]:
-        text += f" or {fault.message.removeprefix('should be ')}"
+    first_message, *messages = dict.fromkeys(fault.message for fault in meant)
+    text = first_message
+    for message in messages:
+        text += f" or {message.removeprefix('should be ')}"
     return BadRequest(text, field=_spell_path(deepest_path))
 
 
@@ -2258,10 +2259,13 @@ def _json_schema(response_format: JsonObject) -> JsonObject | None:
             raise BadRequest("should be an object", field="response_format.schema")
         return schema
 
+    if kind != "json_schema":
+        sentence = "should be 'text', 'json_object' or 'json_schema'"
+        raise BadRequest(sentence, field="response_format.type")
     # OpenAI puts the schema into an object of that name, Anthropic does not.
     owner = response_format.get("json_schema", response_format)
     schema = owner.get("schema") if isinstance(owner, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict):
+    if not isinstance(schema, dict):
         raise BadRequest("should have a JSON schema", field="response_format")
     return schema
 
@@ -2528,10 +2532,10 @@ def _normalize_message(sent: _ChatMessage, *, field: str) -> Message:
         thinking = _join_thinking(content)
         message["content"] = [part for part in content if part["type"] != "thinking"]
 
-    lacks_text = role not in ("assistant", "tool") and "content" not in message
-    is_misplaced = thinking is not None and role != "assistant"
-    if lacks_text or is_misplaced:
-        fault = f"a {role} message needs text, and no thinking"
+    if role not in ("assistant", "tool") and "content" not in message:
+        raise BadRequest(f"a {role} message needs text", field=f"{field}.content")
+    if thinking is not None and role != "assistant":
+        fault = f"a {role} message has no thinking: only the assistant's has"
         raise BadRequest(fault, field=f"{field}.content")
 
     for name in ("reasoning", "reasoning_content"):  # the last that is sent counts
@@ -18465,7 +18469,8 @@ class Handler(BaseHTTPRequestHandler):
         request = self._read_request(parse_anthropic_request, can_stream=True)
         if request.messages[-1]["role"] == "assistant":
             raise BadRequest(
-                "no reply can be begun for the model (prefill)", field="messages"
+                "the last should be the user's: no reply can be begun here (prefill)",
+                field="messages",
             )
         self._generate(request)
 

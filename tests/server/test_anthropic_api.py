@@ -399,7 +399,7 @@ def test_a_fault_is_named_by_its_place(fields, param):
     [
         ({"output_config": {"effort": "hugely"}}, "output_config.effort"),
         ({"output_config": {"format": 3}}, "output_config.format"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         (
             {"output_config": {"format": {"type": "json_schema"}}},
             "output_config.format",

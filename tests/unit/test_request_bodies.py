@@ -1043,6 +1043,18 @@ def test_no_word_of_pydantic_reaches_a_client(body):
             {"messages": [{"role": "user", "content": 3}]},
             "messages[0].content: should be a text or a list",
         ),
+        (
+            {"messages": [{"role": "user", "content": [None]}]},
+            "messages[0].content[0]: should be an object",
+        ),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0].content: a user message needs text",
+        ),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type: should be 'text', 'json_object' or 'json_schema'",
+        ),
         ({"stop": ["x"] * 17}, "stop: should have 16 items or fewer"),
         ({"temperature": 3}, "temperature: should be 2.0 or less"),
         (
