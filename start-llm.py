@@ -859,8 +859,8 @@ class ContextTooLong(BadRequest):
 class NotServed(BadRequest):
     """Refused by its path, headers or model name, with a status of its own.
 
-    401 key, 403 host or web page, 404 path or model, 405 method, 413 size of the body,
-    415 its encoding, 501 its transfer coding.
+    401 key, 403 host or web page, 404 path or model, 405 method, 408 a body that comes
+    too slowly, 413 one that is too large, 415 its encoding, 501 its transfer coding.
     """
 
     def __init__(
@@ -1549,7 +1549,7 @@ def _append_line(path: Path, line: bytes) -> None:
 # more than the text that they spell. So the memory of each step is reserved before it
 # is done. Whoever finds too little left waits, and looks for its client meanwhile.
 #
-#     held    from before a body is read until its reply has ended
+#     held    from the first 64 kB of a body until its reply has ended
 #     work    while it is parsed, canonicalized, rendered and tokenized; held as well
 #     others  an image that is unpacked, a text that is tokenized as a whole: one each
 #
@@ -1622,6 +1622,11 @@ class WorkBudget:
         if self._waiting:
             self._waiting[0].set()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for what others have reserved."""
+        return bool(self._waiting)
+
     def release(self, n_units: int) -> None:
         """Give back units that were reserved: Reservation does."""
         with self._budget_lock:
@@ -1635,6 +1640,11 @@ class Reservation:
     def __init__(self, budget: WorkBudget, n_units: int) -> None:
         self._budget = budget
         self._n_units = n_units
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for these, or for others of the same budget."""
+        return self._budget.is_awaited
 
     def shrink(self, n_units: int) -> None:
         """Give back all but `n_units`, if there are more."""
@@ -1663,12 +1673,14 @@ class BodyBudget:
 class BodyMemory:
     """What the bodies of all requests may take beside KV and the model (L-122).
 
-    That is a tenth of the limit, nearly: what is not foreseen has a tenth, too.
+    That is a tenth of the limit, nearly: what is not foreseen has a tenth, too. A body
+    that is larger than its share is prepared alone, up to `max_body_bytes`: more would
+    take memory that KV has.
     """
 
-    # For each byte of a body. As measured, it takes 46 bytes in 10 MB of messages of
-    # one letter until it is tokenized, and as text 3 to 16. What is left after that is
-    # an estimate.
+    # For each byte of a body. As measured, it takes 31 bytes in 10 MB of a tool's schema
+    # until it is tokenized, 21 as calls or messages of one letter, and as text 3 to 16.
+    # What is left after that is an estimate.
     WORK_BYTES: Final = 48
     HELD_BYTES: Final = 3
     MIN_BYTES: Final = 1 << 26
@@ -1676,6 +1688,7 @@ class BodyMemory:
     def __init__(self, limit_bytes: int) -> None:
         self.work = BodyBudget(max(limit_bytes // 16, self.MIN_BYTES))
         self.held = BodyBudget(max(limit_bytes // 32, self.MIN_BYTES))
+        self.max_body_bytes = max(limit_bytes // 4, self.MIN_BYTES) // self.WORK_BYTES
 
 
 # region API TYPES =============================================================
@@ -17834,8 +17847,8 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # form of the API that was called; an error after them becomes an event of the stream.
 #
 # Public   LLMServer, Handler, advice_by_path
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, OPENAI API, ANTHROPIC API,
-#          TENANTS, REQUEST HANDLING, STATUS
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, OPENAI API,
+#          ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
 
 # -- listening -------------------------------------------------------------------------
@@ -17949,7 +17962,29 @@ def _check_origin(headers: HttpHeaders, config: Config) -> dict[str, str]:
     }
 
 
-def _check_length(headers: HttpHeaders, config: Config) -> int | None:
+class _BodyLimit(NamedTuple):
+    """How large a body may be."""
+
+    n_bytes: int
+    source: str  # of the limit, for people
+
+    @classmethod
+    def of(cls, state: ServerState) -> _BodyLimit:
+        """That of a setting, or less where little memory is left for bodies."""
+        n_bytes = state.config.max_body_bytes
+        affordable_bytes = state.body_memory.max_body_bytes
+        if affordable_bytes < n_bytes:
+            return cls(affordable_bytes, "what MEMORY_LIMIT_BYTES leaves for one")
+        return cls(n_bytes, "MAX_BODY_BYTES")
+
+    def check(self, n_bytes: int) -> None:
+        """Raise NotServed if that is more."""
+        if n_bytes > self.n_bytes:
+            sentence = f"the body is larger than {self.source} ({self.n_bytes} bytes)"
+            raise NotServed(413, sentence, code="request_too_large")
+
+
+def _check_length(headers: HttpHeaders, limit: _BodyLimit) -> int | None:
     """The bytes of the body; None if it comes in chunks, and only its end shows them.
 
     Raises BadRequest if it is not plain where the body ends: what one program takes for
@@ -17967,7 +18002,7 @@ def _check_length(headers: HttpHeaders, config: Config) -> int | None:
     if "Transfer-Encoding" in headers:
         _check_coding(headers)
         return None
-    _check_size(int(length), config)
+    limit.check(int(length))
     return int(length)
 
 
@@ -17983,13 +18018,6 @@ def _check_coding(headers: HttpHeaders) -> None:
     if codings[-1:] == ["chunked"] and codings.count("chunked") == 1:
         raise NotServed(501, sentence)
     raise BadRequest(sentence)
-
-
-def _check_size(n_bytes: int, config: Config) -> None:
-    limit = config.max_body_bytes
-    if n_bytes > limit:
-        sentence = f"the body is larger than MAX_BODY_BYTES ({limit} bytes)"
-        raise NotServed(413, sentence, code="request_too_large")
 
 
 def _check_key(headers: HttpHeaders, config: Config) -> str:
@@ -18138,6 +18166,12 @@ def _url_of(host: str, port: int) -> str:
 
 # -- reading ---------------------------------------------------------------------------
 
+_PIECE_BYTES: Final = 1 << 16  # of a body, read at once
+_MAX_UNHELD_BYTES: Final = 1 << 16  # of a body, before memory is reserved for it
+# While others wait for memory, a body has so many seconds, and one more for so many
+# bytes that have come. Who is slower gives way.
+_GRACE_SECONDS: Final = 2.0
+_BYTES_PER_SECOND: Final = 1_000_000
 _MAX_LINE_BYTES: Final = 1 << 12  # of a chunk's size, or of a trailer
 _CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;.*)?")
 _MALFORMED_CHUNKS: Final = "the chunked body is malformed"
@@ -18151,25 +18185,42 @@ class _TimedInput(socket.SocketIO):
 
     max_gap_seconds = 0.0  # between two bytes
     deadline = 0.0  # of the whole request, on the monotonic clock
+    check_pace: Callable[[], None] | None = None  # called often; ends it if it raises
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read what has come, or wait for it."""
-        seconds = min(self.max_gap_seconds, self.deadline - time.monotonic())
-        if seconds <= 0 or not _is_readable(self, seconds):
-            raise TimeoutError("the request is late")
+        """Read what has come, or wait for it. Raises what `check_pace` does."""
+        silent_until = min(time.monotonic() + self.max_gap_seconds, self.deadline)
+        is_readable = False
+        while not is_readable:
+            seconds = silent_until - time.monotonic()
+            if seconds <= 0:
+                raise TimeoutError("the request is late")
+            if self.check_pace is not None:
+                self.check_pace()
+                seconds = min(seconds, CLIENT_LOOK_SECONDS)
+            is_readable = _is_readable(self, seconds)
         return super().readinto(buffer)
 
 
 def _is_readable(connection: socket.socket | socket.SocketIO, seconds: float) -> bool:
-    """Whether bytes, or the end, come within some seconds.
+    """Whether bytes, or the end, come within some seconds."""
+    poll = select.poll()  # select() knows no descriptor above 1,023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(math.ceil(seconds * 1_000)))
 
-    select() knows descriptors up to 1023 only: so MAX_CONNECTIONS is limited to 900.
-    """
-    return bool(select.select([connection], [], [], seconds)[0])
+
+def _read_pieces(stream: io.BufferedIOBase, n_bytes: int) -> Iterator[bytes]:
+    """So many bytes, as they come. Raises ClientGone: they end before."""
+    while n_bytes:
+        piece = stream.read1(min(n_bytes, _PIECE_BYTES))
+        if not piece:
+            raise ClientGone
+        n_bytes -= len(piece)
+        yield piece
 
 
-def _read_chunks(stream: io.BufferedIOBase, config: Config) -> Iterator[bytes]:
-    """The chunks of a body, RFC 9112 section 7.1:
+def _read_chunks(stream: io.BufferedIOBase, limit: _BodyLimit) -> Iterator[bytes]:
+    """What is in the chunks of a body, as it comes; RFC 9112 section 7.1:
 
         4       a size in hexadecimal; `;name=value` may follow it
         {"a"    so many bytes
@@ -18177,7 +18228,8 @@ def _read_chunks(stream: io.BufferedIOBase, config: Config) -> Iterator[bytes]:
         :1}
         0       the end; trailers may follow it, up to an empty line
 
-    Raises BadRequest: it is no chunked body; NotServed: it is too large.
+    Raises BadRequest: it is no chunked body; NotServed: it is too large; ClientGone: it
+    ends before its end.
     """
     n_bytes = 0
     while True:
@@ -18188,8 +18240,8 @@ def _read_chunks(stream: io.BufferedIOBase, config: Config) -> Iterator[bytes]:
         if size == 0:
             break
         n_bytes += size
-        _check_size(n_bytes, config)
-        yield stream.read(size)
+        limit.check(n_bytes)
+        yield from _read_pieces(stream, size)
         if _read_line(stream):
             raise BadRequest(_MALFORMED_CHUNKS)
     while _read_line(stream):
@@ -18200,9 +18252,11 @@ def _read_line(stream: io.BufferedIOBase) -> bytes:
     """A line of a chunked body, without its end, which is CR LF.
 
     Raises BadRequest for another end: what one program takes for the end of a line, and
-    another does not, can hide a second request.
+    another does not, can hide a second request. Raises ClientGone: there is no end.
     """
     line = stream.readline(_MAX_LINE_BYTES)
+    if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
+        raise ClientGone
     if not line.endswith(b"\r\n") or b"\r" in line[:-2]:
         raise BadRequest(_MALFORMED_CHUNKS)
     return line[:-2]
@@ -18261,11 +18315,12 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     raw_requestline: bytes  # of the standard library
 
-    # Of the request that is being answered. The gate sets the last three, but for
-    # `_was_submitted`; who is refused before has the stores of everybody.
+    # Of the request that is being answered. The gate sets limit and length of its body,
+    # and `_state`; who is refused before has the stores of everybody.
     _is_unread: bool  # of the request; if so when we respond, the connection closes
     _are_headers_sent: bool  # of the response
     _cors_headers: dict[str, str]  # for a web page that may read the response
+    _body_limit: _BodyLimit
     _body_length: int | None
     _was_submitted: bool  # to the engine
     _held_memory: ExitStack  # what its body takes, until the response is sent
@@ -18286,6 +18341,7 @@ class Handler(BaseHTTPRequestHandler):
         self._input.max_gap_seconds = idle_seconds
         # At most one idle time until it begins, and three until all of it is there.
         self._input.deadline = time.monotonic() + 3 * idle_seconds
+        self._input.check_pace = None
         self._is_unread = True
         self._are_headers_sent = False
         self._cors_headers = {}
@@ -18294,6 +18350,8 @@ class Handler(BaseHTTPRequestHandler):
         self._key = ""  # of API_KEY, that the request brought
         self.command = ""
         self.path = ""
+        self.requestline = ""
+        self.request_version = ""
         self.headers = HttpHeaders()
         super().handle_one_request()
 
@@ -18304,7 +18362,10 @@ class Handler(BaseHTTPRequestHandler):
         host of a target in absolute form takes the place of Host (section 3.2.2).
         """
         if self.raw_requestline in (b"\r\n", b"\n"):
-            self.raw_requestline = self.rfile.readline(_MAX_REQUEST_LINE_BYTES)
+            self.raw_requestline = self.rfile.readline(_MAX_REQUEST_LINE_BYTES + 1)
+            if len(self.raw_requestline) > _MAX_REQUEST_LINE_BYTES:
+                self.send_error(414)
+                return False
         if not super().parse_request():
             return False
         match = _ABSOLUTE_TARGET.fullmatch(self.path)
@@ -18321,6 +18382,7 @@ class Handler(BaseHTTPRequestHandler):
         can take a response from a client that has not read it yet.
         """
         self._input.max_gap_seconds = 1.0
+        self._input.check_pace = None
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             while self._is_unread and self.rfile.read1(1 << 16):
@@ -18364,7 +18426,8 @@ class Handler(BaseHTTPRequestHandler):
         config = self.server.state.config
         _check_host(self.headers, config)
         self._cors_headers = _check_origin(self.headers, config)
-        self._body_length = _check_length(self.headers, config)
+        self._body_limit = _BodyLimit.of(self.server.state)
+        self._body_length = _check_length(self.headers, self._body_limit)
         self._is_unread = self._body_length != 0
         if self._body_length is None and "Content-Length" in self.headers:
             self.close_connection = True  # both: RFC 9112 section 6.3
@@ -18561,29 +18624,58 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def _read_body(self) -> bytes:
-        """The bytes of the body; what they take is held until the response is sent."""
-        config = self.server.state.config
-        max_bytes = self._body_length
-        if max_bytes is None:
-            max_bytes = config.max_body_bytes
-        memory = self.server.state.body_memory
-        came_at = time.monotonic()
-        held = self._held_memory.enter_context(
-            memory.held.reserve(memory.HELD_BYTES * max_bytes, self._check_client)
-        )
-        self._input.deadline += time.monotonic() - came_at  # it was not the client
+        """The bytes of the body; what they take is held until the response is sent.
 
+        Who has sent less than _MAX_UNHELD_BYTES holds nothing, whatever length it has
+        announced (L-131).
+        """
         if self._is_http_1_1 and _header(self.headers, "Expect") == "100-continue":
             super().handle_expect_100()
-        if self._body_length is None:
-            payload = b"".join(_read_chunks(self.rfile, config))
+        max_bytes = self._body_length
+        if max_bytes is None:
+            max_bytes = self._body_limit.n_bytes
+            pieces = _read_chunks(self.rfile, self._body_limit)
         else:
-            payload = self.rfile.read(self._body_length)
-            if len(payload) < self._body_length:
-                raise ClientGone
+            pieces = _read_pieces(self.rfile, max_bytes)
+
+        payload = bytearray()
+        for piece in pieces:
+            payload += piece
+            if len(payload) >= _MAX_UNHELD_BYTES:
+                break
+        else:
+            max_bytes = len(payload)
+        held = self._hold(max_bytes)
+        started_at = time.monotonic()
+        self._input.check_pace = lambda: self._check_pace(
+            held, time.monotonic() - started_at, len(payload)
+        )
+        for piece in pieces:
+            payload += piece
+
         self._is_unread = False
-        held.shrink(memory.HELD_BYTES * len(payload))
-        return payload
+        self._input.check_pace = None
+        held.shrink(self.server.state.body_memory.HELD_BYTES * len(payload))
+        return bytes(payload)
+
+    def _hold(self, n_bytes: int) -> Reservation:
+        """Memory for so many bytes of the body, when its turn comes."""
+        memory = self.server.state.body_memory
+        asked_at = time.monotonic()
+        reservation = memory.held.reserve(
+            memory.HELD_BYTES * n_bytes, self._check_client
+        )
+        held = self._held_memory.enter_context(reservation)
+        self._input.deadline += time.monotonic() - asked_at  # it was not the client
+        return held
+
+    def _check_pace(self, held: Reservation, seconds: float, n_bytes: int) -> None:
+        """Raise NotServed for a body that comes slowly while others wait for memory."""
+        max_seconds = _GRACE_SECONDS + n_bytes / _BYTES_PER_SECOND
+        if held.is_awaited and seconds > max_seconds:
+            raise NotServed(
+                408, "the body comes too slowly: others wait for the memory it holds"
+            )
 
     def _keep_waiting(self, is_stream: Callable[[], bool]) -> None:
         """Look for the client of a request that the model does not have yet.

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ class Load(NamedTuple):
     n: int = 1
     path: str = CHAT
     has_images: bool = False
+    n_stalled: int = 0  # clients that have announced 5 MB before, and are silent
+    stalled_bytes: int = 0  # that each of them has sent
 
 
 def chat(*messages: dict[str, Any], **fields: Any) -> bytes:
@@ -150,7 +153,8 @@ def noise(n_bytes: int) -> bytes:
 def picture(mode: str, index: int) -> bytes:
     """An image of 64 million pixels; no two are the same."""
     side = 8_000
-    noise = Image.effect_noise((side // 8, side // 8), 50 + index).resize((side, side))
+    noise = Image.effect_noise((side // 8, side // 8), 50 + index)
+    noise = noise.resize((side, side), Image.Resampling.NEAREST)
     file = io.BytesIO()
     noise.convert(mode).save(file, "PNG", compress_level=1)
     return picture_chat(file.getvalue(), "png")
@@ -179,6 +183,14 @@ def picture_chat(data: bytes, kind: str) -> bytes:
     return chat(user([{"type": "image_url", "image_url": {"url": url}}]))
 
 
+def nested(n_bytes: int) -> bytes:
+    """Objects in objects, in a field that nobody knows."""
+    value: Any = {}
+    for _ in range(100):
+        value = {"a": value}
+    return chat(user("go"), unknown=[value] * (n_bytes // len(json.dumps(value))))
+
+
 MB = 1_000_000
 LOADS = {
     "10 MB of words": Load(lambda: words(10 * MB)),
@@ -203,6 +215,16 @@ LOADS = {
     ),
     "an image of 3,000 scans": Load(lambda: scans(3_000), has_images=True),
     "an image of 3 million chunks": Load(lambda: chunks(3_000_000), has_images=True),
+    "5 MB of short messages": Load(lambda: short_messages(5 * MB)),
+    "5 MB of a tool": Load(lambda: tools(5 * MB)),
+    "5 MB of objects in objects": Load(lambda: nested(5 * MB)),
+    "60 MB of short messages": Load(lambda: short_messages(60 * MB)),
+    "60 MB of a tool": Load(lambda: tools(60 * MB)),
+    "60 MB of objects in objects": Load(lambda: nested(60 * MB)),
+    "5 MB, five silent clients": Load(lambda: words(5 * MB), n_stalled=5),
+    "5 MB, five that stall": Load(
+        lambda: words(5 * MB), n_stalled=5, stalled_bytes=1 << 17
+    ),
     "burst of 12 with 8 MB of image": Load(
         lambda: noise(8 * MB), n=12, has_images=True
     ),
@@ -246,6 +268,14 @@ def is_ready(port: int) -> bool:
             return False
 
 
+def announce(port: int, n_bytes: int) -> socket.socket:
+    """A connection with a head that announces 5 MB, and some bytes of the body."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Length: {5 * MB}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + b" " * n_bytes)
+    return connection
+
+
 def send(port: int, path: str, body: bytes) -> str:
     """The status of the response, or how the connection was lost."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
@@ -280,7 +310,10 @@ def measure(port: int, process: psutil.Process, load: Load) -> str:
             is_ready(port)
             health_seconds = max(health_seconds, time.monotonic() - asked_at)
 
-    with ThreadPoolExecutor(len(bodies) + 2) as pool:
+    with ThreadPoolExecutor(len(bodies) + 2) as pool, ExitStack() as stack:
+        for _ in range(load.n_stalled):
+            stack.enter_context(announce(port, load.stalled_bytes))
+        time.sleep(load.n_stalled > 0)  # until they are read
         watchers = [pool.submit(watch_memory), pool.submit(watch_health)]
         started_at = time.monotonic()
         statuses = Counter(pool.map(lambda body: send(port, load.path, body), bodies))

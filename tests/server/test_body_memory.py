@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import tracemalloc
+import types
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -118,21 +121,145 @@ def test_a_body_is_parsed_when_memory_for_its_work_is_free(memory, port, parsed)
     assert len(parsed) == 1
 
 
-def test_a_body_is_read_when_memory_for_its_bytes_is_free(memory, port, parsed):
-    with taken(memory.held), open_connection(port) as connection:
+N_UNHELD = s._MAX_UNHELD_BYTES
+LARGE = {**QUESTION, "user": "a" * 3_000_000}
+
+
+def announced(port: int, n_sent: int, **headers: Any) -> socket.socket:
+    """A connection whose body is some bytes of more that were announced."""
+    connection = open_connection(port)
+    connection.settimeout(120)
+    headers = headers or {"Content_Length": 5_000_000}
+    head = request_bytes(port, line=CHAT, **headers)
+    connection.sendall(head + b" " * n_sent)
+    return connection
+
+
+def chunks(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+
+
+def test_a_body_is_read_on_when_memory_for_its_bytes_is_free(memory, port, parsed):
+    payload = json.dumps(LARGE).encode()
+    with open_connection(port) as connection:
         connection.settimeout(120)
-        connection.sendall(
-            request_bytes(
-                port,
-                line=CHAT,
-                Expect="100-continue",
-                Content_Length=len(json.dumps(QUESTION)),
-            )
-        )
-        wait_until(lambda: n_waiting(memory) == 1)
-        connection.setblocking(False)
-        with pytest.raises(BlockingIOError):  # it is not invited yet
-            connection.recv(1)
+        with taken(memory.held):
+            head = request_bytes(port, line=CHAT, Content_Length=len(payload))
+            connection.sendall(head + payload[: 2 * N_UNHELD])
+            wait_until(lambda: n_waiting(memory) == 1)
+        connection.sendall(payload[2 * N_UNHELD :])
+        assert read_response(connection, method="POST")[0] == 200
+    assert parsed == [payload]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Content_Length": 5_000_000}, {"Transfer_Encoding": "chunked"}]
+)
+def test_who_announces_a_body_and_sends_none_holds_no_memory(memory, port, headers):
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(announced(port, 0, **headers))
+        stack.enter_context(announced(port, 1))
+        for body in (QUESTION, LARGE):
+            assert read_response(sent(port, body), method="POST")[0] == 200
+            assert chunked_status(port, json.dumps(body).encode()) == 200
+        wait_until(lambda: is_free(memory))
+
+
+def chunked_status(port: int, *pieces: bytes) -> int:
+    with open_connection(port) as connection:
+        connection.settimeout(120)
+        head = request_bytes(port, line=CHAT, Transfer_Encoding="chunked")
+        connection.sendall(head + chunks(*pieces) + b"0\r\n\r\n")
+        return read_response(connection, method="POST")[0]
+
+
+def test_who_stalls_gives_way_to_those_who_wait(memory, port, monkeypatch):
+    monkeypatch.setattr(s, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(s, "_BYTES_PER_SECOND", float("inf"))
+    lane = memory.held.for_large
+    n_large = memory.held.max_small_bytes // memory.HELD_BYTES + 1
+    with (
+        announced(port, N_UNHELD, Content_Length=n_large) as first,
+        announced(port, N_UNHELD, Content_Length=n_large) as second,
+    ):
+        wait_until(lambda: lane.n_free <= lane.n_units - 6 * n_large)
+        with lane.reserve(lane.n_free, s.assume_client):
+            last = sent(port, {**QUESTION, "user": "a" * n_large})
+            codes = [read_response(c, method="POST")[0] for c in (first, second)]
+        assert codes == [408, 408]
+        assert read_response(last, method="POST")[0] == 200
+
+
+def test_nobody_is_hurried_while_nobody_waits(memory, port, monkeypatch):
+    n_looks = []
+    check = s.Handler._check_pace
+
+    def look(*args):
+        n_looks.append(args)
+        check(*args)
+
+    monkeypatch.setattr(s.Handler, "_check_pace", look)
+    monkeypatch.setattr(s, "_GRACE_SECONDS", 0.0)
+    payload = json.dumps(LARGE).encode()
+    with announced(port, 0, Content_Length=len(payload)) as connection:
+        connection.sendall(payload[:N_UNHELD])
+        wait_until(lambda: len(n_looks) > 2)
+        connection.sendall(payload[N_UNHELD:])
+        assert read_response(connection, method="POST")[0] == 200
+
+
+def test_a_body_of_tiny_chunks_takes_no_more_than_its_bytes():
+    """An object for each of them would take 50 times as much."""
+    n = 20_000
+    stream = io.BufferedReader(io.BytesIO(chunks(*[b"a"] * n) + b"0\r\n\r\n"))
+    limit = s._BodyLimit(n, "it")
+    handler = types.SimpleNamespace(
+        _is_http_1_1=False, _body_length=None, _body_limit=limit, rfile=stream
+    )
+    handler._hold = lambda n_bytes: held.append(n_bytes) or s.Reservation(budget, 0)
+    handler._input = types.SimpleNamespace()
+    handler.server = types.SimpleNamespace(
+        state=types.SimpleNamespace(body_memory=s.BodyMemory(0))
+    )
+    held: list[int] = []
+    budget = s.WorkBudget(0)
+
+    tracemalloc.start()
+    payload = s.Handler._read_body(handler)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert payload == b"a" * n and held == [n]
+    assert peak < s.BodyMemory.HELD_BYTES * n + s._PIECE_BYTES * 2
+
+
+@pytest.mark.parametrize("rest", [b"", b"ff\r\nabc", b"2\r\n{}", b"2\r\n{}\r\n0\r\n"])
+def test_a_client_that_leaves_in_its_chunks_is_no_bad_request(rest):
+    stream = io.BufferedReader(io.BytesIO(rest))
+    with pytest.raises(s.ClientGone):
+        list(s._read_chunks(stream, s._BodyLimit(1_000, "it")))
+
+
+def test_a_body_that_no_memory_is_enough_for_is_refused_before_it_is_read(port):
+    memory = s.BodyMemory(1_000_000_000)
+    assert memory.max_body_bytes * memory.WORK_BYTES <= 250_000_000
+
+    def refusal(state):
+        with pytest.raises(s.NotServed) as refused:
+            limit = s._BodyLimit.of(state)
+            limit.check(limit.n_bytes)
+            limit.check(limit.n_bytes + 1)
+        return refused.value.status, str(refused.value)
+
+    config = s.Config()
+    state = types.SimpleNamespace(config=config, body_memory=memory)
+    code, sentence = refusal(state)
+    assert code == 413 and "MEMORY_LIMIT_BYTES" in sentence and "5208333" in sentence
+
+    state.body_memory = s.BodyMemory(100_000_000_000)
+    code, sentence = refusal(state)
+    assert code == 413 and f"MAX_BODY_BYTES ({config.max_body_bytes}" in sentence
 
 
 def test_who_has_gone_waits_no_more_and_is_not_parsed(memory, port, parsed):
@@ -238,18 +365,12 @@ def test_while_the_model_works_the_bytes_are_held_and_no_work(memory, served, po
 )
 def test_a_chunked_body_holds_what_it_has_sent(memory, port, body, code):
     payload = json.dumps(body).encode()
-    with open_connection(port) as connection:
-        connection.settimeout(120)
-        chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(payload), payload)
-        head = request_bytes(port, line=CHAT, Transfer_Encoding="chunked")
-        connection.sendall(head + chunked)
-        assert read_response(connection, method="POST")[0] == code
+    assert chunked_status(port, payload) == code
 
 
 def test_a_client_that_leaves_in_its_body_leaves_no_memory_reserved(memory, port):
     n_connections = connections()
-    with open_connection(port) as connection:
-        connection.sendall(request_bytes(port, line=CHAT, Content_Length=1_000) + b"{")
+    with announced(port, N_UNHELD):
         wait_until(lambda: not is_free(memory))
     wait_until(lambda: is_free(memory) and connections() <= n_connections)
 

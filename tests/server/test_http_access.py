@@ -1,9 +1,11 @@
 """HTTP: who may ask, what a web page may do, and that nobody holds a connection for ever."""
 
+import fcntl
 import itertools
 import json
 import logging
 import re
+import resource
 import socket
 import struct
 import sys
@@ -637,6 +639,28 @@ def test_an_empty_line_before_a_request_counts_for_nothing():
         connection.sendall(b"\r\n")
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1) == b""
+
+
+def test_a_request_line_that_is_too_long_is_refused_after_an_empty_line_too():
+    with listening() as port, open_connection(port) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(
+                b"\r\nGET /health?" + b"a" * 65_536 + b" HTTP/1.1\r\n\r\n"
+            )
+        assert read_response(connection)[0] == 414
+        assert is_closed(connection)
+
+
+def test_a_connection_may_have_any_descriptor():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2_048)), hard))
+    near, far = socket.socketpair()
+    with near, far:
+        descriptor = fcntl.fcntl(near, fcntl.F_DUPFD, 1_500)
+        with socket.socket(fileno=descriptor) as connection:
+            assert not s._is_readable(connection, 0)
+            far.sendall(b"a")
+            assert s._is_readable(connection, 0.001)
 
 
 def test_a_target_may_be_a_whole_url():
