@@ -177,6 +177,7 @@ from typing import (
     Protocol,
     TextIO,
     TypedDict,
+    get_args,
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
@@ -10090,7 +10091,7 @@ class VisionModel(Module):  # type: ignore[misc]
 # the server.
 #
 # Public   LoadedModel, Detokenizer, ModelError, choose_model, resolve_model,
-#          load_or_demo, load_model, banner, memory_limit
+#          load_or_demo, load_model, banner, write_url, memory_limit
 # Uses     OPTIONS, CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, UPSTREAM, VISION MODEL
 # Thread   model: resolve_model, load_or_demo, load_model, memory_limit;
 #          choose_model: main; the rest any; mlx
@@ -10625,14 +10626,14 @@ def banner(
     *,
     limit_bytes: int,
     cache_bytes: int,
-    has_proxy: bool,
+    responses: str,
 ) -> str:
     """The lines that a person reads once the server answers: 9 to 12 of them.
 
     `limit_bytes` are for weights, KV and buffers, `cache_bytes` the most of KV.
-    `has_proxy`: LiteLLM, which has the Responses API, will run.
+    `responses`: where the Responses API is, or why it is not; empty: nothing is said.
     """
-    url = _write_url(config.mlx_host, config.mlx_port)
+    url = write_url(config.mlx_host, config.mlx_port)
     rows = {
         "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(cache_bytes)} of it",
         "context": f"{model.max_context_tokens:,} tokens"
@@ -10642,9 +10643,8 @@ def banner(
         "OpenAI": f"{url}/v1",
         "Anthropic": url,
     }
-    if has_proxy:
-        proxy_url = _write_url(config.proxy_host, config.proxy_port)
-        rows["Responses"] = f"{proxy_url}/v1 (LiteLLM, in some 10 seconds)"
+    if responses:
+        rows["Responses"] = responses
     launch = "python3.12 install_and_run.py launch claude"
     if url != "http://127.0.0.1:8080":
         launch += f" --url {url}"
@@ -10664,7 +10664,7 @@ def banner(
     return "\n".join([f"start-llm {VERSION} serves {served}", *lines])
 
 
-def _write_url(host: str, port: int) -> str:
+def write_url(host: str, port: int) -> str:
     """A URL that works on this machine; an address of all networks has loopback's."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(
         host, host
@@ -15956,8 +15956,9 @@ class _TaggedForm:
 # parts keys or users. Each tenant has stores of its own, so that nothing crosses, not
 # even by time. Who has the key of several users sees all of their stores (`views`).
 #
-# Public   ServerState, Tenants, TenantStores, RecentRequest, LiveRequest, LiveReply,
-#          Divergence, note_refusal, MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
+# Public   ServerState, Proxy, ProxyBody, ProxyPhase, Tenants, TenantStores,
+#          RecentRequest, LiveRequest, LiveReply, Divergence, note_refusal, MAX_RECENT,
+#          MAX_DIVERGENCES, MAX_REFUSALS
 # Uses     all
 # Owns     _tenants_lock
 # Thread   any
@@ -16113,6 +16114,33 @@ class Tenants:
         return dropped
 
 
+ProxyPhase = Literal["off", "starting", "up", "port_taken", "given_up"]
+
+
+class ProxyBody(TypedDict):
+    """LiteLLM beside the server, as /health and /v1/status show it."""
+
+    state: ProxyPhase
+    url: str | None  # for clients on this machine; None: it is not ours, or not there
+
+
+class Proxy:
+    """The state of LiteLLM beside the server: MAIN sets it, STATUS shows it."""
+
+    def __init__(self, config: Config) -> None:
+        self.state: ProxyPhase = "off"
+        self.was_reported = threading.Event()  # the keeper has said how it goes
+        self._url = write_url(config.proxy_host, config.proxy_port)
+
+    def body(self) -> ProxyBody:
+        """Its state as of now; it has a URL while it is up or will be."""
+        state = self.state
+        return {
+            "state": state,
+            "url": self._url if state in ("starting", "up") else None,
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
     """Everything that outlives a request, as one tenant sees it."""
@@ -16124,6 +16152,7 @@ class ServerState:
     started: int  # Unix seconds
     stores: TenantStores
     body_memory: BodyMemory
+    proxy: Proxy
     tenant: str = ""  # "" is everybody; see CONFIG
     tenants: Tenants = field(default_factory=Tenants)  # that sent requests
 
@@ -16231,7 +16260,8 @@ def plan_request(
     another model is wanted, and STRICT_MODEL_NAMES is on.
     """
     model = state.engine.model.for_tenant(state.tenant)
-    if state.config.strict_model_names and request.model is not None:
+    proxy_name = state.config.proxy_model_id or None
+    if state.config.strict_model_names and request.model not in (None, proxy_name):
         check_model_id(model, request.model)
     request, images = _replace_images(state, model, request)
     if not counts_all:
@@ -17510,17 +17540,19 @@ class HealthBody(TypedDict):
 
     status: Literal["ok", "loading", "error"]
     error: NotRequired[str]
+    proxy: ProxyBody
 
 
 def health_body(state: ServerState) -> tuple[int, HealthBody]:
     """GET /health: its HTTP status and body. "ok" only while the model can be used."""
+    proxy = state.proxy.body()
     match state.engine.state:
         case "ready":
-            return 200, {"status": "ok"}
+            return 200, {"status": "ok", "proxy": proxy}
         case "loading":
-            return 503, {"status": "loading"}
+            return 503, {"status": "loading", "proxy": proxy}
     sentence = "the model cannot be used; the server's log says why"
-    return 503, {"status": "error", "error": sentence}
+    return 503, {"status": "error", "error": sentence, "proxy": proxy}
 
 
 class ModelBody(TypedDict):
@@ -17572,6 +17604,7 @@ class StatusBody(TypedDict):
 
     status: Literal["ok", "loading", "error"]
     error: NotRequired[str]
+    proxy: ProxyBody
     version: str  # of this program
     started: int  # Unix seconds
     uptime_seconds: int
@@ -17620,6 +17653,7 @@ def status_body(state: ServerState) -> StatusBody:
     _, health = health_body(state)
     body: StatusBody = {
         "status": health["status"],
+        "proxy": health["proxy"],
         "version": VERSION,
         "started": state.started,
         "uptime_seconds": int(time.time()) - state.started,
@@ -18874,6 +18908,7 @@ _WANTED_DESCRIPTORS: Final = 4096
 _SPARE_DESCRIPTORS: Final = 64  # for all but connections: weights, logs, LiteLLM
 _LOOPBACK_HOSTS: Final = ("127.0.0.1", "::1")
 _LAST_WORDS_SECONDS: Final = 1.0  # for the last lines of the log to be read
+_FIRST_REPORT_SECONDS: Final = 2.0  # for LiteLLM's keeper to find its port taken
 _CUT_SECONDS: Final = 5.0  # for replies that were cut to send their last event
 _M_ARENA_MAX: Final = -8  # of mallopt(), from malloc.h of glibc
 
@@ -18898,6 +18933,7 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
         started=int(time.time()),
         stores=TenantStores.empty(config, metrics),
         body_memory=BodyMemory(memory_limit(config)),
+        proxy=Proxy(config),
     )
 
 
@@ -19057,6 +19093,8 @@ def _serve(
     state: ServerState, servers: list[LLMServer], *, stop: threading.Event
 ) -> int:
     """Load the model and serve until `stop` is set. Returns the exit status."""
+    if _find_proxy(state.config) is not None:
+        state.proxy.state = "starting"
     for server in servers:
         accept = threading.Thread(
             target=server.serve_forever, name="accept", daemon=True
@@ -19073,8 +19111,9 @@ def _serve(
         # why(L-36): a full collection would visit all that the libraries keep.
         gc.collect()
         gc.freeze()
-        _print_banner(state)
-        with run_proxy(state.config, models_body(state)["data"][0]):
+        with run_proxy(state.config, models_body(state)["data"][0], state.proxy):
+            state.proxy.was_reported.wait(_FIRST_REPORT_SECONDS)
+            _print_banner(state)
             _wait_until_stop(state, stop)
             if stop.is_set():
                 _print_line("Stopping ... (a second Ctrl-C does not wait for replies)")
@@ -19095,9 +19134,25 @@ def _print_banner(state: ServerState) -> None:
         state.config,
         limit_bytes=state.engine.memory.get("limit", 0),
         cache_bytes=state.engine.report.get("cache_max_bytes", 0),
-        has_proxy=_find_proxy(state.config) is not None,
+        responses=_describe_proxy(state),
     )
     _print_line(text)
+
+
+def _describe_proxy(state: ServerState) -> str:
+    """Where the Responses API is, for the banner; "" without LiteLLM."""
+    proxy = state.proxy.body()
+    match proxy["state"]:
+        case "starting":
+            return f"{proxy['url']}/v1 (LiteLLM, within a minute; a line here follows)"
+        case "up":
+            return f"{proxy['url']}/v1 (LiteLLM)"
+        case "port_taken":
+            port = state.config.proxy_port
+            return f"none: port {port} is taken; stop what has it, or set PROXY_PORT"
+        case "given_up":
+            return "none: LiteLLM cannot be started, as said above"
+    return ""
 
 
 def _print_line(text: str) -> None:
@@ -19135,15 +19190,19 @@ def _find_proxy(config: Config) -> _ProxyCommand | None:
 
 
 @contextmanager
-def run_proxy(config: Config, model: Mapping[str, object]) -> Iterator[None]:
+def run_proxy(
+    config: Config, model: Mapping[str, object], proxy: Proxy
+) -> Iterator[None]:
     """Inside, LiteLLM starts and serves beside us; outside, nothing of it is left.
 
-    `model` is the model's entry in /v1/models. scripts/helpers/litellm_beside.py runs
-    LiteLLM: it gets its order on stdin, and ends when stdin closes, however we end.
+    `model` is the model's entry in /v1/models; `proxy` is kept up to date.
+    scripts/helpers/litellm_beside.py runs LiteLLM: it gets its order on stdin, and ends
+    when stdin closes, however we end.
     """
     command = _find_proxy(config)
     if command is None:
         logger.info("no proxy: ENABLE_PROXY is off, or LiteLLM is not installed")
+        proxy.was_reported.set()
         yield
         return
 
@@ -19156,36 +19215,49 @@ def run_proxy(config: Config, model: Mapping[str, object]) -> Iterator[None]:
         "api_key": keys[0] if keys else "",
         "advice": advice_by_path(config),
     }
-    proxy = subprocess.Popen(
+    keeper = subprocess.Popen(
         [sys.executable, command.script],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
         start_new_session=True,  # Ctrl-C is for the server, which then ends its proxy
     )
-    assert proxy.stdin and proxy.stderr
-    relay = threading.Thread(target=_relay_log, args=(proxy.stderr,), daemon=True)
+    assert keeper.stdin and keeper.stderr
+    proxy.state = "starting"
+    relay = threading.Thread(
+        target=_follow_keeper, args=(keeper.stderr, proxy), daemon=True
+    )
     relay.start()
     try:
         with suppress(BrokenPipeError):  # it has failed, and printed its traceback
-            proxy.stdin.write(json.dumps(order).encode() + b"\n")
+            keeper.stdin.write(json.dumps(order).encode() + b"\n")
         yield
     finally:
-        proxy.stdin.close()  # it ends; a second signal ends the wait
-        proxy.wait()
+        keeper.stdin.close()  # it ends; a second signal ends the wait
+        keeper.wait()
         relay.join(_CUT_SECONDS)
 
 
-def _relay_log(lines: Iterable[bytes]) -> None:
-    """Log the lines of litellm_beside.py: each is a level and a sentence."""
+def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
+    """Log the lines of litellm_beside.py: each is a level and a sentence.
+
+    But "STATE" and a word is the state of LiteLLM. After the last line it has none.
+    """
     levels = logging.getLevelNamesMapping()
+    phases: dict[str, ProxyPhase] = {phase: phase for phase in get_args(ProxyPhase)}
     for line in lines:
         text = line.decode(errors="replace").rstrip()
         word, _, sentence = text.partition(" ")
-        if word in levels:
+        if word == "STATE" and sentence in phases:
+            proxy.state = phases[sentence]
+            proxy.was_reported.set()
+        elif word in levels:
             logger.log(levels[word], "proxy: %s", sentence)
         else:  # of a traceback
             logger.warning("proxy: %s", text)
+    if proxy.state != "port_taken":
+        proxy.state = "given_up"
+    proxy.was_reported.set()
 
 
 # -- stop ------------------------------------------------------------------------------

@@ -525,7 +525,7 @@ def check_proxy(client: Client, proxy: Place) -> None:
     except (OSError, http.client.HTTPException) as error:
         raise LaunchError(
             f"{client.title} speaks an API that only LiteLLM has, and nothing answers at "
-            f"{proxy.url}: it comes up within 20 seconds after the server, unless ENABLE_PROXY "
+            f"{proxy.url}: it comes up within a minute after the server, unless ENABLE_PROXY "
             "is false or another program has its port (the server's console says so)."
         ) from error
     list_models(proxy)
@@ -678,7 +678,9 @@ request: what it will send is not known before it sends it. From then on the ser
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
 window is the client's idea of when to compact: `GET /v1/models` says what the loaded model has
-(`context_length`). `http://127.0.0.1:4000` (LiteLLM) does for all what `:8080` does.
+(`context_length`). On `http://127.0.0.1:4000` (LiteLLM) chats, completions, messages and the list
+of models are as on `:8080`, and there alone are the Responses API and Google's; the page, status
+and metrics are on `:8080` alone.
 """
 
 MARKDOWN_TAIL: Final = """\

@@ -2,7 +2,8 @@
 
 stdin     one line of JSON, an `Order`, with keys in it. Then it stays open as a lifeline: when it
           closes, because the server ended in whatever way, LiteLLM ends, and so does this program.
-stderr    for the server, which logs each line: a level and a sentence
+stderr    for the server: each line is a level and a sentence, to be logged, or STATE and the
+          state of LiteLLM: starting, up or port_taken
 files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, readable for their owner alone
 
 LiteLLM is a program of its own, never imported, in an environment of its own: keys and databases
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,6 +56,7 @@ class Order:
     mlx_port: int
     api_key: str  # one of the server's; empty: it needs none
     strict_model_names: bool
+    max_body_bytes: int
     keepalive_seconds: float
     proxy_model_id: str
     proxy_host: str
@@ -78,34 +80,35 @@ def url_of(host: str, port: int) -> str:
 
 
 def model_list_for(order: Order) -> list[dict[str, Any]]:
-    """Each name that a client may send, and how LiteLLM reaches our model for it."""
-    base = url_of(order.mlx_host, order.mlx_port)
-    params = {
+    """Each name that a client may send, and how LiteLLM reaches our model for it.
+
+    Only for what LiteLLM makes a chat of: see litellm_gate.py.
+    """
+    route = {
+        "model": f"openai/{order.model_id}",
+        "api_base": f"{url_of(order.mlx_host, order.mlx_port)}/v1",
         "api_key": order.api_key or "none",
         "allowed_openai_params": ["user"],
         # why(L-102): for /v1/responses, which we lack
         "use_chat_completions_api": True,
     }
-    openai = {"model": f"openai/{order.model_id}", "api_base": f"{base}/v1", **params}
-    # Only anthropic/ asks us to count tokens.
-    claude = {"model": f"anthropic/{order.model_id}", "api_base": base, **params}
-    routes = {order.proxy_model_id or order.model_id: openai, "claude-*": claude}
-    if not order.strict_model_names:
-        routes["*"] = openai
-
-    # why(L-49): without the endpoints /v1/messages becomes /v1/responses; without supports_... the
-    # thinking of a model it does not know is dropped.
-    model_info = {
-        "supported_endpoints": ["/v1/chat/completions", "/v1/messages"],
-        "supports_adaptive_thinking": True,
-        "supports_legacy_thinking": True,
-        "cache_control_ttl": True,
-        "max_input_tokens": order.context_length,
-    }
+    names = names_of(order) or [order.proxy_model_id or order.model_id, "*"]
     return [
-        {"model_name": name, "litellm_params": route, "model_info": model_info}
-        for name, route in routes.items()
+        {
+            "model_name": name,
+            "litellm_params": route,
+            "model_info": {"max_input_tokens": order.context_length},
+        }
+        for name in names
     ]
+
+
+def names_of(order: Order) -> list[str]:
+    """The names of the model; none if any other means it, too."""
+    names = [order.model_id]
+    if order.proxy_model_id not in ("", order.model_id):
+        names.insert(0, order.proxy_model_id)
+    return names if order.strict_model_names else []
 
 
 def settings_for(order: Order) -> dict[str, Any]:
@@ -135,6 +138,10 @@ def settings_for(order: Order) -> dict[str, Any]:
         },
         "start_llm_gate": {
             "key": key,
+            "server": url_of(order.mlx_host, order.mlx_port),
+            "server_key": order.api_key,
+            "models": names_of(order),
+            "max_body_bytes": order.max_body_bytes,
             "welcome": welcome_for(order),
             "advice": order.advice,
         },
@@ -180,6 +187,13 @@ def end_group(pid: int) -> None:
             psutil.Process(pid).wait(3)
 
 
+def report_state(state: str) -> None:
+    """Tell the server, whatever LOG_LEVEL is. It may be gone."""
+    with suppress(OSError):
+        sys.stderr.write(f"STATE {state}\n")
+        sys.stderr.flush()
+
+
 @dataclass(frozen=True, slots=True)
 class Keeper:
     """Of a command that listens on `host`:`port` and has `files`.json among its arguments."""
@@ -194,19 +208,23 @@ class Keeper:
     patience: float = 10.0  # seconds, for the keeper of a server killed just now
     steady: float = 600.0  # seconds of one life that make up for those before
     origins: str = ""  # of web pages that may read what it says; empty: its own
+    report: Callable[[str], None] = report_state
 
     def keep_running(self, stop: threading.Event) -> None:
         """Start it again, ever later, until `stop`. Returns when nothing of it is left."""
         delay = self.delay
         if not self._make_way(stop):
+            self.report("port_taken")
             return
 
         while not stop.is_set():
             if is_open(self.port, self.host):
                 text = "no proxy: port %d is taken by %s; stop it or set PROXY_PORT and start again"
                 log.error(text, self.port, holder_of(self.port))
+                self.report("port_taken")
                 return
 
+            self.report("starting")
             started = time.monotonic()
             try:
                 status: object = self._run(stop)
@@ -216,6 +234,7 @@ class Keeper:
                 delay = self.delay
 
             if not stop.is_set():
+                self.report("starting")
                 log.error(
                     "LiteLLM ended (%s): %s.log; again in %.0f s",
                     status,
@@ -303,6 +322,7 @@ class Keeper:
                 if is_up:
                     url = url_of(self.host, self.port)
                     log.info("LiteLLM is up at %s (%.0f s)", url, seconds)
+                    self.report("up")
                 elif seconds >= due:
                     due += self.told_every
                     log.info("LiteLLM is starting (%.0f s)", seconds)

@@ -1,17 +1,24 @@
-"""What a client of port 4000 meets before LiteLLM: keys, wrong paths, lost fields.
+"""Port 4000: what the server serves goes on to it unread, the rest is LiteLLM's.
 
 LiteLLM imports this file, since its settings name `litellm_gate.gate` as a callback, and takes
 the gate into its application. START_LLM_GATE is the path of those settings; the part
 `start_llm_gate` is for the gate:
 
-    key       that a client must send; empty: none
-    welcome   the sentence at `/`
-    advice    for a path that is not served, and all below it, what to use instead
+    key          that a client must send; empty: none
+    server       the URL of start-llm
+    server_key   that start-llm asks for; empty: none
+    models       the names that it answers to; empty: any
+    max_body_bytes
+    welcome      the sentence at `/`
+    advice       for a path that is not served, and all below it, what to use instead
 
-A request passes the gate as it came, but for these:
+A request takes one of three ways:
 
-    /v1/v1/models, /v1//models      become /v1/models; /messages is /v1/messages
-    a chat's thinking, metadata     go into extra_body, for LiteLLM would drop them
+    chats, completions, messages   to the server, as they came, and so do its answers. LiteLLM
+                                   would lose fields and codes of errors, and count tokens wrongly
+    responses, Google's API        LiteLLM makes a chat of them. The body is checked before
+                                   (translated_bodies.py); an error is the server's own
+    anything else                  to LiteLLM
 """
 
 from __future__ import annotations
@@ -21,13 +28,24 @@ import html
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs
 
+import anyio
+import httpx
 from starlette.exceptions import HTTPException
+from translated_bodies import (
+    GOOGLE_NAMES,
+    RESPONSE_NAMES,
+    Fault,
+    check_google,
+    check_response,
+    mend_google,
+)
 
 type Scope = dict[str, Any]
 type Message = dict[str, Any]
@@ -54,8 +72,34 @@ OPEN_PATHS: Final = (
     "/health/readiness",
 )
 # What stands for messages or a prompt that are stored nowhere here.
-STORED_FIELDS: Final = ("previous_response_id", "conversation", "assistant_id")
-LOST_FIELDS: Final = ("thinking", "metadata")
+STORED_FIELDS: Final = (
+    "previous_response_id",
+    "conversation",
+    "assistant_id",
+    "prompt",
+)
+# What the server has, and what LiteLLM makes a chat of, each after plain_path().
+SERVED_PATH: Final = re.compile("/v1/(?:chat/completions|completions|messages(?:/.*)?)")
+RESPONSE_PATH: Final = re.compile("/(?:v1|openai/v1)/responses")
+GOOGLE_PATH: Final = re.compile(
+    r"(?:/v1beta)?/models/(.+):(?:generateContent|streamGenerateContent|countTokens)"
+)
+# Azure's, with the name of a model in it.
+DEPLOYMENT: Final = re.compile(
+    "/(?:v1/)?(?:engines|openai/deployments)/.+?(?=/(?:chat/)?completions$)"
+)
+# Of one connection (RFC 9110 section 7.6.1), or written anew by both servers.
+CONNECTION_HEADERS: Final = (
+    b"connection",
+    b"keep-alive",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+    b"host",
+    b"date",
+    b"server",
+)
 # What LiteLLM would send on to a model that writes text.
 UNSERVED_PATHS: Final = (
     "/v1/embeddings",
@@ -68,9 +112,18 @@ UNSERVED_PATHS: Final = (
 )
 
 
+GOOGLE_STATUS: Final = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    503: "UNAVAILABLE",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal(Exception):
-    """A request that does not reach LiteLLM."""
+    """An error that a client gets from the gate."""
 
     status: int
     sentence: str
@@ -79,21 +132,82 @@ class Refusal(Exception):
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def body(self, path: str) -> object:
-        """In the form of the API that was called: Ollama's, Anthropic's or OpenAI's."""
+        """In the form of the API that was called: Ollama's, Anthropic's, Google's, OpenAI's."""
+        is_fault_of_ours = self.status >= 500
         if path.startswith("/api/"):
             return {"error": self.sentence}
         if path.startswith("/v1/messages"):
             kinds = {401: "authentication_error", 404: "not_found_error"}
             kind = kinds.get(self.status, "invalid_request_error")
+            if is_fault_of_ours:
+                kind = "api_error"
             return {"type": "error", "error": {"type": kind, "message": self.sentence}}
+        if GOOGLE_PATH.fullmatch(path):
+            status = GOOGLE_STATUS.get(self.status, "INTERNAL")
+            error = {"code": self.status, "message": self.sentence, "status": status}
+            return {"error": error}
         return {
             "error": {
                 "message": self.sentence,
-                "type": "invalid_request_error",
+                "type": "server_error" if is_fault_of_ours else "invalid_request_error",
                 "param": self.field,
                 "code": self.code,
             }
         }
+
+    def event(self, path: str) -> object:
+        """The data of the event that ends a stream of Google's or of the Responses API."""
+        if GOOGLE_PATH.fullmatch(path):
+            return self.body(path)
+        return {
+            "type": "error",
+            "code": self.code,
+            "message": self.sentence,
+            "param": self.field,
+            "sequence_number": 0,
+        }
+
+
+@dataclass(slots=True)
+class ServerCall:
+    """What LiteLLM has asked the server for one request, which SERVER_CALL holds."""
+
+    was_sent: bool = False
+    error: httpx.Response | None = None  # whole
+
+
+SERVER_CALL: Final[ContextVar[ServerCall | None]] = ContextVar("call", default=None)
+
+
+async def note_request(_request: httpx.Request) -> None:
+    """A hook of the client that LiteLLM uses."""
+    call = SERVER_CALL.get()
+    if call is not None:
+        call.was_sent = True
+
+
+async def note_response(response: httpx.Response) -> None:
+    """Another: LiteLLM would make an error of its own of the server's."""
+    call = SERVER_CALL.get()
+    if call is not None and response.is_error:
+        await response.aread()
+        call.error = response
+
+
+def client_of_server(
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> httpx.AsyncClient:
+    """What calls the server: for the gate, and for LiteLLM.
+
+    A connection is for one request: the server may close one that rests, at any time.
+    """
+    return httpx.AsyncClient(
+        transport=transport,
+        timeout=None,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        trust_env=False,
+        event_hooks={"request": [note_request], "response": [note_response]},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +215,17 @@ class Gate:
     """An ASGI application before that of LiteLLM."""
 
     app: Application
+    client: httpx.AsyncClient
     key: str
+    server: str
+    server_key: str
+    models: list[str]
+    max_body_bytes: int
     welcome: str
     advice: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Answer a request, or let the server or LiteLLM do so."""
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self.app(scope, receive, send)
             return
@@ -118,9 +237,12 @@ class Gate:
                 await self._welcome(scope, send)
                 return
             scope = check_key(scope, self.key)
-            if scope["method"] == "POST":
-                scope, receive = await check_body(scope, receive)
-            await self._pass_on(scope, receive, send)
+            if SERVED_PATH.fullmatch(path):
+                await self._forward(scope, receive, send)
+            elif scope["method"] == "POST" and is_translated(path):
+                await self._translate(scope, receive, send)
+            else:
+                await self._pass_on(scope, receive, send)
         except Refusal as refusal:
             body = json.dumps(refusal.body(path)).encode()
             await respond(send, refusal.status, body, headers=refusal.headers)
@@ -137,6 +259,104 @@ class Gate:
         )
         page = f"<!DOCTYPE html><title>start-llm: LiteLLM</title><p>{linked}</p>"
         await respond(send, 200, page.encode(), content_type="text/html; charset=utf-8")
+
+    # -- to the server -----------------------------------------------------------------
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a request to the server while it comes, and back what it answers.
+
+        Who leaves is noticed: then the connection to the server is closed.
+        """
+        body = ClientBody(receive)
+        query = scope["query_string"].decode("latin-1")
+        request = self.client.build_request(
+            scope["method"],
+            f"{self.server}{scope['path']}" + (f"?{query}" if query else ""),
+            headers=headers_for_server(scope, self.server_key),
+            content=body if scope["method"] == "POST" else None,
+        )
+        refusal = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(body.call_when_left, group.cancel_scope.cancel)
+            refusal = await self._exchange(request, send)
+            group.cancel_scope.cancel()
+        if refusal:
+            raise refusal
+
+    async def _exchange(self, request: httpx.Request, send: Send) -> Refusal | None:
+        try:
+            response = await self.client.send(request, stream=True)
+        except ClientLeft:
+            return None
+        except httpx.TransportError:
+            return Refusal(502, f"start-llm does not answer at {self.server}")
+        headers = [
+            (name.lower(), value)
+            for name, value in response.headers.raw
+            if name.lower() not in CONNECTION_HEADERS
+        ]
+        start = {
+            "type": "http.response.start",
+            "status": response.status_code,
+            "headers": headers,
+        }
+        try:
+            await send(start)
+            async for chunk in response.aiter_raw():
+                message = {"type": "http.response.body", "body": chunk}
+                await send({**message, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await response.aclose()
+        return None
+
+    # -- to LiteLLM --------------------------------------------------------------------
+
+    async def _translate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let LiteLLM make a chat of a body, and an answer of the chat's.
+
+        Raises Refusal: the body is wrong, or the chat failed before the answer began.
+        """
+        payload = await read_body(receive, self.max_body_bytes)
+        payload = self._check_body(scope["path"], payload)
+        call = ServerCall()
+        SERVER_CALL.set(call)
+        answer = Answer(send, call)
+        scope = with_length(scope, len(payload))
+        try:
+            await self._pass_on(scope, replaying(payload, receive), answer.send)
+        except Refusal:
+            raise
+        except Exception:
+            if answer.has_begun:
+                raise
+            answer.is_error = True
+        if answer.is_error:
+            refusal = explain_failure(call, scope["path"], self.server)
+            await answer.end(refusal, scope["path"])
+
+    def _check_body(self, path: str, payload: bytes) -> bytes:
+        """A body that LiteLLM reads in full. Raises Refusal."""
+        body = parse_body(payload)
+        google = GOOGLE_PATH.fullmatch(path)
+        try:
+            if google:
+                check_google(body)
+            else:
+                check_response(body)
+        except Fault as fault:
+            raise Refusal(400, str(fault), field=fault.field or None) from None
+
+        self._check_model(google[1] if google else body.get("model"))
+        if not google:
+            refuse_stored(body)
+            return payload
+        return json.dumps(body).encode() if mend_google(body) else payload
+
+    def _check_model(self, name: str | None) -> None:
+        if self.models and name is not None and name not in self.models:
+            sentence = f"the model {name[:200]!r} is not loaded, {self.models[0]!r} is"
+            raise Refusal(404, sentence, field="model", code="model_not_found")
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let LiteLLM answer. Raises Refusal if it, or its model, has no such route."""
@@ -168,12 +388,20 @@ class Gate:
 def plain_path(path: str) -> str:
     """A path however a client joined it to its base URL: /v1/v1/models is /v1/models.
 
-    Of paths without /v1, LiteLLM has all that matter, but for /messages.
+    The name of a model that Azure's clients put into it is left out.
     """
     path = re.sub("/{2,}", "/", path)
     while path.startswith("/v1/v1"):
         path = path.removeprefix("/v1")
-    return f"/v1{path}" if path.startswith(("/messages", "/embeddings")) else path
+    path = DEPLOYMENT.sub("/v1", path)
+    beginnings = ("/messages", "/embeddings", "/chat", "/completions", "/responses")
+    path = f"/v1{path}" if path.startswith(beginnings) else path
+    return path.rstrip("/") if path.startswith("/v1/") else path
+
+
+def is_translated(path: str) -> bool:
+    """Whether LiteLLM makes a chat of what is sent there."""
+    return bool(RESPONSE_PATH.fullmatch(path) or GOOGLE_PATH.fullmatch(path))
 
 
 def find_advice(path: str, advice: Mapping[str, str]) -> str:
@@ -225,76 +453,106 @@ def find_keys(scope: Scope) -> list[bytes]:
     return [re.sub(rb"(?i)^bearer(\s+|$)", b"", value.strip()) for value in values]
 
 
-# -- bodies ----------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------
 
 
-async def check_body(scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
-    """The request with a body that loses nothing. Raises Refusal: a 400."""
-    path = scope["path"].rstrip("/")
-    if not path.endswith(("/completions", "/messages", "/responses")):
-        return scope, receive
-
-    payload = await read_body(receive)
-    body = parse_object(payload)
-    refuse_stored(body, is_response=path.endswith("/responses"))
-    if path.endswith("/chat/completions") and keep_lost_fields(body):
-        payload = json.dumps(body).encode()
-    return with_length(scope, len(payload)), replaying(payload, receive)
+class ClientLeft(Exception):
+    """The client has closed its connection before its body was whole."""
 
 
-def parse_object(payload: bytes) -> dict[str, Any]:
-    """A JSON object; anything else is LiteLLM's to refuse."""
+class ClientBody:
+    """The parts of a body while they come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._was_read = anyio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Each part. Raises ClientLeft."""
+        has_more = True
+        while has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            yield message.get("body", b"")
+            has_more = message.get("more_body", False)
+        self._was_read.set()
+
+    async def call_when_left(self, cancel: Callable[[], None]) -> None:
+        """Wait until the whole body has come, then until the client leaves."""
+        await self._was_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        cancel()
+
+
+def headers_for_server(scope: Scope, server_key: str) -> list[tuple[bytes, bytes]]:
+    """A client's headers, but for its connection and key. Pages of ours have no origin."""
+    port = (scope.get("server") or ("", 0))[1]
+    hosts = ("localhost", "127.0.0.1", "[::1]")
+    own_origins = [f"http://{host}:{port}".encode() for host in hosts]
+    left_out = [*CONNECTION_HEADERS, b"expect", *(key.encode() for key in KEY_HEADERS)]
+    headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in left_out and not (name == b"origin" and value in own_origins)
+    ]
+    if server_key:
+        headers.append((b"authorization", b"Bearer " + server_key.encode()))
+    return headers
+
+
+def parse_body(payload: bytes) -> Any:
+    """A value of JSON. Raises Refusal: a 400."""
+    if not payload.strip():
+        raise Refusal(400, "the body is not valid JSON: it is empty")
     try:
-        body = json.loads(payload)
-    except ValueError:
-        return {}
-    return body if isinstance(body, dict) else {}
+        return json.loads(payload, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        sentence = f"the body is not valid JSON: it cannot be read at {place}"
+    except RecursionError:
+        sentence = "the body is not valid JSON: it is nested too deeply"
+    except UnicodeDecodeError as error:
+        sentence = f"the body is not valid JSON: byte {error.start} is no UTF-8"
+    raise Refusal(400, sentence)
 
 
-def refuse_stored(body: Mapping[str, Any], *, is_response: bool) -> None:
+def refuse_constant(name: str) -> None:
+    """Raise Refusal for NaN and the like, which json reads."""
+    raise Refusal(400, f"the body is not valid JSON: {name} is none")
+
+
+def refuse_stored(body: Mapping[str, Any]) -> None:
     """Raise Refusal for a field that names stored messages: the reply would lack them.
 
-    The Responses API has a stored prompt, too, and items that are known by their id.
+    So does a stored prompt, and an item that is known by its id.
     """
     fields = [name for name in STORED_FIELDS if body.get(name)]
     items = body.get("input")
-    if is_response and body.get("prompt"):
-        fields.append("prompt")
-    if is_response and isinstance(items, list):
+    if isinstance(items, list):
         fields += [
             f"input[{index}]"
             for index, item in enumerate(items)
-            if isinstance(item, dict) and item.get("type") == "item_reference"
+            if item.get("type") == "item_reference"
         ]
     if fields:
         sentence = "no conversation is stored here: leave it out, send all messages"
         raise Refusal(400, f"{fields[0]}: {sentence}", field=fields[0])
 
 
-def keep_lost_fields(body: dict[str, Any]) -> bool:
-    """Move what LiteLLM would drop where it passes on all. Whether there was any.
-
-    Names of Claude go by Anthropic's API, for which LiteLLM translates them itself.
-    """
-    if str(body.get("model")).startswith("claude-"):
-        return False
-    extra_body = body.get("extra_body") or {}
-    lost = {name: body[name] for name in LOST_FIELDS if body.get(name) is not None}
-    if not lost or not isinstance(extra_body, dict):
-        return False
-    for name in lost:
-        del body[name]
-    body["extra_body"] = {**lost, **extra_body}
-    return True
-
-
-async def read_body(receive: Receive) -> bytes:
-    """All that a client sends; what came if it leaves."""
+async def read_body(receive: Receive, max_bytes: int) -> bytes:
+    """All that a client sends; what came if it leaves. Raises Refusal: a 413."""
     parts = []
+    n_bytes = 0
     has_more = True
     while has_more:
         message = await receive()
         parts.append(message.get("body", b""))
+        n_bytes += len(parts[-1])
+        if n_bytes > max_bytes:
+            sentence = f"the body is larger than MAX_BODY_BYTES ({max_bytes} bytes)"
+            raise Refusal(413, sentence, code="request_too_large")
         has_more = message.get("more_body", False)
     return b"".join(parts)
 
@@ -316,6 +574,67 @@ def with_length(scope: Scope, n_bytes: int) -> Scope:
 
 
 # -- responses -------------------------------------------------------------------------
+
+
+class Answer:
+    """Sends what LiteLLM answers, but for errors: a status, or the end of a stream.
+
+    A stream that has pings alone may have begun when the server refuses the chat.
+    """
+
+    def __init__(self, send: Send, call: ServerCall) -> None:
+        self._send = send
+        self._call = call
+        self.has_begun = False
+        self.is_error = False
+
+    async def send(self, message: Message) -> None:
+        """Send on a part of a response, or note that it is an error."""
+        if message["type"] == "http.response.start":
+            self.is_error = message["status"] >= 400
+        if self._call.error is not None:
+            self.is_error = True
+        if not self.is_error:
+            self.has_begun = True
+            await self._send(message)
+
+    async def end(self, refusal: Refusal, path: str) -> None:
+        """End a stream that has begun with an event. Raises the refusal if none has."""
+        if not self.has_begun:
+            raise refusal
+        name = "" if GOOGLE_PATH.fullmatch(path) else "event: error\n"
+        event = f"{name}data: {json.dumps(refusal.event(path))}\n\n"
+        await self._send({"type": "http.response.body", "body": event.encode()})
+
+
+def explain_failure(call: ServerCall, path: str, server: str) -> Refusal:
+    """What the server said of a chat that LiteLLM made, with the client's own names."""
+    if not call.was_sent:
+        sentence = "LiteLLM cannot make a chat of this body: one of its fields is wrong"
+        return Refusal(400, sentence)
+    if call.error is None:
+        return Refusal(502, f"start-llm at {server} did not answer, or not in full")
+
+    error = call.error.json()["error"]
+    field = error.get("param")
+    sentence = error["message"]
+    names = GOOGLE_NAMES if GOOGLE_PATH.fullmatch(path) else RESPONSE_NAMES
+    if field in names:
+        _, colon, fault = sentence.partition(f"{field}: ")
+        sentence = f"{names[field]}: {fault}" if colon else sentence
+        field = names[field]
+    headers = [
+        (name.lower(), value)
+        for name, value in call.error.headers.raw
+        if name.lower() == b"retry-after"
+    ]
+    return Refusal(
+        call.error.status_code,
+        sentence,
+        field=field,
+        code=error.get("code"),
+        headers=tuple(headers),
+    )
 
 
 async def respond(
@@ -347,13 +666,16 @@ def install_gate() -> object:
     inside of what LiteLLM does for web pages (CORS).
     """
     # It is LiteLLM that runs this function, in its own process.
+    import litellm  # noqa: TID251
     from litellm.integrations.custom_logger import CustomLogger  # noqa: TID251
     from litellm.proxy.proxy_server import app  # noqa: TID251
 
     settings = json.loads(Path(os.environ["START_LLM_GATE"]).read_text())
+    client = client_of_server()
+    litellm.aclient_session = client
     router: Any = app.router
     router.middleware_stack = Gate(
-        router.middleware_stack, **settings["start_llm_gate"]
+        router.middleware_stack, client, **settings["start_llm_gate"]
     )
     return CustomLogger()
 

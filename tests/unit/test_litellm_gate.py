@@ -1,34 +1,49 @@
-"""The gate before LiteLLM, with an application of the test's behind it."""
+"""The gate before LiteLLM, with an application and a server of the test's behind it."""
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 import start_llm as s
-from litellm_gate import Gate
+from litellm_gate import SERVER_CALL, Gate, client_of_server
 from starlette.exceptions import HTTPException
 from start_llm import Config
 
 KEY = "right"
 MISSING = "a key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 ROUTES = {
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
     ("POST", "/v1/responses"),
-    ("POST", "/v1/messages"),
+    ("POST", "/v1beta/models/m:generateContent"),
     ("GET", "/v1/models"),
     ("GET", "/docs"),
 }
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+GOOGLE = "/v1beta/models/m:generateContent"
+
+
+PING = {"type": "http.response.body", "body": b": ping\n\n"}
 
 
 class Behind:
-    """Plays LiteLLM: notes what reaches it; without a route it raises as Starlette."""
+    """Plays LiteLLM: notes what reaches it; without a route it raises as Starlette.
 
-    def __init__(self) -> None:
+    It answers with `answer`. With `asks`, it makes a chat of a body first; with a `failure`
+    it raises that.
+    """
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
         self.paths: list[str] = []
         self.bodies: list[bytes] = []
         self.headers: dict[bytes, bytes] = {}
+        self.answer = (200, b'{"translated":true}')
+        self.asks = True
+        self.pings_first = False
+        self.failure: Exception | None = None
+        self._client = client
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.paths.append(scope["path"])
@@ -46,19 +61,60 @@ class Behind:
             if not methods:
                 raise HTTPException(404)
             raise HTTPException(405, headers={"Allow": ", ".join(methods)})
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b'{"served":true}'})
+        start = {"type": "http.response.start", "status": self.answer[0], "headers": []}
+        if self.pings_first:
+            await send(start)
+            await send({**PING, "more_body": True})
+        if self.asks and scope["method"] == "POST":
+            await self._client.post(f"http://x:1{CHAT}", json={"chat": True})
+        if self.failure:
+            raise self.failure
+        if not self.pings_first:
+            await send(start)
+        await send({"type": "http.response.body", "body": self.answer[1]})
 
 
 class Door:
-    """A gate and what is behind it."""
+    """A gate and what is behind it: LiteLLM, and the server, which answers with `answer`."""
 
-    def __init__(self, key: str = "") -> None:
-        self.behind = Behind()
+    def __init__(self, key: str = "", **fields: Any) -> None:
+        self.requests: list[httpx.Request] = []  # to the server
+        self.answer = httpx.Response(200, json={"served": True})
+        client = client_of_server(httpx.MockTransport(self._serve))
+        self.behind = Behind(client)
         advice = s.advice_by_path(Config(proxy_port=4001, mlx_port=8081))
+        fields = {
+            "server": "http://x:1",
+            "server_key": "",
+            "models": [],
+            "max_body_bytes": 10_000,
+            **fields,
+        }
         self.gate = Gate(
-            self.behind, key=key, welcome="Go to http://x:1/", advice=advice
+            self.behind,
+            client,
+            key=key,
+            welcome="Go to http://x:1/",
+            advice=advice,
+            **fields,
         )
+
+    async def _serve(self, request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        self.requests.append(request)
+        if self.answer.status_code == 599:
+            raise httpx.ConnectError("refused")
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield self.answer.content
+
+        status, headers = self.answer.status_code, self.answer.headers
+        return httpx.Response(status, headers=headers, content=parts())
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing has reached LiteLLM or the server."""
+        return not (self.behind.paths or self.requests)
 
     def ask(
         self,
@@ -82,6 +138,8 @@ class Door:
         answered: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
+            if not messages:  # the client waits for the answer
+                await asyncio.Event().wait()
             return messages.pop(0)
 
         async def send(message: dict[str, Any]) -> None:
@@ -94,6 +152,7 @@ class Door:
             "query_string": query.encode(),
             "headers": [*sent_headers, (b"content-length", b"%d" % len(payload))],
         }
+        SERVER_CALL.set(None)
         asyncio.run(self.gate(scope, receive, send))
         text = b"".join(message.get("body", b"") for message in answered[1:]).decode()
         self.answer_headers = dict(answered[0]["headers"])
@@ -176,13 +235,12 @@ def test_the_root_says_what_it_is_as_a_page_or_as_json():
         ("GET /v1/v1/models", "/v1/models"),
         ("GET /v1//models", "/v1/models"),
         ("GET //v1/models", "/v1/models"),
-        ("POST /messages", "/v1/messages"),
-        ("POST /v1/v1/messages", "/v1/messages"),
+        ("POST /responses", "/v1/responses"),
     ],
 )
 def test_a_path_joined_to_a_base_url_in_the_wrong_way_is_mended(line, path):
     door = Door()
-    assert door.ask(*line.split()) == (200, {"served": True})
+    assert door.ask(*line.split(), {"input": "x"}) == (200, {"translated": True})
     assert door.behind.paths == [path]
 
 
@@ -193,8 +251,6 @@ def test_a_path_joined_to_a_base_url_in_the_wrong_way_is_mended(line, path):
         ("GET /api/tags", 404, "http://127.0.0.1:8081/v1/models"),
         ("GET /v1", 404, "http://127.0.0.1:8081/v1"),
         ("GET /version", 404, "http://127.0.0.1:8081/v1"),
-        ("GET /v1/chat/completions", 405, "/v1/chat/completions takes POST, not GET: "),
-        ("GET /v1/messages", 405, "http://127.0.0.1:8081/v1/messages"),
         ("GET /v1/responses", 405, "http://127.0.0.1:4001/v1/responses"),
     ],
 )
@@ -203,7 +259,6 @@ def test_a_path_without_a_route_is_answered_with_what_to_use(line, status, advic
     assert found == status
     assert advice in sentence_of(body)
     assert isinstance(body["error"], str) == ("/api/" in line)
-    assert ("type" in body) == ("messages" in line)
 
 
 @pytest.mark.parametrize(
@@ -222,10 +277,107 @@ def test_what_a_model_of_text_has_not_does_not_reach_litellm(line, advice):
     status, body = door.ask(*line.split())
     assert status == 404
     assert advice in sentence_of(body)
+    assert door.is_untouched
+
+
+# -- what the server has ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        (f"POST {CHAT}", CHAT),
+        ("POST /chat/completions", CHAT),
+        ("POST /v1/v1/chat/completions/", CHAT),
+        ("POST /openai/deployments/a/b/chat/completions", CHAT),
+        ("POST /engines/a/completions", "/v1/completions"),
+        ("POST /v1/completions", "/v1/completions"),
+        ("POST /v1/messages?beta=true", "/v1/messages?beta=true"),
+        ("POST /messages", "/v1/messages"),
+        ("POST /v1/v1/messages", "/v1/messages"),
+        ("POST /v1/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("GET /v1/messages", "/v1/messages"),
+    ],
+)
+def test_what_the_server_has_goes_to_it_and_never_to_litellm(line, path):
+    door = Door()
+    assert door.ask(*line.split()) == (200, {"served": True})
+    assert [str(request.url) for request in door.requests] == [f"http://x:1{path}"]
     assert door.behind.paths == []
 
 
-# -- bodies ----------------------------------------------------------------------------
+@pytest.mark.parametrize("body", [b"", b"no json", b'{"messages": 5, "tools" :[ 1]}'])
+def test_a_body_goes_on_to_the_byte_and_so_does_an_error(body):
+    door = Door()
+    answer = b'{"error": {"message": "messages: should be a list", "code": "c"}}'
+    headers = {"retry-after": "7", "connection": "close"}
+    door.answer = httpx.Response(429, content=answer, headers=headers)
+
+    status, answered = door.ask("POST", CHAT, body)
+
+    assert (status, answered) == (429, json.loads(answer))
+    assert door.requests[0].content == body
+    assert door.answer_headers[b"retry-after"] == b"7"
+    assert b"connection" not in door.answer_headers
+
+
+def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
+    door = Door(KEY, server_key="of-the-server")
+    headers = {
+        "x_session_id": "s",
+        "user_agent": "agent",
+        "origin": "https://page.example",
+    }
+    door.ask("POST", CHAT, {}, x_api_key=KEY, host="127.0.0.1:4000", **headers)
+    sent = door.requests[0].headers
+    assert sent["authorization"] == "Bearer of-the-server"
+    assert "x-api-key" not in sent
+    assert sent["host"] == "x:1"
+    assert {name: sent[name.replace("_", "-")] for name in headers} == headers
+
+    keyless = Door()
+    keyless.ask("POST", CHAT, {}, authorization="Bearer unused")
+    assert "authorization" not in keyless.requests[0].headers
+
+
+def test_a_server_that_does_not_answer_is_a_502_in_the_form_of_the_api():
+    for path, kind in ((CHAT, "server_error"), ("/v1/messages", "api_error")):
+        door = Door()
+        door.answer = httpx.Response(599)
+        status, body = door.ask("POST", path, {})
+        assert (status, body["error"]["type"]) == (502, kind)
+        assert "start-llm does not answer at http://x:1" in sentence_of(body)
+
+
+def test_who_leaves_while_the_server_works_ends_its_request():
+    was_cancelled = asyncio.Event()
+
+    class SlowServer(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            await request.aread()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                was_cancelled.set()
+                raise
+            raise AssertionError
+
+    door = Door()
+    object.__setattr__(door.gate, "client", client_of_server(SlowServer()))
+    messages = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        raise AssertionError(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT}
+    asyncio.run(door.gate({**scope, "query_string": b"", "headers": []}, receive, send))
+    assert was_cancelled.is_set()
+
+
+# -- what LiteLLM makes a chat of ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,53 +386,253 @@ def test_what_a_model_of_text_has_not_does_not_reach_litellm(line, advice):
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("conversation", {"conversation": {"id": "conv_1"}}),
         ("prompt", {"prompt": {"id": "pmpt_1"}}),
-        ("input[1]", {"input": ["x", {"type": "item_reference", "id": "msg_1"}]}),
+        (
+            "input[1]",
+            {"input": [{"role": "user", "content": "x"}, {"type": "item_reference"}]},
+        ),
     ],
 )
 def test_a_response_that_names_what_is_stored_nowhere_is_a_400(field, fields):
     door = Door()
-    status, body = door.ask("POST", "/v1/responses", {"model": "m", **fields})
+    status, body = door.ask("POST", RESPONSES, {"model": "m", "input": "x", **fields})
     assert (status, body["error"]["param"]) == (400, field)
     assert sentence_of(body).startswith(f"{field}: no conversation is stored here")
-    assert door.behind.paths == []
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/messages", "/v1/chat/completions", "/v1/completions"]
-)
-def test_stored_messages_are_refused_by_the_other_apis_as_well(path):
-    door = Door()
-    for field in ("previous_response_id", "conversation", "assistant_id"):
-        status, body = door.ask("POST", path, {"prompt": "x", field: "id_1"})
-        assert status == 400
-        assert sentence_of(body).startswith(f"{field}: no conversation is stored here")
-    assert door.behind.paths == []
-    assert door.ask("POST", path, {"prompt": "x", "thread_id": "t"})[0] == 200
+    assert door.is_untouched
 
 
 def test_a_response_that_names_nothing_passes_to_the_byte():
     door = Door()
-    sent = b'{ "input": [{"type":"message"}],  "store": true, "conversation": null}'
-    assert door.ask("POST", "/v1/responses", sent)[0] == 200
-    assert door.ask("POST", "/v1/messages", b'{"metadata":{"user_id":"u"}}')[0] == 200
-    assert door.ask("POST", "/v1/chat/completions", b"no json")[0] == 200
-    assert door.behind.bodies == [sent, b'{"metadata":{"user_id":"u"}}', b"no json"]
+    sent = b'{ "input": [{"type":"reasoning"}],  "store": true, "conversation": null}'
+    assert door.ask("POST", RESPONSES, sent)[0] == 200
+    assert door.behind.bodies == [sent]
+    assert door.behind.headers[b"content-length"] == b"%d" % len(sent)
 
 
-def test_what_litellm_would_drop_of_a_chat_goes_into_its_extra_body():
+ITEM = {"role": "user", "content": "x"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f"}
+SCHEMA = {"format": {"type": "json_schema"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        (b"", None, "the body is not valid JSON: it is empty"),
+        (
+            b"{",
+            None,
+            "the body is not valid JSON: it cannot be read at line 1, column 2",
+        ),
+        (b"[" * 100_000, None, "the body is not valid JSON: it is nested too deeply"),
+        (b'{"input": NaN}', None, "the body is not valid JSON: NaN is none"),
+        (b'"\xff"', None, "the body is not valid JSON: byte 1 is no UTF-8"),
+        ([], None, "the body should be an object, not a list"),
+        ({}, "input", "is missing"),
+        ({"input": 5}, "input", "should be a string or a list, not a whole number"),
+        ({"input": []}, "input", "should not be empty"),
+        ({"input": [5]}, "input[0]", "should be an object, not a whole number"),
+        ({"input": [{}]}, "input[0].type", "is missing"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
+        (
+            {"input": [{"role": "user", "content": [{"text": "x"}]}]},
+            "input[0].content[0].type",
+            "is missing",
+        ),
+        ({"input": [ITEM, {**CALL, "name": 5}]}, "input[1].name", "should be a string"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c"}]},
+            "input[0].output",
+            "is missing",
+        ),
+        ({"input": "x", "tools": 5}, "tools", "should be a list, not a whole number"),
+        (
+            {"input": "x", "tools": [{"type": "function"}]},
+            "tools[0].name",
+            "is missing",
+        ),
+        (
+            {"input": "x", "tool_choice": "required"},
+            "tool_choice",
+            "there are no tools",
+        ),
+        (
+            {"input": "x", "stream": "yes"},
+            "stream",
+            "should be true or false, not a string",
+        ),
+        (
+            {"input": "x", "temperature": True},
+            "temperature",
+            "should be a number, not true",
+        ),
+        ({"input": "x", "reasoning": 5}, "reasoning", "should be an object"),
+        ({"input": "x", "text": SCHEMA}, "text.format.schema", "is missing"),
+        (
+            {"input": "x" * 20_000},
+            None,
+            "the body is larger than MAX_BODY_BYTES (10000",
+        ),
+    ],
+)
+def test_a_wrong_response_is_a_400_that_names_its_field(body, field, words):
+    door = Door(max_body_bytes=10_000 if isinstance(body, dict) else 200_000)
+    status, answer = door.ask("POST", RESPONSES, body)
+    assert status == (413 if "larger" in words else 400)
+    assert answer["error"]["param"] == field
+    assert sentence_of(answer).startswith(f"{field}: " if field else "the body")
+    assert words in sentence_of(answer)
+    assert door.is_untouched
+
+
+def of_google(
+    *parts: object, role: str = "user", **fields: object
+) -> dict[str, object]:
+    return {"contents": [{"role": role, "parts": list(parts)}], **fields}
+
+
+HELLO = {"text": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([], "the body should be an object, not a list"),
+        ({}, "contents: is missing"),
+        ({"contents": "Hi"}, "contents: should be a list, not a string"),
+        ({"contents": [{}]}, "contents[0].parts: is missing"),
+        (of_google(5), "contents[0].parts[0]: should be an object"),
+        (of_google({}), "contents[0].parts[0]: should have text or functionResponse"),
+        (of_google({"text": 5}), "contents[0].parts[0].text: should be a string"),
+        (of_google({"fileData": {}}), "contents[0].parts[0]: should have text"),
+        (of_google(HELLO, role="tool"), "contents[0].role: should be user or model"),
+        (
+            of_google({"functionCall": {}}, role="model"),
+            "contents[0].parts[0].functionCall.name: is missing",
+        ),
+        (of_google(HELLO, tools=5), "tools: should be a list"),
+        (
+            of_google(HELLO, systemInstruction="x"),
+            "systemInstruction: should be an object, not a string",
+        ),
+        (
+            of_google(HELLO, generationConfig={"candidateCount": 2}),
+            "generationConfig.candidateCount: only one",
+        ),
+        (
+            of_google(HELLO, toolConfig={"functionCallingConfig": {"mode": "ANY"}}),
+            "toolConfig.functionCallingConfig.mode: a call is demanded",
+        ),
+    ],
+)
+def test_a_wrong_body_of_google_is_a_400_in_its_form(body, words):
+    for verb in ("generateContent", "streamGenerateContent?alt=sse", "countTokens"):
+        door = Door()
+        status, answer = door.ask("POST", f"/v1beta/models/a/b:{verb}", body)
+        assert status == 400
+        assert answer["error"]["message"].startswith(words)
+        assert answer["error"]["code"] == 400
+        assert answer["error"]["status"] == "INVALID_ARGUMENT"
+        assert door.is_untouched
+
+
+def test_what_litellm_would_leave_out_of_googles_bodies_is_written_as_it_reads_it():
     door = Door()
-    lost = {"thinking": {"type": "enabled"}, "metadata": {"session_id": "s"}}
-    chat = {"model": "m", "messages": [], "extra_body": {"a": 1}}
+    image = {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}
+    system = {"parts": [{"text": "First."}, {"text": "Second."}]}
+    body = of_google(HELLO, image, systemInstruction=system)
 
-    door.ask("POST", "/v1/chat/completions", {**chat, **lost})
+    assert door.ask("POST", GOOGLE, body) == (200, {"translated": True})
 
-    arrived = door.behind.bodies[-1]
-    assert json.loads(arrived) == {**chat, "extra_body": {**lost, "a": 1}}
-    assert door.behind.headers[b"content-length"] == b"%d" % len(arrived)
+    arrived = json.loads(door.behind.bodies[0])
+    parts = [HELLO, {"inline_data": {"mime_type": "image/png", "data": "AAAA"}}]
+    assert arrived["contents"] == [{"role": "user", "parts": parts}]
+    assert arrived["systemInstruction"] == {"parts": [{"text": "First.\n\nSecond."}]}
+
+    plain = b'{"contents":  [{"parts":[{"text":"x"}]}]}'
+    door.ask("POST", GOOGLE, plain)
+    assert door.behind.bodies[1] == plain
 
 
-def test_a_chat_without_these_or_with_a_name_of_claude_passes_to_the_byte():
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (RESPONSES, {"input": "x"}, "max_output_tokens"),
+        (GOOGLE, of_google(HELLO), "generationConfig.maxOutputTokens"),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_of_the_chat_is_the_servers_with_the_clients_names(
+    path, body, field, fails
+):
+    """Whatever LiteLLM makes of it: a 500 in Google's API, an exception."""
     door = Door()
-    for sent in (b'{"model":"m" }', b'{"model":"claude-x" , "thinking":{}}'):
-        door.ask("POST", "/v1/chat/completions", sent)
-        assert door.behind.bodies[-1] == sent
+    error = {
+        "message": "max_tokens: should be 1 or more",
+        "param": "max_tokens",
+        "code": "c",
+    }
+    headers = {"retry-after": "3"}
+    door.answer = httpx.Response(429, json={"error": error}, headers=headers)
+    door.behind.answer = (500, b"'NoneType' object is not iterable")
+    door.behind.failure = ValueError("lost") if fails else None
+
+    status, answer = door.ask("POST", path, body)
+
+    assert status == 429
+    assert sentence_of(answer) == f"{field}: should be 1 or more"
+    assert door.answer_headers[b"retry-after"] == b"3"
+    if path == RESPONSES:
+        assert (answer["error"]["param"], answer["error"]["code"]) == (field, "c")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "event"),
+    [
+        (
+            RESPONSES,
+            {"input": "x"},
+            {"type": "error", "message": "a", "param": "input"},
+        ),
+        (GOOGLE, of_google(HELLO), {"error": {"code": 400, "message": "a"}}),
+    ],
+)
+def test_an_error_after_a_ping_is_the_last_event_of_the_stream(path, body, event):
+    door = Door()
+    error = {"message": "a", "param": "messages" if path == RESPONSES else None}
+    door.answer = httpx.Response(400, json={"error": error})
+    door.behind.pings_first = True
+    door.behind.answer = (200, b"data: 'NoneType' object\n\n")
+
+    status, text = door.ask("POST", path, body)
+
+    assert status == 200
+    ping, _, rest = text.partition("\n\n")
+    assert ping == ": ping"
+    sent = json.loads(rest.rpartition("data: ")[2])
+    sent_error = sent.get("error", sent)
+    assert {**sent_error, **event.get("error", event)} == sent_error
+    assert rest.startswith("event: error\n") == (path == RESPONSES)
+    assert "NoneType" not in rest
+
+
+@pytest.mark.parametrize(("asks", "status"), [(False, 400), (True, 502)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_litellm_fails_no_words_of_python_reach_the_client(asks, status, fails):
+    door = Door()
+    door.behind.asks = asks
+    door.behind.answer = (400, b"'int' object has no attribute 'get'")
+    door.behind.failure = ValueError("lost") if fails else None
+    found, answer = door.ask("POST", RESPONSES, {"input": "x"})
+    assert found == status
+    assert "object" not in sentence_of(answer)
+    assert "lost" not in sentence_of(answer)
+
+
+def test_with_strict_names_another_model_is_a_404():
+    door = Door(models=["mine", "m"])
+    assert door.ask("POST", RESPONSES, {"input": "x", "model": "m"})[0] == 200
+    assert door.ask("POST", RESPONSES, {"input": "x"})[0] == 200
+    status, answer = door.ask("POST", RESPONSES, {"input": "x", "model": "other"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    path = GOOGLE.replace("/m:", "/other:")
+    assert door.ask("POST", path, of_google(HELLO))[0] == 404
+    assert Door().ask("POST", RESPONSES, {"input": "x", "model": "other"})[0] == 200

@@ -545,10 +545,12 @@ def test_special_tokens_that_a_tool_parser_reads_are_not_hidden() -> None:
 # -- the banner --------------------------------------------------------------------------------
 
 
-def write_banner(model: LoadedModel, *, has_proxy: bool = True, **settings: Any) -> str:
+def write_banner(
+    model: LoadedModel, *, responses: str = "http://127.0.0.1:4000/v1", **settings: Any
+) -> str:
     config = Config(**settings)
     return start_llm.banner(
-        model, config, limit_bytes=2 * 10**9, cache_bytes=10**9, has_proxy=has_proxy
+        model, config, limit_bytes=2 * 10**9, cache_bytes=10**9, responses=responses
     )
 
 
@@ -561,7 +563,7 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_twelve_lines(
     for part in (
         *("tiny-qwen3: ", "4,096 tokens", "2.0 GB", "1.0 GB", loaded.device),
         *("http://127.0.0.1:8080/\n", "http://127.0.0.1:8080/v1\n"),
-        *("http://127.0.0.1:8080\n", "http://127.0.0.1:4000/v1 "),
+        *("http://127.0.0.1:8080\n", "http://127.0.0.1:4000/v1\n"),
         *("python3.12 install_and_run.py launch claude\n", "Ctrl-C", "--model"),
         str(SOURCE.parent / "logs"),
     ):
@@ -572,8 +574,8 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_twelve_lines(
     assert "What is 17 + 25?" in demo_text
     assert "Which files are here?" in demo_text
     assert "launch" not in demo_text  # an agent's instructions are too long for it
-    for shown, has_proxy in ((loaded, False), (loaded, True), (demo, True)):
-        n_lines = write_banner(shown, has_proxy=has_proxy).count("\n") + 1
+    for shown, responses in ((loaded, ""), (loaded, "here"), (demo, "here")):
+        n_lines = write_banner(shown, responses=responses).count("\n") + 1
         assert 8 <= n_lines <= 12
 
 
@@ -582,7 +584,7 @@ def test_the_addresses_of_the_banner_can_be_opened_here(loaded: LoadedModel) -> 
     assert "http://[::1]:9/v1\n" in text
     assert "launch claude --url http://[::1]:9\n" in text
 
-    text = write_banner(loaded, mlx_host="0.0.0.0", api_key="k", has_proxy=False)
+    text = write_banner(loaded, mlx_host="0.0.0.0", api_key="k", responses="")
     assert "http://127.0.0.1:8080/v1\n" in text
     assert "0.0.0.0" not in text
     assert "Responses" not in text
