@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
+from launch import CLIENTS, clients_with_room
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 KEPT_ANSWER: Final = ROOT / ".chosen-model"
 DEMO: Final = "demo"
 
-CONTEXT_TOKENS: Final = 16_384  # the least that an agent can work in
+CONTEXT_TOKENS: Final = 16_384  # the least that most agents can work in: launch.py
+LONGEST_CONTEXT: Final = 196_608  # tokens: start-llm.py's MAX_KV_SIZE
 CACHE_SHARE: Final = 0.55  # of the memory beside the weights: start-llm.py's KV cache
 SPARE_DISK_BYTES: Final = 2_000_000_000
 CPU_MOST_BYTES: Final = 2_500_000_000  # on a CPU a larger model takes minutes to answer
@@ -54,6 +56,7 @@ class Model:
     nbytes: int  # of its weights, which is nearly what a download takes
     kv_bytes_per_token: int
     is_local: bool = False
+    longest_context: int = LONGEST_CONTEXT  # tokens that it was made for, if fewer
 
     @property
     def repository(self) -> str:
@@ -95,6 +98,12 @@ class Machine:
         """Whether memory has room for a model and its context."""
         is_slow = not self.is_apple_silicon and model.nbytes > CPU_MOST_BYTES
         return model.memory_bytes <= self.memory_bytes and not is_slow
+
+    def count_context(self, model: Model) -> int:
+        """Tokens of context that there is room for, in full thousands."""
+        kv_bytes = CACHE_SHARE * (self.memory_bytes - model.nbytes)
+        n_tokens = int(kv_bytes / model.kv_bytes_per_token)
+        return min(n_tokens, model.longest_context) // 1000 * 1000
 
 
 def usable_memory(total_bytes: int, *, is_apple_silicon: bool) -> int:
@@ -188,7 +197,9 @@ def read_model(name: str, folder: Path) -> Model | None:
             names |= set(json.loads(index_file.read_bytes())["weight_map"].values())
         nbytes = sum((folder / file_name).stat().st_size for file_name in names)
         if nbytes:
-            return Model(name, nbytes, count_kv_bytes(facts), is_local=True)
+            longest = min(LONGEST_CONTEXT, read_longest_context(facts))
+            kv_bytes = count_kv_bytes(facts)
+            return Model(name, nbytes, kv_bytes, True, longest_context=longest)
     return None
 
 
@@ -206,6 +217,12 @@ def is_known_type(model_type: str) -> bool:
     folders = package.submodule_search_locations if package else None
     file_name = f"{MODEL_FILES.get(model_type, model_type)}.py"
     return any(Path(folder, "models", file_name).is_file() for folder in folders or ())
+
+
+def read_longest_context(facts: dict[str, Any]) -> int:
+    """Tokens that a model was made for, by config.json."""
+    facts = {**facts, **(facts.get("text_config") or {})}
+    return int(facts.get("max_position_embeddings") or LONGEST_CONTEXT)
 
 
 def count_kv_bytes(facts: dict[str, Any]) -> int:
@@ -306,6 +323,7 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
             f"  {number}  {model.name}: {in_gigabytes(model.nbytes)} {location}",
             file=sys.stderr,
         )
+        print(f"     {describe_room(machine, model)}", file=sys.stderr)
     other_numbers = ", another number" if len(offers) > 1 else ""
     question = (
         f"Enter for 1{other_numbers}, n (demo model, this time) or demo (always): "
@@ -322,6 +340,17 @@ def ask(offers: Sequence[Model], machine: Machine) -> str:
             return name
     say("no answer that can be used; the demo model is served")
     return DEMO
+
+
+def describe_room(machine: Machine, model: Model) -> str:
+    """How much context a model has on this machine, and which agents fit into it."""
+    context = machine.count_context(model)
+    fitting = clients_with_room(context)
+    if len(fitting) == len(CLIENTS):
+        agents = "room for every agent that launch starts"
+    else:
+        agents = f"room for {', '.join(fitting) or 'no agent'}"
+    return f"some {context:,} tokens of context: {agents}"
 
 
 def read_answer(answer: str, offers: Sequence[Model]) -> str | None:

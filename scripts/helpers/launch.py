@@ -27,6 +27,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,14 @@ NO_KEY: Final = "unused"  # for clients that want a key where the server wants n
 KEY_VARIABLE: Final = "START_LLM_KEY"  # for clients that want the name of a variable
 TIMEOUT_SECONDS: Final = 10.0
 DEMO_MODEL: Final = "demo"  # the server's own, of a few million parameters
+DEMO_SENTENCE: Final = (
+    "the demo model is not for agents, it knows sums and the files of examples/garden; "
+    "serve another for work (install_and_run.py --model NAME)"
+)
 MASK: Final = "********"
+WORKING_TOKENS: Final = 4_000  # a reply and the result of a call
+LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+PROXY_WAIT_SECONDS: Final = 300.0  # 60 were seen on a busy machine
 
 
 class LaunchError(Exception):
@@ -71,8 +79,23 @@ class Target:
 
     @property
     def output(self) -> int:
-        """Tokens that one reply may have."""
+        """Tokens that one reply may have: an eighth of the context.
+
+        A client keeps so many free, and its first prompt has to fit beside them. Where nothing
+        is said Claude Code keeps 20,000, and takes any prompt for too long in a context of that.
+        """
         return min(16_384, self.context // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPrompt:
+    """Tokens of a client's first request: instructions, tools and one short question."""
+
+    tokens: int  # as Qwen3's tokenizer counts; GLM's has 1 % fewer
+    demo_tokens: int  # as the demo model's does, whose vocabulary is 1,296
+
+    def count(self, model: str) -> int:
+        return self.demo_tokens if model == DEMO_MODEL else self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +118,26 @@ class Client:
     program: str
     package: str  # of npm
     set_up: Callable[[Target], Setup]
+    first_prompt: FirstPrompt
+    small_prompt: FirstPrompt | None = None  # with --small; None: it has none
+    spare: int = 0  # tokens that it keeps free itself, beside those of its reply
     start_arguments: tuple[str, ...] = ()  # where the person gives none
     needs_proxy: bool = False  # it speaks an API that only LiteLLM's port has
-    has_small_prompt: bool = False
     notes: str = ""  # for docs/clients.md
 
     @property
     def install_command(self) -> str:
         return f"npm install -g {self.package}"
+
+    def count_first_prompt(self, model: str, *, is_small: bool) -> int:
+        """Tokens of its first request as the model's tokenizer counts."""
+        prompt = self.small_prompt if is_small else None
+        return (prompt or self.first_prompt).count(model)
+
+    def least_context(self, model: str, *, is_small: bool = False) -> int:
+        """Tokens of context that it needs to do anything after its first prompt."""
+        n_prompt = self.count_first_prompt(model, is_small=is_small)
+        return n_prompt + self.spare + WORKING_TOKENS
 
 
 def set_up_claude(target: Target) -> Setup:
@@ -122,6 +157,7 @@ def set_up_claude(target: Target) -> Setup:
         "ANTHROPIC_DEFAULT_SONNET_MODEL": target.model,
         "ANTHROPIC_DEFAULT_OPUS_MODEL": target.model,
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.output),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     if target.is_small:
@@ -296,11 +332,14 @@ CLIENTS: Final = {
         program="claude",
         package="@anthropic-ai/claude-code",
         set_up=set_up_claude,
-        has_small_prompt=True,
-        notes="Its instructions and tools are 50 kB, some 13,000 tokens. `--small` "
-        "(`CLAUDE_CODE_SIMPLE=1`) makes that some 800 tokens, without CLAUDE.md, hooks and "
-        "plugins: for a small model or a slow machine. Without a model name it takes a Claude's, "
-        "which works too, but it then counts on that Claude's window and sends 90 kB.",
+        first_prompt=FirstPrompt(11_700, 13_300),
+        small_prompt=FirstPrompt(1_100, 800),
+        spare=3_000,  # seen: it refuses prompts that leave fewer beside the reply
+        notes="`--small` (`CLAUDE_CODE_SIMPLE=1`) makes its first prompt a tenth as long, without "
+        "CLAUDE.md, hooks and plugins: for a small model or a slow machine. "
+        "`CLAUDE_CODE_MAX_OUTPUT_TOKENS` keeps it from setting aside 20,000 tokens for a reply; "
+        "in a small context it would take every prompt for too long. Without a model name it takes "
+        "a Claude's, which works too, but it then counts on that Claude's window and sends 90 kB.",
     ),
     "codex": Client(
         title="Codex",
@@ -308,8 +347,10 @@ CLIENTS: Final = {
         program="codex",
         package="@openai/codex",
         set_up=set_up_codex,
+        first_prompt=FirstPrompt(8_500, 13_600),
         needs_proxy=True,
-        notes="On LiteLLM's port, since it speaks nothing but the Responses API. Ignore its "
+        notes="On LiteLLM's port, since it speaks nothing but the Responses API; `launch` asks the "
+        "server where that is, and waits while it starts. Ignore its "
         "warning that it has no metadata for the model.",
     ),
     "pi": Client(
@@ -318,6 +359,7 @@ CLIENTS: Final = {
         program="pi",
         package="@earendil-works/pi-coding-agent",
         set_up=set_up_pi,
+        first_prompt=FirstPrompt(1_400, 1_900),
     ),
     "opencode": Client(
         title="opencode",
@@ -325,6 +367,7 @@ CLIENTS: Final = {
         program="opencode",
         package="opencode-ai",
         set_up=set_up_opencode,
+        first_prompt=FirstPrompt(7_200, 6_300),
     ),
     "openclaw": Client(
         title="OpenClaw",
@@ -332,6 +375,7 @@ CLIENTS: Final = {
         program="openclaw",
         package="openclaw",
         set_up=set_up_openclaw,
+        first_prompt=FirstPrompt(13_800, 28_800),
         start_arguments=("chat",),
         notes="Started with `chat`, its terminal without a gateway, and with a configuration of "
         "this run alone: channels of your own are not in it. It works in its own workspace "
@@ -345,6 +389,7 @@ CLIENTS: Final = {
         program="copilot",
         package="@github/copilot",
         set_up=set_up_copilot,
+        first_prompt=FirstPrompt(11_100, 14_800),
         notes="A new session finds 95 % of its first request, its compaction all that was sent "
         "(hybrid).",
     ),
@@ -354,6 +399,7 @@ CLIENTS: Final = {
         program="qwen",
         package="@qwen-code/qwen-code",
         set_up=set_up_qwen,
+        first_prompt=FirstPrompt(13_600, 20_900),
         notes="A resumed session is found in the cache although it looks at git and the folder "
         "again.",
     ),
@@ -458,11 +504,8 @@ def find_places(options: Options, settings: Mapping[str, str]) -> tuple[Place, P
     return Place(url, key), Place(proxy_url, proxy_key)
 
 
-def find_target(
-    client: Client, options: Options, settings: Mapping[str, str]
-) -> Target:
-    """What the client is told about the server that runs. Raises LaunchError."""
-    server, proxy = find_places(options, settings)
+def find_target(server: Place, options: Options) -> Target:
+    """What a client is told about the server that runs. Raises LaunchError."""
     check_health(server)
     models = list_models(server)
     try:
@@ -470,13 +513,85 @@ def find_target(
         context = int(models[0]["context_length"])
     except (LookupError, TypeError, ValueError):
         raise LaunchError(f"{server.url} is no start-llm: it names no model.") from None
+    return Target(server.url, server.key or NO_KEY, model, context, options.is_small)
 
-    place = server
-    if client.needs_proxy:
-        check_proxy(client, proxy)
-        place = proxy
-        model = settings.get("PROXY_MODEL_ID", model)
-    return Target(place.url, place.key or NO_KEY, model, context, options.is_small)
+
+PROXY_FAULTS: Final = {
+    "off": "runs none: ENABLE_PROXY is false there, or LiteLLM is not installed",
+    "port_taken": "has none: another program has the port; stop that, or set PROXY_PORT "
+    "in .env, and start the server again",
+    "given_up": "could not start it: the server's console and litellm-PORT.log beside "
+    "its session logs say why",
+    "starting": f"has not started it in {PROXY_WAIT_SECONDS:.0f} seconds: its console "
+    "says how far it is",
+}
+
+
+def to_proxy(client: Client, target: Target, server: Place, proxy: Place) -> Target:
+    """The same by LiteLLM beside that server, under the name that it lists first.
+
+    `proxy` is where the settings of this shell have it. Raises LaunchError.
+    """
+    proxy = find_proxy(client, server, proxy)
+    models = list_proxy_models(client, proxy)
+    model = str(models[0].get("id", target.model)) if models else target.model
+    return replace(target, url=proxy.url, key=proxy.key or NO_KEY, model=model)
+
+
+def find_proxy(client: Client, server: Place, proxy: Place) -> Place:
+    """LiteLLM of this server, and not of another one, once it is up. Raises LaunchError."""
+    report = read_proxy_report(server)
+    if report is None:
+        say(
+            f"{server.url} does not say where its LiteLLM is; it is looked for at "
+            f"{proxy.url}, as the settings here have it"
+        )
+        return proxy
+
+    if report.get("state") == "starting":
+        say("LiteLLM is still starting beside the server; this waits for it")
+        report = wait_for_proxy(server)
+    state = report.get("state")
+    url = report.get("url")
+    if state != "up" or not url:
+        reason = PROXY_FAULTS.get(str(state), f"says that it is {state}")
+        raise LaunchError(
+            f"{client.title} speaks an API that only LiteLLM has, and the server at "
+            f"{server.url} {reason}."
+        )
+    return replace(proxy, url=seen_from_here(str(url), server.url))
+
+
+def read_proxy_report(server: Place) -> Json | None:
+    """State and URL of LiteLLM beside the server; None if that tells nothing of it.
+
+    Raises LaunchError.
+    """
+    try:
+        _, body = server.get("/v1/status")
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(f"{server.url} went away: {error}") from error
+    report = body.get("proxy")
+    return report if isinstance(report, dict) else None
+
+
+def wait_for_proxy(server: Place) -> Json:
+    """The report when LiteLLM no longer starts, or has long enough. Raises LaunchError."""
+    deadline = time.monotonic() + PROXY_WAIT_SECONDS
+    while True:
+        time.sleep(0.5)
+        report = read_proxy_report(server) or {}
+        if report.get("state") != "starting" or time.monotonic() > deadline:
+            return report
+
+
+def seen_from_here(proxy_url: str, server_url: str) -> str:
+    """The proxy's URL with the server's host, where the server names its own loopback."""
+    proxy = urlsplit(proxy_url)
+    host = urlsplit(server_url).hostname or ""
+    if proxy.hostname not in LOOPBACK or host in LOOPBACK:
+        return proxy_url
+    return url_of(host, str(proxy.port))
 
 
 def check_health(server: Place) -> None:
@@ -518,20 +633,51 @@ def list_models(place: Place) -> list[Json]:
     return models if isinstance(models, list) else []
 
 
-def check_proxy(client: Client, proxy: Place) -> None:
-    """Raise LaunchError unless LiteLLM takes the key."""
+def list_proxy_models(client: Client, proxy: Place) -> list[Json]:
+    """What LiteLLM lists. Raises LaunchError unless it answers and takes the key."""
     try:
         proxy.get("/health/liveliness")
     except (OSError, http.client.HTTPException) as error:
         raise LaunchError(
             f"{client.title} speaks an API that only LiteLLM has, and nothing answers at "
-            f"{proxy.url}: it comes up within a minute after the server, unless ENABLE_PROXY "
-            "is false or another program has its port (the server's console says so)."
+            f"{proxy.url}: ENABLE_PROXY is false, or it listens elsewhere (PROXY_HOST, "
+            "PROXY_PORT)."
         ) from error
-    list_models(proxy)
+    return list_models(proxy)
 
 
 # The client ------------------------------------------------------------------------------------
+
+
+def explain_no_room(client: Client, target: Target) -> str:
+    """Why the client cannot work in this context, in one sentence; empty if it can."""
+    is_small = target.is_small
+    least = client.least_context(target.model, is_small=is_small)
+    if target.context >= least:
+        return ""
+
+    n_prompt = client.count_first_prompt(target.model, is_small=is_small)
+    advice = "serve a smaller model, or allow more (MEMORY_LIMIT_BYTES, MAX_KV_SIZE)"
+    fitting = clients_with_room(target.context, target.model)
+    if fitting:
+        advice += f"; room is there for {', '.join(fitting)}"
+    return (
+        f"{client.title} needs {least:,} tokens of context (its first prompt alone is some "
+        f"{n_prompt:,}), and {target.model} at {target.url} has {target.context:,}: {advice}."
+    )
+
+
+def clients_with_room(context: int, model: str = "") -> list[str]:
+    """The clients that can work in so many tokens, one with --small if only so."""
+    names = []
+    for client in CLIENTS.values():
+        if client.least_context(model) <= context:
+            names.append(client.title)
+        elif client.small_prompt and (
+            client.least_context(model, is_small=True) <= context
+        ):
+            names.append(f"{client.title} with --small")
+    return names
 
 
 def find_program(client: Client) -> str:
@@ -675,12 +821,16 @@ those of `.env` and the environment, else `--url` and `--key`; `--print` shows t
 and 2 with a sentence where it was not started. Nothing is read ahead of the client's first
 request: what it will send is not known before it sends it. From then on the server has it.
 
+A client that has no room for its first prompt, a reply and the result of a call is not started;
+the sentence has both numbers (the table under "Will it fit?" in the README has them, too). The
+demo model is not for agents: it knows sums and the files of `examples/garden`.
+
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
 window is the client's idea of when to compact: `GET /v1/models` says what the loaded model has
-(`context_length`). On `http://127.0.0.1:4000` (LiteLLM) chats, completions, messages and the list
-of models are as on `:8080`, and there alone are the Responses API and Google's; the page, status
-and metrics are on `:8080` alone.
+(`context_length`); a reply is given an eighth of it. On `http://127.0.0.1:4000` (LiteLLM) chats,
+completions, messages and the list of models are as on `:8080`, and there alone are the Responses
+API and Google's; the page, status and metrics are on `:8080` alone.
 """
 
 MARKDOWN_TAIL: Final = """\
@@ -788,7 +938,7 @@ def read_arguments(arguments: Sequence[str]) -> Options:
 
     if unknown:
         parser.error(f"what is for the client goes after --: -- {shlex.join(unknown)}")
-    if options.small and not CLIENTS[options.client].has_small_prompt:
+    if options.small and not CLIENTS[options.client].small_prompt:
         parser.error(f"--small is for claude: {options.client} has no shorter prompt")
     return Options(
         client=options.client,
@@ -804,7 +954,17 @@ def read_arguments(arguments: Sequence[str]) -> Options:
 def launch(options: Options) -> int:
     """Do what was asked for. Returns the exit status. Raises LaunchError."""
     client = CLIENTS[options.client]
-    target = find_target(client, options, read_settings(ENV_FILE, os.environ))
+    server, proxy = find_places(options, read_settings(ENV_FILE, os.environ))
+    target = find_target(server, options)
+    no_room = explain_no_room(client, target)
+    if no_room and not options.is_printed:
+        raise LaunchError(no_room)
+    program = "" if options.is_printed else find_program(client)
+    if target.model == DEMO_MODEL:
+        say(DEMO_SENTENCE)
+    if client.needs_proxy:
+        target = to_proxy(client, target, server, proxy)
+
     arguments = options.arguments or client.start_arguments
     if options.is_printed:
         is_masked = not options.shows_key and target.key != NO_KEY
@@ -812,9 +972,10 @@ def launch(options: Options) -> int:
         print(show_setup(client, client.set_up(shown), arguments))
         if is_masked:
             say("the key is masked; --show-key shows it")
+        if no_room:
+            say(no_room)
         return 0
 
-    program = find_program(client)
     setup = client.set_up(target)
     say(
         f"{client.title} with {target.model} at {target.url}, "
@@ -824,8 +985,6 @@ def launch(options: Options) -> int:
     say(
         f"for this run alone it is given {', '.join(setting_names)} (--print shows them)"
     )
-    if target.model == DEMO_MODEL and client.has_small_prompt and not target.is_small:
-        say(f"the demo model is lost in {client.title}'s long prompt; try --small")
     host = urlsplit(target.url).hostname or ""
     return run_client(program, setup, arguments, host)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import choose_model
@@ -51,9 +52,7 @@ def test_a_mac_is_offered_the_largest_model_that_fits_with_its_context(gigabytes
     (offer,) = list_offers(machine, [])
 
     assert offer.name.endswith(name)
-    rest = machine.memory_bytes - offer.nbytes
-    n_tokens = choose_model.CACHE_SHARE * rest / offer.kv_bytes_per_token
-    assert n_tokens >= choose_model.CONTEXT_TOKENS
+    assert machine.count_context(offer) >= choose_model.CONTEXT_TOKENS // 1000 * 1000
     larger = [model for model in APPLE_MODELS if model.nbytes > offer.nbytes]
     assert not any(machine.can_serve(model) for model in larger)
 
@@ -151,7 +150,17 @@ def test_models_of_the_hub_cache_and_of_lm_studio_are_found(home):
     ]
     assert {model.nbytes for model in found} == {1000}
     assert {model.kv_bytes_per_token for model in found} == {128}
+    assert {model.longest_context for model in found} == {choose_model.LONGEST_CONTEXT}
     assert all(model.is_local for model in found)
+
+
+def test_the_context_that_a_model_was_made_for_is_all_that_it_has_room_for(home):
+    write_cached_model(home, "org/short", max_position_embeddings=8_192)
+
+    [model] = choose_model.find_local_models()
+
+    assert model.longest_context == 8_192
+    assert mac(64).count_context(model) == 8_000
 
 
 def test_what_cannot_be_served_is_not_found(home):
@@ -272,7 +281,21 @@ def test_a_download_is_asked_for_with_its_size_and_folder(home, keys, name, is_k
 
     assert chosen == name
     assert "mlx-community/Qwen3-8B-4bit: 4.6 GB into ~/.cache/huggingface" in shown
+    assert "20,000 tokens of context: room for every agent" in shown
     assert (home / ".chosen-model").exists() == is_kept
+
+
+def test_the_agents_that_have_room_are_named_beside_a_model():
+    machine = mac(8)
+    long = local("org/long", GB)
+    short = replace(long, longest_context=9_000)
+    tiny = replace(long, longest_context=2_000)
+
+    assert "room for every agent" in choose_model.describe_room(machine, long)
+    assert choose_model.describe_room(machine, short) == (
+        "some 9,000 tokens of context: room for Claude Code with --small, PI"
+    )
+    assert "room for no agent" in choose_model.describe_room(machine, tiny)
 
 
 def test_the_answer_is_not_asked_for_again_while_it_can_be_served(home):

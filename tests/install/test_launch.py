@@ -61,10 +61,16 @@ while True:
 
 
 class Answering(BaseHTTPRequestHandler):
-    """GET from `server.answers`, by path; 401 for /v1/... without the server's key."""
+    """GET from `server.answers`, by path; 401 for /v1/... without the server's key.
+
+    An answer that is a list is one for each request; the last one stays.
+    """
 
     def do_GET(self):
-        status, body = self.server.answers.get(self.path, (404, {}))
+        answer = self.server.answers.get(self.path, (404, {}))
+        if isinstance(answer, list):
+            answer = answer.pop(0) if len(answer) > 1 else answer[0]
+        status, body = answer
         sent_key = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.path.startswith("/v1") and sent_key != self.server.key:
             status = 401
@@ -86,6 +92,18 @@ ANSWERS = {
     "/health/liveliness": (200, {}),
     "/v1/models": (200, {"data": [ENTRY]}),
 }
+
+
+def with_model(model=MODEL, context=CONTEXT):
+    """The answers of a server with this model and so many tokens of context."""
+    entry = {"id": model, "context_length": context}
+    return {**ANSWERS, "/v1/models": (200, {"data": [entry]})}
+
+
+def with_proxy(*reports):
+    """The answers of a server whose status has these reports of LiteLLM, one after another."""
+    answers = [(200, {"proxy": report}) for report in reports]
+    return {**ANSWERS, "/v1/status": answers}
 
 
 @contextmanager
@@ -269,14 +287,170 @@ def test_small_gives_claude_code_its_lean_prompt_and_the_key_it_reads_there(desk
     assert "ANTHROPIC_AUTH_TOKEN" not in lean_environment
 
 
-def test_the_demo_model_is_advised_to_be_small(desk):
-    desk.install("claude", RECORDER)
-    demo = {**ANSWERS, "/v1/models": (200, {"data": [{**ENTRY, "id": "demo"}]})}
+@pytest.mark.parametrize("name", ["claude", "pi"])
+def test_the_demo_model_is_said_to_be_not_for_agents(desk, name):
+    desk.install(name, RECORDER)
 
-    with answering(demo, key=KEY) as port:
+    with answering(with_model("demo", 131_072), key=KEY) as port:
         desk.environ["MLX_PORT"] = str(port)
-        assert "--small" in desk.launch("claude").stderr
-        assert "--small" not in desk.launch("claude", "--small").stderr
+        result = desk.launch(name)
+
+    assert result.returncode == 0 and desk.record.exists()
+    assert result.stderr.count("the demo model is not for agents") == 1
+    assert "--small" not in result.stderr
+
+
+# Room --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", launch.CLIENTS)
+def test_a_client_starts_only_where_its_first_prompt_and_a_reply_have_room(desk, name):
+    client = launch.CLIENTS[name]
+    least = client.least_context(MODEL)
+    n_prompt = client.first_prompt.tokens
+    desk.install(client.program, RECORDER)
+
+    with answering(with_model(context=least - 1), key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        refused(desk.launch(name), f"{least:,}", f"{least - 1:,}", f"{n_prompt:,}")
+        shown = desk.launch(name, "--print")
+    assert not desk.record.exists()
+    assert shown.returncode == 0 and f"{least:,} tokens" in shown.stderr
+
+    with answering(with_model(context=least), key=KEY) as port:
+        desk.environ["MLX_PORT"] = desk.environ["PROXY_PORT"] = str(port)
+        result = desk.launch(name)
+    assert result.returncode == 0 and desk.record.exists(), result.stderr
+
+
+@pytest.mark.parametrize(("context", "n_reply"), [(20_000, 2_500), (131_072, 16_384)])
+def test_claude_code_keeps_an_eighth_of_the_context_for_a_reply(desk, context, n_reply):
+    """Else it keeps 20,000 tokens free, and refuses any prompt in a context as small."""
+    desk.install("claude", RECORDER)
+
+    with answering(with_model(context=context), key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        desk.launch("claude")
+
+    record = desk.read_record()
+    assert record["environment"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(n_reply)
+    [settings] = record["files"].values()
+    assert f'"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{n_reply}"' in settings
+
+
+@pytest.mark.parametrize("name", launch.CLIENTS)
+def test_the_least_context_has_room_for_prompt_reply_and_what_is_kept_free(name):
+    client = launch.CLIENTS[name]
+    for is_small in (False, True):
+        least = client.least_context(MODEL, is_small=is_small)
+        n_prompt = client.count_first_prompt(MODEL, is_small=is_small)
+        target = launch.Target("", "", MODEL, least, is_small)
+        assert n_prompt + client.spare + target.output <= least
+
+
+def test_a_refusal_names_the_clients_that_have_room(desk):
+    context = launch.CLIENTS["claude"].least_context(MODEL, is_small=True)
+    with answering(with_model(context=context), key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        result = desk.launch("claude")
+
+    refused(result, "Claude Code with --small", "PI")
+    assert "OpenClaw" not in result.stderr
+
+
+def test_tokens_of_the_demo_model_are_counted_by_its_own_tokenizer():
+    openclaw = launch.CLIENTS["openclaw"]
+    assert openclaw.least_context("demo") > openclaw.least_context(MODEL)
+    assert openclaw.title in launch.clients_with_room(24_000, MODEL)
+    assert openclaw.title not in launch.clients_with_room(24_000, "demo")
+
+
+# LiteLLM -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_proxy(desk):
+    """LiteLLM of another server, at the port that the settings of this shell name."""
+    with answering(with_model("of-another-server"), key=KEY) as port:
+        desk.environ["PROXY_PORT"] = str(port)
+        yield port
+
+
+def test_codex_goes_to_the_proxy_of_the_server_that_is_asked(desk, other_proxy):
+    desk.install("codex", RECORDER)
+
+    with answering(with_model("shown-name"), key=KEY) as proxy_port:
+        url = f"http://127.0.0.1:{proxy_port}"
+        report = {"state": "up", "url": url}
+        with answering(with_proxy(report), key=KEY) as port:
+            result = desk.launch("codex", "--url", f"http://127.0.0.1:{port}")
+
+    assert result.returncode == 0, result.stderr
+    arguments = desk.read_record()["arguments"]
+    assert f'model_providers.start-llm.base_url="{url}/v1"' in arguments
+    assert 'model="shown-name"' in arguments
+    assert str(other_proxy) not in json.dumps(arguments)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("off", "ENABLE_PROXY"),
+        ("port_taken", "PROXY_PORT"),
+        ("given_up", "console"),
+        ("from a later version", "from a later version"),
+        ("up", "up"),  # without a URL
+    ],
+)
+def test_why_there_is_no_proxy_is_one_sentence(desk, other_proxy, state, words):
+    desk.install("codex", RECORDER)
+
+    with answering(with_proxy({"state": state, "url": None}), key=KEY) as port:
+        url = f"http://127.0.0.1:{port}"
+        refused(desk.launch("codex", "--url", url), words, url, "only LiteLLM has")
+
+    assert not desk.record.exists()
+
+
+def test_a_proxy_that_is_starting_is_waited_for(desk, other_proxy):
+    desk.install("codex", RECORDER)
+    starting = {"state": "starting", "url": None}
+
+    with answering(ANSWERS, key=KEY) as proxy_port:
+        url = f"http://127.0.0.1:{proxy_port}"
+        reports = [starting, starting, {"state": "up", "url": url}]
+        with answering(with_proxy(*reports), key=KEY) as port:
+            result = desk.launch("codex", "--url", f"http://127.0.0.1:{port}")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("still starting") == 1
+    assert url in json.dumps(desk.read_record()["arguments"])
+
+
+def test_a_server_that_tells_nothing_of_its_proxy_is_named(desk, other_proxy):
+    desk.install("codex", RECORDER)
+
+    result = desk.launch("codex")
+
+    assert result.returncode == 0, result.stderr
+    assert "does not say where its LiteLLM is" in result.stderr
+    assert f"http://127.0.0.1:{other_proxy}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("proxy_url", "server_url", "url"),
+    [
+        ("http://127.0.0.1:4000", "http://127.0.0.1:8090", "http://127.0.0.1:4000"),
+        ("http://127.0.0.1:4000", "http://10.0.0.7:8080", "http://10.0.0.7:4000"),
+        ("http://[::1]:4000", "http://mac.local", "http://mac.local:4000"),
+        ("http://10.0.0.7:4000", "http://10.0.0.8:8080", "http://10.0.0.7:4000"),
+    ],
+)
+def test_the_proxy_of_another_machine_is_reached_there(proxy_url, server_url, url):
+    assert launch.seen_from_here(proxy_url, server_url) == url
+
+
+# More of what a client is given ------------------------------------------------------------------
 
 
 def test_claude_code_has_its_variables_as_settings_too(desk):
@@ -310,9 +484,8 @@ def test_variables_that_lead_a_client_elsewhere_do_not_reach_it(desk):
 def test_codex_goes_to_the_port_and_key_of_the_proxy(desk, tmp_path):
     desk.install("codex", RECORDER)
     desk.environ["PROXY_API_KEY"] = "sk-of-the-proxy"
-    desk.environ["PROXY_MODEL_ID"] = "shown-name"
 
-    with answering(ANSWERS, key="sk-of-the-proxy") as proxy_port:
+    with answering(with_model("shown-name"), key="sk-of-the-proxy") as proxy_port:
         desk.environ["PROXY_PORT"] = str(proxy_port)
         result = desk.launch("codex")
 
@@ -529,8 +702,11 @@ def test_a_key_that_the_server_refuses_is_named_as_such(desk):
 
 
 def test_codex_without_litellm_is_told_what_is_missing(desk):
-    desk.environ["PROXY_PORT"] = str(free_port())
-    refused(desk.launch("codex"), "only LiteLLM has", "ENABLE_PROXY")
+    desk.install("codex", RECORDER)
+    url = f"http://127.0.0.1:{free_port()}"
+    with answering(with_proxy({"state": "up", "url": url}), key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        refused(desk.launch("codex"), "only LiteLLM has", "ENABLE_PROXY", url)
 
 
 def test_a_port_that_is_none_is_named(desk):

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import choose_model
+import launch
 import list_settings
 import pytest
 import report
@@ -21,6 +22,9 @@ TABLE_ROW = re.compile(
 )
 SETTING_ROW = re.compile(
     r"^\| `([A-Z0-9_]+)` \| (?:`(.*?)`|\(empty\)) \|", re.MULTILINE
+)
+AGENT_ROW = re.compile(
+    r"^\| (.+) \| ([\d,]+) \| ([\d,]+) \| (\d+) GB \|$", re.MULTILINE
 )
 MOST_README_LINES = 200
 
@@ -151,11 +155,30 @@ def test_readme_says_which_model_fits_as_choose_model_does():
 def fitting_row(gigabytes):
     """Model, download and context of the largest known-good model for so much memory."""
     room = choose_model.usable_memory(gigabytes * 2**30, is_apple_silicon=True)
-    models = choose_model.APPLE_MODELS
-    model = next(model for model in models if model.memory_bytes <= room)
-    kv_bytes = choose_model.CACHE_SHARE * (room - model.nbytes)
-    n_tokens = int(kv_bytes / model.kv_bytes_per_token) // 1000 * 1000
+    machine = choose_model.Machine(True, room, disk_bytes=10**12)
+    [model] = choose_model.list_offers(machine, [])
+    n_tokens = machine.count_context(model)
     return [model.name, f"{model.nbytes / 1e9:.1f}", f"{n_tokens:,}"]
+
+
+def test_readme_says_which_agents_have_room_as_launch_does():
+    text = read("README.md")
+    contexts = {
+        int(gigabytes): int(context.replace(",", ""))
+        for gigabytes, _, _, context in TABLE_ROW.findall(text)
+    }
+    assert AGENT_ROW.findall(text) == list(agent_rows(contexts))
+
+
+def agent_rows(contexts):
+    """Each agent, its first prompt, its least context, the least memory that has it."""
+    for client in launch.CLIENTS.values():
+        for is_small in (False, True) if client.small_prompt else (False,):
+            least = client.least_context("", is_small=is_small)
+            prompt = client.count_first_prompt("", is_small=is_small)
+            memory = min(n for n, context in contexts.items() if context >= least)
+            title = f"{client.title} `--small`" if is_small else client.title
+            yield title, f"{prompt:,}", f"{least:,}", str(memory)
 
 
 def test_ratios_on_the_first_screen_are_those_of_the_benchmarks():
