@@ -1679,7 +1679,7 @@ class BodyMemory:
     take memory that KV has.
     """
 
-    # For each byte of a body. As measured, it takes 31 bytes in 10 MB of a tool's schema
+    # For each byte of a body. As measured, it takes 31 in 10 MB of a tool's schema
     # until it is tokenized, 21 as calls or messages of one letter, and as text 3 to 16.
     # What is left after that is an estimate.
     WORK_BYTES: Final = 48
