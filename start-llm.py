@@ -73,9 +73,9 @@ GLOSSARY; in brackets the name in the system that this one replaces
 WHAT NEVER HAPPENS
     KV is reused for another token than the one that built it.
     Prompt tokens are cut at anything but a KvOffset, made by kv_cache_offset() alone.
-    A failed or aborted reply is recorded in the ledger. (The KV of one that was
-    cancelled, or had to end for want of memory, is exact, so it is kept; KV that an
-    exception interrupted is dropped.)
+    A failed reply is recorded in the ledger, or more of one that its client has left
+    than was shown. (The KV of a reply that was cancelled, or had to end for want of
+    memory, is exact, so it is kept; KV that an exception interrupted is dropped.)
     A second thread touches MLX. (An image's processor copies what it returns into MLX
     arrays, on any thread; there, nothing is computed with them.)
     Content that a client sends is lost in silence: what cannot be read gets an error, a
@@ -8628,11 +8628,6 @@ class CacheEntry:
             return own_kv
         return self.parent.copy_kv(self.start).join(own_kv)
 
-    def detach(self) -> None:
-        """Make it a root; its request holds the KV of the whole path."""
-        self.parent = None
-        self.start = 0
-
 
 class PrefixMatch(NamedTuple):
     """What a lookup found, as counts of leading tokens of the prompt.
@@ -8692,8 +8687,9 @@ class EntryTree:
     """Which entry owns which KV. The caller decides what to take and what to evict.
 
     No other class writes `key`, `parent`, `start`, `end`, `span` or `running_kv` of an
-    entry. These hold for every entry between two calls of its methods, except for one
-    whose KV was taken and does not run yet (inside PrefixCache.start):
+    entry; PrefixCache adds and thins checkpoints, and says whose it is. These hold for
+    every entry between two calls of its methods, except for one whose KV was taken and
+    does not run yet (inside PrefixCache.start):
 
         at rest, `span` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
@@ -8760,9 +8756,11 @@ class EntryTree:
         that copy: the entry is dropped then.
         """
         end = len(key.tokens)
-        if entry.start < max(MIN_PREFIX_TOKENS, end // MAX_BRANCH_RATIO):
+        min_shared = max(MIN_PREFIX_TOKENS, end // MAX_BRANCH_RATIO)
+        if entry.parent is not None and entry.start < min_shared:
             entry.checkpoints = entry.path_checkpoints(end)
-            entry.detach()
+            self._detach(entry)
+        entry.checkpoints = entry.own_checkpoints(0, end)
         if entry.parent is not None:
             try:
                 span = span.cut(entry.start, end)
@@ -8862,6 +8860,11 @@ class EntryTree:
                 return
         self.drop(entry)
 
+    def _detach(self, branch: CacheEntry) -> None:
+        """Make a running branch a root: its request holds the KV of the whole path."""
+        branch.parent = None
+        branch.start = 0
+
     def _reattach(self, branch: CacheEntry, parent: CacheEntry, *, depth: int) -> None:
         """Let a running branch start where its parent is about to end.
 
@@ -8885,7 +8888,7 @@ class EntryTree:
         """
         for branch in self.branches_of(entry):
             if branch.is_running:
-                branch.detach()  # its request holds a copy, made while all was well
+                self._detach(branch)  # its request has a copy, made while all was well
             else:
                 self.drop(branch)
         self._remove(entry)
@@ -9045,8 +9048,10 @@ class PrefixCache:
             return False
         if n_blocks and hashes[n_blocks - 1] != key.block_hashes[n_blocks - 1]:
             return False
+        # One that ends there may be a whole entry, which is better than a part; and
+        # where `best` is only pending, one that has as much already is better.
         if entry.end <= depth or best.cached_tokens < depth:
-            return True  # as good, and whole, or not pending
+            return True
         return bool(entry.key.tokens[depth] == key.tokens[depth])
 
     def _match(self, entry: CacheEntry, key: TokenKey) -> PrefixMatch:
@@ -9123,11 +9128,12 @@ class PrefixCache:
             self._metrics_of(owner).bump("hybrid_trim_miss")
 
         self._pauses.begin(owner, self._clock())
+        source = match.kv_owner
         entry = self._give_kv(match, key, running)
         self._tree.run(entry, key, end=match.cached_tokens, running_kv=running)
         entry.owner = owner
         entry.head_end = head_end
-        return CacheLease(self, self._tree, entry)
+        return CacheLease(self, self._tree, entry, source)
 
     def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
         """Whether much KV is of no use, for want of a state to go on from.
@@ -9375,6 +9381,7 @@ class CacheLease:
     _cache: PrefixCache
     _tree: EntryTree
     entry: CacheEntry  # to be compared and looked at; only the cache changes it
+    _source: CacheEntry | None  # where the last cached token came from
 
     @property
     def state_bytes(self) -> int:
@@ -9409,10 +9416,9 @@ class CacheLease:
 
     def drop_with_source(self) -> None:
         """Forget also the entry that the cached KV was copied from (L-114)."""
-        source = self.entry.parent
         self.drop()
-        if source is not None:
-            self._tree.drop(source)
+        if self._source is not None:
+            self._tree.drop(self._source)
 
 
 # region SESSIONS ==============================================================
@@ -12092,6 +12098,7 @@ class DecodeBatch:
         `joint_caches`: the KV of several requests, of all their prompts but the last
         token, in batch form. None: there is one request, and it has its KV.
         """
+        # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
         self._previous_state: LayerCaches | None = None  # before the last step
 
@@ -12154,10 +12161,8 @@ class DecodeBatch:
 
         accepted: list[AcceptedTokens] = []
         for running, token in zip(self.requests, fed_tokens, strict=True):
-            n_fed = running.num_computed_tokens - running.request.n_prompt
-            # Only in the first step: `__init__` has reported r0.
-            is_reported = n_fed < len(running.output_ids)
-            if not is_reported:
+            is_first_token = running.num_computed_tokens == running.request.n_prompt
+            if not is_first_token:  # which __init__ has reported
                 running.add_token(token.token_id, logprobs=token.logprobs)
             running.num_computed_tokens += 1
             accepted.append(AcceptedTokens(running, [token.token_id]))
@@ -12348,7 +12353,7 @@ class MemoryBudget:
         """
         if len(requests) < 2 or self.running_bytes(requests) <= self._cache.max_bytes:
             return None
-        return max(requests, key=lambda running: running.started_at)
+        return max(requests, key=lambda one: (one.started_at, one.submitted_at))
 
     def evict_for_running(self, requests: Sequence[RunningRequest]) -> None:
         """Evict what running requests have grown into, with room to copy a batch."""
@@ -12811,7 +12816,7 @@ class Scheduler:
         As long as they alone have too much, the newest ends, and its KV is kept.
         ENGINE calls this before each of its reports.
         """
-        with self.guard():  # ends nobody: a copy to evict may lack memory
+        with self.guard():  # ends nobody: _finish has a guard of its own
             while running := self.budget.find_excess(self.running):
                 n_tokens = running.num_computed_tokens
                 self._finish(running, self.budget.shortage(n_tokens, self.running))
@@ -12911,8 +12916,11 @@ class Scheduler:
             raise
         try:
             offset = self.reader.prepare(running)
-        except Exception:
-            running.lease.drop_with_source()
+        except Exception as error:
+            if _is_out_of_memory(error):
+                running.lease.drop()
+            else:
+                running.lease.drop_with_source()
             raise
         handle.hit_kind = match.hit_kind
         handle.cached_tokens = match.cached_tokens
@@ -13037,7 +13045,12 @@ class Scheduler:
     def _end_if_complete(
         self, running: RunningRequest, token_ids: Sequence[int]
     ) -> None:
-        """End a request that its last accepted tokens have completed, or broken."""
+        """End a request that its last accepted tokens have completed, or broken.
+
+        Does nothing for one that a failure of its batch has ended already.
+        """
+        if running not in self.running:
+            return
         if running.has_failed:
             error = GenerationFailed("the model computed NaN or infinity")
             self._fail_alone(running, error)
@@ -13162,8 +13175,14 @@ def _may_try_again(handle: RequestHandle, error: ServerError) -> bool:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that memory ran out. MLX has no type for it."""
-    return isinstance(error, MemoryError) or "alloc" in str(error)
+    """Whether an exception means that memory ran out. MLX has no type for it.
+
+    It says "attempting to allocate", or on Metal "Insufficient Memory".
+    """
+    if isinstance(error, MemoryError):
+        return True
+    sentence = str(error).lower()
+    return "alloc" in sentence or "insufficient memory" in sentence
 
 
 # region ENGINE ================================================================
@@ -16211,7 +16230,8 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 # Whatever can be refused with a status code is refused before the request is submitted:
 # no byte of the response has been sent. At the end of a reply it is recorded first and
 # its last events are sent then, because the next request of the client may follow at
-# once. An aborted or failed request is only reported.
+# once. A failed request is only reported; of one that its client has left, what was
+# shown is recorded, too (L-121).
 #
 # The bodies of a response come from an iterator, which gives None whenever nothing is
 # new: then the HTTP server looks whether the client is still there.
@@ -16613,8 +16633,12 @@ class ReplyDecoder:
     @property
     def is_over(self) -> bool:
         """Whether the reply is complete, although the model would go on."""
-        is_at_end = self._has_all_calls or self.parser.is_broken
-        return bool(self.stops.hit) or is_at_end
+        return self.is_stopped or self._has_all_calls
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string ended it, or a call that cannot be read."""
+        return bool(self.stops.hit) or self.parser.is_broken
 
     @property
     def ends_with_call(self) -> bool:
@@ -16850,21 +16874,24 @@ def decide_recording(ending: ReplyEnding, *, is_chat: bool) -> Recording:
     if not is_chat:
         return Recording(in_sessions=True)
 
-    if ending.kind == "stopped":
-        # The client has less of it than the model generated, as a rule (L-120).
-        can_be_replayed = ending.ends_with_call
-    else:
-        # Cut anywhere but in its text, the template would print it differently.
-        has_calls = "tool_calls" in ending.message
-        is_cut_in_text = bool(ending.message["content"]) and not has_calls
-        is_cut_in_text = is_cut_in_text and not ending.is_thinking
-        can_be_replayed = ending.has_end_token or is_cut_in_text
     return Recording(
         in_sessions=True,
         in_history=True,
-        in_ledger=can_be_replayed,
+        in_ledger=_can_be_replayed(ending),
         in_healing_store=not ending.is_thinking,  # then it is complete
     )
+
+
+def _can_be_replayed(ending: ReplyEnding) -> bool:
+    """Whether the client has the tokens of a reply, as the template prints them."""
+    if ending.kind == "stopped":
+        # The client has less of it than the model generated, as a rule (L-120).
+        return ending.ends_with_call
+    if ending.has_end_token:
+        return True
+    # Cut in its thinking or in a call, the template would print it differently.
+    has_calls = "tool_calls" in ending.message
+    return bool(ending.message["content"]) and not ending.is_thinking and not has_calls
 
 
 class SessionTurn(RequestFacts):
@@ -16916,7 +16943,7 @@ class ReplyRecorder:
         """Record a reply that was not sent whole, as far as its client may have it.
 
         why(L-121): a user who stops an agent sends what was shown. A reply that failed
-        is not recorded: its KV is gone.
+        is not recorded: its KV is gone, as a rule.
         """
         if ending.kind == "failed" or not ending.shown_ends or not self._is_chat:
             return
@@ -17197,15 +17224,21 @@ class ReplyGeneration:
 
     def whole(self) -> Iterator[JsonObject | None]:
         """None until the reply has ended, then its body."""
-        for deltas in self._read_deltas():
-            for delta in deltas:
-                self._formatter.delta_events(delta)
-            yield None
-        message = self._decoder.parser.message()
-        yield self._formatter.full_body(message, self._reply_end())
+        with self._noting_failures():
+            for deltas in self._read_deltas():
+                for delta in deltas:
+                    self._formatter.delta_events(delta)  # full_body() needs them
+                yield None
+            message = self._decoder.parser.message()
+            yield self._formatter.full_body(message, self._reply_end())
 
     def chunks(self) -> Iterator[JsonObject | None]:
         """The events of a stream, with pings; None if there is nothing to send."""
+        with self._noting_failures():
+            yield from self._stream()
+        self._is_sent = True
+
+    def _stream(self) -> Iterator[JsonObject | None]:
         has_started = False
         n_shown = -1  # prompt tokens, in the last event of progress
         sent_at = time.monotonic()
@@ -17230,7 +17263,18 @@ class ReplyGeneration:
             sent_at = time.monotonic()
             yield from events
         yield from self._formatter.end_events(self._reply_end())
-        self._is_sent = True
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """An exception of our own is a failure; else close() takes it for a leaving."""
+        try:
+            yield
+        except (ClientGone, ServerError):
+            raise
+        except Exception:
+            if self._ending is None:
+                self._cut_short("failed")
+            raise
 
     def describe(self) -> LiveRequest:
         """Where it is by now. For any thread."""
@@ -17372,7 +17416,7 @@ class ReplyGeneration:
         token_ids = decoder.token_ids
         eos_ids = self._prepared.model.eos_ids
         ending = ReplyEnding(
-            kind=find_ending_kind(event.reason, is_over=decoder.is_over),
+            kind=find_ending_kind(event.reason, is_over=was_over or decoder.is_stopped),
             event=event,
             finish_reason=self._finish_reason(event, was_over=was_over),
             message=decoder.parser.message(),

@@ -108,3 +108,17 @@ def test_what_fails_after_the_submission_ends_the_request(
 
     assert [handle.stop_reason for handle in handles] == ["cancelled"]
     wait_until(lambda: n_running(served) == 0)
+
+
+def test_a_fault_of_our_own_is_a_failure_and_no_leaving(served, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    generation = generate(served, stream=True)
+    monkeypatch.setattr(generation._decoder, "feed", fail)
+
+    with closing(generation), pytest.raises(RuntimeError, match="planted"):
+        list(generation.chunks())
+
+    assert status(served)["recent"][-1]["finish"] == "failed"
+    wait_until(lambda: n_running(served) == 0)

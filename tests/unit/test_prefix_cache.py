@@ -619,6 +619,25 @@ def test_a_branch_without_memory_for_its_tail_is_forgotten(monkeypatch):
     assert len(cache.entries) == 1
 
 
+def test_the_source_of_a_failed_request_goes_though_it_was_split_meanwhile():
+    cache = make_cache()
+    rng = random.Random(5)
+    past = random_tokens(rng, 2000)
+    row, _ = begin(cache, past)
+    advance(cache, row, 2000)
+    failed, _ = begin(cache, [*past[:1500], *random_tokens(rng, 20)])  # copied: it runs
+    end(cache, row)
+    other, _ = begin(cache, [*past[:1200], *random_tokens(rng, 20)])  # splits it
+    advance(cache, other, 5000)
+    end(cache, other)
+    assert failed.line.parent.start == 1200
+
+    failed.lease.drop_with_source()
+
+    assert cached_tokens(cache, past) == 0
+    check(cache, [])
+
+
 def test_a_failed_row_takes_its_branches_at_rest_with_it():
     cache = make_cache()
     prefix = list(range(1, 1001))
