@@ -46,8 +46,8 @@ KEY_VARIABLE: Final = "START_LLM_KEY"  # for clients that want the name of a var
 TIMEOUT_SECONDS: Final = 10.0
 DEMO_MODEL: Final = "demo"  # the server's own, of a few million parameters
 DEMO_SENTENCE: Final = (
-    "the demo model is not for agents, it knows sums and the files of examples/garden; "
-    "serve another for work (install_and_run.py --model NAME)"
+    "the demo model is not for agents, it knows sums and the files of its garden; serve "
+    "another for work (install_and_run.py --model NAME)"
 )
 MASK: Final = "********"
 WORKING_TOKENS: Final = 4_000  # a reply and the result of a call
@@ -659,7 +659,9 @@ def explain_no_room(client: Client, target: Target) -> str:
     n_prompt = client.count_first_prompt(target.model, is_small=is_small)
     advice = "serve a smaller model, or allow more (MEMORY_LIMIT_BYTES, MAX_KV_SIZE)"
     fitting = clients_with_room(target.context, target.model)
-    if fitting:
+    if target.model == DEMO_MODEL:
+        advice = DEMO_SENTENCE
+    elif fitting:
         advice += f"; room is there for {', '.join(fitting)}"
     return (
         f"{client.title} needs {least:,} tokens of context (its first prompt alone is some "
@@ -823,7 +825,7 @@ request: what it will send is not known before it sends it. From then on the ser
 
 A client that has no room for its first prompt, a reply and the result of a call is not started;
 the sentence has both numbers (the table under "Will it fit?" in the README has them, too). The
-demo model is not for agents: it knows sums and the files of `examples/garden`.
+demo model is not for agents: it knows sums and the files of its garden (`examples/garden`).
 
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
@@ -960,10 +962,11 @@ def launch(options: Options) -> int:
     if no_room and not options.is_printed:
         raise LaunchError(no_room)
     program = "" if options.is_printed else find_program(client)
-    if target.model == DEMO_MODEL:
-        say(DEMO_SENTENCE)
+    is_demo = target.model == DEMO_MODEL
     if client.needs_proxy:
         target = to_proxy(client, target, server, proxy)
+    if is_demo:
+        say(f"{DEMO_SENTENCE}.")
 
     arguments = options.arguments or client.start_arguments
     if options.is_printed:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -300,27 +301,43 @@ def test_the_demo_model_is_said_to_be_not_for_agents(desk, name):
     assert "--small" not in result.stderr
 
 
+def test_without_room_no_other_client_is_sent_to_the_demo_model(desk):
+    with answering(with_model("demo", 20_000), key=KEY) as port:
+        desk.environ["MLX_PORT"] = str(port)
+        result = desk.launch("openclaw")
+
+    refused(result, "20,000", "the demo model is not for agents")
+    assert "Claude Code" not in result.stderr
+
+
 # Room --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", launch.CLIENTS)
-def test_a_client_starts_only_where_its_first_prompt_and_a_reply_have_room(desk, name):
+@pytest.mark.parametrize("model", [MODEL, "demo"])
+def test_a_client_starts_only_where_its_first_prompt_and_a_reply_have_room(name, model):
     client = launch.CLIENTS[name]
-    least = client.least_context(MODEL)
-    n_prompt = client.first_prompt.tokens
-    desk.install(client.program, RECORDER)
+    least = client.least_context(model)
+    n_prompt = client.first_prompt.count(model)
+    enough = launch.Target("http://here", "", model, least)
+    short = replace(enough, context=least - 1)
 
-    with answering(with_model(context=least - 1), key=KEY) as port:
+    assert launch.explain_no_room(client, enough) == ""
+    sentence = launch.explain_no_room(client, short)
+    for n in (least, least - 1, n_prompt):
+        assert f"{n:,}" in sentence, n
+
+
+def test_without_room_nothing_is_started_but_print_shows_it(desk):
+    desk.install("pi", RECORDER)
+
+    with answering(with_model(context=2_000), key=KEY) as port:
         desk.environ["MLX_PORT"] = str(port)
-        refused(desk.launch(name), f"{least:,}", f"{least - 1:,}", f"{n_prompt:,}")
-        shown = desk.launch(name, "--print")
-    assert not desk.record.exists()
-    assert shown.returncode == 0 and f"{least:,} tokens" in shown.stderr
+        refused(desk.launch("pi"), "PI needs", "2,000")
+        shown = desk.launch("pi", "--print")
 
-    with answering(with_model(context=least), key=KEY) as port:
-        desk.environ["MLX_PORT"] = desk.environ["PROXY_PORT"] = str(port)
-        result = desk.launch(name)
-    assert result.returncode == 0 and desk.record.exists(), result.stderr
+    assert not desk.record.exists()
+    assert shown.returncode == 0 and "PI needs" in shown.stderr
 
 
 @pytest.mark.parametrize(("context", "n_reply"), [(20_000, 2_500), (131_072, 16_384)])
