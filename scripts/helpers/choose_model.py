@@ -32,7 +32,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 KEPT_ANSWER: Final = ROOT / ".chosen-model"
 DEMO: Final = "demo"
 
-CONTEXT_TOKENS: Final = 16_384  # the least that most agents can work in: launch.py
+CONTEXT_TOKENS: Final = 18_000  # the least in which every agent of launch.py can work
 LONGEST_CONTEXT: Final = 196_608  # tokens: start-llm.py's MAX_KV_SIZE
 CACHE_SHARE: Final = 0.55  # of the memory beside the weights: start-llm.py's KV cache
 SPARE_DISK_BYTES: Final = 2_000_000_000

@@ -50,7 +50,7 @@ DEMO_SENTENCE: Final = (
     "another for work (install_and_run.py --model NAME)"
 )
 MASK: Final = "********"
-WORKING_TOKENS: Final = 4_000  # a reply and the result of a call
+WORKING_TOKENS: Final = 3_000  # a reply and the result of a call
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 PROXY_WAIT_SECONDS: Final = 300.0  # 60 were seen on a busy machine
 

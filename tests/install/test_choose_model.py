@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import choose_model
+import launch
 import pytest
 from choose_model import APPLE_MODELS, CPU_MODELS, DEMO, Machine, Model, list_offers
 
@@ -52,7 +53,7 @@ def test_a_mac_is_offered_the_largest_model_that_fits_with_its_context(gigabytes
     (offer,) = list_offers(machine, [])
 
     assert offer.name.endswith(name)
-    assert machine.count_context(offer) >= choose_model.CONTEXT_TOKENS // 1000 * 1000
+    assert machine.count_context(offer) >= choose_model.CONTEXT_TOKENS
     larger = [model for model in APPLE_MODELS if model.nbytes > offer.nbytes]
     assert not any(machine.can_serve(model) for model in larger)
 
@@ -285,15 +286,20 @@ def test_a_download_is_asked_for_with_its_size_and_folder(home, keys, name, is_k
     assert (home / ".chosen-model").exists() == is_kept
 
 
+def test_a_model_is_offered_only_with_room_for_every_agent():
+    agents = launch.clients_with_room(choose_model.CONTEXT_TOKENS)
+    assert agents == [client.title for client in launch.CLIENTS.values()]
+
+
 def test_the_agents_that_have_room_are_named_beside_a_model():
     machine = mac(8)
     long = local("org/long", GB)
-    short = replace(long, longest_context=9_000)
+    short = replace(long, longest_context=8_000)
     tiny = replace(long, longest_context=2_000)
 
     assert "room for every agent" in choose_model.describe_room(machine, long)
     assert choose_model.describe_room(machine, short) == (
-        "some 9,000 tokens of context: room for Claude Code with --small, PI"
+        "some 8,000 tokens of context: room for Claude Code with --small, PI"
     )
     assert "room for no agent" in choose_model.describe_room(machine, tiny)
 
