@@ -18244,7 +18244,7 @@ def _url_of(host: str, port: int) -> str:
 
 # -- reading ---------------------------------------------------------------------------
 
-_PIECE_BYTES: Final = 1 << 16  # of a body, read at once
+_PIECE_BYTES: Final = 1 << 17  # of a body, read at once
 _MAX_UNHELD_BYTES: Final = 1 << 16  # of a body, before memory is reserved for it
 # While others wait for memory, a body has so many seconds, and one more for so many
 # bytes that have come. Who is slower gives way.

@@ -210,9 +210,9 @@ def test_nobody_is_hurried_while_nobody_waits(memory, port, monkeypatch):
 
 
 def test_a_body_of_tiny_chunks_takes_no_more_than_its_bytes():
-    """An object for each of them would take 50 times as much."""
-    n = 20_000
-    stream = io.BufferedReader(io.BytesIO(chunks(*[b"a"] * n) + b"0\r\n\r\n"))
+    """An object for each of them would take 18 times as much."""
+    n = 60_000
+    stream = io.BufferedReader(io.BytesIO(chunks(*[b"abc"] * (n // 3)) + b"0\r\n\r\n"))
     limit = s._BodyLimit(n, "it")
     handler = types.SimpleNamespace(
         _is_http_1_1=False, _body_length=None, _body_limit=limit, rfile=stream
@@ -230,7 +230,7 @@ def test_a_body_of_tiny_chunks_takes_no_more_than_its_bytes():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert payload == b"a" * n and held == [n]
+    assert payload == b"abc" * (n // 3) and held == [n]
     assert peak < s.BodyMemory.HELD_BYTES * n + s._PIECE_BYTES * 2
 
 
