@@ -13558,11 +13558,16 @@ _HARMONY_THINK_END: Final = r"""(?x:
     (?= \s{0,9} (?: <\|start\|> | <\|ch | assistant (?: [ ]to= | <\|ch ) | \0 ) )
   | (?: <\|start\|> | (?<! <\|channel\|> ) ) assistant
     (?= [ ]to= | <\|ch )                     # and a header follows
-  | [ ]? to=(?: assistant | user ) (?= <\|ch )
+  | (?: <\|channel\|> \w{1,20} )? [ ]? to=(?: assistant | user ) (?= <\|ch )
+  | to= (?! functions\. ) [\w.]{1,60}+        # a tool that nobody offered
+    (?: <\|channel\|> [^<]{0,40} )? (?: <\|constrain\|> \w{1,20} )? <\|message\|>
   | <\|channel\|> (?= <\|ch )               # it comes twice
   | <\|channel\|> (?: [^<] | <\|con ){0,200} <\|message\|>  # also <|constrain|>
 )"""
 _MESSAGE_BREAK: Final = "\n\n"  # between two messages of one channel
+# A header with a recipient that is no function of ours: one of the tools that gpt-oss
+# was trained with. What follows is code for it, and no answer: it counts as thinking.
+_BUILT_IN: Final = regex.compile(r"to=(?!functions\.|assistant\b|user\b)[\w.]")
 
 
 # Gemma leaves out the tag before the word, and writes closing tags of calls twice.
@@ -13680,6 +13685,7 @@ class ReasoningStreamSplitter:
         self._fence = CodeFence()  # in the content
         self._is_call_fenced = False  # the end of the block around a call may come
         self._has_quoted_think = False  # an answer has spoken of <think>
+        self._is_behind_call = False  # one that was text, of a tool nobody offered
 
     @property
     def is_thinking(self) -> bool:
@@ -13712,6 +13718,7 @@ class ReasoningStreamSplitter:
         if called:
             self._begin("content")
         self._is_call_fenced &= called
+        self._is_behind_call = not called
         return self._scan(rest, literal=False)
 
     def add_text(self, text: str) -> list[Piece]:
@@ -13730,6 +13737,7 @@ class ReasoningStreamSplitter:
         if self._kind == "content":
             self._fence.read(solid_text)
         self.after_tag = False
+        self._is_behind_call = False
         self._is_quoting = solid_text[-1] in "`'\""
         self._emitted_kinds.add(self._kind)
         return [Piece(self._kind, solid_text)]
@@ -13797,10 +13805,13 @@ class ReasoningStreamSplitter:
         One in the middle of a line may be a word, and a call without its tag is one.
         """
         begins_line = self.after_tag or not self._emitted_kinds or "\n" in self._held
-        begins_line |= match[0].startswith("```")
+        begins_line |= match[0].startswith("```") or self._is_behind_call
         is_spoken_of = not begins_line and self._is_spoken_of(match[0])
         if is_spoken_of or self._is_misplaced(match[0]):
             return "text"
+        if self._has_channels and match.lastgroup == "think_end":
+            is_built_in = _BUILT_IN.search(match[0]) is not None
+            return "think_start" if is_built_in else "think_end"
         if match.lastgroup in _TAG_ROLES:
             return _TAG_ROLES[match.lastgroup]
         is_token = match[0].startswith(_KIMI_CALL_STARTS)
@@ -13909,6 +13920,13 @@ class ParameterTags(NamedTuple):
         <parameter=path>     group `key`: a value follows, of the argument "path"
         </function>          no group: go on to the next tag
         </tool_call>         group `end`: the call ends here
+
+    `value_end` matches what may end a value, and its groups say how:
+
+        </parameter>\n<par   no group: so it should
+        </tool_call>         group `unclosed`: the call ends, the value was never closed
+        </parameter> is      group `quoted`: it does not, the tag is part of the value
+        \n</parameter>\nx    group `unreadable`: nobody can tell where it ends
     """
 
     key: Pattern
@@ -13916,8 +13934,12 @@ class ParameterTags(NamedTuple):
     # Ends a value if the tag before it has a group `quoted`; None: no tag has.
     quoted_value_end: Pattern | None = None
     # The tag of the next value, where one was never closed. KEYS in it is replaced by
-    # the names in the tool's schema that have no value yet; others may be in a text.
+    # the names in the tool's schema; others may be in a text.
     next_key: str = ""
+    # Any tag of the format. A value that begins or ends with one is unreadable.
+    any_tag: str = NO_PATTERN
+    # A tag that makes a value unreadable which has a quoted closing tag before.
+    later_tag: str = NO_PATTERN
 
 
 class ArgumentSpelling(NamedTuple):
@@ -13953,9 +13975,18 @@ class CallSyntax(NamedTuple):
 
 
 # A value that was never closed ends with its call, if after that comes the end of the
-# reply (qwen: or another call). In a pattern \0 is that end. No text contains it, so
-# that branch can only match partially: while the reply runs, a partial match means to
-# wait; once it is over, it counts as a match.
+# reply, or another call. In a pattern \0 is that end. No text contains it, so that
+# branch can only match partially: while the reply runs, a partial match means to wait;
+# once it is over, it counts as a match.
+#
+# A closing tag is quoted if what follows is surely none of the NEXT tags: 20 characters
+# tell, or the end of the reply.
+_NO_NEXT: Final = r"""(?x:
+    \s*+ (?! NEXT | \0 ) (?= (?s: .{20} ) | [^<\0] [^\0]{0,19} \0 )
+)"""
+_QWEN_NO_NEXT: Final = _NO_NEXT.replace(
+    "NEXT", r"<parameter[= ] | </parameter> | </function> | </tool_call>"
+)
 
 _QWEN_NAME: Final = Pattern(
     r"<function=(?P<qwen>[^\s<>]{1,200})>",
@@ -13977,15 +14008,24 @@ _QWEN_KEY: Final = Pattern(
 )
 _QWEN_VALUE_END: Final = Pattern(
     r"""(?x:
-        \n? </parameter>
+        \n? </parameter> (?: \s* </parameter> )?
         (?= \s* (?: <parameter[= ] | </function> | </tool_call> ) )
-      | \n?                         # never closed
-        (?= </function> \s* </tool_call> \s* (?: <tool_call> | \0 ) )
-    )""",
+      | (?P<unclosed> \n?
+            (?= (?: </function> \s* )? </tool_call> \s* (?: <tool_call> | \0 ) )
+          | \n (?= (?: </function> \s* )? </tool_call> [ \t]{0,9} \n ) )
+      | (?P<unreadable> \n (?: <tool_call> | <function= [^<>\s]{1,200} > ) \s* \n
+            | \n </parameter> NO_NEXT            # on a line of its own
+            | </parameter> NO_NEXT (?= < )       # a key that is misspelt
+            | </parameter> (?= \w )
+            | </function> [ \t]{0,9} \n NO_NEXT )
+      | (?P<quoted> (?: </parameter> | </tool_call> ) NO_NEXT )
+    )""".replace("NO_NEXT", _QWEN_NO_NEXT),
     example="a.md\n</parameter>\n</function>",
-    near_miss="a.md\n</parameter>\nis a tag",
+    near_miss="a.md\n</parameter>\n",
 )
-_QWEN_NEXT_KEY: Final = r"""\n(?=<parameter(?:=|\ name=)["']?(?:KEYS)["']?>)"""
+_QWEN_NEXT_KEY: Final = r"""(?x:
+    \n? (?= <parameter (?: = | [ ]name= ) ["']? (?P<next_key> KEYS ) ["']? > )
+)"""
 
 _GLM_NAME: Final = Pattern(
     r"""(?x:
@@ -14001,24 +14041,33 @@ _GLM_KEY: Final = Pattern(
         \s*
         (?: (?: <arg_key> ){1,3}     # why(L-82): tags come twice, or not at all
             (?P<key> [^<]+ )
-            (?: (?: </arg_key> \s* ){1,3} (?: <arg_value> | (?= [^<\s] ) )
-              | <arg_value> )
+            (?: (?: </arg_key> \s* ){1,3} (?: <arg_value> ONCE | (?= [^<\s] ) )
+              | <arg_value> ONCE )
           | (?P<end> </tool_call> | (?= <tool_call> ) )
         )
-    )""",
-    example="<arg_key>path</arg_key></arg_key><arg_value>",
+    )""".replace("ONCE", "(?: <arg_value> )? (?= [^<] | < (?s: .{11} ) )"),
+    example="<arg_key>path</arg_key></arg_key><arg_value>a",
     near_miss="<arg_key>path</arg_key></arg_value>",
 )
 _GLM_VALUE_END: Final = Pattern(
     r"""(?x:
         </arg_value> (?: \s* </arg_value> )?
         (?= \s* < (?: arg_key | /tool_call> | tool_call>\w ) )
-      | (?= </tool_call> \s* \0 )   # never closed
-    )""",
+      | (?P<unclosed> (?= </tool_call> \s* (?: <tool_call> | \0 ) ) )
+      | (?P<unreadable> <arg_value> )
+      | (?P<quoted> (?: </arg_value> | </tool_call> ) NO_NEXT )
+    )""".replace(
+        "NO_NEXT",
+        _NO_NEXT.replace(
+            "NEXT", r"<arg_key | </arg_value> | </tool_call> | <tool_call>"
+        ),
+    ),
     example="a.md</arg_value>\n<arg_key>",
-    near_miss="a.md</arg_value> is a tag",
+    near_miss="a.md</arg_value> ",
 )
-_GLM_NEXT_KEY: Final = r"\n?(?=<arg_key>\s*(?:KEYS)\s*</arg_key>)"
+_GLM_NEXT_KEY: Final = (
+    r"(?:\n?(?=<arg_key>\s*(?P<next_key>KEYS)\s*(?:</arg_key>|<arg_value>)))"
+)
 
 _MINIMAX_NAME: Final = Pattern(
     r'<invoke name="?(?P<minimax>[^\s<>"]+)"?>',
@@ -14040,15 +14089,24 @@ _MINIMAX_KEY: Final = Pattern(
 )
 _MINIMAX_VALUE_END: Final = Pattern(
     r"""(?x:
-        </parameter>
+        </parameter> (?: \s* </parameter> )?
         (?= \s* (?: <parameter[ ]
                    | (?: </invoke> \s* )? </minimax:tool_call>
                    | </invoke> \s* (?: <(?:invoke|parameter)[ ] | LAST ) ) )
-      | (?= </invoke> \s* </minimax:tool_call> \s* \0 )   # never closed
+      | (?P<unclosed> (?= </invoke> \s* (?: </minimax:tool_call> \s* )?
+            (?: \0 | <(?:minimax:tool_call>|invoke[ ]) ) ) )
+      | (?P<unreadable> </parameter> NO_NEXT (?= < )   # a key that is misspelt
+            | </parameter> (?= \w | [ \t]{0,9} \n NO_NEXT ) )
+      | (?P<quoted> (?: </parameter> | </minimax:tool_call> ) NO_NEXT )
     )""".replace(
         # The outer closing tag was forgotten: no other value ends in what follows.
         "LAST",
         r"(?: (?! </parameter> ) [^\0] ){0,2000}+ \0",
+    ).replace(
+        "NO_NEXT",
+        _NO_NEXT.replace(
+            "NEXT", r"<parameter[ ] | </parameter> | </invoke> | </minimax:tool_call>"
+        ),
     ),
     example="a.md</parameter>\n</invoke>\n</minimax:tool_call>",
     near_miss="a.md</parameter>\n</invoke> is how it ends</parameter>",
@@ -14085,19 +14143,24 @@ _MINICPM_KEY: Final = Pattern(
 )
 _MINICPM_VALUE_END: Final = Pattern(
     r"""(?x:
-        \s* </param> (?= \s* (?: <param[ ] | </function> ) )
-      | (?= </function> \s* (?: <function[ ] | \0 ) )   # never closed
-    )""",
+        \s* </param> (?: \s* </param> )? (?= \s* (?: <param[ ] | </function> ) )
+      | (?P<unclosed> (?= </function> \s* (?: <function[ ] | \0 ) ) )
+      | (?P<unreadable> </param> NO_NEXT               # CDATA is for quotations
+            | <param[ ] | [ ]name="[^"<>\n]{1,99}"> )
+      | (?P<quoted> </function> NO_NEXT )
+    )""".replace(
+        "NO_NEXT", _NO_NEXT.replace("NEXT", r"<param[ ] | </param> | </function>")
+    ),
     example="a.md</param>\n</function>",
-    near_miss="a.md</param> is a tag",
+    near_miss="a.md</param> ",
 )
 _MINICPM_QUOTED_END: Final = Pattern(
     r"\]\]>\s*</param>(?=\s*(?:<param |</function>))",
     example="a <b>]]></param>\n</function>",
     near_miss="a </param></function>",
 )
-_MINICPM_NEXT_KEY: Final = r'\n?(?=<param name="?(?:KEYS)"?>)'
-_MINIMAX_NEXT_KEY: Final = r'\n?(?=<parameter name="?(?:KEYS)"?>)'
+_MINICPM_NEXT_KEY: Final = r'(?:\n?(?=<param name="?(?P<next_key>KEYS)"?>))'
+_MINIMAX_NEXT_KEY: Final = r'(?:\n?(?=<parameter name="?(?P<next_key>KEYS)"?>))'
 
 # `++` and the bounds: what is no header must not be tried from each of its letters
 # (L-88).
@@ -14170,7 +14233,13 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         example="<tool_call>\n<function=read>\n<parameter=path>\na.md\n</parameter>\n"
         "</function>\n</tool_call>",
         untagged_call=r"<function=(?:NAMES)>(?=\s{0,40}<(?:parameter=|/function>))",
-        tags=ParameterTags(_QWEN_KEY, _QWEN_VALUE_END, next_key=_QWEN_NEXT_KEY),
+        tags=ParameterTags(
+            _QWEN_KEY,
+            _QWEN_VALUE_END,
+            next_key=_QWEN_NEXT_KEY,
+            any_tag=r"</?tool_call>|<function=[^<>\s]{1,200}>|</function>|</parameter>",
+            later_tag=r"<parameter[= ]|\n\s*<\w",
+        ),
         # The end of a value has the beginning of the next tag: a file may have closing
         # tags in it.
         spelling=ArgumentSpelling(
@@ -14187,7 +14256,13 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         name=_GLM_NAME,
         example="<tool_call>read<arg_key>path</arg_key><arg_value>a.md</arg_value>"
         "</tool_call>",
-        tags=ParameterTags(_GLM_KEY, _GLM_VALUE_END, next_key=_GLM_NEXT_KEY),
+        tags=ParameterTags(
+            _GLM_KEY,
+            _GLM_VALUE_END,
+            next_key=_GLM_NEXT_KEY,
+            any_tag="</?tool_call>|</?arg_key>|</?arg_value>",
+            later_tag="</?arg_key>",
+        ),
         spelling=ArgumentSpelling(
             first="",
             key="<arg_key>{key}</arg_key>{gap}<arg_value>",
@@ -14204,7 +14279,12 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         untagged_call=r'<invoke name="?(?:NAMES)"?>'
         r"(?=\s{0,40}<(?:parameter |/invoke>))",
         tags=ParameterTags(
-            _MINIMAX_KEY, _MINIMAX_VALUE_END, next_key=_MINIMAX_NEXT_KEY
+            _MINIMAX_KEY,
+            _MINIMAX_VALUE_END,
+            next_key=_MINIMAX_NEXT_KEY,
+            any_tag=r"</?minimax:tool_call>|<invoke[ ][^<>]{1,200}>"
+            r"|</invoke>|</parameter>",
+            later_tag=r"<parameter[ ]|\n\s*<\w",
         ),
         spelling=ArgumentSpelling(
             first="<",
@@ -14249,7 +14329,12 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         name=_MINICPM_NAME,
         example='<function name="read"><param name="path">a.md</param></function>',
         tags=ParameterTags(
-            _MINICPM_KEY, _MINICPM_VALUE_END, _MINICPM_QUOTED_END, _MINICPM_NEXT_KEY
+            _MINICPM_KEY,
+            _MINICPM_VALUE_END,
+            _MINICPM_QUOTED_END,
+            _MINICPM_NEXT_KEY,
+            any_tag="<function [^<>]{1,200}>|</function>|</param>",
+            later_tag="<param[ ]",
         ),
     ),
     "hermes": CallSyntax(  # its marker is in the templates of qwen and glm, too
@@ -14396,9 +14481,23 @@ def tool_call_prefixes(
 #  4 Reply      Pieces of the reply (REASONING PARSER) -> deltas.
 #
 # How a call begins tells its syntax, whatever the template says: models mix them. What
-# calls no tool that was offered is text. Once a name was emitted the call cannot be
-# taken back: where its arguments cannot be read any more they stay open, and the reply
-# ends there as one that was cut: no call runs with fewer arguments than were written.
+# calls no tool that was offered is text.
+#
+# The rule: a call never runs with fewer arguments than were written, and no value has
+# more text than its own (L-133). Once a name was emitted the call cannot be taken back.
+# So where nobody can tell any more what was meant, its arguments stay open, and the
+# reply ends there as one that was cut. What would be told too late if the arguments
+# were closed with their last bracket, an argument behind the end of its call, is waited
+# for: they are closed when the next text has come, or the reply is over.
+#
+# An end tag that is known to be a token of its own ends its call, whatever stands open;
+# then the same letters in other tokens are text. Where tokens are not known (tags that
+# have several, replies in the tests), the text around a tag tells.
+#
+# What the splitter (REASONING PARSER) and the reply promise each other: text goes to
+# the splitter's `feed`. Once that returns a "tool" piece, `in_call` is true and all
+# text is of a call, until a CallReader is done. Then what was no call goes back to it
+# by `add_text`, and what follows the call by `resume`.
 #
 # Names and tags are read by patterns of CALL SYNTAXES, whose matches may be partial:
 # the text ends, and what comes next decides. Then the reader waits. JSON is read here,
@@ -14488,7 +14587,7 @@ def value_as_json(text: str, types: set[str]) -> str:
     can_be_string = not types or "string" in types
     parsers: list[Callable[[str], object]] = [partial(json.loads, strict=False)]
     if _PYTHON_VALUE.match(text):
-        parsers.append(ast.literal_eval)
+        parsers.append(load_python)
     if not can_be_string:
         parsers.append(_load_escaped)
     for parse in parsers:
@@ -14497,6 +14596,26 @@ def value_as_json(text: str, types: set[str]) -> str:
             if can_be_string or not isinstance(value, str):
                 return to_json(text if _is_string(value, types) else value)
     return to_json(text)
+
+
+def load_python(text: str) -> object:
+    """A literal in Python. Raises ValueError, SyntaxError, TypeError, MemoryError."""
+    return ast.literal_eval(without_false_escapes(text.strip()))
+
+
+def without_false_escapes(source: str) -> str:
+    """Python with a second backslash where one begins no escape.
+
+    It means the same; Python would print a warning.
+    """
+    return _PYTHON_ESCAPE.sub(
+        lambda match: match[0] if match["escape"] else f"\\{match[0]}", source
+    )
+
+
+_PYTHON_ESCAPE: Final = re.compile(
+    r"""\\(?:(?P<escape>[\\'"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}(?![0-7]))|)"""
+)
 
 
 def _load_escaped(text: str) -> object:
@@ -14580,6 +14699,27 @@ class ReplyDeltas:
 # They share one UnreadText: each takes from its front what is certain.
 
 
+class TextBefore(NamedTuple):
+    """A text up to what ends it."""
+
+    text: str
+    ending: Any = None  # the match; None: it has not come
+    cut_tag: str = ""  # at the end of the reply: what might have become one
+
+    def group(self, name: str) -> str | None:
+        """A group of what ends it, which may be empty; None if it is not there."""
+        groups = self.ending.groupdict() if self.ending is not None else {}
+        group: str | None = groups.get(name)
+        return group
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is a value with its closing tag."""
+        is_unclosed = self.group("unclosed") is not None
+        is_unclosed |= self.group("next_key") is not None
+        return self.ending is not None and not is_unclosed
+
+
 class UnreadText:
     """The text of a call that was generated and not read. It is read from the front."""
 
@@ -14587,6 +14727,7 @@ class UnreadText:
         self.text = ""
         self.is_complete = False  # no more will come
         self.is_cut = False  # it ends inside a tag, or a member
+        self.has_tokens = False  # an end tag would have come as a token of its own
 
     def match_next(self, pattern: Pattern) -> Any:
         """Take a match from the front and return it; None if nothing fits there.
@@ -14603,28 +14744,51 @@ class UnreadText:
         self.text = self.text[match.end() :]
         return match
 
-    def take_until(self, pattern: Pattern) -> tuple[str, bool]:
-        """Take the text before a match, and the match; says whether the match has come.
+    def take_until(self, pattern: Pattern) -> TextBefore:
+        """Take the text before a match, and the match.
 
-        If not, what may be its beginning stays. In a complete text it is taken, too.
+        As long as it has not come, what may be its beginning stays. In a complete text
+        it is taken, too.
+        """
+        match = self._find_first(pattern)
+        text = self.text[: match.start()]
+        if not match.partial:
+            self.text = self.text[match.end() :]
+            return TextBefore(text, match)
+        self.text = self.text[match.start() :]
+        if not self.is_complete:
+            return TextBefore(text)
+
+        # It may have waited for the end of the reply, and so end before that.
+        match_at_end = pattern.compiled.match(self.text + "\0")
+        end = match_at_end.end() if match_at_end else len(self.text)
+        cut_tag = "" if match_at_end else self.text
+        self.text = self.text[end:]
+        return TextBefore(text, match_at_end, cut_tag=cut_tag)
+
+    def _find_first(self, pattern: Pattern) -> Any:
+        """The first match, also one that is partial.
+
+        The regex library takes a whole match for better, wherever it is.
         """
         match = pattern.compiled.search(self.text, partial=True)
-        has_come = self.is_complete or not match.partial
-        end = match.end() if has_come else match.start()
-        if match.partial and self.is_complete:
-            # It may have waited for the end of the reply, and so end before that.
-            match_at_end = pattern.compiled.match(self.text + "\0", match.start())
-            end = match_at_end.end() if match_at_end else end
+        first_start = max(0, len(self.text) - _LONGEST_TAG)
+        for start in _TAG_START.finditer(self.text, first_start, match.start()):
+            earlier = pattern.compiled.match(self.text, start.start(), partial=True)
+            if earlier is not None:
+                return earlier
+        return match
 
-        text = self.text[: match.start()]
-        self.text = self.text[end:]
-        return text, has_come
+
+_TAG_START: Final = re.compile(r"[\s<\]]")
+_LONGEST_TAG: Final = 3000  # letters, with those that come before and after
 
 
 class TaggedArguments:
     """Reads arguments between tags: a tag, then its value, if it has one, and so on.
 
-    In the place of the tags a model may write all arguments as one JSON object.
+    In the place of the tags a model may write all arguments as one JSON object. Once
+    they are read, `closing` closes them.
     """
 
     def __init__(
@@ -14635,14 +14799,14 @@ class TaggedArguments:
         self._unread = unread
         self._tags = tags
         self._parameters = parameters
-        properties = parameters.get("properties")
-        self._open_keys = set(properties) if isinstance(properties, dict) else set()
+        self._used_keys: set[str] = set()
         self._value: TaggedValue | JsonArguments | None = None  # None: a tag comes next
         self._has_tag = False  # one of its own has come
         self._has_end_tag = False  # one after which the call may end
+        self._is_json = False  # they were one JSON object
         self._opening = "{"  # emitted with the next text
-        self._closing = "}"
         self._separator = ""
+        self.closing = "}"
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
@@ -14654,7 +14818,9 @@ class TaggedArguments:
                 if not self._value.is_done:
                     break
                 self.is_done = self.is_broken = self._value.is_broken
-                self._closing = self._value.closing or self._closing
+                if isinstance(self._value, JsonArguments):
+                    self.closing = self._value.closing
+                    self._is_json = True
                 self._value = None
                 continue
             match = self._unread.match_next(self._tags.key)
@@ -14666,76 +14832,163 @@ class TaggedArguments:
     def _accept(self, match: Any) -> str:
         """Go on after a tag; returns what it is in JSON."""
         if match is None:
-            return self._accept_other()
+            self._accept_other()
+            return ""
         self._has_tag = True
         if match["end"] is not None:
             self.is_done = True
-            return self._closing
+            return ""
         if match["key"] is None:  # a closing tag, but not the last
             self._has_end_tag = True
             return ""
+        if self._is_json:
+            self.is_done = self.is_broken = True
+            return ""
         key = match["key"].strip()
-        self._open_keys.discard(key)
-        types = argument_types(self._parameters, key)
-        value_end = self._value_end()
-        if self._tags.quoted_value_end and match["quoted"] is not None:
-            value_end = self._tags.quoted_value_end
-        self._value = TaggedValue(self._unread, value_end, types)
+        self._used_keys.add(key)
+        is_quoted = self._tags.quoted_value_end and match["quoted"] is not None
+        self._value = TaggedValue(
+            self._unread,
+            self._value_end(match),
+            tags=ParameterTags(*self._tags[:2]) if is_quoted else self._tags,
+            types=argument_types(self._parameters, key),
+            used_keys=self._used_keys,
+        )
         separator = self._separator
         self._separator = ", "
         return f"{separator}{to_json(key)}: "
 
-    def _accept_other(self) -> str:
+    def _accept_other(self) -> None:
         """What comes next is no tag of the call."""
         if not self._has_tag and self._unread.match_next(_JSON_START) is not None:
             self._has_tag = True
-            self._value = JsonArguments(self._unread, opening="", end=None)
-            return ""
+            self._value = JsonArguments(
+                self._unread, opening="", end=None, parameters=self._parameters
+            )
+            return
         self.is_done = True
         rest = self._unread.text.strip()
         is_cut_tag = rest.startswith("<") and rest != "<" and rest[1] != "/"
-        if self._has_end_tag:  # what follows is text
+        if not self._has_tag:
+            self.is_broken = True
+        elif self._has_end_tag:  # what follows is text
             self.is_broken = self._unread.is_complete and is_cut_tag
         elif self._unread.is_complete:
             self.is_broken = is_cut_tag or (bool(rest) and rest[0] != "<")
         else:
             self.is_broken = True
-        return "" if self.is_broken else self._closing
 
-    def _value_end(self) -> Pattern:
+    def _value_end(self, match: Any) -> Pattern:
+        """What ends the value after the tag that was matched."""
+        if self._tags.quoted_value_end and match["quoted"] is not None:
+            return self._tags.quoted_value_end
         end = self._tags.value_end
-        if not self._open_keys or not self._tags.next_key:
+        properties = self._parameters.get("properties")
+        if not isinstance(properties, dict) or not properties:
             return end
-        names = "|".join(sorted(map(regex.escape, self._open_keys)))
+        names = "|".join(sorted(map(regex.escape, properties)))
         next_key = self._tags.next_key.replace("KEYS", names)
         return replace(end, source=f"{end.source}|{next_key}")
 
 
 class TaggedValue:
-    """Reads a value up to the tag that ends it. A string is emitted as it grows."""
+    """Reads a value up to the tag that ends it. A string is emitted as it grows.
 
-    def __init__(self, unread: UnreadText, end: Pattern, types: set[str]) -> None:
+    A value that was never closed ends before the next key of the tool's, or with the
+    call. It is broken if that key came before, if a closing tag is in it, or what looks
+    like one at its end: then nobody can tell where it ends (L-133).
+    """
+
+    def __init__(
+        self,
+        unread: UnreadText,
+        end: Pattern,
+        *,
+        tags: ParameterTags,
+        types: set[str],
+        used_keys: set[str],
+    ) -> None:
         self.is_done = False
-        self.is_broken = False  # any text is a value
-        self.closing = ""
+        self.is_broken = False
         self._unread = unread
         self._end = end
+        # A quoted closing tag is in it, after which these mean something, too.
+        self._end_after_tag = replace(
+            end, source=f"(?P<unreadable>{tags.later_tag})|{end.source}"
+        )
+        self._tag_at_start = regex.compile(rf"\s*(?:{tags.any_tag})")
+        self._tag_at_end = regex.compile(rf"(?:{tags.any_tag})\s*\Z")
+        self._start = ""  # of its text, as long as a tag
+        self._has_quoted_tag = False
         self._types = types
+        self._used_keys = used_keys
         self._is_string = types == {"string"}
-        self._text = ""  # of a value that is no string, as far as it was read
+        self._can_be_string = not types or "string" in types
+        self._text = ""  # as far as it was read; of a string, its end
         self._opening = '"'  # emitted with the next text
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
-        text, self.is_done = self._unread.take_until(self._end)
-        if not self._is_string:
-            self._text += text
-            return value_as_json(self._text, self._types) if self.is_done else ""
+        json_text = ""
+        while not self.is_done:
+            end = self._end_after_tag if self._has_quoted_tag else self._end
+            before = self._unread.take_until(end)
+            quoted_tag = before.group("quoted")
+            json_text += self._emit(before.text + (quoted_tag or ""))
+            if quoted_tag:
+                self._has_quoted_tag = True
+            elif before.ending is not None or self._unread.is_complete:
+                self.is_done = True
+                self.is_broken = self._is_unreadable(before)
+            else:
+                return json_text
+        return json_text if self.is_broken else json_text + self._end_of_value()
 
+    def _end_of_value(self) -> str:
+        return '"' if self._is_string else value_as_json(self._text, self._types)
+
+    def _emit(self, text: str) -> str:
+        """Take a part of the value; returns what is certain of it."""
+        self._text += text
+        self._start = (self._start + text)[:_TAG_LENGTH]
+        if not self._is_string:
+            return ""
+        self._text = self._text[-_TAG_LENGTH:]
         opening = self._opening
         self._opening = ""
-        closing = '"' if self.is_done else ""
-        return opening + escape_json(text) + closing
+        return opening + escape_json(text)
+
+    def _is_unreadable(self, before: TextBefore) -> bool:
+        """Whether nobody can tell where the value ends that has just ended."""
+        if self._tag_at_start.match(self._start) or self._tag_at_end.search(self._text):
+            return True
+        if before.group("unreadable") is not None or self._is_other_type(before):
+            return True
+        is_doubtful = self._has_quoted_tag or self._ends_with_tag()
+        if before.ending is None:  # the reply was cut in it
+            cut_tag = before.cut_tag.lstrip()
+            is_key = cut_tag.startswith("<") and cut_tag[1:2] not in {"", "/"}
+            return is_key or is_doubtful
+        if before.is_closed:
+            return False
+        is_empty = not self._text.strip()
+        return is_empty or is_doubtful or before.group("next_key") in self._used_keys
+
+    def _is_other_type(self, before: TextBefore) -> bool:
+        """Whether it is of another type than the schema's, and a tag may be why."""
+        if self._can_be_string:
+            return False
+        if not value_as_json(self._text, self._types).startswith('"'):
+            return False
+        return not before.is_closed or _ANY_TAG.search(self._text) is not None
+
+    def _ends_with_tag(self) -> bool:
+        """Whether a tag, rightly written or not, may be near its end."""
+        return "<" in self._text or self._text.rstrip().endswith(">")
+
+
+_TAG_LENGTH: Final = 250  # letters, at most
+_ANY_TAG: Final = re.compile(r"</?\w")
 
 
 # JSON as models write it: with comments, and commas or quotes too many or too few. A
@@ -14769,7 +15022,7 @@ _ESCAPE: Final = r"""(?x:
 )"""
 _CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
 _KEY: Final = (
-    rf'{_GAP}(?:"{_CHARACTER}{{0,999}}"|(?P<single_quoted>{_SINGLE_QUOTED})'
+    rf'{_GAP}(?P<key>"{_CHARACTER}{{0,999}}"|(?P<single_quoted>{_SINGLE_QUOTED})'
     rf"|(?P<bare_key>[A-Za-z_$][\w$-]{{0,199}})){_GAP}:"
 )
 
@@ -14784,13 +15037,15 @@ _KEY: Final = (
 #     blanks, and any other character     say "hello" to  is inside
 #     a tag of something else             "<b>            is inside
 #     a comma, and no key after it        f("a", b + 1)   is inside (in objects)
+#     a colon                             "x, "n": 5      ends a key: the string before
+#                                                         was never closed (L-133)
 _STRING: Final = r"""(?x:
     CHARACTER+
   | (?P<raw>
         [\x00-\x1f]
       | \\ (?! ESCAPE ) (?= (?s: .{11} ) )          # C:\Users
-      | " (?= [^\s,}\]<]                            # print("hello")
-            | \s \s* (?: [^\s,}\]"/<] | / [^/*] )   # say "hello" to; "a" / b
+      | " (?= [^\s,:}\]<]                           # print("hello")
+            | \s \s* (?: [^\s,:}\]"/<] | / [^/*] )  # say "hello" to; "a" / b
             | < (?! /?tool_call> ) (?s: .{11} )     # "<b>: 12 characters tell
             | COMMA_INSIDE )                        # f("a", b + 1)
     )
@@ -14799,6 +15054,7 @@ _STRING: Final = r"""(?x:
                      | COMMA_AFTER )                # "hello", "n": 5
             | \s \s* (?: " | / [/*] ) )             # "hello" "n"; "hello" // why
     )
+  | (?P<key_end> " (?= \s* : ) )                   # "x, "n": 5
 )""".replace("CHARACTER", _CHARACTER).replace("ESCAPE", _ESCAPE)
 _STRING_IN_OBJECT: Final = _STRING.replace(
     "COMMA_INSIDE",
@@ -14887,6 +15143,16 @@ _JSON_CALL_END: Final = Pattern(
     example="}}\n</tool_call>",
     near_miss="}\n<b>",
 )
+# The same where the arguments are a member of the call, whose bracket comes after them:
+# what comes before it is none of a text.
+_JSON_MEMBER_END: Final = Pattern(
+    r"""(?x:
+        GAP [}\]]+ GAP (?: </tool_call> | (?= <tool_call> | [^\s}\]<] ) )
+      | \s* (?: </tool_call> | (?= <tool_call> ) )     # it was forgotten
+    )""".replace("GAP", _GAP),
+    example="}}\n</tool_call>",
+    near_miss="\nDone.",
+)
 # A member of the call follows that is none of its arguments: or one that was meant as
 # an argument, before which a bracket was closed too early.
 _LATER_MEMBER: Final = Pattern(
@@ -14895,6 +15161,18 @@ _LATER_MEMBER: Final = Pattern(
     near_miss="}}\n",
 )
 _CALL_MEMBERS: Final = {"id", "type", "index", "call_id", "tool_call_id"}
+# An argument after a bracket that was closed too early.
+_LOST_MEMBER: Final = Pattern(
+    r"""(?x:
+        (?: BRACKETS (?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,9}
+        BRACKETS
+        (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '
+          | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )
+        \s{0,9} :
+    )""".replace("CHARACTER", _CHARACTER).replace("BRACKETS", r"[\s}\],;]{0,99}+"),
+    example='; "n": 5',
+    near_miss="}\nn: 5",
+)
 # Where arguments are left open, and nothing was written that would be lost: before a
 # tag that ends the call, or at the end of the reply.
 _LEFT_OPEN: Final = Pattern(
@@ -14908,9 +15186,9 @@ class JsonArguments:
     """Reads arguments that are JSON. Their `{` was read with the name.
 
     They are emitted as they were generated, a member only once its value begins: so
-    closing all that is open always makes valid JSON. Their last bracket is emitted at
-    the end of the call: if then more arguments follow, or if they cannot be read on,
-    they are broken and stay open, since clients run what is valid (L-86).
+    closing all that is open always makes valid JSON. `closing`, their last bracket, is
+    for the end of the call: if then more arguments follow, or if they cannot be read
+    on, they are broken and stay open, since clients run what is valid (L-86).
     """
 
     def __init__(
@@ -14918,19 +15196,33 @@ class JsonArguments:
         unread: UnreadText,
         *,
         opening: str = "{",
-        end: Pattern | None = _JSON_CALL_END,
+        end: Pattern | None,
+        parameters: Schema,
     ) -> None:
-        """`opening` is emitted first.
+        """`opening` is emitted first. `end`: what ends the call; None: others read it.
 
-        `end`: what ends the call. None: others read it, and emit `closing`.
+        `parameters`: the tool's schema.
         """
         self.is_done = False
         self.is_broken = False  # some of what was written cannot be read
         self._unread = unread
         self._open = [OBJECT_START]  # all that is open, outermost first
         self._opening = opening  # emitted with the next text
-        self.closing = ""  # emitted at the end of the call
+        self.closing = ""
         self._end = end
+        properties = parameters.get("properties")
+        self._keys = set(properties) if isinstance(properties, dict) else set()
+        self._string = OpenString(self._keys)  # that is open, or was last
+        self._has_mended_bracket = False
+        # A key of the tool's is in an object inside the arguments: if a bracket is
+        # missing, it was before that key.
+        self._has_inner_key = False
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string is open, and nothing tells yet that it is closed."""
+        is_open = bool(self._open) and self._open[-1].closer == '"'
+        return is_open and not self._unread.text.startswith('"')
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
@@ -14945,9 +15237,6 @@ class JsonArguments:
             if part is None:
                 break
             json_text += part
-
-        if self.is_done and self._end is not None and not self.is_broken:
-            json_text += self.closing
         return json_text
 
     def _read_next(self) -> str | None:
@@ -14974,31 +15263,70 @@ class JsonArguments:
         if self._end is None:
             self.is_done = True
             return
-        match = self._unread.match_next(_LATER_MEMBER)
-        if match is None:
-            match = self._unread.match_next(self._end)
-            self.is_done = match is None or not match.partial
-        elif not match.partial:
-            self.is_broken = match["name"] not in _CALL_MEMBERS
-            self.is_done = self.is_broken
-            if not self.is_broken:
+        text = self._unread.text
+        lost = _LOST_MEMBER.compiled.match(text, partial=True)
+        if lost is not None and not lost.partial:
+            later = self._unread.match_next(_LATER_MEMBER)
+            if later is not None and later["name"] in _CALL_MEMBERS:
                 self._open.append(OBJECT_MEMBER)  # whose text is not emitted
+            else:
+                self.is_done = self.is_broken = True
+        elif lost is None or self._unread.is_complete:
+            self._end_call(self._end)
+            is_cut = lost is not None and re.search(r"[,;]\s*[\"']", text)
+            self.is_broken |= self.is_done and bool(is_cut)
 
-    def _accept(self, match: Any) -> str:
-        """Go on to the state after `match`; returns its text as JSON."""
+    def _end_call(self, end: Pattern) -> None:
+        """Take what ends the call. A text ends it, too, unless it is a member's."""
+        match = self._unread.match_next(end)
+        if match is not None and match.partial:
+            return
+        self.is_done = True
+        if end is not _JSON_MEMBER_END:
+            rest = self._unread.text.lstrip()
+            has_tag = match is not None and "<" in match[0]
+            follows_text = not has_tag and rest[:1] not in {"", "<", "["}
+            self.is_broken = self._has_mended_bracket and follows_text
+            return
+        if match is None:
+            rest = self._unread.text.lstrip()
+            self.is_broken = bool(rest) and rest[0] not in "}]"
+        has_bracket = match is not None and match[0].lstrip()[:1] != "<"
+        self.is_broken |= self._has_inner_key and not has_bracket
+
+    def _accept(self, match: Any) -> str | None:
+        """Go on to the state after `match`; returns its text as JSON.
+
+        None: it is broken.
+        """
         text: str = match[0]
         state = self._open.pop()
         if state.closer == '"':
             if match["close"] is not None:
                 return text
             self._open.append(state)
-            return text if match["raw"] is None else escape_json(text)
+            return self._accept_string(match)
         if match["close"] is not None:
             return _mend(match)
+        if self._open and state is OBJECT_MEMBER:
+            self._has_inner_key |= match["key"].strip("\"'") in self._keys
         self._open.append(_NEXT_STATES.get(state, state))
         if match["open"] is not None:
             self._open.append(_opened_state(text[-1], container=state))
+            self._string = OpenString(self._keys)
         return _mend(match)
+
+    def _accept_string(self, match: Any) -> str | None:
+        """Take a part of a string."""
+        if match["key_end"] is not None:
+            self.is_broken = True
+            return None
+        is_raw = match["raw"] is not None
+        text, rest = self._string.take(match[0], is_raw=is_raw)
+        self._unread.text = rest + self._unread.text
+        is_tag = self._string.is_doubtful and not self._unread.has_tokens
+        self.is_broken = is_tag or self._string.has_key
+        return escape_json(text) if is_raw else text
 
     def _accept_other(self) -> str | None:
         """What comes next does not fit, or was cut off; returns what closes it.
@@ -15007,28 +15335,92 @@ class JsonArguments:
         """
         rest = self._unread.text.strip()
         if self._unread.is_complete and self._is_whole(rest):
+            self._unread.text = ""
             return self._close_all()
         if self._open[-1].closer != '"':
             match = self._unread.match_next(_LEFT_OPEN)
-            if match is not None:
-                return None if match.partial else self._close_all()
+            if match is not None and match.partial:
+                return None
+            if match is not None and self._open != [OBJECT_START]:
+                return self._close_all()
             closers = [state.closer for state in self._open]
-            if rest[:1] in closers:  # brackets before it were forgotten
-                return self._open.pop().closer
+            if rest[:1] in closers and not self._has_inner_key:
+                self._has_mended_bracket = True
+                return self._open.pop().closer  # brackets before it were forgotten
         self.is_broken = True
         return None
 
     def _is_whole(self, rest: str) -> bool:
         """Whether the last `rest` of a reply has no part of an argument."""
+        if self._open == [OBJECT_START]:
+            return False  # it may have had any
         if self._open[-1].closer != '"':
             return not rest.strip(", \t\r\n}]")
+        if self._string.is_unclosed:
+            return False
         # Half an escape: the string was cut, wherever it was.
         return rest.startswith("\\") or not rest.strip('", \t\r\n}]')
 
-    def _close_all(self) -> str:
+    def _close_all(self) -> str | None:
+        if self._has_inner_key and len(self._open) > 1:
+            self.is_broken = True
+            return None
         closers = [state.closer for state in reversed(self._open)]
         self._open.clear()
         return "".join(closers)
+
+
+class OpenString:
+    """What tells that a string in JSON was never closed (L-133).
+
+    It holds the closing tag of its call, and quotes or line breaks that JSON would
+    escape; or a key of the tool's, before such a quote; or it has such quotes, or a
+    bracket at the end of a line, where the reply is over.
+    """
+
+    def __init__(self, keys: set[str]) -> None:
+        """`keys`: of the tool's schema."""
+        self.has_key = False
+        self._keys = keys
+        self._end = ""  # of its text, as long as a tag
+        self._has_quote = False
+        self._has_break = False
+        self._has_tag = False
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it was never closed, if what looks like a tag in it may be one."""
+        return self._has_tag and (self._has_quote or self._has_break)
+
+    @property
+    def is_unclosed(self) -> bool:
+        """Whether it was never closed, if the reply is over."""
+        has_bracket = re.search(r"[}\]]\s*(?:\n|\Z)", self._end) is not None
+        return self._has_tag or self._has_quote or has_bracket
+
+    def take(self, text: str, *, is_raw: bool) -> tuple[str, str]:
+        """Read on in it; returns the text up to a tag, and what follows the tag."""
+        if is_raw and text == '"':
+            self._has_quote = True
+            word = _WORD_IN_QUOTES.search(self._end)
+            self.has_key |= word is not None and word[1] in self._keys
+        self._has_break |= is_raw and text == "\n"
+        n_before = len(self._end)
+        text_with_end = self._end + text
+        tag = _CALL_END_TAG.search(text_with_end)
+        n_taken = len(text)
+        if tag is not None:
+            self._has_tag = True
+            n_taken = tag.end() - n_before
+            text_with_end = ""  # so that the tag is found once
+        self._end = text_with_end[-_TAG_LENGTH:]
+        return text[:n_taken], text[n_taken:]
+
+
+_WORD_IN_QUOTES: Final = re.compile(r"(?:\A|[\s,;{]\")([\w$.-]+)\Z")
+_CALL_END_TAG: Final = re.compile(
+    r"</tool_call>|<\|tool_call_end\|>|<\|call\|>|\[TOOL_CALLS\]"
+)
 
 
 def _mend(match: Any) -> str:
@@ -15109,7 +15501,7 @@ def _load_value(text: str) -> Any:
     with suppress(ValueError):
         return json.loads(text, strict=False)
     try:
-        return ast.literal_eval(text.strip())
+        return load_python(text)
     except (SyntaxError, TypeError) as error:
         raise ValueError(text) from error
 
@@ -15123,6 +15515,7 @@ def parse_python_calls(text: str) -> list[WholeCall]:
     """
     # A line break inside quotes is none in Python.
     text = _PYTHON_STRING.sub(lambda match: match[0].replace("\n", "\\n"), text.strip())
+    text = without_false_escapes(text)
     source = text if text.startswith("[") else f"[{text}]"
     try:
         body = ast.parse(source, mode="eval").body
@@ -15142,7 +15535,7 @@ def parse_python_calls(text: str) -> list[WholeCall]:
 
 
 _PYTHON_STRING: Final = re.compile(
-    r"""(?s:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""",
+    r'''(?s:"""(?:.)*?"""|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')''',
 )
 _JSON_WORDS: Final = {"true": True, "false": False, "null": None}
 
@@ -15158,7 +15551,15 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def _python_value(node: ast.expr, source: str) -> Any:
-    """What an argument means; also JSON's words, and a text without quotes."""
+    """What an argument means; also JSON's words, and a text without quotes.
+
+    Two texts in a row are one in Python, and here a comma that was forgotten.
+    """
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            text = ast.get_source_segment(source, part) or ""
+            if not _PYTHON_STRING.fullmatch(text.lstrip("rRuU")):
+                raise ValueError(source)
     with suppress(ValueError):
         return ast.literal_eval(_JsonWords().visit(node))
     if any(isinstance(part, ast.Constant) for part in ast.walk(node)):
@@ -15257,6 +15658,12 @@ class MarkedCalls:
         self._mark = mark
         self._offered = offered
         self._is_closed = is_closed
+        keys: set[str] = set()
+        for schema in offered.values():
+            properties = schema.get("properties")
+            keys |= set(properties) if isinstance(properties, dict) else set()
+        names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
+        self._key_pattern = regex.compile(rf"[,;\s](?:{names}):")
 
     def read(self) -> list[WholeCall]:
         """All calls. Raises ValueError if some text belongs to none."""
@@ -15343,6 +15750,8 @@ class MarkedCalls:
             with suppress(ValueError):
                 return to_json(json.loads(match[0], strict=False))
             return to_json(match[0][1:-1])
+        if match := self._take(r"'(?:[^'\\]|\\.)*+'(?=\s*[,}\]])"):
+            return to_json(match[0][1:-1].replace("\\'", "'"))
         if match := self._take(rf"(?:{_NUMBER}|(?i:true|false|null))(?=\s*[,}}\]])"):
             return value_as_json(match[0], types)
         return value_as_json(self._read_text(text_end), types)
@@ -15369,7 +15778,12 @@ class MarkedCalls:
         for match in ending_mark.finditer(self._text, start):
             if match["ends"] is not None:
                 self._position = match.end()
-                return self._text[start : match.start()]
+                text = self._text[start : match.start()]
+                has_half_mark = "<|" in text or "|>" in text
+                has_key = self._key_pattern.search(text) is not None
+                if self._mark in text or (has_half_mark and has_key):
+                    raise ValueError(text)
+                return text
             next_key = rf",\s*{_BARE_KEY}\s*:\s*\Z"
             if regex.search(next_key, self._text[start : match.start()]):
                 break  # this mark opens the next string: ours was never closed
@@ -15377,7 +15791,17 @@ class MarkedCalls:
         return text.removesuffix('"') if text.count('"') == 1 else text
 
     def _read_text(self, text_end: str) -> str:
-        """A text without a mark at its end, or with none at its beginning."""
+        """A text without a mark at its end, or with none at its beginning.
+
+        Raises ValueError if it has one inside: then it may be two.
+        """
+        text = self._read_unmarked(text_end)
+        has_key = self._key_pattern.search(text) is not None
+        if self._mark in text or has_key or _TAG_LIKE.search(text):
+            raise ValueError(text)
+        return text
+
+    def _read_unmarked(self, text_end: str) -> str:
         text: str = self._require(rf"((?s:.)*?)(?={text_end})")[1]
         # A bracket that the text has opened is no end of the call.
         while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
@@ -15388,6 +15812,7 @@ class MarkedCalls:
         return text
 
 
+_TAG_LIKE: Final = re.compile(r"<\||\|>|_function_call>|call:\w+")
 _BARE_KEY: Final = r"[\w.$@/-]+"
 # Before what ends a text: it is looked for at each letter, so blanks are read once.
 _BLANKS: Final = r"(?:(?<!\s)\s++)?"
@@ -15405,11 +15830,20 @@ def _schema_of(schema: Schema, key: str) -> Any:
     return schema.get("additionalProperties")
 
 
+# An argument behind the end of a call whose strings have marks.
+_LATE_MARK: Final = Pattern(
+    r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))",
+    example=',text:<|"|>',
+    near_miss="<|tool_call>",
+)
+
+
 class _CallBody(NamedTuple):
     """Where the text of calls ends that follows the start tag."""
 
     end: int
     n_read: int  # with the end tag
+    is_damaged: bool = False  # members follow that are none of a call
 
 
 class ForeignCalls:
@@ -15434,6 +15868,11 @@ class ForeignCalls:
         self._max_calls = max_calls
         self._mark = STRING_MARKS.get(tool_format.start)
         self._json_span = JsonSpan()
+        self._end_token: int | None = None  # where it is in the unread text
+
+    def note_end(self) -> None:
+        """The end tag comes next, as a token of its own."""
+        self._end_token = len(self._unread.text)
 
     def read(self) -> list[WholeCall]:
         """All calls, once it is done; none if nothing fits."""
@@ -15448,6 +15887,8 @@ class ForeignCalls:
             body = _CallBody(n_body, n_body + len(self._format.end))
         self._unread.text = text[body.n_read :]
         self.is_done = True
+        if body.is_damaged:
+            return []
         is_closed = body.end < len(text)
         try:
             calls = self._parse(text[: body.end], is_closed=is_closed)
@@ -15457,19 +15898,34 @@ class ForeignCalls:
         return calls[: self._max_calls]
 
     def _find_body(self, text: str) -> _CallBody | None:
-        """None if its end has not come.
-
-        An end tag between the marks of a string is a quotation.
-        """
-        if self._is_json(text):
+        """None if its end has not come."""
+        if self._is_json(text) and self._end_token is None:
             return self._find_json(text)
+        position = self._find_end_tag(text)
+        if position < 0:
+            return None
+        end = position + len(self._format.end)
+        if self._mark is None or self._max_calls == 1:
+            return _CallBody(position, end)
+
+        late = _LATE_MARK.compiled.match(text, end, partial=True)
+        if late is not None and late.partial and not self._unread.is_complete:
+            return None
+        is_damaged = late is not None and not late.partial
+        return _CallBody(position, end, is_damaged)
+
+    def _find_end_tag(self, text: str) -> int:
+        """Its position, or -1.
+
+        An end tag between the marks of a string is a quotation, if it is no token.
+        """
+        if self._end_token is not None:
+            return self._end_token - len(self._unread.text) + len(text)
         position = text.find(self._format.end)
         if self._mark is not None:
             while position >= 0 and text.count(self._mark, 0, position) % 2:
                 position = text.find(self._format.end, position + 1)
-        if position < 0:
-            return None
-        return _CallBody(position, position + len(self._format.end))
+        return position
 
     def _is_json(self, text: str) -> bool:
         """Whether it is read here as JSON, whatever mlx-lm's parser makes of it."""
@@ -15481,14 +15937,18 @@ class ForeignCalls:
     def _find_json(self, text: str) -> _CallBody | None:
         """It ends with its last bracket; then the end tag may follow."""
         end = self._json_span.find_end(text)
-        if end is None or self._format.start == MISTRAL_START:
-            return None if end is None else _CallBody(end, end)
-        match = JSON_CALL_END.compiled.match(text, end, partial=True)
-        if match is None:
-            return _CallBody(end, end)
-        if match.partial and not self._unread.is_complete:
+        if end is None:
             return None
-        return _CallBody(end, match.end())
+        lost = _LOST_MEMBER.compiled.match(text, end, partial=True)
+        if lost is not None and not lost.partial:
+            return _CallBody(end, end, is_damaged=True)
+        match = None
+        if self._format.start != MISTRAL_START:
+            match = JSON_CALL_END.compiled.match(text, end, partial=True)
+        is_undecided = bool(lost) or (match is not None and match.partial)
+        if is_undecided and not self._unread.is_complete:
+            return None
+        return _CallBody(end, match.end() if match else end)
 
     def _parse(self, body: str, *, is_closed: bool) -> list[WholeCall]:
         if self._mark is not None:
@@ -15521,15 +15981,32 @@ class CallState(Enum):
     NAME = auto()  # with the tag before it
     ARGUMENTS = auto()
     FOREIGN = auto()
+    ENDED = auto()  # whether an argument follows
     DONE = auto()
+
+
+# An argument behind the end of its call: that tag came too early.
+_LATE_TAG: Final = Pattern(
+    r"""(?x:
+        (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
+        [^<]{0,99}+ </? (?: param | parameter | arg_key | arg_value ) [ =>]
+    )""",
+    example="\n</tool_call>\n<parameter=n>",
+    near_miss="\n<tool_call>",
+)
+_LATE_MEMBER: Final = Pattern(
+    r"""\s*(?:[,;:]|["'][^"'\n]{0,99}["']\s*[,:}\]])""",
+    example=', "n": 5',
+    near_miss="\nn: 5",
+)
 
 
 class CallReader:
     """Reads one call, or one block of foreign calls: `feed` it, or `finish` it once.
 
-        NAME --> ARGUMENTS --> DONE    a call; is_call, if its tool was offered
-             --> FOREIGN   --> DONE    is_call, if the parser finds calls
-             --------------> DONE      no call: its tag is text
+        NAME --> ARGUMENTS --> ENDED --> DONE    a call; is_call, if it was offered
+             --> FOREIGN   ------------> DONE    is_call, if the parser finds calls
+             --------------------------> DONE    no call: its tag is text
 
     The call of a tool that was not offered is read, too, to find out where it ends.
     """
@@ -15556,6 +16033,22 @@ class CallReader:
         has_name = tool_format.syntax != FOREIGN_SYNTAX
         has_name |= tool_format.start == MISTRAL_START
         self._state = CallState.NAME if has_name else CallState.FOREIGN
+        self._is_last = max_calls == 1  # of all that the client may be given
+        self._is_over = False  # the reply is
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its end tag would come by `feed_end`, so that any other is text."""
+        return self._unread.has_tokens
+
+    @has_tokens.setter
+    def has_tokens(self, value: bool) -> None:
+        self._unread.has_tokens = value
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a call of which arguments may follow."""
+        return self.is_call and self._state is not CallState.ENDED
 
     @property
     def is_done(self) -> bool:
@@ -15582,6 +16075,8 @@ class CallReader:
             self._read_arguments()
         if self._state is CallState.FOREIGN:
             self._read_foreign()
+        if self._state is CallState.ENDED:
+            self._read_late_argument()
         if self.is_call:
             return ""
         n_taken = len(unread_text) - len(self._unread.text)
@@ -15590,7 +16085,30 @@ class CallReader:
     def finish(self, text: str) -> str:
         """Read on in `text`, after which the reply is over. Then it is done."""
         self._unread.is_complete = True
+        self._is_over = True
         return self.feed(text)
+
+    def feed_end(self, tag: str) -> str:
+        """Read on in the tag that ends the call, which is a token of its own.
+
+        It ends whatever stands open (L-133).
+        """
+        if self._state is CallState.ENDED:
+            return self.feed(tag)
+        if self._state is CallState.FOREIGN:
+            self._foreign.note_end()
+            return self.feed(tag)
+        arguments = self._arguments
+        if isinstance(arguments, JsonArguments) and arguments.is_in_string:
+            self._state = CallState.DONE
+            self.is_broken = self.is_call
+            text = self._unread.text + tag
+            self._unread.text = ""
+            return "" if self.is_call else text
+        self._unread.is_complete = True
+        text = self.feed(tag)
+        self._unread.is_complete = self._is_over
+        return text
 
     def _read_name(self) -> None:
         match = self._unread.match_next(CALL_START)
@@ -15606,10 +16124,14 @@ class CallReader:
             self.is_call = True
             call_id = _CALL_ID_TAG.search(match[0])
             self._reply.emit_name(name, call_id[1] if call_id else None)
+        parameters = self._offered.get(name, {})
         if syntax.tags is None:
-            self._arguments = JsonArguments(self._unread)
+            is_member = match.lastgroup == "hermes"
+            end = _JSON_MEMBER_END if is_member else _JSON_CALL_END
+            self._arguments = JsonArguments(
+                self._unread, end=end, parameters=parameters
+            )
         else:
-            parameters = self._offered.get(name, {})
             self._arguments = TaggedArguments(self._unread, syntax.tags, parameters)
         self._state = CallState.ARGUMENTS
 
@@ -15633,10 +16155,25 @@ class CallReader:
         if json_text and self.is_call:
             self._reply.emit_arguments(json_text)
         if self._arguments.is_done:
-            self._state = CallState.DONE
-            self.is_broken = self.is_call and self._arguments.is_broken
+            self._state = CallState.ENDED
             if self._unread.is_cut:
                 self._unread.text = ""
+
+    def _read_late_argument(self) -> None:
+        """Close the arguments, unless another one follows."""
+        assert self._arguments is not None
+        is_broken = self._arguments.is_broken
+        if not (is_broken or self._is_last):
+            is_json = isinstance(self._arguments, JsonArguments)
+            late = _LATE_MEMBER if is_json else _LATE_TAG
+            match = late.compiled.match(self._unread.text, partial=True)
+            if match is not None and match.partial and not self._is_over:
+                return
+            is_broken = match is not None and not match.partial
+        self._state = CallState.DONE
+        self.is_broken = self.is_call and is_broken
+        if self.is_call and not is_broken:
+            self._reply.emit_arguments(self._arguments.closing)
 
     def _read_foreign(self) -> None:
         calls = self._foreign.read()
@@ -15678,6 +16215,7 @@ class ReplyParser:
         self._max_calls = max_calls
         self._reply = ReplyDeltas(ids)
         self._reader: CallReader | None = None  # of the open call
+        self._has_tokens = False  # some text was literal: then a tag is a token
         self._is_over = False  # no more text will come
 
     def feed(self, text: str, *, literal: bool = False) -> list[JsonObject]:
@@ -15688,7 +16226,20 @@ class ReplyParser:
         """
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
-        return self._dispatch(self._splitter.feed(text, literal=literal))
+        n_before = len(self._reply.deltas)
+        self._has_tokens |= literal
+        if self._is_end_tag(text, literal=literal):
+            pieces = self._read_call(text, is_end=True)
+        else:
+            pieces = self._splitter.feed(text, literal=literal)
+        self._dispatch(pieces)
+        return self._reply.deltas[n_before:]
+
+    def _is_end_tag(self, text: str, *, literal: bool) -> bool:
+        """Whether it is the token that ends the open call, and known to be one."""
+        if self._format is None or self._reader is None:
+            return False
+        return self._has_tokens and not literal and text == self._format.end
 
     def finish(self, *, closes: bool = True) -> list[JsonObject]:
         """What was held back, when no more text will come.
@@ -15700,7 +16251,7 @@ class ReplyParser:
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
         n_before = len(self._reply.deltas)
-        is_call_open = self._reader is not None and self._reader.is_call
+        is_call_open = self._reader is not None and self._reader.is_open
         if self._splitter.in_call and (closes or not is_call_open):
             self._dispatch(self._read_call(""))
         if not self.is_broken:
@@ -15711,29 +16262,36 @@ class ReplyParser:
         """The whole reply, as far as it was emitted."""
         return self._reply.message()
 
-    def _dispatch(self, pieces: list[Piece]) -> list[JsonObject]:
-        """Texts become deltas, a call goes to its reader; returns the new deltas."""
-        n_before = len(self._reply.deltas)
+    def _dispatch(self, pieces: list[Piece]) -> None:
+        """Texts become deltas, a call goes to its reader."""
         while pieces:
             piece = pieces.pop(0)
             if piece.kind == "tool":  # always the last one
                 pieces = self._read_call(piece.text)
             else:
                 self._reply.emit_text(piece.kind, piece.text)
-        return self._reply.deltas[n_before:]
 
-    def _read_call(self, text: str) -> list[Piece]:
-        """Read on in the open call; returns what is no call, and what follows it."""
+    def _read_call(self, text: str, *, is_end: bool = False) -> list[Piece]:
+        """Read on in the open call; returns what is no call, and what follows it.
+
+        `is_end`: the text is the token that ends it.
+        """
+        assert self._format is not None
         if self._reader is None:
-            assert self._format is not None
             self._reader = CallReader(
                 self._format,
                 tools=self._tools,
-                max_calls=self._max_calls,
+                max_calls=self._max_calls - self.n_calls,
                 reply=self._reply,
             )
         reader = self._reader
-        other_text = reader.finish(text) if self._is_over else reader.feed(text)
+        reader.has_tokens = self._has_tokens and self._format.end != "\0"
+        if is_end:
+            other_text = reader.feed_end(text)
+        elif self._is_over:
+            other_text = reader.finish(text)
+        else:
+            other_text = reader.feed(text)
         pieces = self._splitter.add_text(other_text)
         if reader.is_broken:
             self.is_broken = True
@@ -16719,6 +17277,7 @@ class _ReplyTags(NamedTuple):
     think_start: str = ""
     tool_start: str = ""
     think_end: str = ""
+    tool_end: str = ""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> _ReplyTags:
@@ -16730,6 +17289,7 @@ class _ReplyTags(NamedTuple):
             think_start=tokenizer.think_start or "",
             tool_start=tool_format.start if tool_format else "",
             think_end=tokenizer.think_end or "",
+            tool_end=tool_format.end.strip("\0") if tool_format else "",
         )
 
     def token_ids(self, template: ChatTemplate) -> set[int]:

@@ -305,6 +305,7 @@ def test_harmony_calls_have_many_headers(header: str, thought: str, end: str) ->
         (f"{THOUGHT} to=assistant{FINAL}Hi", "Hi"),
         (f"{THOUGHT}<|channel|>{FINAL}Hi", "Hi"),
         ("<|channel|>commentary to=assistant<|message|>Hi", "Hi"),
+        (f"<|channel|>commentary to=assistant{FINAL}Hi", "Hi"),
         # Two messages of one channel are two paragraphs.
         (f"{FINAL}One.<|end|><|start|>assistant{FINAL}Two.", "One.\n\nTwo."),
         (f"<|channel|>commentary<|message|>One.<|end|>{THOUGHT}{FINAL}Two.<|end|>",
@@ -323,6 +324,23 @@ def test_harmony_answers_are_all_that_is_said(text: str, content: str) -> None:
     reply = read_in_any_pieces("harmony", text)
 
     assert (reply.calls, reply.content) == ([], content)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=container.exec code<|message|>",
+        "<|channel|>analysis to=python code<|message|>",
+        " to=python<|channel|>analysis <|constrain|>code<|message|>",
+        " to=browser.search<|message|>",
+    ],
+)
+def test_harmony_code_for_a_tool_that_nobody_offered_is_no_answer(header: str) -> None:
+    reply = read_in_any_pieces("harmony", f"{THOUGHT}{header}ls(1)")
+    assert reply == Reply([], None, "Why?\n\nls(1)")
+
+    text = f"{header}ls(1)<|end|><|start|>assistant{FINAL}Hi"
+    assert read_in_any_pieces("harmony", text) == Reply([], "Hi", "ls(1)")
 
 
 def test_harmony_thoughts_are_parted_as_messages_are() -> None:
@@ -540,8 +558,8 @@ def write_minimax(value: str) -> str:
     [
         "a</parameter> b",
         "a</parameter>\n</invoke> b",
-        "</parameter></invoke>\nb",
-        "a</invoke>",
+        "a </parameter></invoke>\nb",
+        "a</invoke> b",
         "a</minimax:tool_call>b",
     ],
 )

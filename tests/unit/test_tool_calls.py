@@ -195,16 +195,19 @@ WRITERS = [write_qwen, write_hermes, write_glm, write_glm_broken]
 Writer = Callable[[str, dict[str, Any]], str]
 
 MARKUP = [
-    "<tool_call>", "</tool_call>", "</parameter>", "<parameter=x>", "</function>", "<think>",
+    "<tool_call>", "</tool_call>", "</parameter>", "<parameter=zz>", "</function>", "<think>",
     "<function=read>", "</think>", "</arg_value>", "<arg_key>", "\n", "\n\n", " ", '"', "'", "\\",
     "\\d", "{", "}", "[", "]", ",", ":", "null", "1", "é", "😀", "\u2028", "\x7f", "\t", "\r\n",
     "plain words", "```", "```json\n",
 ]  # fmt: skip
 # What no reader of these formats can tell from the format itself: a value is not escaped in them.
+# A tag may be quoted inside a line, but not with another tag of the format behind it.
 AMBIGUOUS = re.compile(
-    r"</parameter>\s*(<parameter=|</function>|</tool_call>)"
-    r"|</function>\s*</tool_call>\s*<tool_call>"
-    r"|</arg_value>\s*(<arg_key>|</tool_call>|<tool_call>\w)"
+    r"(?m)^\s*</?(?:parameter>|function|tool_call|arg_)"
+    r"|(?:</?(?:parameter|tool_call|arg_value|arg_key)>|function[^<>]*>)\s*$"
+    r"|</parameter>(?:\s*<|\w|[\s\S]*<parameter)"
+    r"|</arg_value>(?:\s*</|\s*<tool_call|[\s\S]*</?arg_)"
+    r"|</tool_call>\s*<tool_call>"
 )
 TEXTS = (
     st.lists(st.sampled_from(MARKUP) | st.text(max_size=5), max_size=8)
@@ -333,7 +336,7 @@ def test_the_example_of_a_syntax_without_its_tag_is_read_where_models_do_that(
     CUTS,
     st.sampled_from(["", "Hello.", "a\nb"]),
 )
-@example([(write_glm, "write", {"text": "</arg_value><tool_call>"})], [], "")
+@example([(write_glm, "write", {"text": "a</arg_value><think>"})], [], "")
 def test_calls_come_back_as_they_were_made(
     calls: list[Any], cuts: list[int], answer: str
 ) -> None:
@@ -579,8 +582,9 @@ def test_a_tag_and_blanks_are_text() -> None:
 def test_a_value_and_blanks_leave() -> None:
     replies = stream()
     replies.feed(write_qwen("read", {"text": "a"}).partition("\n</function>")[0])
-    came = [delta for _ in range(300) for delta in replies.feed("\n ")]
-    assert calls_in(came)[0]["arguments"].startswith("\\n</parameter>")
+    for _ in range(300):
+        replies.feed("\n ")
+    assert replies.is_broken
 
 
 def test_white_space_before_a_call_has_no_bound() -> None:
@@ -658,6 +662,7 @@ def test_only_the_whole_arguments_are_json(write: Writer) -> None:
         states += [
             states[-1] + call["arguments"] for call in calls_in(replies.feed(char))
         ]
+    states += [states[-1] + call["arguments"] for call in calls_in(replies.finish())]
 
     def is_json(text: str) -> bool:
         try:
@@ -791,11 +796,6 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
         ),
         # A file that contains the markup of calls.
         (
-            "<tool_call>\n<function=read>\n<parameter=text>\nif '</parameter>' in x:\n"
-            "</parameter>\n</function> </tool_call>\n</parameter>\n</function>\n</tool_call>",
-            None,
-        ),
-        (
             "<tool_call>\n<function=read>\n<parameter=text>\na </parameter> b </function>\n"
             "</tool_call> c\n</parameter>\n</function>\n</tool_call>",
             [{"text": "a </parameter> b </function>\n</tool_call> c"}],
@@ -880,17 +880,9 @@ def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
         ('<tool_call>{"name":"read","arguments":{}}}\n</tool_call>', [{}]),
     ],
 )
-def test_calls_as_models_write_them(
-    text: str, calls: list[dict[str, Any]] | None
-) -> None:
+def test_calls_as_models_write_them(text: str, calls: list[dict[str, Any]]) -> None:
     for cuts in ([], list(range(len(text)))):
         reply = read(text, cuts)
-        if (
-            calls is None
-        ):  # ambiguous: the first closing that fits ends it; the rest is text
-            assert calls_of(reply)[0][1] == {"text": "if '</parameter>' in x:"}
-            assert reply.content
-            continue
         assert calls_of(reply) == [("read", arguments) for arguments in calls]
         assert reply.content is None
 
@@ -1116,14 +1108,13 @@ def test_a_call_with_arguments_that_cannot_be_read_is_left_open(text: str) -> No
          "<parameter=n>5</parameter></function></tool_call>", {"text": "a", "any": "b", "n": 5}),
         ("<tool_call>read<arg_key>text</arg_key><arg_value>Dallas<arg_key>n</arg_key><arg_value>5"
          "</arg_value></tool_call>", {"text": "Dallas", "n": 5}),
-        # But not before one that is used already, or that the tool does not have.
-        ("<tool_call><function=read>\n<parameter=n>\n5\n</parameter>\n<parameter=text>\na\n"
-         "<parameter=n>\n</parameter>\n</function></tool_call>",
-         {"n": 5, "text": "a\n<parameter=n>"}),
+        ("<tool_call><function=read><parameter=text>a<parameter=n>5</parameter></function>"
+         "</tool_call>", {"text": "a", "n": 5}),
+        # But not before one that the tool does not have.
         ("<tool_call><function=read>\n<parameter=text>\na\n<parameter=zz>\n5\n</parameter>\n"
          "</function></tool_call>", {"text": "a\n<parameter=zz>\n5"}),
-        ("<tool_call>read<arg_key>text</arg_key><arg_value>a<arg_key>zz</arg_key></arg_value>"
-         "</tool_call>", {"text": "a<arg_key>zz</arg_key>"}),
+        ("<tool_call>read<arg_key>text</arg_key><arg_value>a<arg_key>zz</arg_key>b</arg_value>"
+         "</tool_call>", {"text": "a<arg_key>zz</arg_key>b"}),
     ],
 )  # fmt: skip
 def test_arguments_between_tags_in_other_spellings(
@@ -1302,7 +1293,6 @@ def test_a_call_never_runs_with_fewer_arguments_than_were_written(
         ('{"text": "a"', {"text": "a"}),
         ('{"n": 12 ', {"n": 12}),
         ('{"items": [1, {"a": [true, "b', {"items": [1, {"a": [True, "b"]}]}),
-        ("{", {}),
     ],
 )
 def test_json_cut_off_in_a_string_or_after_a_member_is_closed(

@@ -1,0 +1,538 @@
+"""TOOLS: a damaged call runs with all that was written in it, or not at all.
+
+The suite tries a few hundred seeded mutations of each format. To try more:
+
+    DAMAGED_CALLS=10000 .venv/bin/python -m pytest tests/unit/test_damaged_calls.py
+"""
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from start_llm import (
+    ReasoningStreamSplitter,
+    ReplyParser,
+    Tags,
+    ToolCallFormat,
+    think_end_pattern,
+    think_start_pattern,
+)
+
+N_MUTATIONS = int(os.environ.get("DAMAGED_CALLS", "300"))
+
+# Two calls share no key and no word, so each word tells where it was written.
+CALLS: list[dict[str, Any]] = [
+    {"path": "alpha one", "n": 3141, "text": "bravo two"},
+    {"query": "charlie", "items": [2718, "delta"], "note": "echo five"},
+]
+TYPES = {
+    "path": "string", "n": "integer", "text": "string",
+    "query": "string", "items": "array", "note": "string",
+}  # fmt: skip
+WORDS = {
+    "path": "alpha one", "n": "3141", "text": "bravo two",
+    "query": "charlie", "items": "2718", "note": "echo five",
+}  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "read",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": name} for key, name in TYPES.items()},
+            },
+        },
+    }
+]
+
+
+def bare(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class Format(NamedTuple):
+    """Of one syntax: how it is told, how it is written, and what only markup has."""
+
+    tool_format: ToolCallFormat
+    write: Callable[[dict[str, Any]], list[str]]  # a call, in pieces
+    key: str  # markup of a key, with KEY in its place
+    tag: str  # a pattern of what no value may hold
+    has_tokens: bool = True  # its end tag may be a token of its own
+    quote: str = ""  # what stands before and after a string, in which a tag is text
+    think: tuple[str, str] = ("<think>", "</think>")
+
+
+def json_pieces(value: Any) -> list[str]:
+    """Each bracket, quote and comma alone."""
+    if isinstance(value, dict):
+        pieces = ["{"]
+        for key, member in value.items():
+            pieces += ['"', key, '"', ":", " ", *json_pieces(member), ",", " "]
+        return [*pieces[:-2], "}"]
+    if isinstance(value, list):
+        pieces = ["["]
+        for item in value:
+            pieces += [*json_pieces(item), ",", " "]
+        return [*pieces[:-2], "]"]
+    return ['"', value, '"'] if isinstance(value, str) else [json.dumps(value)]
+
+
+def between(before: list[str], after: list[str]) -> Any:
+    return lambda arguments: [*before, *json_pieces(arguments), *after]
+
+
+def tagged(before: list[str], item: list[str], after: list[str]) -> Any:
+    def write(arguments: dict[str, Any]) -> list[str]:
+        pieces = list(before)
+        for key, value in arguments.items():
+            text = bare(value)
+            pieces += [p.replace("KEY", key).replace("VALUE", text) for p in item]
+        return [*pieces, *after]
+
+    return write
+
+
+def gemma_pieces(value: Any) -> list[str]:
+    mark = '<|"|>'
+    if isinstance(value, dict):
+        pieces = ["{"]
+        for key, member in value.items():
+            pieces += [key, ":", *gemma_pieces(member), ","]
+        return [*pieces[:-1], "}"]
+    if isinstance(value, list):
+        pieces = ["["]
+        for item in value:
+            pieces += [*gemma_pieces(item), ","]
+        return [*pieces[:-1], "]"]
+    return [mark, value, mark] if isinstance(value, str) else [json.dumps(value)]
+
+
+def python_pieces(arguments: dict[str, Any]) -> list[str]:
+    pieces = ["<|tool_call_start|>", "[", "read", "("]
+    for key, value in arguments.items():
+        written = json_pieces(value)
+        pieces += [key, "=", *written, ",", " "]
+    return [*pieces[:-2], ")", "]", "<|tool_call_end|>"]
+
+
+JSON_KEY = r'"KEY"\s*:'
+FORMATS = {
+    "hermes": Format(
+        ToolCallFormat("<tool_call>", "</tool_call>", "hermes", "\n"),
+        between(
+            ["<tool_call>", "\n", '{"name": ', '"read"', ", ", '"arguments": '],
+            ["}", "\n", "</tool_call>"],
+        ),
+        JSON_KEY,
+        r"</?tool_call>",
+        quote='"',
+    ),
+    "qwen": Format(
+        ToolCallFormat("<tool_call>", "</tool_call>", "qwen", "\n"),
+        tagged(
+            ["<tool_call>", "\n", "<function=read>", "\n"],
+            ["<parameter=KEY>", "\n", "VALUE", "\n", "</parameter>", "\n"],
+            ["</function>", "\n", "</tool_call>"],
+        ),
+        "<parameter=KEY>",
+        r"</?tool_call>|<function=|</function>|<parameter=(?:KEYS)>|</parameter>",
+    ),
+    "glm": Format(
+        ToolCallFormat("<tool_call>", "</tool_call>", "glm", "\n"),
+        tagged(
+            ["<tool_call>", "read", "\n"],
+            ["<arg_key>", "KEY", "</arg_key>", "\n", "<arg_value>", "VALUE",
+             "</arg_value>", "\n"],
+            ["</tool_call>"],
+        ),
+        r"<arg_key>KEY</arg_key>",
+        r"</?tool_call>|</?arg_(?:key|value)>",
+    ),
+    "minimax": Format(
+        ToolCallFormat("<minimax:tool_call>", "</minimax:tool_call>", "minimax"),
+        tagged(
+            ["<minimax:tool_call>", "\n", '<invoke name="read">', "\n"],
+            ['<parameter name="KEY">', "VALUE", "</parameter>", "\n"],
+            ["</invoke>", "\n", "</minimax:tool_call>"],
+        ),
+        '<parameter name="KEY">',
+        r'</?minimax:tool_call>|</?invoke|<parameter name="(?:KEYS)">|</parameter>',
+    ),
+    "minicpm": Format(
+        ToolCallFormat("<function name=", "</function>", "minicpm"),
+        tagged(
+            ['<function name="read">'],
+            ['<param name="KEY">', "VALUE", "</param>"],
+            ["</function>"],
+        ),
+        '<param name="KEY">',
+        r'<function name=|</function>|<param name="(?:KEYS)">|</param>',
+        has_tokens=False,
+    ),
+    "mistral": Format(
+        ToolCallFormat("[TOOL_CALLS]", "\0", "mistral", "[ARGS]"),
+        between(["[TOOL_CALLS]", "read", "[ARGS]"], []),
+        JSON_KEY,
+        r"\[TOOL_CALLS\]|\[ARGS\]",
+        has_tokens=False,
+        quote='"',
+    ),
+    "kimi": Format(
+        ToolCallFormat(
+            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "kimi"
+        ),
+        between(
+            ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.read:0",
+             "<|tool_call_argument_begin|>"],
+            ["<|tool_call_end|>", "<|tool_calls_section_end|>"],
+        ),
+        JSON_KEY,
+        r"<\|tool_call\w*\|>",
+        quote='"',
+    ),
+    "harmony": Format(
+        ToolCallFormat("<|channel|>commentary to=functions.", "<|call|>", "harmony"),
+        between(
+            ["<|channel|>", "commentary", " to=", "functions.read", " ",
+             "<|constrain|>", "json", "<|message|>"],
+            ["<|call|>"],
+        ),
+        JSON_KEY,
+        r"<\|\w+\|>",
+        quote='"',
+        think=("<|channel|>analysis<|message|>", "<|end|>"),
+    ),
+    "gemma": Format(
+        ToolCallFormat("<|tool_call>", "<tool_call|>", "foreign"),
+        lambda arguments: ["<|tool_call>", "call:read", *gemma_pieces(arguments),
+                           "<tool_call|>"],
+        r"(?<=[{,])KEY:",
+        r'<\|tool_call>|<tool_call\|>|<\|"\|>|[,{](?:KEYS):',
+        quote='<|"|>',
+        think=("<|channel>thought", "<channel|>"),
+    ),
+    "lfm2": Format(
+        ToolCallFormat("<|tool_call_start|>", "<|tool_call_end|>", "foreign"),
+        python_pieces,
+        r"\bKEY=",
+        r"<\|tool_call\w*\|>|\b(?:KEYS)=",
+        quote='"',
+    ),
+}  # fmt: skip
+ALL_KEYS = "|".join(TYPES)
+
+
+# -- mutations -------------------------------------------------------------------------
+
+Piece = tuple[str, bool]  # its text, and whether it is markup
+CHARACTERS = "\"'{}[],:;<>/=|\\ \nax1"
+
+
+def damaged_reply(form: Format, rng: random.Random) -> list[str]:
+    """A reply in pieces, of one or two calls and perhaps a text, with up to 3 faults."""
+    pieces: list[str] = []
+    calls = CALLS[: rng.randint(1, 2)]
+    for call in calls:
+        pieces += form.write(call)
+        pieces += rng.choice([[], ["\n"]])
+    pieces += rng.choice([[], [], ["Done."]])
+
+    markup = [piece for piece in form.write(CALLS[0]) if piece not in WORDS.values()]
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        _damage(pieces, markup, rng)
+    if rng.random() < 0.1:
+        del pieces[rng.randrange(len(pieces)) + 1 :]
+    return pieces
+
+
+def _damage(pieces: list[str], markup: list[str], rng: random.Random) -> None:
+    place = rng.randrange(len(pieces))
+    fault = rng.randrange(8)
+    piece = pieces[place]
+    letter = rng.randrange(len(piece) + 1)
+    if fault == 0:
+        del pieces[place]
+    elif fault == 1:
+        pieces.insert(place, piece)
+    elif fault == 2:
+        pieces.insert(place, rng.choice(markup))
+    elif fault == 3:
+        pieces[place] = pieces[place - 1]
+        pieces[place - 1] = piece
+    elif fault == 4:
+        pieces[place] = piece[:letter] + piece[letter + 1 :]
+    elif fault == 5:
+        character = rng.choice(CHARACTERS)
+        pieces[place] = piece[:letter] + character + piece[letter:]
+    elif fault == 6:
+        character = rng.choice(CHARACTERS)
+        pieces[place] = piece[:letter] + character + piece[letter + 1 :]
+    else:
+        pieces.insert(place, rng.choice(["junk", " ", "\n", "// why\n", ";", ", "]))
+    if not pieces:
+        pieces.append(" ")
+
+
+# -- reading ---------------------------------------------------------------------------
+
+
+def read(form: Format, pieces: list[str], *, as_tokens: bool = False) -> Any:
+    """What a client has. `as_tokens`: a tag of the format is known as a token."""
+    tool_format = form.tool_format
+    tags = Tags(
+        think_start_pattern(form.think[0]),
+        re.escape(tool_format.start),
+        tool_format.untagged_pattern(TOOLS),
+        think_end_pattern(form.think[1]),
+    )
+    splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
+    ids = map("call_{}".format, range(99))
+    parser = ReplyParser(splitter, tool_format, tools=TOOLS, ids=ids)
+    for piece in pieces:
+        is_tag = piece in {tool_format.start, tool_format.end}
+        parser.feed(piece, literal=as_tokens and not is_tag)
+    parser.finish()
+    return parser.message()
+
+
+def finished_calls(message: Any) -> list[Any]:
+    """The arguments of those that a client runs."""
+    found = []
+    for call in message.get("tool_calls", []):
+        try:
+            found.append(json.loads(call["function"]["arguments"]))
+        except ValueError:
+            continue
+    return found
+
+
+def faults(form: Format, text: str, message: Any) -> list[str]:
+    """What is lost, or swallowed, in a call that runs."""
+    wrong = []
+    runs = finished_calls(message)
+    for arguments in runs:
+        wrong += swallowed(form, text, arguments)
+    for call in CALLS:
+        written = [
+            key
+            for key in call
+            if WORDS[key] in text
+            and re.search(form.key.replace("KEY", key), text[text.find("read") :])
+        ]
+        mine = [
+            arguments
+            for arguments in runs
+            if any(WORDS[key] in json.dumps(arguments) for key in call)
+            or any(key in arguments for key in call)
+        ]
+        if not mine:
+            continue
+        for key in written:
+            if not any(key in arguments for arguments in mine):
+                wrong.append(f"lost {key}")
+    if {} in runs and any(word in text for word in WORDS.values()):
+        wrong.append("ran empty")
+    return wrong
+
+
+def swallowed(form: Format, reply: str, arguments: Any) -> Iterator[str]:
+    tag = re.compile(form.tag.replace("KEYS", ALL_KEYS))
+    key_markup = re.compile(form.key.replace("KEY", f"(?:{ALL_KEYS})"))
+    for key, value in arguments.items():
+        for text in strings(value):
+            words = [word for other, word in WORDS.items() if other != key]
+            found = [word for word in words if word in text]
+            is_own = len(found) == 1 and (key not in WORDS or text.strip() in words)
+            is_quoted = bool(form.quote) and form.quote + text + form.quote in reply
+            if is_quoted and form.quote not in text:
+                continue
+            if (found and not is_own) or key_markup.search(text):
+                yield f"{key} holds an argument: {text!r}"
+            elif tag.search(text):
+                yield f"{key} holds a tag: {text!r}"
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, member in value.items():
+            yield key
+            yield from strings(member)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_call_runs_whole_or_not_at_all(name: str, as_tokens: bool) -> None:
+    form = FORMATS[name]
+    if as_tokens and not form.has_tokens:
+        return  # it has no end tag that is a token
+    rng = random.Random(f"{name} {as_tokens}")
+    wrong = []
+    for _ in range(N_MUTATIONS):
+        pieces = damaged_reply(form, rng)
+        text = "".join(pieces)
+        message = read(form, pieces, as_tokens=as_tokens)
+        if not as_tokens:
+            assert read(form, [text]) == message
+        found = faults(form, text, message)
+        if found:
+            wrong.append(f"{text!r}\n   {found}\n   {finished_calls(message)}")
+
+    assert not wrong, "\n".join([f"{len(wrong)} of {N_MUTATIONS}", *wrong[:8]])
+
+
+def test_the_calls_that_are_damaged_are_right_before() -> None:
+    for name, form in FORMATS.items():
+        text = "".join(piece for call in CALLS for piece in form.write(call))
+        message = read(form, [text])
+        assert finished_calls(message) == CALLS, name
+        assert faults(form, text, message) == []
+
+
+# -- the smallest texts ----------------------------------------------------------------
+
+HERMES = '<tool_call>\n{"name": "read", "arguments": '
+QWEN = "<tool_call>\n<function=read>\n"
+QWEN_END = "</function>\n</tool_call>"
+GLM = "<tool_call>read\n"
+MINIMAX = '<minimax:tool_call>\n<invoke name="read">\n'
+MINIMAX_END = "</invoke>\n</minimax:tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        # An end quote is missing.
+        ("hermes", HERMES + '{"path": "x, "n": 1}}\n</tool_call>\nDone.'),
+        ("hermes", HERMES + '{"n": 1, "path": "x}}\n</tool_call>\nDone.'),
+        ("hermes", HERMES + '{"n": 1, "path": "x}}</tool_call>'),
+        ("hermes", HERMES + '{"path": "x", n": 1}}\n</tool_call>'),
+        # The arguments are closed too early.
+        ("hermes", HERMES + '{"path": "x"} "text": "y"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"path": "x"}, text: "y"}}\n</tool_call>'),
+        ("hermes", HERMES + "{\"path\": \"x\"}, 'text': 'y'}}\n</tool_call>"),
+        ("hermes", HERMES + '{"path": "x"}; "text": "y"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"path": "x"} // why\n"text": "y"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"path": "x"} /* why */, "text": "y"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"path": "x"}} "text": "y"}}\n</tool_call>'),
+        ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x"} "text": "y"}'),
+        # The call is.
+        ("hermes", HERMES + '{"path": "x"</tool_call>, "text": "y"}}\n</tool_call>'),
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</tool_call>\n"
+         "<parameter=text>\ny\n</parameter>\n" + QWEN_END),
+        ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
+         "\n<arg_key>text</arg_key>\n<arg_value>y</arg_value>\n</tool_call>"),
+        # A bracket is missing.
+        ("hermes", HERMES + '{"items": [1, 2, "text": "z"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"items": [{"a": 1, "text": "z"}}\n</tool_call>'),
+        # Nobody can tell where a value ends.
+        ("qwen", QWEN + "<parameter=path>\n<parameter=text>\nx\n</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\njunk\n<parameter=text>\ny\n"
+         "</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=path>\nx\n</parametr>\n<parameter=text>\ny\n"
+         "</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n<paramter=text>\ny\n"
+         "</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=n>\n5\n</parameter>\n<parameter=path>\nx\n"
+         "<parameter=n>\n6\n</parameter>\n" + QWEN_END),
+        ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x</arg_vlue>\n<arg_key>text"
+         "</arg_key>\n<arg_value>y</arg_value>\n</tool_call>"),
+        ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x</arg_value>\n<ag_key>text"
+         "</arg_key>\n<arg_value>y</arg_value>\n</tool_call>"),
+        ("minimax", MINIMAX + '<parameter name="path">x</parameter>\n<paramter name="text">y'
+         "</parameter>\n" + MINIMAX_END),
+        ("minicpm", '<function name="read"><param name="path">x</param>y</param></function>'),
+        # The reply is cut in the next key, or before there is one.
+        ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x\n<arg_key>text</"),
+        ("qwen", QWEN + "<parameter=path>\nx\n<parameter=te"),
+        ("qwen", QWEN),
+        ("hermes", HERMES + "{"),
+        ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x"}, "tex'),
+        ("harmony", "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"),
+    ],
+)  # fmt: skip
+def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
+    name: str, text: str
+) -> None:
+    form = FORMATS[name]
+    tags = re.compile(r"(</?[\w:]+>|<\|\w+\|>)")
+    for pieces in ([text], list(text), tags.split(text)):
+        assert finished_calls(read(form, pieces)) == []
+    assert finished_calls(read(form, tags.split(text), as_tokens=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        # Tags that came twice, or were forgotten.
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</parameter>\n" + QWEN_END,
+         {"path": "x"}),
+        ("qwen", QWEN + "<parameter=path>x<parameter=text>y</parameter>\n" + QWEN_END,
+         {"path": "x", "text": "y"}),
+        ("qwen", QWEN + "<parameter=path>\nx\n</tool_call>", {"path": "x"}),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value><arg_value>x</arg_value>"
+         "</arg_value></tool_call>", {"path": "x"}),
+        # Another gap, a comment, or a member that is no argument.
+        ("hermes", HERMES + '{"path": "x"} // why\n}\n</tool_call>', {"path": "x"}),
+        ("hermes", HERMES + '{"path": "x"}, "id": 5}\n</tool_call>', {"path": "x"}),
+        # Tags in a text.
+        ("hermes", HERMES + '{"path": "</tool_call>", "n": 1}}\n</tool_call>',
+         {"path": "</tool_call>", "n": 1}),
+        ("qwen", QWEN + "<parameter=path>\na </parameter> b\n</parameter>\n" + QWEN_END,
+         {"path": "a </parameter> b"}),
+        ("gemma", "<|tool_call>call:read{path:'abc'}<tool_call|>", {"path": "abc"}),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_nearly_right_runs(
+    name: str, text: str, arguments: dict[str, Any]
+) -> None:
+    for pieces in ([text], list(text)):
+        assert finished_calls(read(FORMATS[name], pieces)) == [arguments]
+
+
+def test_a_call_ends_where_its_end_tag_comes_as_a_token() -> None:
+    """And the same letters in other tokens are part of a text, line breaks or not."""
+    form = FORMATS["hermes"]
+    call = ["<tool_call>", HERMES.removeprefix("<tool_call>") + '{"n": 1, "path": "']
+    end = '"}}\n'
+
+    quoted = [*call, "a\n", "</", "tool", "_call>", "\nb", end, "</tool_call>"]
+    message = read(form, quoted, as_tokens=True)
+    assert finished_calls(message) == [{"n": 1, "path": "a\n</tool_call>\nb"}]
+
+    ended = [*call, "a", "</tool_call>", "\nDone."]
+    message = read(form, ended, as_tokens=True)
+    assert finished_calls(message) == []
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"n": 1, "path": "a'
+    assert message["content"] is None
+
+
+def test_a_call_behind_one_that_nobody_offered_is_a_call() -> None:
+    unknown = '<invoke name="rm"><parameter name="path">x</parameter></invoke>'
+    known = '<invoke name="read"><parameter name="n">5</parameter></invoke>'
+    text = f"<minimax:tool_call>{unknown}{known}</minimax:tool_call>"
+
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["minimax"], pieces)
+        assert finished_calls(message) == [{"n": 5}]
+        assert message["content"] == f"<minimax:tool_call>{unknown}"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", ["['\\m']", "['\\8', '\\777']", "[1, '\\d\\n']"])
+def test_a_false_escape_in_a_value_is_no_warning(value: str) -> None:
+    text = GLM + f"<arg_key>items</arg_key><arg_value>{value}</arg_value></tool_call>"
+    (arguments,) = finished_calls(read(FORMATS["glm"], [text]))
+    assert isinstance(arguments["items"], list)
+
+    call = f"<|tool_call_start|>[read(items={value})]<|tool_call_end|>"
+    assert finished_calls(read(FORMATS["lfm2"], [call])) == [arguments]
