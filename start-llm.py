@@ -10660,7 +10660,7 @@ def banner(
     rows["log"] = str(Path(__file__).resolve().parent / log_root)
     rows["to stop"] = "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env"
     if model.is_demo:
-        rows["demo"] = "it knows sums of numbers below 100: What is 17 + 25?"
+        rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )

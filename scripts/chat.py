@@ -334,7 +334,7 @@ def greeting(model: str, folder: Path, *, has_tools: bool = True) -> str:
     if model != DEMO_MODEL:
         return usage
 
-    knows = "The demo model is tiny. It knows sums of numbers below 100"
+    knows = "The demo model is tiny. It knows sums of two numbers below 100"
     questions = ["What is 17 + 25?"]
     if has_tools and folder == GARDEN:
         knows += ", and lists and reads the files of this folder"

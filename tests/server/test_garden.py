@@ -127,7 +127,7 @@ def test_each_reply_is_marked_as_the_demo_models(served):
 def test_the_chat_suggests_only_what_the_demo_knows_where_it_was_started(tmp_path):
     """And each question that it suggests is one that is tested above."""
     here = chat.greeting(chat.DEMO_MODEL, GARDEN)
-    assert "sums of numbers below 100, and lists and reads the files" in here
+    assert "sums of two numbers below 100, and lists and reads the files" in here
     elsewhere = chat.greeting(chat.DEMO_MODEL, tmp_path)
     assert str(GARDEN) in elsewhere
     without_tools = chat.greeting(chat.DEMO_MODEL, GARDEN, has_tools=False)
