@@ -144,7 +144,7 @@ from contextlib import (
     suppress,
 )
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime
 from difflib import get_close_matches
 from email.message import Message as HttpHeaders
@@ -181,6 +181,7 @@ from typing import (
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
+from weakref import WeakValueDictionary
 
 # region OPTIONS ===============================================================
 # The command line. It is read before anything that is slow to import, so that --help,
@@ -1326,11 +1327,19 @@ class CacheMetrics:
             f"start_llm_{name}", sentence, buckets=buckets, registry=self._registry
         )
 
-    def add_tenant(self, tenant: str) -> CacheMetrics:
-        """Those of a tenant, which begin at zero. Called on those of all."""
+    def make_tenant(self, tenant: str) -> CacheMetrics:
+        """Those of a tenant; new ones until keep() is called. Called on those of all."""
         key = key_of_tenant(tenant)
-        parent = self.add_tenant(key) if key not in ("", tenant) else self
-        return self._tenants.setdefault(tenant, CacheMetrics(parent))
+        parent = self
+        if key not in ("", tenant):
+            parent = self._tenants.setdefault(key, CacheMetrics(self))
+        return self._tenants.get(tenant, CacheMetrics(parent))
+
+    def keep(self, tenant: str) -> None:
+        """Let these be the ones of a tenant from now on."""
+        *_, of_all = self._levels()
+        if self is not of_all:
+            of_all._tenants.setdefault(tenant, self)
 
     def of_tenant(self, tenant: str) -> CacheMetrics:
         """Those of a tenant; if it has none, what would count for it as well."""
@@ -1556,7 +1565,8 @@ def _append_line(path: Path, line: bytes) -> None:
 #
 # A body that is read holds no memory for work: its client may take a minute to send it.
 #
-# Public   WorkBudget, Reservation, BodyBudget, BodyMemory, CLIENT_LOOK_SECONDS
+# Public   WorkBudget, Reservation, BodyBudget, BodyMemory, CLIENT_LOOK_SECONDS,
+#          memory_bytes
 # Uses     -
 # Thread   any
 
@@ -1654,6 +1664,27 @@ class Reservation:
         self._budget.release(n_excess)
 
 
+def memory_bytes(*values: object) -> int:
+    """Bytes that values take in memory together, with all that is in them."""
+    n_bytes = 0
+    counted: set[int] = set()
+    places = [*values]
+    while places:
+        value = places.pop()
+        if id(value) in counted:
+            continue
+        counted.add(id(value))
+        n_bytes += sys.getsizeof(value)
+        match value:
+            case dict():
+                places += [*value, *value.values()]
+            case list() | tuple() | set() | frozenset():
+                places += value
+            case _ if is_dataclass(value):
+                places += [getattr(value, part.name) for part in fields(value)]
+    return n_bytes
+
+
 class BodyBudget:
     """Memory for the bodies of requests, in bytes. Small ones wait for no large one."""
 
@@ -1731,6 +1762,7 @@ KvOffset = NewType("KvOffset", int)
 
 # -- bodies of requests ----------------------------------------------------------------
 
+MAX_CONTAINERS: Final = 250_000  # arrays and objects of a body
 NonEmptyText = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # A list or an object of which the first fault is reported: a million cost no more.
@@ -1746,8 +1778,14 @@ _PATH_STEP: Final = re.compile(r"\d+|(?!(str|int|bool)$)[a-z][a-z_]*")
 def parse_json_body(raw: bytes) -> object:
     """The JSON value in `raw`. Raises BadRequest if it is none.
 
-    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half.
+    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half. Few bytes of JSON
+    make an array or object of a hundred, so their number is limited (L-122).
     """
+    if _count_containers(raw) > MAX_CONTAINERS:
+        raise BadRequest(
+            f"the body has more than {MAX_CONTAINERS:,} arrays and objects: no context"
+            " has the room for them"
+        )
     with suppress(ValueError):
         return from_json(raw, allow_inf_nan=False)
     # Of the two readers, only the standard library's accepts a lone surrogate.
@@ -1759,6 +1797,18 @@ def parse_json_body(raw: bytes) -> object:
     except (ValueError, RecursionError) as error:
         fault = _describe_json_fault(error, raw)
     raise BadRequest(f"the body is not valid JSON: {fault}")
+
+
+_JSON_TEXT: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
+def _count_containers(raw: bytes) -> int:
+    """About how many arrays and objects a JSON value has; exactly, if there are many."""
+    n_brackets = raw.count(b"[") + raw.count(b"{")
+    if n_brackets <= MAX_CONTAINERS:
+        return n_brackets
+    rest = _JSON_TEXT.sub(b"", raw)
+    return rest.count(b"[") + rest.count(b"{")
 
 
 # What json.JSONDecodeError says, and what a client is told.
@@ -3823,7 +3873,7 @@ def _fetch_image(url: str, *, field: str) -> bytes:
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, private_owner,
 #          assert_cache_key_safety, find_masking_rule
-# Uses     CONFIG, API TYPES
+# Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any; pure, but for memos
 
 
@@ -4317,20 +4367,26 @@ def _canonical_members(pairs: list[tuple[str, Any]]) -> JsonObject:
 # -- one message -----------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class Memo[Value]:
     """Values that need not be made again, by tenant and key.
 
     A value is quicker to find than to make, so whoever finds one learns that somebody
     has sent the same. why(L-109): only a tenant's own requests find what it has made.
 
-    It is emptied when they take more than `max_bytes`, an estimate. Any thread may use
-    it: two may make the same value at the same time, and one of both is kept.
+    It is emptied when they take more than `max_bytes`. Any thread may use it: two may
+    make the same value at the same time, and one of both is kept.
     """
 
-    max_bytes: int
-    entries: dict[tuple[str, str | bytes], Value] = field(default_factory=dict)
-    nbytes: int = 0
+    ENTRY_BYTES: Final = 100  # of an empty entry
+
+    def __init__(
+        self, max_bytes: int, measure: Callable[..., int] = memory_bytes
+    ) -> None:
+        """`measure`: the bytes that a key and its value take."""
+        self.max_bytes = max_bytes
+        self.entries: dict[tuple[str, str | bytes], Value] = {}
+        self.nbytes = 0
+        self._measure = measure
 
     def get_or_make(
         self, key: str | bytes, make: Callable[[], Value], *, tenant: str
@@ -4340,7 +4396,7 @@ class Memo[Value]:
         if value is None:
             value = make()
             self.entries[tenant, key] = value
-            self.nbytes += 2 * len(key) + 700  # why(L-56): as measured, with the key
+            self.nbytes += self._measure(key, value) + self.ENTRY_BYTES  # why(L-56)
             if self.nbytes > self.max_bytes:
                 self.clear()
         return value
@@ -4779,8 +4835,10 @@ class HealingStore:
     """The thinking of replies. For any thread; the least recently used goes first."""
 
     CAP: Final = 4000  # entries of each cache; a reply takes two in _by_context
+    MAX_BYTES: Final = 64_000_000  # of texts: emptied, if more were kept since it was
 
     def __init__(self) -> None:
+        self._nbytes = 0
         # Jinja's LRUCache has a lock of its own.
         self._by_context = LRUCache(self.CAP)  # by a name and a reply's digest
         self._by_signature = LRUCache(self.CAP)  # no owner: a hash of the thinking
@@ -4790,6 +4848,9 @@ class HealingStore:
         thinking = reply.get("reasoning_content")
         if not thinking:
             return
+        self._nbytes += sys.getsizeof(thinking)
+        if self._nbytes > self.MAX_BYTES:
+            self.clear()  # why(L-128)
         self._by_signature[thinking_signature(thinking)] = thinking
         digest = reply_digest(reply)
         for name in context:
@@ -4806,6 +4867,12 @@ class HealingStore:
             if thinking:
                 return str(thinking)
         return ""
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._by_context.clear()
+        self._by_signature.clear()
+        self._nbytes = 0
 
     def __len__(self) -> int:
         return len(self._by_context)
@@ -5088,6 +5155,27 @@ class Encoder:
         limit = EncodingLimit(request.max_counted_tokens, request.check_client)
         return self._encode_parts(parts, self._encode_part, text, limit)
 
+    def count_tokens(
+        self, texts: Iterable[str], limit: EncodingLimit
+    ) -> tuple[int, int]:
+        """About how many tokens some texts have, and how many of the characters have.
+
+        It ends when they are over the limit. A long text is cut anywhere, which may
+        give it a few more. Nothing is remembered.
+        """
+        n_tokens = 0
+        n_characters = 0
+        for batch in _batches(texts):
+            limit.check_client()
+            encodings = self._piece_tokenizer.encode_batch_fast(
+                batch, add_special_tokens=False
+            )
+            n_tokens += sum(map(len, encodings))
+            n_characters += sum(map(len, batch))
+            if n_tokens > limit.max_tokens:
+                break
+        return n_tokens, n_characters
+
     def _encode_parts(
         self,
         parts: Iterable[str | TokenIds],
@@ -5199,6 +5287,22 @@ class EncodedPrompt(NamedTuple):
 
     ids: TokenIds
     n_left_out: int  # about so many tokens follow, which were not made
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts that are tokenized together; of a long one its parts."""
+    batch: list[str] = []
+    n_characters = 0
+    for text in texts:
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            part = text[start : start + _PIECE_CHARACTERS]
+            batch.append(part)
+            n_characters += len(part)
+            if n_characters >= _PIECE_CHARACTERS:
+                yield batch
+                batch = []
+                n_characters = 0
+    yield batch
 
 
 def _join(parts: list[TokenIds]) -> TokenIds:
@@ -5407,6 +5511,7 @@ class TemplateTraits:
     has_system: bool  # messages of this role
     has_late_system: bool  # also after others, each at its place
     has_repeats: bool  # messages of the same role after each other
+    has_tools: bool
     part_separator: str  # between the text parts of a message
     image_placeholder: str  # "" if it prints none
     thinking_kwargs: Mapping[bool, JsonObject]  # template kwargs: thinking on, off
@@ -5431,6 +5536,8 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
             "system system user call tool system reply system user"
         ),
         has_repeats=renderer.shows("user user reply reply"),
+        has_tools=renderer.try_render("user", tools=[_CANNED_TOOL])
+        != renderer.try_render("user"),
         part_separator=part_separator,
         image_placeholder=_probe_image_placeholder(renderer, part_separator),
         thinking_kwargs=thinking_kwargs,
@@ -5835,6 +5942,19 @@ def _find_end(words: str, text: str, start: int) -> int:
         n_searched *= 4
 
 
+def _has_names(names: Iterable[str], text: str) -> bool:
+    """Whether all names are in a text, where they most often stand in their order."""
+    start = 0
+    for name in names:
+        position = text.find(name, start)
+        if position < 0:
+            position = text.find(name)
+        if position < 0:
+            return False
+        start = position
+    return True
+
+
 _MAX_LOST: Final = 16  # texts of a kind
 _FIRST_SEARCH: Final = 1 << 10  # characters
 _SORTED_CHARACTERS: Final = 50_000  # in which most results are that are sorted
@@ -5843,6 +5963,7 @@ _SORTED_CHARACTERS: Final = 50_000  # in which most results are that are sorted
 # -- 2 prompts -------------------------------------------------------------------------
 
 _NOTE_END: Final = re.compile("</system-reminder>")
+_MAX_TOKEN_CHARACTERS: Final = 8  # on average, of a prompt that may fit
 _NO_SPACE: Final = re.compile(r"\S|\Z")
 
 
@@ -6037,6 +6158,39 @@ class ChatTemplate:
             recorded=RenderedPrompt(positions=head),
         )
 
+    def count_least_tokens(
+        self, request: ChatRequest, *, max_context_tokens: int
+    ) -> int:
+        """About how many tokens a chat has at least, if it may be far too long.
+
+        0 where it has so few characters that it is not. why(L-129): what cannot fit is
+        refused before it is rendered. More than `max_counted_tokens` are an estimate.
+        """
+        printed = [self._printed_of(message) for message in request.messages]
+        if self.traits.has_tools:
+            printed.append([*request.tools])
+        n_characters = sum(len(json.dumps(value)) for value in printed)
+        if n_characters <= _MAX_TOKEN_CHARACTERS * max_context_tokens:
+            return 0
+
+        limit = EncodingLimit(request.max_counted_tokens, request.check_client)
+        n_tokens, n_counted = self._encoder.count_tokens(_texts_of(printed), limit)
+        if n_tokens <= limit.max_tokens:
+            return n_tokens
+        return n_tokens * max(n_characters, n_counted) // n_counted
+
+    def _printed_of(self, message: Message) -> list[JsonObject | str]:
+        """What a template prints of a message, whatever it leaves out.
+
+        Of a reply that is its calls alone: its content may have thinking in it.
+        """
+        if message["role"] == "assistant":
+            return [call["function"] for call in message.get("tool_calls", ())]
+        content = message["content"]
+        if isinstance(content, str):
+            return [content]
+        return [self.traits.part_separator.join(part["text"] for part in content)]
+
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
 
@@ -6064,6 +6218,7 @@ class ChatTemplate:
 
     def render_text(self, messages: list[Message], request: ChatRequest) -> str:
         """The text of messages that are shaped and folded. Raises BadRequest."""
+        request.check_client()
         tools = self.shaper.break_markup(request.tools)
         kwargs = self.template_kwargs(request)
         return self._renderer.render(messages, tools=tools, kwargs=kwargs)
@@ -6213,12 +6368,30 @@ class ChatTemplate:
     ) -> None:
         """Log each kind of text that the template loses, once. Of tools: names."""
         losses = set(_find_losses(messages, text))
-        for tool in tools:
-            if self.shaper.break_markup(tool["function"]["name"]) not in text:
-                losses.add("tools")
+        names = [self.shaper.break_markup(tool["function"]["name"]) for tool in tools]
+        if not _has_names(names, text):
+            losses.add("tools")
         for kind in sorted(losses - self._logged_losses):
             logger.warning("the model's chat template loses or moves %s", kind)
             self._logged_losses.add(kind)
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    """The texts in a JSON value, with the names in objects.
+
+    The arguments of a call are read: an escaped letter has more tokens than a letter.
+    """
+    places: list[object] = [value]
+    while places:
+        match places.pop():
+            case str(text):
+                yield text
+            case {"name": str(name), "arguments": str(arguments)}:
+                places += [name, _parse_arguments(arguments)]
+            case dict() as members:
+                places += [*members, *members.values()]
+            case list() | tuple() as items:
+                places += items
 
 
 def _first_user(messages: list[Message]) -> int | None:
@@ -6547,9 +6720,9 @@ def block_hashes(
 # prompts, a Splice what follows recorded tokens; it may raise SpliceRefused.
 #
 # Public   Ledger, PromptPlanner, PromptPlan, GeneratedReply, ShownEnd
-# Uses     CONFIG, LOGGING, API TYPES, THINKING RESTORE, CANONICALIZATION,
+# Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, THINKING RESTORE, CANONICALIZATION,
 #          CHAT TEMPLATE
-# Owns     _ledger_lock, _heads_lock, _tools_lock
+# Owns     _ledger_lock
 # Thread   any
 
 
@@ -6613,7 +6786,7 @@ def _newest_input(messages: Sequence[CanonicalMessage]) -> int:
 # -- 2 restating -----------------------------------------------------------------------
 # Pure functions. A new class of volatile fields needs a place in StatedValues, to know
 # what the model has read of it, and a step in restate_messages() that uses it. These
-# decide by class whose transcript or head is used: fits(), mismatch(), HeadMemory.
+# decide by class whose transcript or head is used: fits(), mismatch(), choose_head().
 
 
 class FieldPlace(NamedTuple):
@@ -6845,7 +7018,8 @@ class Transcript:
                 n_pinned = 0  # shared
 
         new_messages = [*plan.conversation.messages[len(thinking) :], reply]
-        thinking += tuple(message.thinking for message in new_messages)
+        new_thinking = tuple(message.thinking for message in new_messages)
+        thinking += new_thinking
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
 
@@ -6856,6 +7030,7 @@ class Transcript:
         n_pointers = len(generated.block_hashes) + 2 * len(thinking)
         n_pointers += 20 * len(generated.shown_ends)
         nbytes = 2 * new_ids.nbytes + 8 * n_pointers + 300 * n_pinned + 1_000
+        nbytes += memory_bytes(new_thinking)  # templates may leave it out
         if not generated.is_cut:
             new_ids = new_ids[:-1]
         return cls(
@@ -6969,106 +7144,55 @@ class Transcript:
         return is_foreign, n_unstated, n_foreign_notes, -self.last_used
 
 
-class HeadMemory:
-    """The system messages of conversations, as they were first rendered."""
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
+class RenderedStart:
+    """How prompts begin: system messages, or tools, as they were first rendered.
 
-    MAX_HEADS: Final = 256
-
-    def __init__(self) -> None:
-        # Guards both: of two threads at once, one has the first head.
-        self._heads_lock = threading.Lock()
-        self._heads = LRUCache(self.MAX_HEADS)
-        self._heads_of_sessions = LRUCache(self.MAX_HEADS)
-
-    def choose(self, key: bytes, head: Restated, session_id: str) -> Restated:
-        """The head to render: the first that may stand for `head`, or `head` itself.
-
-        `key` is that of the canonical system messages. why(L-38): a new id in one of
-        them would change the prompt from there on. why(L-93): a head with other fields
-        in other places is another head. why(L-106): so is one with other private values
-        or notes, except in the session that has it already.
-        """
-        _, stated = head
-        places = tuple(stated.pinned)
-        shared_key = (key, places, stated.private, stated.notes)
-        session_key = (session_id, key, places)
-        first_head: Restated | None = None
-        with self._heads_lock:
-            if session_id:
-                first_head = self._heads_of_sessions.get(session_key)
-            if first_head is None:
-                first_head = self._heads.setdefault(shared_key, head)
-            if session_id:
-                self._heads_of_sessions[session_key] = first_head
-        return first_head
-
-    def forget(self, session_id: str) -> None:
-        """Let a session begin anew."""
-        with self._heads_lock:
-            for session_key in tuple(self._heads_of_sessions):
-                if session_key[0] == session_id:
-                    del self._heads_of_sessions[session_key]
-
-    def clear(self) -> None:
-        with self._heads_lock:
-            self._heads.clear()
-            self._heads_of_sessions.clear()
-
-    def __len__(self) -> int:
-        return len(self._heads)
-
-
-class ToolMemory:
-    """The tools that prompts have shown.
-
-    Templates print them first: after another list of tools nothing can be replayed.
+    Or, in the place of both, the key of another one: of that which a session has, or
+    a conversation had last. Only `last_used` changes.
     """
 
-    MAX_LISTS: Final = 256
+    head: Restated | None = None
+    tools: bytes = (
+        b""  # as JSON, which takes a tenth of the memory of what it stands for
+    )
+    start_key: bytes = b""
+    nbytes: int
+    session_id: str = ""  # whose request was the first; set when it is recorded
+    last_used: float = 0.0  # seconds; the ledger's lock guards it
 
-    def __init__(self) -> None:
-        self._tools_lock = threading.Lock()  # guards `_first_order`
-        self._first_order = LRUCache(self.MAX_LISTS)  # by the tools in any order
-        # It guards itself.
-        self._last_shown = LRUCache(self.MAX_LISTS)  # by the start of a conversation
+    @property
+    def is_reference(self) -> bool:
+        return self.head is None and not self.tools
 
-    def choose(
-        self,
-        tools: tuple[JsonObject, ...],
-        messages: Iterable[CanonicalMessage],
-        session_id: str,
-    ) -> tuple[JsonObject, ...]:
-        """The tools to show for a request that sends `tools`.
 
-        why(L-89): lists that differ only in order are shown in the order seen first.
-        why(L-91): a request without tools, but with calls in its history, is shown the
-        tools of its conversation. Clients ask for summaries like this.
-        """
-        conversation_key = _first_call_key(messages, session_id)
-        if not tools:
-            tools = self._last_shown.get(conversation_key, ())
-        else:
-            texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
-            digest = sha256(json.dumps(texts).encode()).digest()
-            with self._tools_lock:
-                tools = self._first_order.setdefault(digest, tools)
-        if conversation_key:
-            self._last_shown[conversation_key] = tools
-        return tools
+_START_BYTES: Final = 600  # of a RenderedStart with its key, but for what it stands for
 
-    def forget(self, messages: Iterable[CanonicalMessage], session_id: str) -> None:
-        """Show this conversation no tools until it sends some again."""
-        self._last_shown[_first_call_key(messages, session_id)] = ()
 
-    def clear(self) -> None:
-        self._first_order.clear()
-        self._last_shown.clear()
+def _head_start(head: Restated) -> RenderedStart:
+    messages, stated = head
+    return RenderedStart(
+        head=head, nbytes=_START_BYTES + memory_bytes(messages, stated)
+    )
+
+
+def _tools_start(tools: tuple[JsonObject, ...]) -> RenderedStart:
+    text = json.dumps(tools, ensure_ascii=False).encode()
+    return RenderedStart(tools=text, nbytes=_START_BYTES + len(text))
+
+
+def _reference(start_key: bytes) -> RenderedStart:
+    return RenderedStart(start_key=start_key, nbytes=_START_BYTES)
+
+
+def _digest(*parts: object) -> bytes:
+    return sha256(repr(parts).encode("utf-8", "surrogatepass")).digest()
 
 
 def _first_call_key(messages: Iterable[CanonicalMessage], session_id: str) -> bytes:
     """The key of a conversation up to its first tool call; b"" if it has none.
 
-    It holds whose private values these messages have (L-106).
+    It holds whose private values these messages have (L-106). No other key is as long.
     """
     key = b""
     owner = b""
@@ -7080,26 +7204,127 @@ def _first_call_key(messages: Iterable[CanonicalMessage], session_id: str) -> by
     return b""
 
 
+class ChosenHead(NamedTuple):
+    """System messages to render, and what to remember if the request is accepted."""
+
+    head: Restated
+    starts: Mapping[bytes, RenderedStart]
+
+
+class ChosenTools(NamedTuple):
+    """Tools to show, and what to remember if the request is accepted."""
+
+    tools: tuple[JsonObject, ...]
+    starts: Mapping[bytes, RenderedStart]
+
+
 class Ledger:
     """What is remembered of prompts: transcripts, and heads and tools as rendered.
 
     For any thread, in memory. It records and finds; what a prompt becomes is decided by
     PromptPlanner. A model of its own needs a ledger of its own: no key names the model.
+
+    why(L-128): all of it is counted in bytes, and of a request that is refused nothing
+    is remembered. Until a request is accepted its plan alone holds what it begins with,
+    for others that are planned at the same time to begin alike.
     """
 
     MAX_ALTERNATIVES: Final = 4  # transcripts under one key
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # These two guard themselves.
-        self.heads = HeadMemory()
-        self.tools = ToolMemory()
-
-        # Guards the two below, and `last_used` of all transcripts.
+        # Guards the three below, and `last_used` of all that they hold.
         self._ledger_lock = threading.Lock()
-        # By the key of the conversation, the least recently used first.
-        self._transcripts: OrderedDict[bytes, list[Transcript]] = OrderedDict()
+        # By the key of the conversation, or of a start; the least recently used first.
+        self._records: OrderedDict[bytes, Sequence[Transcript | RenderedStart]]
+        self._records = OrderedDict()
         self._nbytes = 0
+        self._planned: WeakValueDictionary[bytes, RenderedStart]  # by key
+        self._planned = WeakValueDictionary()
+
+    def choose_head(
+        self, key: bytes, head: Restated, *, session_id: str, now: float
+    ) -> ChosenHead:
+        """The head to render: the first that may stand for `head`, or `head` itself.
+
+        `key` is that of the canonical system messages. why(L-38): a new id in one of
+        them would change the prompt from there on. why(L-93): a head with other fields
+        in other places is another head. why(L-106): so is one with other private values
+        or notes, except in the session that has it already.
+        """
+        _, stated = head
+        places = tuple(stated.pinned)
+        start_key = _digest("head", key, places, sorted(stated.private), stated.notes)
+        session_key = _digest("session", session_id, key, places)
+
+        start = None
+        if session_id:
+            session_start_key = self._find_reference(session_key, now)
+            start = self._find_start(session_start_key, now)
+        if start is None:
+            start = self._find_or_plan(start_key, now, lambda: _head_start(head))
+        else:
+            start_key = session_start_key
+
+        starts = {start_key: start}
+        if session_id:
+            starts[session_key] = _reference(start_key)
+        assert start.head is not None
+        return ChosenHead(start.head, starts)
+
+    def choose_tools(
+        self,
+        tools: tuple[JsonObject, ...],
+        messages: Iterable[CanonicalMessage],
+        *,
+        session_id: str,
+        now: float,
+    ) -> ChosenTools:
+        """The tools to show for a request that sends `tools`.
+
+        Templates print them first: after another list of tools nothing can be replayed.
+        why(L-89): lists that differ only in order are shown in the order seen first.
+        why(L-91): a request without tools, but with calls in its history, is shown the
+        tools of its conversation. Clients ask for summaries like this.
+        """
+        last_key = _first_call_key(messages, session_id)
+        start: RenderedStart | None
+        if tools:
+            texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
+            start_key = _digest("tools", texts)
+            own_start = _tools_start(tools)
+            start = self._find_or_plan(start_key, now, lambda: own_start)
+            if start.tools != own_start.tools:
+                tools = tuple(from_json(start.tools))
+        else:
+            start_key = self._find_reference(last_key, now)
+            start = self._find_start(start_key, now)
+            if start is not None:
+                tools = tuple(from_json(start.tools))
+
+        if start is None:
+            return ChosenTools((), {})
+        starts = {start_key: start}
+        if last_key:
+            starts[last_key] = _reference(start_key)
+        return ChosenTools(tools, starts)
+
+    def choose_no_tools(
+        self, messages: Iterable[CanonicalMessage], session_id: str
+    ) -> ChosenTools:
+        """None, nor any for this conversation until it sends some again."""
+        return ChosenTools((), {_first_call_key(messages, session_id): _reference(b"")})
+
+    def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
+        """Keep what the prompt of an accepted request begins with."""
+        with self._ledger_lock:
+            for key, start in plan.starts.items():
+                if start.is_reference or key not in self._records:
+                    start.session_id = session_id
+                    self._put(key, [start])
+                start.last_used = now
+                self._records.move_to_end(key)
+            self._expire(now)
 
     def record(
         self, plan: PromptPlan, *, reply: CanonicalMessage, generated: GeneratedReply
@@ -7114,7 +7339,7 @@ class Ledger:
         if generated.shown_ends:
             key = _key_of_left_reply(prefix_keys[-1])
         with self._ledger_lock:
-            alternatives = [*self._transcripts.get(key, ()), transcript]
+            alternatives = [*self._find_transcripts(key), transcript]
             self._put(key, alternatives[-self.MAX_ALTERNATIVES :])
             self._mark_used((*prefix_keys, key))
             self._expire(transcript.last_used)
@@ -7144,46 +7369,82 @@ class Ledger:
                 yield transcript
 
     def forget(self, session_id: str | None) -> None:
-        """Drop the transcripts and heads of a session; None: all, and all tools."""
-        if session_id is None:
-            self.heads.clear()
-            self.tools.clear()
-        else:
-            self.heads.forget(session_id)
+        """Drop all that was recorded of a session; None: of all."""
         with self._ledger_lock:
-            for key, transcripts in list(self._transcripts.items()):
-                remaining = [t for t in transcripts if t.session_id != session_id]
+            for key, records in list(self._records.items()):
+                remaining = [r for r in records if r.session_id != session_id]
                 self._put(key, [] if session_id is None else remaining)
 
     def expire(self, now: float) -> None:
-        """Drop transcripts that were not used for LEDGER_TTL_SECONDS.
-
-        Heads and tools are only limited in number.
-        """
+        """Drop what was not used for LEDGER_TTL_SECONDS."""
         with self._ledger_lock:
             self._expire(now)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all transcripts."""
+        """Bytes of all that is recorded."""
         return self._nbytes
+
+    def oldest_use(self) -> float:
+        """When the record was used that was not used for longest."""
+        with self._ledger_lock:
+            oldest = next(iter(self._records.values()), ())
+            return max((record.last_used for record in oldest), default=math.inf)
+
+    def drop_oldest(self) -> None:
+        """Drop that record."""
+        with self._ledger_lock:
+            key = next(iter(self._records), b"")
+            self._put(key, ())
 
     def snapshot(self) -> dict[str, int]:
         """Counts for the status page."""
         with self._ledger_lock:
-            return {
-                "transcripts": sum(map(len, self._transcripts.values())),
-                "heads": len(self.heads),
-                "bytes": self._nbytes,
-            }
+            records = [*chain.from_iterable(self._records.values())]
+        starts = [record for record in records if isinstance(record, RenderedStart)]
+        return {
+            "transcripts": len(records) - len(starts),
+            "heads": sum(start.head is not None for start in starts),
+            "tools": sum(bool(start.tools) for start in starts),
+            "bytes": self._nbytes,
+        }
+
+    def _find_or_plan(
+        self, key: bytes, now: float, make: Callable[[], RenderedStart]
+    ) -> RenderedStart:
+        """The start under a key, recorded or planned; if there is none, a new one."""
+        start = self._find_start(key, now)
+        if start is None:
+            own_start = make()
+            with self._ledger_lock:
+                start = self._planned.setdefault(key, own_start)
+        return start
+
+    def _find_reference(self, key: bytes, now: float) -> bytes:
+        """The key of the start that is meant here; b"" if there is none."""
+        start = self._find_start(key, now)
+        return b"" if start is None else start.start_key
+
+    def _find_start(self, key: bytes, now: float) -> RenderedStart | None:
+        with self._ledger_lock:
+            for record in self._records.get(key, ()):
+                if isinstance(record, RenderedStart):
+                    record.last_used = now
+                    self._records.move_to_end(key)
+                    return record
+        return None
 
     # The methods below are called with the lock held.
+
+    def _find_transcripts(self, key: bytes) -> list[Transcript]:
+        records = self._records.get(key, ())
+        return [record for record in records if isinstance(record, Transcript)]
 
     def _find_whole(
         self, conversation: Conversation, n_messages: int
     ) -> Sequence[Transcript]:
         """The transcripts of the first messages."""
-        return self._transcripts.get(conversation.prefix_keys[n_messages], ())
+        return self._find_transcripts(conversation.prefix_keys[n_messages])
 
     def _find_left(
         self, conversation: Conversation, n_messages: int
@@ -7196,17 +7457,17 @@ class Ledger:
         if reply.role != "assistant":
             return
         key = _key_of_left_reply(conversation.prefix_keys[n_messages - 1])
-        for transcript in self._transcripts.get(key, ()):
+        for transcript in self._find_transcripts(key):
             if part := transcript.cut_to(reply):
                 yield part
 
-    def _put(self, key: bytes, transcripts: list[Transcript]) -> None:
-        """Replace the transcripts under a key; [] removes it. All changes come here."""
-        previous = self._transcripts.pop(key, [])
-        self._nbytes -= sum(transcript.nbytes for transcript in previous)
-        self._nbytes += sum(transcript.nbytes for transcript in transcripts)
-        if transcripts:
-            self._transcripts[key] = transcripts
+    def _put(self, key: bytes, records: Sequence[Transcript | RenderedStart]) -> None:
+        """Replace the records under a key; [] removes it. All changes come here."""
+        previous = self._records.pop(key, ())
+        self._nbytes -= sum(record.nbytes for record in previous)
+        self._nbytes += sum(record.nbytes for record in records)
+        if records:
+            self._records[key] = records
 
     def _mark_used(self, prefix_keys: Sequence[bytes]) -> None:
         """Move transcripts to the end, the shortest last.
@@ -7214,15 +7475,15 @@ class Ledger:
         So a transcript expires after those that continue it and share its segments.
         """
         for key in reversed(prefix_keys):
-            if key in self._transcripts:
-                self._transcripts.move_to_end(key)
+            if key in self._records:
+                self._records.move_to_end(key)
 
     def _expire(self, now: float) -> None:
         """Drop the least recently used while they are too old, or all are too large."""
         max_idle_seconds = self._config.ledger_ttl_seconds or math.inf
-        while self._transcripts:
-            key, oldest = next(iter(self._transcripts.items()))
-            idle_seconds = now - max(transcript.last_used for transcript in oldest)
+        while self._records:
+            key, oldest = next(iter(self._records.items()))
+            idle_seconds = now - max(record.last_used for record in oldest)
             is_full = self._nbytes > self._config.ledger_max_bytes
             if not is_full and idle_seconds <= max_idle_seconds:
                 return
@@ -7246,6 +7507,7 @@ class PromptPlan:
     n_replayed: int = 0  # tokens of the transcript, at the start of `rendered`
     refusal: str = ""  # why the longest transcript was not replayed
     unverified: Splice | None = None  # set if `rendered` is its guess
+    starts: Mapping[bytes, RenderedStart] = field(default_factory=dict)  # to remember
 
     @property
     def can_be_recorded(self) -> bool:
@@ -7284,15 +7546,17 @@ class PromptPlanner:
 
         sent_tools = request.tools
         session_id = request.session.session_id or ""
-        tools = self.ledger.tools.choose(sent_tools, messages, session_id)
-        request = replace(request, tools=tools)
+        chosen = self.ledger.choose_tools(
+            sent_tools, messages, session_id=session_id, now=now
+        )
+        request = replace(request, tools=chosen.tools)
         plan = self._plan_unlimited(request, template, messages, now=now)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
         is_tight = len(plan.rendered.ids) + reply_room > room
-        if is_tight and tools and not sent_tools:
-            self.ledger.tools.forget(messages, session_id)
+        if is_tight and chosen.tools and not sent_tools:
+            chosen = self.ledger.choose_no_tools(messages, session_id)
             request = replace(request, tools=())
             plan = self._plan_unlimited(request, template, messages, now=now)
 
@@ -7300,7 +7564,8 @@ class PromptPlanner:
             shorter_plan = self._without_past_thinking(request, template, plan)
             if shorter_plan.rendered.n_tokens < plan.rendered.n_tokens:
                 plan = shorter_plan
-        return replace(plan, tools=request.tools)
+        starts = {**plan.starts, **chosen.starts}
+        return replace(plan, tools=request.tools, starts=starts)
 
     def verify(self, plan: PromptPlan) -> bool:
         """Whether a prompt is what it would be without a guess.
@@ -7346,7 +7611,7 @@ class PromptPlanner:
                 self.metrics.bump("exact_key_rejected_by_model_lcp")
                 refusals.append(str(error))
         if plan is None:
-            plan = self._render_as_sent(request, template, conversation)
+            plan = self._render_as_sent(request, template, conversation, now=now)
         if not refusals:
             return plan
 
@@ -7393,7 +7658,12 @@ class PromptPlanner:
         )
 
     def _render_as_sent(
-        self, request: ChatRequest, template: ChatTemplate, conversation: Conversation
+        self,
+        request: ChatRequest,
+        template: ChatTemplate,
+        conversation: Conversation,
+        *,
+        now: float,
     ) -> PromptPlan:
         """Render all messages as they were sent, but for the system's pinned values.
 
@@ -7405,9 +7675,12 @@ class PromptPlanner:
         head = restate_messages(messages[:n_system], 0, NOTHING_STATED)
         _, head_stated = head
         can_restate = _newest_input(messages) >= 0
+        starts: Mapping[bytes, RenderedStart] = {}
         if head_stated.pinned and can_restate:
             key = conversation.prefix_keys[n_system]
-            head = self.ledger.heads.choose(key, head, conversation.session_id)
+            head, starts = self.ledger.choose_head(
+                key, head, session_id=conversation.session_id, now=now
+            )
 
         system_messages, stated = head
         later_messages, stated = restate_messages(messages, n_system, stated)
@@ -7416,7 +7689,9 @@ class PromptPlanner:
             [*system_messages, *later_messages], self.healing, contexts=contexts
         )
         rendered = template.render_prompt(request, list(healed))
-        return PromptPlan(rendered=rendered, conversation=conversation, stated=stated)
+        return PromptPlan(
+            rendered=rendered, conversation=conversation, stated=stated, starts=starts
+        )
 
     def _without_past_thinking(
         self, request: ChatRequest, template: ChatTemplate, plan: PromptPlan
@@ -10701,8 +10976,9 @@ def write_url(host: str, port: int) -> str:
 #
 # Public   make_sampler, make_processors, AllowedTokens, ConstraintSteps, Constraint,
 #          forbid_tokens, limit_thinking, follow_grammar, watch_for_call, Blanks,
-#          JsonValue, TextValue, OneOf, CallPart, CallParts, CallForm, make_constraints
-# Uses     ERRORS, LOGGING, API TYPES, UPSTREAM, MODEL LOADING
+#          JsonValue, TextValue, OneOf, CallPart, CallParts, CallForm, find_excess,
+#          make_constraints
+# Uses     ERRORS, LOGGING, API TYPES, CANONICALIZATION, UPSTREAM, MODEL LOADING
 # Thread   1, 2: model, mlx; 3, 4: any
 
 
@@ -10971,6 +11247,11 @@ class CallForm(NamedTuple):
 # -- 4 grammar -------------------------------------------------------------------------
 # A grammar is a text in llguidance's dialect of Lark. It writes the token with id 7 as
 # <[7]>, any token but 7 and 9 as <[^7,9]>, and any token at all as <[*]>.
+
+# What is compiled: of one schema, of all calls together, and of a regular expression.
+MAX_SCHEMA_CHARACTERS: Final = 100_000
+MAX_CALLS_CHARACTERS: Final = 200_000
+MAX_PATTERN_CHARACTERS: Final = 10_000
 
 # What is markup if it is one token: <arg_key>, [TOOL_CALLS]
 _MARKUP: Final = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
@@ -11251,30 +11532,66 @@ def _make_thinking_limit(request: ChatRequest, form: _ReplyForm) -> Constraint |
     return partial(limit_thinking, budget, start=form.think_start, ends=ends)
 
 
-@lru_cache(maxsize=1)
-def _grammar_compiler(tokenizer: Any) -> Callable[[str], Any]:
-    """A function that makes LLMatchers. `tokenizer`: mlx-lm's wrapper of one."""
-    import llguidance  # 0.2 s, and the tokenizer up to 1 s: only if a request needs it
+class _GrammarCompiler:
+    """Makes LLMatchers for one tokenizer."""
 
-    # The tags of a reply are markup, so that they cannot be a part of a JSON string.
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    added_tokens = [
-        token.content for token in backend.get_added_tokens_decoder().values()
-    ]
-    tags = [
-        tokenizer.think_start,
-        tokenizer.think_end,
-        tokenizer.tool_call_start,
-        tokenizer.tool_call_end,
-        *filter(_MARKUP.fullmatch, added_tokens),
-    ]
-    backend.add_special_tokens(
-        [tag for tag in tags if tag and backend.token_to_id(tag) is not None]
-    )
-    vocabulary = llguidance.LLTokenizer(
-        backend.to_str(), eos_token=sorted(tokenizer.eos_token_ids)
-    )
-    return partial(llguidance.LLMatcher, vocabulary, log_level=0)
+    # For each character of a grammar, as measured: 300 of properties, 400 of patterns.
+    MATCHER_BYTES: Final = 400
+    MEMO_BYTES: Final = 64_000_000
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: mlx-lm's wrapper of one."""
+        # 0.2 s, and the tokenizer up to 1 s: only if a request needs it
+        import llguidance
+
+        # The tags of a reply are markup, so that they cannot be a part of a JSON string.
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        added_tokens = [
+            token.content for token in backend.get_added_tokens_decoder().values()
+        ]
+        tags = [
+            tokenizer.think_start,
+            tokenizer.think_end,
+            tokenizer.tool_call_start,
+            tokenizer.tool_call_end,
+            *filter(_MARKUP.fullmatch, added_tokens),
+        ]
+        backend.add_special_tokens(
+            [tag for tag in tags if tag and backend.token_to_id(tag) is not None]
+        )
+        vocabulary = llguidance.LLTokenizer(
+            backend.to_str(), eos_token=sorted(tokenizer.eos_token_ids)
+        )
+        self._make_matcher = partial(llguidance.LLMatcher, vocabulary, log_level=0)
+        self.memo: Memo[Any] = Memo(
+            self.MEMO_BYTES, lambda text, _matcher: self.MATCHER_BYTES * len(text)
+        )
+
+    def compile(self, rules: str, *, schemas: str, tenant: str) -> Any:
+        """An LLMatcher of the replies that the rule "start" describes.
+
+        It may be in error. `schemas`: JSON of an object; in a rule "@name" stands for
+        JSON of schema "name".
+        """
+        return self.memo.get_or_make(
+            f"{rules}\n{schemas}",
+            lambda: self._compile(rules, schemas),
+            tenant=tenant,
+        )
+
+    def _compile(self, rules: str, schemas: str) -> Any:
+        # Without "no_forcing" it spells what is certain to come by the tokenizer, which
+        # takes a quoted tag for the tag itself.
+        lark = rf"""%llguidance {{"no_forcing": true}}
+{rules}
+BLANKS: /[ \t\r\n]{{1,8}}/"""
+        grammars = [{"lark_grammar": lark}]
+        for name, schema in json.loads(schemas).items():
+            grammars.append({"name": name, "json_schema": schema})
+        return self._make_matcher(json.dumps({"grammars": grammars}))
+
+
+_grammar_compiler: Final = lru_cache(maxsize=1)(_GrammarCompiler)
 
 
 class _GrammarWriter:
@@ -11308,6 +11625,8 @@ class _GrammarWriter:
         self, schema: JsonObject, *, can_call: bool, has_strict_calls: bool
     ) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
+        if fault := find_excess(schema):
+            raise BadRequest(fault, field=_SCHEMA_FIELD)
         # A client may ask that what cannot be enforced is passed over; nothing else.
         is_lenient = schema.get("x-guidance") == {"lenient": True}
         schemas = {"json": _guide(schema, is_lenient=is_lenient)}
@@ -11316,8 +11635,7 @@ class _GrammarWriter:
         matcher = self._compile({"start": rule}, schemas)
         if matcher.is_error():
             fault = _describe_fault(matcher.get_error(), schema)
-            field_name = "response_format.json_schema.schema"
-            raise BadRequest(fault, field=field_name, quote=fault)
+            raise BadRequest(fault, field=_SCHEMA_FIELD, quote=fault)
         if not has_strict_calls:
             return matcher
         json_rule = self._form.json_rule(can_call=True, after_call_start="{calls}")
@@ -11342,10 +11660,36 @@ class _GrammarWriter:
             rule = start_rule.replace("{calls}", calls_rule(calls))
             return self._compile({"start": rule, **grammar.rules}, grammar.schemas)
 
+        if self._are_too_large():
+            return self._compile_names(compile_calls)
         matcher = compile_calls(self._calls)
         if not matcher.is_error():
             return matcher
         return self._compile_weaker(compile_calls)
+
+    def _are_too_large(self) -> bool:
+        """Whether the schemas of the calls are, together. Raises: one is strict."""
+        n_characters = sum(len(json.dumps(call.parts)) for call in self._calls)
+        if n_characters <= MAX_CALLS_CHARACTERS:
+            return False
+        for call in self._calls:
+            if call.schema_path:
+                raise call.refusal(
+                    f"with the other tools it has more than {MAX_CALLS_CHARACTERS:,}"
+                    " characters, which cannot be enforced"
+                )
+        return True
+
+    def _compile_names(self, compile_calls: Callable[[Sequence[CallForm]], Any]) -> Any:
+        """The matcher of calls with any arguments. Raises BadRequest: too many."""
+        free_calls = [call._replace(parts=None) for call in self._calls]
+        n_characters = sum(len(call.opening) for call in free_calls)
+        if n_characters <= MAX_CALLS_CHARACTERS:
+            matcher = compile_calls(free_calls)
+            if not matcher.is_error():
+                return matcher
+        sentence = "the tools are too many for a call to be forced"
+        raise BadRequest(sentence, field="tool_choice")
 
     def _compile_weaker(
         self, compile_calls: Callable[[Sequence[CallForm]], Any]
@@ -11357,23 +11701,58 @@ class _GrammarWriter:
             if fault and call.schema_path:
                 raise call.refusal(_describe_fault(fault))
             checked_calls.append(call._replace(parts=None) if fault else call)
-        free_calls = [call._replace(parts=None) for call in self._calls]
-        for weaker_calls in (checked_calls, free_calls):
-            matcher = compile_calls(weaker_calls)
-            if not matcher.is_error():
-                return matcher
-        sentence = "the tools are too many for a call to be forced"
-        raise BadRequest(sentence, field="tool_choice")
+        matcher = compile_calls(checked_calls)
+        if not matcher.is_error():
+            return matcher
+        return self._compile_names(compile_calls)
 
     def _compile(
         self, rules: Mapping[str, str], schemas: Mapping[str, JsonObject]
     ) -> Any:
-        return _compile_grammar(
-            _grammar_compiler(self._loaded.tokenizer),
+        compiler = _grammar_compiler(self._loaded.tokenizer)
+        return compiler.compile(
             "\n".join(f"{name}: {rule}" for name, rule in rules.items()),
             schemas=json.dumps(schemas),
             tenant=self._loaded.template.tenant,
         )
+
+
+_SCHEMA_FIELD: Final = "response_format.json_schema.schema"
+
+
+def find_excess(schema: Mapping[str, Any]) -> str:
+    """What of a schema is too large to be compiled; "" if nothing is.
+
+    A matcher takes 400 bytes for each character, and a second for a schema of the
+    largest size.
+    """
+    n_characters = len(json.dumps(schema))
+    if n_characters > MAX_SCHEMA_CHARACTERS:
+        return (
+            f"a schema of {n_characters:,} characters cannot be enforced, one of"
+            f" {MAX_SCHEMA_CHARACTERS:,} can"
+        )
+    places: deque[tuple[str, object]] = deque([("", schema)])
+    while places:
+        path, value = places.popleft()
+        for pattern in _patterns_of(value):
+            if len(pattern) > MAX_PATTERN_CHARACTERS:
+                return (
+                    f"a pattern of {len(pattern):,} characters ({path[1:]:.100}) cannot"
+                    f" be enforced, one of {MAX_PATTERN_CHARACTERS:,} can"
+                )
+        for step, part in _schema_parts(value):
+            places.append((path + step, part))
+    return ""
+
+
+def _patterns_of(schema: object) -> list[str]:
+    """The regular expressions of a schema, without those of its parts."""
+    if not isinstance(schema, dict):
+        return []
+    names = schema.get("patternProperties")
+    patterns = [schema.get("pattern"), *(names if isinstance(names, dict) else ())]
+    return [pattern for pattern in patterns if isinstance(pattern, str)]
 
 
 def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
@@ -11452,29 +11831,6 @@ def _schema_parts(value: object) -> Iterator[tuple[str, object]]:
                 yield f".{name}.{key}", schema
         elif name not in _VALUES:
             yield f".{name}", part
-
-
-@lru_cache(maxsize=32)
-def _compile_grammar(
-    compiler: Callable[[str], Any],
-    rules: str,
-    *,
-    schemas: str,
-    tenant: str,  # noqa: ARG001 - no other tenant is given what this one has compiled
-) -> Any:
-    """An LLMatcher of the replies that the rule "start" describes; it may be in error.
-
-    `schemas`: JSON of an object; in a rule "@name" stands for JSON of schema "name".
-    """
-    # Without "no_forcing" it spells what is certain to come by the tokenizer, which
-    # takes a quoted tag for the tag itself.
-    lark = rf"""%llguidance {{"no_forcing": true}}
-{rules}
-BLANKS: /[ \t\r\n]{{1,8}}/"""
-    grammars = [{"lark_grammar": lark}]
-    for name, schema in json.loads(schemas).items():
-        grammars.append({"name": name, "json_schema": schema})
-    return compiler(json.dumps({"grammars": grammars}))
 
 
 # region SCHEDULER =============================================================
@@ -16356,6 +16712,8 @@ def call_forms(
         (opening,) = tool_call_prefixes(tool_format, tools, name=tool_name)
         form = CallForm(opening, schema_path=strict_tools.get(tool_name, ""))
         try:
+            if fault := find_excess(parameters):
+                raise _NoForm(fault)
             parts = _call_parts(
                 tool_format, parameters, is_lenient=not form.schema_path
             )
@@ -16651,15 +17009,16 @@ class Tenants:
         self._tenants_lock = threading.Lock()  # guards _states
         self._states: OrderedDict[str, ServerState] = OrderedDict()  # as used
 
-    def get_or_make(self, tenant: str, make: Callable[[], ServerState]) -> ServerState:
-        """The state of a tenant, which is the one used last from now on."""
+    def get(self, tenant: str) -> ServerState | None:
+        """The state of a tenant."""
         with self._tenants_lock:
-            state = self._states.get(tenant)
-        if state is None:
-            state = make()
+            return self._states.get(tenant)
+
+    def keep(self, state: ServerState) -> ServerState:
+        """The state of its tenant, which is the one used last from now on."""
         with self._tenants_lock:
-            state = self._states.setdefault(tenant, state)  # another thread was first
-            self._states.move_to_end(tenant)
+            state = self._states.setdefault(state.tenant, state)  # unless it has one
+            self._states.move_to_end(state.tenant)
         return state
 
     def states(self) -> list[ServerState]:
@@ -16689,6 +17048,12 @@ class Tenants:
             for tenant in dropped:
                 self._states.pop(tenant, None)
         return dropped
+
+    def limit_ledgers(self, max_bytes: int) -> None:
+        """Drop what the ledgers of all tenants hold for longest without a use."""
+        ledgers = [state.stores.LEDGER for state in self.states()]
+        while sum(ledger.nbytes for ledger in ledgers) > max_bytes:
+            min(ledgers, key=lambda ledger: ledger.oldest_use()).drop_oldest()
 
 
 ProxyPhase = Literal["off", "starting", "up", "port_taken", "given_up"]
@@ -16734,15 +17099,25 @@ class ServerState:
     tenants: Tenants = field(default_factory=Tenants)  # that sent requests
 
     def for_tenant(self, tenant: str) -> ServerState:
-        """The same server with the stores of a tenant, which are made at first use."""
-        return self.tenants.get_or_make(tenant, lambda: self._make_tenant(tenant))
+        """The same server with the stores of a tenant.
 
-    def _make_tenant(self, tenant: str) -> ServerState:
+        They are new if it has none, and forgotten unless keep() is called: a tenant is
+        who has something stored.
+        """
         if not tenant:
             return self
-        metrics = self.metrics.add_tenant(tenant)
+        state = self.tenants.get(tenant)
+        if state is not None:
+            return state
+        metrics = self.metrics.make_tenant(tenant)
         stores = TenantStores.empty(self.config, metrics)
         return replace(self, tenant=tenant, stores=stores, metrics=metrics)
+
+    def keep(self) -> ServerState:
+        """Keep the stores of a new tenant; those that it has, if it has some by now."""
+        state = self.tenants.keep(self)
+        state.metrics.keep(state.tenant)
+        return state
 
     def views(self) -> list[ServerState]:
         """Those of all tenants whose requests this one may see, itself the first."""
@@ -16762,6 +17137,7 @@ class ServerState:
             state.stores.expire(now)
         for tenant in self.tenants.drop_users(self.config.ledger_max_bytes):
             self.metrics.drop_tenant(tenant)
+        self.tenants.limit_ledgers(self.config.ledger_max_bytes)
 
 
 def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -> None:
@@ -16845,8 +17221,13 @@ def plan_request(
     if not counts_all:
         max_tokens = MAX_COUNTED_CONTEXTS * model.max_context_tokens
         request = replace(request, max_counted_tokens=max_tokens)
-        if len(request.messages) > max_tokens:  # each has a token at least
-            raise ContextTooLong(len(request.messages), model.max_context_tokens)
+        n_least = len(request.messages)  # each has a token at least
+        if n_least <= max_tokens:
+            n_least = model.template.count_least_tokens(
+                request, max_context_tokens=model.max_context_tokens
+            )
+        if n_least > max_tokens:
+            raise ContextTooLong(n_least, model.max_context_tokens)
     plan = _plan_prompt(state, model, request)
     first_markers = {int(image.marker_ids[0]): image for image in images}
     return PlannedRequest(request, model, first_markers, plan)
@@ -18069,6 +18450,9 @@ def _submit(
         handle = state.engine.submit(prepared.engine_request)
         is_verified = False
         try:
+            state.stores.LEDGER.remember(
+                prepared.plan, session_id=prepared.session_id, now=time.monotonic()
+            )
             is_verified = state.stores.planner.verify(prepared.plan)
         finally:
             if not is_verified:
@@ -18459,9 +18843,11 @@ def _explain_match(
 
 
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
-    """DELETE /v1/cache: drop KV that rests, and transcripts; of one session, or all."""
+    """DELETE /v1/cache: drop KV that rests, and the ledger; of one session, or all."""
     for view in state.views():
         view.stores.LEDGER.forget(session)
+        if session is None:
+            view.stores.HEALING_STORE.clear()
     tenant = state.tenant
     n_dropped = state.engine.call(
         lambda scheduler: scheduler.cache.evict_session(tenant, session)
@@ -18549,6 +18935,19 @@ class LLMServer(ThreadingTCPServer):
 
 # -- the gate --------------------------------------------------------------------------
 # Pure functions of the headers; Handler._pass_gate() calls them in this order.
+
+
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+def _check_values(headers: HttpHeaders) -> None:
+    """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
+
+    A line that is folded is none: it has the line break of the standard library.
+    """
+    for name, value in headers.items():
+        if _CONTROL.search(value):
+            raise BadRequest(f"the header {name[:60]!r} has a control character in it")
 
 
 def _header(headers: HttpHeaders, name: str) -> str:
@@ -19056,12 +19455,14 @@ class Handler(BaseHTTPRequestHandler):
 
         The order of the checks matters:
 
+        0 values  a name that is cut at a NUL is another name elsewhere
         1 host    a page that calls us by its own name learns nothing but that
         2 origin  an allowed page can read what follows, such as that its key is wrong
         3 length  from here on a refusal can leave the connection open
         4 key     last, since it needs the route, and decides whose stores are used
         """
         config = self.server.state.config
+        _check_values(self.headers)
         _check_host(self.headers, config)
         self._cors_headers = _check_origin(self.headers, config)
         self._body_limit = _BodyLimit.of(self.server.state)
@@ -19074,7 +19475,7 @@ class Handler(BaseHTTPRequestHandler):
         self._key = ""
         if route is None or route.needs_key:
             self._key = _check_key(self.headers, config)
-        self._enter_tenant(self.headers.get(USER_HEADER, "").strip())
+            self._enter_tenant(self.headers.get(USER_HEADER, "").strip())
 
     def _enter_tenant(self, user: str) -> None:
         """Use the stores of the request's tenant from now on."""
@@ -19255,6 +19656,7 @@ class Handler(BaseHTTPRequestHandler):
             headers=dict(self.headers),
         )
         self._enter_tenant(request.user)
+        self._state = self._state.keep()
         is_parsed_stream = can_stream and request.stream
         return replace(
             request,
@@ -19434,7 +19836,8 @@ class Handler(BaseHTTPRequestHandler):
             "client": self._client,
             "sentence": printable(sentence, max_length=300),
         }
-        note_refusal(self._state, refusal, was_submitted=self._was_submitted)
+        state = self._state.keep()
+        note_refusal(state, refusal, was_submitted=self._was_submitted)
 
     @property
     def _client(self) -> str:

@@ -41,17 +41,20 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600  # seconds
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+NUMBER = "@number@"
 
 
 class Load(NamedTuple):
-    """Bodies that are sent at once."""
+    """Bodies that are sent at once, or one after the other."""
 
-    body: Callable[[], bytes]
+    body: Callable[[], bytes]  # in each NUMBER is replaced by its index
     n: int = 1
     path: str = CHAT
     has_images: bool = False
     n_stalled: int = 0  # clients that have announced 5 MB before, and are silent
     stalled_bytes: int = 0  # that each of them has sent
+    is_in_turn: bool = False
 
 
 def chat(*messages: dict[str, Any], **fields: Any) -> bytes:
@@ -97,8 +100,68 @@ def parts(n_bytes: int) -> bytes:
 def tools(n_bytes: int) -> bytes:
     properties = {f"p{i}": {"type": "string"} for i in range(n_bytes // 30)}
     parameters = {"type": "object", "properties": properties}
-    function = {"name": "f", "parameters": parameters}
+    function = {"name": f"f{NUMBER}", "parameters": parameters}
     return chat(user("go"), tools=[{"type": "function", "function": function}])
+
+
+def many_tools(n: int, **fields: Any) -> bytes:
+    """Tools of 90 bytes each."""
+    tools = []
+    for i in range(n):
+        parameters = {"type": "object", "properties": {}}
+        function = {"name": f"f{NUMBER}{i}", "description": "d"}
+        function["parameters"] = parameters
+        tools.append({"type": "function", "function": function})
+    return chat(user("go"), tools=tools, **fields)
+
+
+def counted_tools(n: int) -> bytes:
+    schema = {"type": "object"}
+    tools = [{"name": f"f{i}", "input_schema": schema} for i in range(n)]
+    return chat(user("go"), tools=tools)
+
+
+def forced_tools(n: int) -> bytes:
+    return many_tools(n, tool_choice="required")
+
+
+def system_text(n_bytes: int) -> bytes:
+    """A system message with a field that changes, which is rendered as it was first."""
+    text = f"Current time is {NUMBER}. " + "some words of a client " * (n_bytes // 23)
+    return chat(note(f"{text} {NUMBER}"), user("go"))
+
+
+def named_schema(schema: dict[str, Any]) -> bytes:
+    json_schema = {"name": "s", "schema": schema}
+    wanted = {"type": "json_schema", "json_schema": json_schema}
+    return chat(user("go"), response_format=wanted)
+
+
+def schema_of_properties(n_bytes: int) -> bytes:
+    properties = {f"p{i}{NUMBER}": {"type": "string"} for i in range(n_bytes // 35)}
+    return named_schema({"type": "object", "properties": properties})
+
+
+def schema_of_brackets(n_bytes: int) -> bytes:
+    return named_schema({"type": "object", "examples": [[]] * (n_bytes // 4)})
+
+
+def pattern(n_bytes: int) -> bytes:
+    text = "^(" + "ab?" * (n_bytes // 3) + ")$"
+    properties = {"p": {"type": "string", "pattern": text}}
+    return named_schema({"type": "object", "properties": properties})
+
+
+def strict_tool(n_bytes: int) -> bytes:
+    properties = {f"p{i}": {"type": "string"} for i in range(n_bytes // 35)}
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": "f", "strict": True, "parameters": parameters}
+    return chat(user("go"), tools=[{"type": "function", "function": function}])
+
+
+def message_of_brackets(n_bytes: int) -> bytes:
+    """A message with a field that nobody knows."""
+    return chat({**user(f"go {NUMBER}"), "unknown": [[]] * (n_bytes // 4)})
 
 
 def brackets(n_bytes: int) -> bytes:
@@ -205,6 +268,24 @@ LOADS = {
     "10 MB of token ids": Load(lambda: token_ids(10 * MB), path=COMPLETIONS),
     "12,000 users, as many notes": Load(lambda: notes(12_000)),
     "32,000 reminders": Load(lambda: reminders(32_000)),
+    "32,000 tools": Load(lambda: many_tools(32_000)),
+    "120,000 tools": Load(lambda: many_tools(120_000)),
+    "16,000 tools, a forced call": Load(lambda: forced_tools(16_000)),
+    "count 16,000 tools": Load(lambda: counted_tools(16_000), path=COUNT_TOKENS),
+    "six tools of 10 MB, in turn": Load(lambda: tools(10 * MB), n=6, is_in_turn=True),
+    "25 systems of 2 MB, in turn": Load(
+        lambda: system_text(2 * MB), n=25, is_in_turn=True
+    ),
+    "20 odd messages of 1 MB, in turn": Load(
+        lambda: message_of_brackets(MB), n=20, is_in_turn=True
+    ),
+    "schema of 10 MB": Load(lambda: schema_of_properties(10 * MB)),
+    "schema of 10 MB of brackets": Load(lambda: schema_of_brackets(10 * MB)),
+    "30 schemas of 200 kB, in turn": Load(
+        lambda: schema_of_properties(200_000), n=30, is_in_turn=True
+    ),
+    "pattern of 1 MB": Load(lambda: pattern(MB)),
+    "strict tool of 10 MB": Load(lambda: strict_tool(10 * MB)),
     "four of 5 MB": Load(lambda: words(5 * MB), n=4),
     "burst of 60 with 1 MB": Load(lambda: words(MB), n=60),
     "burst of 60 with 1 MB, no space": Load(lambda: letters(MB), n=60),
@@ -291,7 +372,8 @@ def send(port: int, path: str, body: bytes) -> str:
 
 def measure(port: int, process: psutil.Process, load: Load) -> str:
     """Statuses, seconds, and memory of the process before and at its peak."""
-    bodies = [load.body()] * load.n
+    body = load.body()
+    bodies = [body.replace(NUMBER.encode(), b"%d" % i) for i in range(load.n)]
     n_bytes = sum(map(len, bodies))
     first_rss = process.memory_info().rss
     peak_rss = first_rss
@@ -310,22 +392,31 @@ def measure(port: int, process: psutil.Process, load: Load) -> str:
             is_ready(port)
             health_seconds = max(health_seconds, time.monotonic() - asked_at)
 
-    with ThreadPoolExecutor(len(bodies) + 2) as pool, ExitStack() as stack:
+    n_clients = 1 if load.is_in_turn else load.n
+    with (
+        ThreadPoolExecutor(2) as watchers,
+        ThreadPoolExecutor(n_clients) as clients,
+        ExitStack() as stack,
+    ):
         for _ in range(load.n_stalled):
             stack.enter_context(announce(port, load.stalled_bytes))
         time.sleep(load.n_stalled > 0)  # until they are read
-        watchers = [pool.submit(watch_memory), pool.submit(watch_health)]
+        watches = [watchers.submit(watch_memory), watchers.submit(watch_health)]
         started_at = time.monotonic()
-        statuses = Counter(pool.map(lambda body: send(port, load.path, body), bodies))
+        sent = clients.map(lambda body: send(port, load.path, body), bodies)
+        statuses = Counter(sent)
         seconds = time.monotonic() - started_at
         is_done.set()
-        for watcher in watchers:
-            watcher.result()
+        for watch in watches:
+            watch.result()
+    time.sleep(1)
+    last_rss = process.memory_info().rss
 
     counts = ", ".join(f"{n} x {status}" for status, n in statuses.items())
     return (
         f"{counts:12} {seconds:6.1f} s  /health {health_seconds:4.1f} s"
         f"  {first_rss / 1e6:5.0f} -> {peak_rss / 1e6:6.0f} MB"
+        f" -> {last_rss / 1e6:5.0f} MB"
         f"  {(peak_rss - first_rss) / n_bytes:6.1f} a byte"
     )
 

@@ -387,3 +387,78 @@ def test_more_messages_than_tokens_fit_are_refused_before_they_are_rendered(
     code, _, body = read_response(sent(port, {"messages": messages}), method="POST")
     assert code == 400
     assert json.loads(body)["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.fixture
+def rendered(monkeypatch) -> list[int]:
+    """The number of messages, each time that some are rendered."""
+    noted: list[int] = []
+    render = s.Renderer.render
+
+    def note(renderer, messages, **how):
+        noted.append(len(messages))
+        return render(renderer, messages, **how)
+
+    monkeypatch.setattr(s.Renderer, "render", note)
+    return noted
+
+
+def tools(n: int) -> list[dict[str, Any]]:
+    names = [f"look{i}" for i in range(n)]
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+CALL = {"name": "look", "arguments": json.dumps({"path": "a path"})}
+CALLS = [{"id": "call12345", "type": "function", "function": CALL}]
+FAR_TOO_LONG = {
+    "tools": {"tools": tools(3_000)},
+    "messages": {"messages": [{"role": "user", "content": "a word"}] * 2_000},
+    "text": {"messages": [{"role": "user", "content": "a word " * 20_000}]},
+    "calls": {
+        "messages": [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": "", "tool_calls": CALLS * 1_000},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FAR_TOO_LONG)
+def test_what_cannot_fit_is_refused_before_it_is_rendered(
+    memory, served, port, rendered, kind
+):
+    body = {**QUESTION, **FAR_TOO_LONG[kind]}
+    code, _, answer = read_response(sent(port, body), method="POST")
+    error = json.loads(answer)["error"]
+    assert code == 400 and error["code"] == "context_length_exceeded"
+    assert not rendered
+    ledgers = [state.stores.LEDGER for state in served.state.tenants.states()]
+    assert not any(ledger.snapshot()["tools"] for ledger in ledgers)
+
+
+def test_a_long_reply_is_no_reason_to_refuse(memory, port, rendered):
+    """Its thinking may be left out: whether it fits shows when it is rendered."""
+    reply = {"role": "assistant", "content": "a word " * 20_000}
+    body = {**QUESTION, "messages": [*QUESTION["messages"], reply] * 2}
+    assert read_response(sent(port, body), method="POST")[0] == 400
+    assert rendered
+
+
+def test_rendering_is_left_when_the_client_has_gone(memory, served, port, monkeypatch):
+    def leave() -> None:
+        raise s.ClientGone
+
+    request = s.parse_chat_request(QUESTION, s.Config(), request_id="r", headers={})
+    template = served.state.engine.model.template
+    with pytest.raises(s.ClientGone):
+        template.render_prompt(s.replace(request, check_client=leave))
+
+
+def test_a_body_of_a_million_brackets_is_refused_before_it_is_parsed(memory, port):
+    texts = {**QUESTION, "user": "[{" * s.MAX_CONTAINERS}
+    assert read_response(sent(port, texts), method="POST")[0] == 200
+    brackets = {**QUESTION, "unknown": [[]] * s.MAX_CONTAINERS}
+    code, _, answer = read_response(sent(port, brackets), method="POST")
+    assert (
+        code == 400 and "arrays and objects" in json.loads(answer)["error"]["message"]
+    )

@@ -404,6 +404,16 @@ def test_what_a_page_may_send_is_said_before_it_has_a_key():
         assert status(port, line=line, Origin="https://x", **asks) == 403
 
 
+@pytest.mark.parametrize("character", ["\0", "\x01", "\x0b", "\x1f", "\x7f"])
+def test_a_control_character_in_a_header_is_refused(character):
+    with listening() as port:
+        for name in ("x_unknown", "x_cache_user", "User_Agent"):
+            code, _, body = answer(port, **{name: f"a{character}b"})
+            assert code == 400
+            assert "control character" in json.loads(body)["error"]["message"]
+        assert status(port, line="GET /health", x_unknown="a\tb \u00e4") != 400
+
+
 def test_headers_that_are_echoed_cannot_become_others():
     with listening(cors_origins="*") as port:
         fields = {

@@ -6,6 +6,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jsonschema
 import mlx.core as mx
@@ -329,6 +330,64 @@ def test_a_keyword_that_cannot_be_enforced_is_named_with_its_place(
             )
 
 
+def property_of(**schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"p": schema}}
+
+
+TOO_LARGE = {
+    "a schema of": property_of(enum=[f"value {n}" for n in range(10_000)]),
+    "a pattern of 20,000 characters (properties.p)": property_of(
+        type="string", pattern="ab" * 10_000
+    ),
+    "a pattern of 15,000 characters": property_of(
+        type="object", patternProperties={"a" * 15_000: {}}
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", TOO_LARGE)
+def test_a_schema_that_is_too_large_is_refused_before_it_is_compiled(
+    dense, compiled, fault
+):
+    schema = TOO_LARGE[fault]
+    with pytest.raises(openai.BadRequestError) as refused:
+        dense.ask(ASKED, response_format=form(schema))
+    assert refused.value.body["param"] == "response_format.json_schema.schema"
+    assert fault in refused.value.body["message"]
+
+    function = {"name": "f", "parameters": schema, "strict": True}
+    with pytest.raises(openai.BadRequestError) as refused:
+        dense.ask(ASKED, tools=[{"type": "function", "function": function}])
+    assert refused.value.body["param"] == "tools[0].function.parameters"
+    assert fault in refused.value.body["message"]
+    assert not compiled
+
+
+def test_schemas_that_are_too_large_together_leave_a_forced_call_free(
+    dense, compiled, monkeypatch
+):
+    monkeypatch.setattr(s, "MAX_CALLS_CHARACTERS", 2_000)
+    schema = property_of(enum=[f"value {n}" for n in range(60)])
+    functions = [{"name": f"f{n}", "parameters": schema} for n in range(3)]
+    tools = [{"type": "function", "function": function} for function in functions]
+    constraints(dense, tools=tools, tool_choice="required")
+    assert max(map(len, compiled)) < 1_000
+
+    tools[0]["function"] = {**functions[0], "strict": True}
+    with pytest.raises(s.BadRequest, match="with the other tools"):
+        constraints(dense, tools=tools, tool_choice="required")
+
+
+def test_compiled_schemas_are_bounded_in_bytes(dense):
+    compiler = s._grammar_compiler(dense.state.engine.model.tokenizer)
+    rule = "start: @json"
+    for n in range(20):
+        schema = json.dumps({"json": {"enum": [f"{n}" * 20_000]}})
+        compiler.compile(rule, schemas=schema, tenant="")
+        assert compiler.memo.nbytes <= compiler.MEMO_BYTES
+    assert len(compiler.memo.entries) < 20
+
+
 def test_too_many_tools_for_a_forced_call_are_no_fault_of_a_schema(dense):
     names = [f"{n:064b}" for n in range(1200)]  # each digit is a token
     tools = [{"type": "function", "function": {"name": name}} for name in names]
@@ -363,16 +422,27 @@ def test_a_schema_may_ask_to_be_enforced_as_far_as_it_can_be(dense, reason):
     assert "a" in json.loads(exchange.answer["content"])
 
 
-def test_a_schema_is_compiled_once_and_every_row_has_its_own_matcher(dense):
+@pytest.fixture
+def compiled(monkeypatch) -> list[str]:
+    """The schemas that were compiled."""
+    noted: list[str] = []
+    compile_grammar = s._GrammarCompiler._compile
+
+    def note(compiler, rules, schemas):
+        noted.append(schemas)
+        return compile_grammar(compiler, rules, schemas)
+
+    monkeypatch.setattr(s._GrammarCompiler, "_compile", note)
+    return noted
+
+
+def test_a_schema_is_compiled_once_and_every_row_has_its_own_matcher(dense, compiled):
     fields = {"tools": openai.omit, "response_format": form({"enum": ["a", "b"]})}
-    old = s._compile_grammar.cache_info()
     first = dense.ask(ASKED, **fields)
     second = dense.ask(ASKED, **fields)
-    new = s._compile_grammar.cache_info()
 
     assert first.said == second.said
-    assert new.misses - old.misses == 1
-    assert new.hits - old.hits == 1
+    assert len(compiled) == 1
     assert s._grammar_compiler.cache_info().currsize == 1
 
 

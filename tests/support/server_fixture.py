@@ -73,8 +73,7 @@ def clear_cache(engine: s.Engine) -> None:
 def forget_pasts(state: s.ServerState) -> None:
     ledger = state.stores.LEDGER
     with ledger._ledger_lock:
-        ledger._transcripts.clear()
-        ledger.heads.clear()
+        ledger._records.clear()
         ledger._nbytes = 0
 
 

@@ -2,12 +2,10 @@
 
 import copy
 import json
-import os
 import random
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -453,7 +451,10 @@ class Server:
     ) -> start_llm.PromptPlan:
         request = chat(messages, **fields)
         template = self.speaker.template
-        return self.planner.plan(request, template, room=room, now=self.now)
+        plan = self.planner.plan(request, template, room=room, now=self.now)
+        session_id = request.session.session_id or ""
+        self.planner.ledger.remember(plan, session_id=session_id, now=self.now)
+        return plan
 
     def say(
         self,
@@ -1130,7 +1131,10 @@ def test_thinking_outlives_the_past_it_was_part_of() -> None:
     """What is rendered again for want of a past is healed, where the template prints it."""
     server = Server()
     server.answer([SYSTEM, USER], THOUGHT)
-    server.planner.ledger._transcripts.clear()
+    ledger = server.planner.ledger
+    for key in [*ledger._records]:
+        if ledger._find_transcripts(key):
+            ledger._put(key, [])
     draft = server.draft(SECOND_REQUEST)
     assert draft.transcript is None
     assert "because of it" in server.text(draft)
@@ -1628,11 +1632,8 @@ def test_a_session_that_was_forgotten_renders_its_head_anew() -> None:
     assert "alice" not in text
 
 
-def test_heads_used_least_recently_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(start_llm.HeadMemory, "MAX_HEADS", 2)
-    server = Server()
+def test_heads_used_least_recently_are_forgotten() -> None:
+    server = Server(ledger_max_bytes=5_000)  # each takes 2,054
 
     def told(words: str, value: str) -> list[str]:
         head = head_with(value)
@@ -1645,6 +1646,62 @@ def test_heads_used_least_recently_are_forgotten(
     assert server.planner.ledger.snapshot()["heads"] == 2
     assert told("a", "id-2") == ["id-2"]
     assert told("b", "id-2") == []
+
+
+def started(server: Server, n: int, *, size: int = 0, **fields: Any) -> Any:
+    """The plan of a request with a head and tools of its own."""
+    head = head_with(f"id-{n}")
+    head["content"] += f"{n}" + "x" * size
+    request = chat([head, USER], tools=[named(f"tool{n}")], **fields)
+    return server.planner.plan(request, server.speaker.template, room=PLENTY, now=0.0)
+
+
+def test_a_request_that_is_not_accepted_leaves_nothing() -> None:
+    server = Server()
+    ledger = server.planner.ledger
+    plan = started(server, 1, user="group")
+    assert ledger.snapshot() == EMPTY and len(ledger._planned) == 2
+
+    del plan
+    assert not ledger._planned
+
+
+def test_what_prompts_begin_with_is_counted_and_bounded() -> None:
+    """By use, over heads, tools and transcripts together."""
+    server = Server(ledger_max_bytes=60_000)
+    ledger = server.planner.ledger
+    for n in range(20):
+        plan = started(server, n, size=10_000)
+        ledger.remember(plan, session_id="", now=float(n))
+        assert ledger.nbytes == counted(ledger) <= 60_000
+
+    shown = ledger.snapshot()
+    held = [record for records in ledger._records.values() for record in records]
+    assert start_llm.memory_bytes(*held) < 1.2 * shown["bytes"]
+    assert 3 < shown["heads"] < 20 and 3 < shown["tools"] < 20
+
+
+def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session() -> None:
+    server = Server(ledger_ttl_seconds=100.0)
+    ledger = server.planner.ledger
+    for n, session_id in enumerate(("one", "two")):
+        ledger.remember(
+            started(server, n, user=session_id), session_id=session_id, now=0.0
+        )
+    assert ledger.snapshot()["heads"] == ledger.snapshot()["tools"] == 2
+
+    ledger.forget("one")
+    assert ledger.snapshot()["heads"] == ledger.snapshot()["tools"] == 1
+    ledger.expire(101.0)
+    assert ledger.snapshot() == EMPTY
+
+
+def test_thinking_that_a_client_sends_is_counted() -> None:
+    server = Server()
+    thinking = "hm " * 100_000
+    past = [SYSTEM, USER, {**FINE, "reasoning_content": thinking}, NEXT]
+    server.answer(past, said("assistant", "done"))
+    assert server.n_bytes() > len(thinking)
 
 
 def test_a_stamp_of_a_retry_is_restated() -> None:
@@ -1762,8 +1819,8 @@ def fill(server: Server, n: int, *, turns: int = 3) -> list:
 
 def counted(book: start_llm.Ledger) -> int:
     n_bytes = 0
-    for alternatives in book._transcripts.values():
-        n_bytes += sum(past.nbytes for past in alternatives)
+    for records in book._records.values():
+        n_bytes += sum(record.nbytes for record in records)
     return n_bytes
 
 
@@ -1800,14 +1857,14 @@ def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
     server = Server(ledger_max_bytes=20_000)
     for n in range(12):
         fill(server, n, turns=3 + n % 5)
-        pasts = chain.from_iterable(server.planner.ledger._transcripts.values())
+        pasts = chain.from_iterable(server.planner.ledger._records.values())
         segment_lists = [past.segments for past in pasts]
         last_segments = {id(segments[-1]) for segments in segment_lists}
         for segments in segment_lists:
             assert last_segments.issuperset(map(id, segments))
 
 
-EMPTY = {"transcripts": 0, "heads": 0, "bytes": 0}
+EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "bytes": 0}
 
 
 def test_one_past_that_is_too_large_is_not_kept() -> None:
@@ -1976,72 +2033,23 @@ def test_eight_clients_share_a_ledger() -> None:
     assert server.n_fallbacks() == 0
 
 
-class BothMiss(start_llm.LRUCache):
-    """A cache in which threads that look for a key at once all find nothing.
+def test_requests_that_are_planned_at_once_begin_alike() -> None:
+    """Sub-agents start together: none of them is accepted when the last is planned."""
+    server = Server()
+    plans = [
+        server.planner.plan(
+            chat([head_with(f"id-{n}"), USER], tools=[*tools]),
+            server.speaker.template,
+            room=PLENTY,
+            now=0.0,
+        )
+        for n, tools in enumerate(permutations([named("look"), named("ask")]))
+    ]
 
-    Who finds nothing waits for the other one, unless that waits for a lock.
-    """
-
-    def __init__(self, capacity: int, lock: "WatchedLock") -> None:
-        super().__init__(capacity)
-        self.lock = lock
-        self.n_misses = 0
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return super().__getitem__(key)
-        except KeyError:
-            self.n_misses += 1
-            while self.n_misses < 2 and self.lock.n_entered < 2:
-                os.sched_yield()
-            raise
-
-
-class WatchedLock:
-    """A lock that counts who has asked for it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.n_entered = 0
-
-    def __enter__(self) -> None:
-        self.n_entered += 1
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
-def chosen_at_once(choose: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(choose, range(2)))
-
-
-def test_two_threads_at_once_render_the_same_first_head() -> None:
-    memory = start_llm.HeadMemory()
-    lock = WatchedLock()
-    memory._heads_lock = lock  # type: ignore[assignment]
-    memory._heads = BothMiss(8, lock)
-    first_head = ([said("system", "id-0")], start_llm.NOTHING_STATED)
-    second_head = ([said("system", "id-1")], start_llm.NOTHING_STATED)
-    heads = [first_head, second_head]
-
-    first, second = chosen_at_once(lambda n: memory.choose(b"key", heads[n], ""))
-
-    assert first is second
-
-
-def test_two_threads_at_once_show_tools_in_the_same_order() -> None:
-    memory = start_llm.ToolMemory()
-    lock = WatchedLock()
-    memory._tools_lock = lock  # type: ignore[assignment]
-    memory._first_order = BothMiss(8, lock)
-    tools = (named("look"), named("ask"))
-    orders = [tools, tools[::-1]]
-
-    first, second = chosen_at_once(lambda n: memory.choose(orders[n], (), ""))
-
-    assert first is second
+    texts = [server.text(plan) for plan in plans]
+    first, second = (plan.tools for plan in plans)
+    assert first == second
+    assert [restated(text) for text in texts] == [[], ["id-1"]]
 
 
 def test_what_is_dropped_and_what_is_refused_is_counted(
