@@ -1328,7 +1328,7 @@ class CacheMetrics:
         )
 
     def make_tenant(self, tenant: str) -> CacheMetrics:
-        """Those of a tenant; new ones until keep() is called. Called on those of all."""
+        """Those of a tenant, new until keep() is called. Call it on those of all."""
         key = key_of_tenant(tenant)
         parent = self
         if key not in ("", tenant):
@@ -1803,7 +1803,7 @@ _JSON_TEXT: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 def _count_containers(raw: bytes) -> int:
-    """About how many arrays and objects a JSON value has; exactly, if there are many."""
+    """About how many arrays and objects a JSON value has; of many the exact number."""
     n_brackets = raw.count(b"[") + raw.count(b"{")
     if n_brackets <= MAX_CONTAINERS:
         return n_brackets
@@ -11544,7 +11544,7 @@ class _GrammarCompiler:
         # 0.2 s, and the tokenizer up to 1 s: only if a request needs it
         import llguidance
 
-        # The tags of a reply are markup, so that they cannot be a part of a JSON string.
+        # The tags of a reply are markup, so they cannot be a part of a JSON string.
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         added_tokens = [
             token.content for token in backend.get_added_tokens_decoder().values()

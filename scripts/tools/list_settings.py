@@ -28,10 +28,10 @@ Settings are environment variables, or lines of a file `.env` beside `start-llm.
 `.env.example`). The environment wins over `.env`, and the options `--model`, `--port`, `--host`,
 `--api-key` and `--no-proxy` of `install_and_run.py` and `start-llm.py` win over both.
 
-A value that is not accepted stops the start with a sentence that names the setting. A name that
-is no setting logs a line, with the setting that was probably meant; one that can only mean
-`MODEL_PATH` (such as `MODEL`) stops the start, unless `MODEL_PATH` is set. "Not yet acting"
-settings are reserved: one of them in `.env` logs a line.
+A value that is not accepted stops the start with a sentence that names the setting and where it
+stands; so does a line of `.env` that sets nothing. A name that is no setting logs a line, with the
+setting that was probably meant; one that can only mean `MODEL_PATH` (such as `MODEL`) stops the
+start, unless `MODEL_PATH` is set. "Not yet acting" settings are reserved: one of them logs a line.
 """
 
 OTHER_DEFAULTS_HEADING: Final = """\
