@@ -3544,7 +3544,7 @@ _MAX_WEBP_PIXELS: Final = 32_000_000  # each takes 16 bytes while Pillow unpacks
 _MAX_SEEN_PIXELS: Final = 1 << 24
 _MAX_STRIP_PIXELS: Final = 1 << 18  # of what is shrunk at once, after that
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-_MAX_SCANS: Final = 64  # of a JPEG; a progressive one has 6 to 30
+_MAX_SCANS: Final = 64  # of a JPEG, and so many compressed texts of a PNG
 _MAX_PARTS: Final = 4_000  # of a file, beside those that are pixels
 
 
@@ -3554,12 +3554,23 @@ class SentImage(NamedTuple):
     data: bytes  # a file
     field: str  # the path of its part in the body
 
+    def check_header(self) -> None:
+        """Raise BadRequest as decode() would, as far as that is known before it."""
+        with self._opened():
+            pass
+
     def decode(self) -> Image.Image:
         """RGB pixels, upright, on white; of a GIF the first frame.
 
         A large image is shrunk to _MAX_SEEN_PIXELS. Raises BadRequest: it is no image
         that can be read, it is too large, or it takes too long to unpack.
         """
+        with self._opened() as image:
+            return _normalize(image)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Image.Image]:
+        """The image, of which only the header is read, for what reads its pixels."""
         fault = _find_costly_parts(self.data)
         if fault:
             raise BadRequest(f"{fault}; save it anew", field=self.field)
@@ -3568,15 +3579,17 @@ class SentImage(NamedTuple):
             image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
             if image.format == "WEBP":
                 max_pixels = _MAX_WEBP_PIXELS
-            if math.prod(image.size) <= max_pixels:
-                return _normalize(image)
+            is_too_large = math.prod(image.size) > max_pixels
+            if not is_too_large:
+                yield image
         except Image.DecompressionBombError:
-            pass  # a limit of Pillow's own, above ours
+            is_too_large = True  # a limit of Pillow's own, above ours
         except Exception as error:  # Pillow's readers raise errors of any kind
             raise BadRequest(
                 "is no PNG, JPEG, WEBP, GIF that can be read", field=self.field
             ) from error
-        raise BadRequest(f"has more than {max_pixels:,} pixels", field=self.field)
+        if is_too_large:
+            raise BadRequest(f"has more than {max_pixels:,} pixels", field=self.field)
 
 
 def _normalize(image: Image.Image) -> Image.Image:
@@ -3650,7 +3663,9 @@ def _put_on_white(image: Image.Image) -> Image.Image:
 # why(L-130): a part of a few bytes can take as long as an image. So parts are counted
 # before anything is read. Each format has a list of parts with their kinds.
 
-_JPEG_SCAN: Final = b"\xda"
+# A scan of a JPEG is a pass over its pixels; progressive ones have 6 to 30. A text or a
+# profile of a PNG unpacks to up to a megabyte.
+_SCANS: Final = (b"\xda", b"zTXt", b"iTXt", b"iCCP")
 # Between compressed pixels: what is neither a byte 0xff of theirs nor a restart.
 _JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _PNG_PIXELS: Final = (b"IDAT", b"fdAT")
@@ -3671,9 +3686,9 @@ def _find_costly_parts(data: bytes) -> str:
 
     n_scans = 0
     for n_parts, kind in enumerate(kinds, start=1):
-        n_scans += kind == _JPEG_SCAN
+        n_scans += kind in _SCANS
         if n_scans > _MAX_SCANS:
-            return f"has more than {_MAX_SCANS} scans"
+            return f"has more than {_MAX_SCANS} scans or compressed texts"
         if n_parts > _MAX_PARTS:
             return f"has more than {_MAX_PARTS:,} parts"
     return ""
@@ -10140,6 +10155,21 @@ class VisionModel(Module):  # type: ignore[misc]
         return sum(array.nbytes for array in arrays)
 
     # -- any thread: images as tokens --------------------------------------------------
+
+    def check_headers(
+        self, sources: Mapping[str, SentImage], *, check_client: Callable[[], None]
+    ) -> None:
+        """Raise BadRequest for one of these that cannot be decoded, by its header.
+
+        `sources`: by digest. Those that are known need no check, and no turn.
+        """
+        cached = self._image_tokens
+        new_digests = [digest for digest in sources if cached.get(digest) is None]
+        if not new_digests:
+            return
+        with self._unpacking.reserve(1, check_client):
+            for digest in new_digests:
+                sources[digest].check_header()
 
     def image_tokens(
         self,
@@ -17258,6 +17288,7 @@ def _replace_images(
         return request, []
 
     check_client = request.check_client
+    vision.check_headers(sent_images, check_client=check_client)
     images = [
         vision.image_tokens(digest, sent_image, check_client=check_client)
         for digest, sent_image in sent_images.items()
