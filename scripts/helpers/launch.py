@@ -89,7 +89,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
-    """Tokens of a client's first request: instructions, tools and one short question."""
+    """Tokens of a client's first request: instructions, tools and one short question.
+
+    Of the version that was tried, in a small folder; a person's own instructions are not in it.
+    """
 
     tokens: int  # as Qwen3's tokenizer counts; GLM's has 1 % fewer
     demo_tokens: int  # as the demo model's does, whose vocabulary is 1,296
