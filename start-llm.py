@@ -14394,7 +14394,7 @@ _QWEN_KEY: Final = Pattern(
 )
 _QWEN_VALUE_END: Final = Pattern(
     r"""(?x:
-        \n? </parameter> (?: \s* </parameter> )?
+        \n? </parameter> (?P<doubled> \s* </parameter> )?
         (?= \s* (?: <parameter[= ] | </function> | </tool_call> ) )
       | (?P<unclosed> \n?
             (?= (?: </function> \s* )? </tool_call> \s* (?: <tool_call> | \0 ) )
@@ -14475,7 +14475,7 @@ _MINIMAX_KEY: Final = Pattern(
 )
 _MINIMAX_VALUE_END: Final = Pattern(
     r"""(?x:
-        </parameter> (?: \s* </parameter> )?
+        </parameter> (?P<doubled> \s* </parameter> )?
         (?= \s* (?: <parameter[ ]
                    | (?: </invoke> \s* )? </minimax:tool_call>
                    | </invoke> \s* (?: <(?:invoke|parameter)[ ] | LAST ) ) )
@@ -15319,9 +15319,12 @@ class TaggedValue:
         while not self.is_done:
             end = self._end_after_tag if self._has_quoted_tag else self._end
             before = self._unread.take_until(end)
-            quoted_tag = before.group("quoted")
-            json_text += self._emit(before.text + (quoted_tag or ""))
-            if quoted_tag:
+            quoted_tag = before.group("quoted") or ""
+            own_tag = self._own_closing_tag(before)
+            json_text += self._emit(before.text + (own_tag or quoted_tag))
+            if own_tag:
+                self._unread.text = (before.group("doubled") or "") + self._unread.text
+            elif quoted_tag:
                 self._has_quoted_tag = True
             elif before.ending is not None or self._unread.is_complete:
                 self.is_done = True
@@ -15332,6 +15335,18 @@ class TaggedValue:
 
     def _end_of_value(self) -> str:
         return '"' if self._is_string else value_as_json(self._text, self._types)
+
+    def _own_closing_tag(self, before: TextBefore) -> str:
+        """A closing tag whose opening tag is in the value: a file may be XML.
+
+        <parameter>5</parameter>
+        """
+        tag = before.group("unreadable") or before.group("quoted") or ""
+        doubled_tag = before.group("doubled")
+        if doubled_tag:
+            tag = before.ending[0].removesuffix(doubled_tag)
+        is_own = _closes_element(self._text + before.text, tag)
+        return tag if is_own and self._can_be_string else ""
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
@@ -15346,9 +15361,9 @@ class TaggedValue:
 
     def _is_unreadable(self, before: TextBefore) -> bool:
         """Whether nobody can tell where the value ends that has just ended."""
-        if self._tag_at_start.match(self._start) or self._tag_at_end.search(self._text):
+        if self._has_tag_at_edge() or self._is_other_type(before):
             return True
-        if before.group("unreadable") is not None or self._is_other_type(before):
+        if before.group("unreadable") is not None:
             return True
         is_doubtful = self._has_quoted_tag or self._ends_with_tag()
         if before.ending is None:  # the reply was cut in it
@@ -15359,6 +15374,12 @@ class TaggedValue:
             return False
         is_empty = not self._text.strip()
         return is_empty or is_doubtful or before.group("next_key") in self._used_keys
+
+    def _has_tag_at_edge(self) -> bool:
+        """Whether it begins or ends with a tag of the format."""
+        tag = self._tag_at_end.search(self._text)
+        is_last = tag and not _closes_element(self._text[: tag.start()], tag[0])
+        return bool(is_last or self._tag_at_start.match(self._start))
 
     def _is_other_type(self, before: TextBefore) -> bool:
         """Whether it is of another type than the schema's, and a tag may be why."""
@@ -15371,6 +15392,14 @@ class TaggedValue:
     def _ends_with_tag(self) -> bool:
         """Whether a tag, rightly written or not, may be near its end."""
         return "<" in self._text or self._text.rstrip().endswith(">")
+
+
+def _closes_element(text: str, tag: str) -> bool:
+    """Whether a closing tag follows an element of a file: <parameter>5"""
+    match = re.search(r"</([\w:]+)>", tag)
+    if match is None:
+        return False
+    return text.rfind(f"<{match[1]}") > text.rfind(match[0])
 
 
 _TAG_LENGTH: Final = 250  # letters, at most
@@ -16083,7 +16112,7 @@ class MarkedCalls:
               | "(?P<key> [^"]* )"
               | (?P<key> {_BARE_KEY} )
             )
-            \s* : \s*
+            \s* : (?P<gap> \s* )
         )"""
         end = r"\s*(?:\}|\Z)" if self._is_closed and is_outermost else r"\s*\}"
         text_end = self._text_end(schema) if is_outermost else _MEMBER_END
@@ -16091,8 +16120,11 @@ class MarkedCalls:
         while not self._take(end):
             if members:
                 self._require(r"\s*,")
-            key = self._require(key_pattern)["key"]
-            value = self._read_value(_schema_of(schema, key), text_end)
+            match = self._require(key_pattern)
+            key = match["key"]
+            value = self._read_value(
+                _schema_of(schema, key), text_end, gap=match["gap"].lstrip(" \t")
+            )
             members.append(f"{to_json(key)}: {value}")
         return f"{{{', '.join(members)}}}"
 
@@ -16120,7 +16152,8 @@ class MarkedCalls:
             items.append(self._read_value(items_schema, _ITEM_END))
         return f"[{', '.join(items)}]"
 
-    def _read_value(self, schema: Any, text_end: str) -> str:
+    def _read_value(self, schema: Any, text_end: str, gap: str = "") -> str:
+        """`gap`: the white space before it, part of a text without marks."""
         types = schema_types(schema)
         if self._take(regex.escape(self._mark)):
             text = self._read_marked(text_end)
@@ -16128,9 +16161,9 @@ class MarkedCalls:
             return to_json(text) if is_text else value_as_json(text, types)
 
         json_text = None if types == {"string"} else self._read_container(schema)
-        return json_text or self._read_bare(types, text_end)
+        return json_text or self._read_bare(types, text_end, gap)
 
-    def _read_bare(self, types: set[str], text_end: str) -> str:
+    def _read_bare(self, types: set[str], text_end: str, gap: str) -> str:
         """A value without marks, which is no object and no array."""
         if match := self._take(r'"(?:[^"\\]|\\.)*+"(?=\s*[,}\]])'):
             with suppress(ValueError):
@@ -16140,7 +16173,7 @@ class MarkedCalls:
             return to_json(match[0][1:-1].replace("\\'", "'"))
         if match := self._take(rf"(?:{_NUMBER}|(?i:true|false|null))(?=\s*[,}}\]])"):
             return value_as_json(match[0], types)
-        return value_as_json(self._read_text(text_end), types)
+        return value_as_json(gap + self._read_text(text_end), types)
 
     def _read_container(self, schema: Schema) -> str | None:
         """An object or an array; None, and nothing is taken, if none is there."""

@@ -152,6 +152,12 @@ E = "<escape>"
         ("tree:{a:x,b:y z}", {"tree": {"a": "x", "b": "y z"}}),
         ("items:[a, b]", {"items": ["a", "b"]}),
         ("path:,n:1", {"path": "", "n": 1}),
+        ("path:'abc'", {"path": "abc"}),
+        ("path:'it\\'s, n:2',n:1", {"path": "it's, n:2", "n": 1}),
+        # Line breaks before a text are part of it, before others they are not.
+        ("path:\nabc,n:\n1", {"path": "\nabc", "n": 1}),
+        (f"path:\n{Q}abc{Q}", {"path": "abc"}),
+        (f"path:{Q}\nabc{Q}", {"path": "\nabc"}),
         # Brackets and tags inside a string.
         ("path:a}b,n:5", {"path": "a}b", "n": 5}),
         ("path:${HOME}", {"path": "${HOME}"}),

@@ -489,6 +489,13 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
          {"path": "</tool_call>", "n": 1}),
         ("qwen", QWEN + "<parameter=path>\na </parameter> b\n</parameter>\n" + QWEN_END,
          {"path": "a </parameter> b"}),
+        ("qwen", QWEN + "<parameter=path>\n<a>\n <parameter>5</parameter>\n <b/>\n <parameter "
+         "x='1'>6</parameter>\n</a>\n</parameter>\n" + QWEN_END,
+         {"path": "<a>\n <parameter>5</parameter>\n <b/>\n <parameter x='1'>6</parameter>\n</a>"}),
+        ("qwen", QWEN + "<parameter=path>\n<parameter>5</parameter>\n</parameter>\n" + QWEN_END,
+         {"path": "<parameter>5</parameter>"}),
+        ("minimax", MINIMAX + '<parameter name="path"><a><parameter>5</parameter>\n</a></parameter>'
+         + MINIMAX_END, {"path": "<a><parameter>5</parameter>\n</a>"}),
         ("gemma", "<|tool_call>call:read{path:'abc'}<tool_call|>", {"path": "abc"}),
     ],
 )  # fmt: skip
