@@ -450,7 +450,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     cache_vlm_image_identity: bool = True  # false: no reuse from the first image on
     cache_norm_safety_check: bool = False  # warn if a rule masks over a tenth of a text
     normalize_write_tool_content_for_prompt: bool = False  # shorten written contents
-    ledger_max_bytes: _Count = 268_435_456  # of transcripts (256 MiB)
+    ledger_max_bytes: _Count = 268_435_456  # 256 MiB; at most 1/16 of all memory
     ledger_ttl_seconds: _Seconds = 86_400.0  # since last use; 0: for ever
 
     # Classes of volatile fields: see CANONICALIZATION
@@ -1799,16 +1799,18 @@ def parse_json_body(raw: bytes) -> object:
     raise BadRequest(f"the body is not valid JSON: {fault}")
 
 
-_JSON_TEXT: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# A string, or what is left of it, and a bracket. No text is searched twice.
+_BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])', re.DOTALL)
 
 
 def _count_containers(raw: bytes) -> int:
-    """About how many arrays and objects a JSON value has; of many the exact number."""
+    """How many arrays and objects a JSON value has, at most; it ends over the limit."""
     n_brackets = raw.count(b"[") + raw.count(b"{")
     if n_brackets <= MAX_CONTAINERS:
         return n_brackets
-    rest = _JSON_TEXT.sub(b"", raw)
-    return rest.count(b"[") + rest.count(b"{")
+    marks = _BRACKET.finditer(raw)
+    brackets = (mark for mark in marks if mark[1])
+    return sum(1 for _ in islice(brackets, MAX_CONTAINERS + 1))
 
 
 # What json.JSONDecodeError says, and what a client is told.
@@ -6184,7 +6186,7 @@ class ChatTemplate:
         printed = [self._printed_of(message) for message in request.messages]
         if self.traits.has_tools:
             printed.append([*request.tools])
-        n_characters = sum(len(json.dumps(value)) for value in printed)
+        n_characters = sum(map(_count_characters, chain.from_iterable(printed)))
         if n_characters <= _MAX_TOKEN_CHARACTERS * max_context_tokens:
             return 0
 
@@ -6389,6 +6391,11 @@ class ChatTemplate:
         for kind in sorted(losses - self._logged_losses):
             logger.warning("the model's chat template loses or moves %s", kind)
             self._logged_losses.add(kind)
+
+
+def _count_characters(value: object) -> int:
+    """Of a text, or of a value as JSON."""
+    return len(value if isinstance(value, str) else json.dumps(value))
 
 
 def _texts_of(value: object) -> Iterator[str]:
@@ -9870,6 +9877,7 @@ class SentRequest(NamedTuple):
     messages: Sequence[CanonicalMessage]
     context_key: bytes
     answered_at: float = 0.0  # seconds, on the clock of RequestHistory.expire()
+    cost: int = 0  # see RequestHistory
 
     @property
     def digests(self) -> list[bytes]:
@@ -9881,7 +9889,9 @@ class RequestHistory:
     """The last answered request of each conversation. Completions are in none."""
 
     MAX_COST: Final = 2_000_000  # beyond it, the oldest go first
-    REQUEST_COST: Final = 4_000  # and 1 a token: each request is compared with all
+    # And 1 a token, as each request is compared with all; or for each 4 bytes of its
+    # messages if that is more: what no template prints takes memory, too (L-128).
+    REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
         self._max_age_seconds = config.ledger_ttl_seconds or math.inf
@@ -9891,6 +9901,9 @@ class RequestHistory:
     def add(self, request: SentRequest) -> None:
         """Keep an answered chat, and drop those of its session that it continues."""
         digests = request.digests
+        n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
+        cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
+        request = request._replace(cost=cost)
 
         def is_continued(earlier: SentRequest) -> bool:
             if earlier.session_id != request.session_id:
@@ -9900,10 +9913,9 @@ class RequestHistory:
         with self._history_lock:
             requests = [r for r in self._requests if not is_continued(r)]
             requests.append(request)
-            cost = sum(len(r.tokens) + self.REQUEST_COST for r in requests)
-            while cost > self.MAX_COST:
-                oldest = requests.pop(0)
-                cost -= len(oldest.tokens) + self.REQUEST_COST
+            total_cost = sum(r.cost for r in requests)
+            while total_cost > self.MAX_COST:
+                total_cost -= requests.pop(0).cost
             self._requests = requests
 
     def expire(self, now: float) -> None:
@@ -17168,7 +17180,7 @@ class ServerState:
         who has something stored.
         """
         if not tenant:
-            return self
+            return self.keep()
         state = self.tenants.get(tenant)
         if state is not None:
             return state
@@ -19978,6 +19990,7 @@ _CANNOT_START: Final = 2
 _WANTED_DESCRIPTORS: Final = 4096
 _SPARE_DESCRIPTORS: Final = 64  # for all but connections: weights, logs, LiteLLM
 _LOOPBACK_HOSTS: Final = ("127.0.0.1", "::1")
+_LEDGER_PART: Final = 16  # the ledgers take this part of memory at most
 _LAST_WORDS_SECONDS: Final = 1.0  # for the last lines of the log to be read
 _FIRST_REPORT_SECONDS: Final = 2.0  # for LiteLLM's keeper to find its port taken
 _CUT_SECONDS: Final = 5.0  # for replies that were cut to send their last event
@@ -19989,6 +20002,9 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
 
     `can_be_demo`: the demo stands in for a model that cannot be had.
     """
+    limit_bytes = memory_limit(config)
+    ledger_bytes = min(config.ledger_max_bytes, limit_bytes // _LEDGER_PART)
+    config = config.model_copy(update={"ledger_max_bytes": ledger_bytes})
     metrics = CacheMetrics()
 
     def load() -> LoadedModel:
@@ -20003,7 +20019,7 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
         session_log=SessionLog(config),
         started=int(time.time()),
         stores=TenantStores.empty(config, metrics),
-        body_memory=BodyMemory(memory_limit(config)),
+        body_memory=BodyMemory(limit_bytes),
         proxy=Proxy(config),
     )
 

@@ -273,8 +273,8 @@ LOADS = {
     "25 systems of 2 MB, in turn": Load(
         lambda: system_text(2 * MB), n=25, is_in_turn=True
     ),
-    "20 odd messages of 1 MB, in turn": Load(
-        lambda: message_of_brackets(MB), n=20, is_in_turn=True
+    "20 odd messages of 0.8 MB, in turn": Load(
+        lambda: message_of_brackets(800_000), n=20, is_in_turn=True
     ),
     "schema of 10 MB": Load(lambda: schema_of_properties(10 * MB)),
     "schema of 10 MB of brackets": Load(lambda: schema_of_brackets(10 * MB)),
@@ -431,7 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if load.has_images and not options.model:
                 model = str(tiny_vision().tiny_vision_model("qwen3_vl", Path(folder)))
             with serving(model, options.memory) as (port, process):
-                print(f"{name:33} {measure(port, process, load)}", flush=True)
+                print(f"{name:35} {measure(port, process, load)}", flush=True)
 
 
 if __name__ == "__main__":

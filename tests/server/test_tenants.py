@@ -610,7 +610,7 @@ def test_ledgers_of_all_tenants_share_their_bytes(folder):
     """What was not used for longest goes first, whoever has sent it."""
     with serving(folder, **TWO_KEYS) as served:
         for key in ("anna", "ben", "anna"):
-            send(served, key, plain(words(100)))
+            send(served, key, chat("xylophone"))
         ledgers = [state.stores.LEDGER for state in served.state.tenants.states()]
         of_ben, of_anna = ledgers
         served.state.tenants.limit_ledgers(of_anna.nbytes)

@@ -185,6 +185,15 @@ def test_of_many_short_conversations_only_so_many_are_kept_to_compare_with() -> 
     assert 100 < len(history._requests) < 600  # each request looks at all of them
 
 
+def test_what_no_template_prints_counts_as_well() -> None:
+    """A field that nobody knows has no token, and takes memory (L-128)."""
+    history = RequestHistory(Config())
+    message = CanonicalMessage("user", {"unknown": [[]] * 20_000}, {}, b"digest")
+    for n in range(200):
+        history.add(answered(n)._replace(session_id=str(n), messages=(message,)))
+    assert 10 < len(history._requests) < 100
+
+
 def test_a_request_is_forgotten_a_while_after_its_answer() -> None:
     history = RequestHistory(Config(ledger_ttl_seconds=10))
     for n in range(5):
