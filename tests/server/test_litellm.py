@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -560,6 +561,35 @@ def test_without_a_part_there_is_one_line_and_no_proxy(
 
     assert console.text.count("no proxy") == 1
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("off", ""),
+        ("starting", "http://127.0.0.1:81/v1 (LiteLLM, within a minute; "),
+        ("up", "http://127.0.0.1:81/v1 (LiteLLM)"),
+        ("port_taken", "none: port 81 is taken; "),
+        ("given_up", "none: LiteLLM cannot be started"),
+    ],
+)
+def test_the_banner_promises_the_proxy_only_where_it_comes(state, words):
+    config = Config(proxy_port=81, proxy_host="0.0.0.0", proxy_api_key=KEY)
+    proxy = s.Proxy(config)
+    proxy.state = state
+    row = s._describe_proxy(SimpleNamespace(config=config, proxy=proxy))
+    assert row.startswith(words)
+    assert bool(row) == bool(words)
+
+
+def test_the_name_at_the_proxy_is_the_models_where_names_are_strict(tmp_path_factory):
+    model = tiny_model(DENSE, tmp_path_factory.getbasetemp())
+    settings = {"strict_model_names": True, "proxy_model_id": "mine"}
+    with contextlib.closing(Served(model, **settings)) as served:
+        fields = {"messages": [user("Hello")], "max_tokens": 1}
+        assert served._sdk.chat.completions.create(model="mine", **fields).choices
+        with pytest.raises(openai.NotFoundError, match="is not loaded"):
+            served._sdk.chat.completions.create(model="claude-x", **fields)
 
 
 # -- the real LiteLLM ------------------------------------------------------------------------------
