@@ -3603,7 +3603,8 @@ def _normalize(image: Image.Image) -> Image.Image:
     image.load()
     if math.prod(image.size) > _MAX_SEEN_PIXELS:
         image = _shrink(image, width, height)
-    return _put_on_white(ImageOps.exif_transpose(image))
+    ImageOps.exif_transpose(image, in_place=True)
+    return _put_on_white(image)
 
 
 def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
@@ -10241,8 +10242,9 @@ class VisionModel(Module):  # type: ignore[misc]
         """
         try:
             with self._unpack_lock:
-                image = source.decode()
-                processed = self._processor(text=[self.phrase], images=[image])
+                processed = self._processor(
+                    text=[self.phrase], images=[source.decode()]
+                )
             return {
                 name: np.array(value)
                 for name, value in processed.items()
