@@ -15577,7 +15577,7 @@ _JSON_CALL_END: Final = Pattern(
 _JSON_MEMBER_END: Final = Pattern(
     r"""(?x:
         GAP [}\]]+ GAP (?: </tool_call> | (?= <tool_call> | [^\s}\]<] ) )
-      | \s* (?: </tool_call> | (?= <tool_call> ) )     # it was forgotten
+      | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
     )""".replace("GAP", _GAP),
     example="}}\n</tool_call>",
     near_miss="\nDone.",
@@ -15605,7 +15605,8 @@ _LOST_MEMBER: Final = Pattern(
 # Where arguments are left open, and nothing was written that would be lost: before a
 # tag that ends the call, or at the end of the reply.
 _LEFT_OPEN: Final = Pattern(
-    r"\s*(?:,\s*)?(?=</?(?:tool_call|function|invoke|minimax:tool_call)>|<\|call\|>)",
+    r"\s*(?:,\s*)?(?=</(?:tool_call|function|invoke|minimax:tool_call)>"
+    r"|<tool_call>\s*[{<\w]|<\|call\|>)",
     example="\n</tool_call>",
     near_miss=', "n</tool_call>',
 )

@@ -427,6 +427,7 @@ MINIMAX_END = "</invoke>\n</minimax:tool_call>"
         ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x"} "text": "y"}'),
         # The call is.
         ("hermes", HERMES + '{"path": "x"</tool_call>, "text": "y"}}\n</tool_call>'),
+        ("hermes", HERMES + '{"path": "x"<tool_call>, "text": "y"}}\n</tool_call>'),
         ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</tool_call>\n"
          "<parameter=text>\ny\n</parameter>\n" + QWEN_END),
         ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
