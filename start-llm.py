@@ -6203,6 +6203,8 @@ class ChatTemplate:
         Of a reply that is its calls alone: its content may have thinking in it.
         """
         if message["role"] == "assistant":
+            if self.shaper.hides_writes or not self.traits.has_tools:
+                return []
             return [call["function"] for call in message.get("tool_calls", ())]
         content = message["content"]
         if isinstance(content, str):
@@ -7176,9 +7178,7 @@ class RenderedStart:
     """
 
     head: Restated | None = None
-    tools: bytes = (
-        b""  # as JSON, which takes a tenth of the memory of what it stands for
-    )
+    tools: bytes = b""  # as JSON: a tenth of the memory of what it stands for
     start_key: bytes = b""
     nbytes: int
     session_id: str = ""  # whose request was the first; set when it is recorded
@@ -7392,11 +7392,19 @@ class Ledger:
                 yield transcript
 
     def forget(self, session_id: str | None) -> None:
-        """Drop all that was recorded of a session; None: of all."""
+        """Drop what was recorded of a session; None: all.
+
+        Heads and tools that a session has sent first stay: others are shown them, too.
+        """
+
+        def is_shared(record: Transcript | RenderedStart) -> bool:
+            return isinstance(record, RenderedStart) and not record.is_reference
+
         with self._ledger_lock:
             for key, records in list(self._records.items()):
-                remaining = [r for r in records if r.session_id != session_id]
-                self._put(key, [] if session_id is None else remaining)
+                others = [r for r in records if r.session_id != session_id]
+                shared = [r for r in records if is_shared(r) and r not in others]
+                self._put(key, [] if session_id is None else [*others, *shared])
 
     def expire(self, now: float) -> None:
         """Drop what was not used for LEDGER_TTL_SECONDS."""
@@ -18238,9 +18246,12 @@ class ReplyGeneration:
         self._is_closed = True
         self._handle.stop_reason = "cancelled"
         self._state.stores.live.pop(self._request.request_id, None)
-        ending = self._ending or self._cut_short("cancelled")
-        if self._request.stream and not self._is_sent:
-            self._recorder.record_left(ending)
+        try:
+            ending = self._ending or self._cut_short("cancelled")
+            if self._request.stream and not self._is_sent:
+                self._recorder.record_left(ending)
+        except Exception:
+            logger.exception("the end of a reply could not be recorded")
 
     def whole(self) -> Iterator[JsonObject | None]:
         """None until the reply has ended, then its body."""
@@ -19022,7 +19033,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 def _check_values(headers: HttpHeaders) -> None:
     """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
 
-    A line that is folded is none: it has the line break of the standard library.
+    A line that is folded is none: it has the line break of the standard library. (For
+    which a carriage return ends a header, too; so none is seen here.)
     """
     for name, value in headers.items():
         if _CONTROL.search(value):
@@ -19618,7 +19630,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _delete_cache(self) -> object:
         """Without a query, of all sessions; `?session=ID` of one; any other of none."""
-        has_query = "?" in self.path and not self.path.endswith("?")
+        has_query = bool(self.path.partition("?")[2])
         session = self._query.get("session", "") if has_query else None
         return drop_cache(self._state, session)
 
