@@ -14419,7 +14419,8 @@ _QWEN_VALUE_END: Final = Pattern(
         \n? </parameter> (?P<doubled> \s* </parameter> )?
         (?= \s* (?: <parameter[= ] | </function> | </tool_call> ) )
       | (?P<unclosed> \n?
-            (?= (?: </function> \s* )? </tool_call> \s* (?: <tool_call> | \0 ) )
+            (?= </function> \s* </tool_call> \s* <tool_call>
+              | (?: </function> \s* )? </tool_call> \s* \0 )
           | \n (?= (?: </function> \s* )? </tool_call> [ \t]{0,9} \n ) )
       | (?P<unreadable> \n (?: <tool_call> | <function= [^<>\s]{1,200} > ) \s* \n
             | \n </parameter> NO_NEXT            # on a line of its own
@@ -14461,7 +14462,7 @@ _GLM_VALUE_END: Final = Pattern(
     r"""(?x:
         </arg_value> (?: \s* </arg_value> )?
         (?= \s* < (?: arg_key | /tool_call> | tool_call>\w ) )
-      | (?P<unclosed> (?= </tool_call> \s* (?: <tool_call> | \0 ) ) )
+      | (?P<unclosed> (?= </tool_call> \s* (?: \n <tool_call> | \0 ) ) )
       | (?P<unreadable> <arg_value> )
       | (?P<quoted> (?: </arg_value> | </tool_call> ) NO_NEXT )
     )""".replace(

@@ -493,6 +493,11 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("qwen", QWEN + "<parameter=path>\n<a>\n <parameter>5</parameter>\n <b/>\n <parameter "
          "x='1'>6</parameter>\n</a>\n</parameter>\n" + QWEN_END,
          {"path": "<a>\n <parameter>5</parameter>\n <b/>\n <parameter x='1'>6</parameter>\n</a>"}),
+        ("qwen", QWEN + "<parameter=path>\nc = '</tool_call><tool_call>'\n"
+         "</parameter>\n" + QWEN_END,
+         {"path": "c = '</tool_call><tool_call>'"}),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value>c = '</tool_call><tool_call>'</arg_value>"
+         "</tool_call>", {"path": "c = '</tool_call><tool_call>'"}),
         ("qwen", QWEN + "<parameter=path>\n<parameter>5</parameter>\n</parameter>\n" + QWEN_END,
          {"path": "<parameter>5</parameter>"}),
         ("minimax", MINIMAX + '<parameter name="path"><a><parameter>5</parameter>\n</a></parameter>'
