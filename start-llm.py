@@ -16661,6 +16661,12 @@ class ReplyParser:
         self._has_tokens = False  # some text was literal: then a tag is a token
         self._is_over = False  # no more text will come
 
+    @property
+    def is_behind_call(self) -> bool:
+        """Whether a call has ended, and what follows is waited for to close it."""
+        reader = self._reader
+        return reader is not None and reader.is_call and not reader.is_open
+
     def feed(self, text: str, *, literal: bool = False) -> list[JsonObject]:
         """What is certain now; `literal` as in ReasoningStreamSplitter.feed.
 
@@ -17725,12 +17731,13 @@ class ReplyDecoder:
 
         In thinking, calls, tags, and white space after a tag it does not.
         """
-        if self.splitter.is_thinking or self.splitter.in_call:
-            return False
-        if token_id in self._tag_ids:
+        is_behind_call = self.parser.is_behind_call
+        is_in_call = self.splitter.in_call and not is_behind_call
+        if self.splitter.is_thinking or is_in_call or token_id in self._tag_ids:
             return False
         is_white_space = (self.stops.held + text).isspace()
-        return not (self.splitter.after_tag and is_white_space)
+        is_after_tag = self.splitter.after_tag or is_behind_call
+        return not (is_after_tag and is_white_space)
 
     def finish(self, *, closes: bool) -> list[JsonObject]:
         """The deltas of what was held back. `closes`: a call that was cut is closed."""
