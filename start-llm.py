@@ -15614,8 +15614,12 @@ _LOST_MEMBER: Final = Pattern(
 # Where arguments are left open, and nothing was written that would be lost: before a
 # tag that ends the call, or at the end of the reply.
 _LEFT_OPEN: Final = Pattern(
-    r"\s*(?:,\s*)?(?=</(?:tool_call|function|invoke|minimax:tool_call)>"
-    r"|<tool_call>\s*[{<\w]|<\|call\|>)",
+    r"""(?x)
+    \s* (?: , \s* )?
+    (?= </ (?: tool_call | function | invoke | minimax:tool_call ) >
+      | <tool_call> \s* [{<\w]
+      | <\|call\|> )
+    """,
     example="\n</tool_call>",
     near_miss=', "n</tool_call>',
 )
