@@ -4469,6 +4469,7 @@ class Canonicalizer:
         """
         if message.role == "user":
             has_text = message.canonical["content"].strip()
+            # why(L-134): a block has no text in the canonical copy, and is not lost.
             has_block = any(pinned.block for pinned in message.pinned)
             return () if has_text or has_block else message.notes
         if message.role not in SYSTEM_ROLES:
