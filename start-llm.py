@@ -20153,8 +20153,8 @@ def _read_config(options: Mapping[str, str]) -> Config:
 
 def _read_env_file(path: Path) -> dict[str, str | None]:
     """The settings in .env. Raises ConfigError for a line that is none; OSError."""
-    if not path.exists():
-        return {}
+    if not path.is_file():
+        return {}  # Docker makes a folder where a file is missing
     content = path.read_bytes()
     try:
         lines = list(parse_stream(io.StringIO(content.decode())))

@@ -827,8 +827,8 @@ and 2 with a sentence where it was not started. Nothing is read ahead of the cli
 request: what it will send is not known before it sends it. From then on the server has it.
 
 A client that has no room for its first prompt, a reply and the result of a call is not started;
-the sentence has both numbers (the table under "Will it fit?" in the README has them, too). The
-demo model is not for agents: it knows sums and the files of its garden (`examples/garden`).
+the sentence has both numbers (the table under "Will it fit?" in the README has them, too). With
+arguments after `--` it is only said, since its prompt may be another then. The demo model is not for agents: it knows sums and the files of its garden (`examples/garden`).
 
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
@@ -963,7 +963,11 @@ def launch(options: Options) -> int:
     target = find_target(server, options)
     no_room = explain_no_room(client, target)
     if no_room and not options.is_printed:
-        raise LaunchError(no_room)
+        if not options.arguments:
+            raise LaunchError(no_room)
+        say(
+            no_room
+        )  # but with arguments its prompt may be another, or none (--version)
     program = "" if options.is_printed else find_program(client)
     is_demo = target.model == DEMO_MODEL
     if client.needs_proxy:
