@@ -26,6 +26,7 @@ from __future__ import annotations
 import hmac
 import html
 import json
+import math
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -33,7 +34,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote, unquote
 
 import anyio
 import httpx
@@ -42,7 +43,6 @@ from translated_bodies import (
     GOOGLE_NAMES,
     RESPONSE_NAMES,
     Fault,
-    check_google,
     check_response,
     mend_google,
 )
@@ -84,9 +84,10 @@ RESPONSE_PATH: Final = re.compile("/(?:v1|openai/v1)/responses")
 GOOGLE_PATH: Final = re.compile(
     r"(?:/v1beta)?/models/(.+):(?:generateContent|streamGenerateContent|countTokens)"
 )
-# Azure's, with the name of a model in it.
+# Azure's, with the name of a model in it: what stands before /chat/completions and others.
 DEPLOYMENT: Final = re.compile(
-    "/(?:v1/)?(?:engines|openai/deployments)/.+?(?=/(?:chat/)?completions$)"
+    r"\A/(?:v1/)?(?:engines|openai/deployments)/.+?"
+    r"(?=/(?:(?:chat/)?completions|embeddings|rerank|(?:audio|images)/\w+)$)"
 )
 # Of one connection (RFC 9110 section 7.6.1), or written anew by both servers.
 CONNECTION_HEADERS: Final = (
@@ -110,7 +111,14 @@ UNSERVED_PATHS: Final = (
     "/v1/assistants",
     "/v1/conversations",
 )
-
+# What may come without the /v1 before it.
+BEGINNINGS: Final = (
+    "/messages",
+    "/chat",
+    "/completions",
+    "/responses",
+    *(path.removeprefix("/v1") for path in UNSERVED_PATHS),
+)
 
 GOOGLE_STATUS: Final = {
     400: "INVALID_ARGUMENT",
@@ -233,6 +241,7 @@ class Gate:
         path = plain_path(scope["path"])
         scope = {**scope, "path": path, "raw_path": path.encode()}
         try:
+            refuse_dots(path)
             if path == "/":
                 await self._welcome(scope, send)
                 return
@@ -269,12 +278,18 @@ class Gate:
         """
         body = ClientBody(receive)
         query = scope["query_string"].decode("latin-1")
-        request = self.client.build_request(
-            scope["method"],
-            f"{self.server}{scope['path']}" + (f"?{query}" if query else ""),
-            headers=headers_for_server(scope, self.server_key),
-            content=body if scope["method"] == "POST" else None,
-        )
+        target = quote(scope["path"]) + (f"?{query}" if query else "")
+        try:
+            request = self.client.build_request(
+                scope["method"],
+                f"{self.server}{target}",
+                headers=headers_for_server(scope, self.server_key),
+                content=body if scope["method"] == "POST" else None,
+            )
+        except httpx.InvalidURL:
+            fault = "they are too long, or have a character that no URL has"
+            sentence = f"the path and its query cannot be sent on: {fault}"
+            raise Refusal(400, sentence) from None
         refusal = None
         async with anyio.create_task_group() as group:
             group.start_soon(body.call_when_left, group.cancel_scope.cancel)
@@ -339,9 +354,10 @@ class Gate:
         """A body that LiteLLM reads in full. Raises Refusal."""
         body = parse_body(payload)
         google = GOOGLE_PATH.fullmatch(path)
+        mended = body
         try:
             if google:
-                check_google(body)
+                mended = mend_google(body)
             else:
                 check_response(body)
         except Fault as fault:
@@ -350,8 +366,7 @@ class Gate:
         self._check_model(google[1] if google else body.get("model"))
         if not google:
             refuse_stored(body)
-            return payload
-        return json.dumps(body).encode() if mend_google(body) else payload
+        return payload if mended == body else json.dumps(mended).encode()
 
     def _check_model(self, name: str | None) -> None:
         if self.models and name is not None and name not in self.models:
@@ -391,12 +406,19 @@ def plain_path(path: str) -> str:
     The name of a model that Azure's clients put into it is left out.
     """
     path = re.sub("/{2,}", "/", path)
-    while path.startswith("/v1/v1"):
-        path = path.removeprefix("/v1")
+    path = re.sub(r"\A(?:/v1)+(?=/v1)", "", path)
     path = DEPLOYMENT.sub("/v1", path)
-    beginnings = ("/messages", "/embeddings", "/chat", "/completions", "/responses")
-    path = f"/v1{path}" if path.startswith(beginnings) else path
+    path = f"/v1{path}" if path.startswith(BEGINNINGS) else path
     return path.rstrip("/") if path.startswith("/v1/") else path
+
+
+def refuse_dots(path: str) -> None:
+    """Raise Refusal for a segment `.` or `..`, a 400.
+
+    Whoever sends a path on resolves them: /v1/messages/../cache would be /v1/cache.
+    """
+    if any(unquote(segment) in (".", "..") for segment in path.split("/")):
+        raise Refusal(400, "the path has a segment of dots: write it without")
 
 
 def is_translated(path: str) -> bool:
@@ -487,11 +509,17 @@ class ClientBody:
 
 
 def headers_for_server(scope: Scope, server_key: str) -> list[tuple[bytes, bytes]]:
-    """A client's headers, but for its connection and key. Pages of ours have no origin."""
-    port = (scope.get("server") or ("", 0))[1]
-    hosts = ("localhost", "127.0.0.1", "[::1]")
+    """A client's headers, but for its connection and key. Pages of ours have no origin.
+
+    A body goes on with a POST alone, so other methods have no length.
+    """
+    address, port = scope.get("server") or ("", 0)
+    own_host = f"[{address}]" if ":" in address else address
+    hosts = ("localhost", "127.0.0.1", "[::1]", own_host)
     own_origins = [f"http://{host}:{port}".encode() for host in hosts]
     left_out = [*CONNECTION_HEADERS, b"expect", *(key.encode() for key in KEY_HEADERS)]
+    if scope["method"] != "POST":
+        left_out.append(b"content-length")
     headers = [
         (name, value)
         for name, value in scope["headers"]
@@ -507,7 +535,9 @@ def parse_body(payload: bytes) -> Any:
     if not payload.strip():
         raise Refusal(400, "the body is not valid JSON: it is empty")
     try:
-        return json.loads(payload, parse_constant=refuse_constant)
+        return json.loads(
+            payload.decode(), parse_float=read_finite, parse_constant=read_finite
+        )
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         sentence = f"the body is not valid JSON: it cannot be read at {place}"
@@ -515,12 +545,18 @@ def parse_body(payload: bytes) -> Any:
         sentence = "the body is not valid JSON: it is nested too deeply"
     except UnicodeDecodeError as error:
         sentence = f"the body is not valid JSON: byte {error.start} is no UTF-8"
+    except ValueError:  # the others are kinds of it
+        fault = "a number is NaN or infinite, or has too many digits"
+        sentence = f"the body is not valid JSON: {fault}"
     raise Refusal(400, sentence)
 
 
-def refuse_constant(name: str) -> None:
-    """Raise Refusal for NaN and the like, which json reads."""
-    raise Refusal(400, f"the body is not valid JSON: {name} is none")
+def read_finite(text: str) -> float:
+    """A number. Raises ValueError for NaN and the like, which json reads, and for 1e999."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
 
 
 def refuse_stored(body: Mapping[str, Any]) -> None:
@@ -612,10 +648,10 @@ def explain_failure(call: ServerCall, path: str, server: str) -> Refusal:
     if not call.was_sent:
         sentence = "LiteLLM cannot make a chat of this body: one of its fields is wrong"
         return Refusal(400, sentence)
-    if call.error is None:
+    error = read_error(call.error) if call.error is not None else None
+    if call.error is None or error is None:
         return Refusal(502, f"start-llm at {server} did not answer, or not in full")
 
-    error = call.error.json()["error"]
     field = error.get("param")
     sentence = error["message"]
     names = GOOGLE_NAMES if GOOGLE_PATH.fullmatch(path) else RESPONSE_NAMES
@@ -635,6 +671,17 @@ def explain_failure(call: ServerCall, path: str, server: str) -> Refusal:
         code=error.get("code"),
         headers=tuple(headers),
     )
+
+
+def read_error(response: httpx.Response) -> Mapping[str, Any] | None:
+    """The error in a response; None if it has none of start-llm's form."""
+    try:
+        body = response.json()
+    except ValueError:
+        return None
+    error = body.get("error") if isinstance(body, dict) else None
+    is_ours = isinstance(error, dict) and isinstance(error.get("message"), str)
+    return error if is_ours else None
 
 
 async def respond(

@@ -14,8 +14,10 @@ and a name that ends in ! is needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 type Shape = str | tuple[Shape, ...] | list[Shape] | dict[str, Shape]
@@ -65,25 +67,34 @@ RESPONSE: Final[Shape] = {
     "service_tier": TEXT,
 }
 
-CALL: Final[Shape] = {"name!": TEXT, "args": OBJECT}
-RESULT: Final[Shape] = {"name!": TEXT, "response": OBJECT}
-IMAGE: Final[Shape] = {"data!": TEXT}
-GOOGLE_PARTS: Final[Mapping[str, Mapping[str, Shape]]] = {  # by role, then by name
-    "model": {"text": TEXT, "functionCall": CALL},
-    "user": {
-        "text": TEXT,
-        "functionResponse": RESULT,
-        "inlineData": IMAGE,
-        "inline_data": IMAGE,
-    },
-    "system": {"text": TEXT},
+GOOGLE_PART: Final[dict[str, Shape]] = {
+    "text": TEXT,
+    "functionCall": {"name!": TEXT, "args": OBJECT},
+    "functionResponse": {"name!": TEXT, "response": OBJECT},
+    "inlineData": {"data!": TEXT, "mimeType": TEXT},
 }
-SPEECH: Final[Shape] = {"parts!": [OBJECT]}  # of the user, the model, the system
-FUNCTION: Final[Shape] = {"name!": TEXT, "description": TEXT, "parameters": OBJECT}
+# What is read of a part, by role.
+GOOGLE_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("text", "functionCall"),
+    "user": ("text", "functionResponse", "inlineData"),
+    "system": ("text",),
+}
+GOOGLE_ROLES: Final = {  # as clients write them, and as LiteLLM reads them
+    "user": "user",
+    "model": "model",
+    "tool": "user",
+    "function": "user",
+}
+SPEECH: Final[Shape] = {"role": TEXT, "parts!": [GOOGLE_PART]}
+FUNCTION: Final[Shape] = {
+    "name!": TEXT,
+    "description": TEXT,
+    "parameters": OBJECT,
+    "parametersJsonSchema": OBJECT,
+}
 GOOGLE: Final[Shape] = {
     "contents!": [SPEECH],
     "systemInstruction": SPEECH,
-    "system_instruction": SPEECH,
     "tools": [{"functionDeclarations": [FUNCTION]}],
     "toolConfig": {"functionCallingConfig": {"mode": TEXT}},
     "safetySettings": [OBJECT],
@@ -161,39 +172,40 @@ def check_response_tools(body: Mapping[str, Any]) -> None:
 
 
 def check_google(body: object) -> None:
-    """Raise Fault for a body of Google's API that LiteLLM would not read whole."""
+    """Raise Fault for a body that rename_fields() made, which LiteLLM would not read whole."""
     check_shape(body, GOOGLE, "")
     assert isinstance(body, dict)
     if not body["contents"]:
         raise Fault("contents", "should not be empty")
     for index, content in enumerate(body["contents"]):
         place = f"contents[{index}]"
-        role = content.get("role", "user")
-        if role not in ("user", "model"):
+        role = GOOGLE_ROLES.get(content.get("role", "user"))
+        if role is None:
             raise Fault(f"{place}.role", "should be user or model")
         check_parts(content["parts"], role, place)
-    for name in ("systemInstruction", "system_instruction"):
-        parts = (body.get(name) or {}).get("parts", ())
-        check_parts(parts, "system", name)
+    if "systemInstruction" in body:
+        parts = body["systemInstruction"]["parts"]
+        check_parts(parts, "system", "systemInstruction")
 
-    if (body.get("generationConfig") or {}).get("candidateCount", 1) != 1:
+    if body.get("generationConfig", {}).get("candidateCount", 1) != 1:
         raise Fault("generationConfig.candidateCount", "only one answer is written")
-    calling = (body.get("toolConfig") or {}).get("functionCallingConfig") or {}
+    calling = body.get("toolConfig", {}).get("functionCallingConfig", {})
     if calling.get("mode") == "ANY" and not body.get("tools"):
         place = "toolConfig.functionCallingConfig.mode"
         raise Fault(place, "a call is demanded, but there are no tools")
 
 
 def check_parts(parts: list[dict[str, Any]], role: str, place: str) -> None:
-    """Raise Fault for a part of Google's that would be left out."""
-    shapes = GOOGLE_PARTS[role]
+    """Raise Fault for a part of Google's that would be left out, or half of it."""
+    read_names = GOOGLE_PARTS[role]
     for index, part in enumerate(parts):
-        part_place = f"{place}.parts[{index}]"
-        name = next((name for name in shapes if name in part), None)
-        if name is None:
-            kinds = " or ".join(name for name in shapes if "_" not in name)
-            raise Fault(part_place, f"should have {kinds}: nothing else is read here")
-        check_shape(part[name], shapes[name], f"{part_place}.{name}")
+        names = [name for name in GOOGLE_PART if name in part]
+        if len(names) > 1:
+            fault = f"has {names[0]} and {names[1]}: they are two parts"
+            raise Fault(f"{place}.parts[{index}]", fault)
+        if not names or names[0] not in read_names:
+            fault = f"should have {' or '.join(read_names)}: nothing else is read here"
+            raise Fault(f"{place}.parts[{index}]", fault)
 
 
 def check_shape(value: object, shape: Shape, place: str) -> None:
@@ -243,24 +255,57 @@ def kind_of_shape(shape: Shape) -> str:
     return LIST if isinstance(shape, list) else OBJECT
 
 
-def mend_google(body: dict[str, Any]) -> bool:
-    """Write what LiteLLM would leave out as it reads it. Whether there was any.
+def mend_google(body: object) -> dict[str, Any]:
+    """A body of Google's API as LiteLLM reads all of it. Raises Fault.
 
-    It knows images by `inline_data` alone, and of a system message the first part.
+    It knows two roles, names in camel case but for images, which it knows by
+    `inline_data` alone, and of a system message the first part.
     """
-    is_mended = False
-    for content in body["contents"]:
+    mended = rename_fields(body, GOOGLE)
+    check_google(mended)
+    assert isinstance(mended, dict)
+    for content in mended["contents"]:
+        if "role" in content:
+            content["role"] = GOOGLE_ROLES[content["role"]]
         for part in content["parts"]:
             image = part.pop("inlineData", None)
             if image:
                 kind = image.get("mimeType", "image/jpeg")
                 part["inline_data"] = {"mime_type": kind, "data": image["data"]}
-                is_mended = True
 
-    for name in ("systemInstruction", "system_instruction"):
-        parts = (body.get(name) or {}).get("parts", ())
-        if len(parts) > 1:
-            text = "\n\n".join(part.get("text", "") for part in parts)
-            body[name] = {"parts": [{"text": text}]}
-            is_mended = True
-    return is_mended
+    system_parts = mended.get("systemInstruction", {}).get("parts", ())
+    if len(system_parts) > 1:
+        text = "\n\n".join(part["text"] for part in system_parts)
+        mended["systemInstruction"] = {"parts": [{"text": text}]}
+    return mended
+
+
+def rename_fields(value: object, shape: Shape) -> object:
+    """A copy with the names of the shape, also where the value has them in snake case.
+
+    Google takes both. A name of the shape that is null is left out: LiteLLM would read it.
+    What the shape does not know is the same. Raises Fault if a name is there in both ways.
+    """
+    if isinstance(shape, list) and isinstance(value, list):
+        return [rename_fields(element, shape[0]) for element in value]
+    if not (isinstance(shape, dict) and isinstance(value, dict)):
+        return value
+
+    shapes = {name.removesuffix("!"): field for name, field in shape.items()}
+    names = {to_snake_case(name): name for name in shapes}
+    sent_fields: dict[str, object] = value
+    fields: dict[str, object] = {}
+    for sent_name, field in sent_fields.items():
+        name = names.get(sent_name, sent_name)
+        if name in shapes and field is None:
+            continue
+        if name in fields:
+            raise Fault(name, "is there twice, in camel case and in snake case")
+        fields[name] = rename_fields(field, shapes.get(name, OBJECT))
+    return fields
+
+
+@cache
+def to_snake_case(name: str) -> str:
+    """The name as Python would have it: top_p for topP."""
+    return re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 import start_llm as s
-from litellm_gate import SERVER_CALL, Gate, client_of_server
+from litellm_gate import SERVER_CALL, Gate, client_of_server, plain_path
 from starlette.exceptions import HTTPException
 from start_llm import Config
 
@@ -150,6 +151,7 @@ class Door:
             "method": method,
             "path": target,
             "query_string": query.encode(),
+            "server": ("10.0.0.7", 4000),
             "headers": [*sent_headers, (b"content-length", b"%d" % len(payload))],
         }
         SERVER_CALL.set(None)
@@ -270,6 +272,12 @@ def test_a_path_without_a_route_is_answered_with_what_to_use(line, status, advic
         ("GET /v1/responses/resp_1", "no conversation is stored"),
         ("DELETE /v1/responses/resp_1", "no conversation is stored"),
         ("POST /v1/threads", "no conversation is stored"),
+        ("POST /threads", "no conversation is stored"),
+        ("POST /images/generations", "text only"),
+        ("POST /audio/speech", "text only"),
+        ("POST /rerank", "no embeddings"),
+        ("POST /openai/deployments/a/images/generations", "text only"),
+        ("POST /engines/a/b/embeddings", "no embeddings"),
     ],
 )
 def test_what_a_model_of_text_has_not_does_not_reach_litellm(line, advice):
@@ -278,6 +286,35 @@ def test_what_a_model_of_text_has_not_does_not_reach_litellm(line, advice):
     assert status == 404
     assert advice in sentence_of(body)
     assert door.is_untouched
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "DELETE /v1/messages/../cache",
+        "GET /v1/messages/../../metrics",
+        "GET /v1/messages/./x",
+        "GET /v1/messages/..",
+        "GET /v1/messages/%2e%2E/status",
+        "GET /v1/messages/.%2e",
+        "GET /docs/../v1/status",
+    ],
+)
+@pytest.mark.parametrize("key", ["", KEY])
+def test_a_path_with_a_segment_of_dots_is_a_400_before_the_key(line, key):
+    """A client of HTTP would take it for another path, and the gate adds the server's key."""
+    door = Door(key, server_key="of-the-server")
+    status, body = door.ask(*line.split())
+    assert status == 400
+    assert "dots" in sentence_of(body)
+    assert door.is_untouched
+
+
+def test_the_path_of_a_large_request_line_is_read_at_once():
+    for path in ("/engines/a" * 6000, "/v1" * 20_000, "/openai/deployments/" * 3000):
+        began = time.process_time()
+        plain_path(path)
+        assert time.process_time() - began < 1
 
 
 # -- what the server has ---------------------------------------------------------------
@@ -338,6 +375,54 @@ def test_headers_go_on_but_for_keys_and_what_is_of_the_connection():
     keyless = Door()
     keyless.ask("POST", CHAT, {}, authorization="Bearer unused")
     assert "authorization" not in keyless.requests[0].headers
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE"])
+def test_the_body_of_another_method_does_not_hide_the_answer_of_the_server(method):
+    door = Door()
+    door.answer = httpx.Response(405, json={"error": {"message": "takes POST"}})
+    status, body = door.ask(method, "/v1/messages", {})
+    assert (status, sentence_of(body)) == (405, "takes POST")
+    assert door.requests[0].headers.get("content-length", "0") == "0"
+    assert door.requests[0].content == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/v1/messages/\x01", "/v1/messages/%01"),
+        ("/v1/messages/..#", "/v1/messages/..%23"),
+        ("/v1/messages/%41", "/v1/messages/%2541"),
+    ],
+)
+def test_a_path_goes_on_as_it_came_whatever_is_in_it(path, sent):
+    door = Door()
+    assert door.ask("GET", path)[0] == 200
+    assert door.requests[0].url.raw_path.decode() == sent
+
+
+def test_a_query_that_is_too_long_is_a_400():
+    door = Door()
+    status, body = door.ask("POST", "/v1/messages?" + "a" * 70_000, {})
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert "cannot be sent on" in sentence_of(body)
+    assert door.is_untouched
+
+
+@pytest.mark.parametrize(
+    ("origin", "goes_on"),
+    [
+        ("http://localhost:4000", False),
+        ("http://10.0.0.7:4000", False),
+        ("http://10.0.0.7:4001", True),
+        ("http://10.0.0.8:4000", True),
+        ("https://page.example", True),
+    ],
+)
+def test_a_page_at_the_proxys_own_address_is_none_of_another_origin(origin, goes_on):
+    door = Door()
+    door.ask("POST", CHAT, {}, origin=origin)
+    assert ("origin" in door.requests[0].headers) == goes_on
 
 
 def test_a_server_that_does_not_answer_is_a_502_in_the_form_of_the_api():
@@ -423,7 +508,13 @@ SCHEMA = {"format": {"type": "json_schema"}}
             "the body is not valid JSON: it cannot be read at line 1, column 2",
         ),
         (b"[" * 100_000, None, "the body is not valid JSON: it is nested too deeply"),
-        (b'{"input": NaN}', None, "the body is not valid JSON: NaN is none"),
+        (b'{"input": NaN}', None, "a number is NaN or infinite"),
+        (b'{"input": -Infinity}', None, "a number is NaN or infinite"),
+        (b'{"input": 1e999}', None, "a number is NaN or infinite"),
+        (b'{"input": %s}' % (b"1" * 5000), None, "has too many digits"),
+        (b'\xef\xbb\xbf{"input": "x"}', None, "it cannot be read at line 1, column 1"),
+        ('{"input": "x"}'.encode("utf-16"), None, "byte 0 is no UTF-8"),
+        ('{"input": "x"}'.encode("utf-16-le"), None, "it cannot be read at line 1"),
         (b'"\xff"', None, "the body is not valid JSON: byte 1 is no UTF-8"),
         ([], None, "the body should be an object, not a list"),
         ({}, "input", "is missing"),
@@ -503,7 +594,34 @@ HELLO = {"text": "Hello"}
         (of_google({}), "contents[0].parts[0]: should have text or functionResponse"),
         (of_google({"text": 5}), "contents[0].parts[0].text: should be a string"),
         (of_google({"fileData": {}}), "contents[0].parts[0]: should have text"),
-        (of_google(HELLO, role="tool"), "contents[0].role: should be user or model"),
+        (
+            of_google(HELLO, role="assistant"),
+            "contents[0].role: should be user or model",
+        ),
+        (
+            of_google({**HELLO, "inlineData": "x"}),
+            "contents[0].parts[0].inlineData: should be an object",
+        ),
+        (
+            of_google({**HELLO, "inlineData": {"mimeType": "image/png"}}),
+            "contents[0].parts[0].inlineData.data: is missing",
+        ),
+        (
+            of_google({**HELLO, "inlineData": {"mimeType": 5, "data": "AAAA"}}),
+            "contents[0].parts[0].inlineData.mimeType: should be a string",
+        ),
+        (
+            of_google({**HELLO, "inline_data": {"data": "AAAA"}}),
+            "contents[0].parts[0]: has text and inlineData: they are two parts",
+        ),
+        (
+            of_google({"functionCall": {"name": "f"}}),
+            "contents[0].parts[0]: should have text or functionResponse or inlineData",
+        ),
+        (
+            of_google(HELLO, systemInstruction={"parts": []}, system_instruction={}),
+            "systemInstruction: is there twice, in camel case and in snake case",
+        ),
         (
             of_google({"functionCall": {}}, role="model"),
             "contents[0].parts[0].functionCall.name: is missing",
@@ -550,6 +668,94 @@ def test_what_litellm_would_leave_out_of_googles_bodies_is_written_as_it_reads_i
     plain = b'{"contents":  [{"parts":[{"text":"x"}]}]}'
     door.ask("POST", GOOGLE, plain)
     assert door.behind.bodies[1] == plain
+
+
+SNAKE_CASE = {
+    "system_instruction": {"parts": [{"text": "Be brief."}]},
+    "contents": [
+        {"role": "user", "parts": [{"inline_data": {"mime_type": "a/b", "data": "A"}}]},
+        {
+            "role": "model",
+            "parts": [{"function_call": {"name": "f", "args": {"mime_type": 1}}}],
+        },
+        {
+            "role": "user",
+            "parts": [{"function_response": {"name": "f", "response": {"top_p": 1}}}],
+        },
+    ],
+    "tools": [
+        {
+            "function_declarations": [
+                {"name": "f", "parameters": {"properties": {"mime_type": {}}}},
+                {"name": "g", "parameters_json_schema": {"type": "object"}},
+            ]
+        }
+    ],
+    "tool_config": {"function_calling_config": {"mode": "ANY"}},
+    "generation_config": {
+        "max_output_tokens": 9,
+        "stop_sequences": ["x"],
+        "top_p": 0.5,
+        "response_mime_type": "application/json",
+        "response_schema": {"properties": {"top_p": {}}},
+    },
+}
+CAMEL_CASE = {
+    "systemInstruction": {"parts": [{"text": "Be brief."}]},
+    "contents": [
+        {"role": "user", "parts": [{"inline_data": {"mime_type": "a/b", "data": "A"}}]},
+        {
+            "role": "model",
+            "parts": [{"functionCall": {"name": "f", "args": {"mime_type": 1}}}],
+        },
+        {
+            "role": "user",
+            "parts": [{"functionResponse": {"name": "f", "response": {"top_p": 1}}}],
+        },
+    ],
+    "tools": [
+        {
+            "functionDeclarations": [
+                {"name": "f", "parameters": {"properties": {"mime_type": {}}}},
+                {"name": "g", "parametersJsonSchema": {"type": "object"}},
+            ]
+        }
+    ],
+    "toolConfig": {"functionCallingConfig": {"mode": "ANY"}},
+    "generationConfig": {
+        "maxOutputTokens": 9,
+        "stopSequences": ["x"],
+        "topP": 0.5,
+        "responseMimeType": "application/json",
+        "responseSchema": {"properties": {"top_p": {}}},
+    },
+}
+
+
+def test_names_in_snake_case_are_renamed_but_for_schemas_and_payloads():
+    door = Door()
+    assert door.ask("POST", GOOGLE, SNAKE_CASE)[0] == 200
+    assert json.loads(door.behind.bodies[0]) == CAMEL_CASE
+
+
+@pytest.mark.parametrize("role", ["tool", "function", None])
+def test_the_role_of_a_result_is_written_as_litellm_reads_it(role):
+    door = Door()
+    part = {"functionResponse": {"name": "f", "response": {"n": 1}}}
+    body = {"contents": [{"role": role, "parts": [part]}]}
+    assert door.ask("POST", GOOGLE, body)[0] == 200
+    content = json.loads(door.behind.bodies[0])["contents"][0]
+    assert content.get("role", "user") == "user"
+    assert content["parts"] == [part]
+
+
+def test_null_is_as_good_as_nothing_in_a_body_of_googles():
+    door = Door()
+    call = {"functionCall": {"name": "f", "args": None}, "text": None}
+    body = of_google(call, role="model", tools=None, generationConfig=None)
+    assert door.ask("POST", GOOGLE, body)[0] == 200
+    calls = of_google({"functionCall": {"name": "f"}}, role="model")
+    assert json.loads(door.behind.bodies[0]) == calls
 
 
 @pytest.mark.parametrize(
@@ -625,6 +831,17 @@ def test_where_litellm_fails_no_words_of_python_reach_the_client(asks, status, f
     assert found == status
     assert "object" not in sentence_of(answer)
     assert "lost" not in sentence_of(answer)
+
+
+@pytest.mark.parametrize(
+    "content", [b"<html>Bad gateway</html>", b"[]", b'{"error": "x"}', b'{"error": {}}']
+)
+def test_an_error_of_what_is_no_start_llm_is_a_502(content):
+    door = Door()
+    door.answer = httpx.Response(502, content=content)
+    status, answer = door.ask("POST", RESPONSES, {"input": "x"})
+    assert status == 502
+    assert "start-llm at http://x:1 did not answer" in sentence_of(answer)
 
 
 def test_with_strict_names_another_model_is_a_404():
