@@ -832,10 +832,10 @@ arguments after `--` it is only said, since its prompt may be another then. The 
 
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
-window is the client's idea of when to compact: `GET /v1/models` says what the loaded model has
-(`context_length`); a reply is given an eighth of it. On `http://127.0.0.1:4000` (LiteLLM) chats,
-completions, messages and the list of models are as on `:8080`, and there alone are the Responses
-API and Google's; the page, status and metrics are on `:8080` alone.
+window is the client's idea of when to compact: `GET /v1/models` of `:8080` says what the loaded
+model has (`context_length`); a reply is given an eighth of it. On `http://127.0.0.1:4000` (LiteLLM)
+chats, completions and messages are as on `:8080`, the list of models has names alone, and there
+alone are the Responses API and Google's; the page, status and metrics are on `:8080` alone.
 """
 
 MARKDOWN_TAIL: Final = """\
