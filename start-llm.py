@@ -19347,7 +19347,8 @@ def _is_readable(connection: socket.socket | socket.SocketIO, seconds: float) ->
     """Whether bytes, or the end, come within some seconds."""
     poll = select.poll()  # select() knows no descriptor above 1,023
     poll.register(connection, select.POLLIN)
-    return bool(poll.poll(math.ceil(seconds * 1_000)))
+    milliseconds = min(math.ceil(seconds * 1_000), 2**31 - 1)  # the most that it takes
+    return bool(poll.poll(milliseconds))
 
 
 def _read_pieces(stream: io.BufferedIOBase, n_bytes: int) -> Iterator[bytes]:

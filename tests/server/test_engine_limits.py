@@ -82,6 +82,7 @@ def test_retries_of_a_prompt_too_long_for_one_deadline_finish_it(bench, kind):
     b = bench(kind, generation_watchdog_seconds=0.6)
     prompt = words(np.random.default_rng(2), 6000)
     ends = []
+    b.model.fed.clear()  # what was fed to measure the model
     b.model.before_call = slowly(0.25e-3)  # 1.5 s for the prompt
     while not ends or ends[-1].reason == "deadline":
         # its last message's end, as every request has one: it may be cut just before it answers

@@ -183,7 +183,10 @@ def test_memo_stays_small_and_right() -> None:
         rendered = template.render_prompt(chat(messages))
         ids = rendered.ids.tolist()
         assert ids == tokenizer.encode(rendered.text, add_special_tokens=False)
-        cost = sum(2 * len(piece) + 700 for _, piece in memo.entries)
+        cost = sum(
+            start_llm.memory_bytes(piece, tokens) + memo.ENTRY_BYTES
+            for (_, piece), tokens in memo.entries.items()
+        )
         assert cost == memo.nbytes <= 12_000
 
     template.clear_memos()

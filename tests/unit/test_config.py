@@ -384,6 +384,7 @@ def test_what_can_only_mean_the_model_stops_the_start_in_the_env_file(name):
 
 def test_docs_settings_lists_every_setting_once_with_its_default():
     text = (EXAMPLE.parent / "docs" / "settings.md").read_text()
+    text = text.partition("\n## Defaults that are not")[0]
     rows = re.findall(
         r"^\| `([A-Z][A-Z0-9_]*)` \| (?:`(.*?)`|\(empty\)) \|", text, re.MULTILINE
     )
