@@ -828,7 +828,8 @@ request: what it will send is not known before it sends it. From then on the ser
 
 A client that has no room for its first prompt, a reply and the result of a call is not started;
 the sentence has both numbers (the table under "Will it fit?" in the README has them, too). With
-arguments after `--` it is only said, since its prompt may be another then. The demo model is not for agents: it knows sums and the files of its garden (`examples/garden`).
+arguments after `--` it is only said, since its prompt may be another then. The demo model is not
+for agents: it knows sums and the files of its garden (`examples/garden`).
 
 "By hand" says the same for good, with the server where it is by default, and `local` for the
 model: any name will do. Any key, too, unless `API_KEY` or `PROXY_API_KEY` is set. The context
