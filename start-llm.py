@@ -7180,6 +7180,7 @@ class RenderedStart:
 
     head: Restated | None = None
     tools: bytes = b""  # as JSON: a tenth of the memory of what it stands for
+    tools_digest: bytes = b""  # of the tools, in this order and with members in theirs
     start_key: bytes = b""
     nbytes: int
     session_id: str = ""  # whose request was the first; set when it is recorded
@@ -7200,9 +7201,10 @@ def _head_start(head: Restated) -> RenderedStart:
     )
 
 
-def _tools_start(tools: tuple[JsonObject, ...]) -> RenderedStart:
+def _tools_start(tools: tuple[JsonObject, ...], tools_digest: bytes) -> RenderedStart:
     text = json.dumps(tools, ensure_ascii=False).encode()
-    return RenderedStart(tools=text, nbytes=_START_BYTES + len(text))
+    n_bytes = _START_BYTES + len(text)
+    return RenderedStart(tools=text, tools_digest=tools_digest, nbytes=n_bytes)
 
 
 def _reference(start_key: bytes) -> RenderedStart:
@@ -7315,10 +7317,13 @@ class Ledger:
         start: RenderedStart | None
         if tools:
             texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
-            start_key = _digest("tools", texts)
-            own_start = _tools_start(tools)
-            start = self._find_or_plan(start_key, now, lambda: own_start)
-            if start.tools != own_start.tools:
+            start_key = sha256("\0".join(["tools", *texts]).encode()).digest()
+            # Version 2: equal bytes for equal tools with the same order of members.
+            sent_digest = sha256(marshal.dumps(tools, 2)).digest()
+            start = self._find_or_plan(
+                start_key, now, lambda: _tools_start(tools, sent_digest)
+            )
+            if start.tools_digest != sent_digest:
                 tools = tuple(from_json(start.tools))
         else:
             start_key = self._find_reference(last_key, now)
@@ -7395,17 +7400,28 @@ class Ledger:
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
-        Heads and tools that a session has sent first stay: others are shown them, too.
+        Heads and tools that it has sent first become another session's that is shown
+        them, if there is one.
         """
-
-        def is_shared(record: Transcript | RenderedStart) -> bool:
-            return isinstance(record, RenderedStart) and not record.is_reference
-
         with self._ledger_lock:
+            if session_id is not None:
+                self._hand_over_starts(session_id)
             for key, records in list(self._records.items()):
                 others = [r for r in records if r.session_id != session_id]
-                shared = [r for r in records if is_shared(r) and r not in others]
-                self._put(key, [] if session_id is None else [*others, *shared])
+                self._put(key, [] if session_id is None else others)
+
+    def _hand_over_starts(self, session_id: str) -> None:
+        all_records = list(chain.from_iterable(self._records.values()))
+        starts = [r for r in all_records if isinstance(r, RenderedStart)]
+        heirs = {
+            start.start_key: start.session_id
+            for start in starts
+            if start.is_reference and start.session_id != session_id
+        }
+        for key in heirs.keys() & self._records.keys():
+            for record in self._records[key]:
+                if record.session_id == session_id:
+                    record.session_id = heirs[key]
 
     def expire(self, now: float) -> None:
         """Drop what was not used for LEDGER_TTL_SECONDS."""

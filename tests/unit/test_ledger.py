@@ -1696,6 +1696,22 @@ def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session() -> 
     assert ledger.snapshot() == EMPTY
 
 
+def test_what_a_prompt_begins_with_outlives_its_first_session_if_others_have_it() -> (
+    None
+):
+    server = Server()
+    ledger = server.planner.ledger
+    for session_id in ("one", "two"):
+        plan = started(server, 0, user=session_id)
+        ledger.remember(plan, session_id=session_id, now=0.0)
+    n_heads = ledger.snapshot()["heads"]
+
+    ledger.forget("one")
+    assert ledger.snapshot()["heads"] == n_heads
+    ledger.forget("two")
+    assert ledger.snapshot()["heads"] == 0
+
+
 def test_thinking_that_a_client_sends_is_counted() -> None:
     server = Server()
     thinking = "hm " * 100_000
