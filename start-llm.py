@@ -14296,8 +14296,9 @@ class ReasoningStreamSplitter:
 #                any other: mlx-lm's parser reads it
 #
 # Real models write calls that are nearly right (L-82), and files that contain the tags
-# of calls. So a closing tag counts only where the syntax's next tag follows it, and
-# tags that were left out or doubled cost nothing where it is certain what is meant.
+# of calls. So a closing tag counts only where the syntax's next tag follows it, the tag
+# of a key is text inside a line (Qwen's) or in quotes, and tags that were left out cost
+# nothing where it is certain what is meant.
 #
 # To add a syntax, add an entry to CALL_SYNTAXES, whose examples are tested, and its tag
 # to CALL_START and detect(); an end tag after JSON also to the patterns of TOOL CALLS.
@@ -14349,6 +14350,7 @@ class ParameterTags(NamedTuple):
     `value_end` matches what may end a value, and its groups say how:
 
         </parameter>\n<par   no group: so it should
+        "<parameter=path>"   group `text`: it does not, whatever it looks like
         </tool_call>         group `unclosed`: the call ends, the value was never closed
         </parameter> is      group `quoted`: it does not, the tag is part of the value
         \n</parameter>\nx    group `unreadable`: nobody can tell where it ends
@@ -14359,12 +14361,23 @@ class ParameterTags(NamedTuple):
     # Ends a value if the tag before it has a group `quoted`; None: no tag has.
     quoted_value_end: Pattern | None = None
     # The tag of the next value, where one was never closed. KEYS in it is replaced by
-    # the names in the tool's schema; others may be in a text.
+    # the names in the tool's schema; others may be in a text. IN_LINE is replaced by
+    # what such a tag is inside a line: `text`; or `unreadable`, if its value has begun
+    # on the line of its own tag.
     next_key: str = ""
     # Any tag of the format. A value that begins or ends with one is unreadable.
     any_tag: str = NO_PATTERN
     # A tag that makes a value unreadable which has a quoted closing tag before.
     later_tag: str = NO_PATTERN
+
+    def with_end_token(self, end: str) -> ParameterTags:
+        """The same where `end` comes as a token: read as NUL; in others it is text."""
+        return self._replace(
+            value_end=replace(
+                self.value_end, source=self.value_end.source.replace(end, r"\0")
+            ),
+            any_tag=self.any_tag.replace(end, NO_PATTERN),
+        )
 
 
 class ArgumentSpelling(NamedTuple):
@@ -14425,7 +14438,7 @@ _QWEN_KEY: Final = Pattern(
             (?P<key> [^<>\n"']{1,200} ) (?P=quote) >
             (?: \n | (?=.) )        # the first line break is no part of the value
           | </function>
-          | (?P<end> </tool_call> )
+          | (?P<end> </tool_call> | \0 )
         )
     )""",
     example="\n<parameter=path>\na",
@@ -14433,24 +14446,45 @@ _QWEN_KEY: Final = Pattern(
 )
 _QWEN_VALUE_END: Final = Pattern(
     r"""(?x:
-        \n? </parameter> (?P<doubled> \s* </parameter> )?
-        (?= \s* (?: <parameter[= ] | </function> | </tool_call> ) )
+        \n? </parameter>
+        (?= \s* (?: <parameter[= ] | </tool_call> | </function> LAST ) )
       | (?P<unclosed> \n?
             (?= </function> \s* </tool_call> \s* <tool_call>
               | (?: </function> \s* )? </tool_call> \s* \0 )
           | \n (?= (?: </function> \s* )? </tool_call> [ \t]{0,9} \n ) )
       | (?P<unreadable> \n (?: <tool_call> | <function= [^<>\s]{1,200} > ) \s* \n
+            | \n? </parameter> (?= \s* </parameter> )
             | \n </parameter> NO_NEXT            # on a line of its own
-            | </parameter> NO_NEXT (?= < )       # a key that is misspelt
-            | </parameter> (?= \w )
+            | \n </parameter> (?= \w )
+            | </parameter> (?= < | [ \t]{0,9} \n ) NO_NEXT (?= < )  # a misspelt key
             | </function> [ \t]{0,9} \n NO_NEXT )
-      | (?P<quoted> (?: </parameter> | </tool_call> ) NO_NEXT )
-    )""".replace("NO_NEXT", _QWEN_NO_NEXT),
-    example="a.md\n</parameter>\n</function>",
+      | (?P<IN_LINE> </parameter> (?= \w ) )
+      | (?P<quoted> (?: </parameter> (?: \s* </function> )? | </tool_call> ) NO_NEXT )
+    )""".replace("NO_NEXT", _QWEN_NO_NEXT).replace(
+        # What may follow a call. An element of a file ends in other tags, too.
+        "LAST",
+        r"""(?x:
+            \s* (?: </tool_call> (?: [^"'`] | \0 ) | <tool_call> | <function= | \0 )
+          | [ \t]{0,9} \n \s* [^<\s]
+        )""",
+    ),
+    example="a.md\n</parameter>\n</function>\n</tool_call>\n",
     near_miss="a.md\n</parameter>\n",
 )
+# Inside a line the tag of a key is text, if the value began on a line of its own.
 _QWEN_NEXT_KEY: Final = r"""(?x:
-    \n? (?= <parameter (?: = | [ ]name= ) ["']? (?P<next_key> KEYS ) ["']? > )
+    \n (?= TAG [ \t]{0,9} \n )
+  | (?P<unreadable> \n TAG (?= [ \t]{0,9} [^ \t\n] ) | TAG [ \t]{0,9} \n )
+  | (?P<text> ["'`] TAG (?= [ \t]{0,9} [^ \t\n] ) )
+  | (?P<IN_LINE> TAG (?= [ \t]{0,9} [^ \t\n] ) )
+)""".replace(
+    "TAG", "<parameter (?: = | [ ]name= ) [\"']? (?P<next_key> KEYS ) [\"']? >"
+)
+
+# The tag of a key is text in quotes, or between blanks.
+_NEXT_KEY: Final = r"""(?x:
+    (?P<text> ["'`] TAG | [ ] TAG [ ] )
+  | \n? (?= TAG )
 )"""
 
 _GLM_NAME: Final = Pattern(
@@ -14467,32 +14501,33 @@ _GLM_KEY: Final = Pattern(
         \s*
         (?: (?: <arg_key> ){1,3}     # why(L-82): tags come twice, or not at all
             (?P<key> [^<]+ )
-            (?: (?: </arg_key> \s* ){1,3} (?: <arg_value> ONCE | (?= [^<\s] ) )
-              | <arg_value> ONCE )
-          | (?P<end> </tool_call> | (?= <tool_call> ) )
+            (?: (?: </arg_key> \s* ){1,3}
+                (?: <arg_value> | (?= [^<\s"'`] | ["'`] [^<] ) )
+              | <arg_value> )
+          | (?P<end> </tool_call> | \0 | (?= <tool_call> ) )
         )
-    )""".replace("ONCE", "(?: <arg_value> )? (?= [^<] | < (?s: .{11} ) )"),
+    )""",
     example="<arg_key>path</arg_key></arg_key><arg_value>a",
     near_miss="<arg_key>path</arg_key></arg_value>",
 )
 _GLM_VALUE_END: Final = Pattern(
     r"""(?x:
-        </arg_value> (?: \s* </arg_value> )?
-        (?= \s* < (?: arg_key | /tool_call> | tool_call>\w ) )
+        </arg_value> (?= \s* (?: <arg_key | </tool_call> | <tool_call>\w ) )
       | (?P<unclosed> (?= </tool_call> \s* (?: \n <tool_call> | \0 ) ) )
-      | (?P<unreadable> <arg_value> )
+      | (?P<unreadable> <arg_value> | </arg_value> (?= \s* </arg_value> ) )
+      | (?P<text> ["'`] MARK | [ ] MARK [ ] )
       | (?P<quoted> (?: </arg_value> | </tool_call> ) NO_NEXT )
     )""".replace(
         "NO_NEXT",
         _NO_NEXT.replace(
             "NEXT", r"<arg_key | </arg_value> | </tool_call> | <tool_call>"
         ),
-    ),
+    ).replace("MARK", "(?: <arg_value> | </?arg_key> )"),
     example="a.md</arg_value>\n<arg_key>",
     near_miss="a.md</arg_value> ",
 )
-_GLM_NEXT_KEY: Final = (
-    r"(?:\n?(?=<arg_key>\s*(?P<next_key>KEYS)\s*(?:</arg_key>|<arg_value>)))"
+_GLM_NEXT_KEY: Final = _NEXT_KEY.replace(
+    "TAG", r"<arg_key> \s* (?P<next_key> KEYS ) \s* (?: </arg_key> | <arg_value> )"
 )
 
 _MINIMAX_NAME: Final = Pattern(
@@ -14507,7 +14542,7 @@ _MINIMAX_KEY: Final = Pattern(
           | (?P<end> </invoke> )     # and the block ends, or another call follows
             (?: \s* </minimax:tool_call> | (?= \s* <invoke[ ] ) )
           | </invoke>
-          | (?P<end> </minimax:tool_call> )
+          | (?P<end> </minimax:tool_call> | \0 )
         )
     )""",
     example='\n<parameter name="path">',
@@ -14515,14 +14550,18 @@ _MINIMAX_KEY: Final = Pattern(
 )
 _MINIMAX_VALUE_END: Final = Pattern(
     r"""(?x:
-        </parameter> (?P<doubled> \s* </parameter> )?
+        </parameter>
         (?= \s* (?: <parameter[ ]
-                   | (?: </invoke> \s* )? </minimax:tool_call>
+                   | (?: </invoke> \s* )? </minimax:tool_call> (?: [^"'`] | \0 )
                    | </invoke> \s* (?: <(?:invoke|parameter)[ ] | LAST ) ) )
       | (?P<unclosed> (?= </invoke> \s* (?: </minimax:tool_call> \s* )?
             (?: \0 | <(?:minimax:tool_call>|invoke[ ]) ) ) )
-      | (?P<unreadable> </parameter> NO_NEXT (?= < )   # a key that is misspelt
+      | (?P<unreadable>
+            </parameter> (?= < | [ \t]{0,9} \n ) NO_NEXT (?= < )  # a misspelt key
+            | </parameter> (?= \s* </parameter> )
+            | </minimax:tool_call> \s* \0
             | </parameter> (?= \w | [ \t]{0,9} \n NO_NEXT ) )
+      | (?P<text> ["'`] <parameter[ ]name="? [^<>"\n]{1,200} )
       | (?P<quoted> (?: </parameter> | </minimax:tool_call> ) NO_NEXT )
     )""".replace(
         # The outer closing tag was forgotten: no other value ends in what follows.
@@ -14534,7 +14573,7 @@ _MINIMAX_VALUE_END: Final = Pattern(
             "NEXT", r"<parameter[ ] | </parameter> | </invoke> | </minimax:tool_call>"
         ),
     ),
-    example="a.md</parameter>\n</invoke>\n</minimax:tool_call>",
+    example="a.md</parameter>\n</invoke>\n</minimax:tool_call>\n",
     near_miss="a.md</parameter>\n</invoke> is how it ends</parameter>",
 )
 
@@ -14569,9 +14608,10 @@ _MINICPM_KEY: Final = Pattern(
 )
 _MINICPM_VALUE_END: Final = Pattern(
     r"""(?x:
-        \s* </param> (?: \s* </param> )? (?= \s* (?: <param[ ] | </function> ) )
+        \s* </param> (?= \s* (?: <param[ ] | </function> ) )
       | (?P<unclosed> (?= </function> \s* (?: <function[ ] | \0 ) ) )
       | (?P<unreadable> </param> NO_NEXT               # CDATA is for quotations
+            | </param> (?= \s* </param> )
             | <param[ ] | [ ]name="[^"<>\n]{1,99}"> )
       | (?P<quoted> </function> NO_NEXT )
     )""".replace(
@@ -14585,8 +14625,12 @@ _MINICPM_QUOTED_END: Final = Pattern(
     example="a <b>]]></param>\n</function>",
     near_miss="a </param></function>",
 )
-_MINICPM_NEXT_KEY: Final = r'(?:\n?(?=<param name="?(?P<next_key>KEYS)"?>))'
-_MINIMAX_NEXT_KEY: Final = r'(?:\n?(?=<parameter name="?(?P<next_key>KEYS)"?>))'
+_MINICPM_NEXT_KEY: Final = _NEXT_KEY.replace(
+    "TAG", '<param[ ]name="? (?P<next_key> KEYS ) "?>'
+)
+_MINIMAX_NEXT_KEY: Final = _NEXT_KEY.replace(
+    "TAG", '<parameter[ ]name="? (?P<next_key> KEYS ) "?>'
+)
 
 # `++` and the bounds: what is no header must not be tried from each of its letters
 # (L-88).
@@ -14663,8 +14707,14 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             _QWEN_KEY,
             _QWEN_VALUE_END,
             next_key=_QWEN_NEXT_KEY,
-            any_tag=r"</?tool_call>|<function=[^<>\s]{1,200}>|</function>|</parameter>",
-            later_tag=r"<parameter[= ]|\n\s*<\w",
+            any_tag=r"""(?x:
+                <tool_call> | </tool_call> | <function= [^<>\s]{1,200} > | </function>
+              | </parameter> | <parameter= [^<>\n]{1,200} >
+            )""",
+            later_tag=r"""(?x:
+                \n \s* < (?: \w{1,20} = | parameter[ ] )
+              | <parameter (?: = | [ ]name= ) [^<>\n]{1,200} > [ \t]{0,9} \n
+            )""",
         ),
         # The end of a value has the beginning of the next tag: a file may have closing
         # tags in it.
@@ -14686,7 +14736,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             _GLM_KEY,
             _GLM_VALUE_END,
             next_key=_GLM_NEXT_KEY,
-            any_tag="</?tool_call>|</?arg_key>|</?arg_value>",
+            any_tag="<tool_call>|</tool_call>|</?arg_key>|</?arg_value>",
             later_tag="</?arg_key>",
         ),
         spelling=ArgumentSpelling(
@@ -14708,9 +14758,9 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
             _MINIMAX_KEY,
             _MINIMAX_VALUE_END,
             next_key=_MINIMAX_NEXT_KEY,
-            any_tag=r"</?minimax:tool_call>|<invoke[ ][^<>]{1,200}>"
+            any_tag=r"<minimax:tool_call>|</minimax:tool_call>|<invoke[ ][^<>]{1,200}>"
             r"|</invoke>|</parameter>",
-            later_tag=r"<parameter[ ]|\n\s*<\w",
+            later_tag=r"<parameter[ ]name=|\n\s*<\w{1,20}[ ]name=",
         ),
         spelling=ArgumentSpelling(
             first="<",
@@ -14916,9 +14966,10 @@ def tool_call_prefixes(
 # were closed with their last bracket, an argument behind the end of its call, is waited
 # for: they are closed when the next text has come, or the reply is over.
 #
-# An end tag that is known to be a token of its own ends its call, whatever stands open;
-# then the same letters in other tokens are text. Where tokens are not known (tags that
-# have several, replies in the tests), the text around a tag tells.
+# An end tag that is known to be a token of its own ends its call, whatever stands open
+# but a string in JSON, which may quote it; the same letters in other tokens are text.
+# Where tokens are not known (tags that have several, replies in the tests), the text
+# around a tag tells, so a value that has one on a line of its own stays open.
 #
 # What the splitter (REASONING PARSER) and the reply promise each other: text goes to
 # the splitter's `feed`. Once that returns a "tool" piece, `in_call` is true and all
@@ -15206,7 +15257,7 @@ class UnreadText:
         return match
 
 
-_TAG_START: Final = re.compile(r"[\s<\]]")
+_TAG_START: Final = re.compile(r"[\s<\]\"'`]")
 _LONGEST_TAG: Final = 3000  # letters, with those that come before and after
 
 
@@ -15218,12 +15269,19 @@ class TaggedArguments:
     """
 
     def __init__(
-        self, unread: UnreadText, tags: ParameterTags, parameters: Schema
+        self,
+        unread: UnreadText,
+        tags: ParameterTags,
+        parameters: Schema,
+        *,
+        end_tag: str,
     ) -> None:
+        """`end_tag`: what may come as a token."""
         self.is_done = False
         self.is_broken = False  # some of what was written cannot be read
         self._unread = unread
-        self._tags = tags
+        self._has_end_token = unread.has_tokens and end_tag in tags.key.source
+        self._tags = tags.with_end_token(end_tag) if self._has_end_token else tags
         self._parameters = parameters
         self._used_keys: set[str] = set()
         self._value: TaggedValue | JsonArguments | None = None  # None: a tag comes next
@@ -15233,6 +15291,11 @@ class TaggedArguments:
         self._opening = "{"  # emitted with the next text
         self._separator = ""
         self.closing = "}"
+
+    @property
+    def has_end_token(self) -> bool:
+        """Whether it reads NUL as the token that ends the call."""
+        return self._has_end_token and not isinstance(self._value, JsonArguments)
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
@@ -15267,10 +15330,10 @@ class TaggedArguments:
         if match["key"] is None:  # a closing tag, but not the last
             self._has_end_tag = True
             return ""
-        if self._is_json:
+        key = match["key"].strip()
+        if self._is_json or key in self._used_keys:  # of two values JSON keeps one
             self.is_done = self.is_broken = True
             return ""
-        key = match["key"].strip()
         self._used_keys.add(key)
         is_quoted = self._tags.quoted_value_end and match["quoted"] is not None
         self._value = TaggedValue(
@@ -15308,12 +15371,15 @@ class TaggedArguments:
         """What ends the value after the tag that was matched."""
         if self._tags.quoted_value_end and match["quoted"] is not None:
             return self._tags.quoted_value_end
-        end = self._tags.value_end
+        in_line = "text" if match[0].endswith("\n") else "unreadable"
+        source = self._tags.value_end.source.replace("IN_LINE", in_line)
+        end = replace(self._tags.value_end, source=source)
         properties = self._parameters.get("properties")
         if not isinstance(properties, dict) or not properties:
             return end
         names = "|".join(sorted(map(regex.escape, properties)))
         next_key = self._tags.next_key.replace("KEYS", names)
+        next_key = next_key.replace("IN_LINE", in_line)
         return replace(end, source=f"{end.source}|{next_key}")
 
 
@@ -15338,6 +15404,7 @@ class TaggedValue:
         self.is_broken = False
         self._unread = unread
         self._end = end
+        self._elements = OpenElements()
         # A quoted closing tag is in it, after which these mean something, too.
         self._end_after_tag = replace(
             end, source=f"(?P<unreadable>{tags.later_tag})|{end.source}"
@@ -15359,13 +15426,12 @@ class TaggedValue:
         while not self.is_done:
             end = self._end_after_tag if self._has_quoted_tag else self._end
             before = self._unread.take_until(end)
-            quoted_tag = before.group("quoted") or ""
-            own_tag = self._own_closing_tag(before)
-            json_text += self._emit(before.text + (own_tag or quoted_tag))
-            if own_tag:
-                self._unread.text = (before.group("doubled") or "") + self._unread.text
-            elif quoted_tag:
-                self._has_quoted_tag = True
+            json_text += self._emit(before.text)
+            quoted_tag = before.group("quoted")
+            text = before.group("text") or self._own_closing_tag(before)
+            if text or quoted_tag:
+                json_text += self._emit(text or quoted_tag or "")
+                self._has_quoted_tag |= not text
             elif before.ending is not None or self._unread.is_complete:
                 self.is_done = True
                 self.is_broken = self._is_unreadable(before)
@@ -15382,15 +15448,12 @@ class TaggedValue:
         <parameter>5</parameter>
         """
         tag = before.group("unreadable") or before.group("quoted") or ""
-        doubled_tag = before.group("doubled")
-        if doubled_tag:
-            tag = before.ending[0].removesuffix(doubled_tag)
-        is_own = _closes_element(self._text + before.text, tag)
-        return tag if is_own and self._can_be_string else ""
+        return tag if self._can_be_string and self._elements.has_open(tag) else ""
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
         self._text += text
+        self._elements.read(text)
         self._start = (self._start + text)[:_TAG_LENGTH]
         if not self._is_string:
             return ""
@@ -15417,9 +15480,9 @@ class TaggedValue:
 
     def _has_tag_at_edge(self) -> bool:
         """Whether it begins or ends with a tag of the format."""
-        tag = self._tag_at_end.search(self._text)
-        is_last = tag and not _closes_element(self._text[: tag.start()], tag[0])
-        return bool(is_last or self._tag_at_start.match(self._start))
+        is_last = self._tag_at_end.search(self._text) is not None
+        is_last &= not self._elements.has_closed_last
+        return is_last or self._tag_at_start.match(self._start) is not None
 
     def _is_other_type(self, before: TextBefore) -> bool:
         """Whether it is of another type than the schema's, and a tag may be why."""
@@ -15434,14 +15497,43 @@ class TaggedValue:
         return "<" in self._text or self._text.rstrip().endswith(">")
 
 
-def _closes_element(text: str, tag: str) -> bool:
-    """Whether a closing tag follows an element of a file: <parameter>5"""
-    match = re.search(r"</([\w:]+)>", tag)
-    if match is None:
-        return False
-    return text.rfind(f"<{match[1]}") > text.rfind(match[0])
+class OpenElements:
+    """Which elements are open in a value that is XML, of the names of calls' tags."""
+
+    def __init__(self) -> None:
+        self.has_closed_last = False  # its last closing tag has an opening tag before
+        self._open: set[str] = set()
+        self._rest = ""  # at the end of the text: it may become a tag
+
+    def read(self, text: str) -> None:
+        """Read on in the value."""
+        text = self._rest + text
+        n_read = 0
+        for tag in _ELEMENT_TAG.finditer(text):
+            n_read = tag.end()
+            if tag["slash"]:
+                self.has_closed_last = tag["name"] in self._open
+                self._open.discard(tag["name"])
+            else:
+                self._open.add(tag["name"])
+        self._rest = text[n_read:][-_ELEMENT_TAG_LENGTH:]
+
+    def has_open(self, tag: str) -> bool:
+        """Whether the element is open that a closing tag ends; white space aside."""
+        name = _CLOSING_NAME.match(tag)
+        return name is not None and name[1] in self._open
 
 
+_ELEMENT_TAG_LENGTH: Final = 30  # letters, at most
+_CLOSING_NAME: Final = re.compile(r"\s*</([\w:]+)>")
+_ELEMENT_TAG: Final = re.compile(
+    r"""(?x)
+    < (?P<slash> / )?
+    (?P<name> param(?:eter)? | function | invoke | arg_key | arg_value
+      | (?:minimax:)? tool_call )
+    (?= [\s>/=] ) (?(slash) > )
+    """
+)
 _TAG_LENGTH: Final = 250  # letters, at most
 _ANY_TAG: Final = re.compile(r"</?\w")
 
@@ -15602,7 +15694,8 @@ _JSON_CALL_END: Final = Pattern(
 # what comes before it is none of a text.
 _JSON_MEMBER_END: Final = Pattern(
     r"""(?x:
-        GAP [}\]]+ GAP (?: </tool_call> | (?= <tool_call> | [^\s}\]<] ) )
+        GAP [}\]]+ GAP
+            (?: </tool_call> | (?= <tool_call> | [^\s}\]</] | / [^/*] ) )
       | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
     )""".replace("GAP", _GAP),
     example="}}\n</tool_call>",
@@ -15879,7 +15972,10 @@ class OpenString:
 
 _WORD_IN_QUOTES: Final = re.compile(r"(?:\A|[\s,;{]\")([\w$.-]+)\Z")
 _CALL_END_TAG: Final = re.compile(
-    r"</tool_call>|<\|tool_call_end\|>|<\|call\|>|\[TOOL_CALLS\]"
+    r"""(?x)
+    </ (?:minimax:)? tool_call> | <\|tool_call (?:s_section)? _end\|> | <\|call\|>
+  | \[TOOL_CALLS\]
+    """
 )
 
 
@@ -16459,9 +16555,12 @@ _LATE_TAG: Final = Pattern(
     near_miss="\n<tool_call>",
 )
 _LATE_MEMBER: Final = Pattern(
-    r"""\s*(?:[,;:]|["'][^"'\n]{0,99}["']\s*[,:}\]])""",
+    r"""(?x:
+        \s* [,;:]? \s* ["'] [^"'\n]{0,99} ["'] \s* [,:}\]]
+      | \s* [,;:] \s* \w{0,99} ["']? \s* :
+    )""",
     example=', "n": 5',
-    near_miss="\nn: 5",
+    near_miss=", and done",
 )
 
 
@@ -16499,6 +16598,7 @@ class CallReader:
         self._state = CallState.NAME if has_name else CallState.FOREIGN
         self._is_last = max_calls == 1  # of all that the client may be given
         self._is_over = False  # the reply is
+        self._quotes_end = False  # its end tag came as a token inside a string
 
     @property
     def has_tokens(self) -> bool:
@@ -16507,7 +16607,7 @@ class CallReader:
 
     @has_tokens.setter
     def has_tokens(self, value: bool) -> None:
-        self._unread.has_tokens = value
+        self._unread.has_tokens = value and not self._quotes_end
 
     @property
     def is_open(self) -> bool:
@@ -16555,7 +16655,8 @@ class CallReader:
     def feed_end(self, tag: str) -> str:
         """Read on in the tag that ends the call, which is a token of its own.
 
-        It ends whatever stands open (L-133).
+        It ends whatever stands open (L-133), but a string in JSON, which may quote it:
+        some models write these letters in no other way.
         """
         if self._state is CallState.ENDED:
             return self.feed(tag)
@@ -16564,15 +16665,15 @@ class CallReader:
             return self.feed(tag)
         arguments = self._arguments
         if isinstance(arguments, JsonArguments) and arguments.is_in_string:
-            self._state = CallState.DONE
-            self.is_broken = self.is_call
-            text = self._unread.text + tag
-            self._unread.text = ""
-            return "" if self.is_call else text
+            self._quotes_end = True
+            self.has_tokens = False
+            return self.feed(tag)
+        has_tags = isinstance(arguments, TaggedArguments) and arguments.has_end_token
         self._unread.is_complete = True
-        text = self.feed(tag)
+        text = self.feed("\0" if has_tags else tag)
         self._unread.is_complete = self._is_over
-        return text
+        self._unread.text = self._unread.text.replace("\0", tag)
+        return text.replace("\0", tag)
 
     def _read_name(self) -> None:
         match = self._unread.match_next(CALL_START)
@@ -16596,7 +16697,9 @@ class CallReader:
                 self._unread, end=end, parameters=parameters
             )
         else:
-            self._arguments = TaggedArguments(self._unread, syntax.tags, parameters)
+            self._arguments = TaggedArguments(
+                self._unread, syntax.tags, parameters, end_tag=self._format.end
+            )
         self._state = CallState.ARGUMENTS
 
     def _read_other_start(self) -> None:

@@ -10,9 +10,11 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import start_llm
 from start_llm import (
     ReasoningStreamSplitter,
     ReplyParser,
@@ -437,6 +439,7 @@ MINIMAX_END = "</invoke>\n</minimax:tool_call>"
         ("hermes", HERMES + '{"items": [{"a": 1, "text": "z"}}\n</tool_call>'),
         # Nobody can tell where a value ends.
         ("qwen", QWEN + "<parameter=path>\n<parameter=text>\nx\n</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=path>x<parameter=text>y</parameter>\n" + QWEN_END),
         ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\njunk\n<parameter=text>\ny\n"
          "</parameter>\n" + QWEN_END),
         ("qwen", QWEN + "<parameter=path>\nx\n</parametr>\n<parameter=text>\ny\n"
@@ -452,6 +455,17 @@ MINIMAX_END = "</invoke>\n</minimax:tool_call>"
         ("minimax", MINIMAX + '<parameter name="path">x</parameter>\n<paramter name="text">y'
          "</parameter>\n" + MINIMAX_END),
         ("minicpm", '<function name="read"><param name="path">x</param>y</param></function>'),
+        # A key is there twice: JSON keeps one value.
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n<parameter=path>\ny\n</parameter>\n"
+         + QWEN_END),
+        # A tag is there twice, or the value is one: it would lose that.
+        ("qwen", QWEN + "<parameter=path>\n</parameter>\n</parameter>\n<parameter=text>\ny\n"
+         "</parameter>\n" + QWEN_END),
+        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</parameter>\n" + QWEN_END),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value><arg_value>x</arg_value></tool_call>"),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value>x</arg_value></arg_value></tool_call>"),
+        ("minimax", MINIMAX + '<parameter name="path">x</parameter></parameter>' + MINIMAX_END),
+        ("minicpm", '<function name="read"><param name="path">x</param></param></function>'),
         # The reply is cut in the next key, or before there is one.
         ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x\n<arg_key>text</"),
         ("qwen", QWEN + "<parameter=path>\nx\n<parameter=te"),
@@ -474,14 +488,10 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
 @pytest.mark.parametrize(
     ("name", "text", "arguments"),
     [
-        # Tags that came twice, or were forgotten.
-        ("qwen", QWEN + "<parameter=path>\nx\n</parameter>\n</parameter>\n" + QWEN_END,
-         {"path": "x"}),
-        ("qwen", QWEN + "<parameter=path>x<parameter=text>y</parameter>\n" + QWEN_END,
+        # A tag that was forgotten.
+        ("qwen", QWEN + "<parameter=path>\nx\n<parameter=text>\ny\n</parameter>\n" + QWEN_END,
          {"path": "x", "text": "y"}),
         ("qwen", QWEN + "<parameter=path>\nx\n</tool_call>", {"path": "x"}),
-        ("glm", GLM + "<arg_key>path</arg_key><arg_value><arg_value>x</arg_value>"
-         "</arg_value></tool_call>", {"path": "x"}),
         # Another gap, a comment, or a member that is no argument.
         ("hermes", HERMES + '{"path": "x"} // why\n}\n</tool_call>', {"path": "x"}),
         ("hermes", HERMES + '{"path": "x"}, "id": 5}\n</tool_call>', {"path": "x"}),
@@ -503,6 +513,32 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("minimax", MINIMAX + '<parameter name="path"><a><parameter>5</parameter>\n</a></parameter>'
          + MINIMAX_END, {"path": "<a><parameter>5</parameter>\n</a>"}),
         ("gemma", "<|tool_call>call:read{path:'abc'}<tool_call|>", {"path": "abc"}),
+        # A key's tag in a line, of a key that has a value, or has none.
+        ("qwen", QWEN + "<parameter=path>\nsay `<parameter=n>` here\n</parameter>\n" + QWEN_END,
+         {"path": "say `<parameter=n>` here"}),
+        ("qwen", QWEN + "<parameter=path>\nTAG = f'<parameter=path>{x}<parameter=n>'\n"
+         "</parameter>\n" + QWEN_END, {"path": "TAG = f'<parameter=path>{x}<parameter=n>'"}),
+        ("minimax", MINIMAX + '<parameter name="path">say `<parameter name="n">` here</parameter>'
+         + MINIMAX_END, {"path": 'say `<parameter name="n">` here'}),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value>say `<arg_key>n</arg_key>` <arg_value> "
+         "here</arg_value></tool_call>", {"path": "say `<arg_key>n</arg_key>` <arg_value> here"}),
+        # HTML after the end tag in a line.
+        ("qwen", QWEN + "<parameter=path>\nuse `</tool_call>` here\n<details>\n <div a='b'>\n"
+         "</parameter>\n" + QWEN_END,
+         {"path": "use `</tool_call>` here\n<details>\n <div a='b'>"}),
+        ("minimax", MINIMAX + '<parameter name="path">use `</minimax:tool_call>` here\n<div>'
+         "</parameter>" + MINIMAX_END, {"path": "use `</minimax:tool_call>` here\n<div>"}),
+        # A call in a line, and the end of an element around a function.
+        ("qwen", QWEN + "<parameter=path>\na = '<parameter=n>5</parameter></function></tool_call>'"
+         "\n</parameter>\n" + QWEN_END,
+         {"path": "a = '<parameter=n>5</parameter></function></tool_call>'"}),
+        ("qwen", QWEN + '<parameter=path>\n  <parameter name="x">1</parameter>\n  </function>\n'
+         "</lib>\n</parameter>\n" + QWEN_END,
+         {"path": '  <parameter name="x">1</parameter>\n  </function>\n</lib>'}),
+        # An element of more than a tag's length.
+        ("qwen", QWEN + '<parameter=path>\n<a>\n<parameter name="a">' + "x " * 400
+         + "\n</parameter>\n</a>\n</parameter>\n" + QWEN_END,
+         {"path": '<a>\n<parameter name="a">' + "x " * 400 + "\n</parameter>\n</a>"}),
     ],
 )  # fmt: skip
 def test_a_call_that_is_nearly_right_runs(
@@ -522,11 +558,102 @@ def test_a_call_ends_where_its_end_tag_comes_as_a_token() -> None:
     message = read(form, quoted, as_tokens=True)
     assert finished_calls(message) == [{"n": 1, "path": "a\n</tool_call>\nb"}]
 
-    ended = [*call, "a", "</tool_call>", "\nDone."]
-    message = read(form, ended, as_tokens=True)
+    second = ["\n", "<tool_call>", HERMES.removeprefix("<tool_call>") + '{"n": 2}}\n']
+    for rest in (["\nDone."], [*second, "</tool_call>"]):
+        message = read(form, [*call, "a", "</tool_call>", *rest], as_tokens=True)
+        assert finished_calls(message) == []
+        (call_left_open,) = message["tool_calls"]
+        text = '{"n": 1, "path": "a</tool_call>\\n'
+        assert call_left_open["function"]["arguments"] == text
+        assert message["content"] is None
+
+
+def test_the_end_tag_as_a_token_may_be_quoted_in_json() -> None:
+    """Tokenizers write these letters in no other way."""
+    start = HERMES.removeprefix("<tool_call>")
+    pieces = [
+        "<tool_call>",
+        start + '{"path": "x = \'',
+        "</tool_call>",
+        "'\"}}\n",
+        "</tool_call>",
+    ]
+    message = read(FORMATS["hermes"], [*pieces, "Done."], as_tokens=True)
+    assert finished_calls(message) == [{"path": "x = '</tool_call>'"}]
+    assert message["content"] == "Done."
+
+
+@pytest.mark.parametrize(
+    "value", ["</tool_call>", "a\n</tool_call>\nb", "</tool_call>\nb\n"]
+)
+@pytest.mark.parametrize("name", ["qwen", "glm", "minimax"])
+def test_between_tags_the_end_tag_in_other_tokens_is_text(
+    name: str, value: str
+) -> None:
+    form = FORMATS[name]
+    end = form.tool_format.end
+    value = value.replace("</tool_call>", end)
+    arguments = {"path": value, "text": "y"}
+    text = "".join(form.write(arguments))
+    start = form.tool_format.start
+    body = text.removeprefix(start).removesuffix(end)
+    for rest in ([body], list(body)):
+        message = read(form, [start, *rest, end, "Done."], as_tokens=True)
+        assert finished_calls(message) == [arguments]
+        assert message["content"] == "Done."
+
+
+def test_a_string_in_json_that_was_never_closed_does_not_end_with_the_text() -> None:
+    form = FORMATS["kimi"]
+    start = form.tool_format.start
+    call = "".join(form.write({"path": "x"})).removeprefix(start).split('"}')[0]
+    pieces = [start, call + "}", form.tool_format.end, "\nDone."]
+    message = read(form, pieces, as_tokens=True)
     assert finished_calls(message) == []
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"n": 1, "path": "a'
-    assert message["content"] is None
+    assert "Done" not in message["tool_calls"][0]["function"]["arguments"]
+
+
+@pytest.mark.parametrize("prose", [", and done", "; ok", ", it's: ok", '\n"yes" it is'])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_prose_behind_a_whole_call_is_content(prose: str, as_tokens: bool) -> None:
+    call = HERMES.removeprefix("<tool_call>") + '{"n": 1}}\n'
+    pieces = ["<tool_call>", call, "</tool_call>", prose]
+    message = read(FORMATS["hermes"], pieces, as_tokens=as_tokens)
+    assert finished_calls(message) == [{"n": 1}]
+    assert message["content"].strip() == prose.strip()
+
+    pieces = [*pieces[:3], ", ", *pieces[:3]]
+    message = read(FORMATS["hermes"], pieces, as_tokens=as_tokens)
+    assert finished_calls(message) == [{"n": 1}, {"n": 1}]
+
+
+def test_a_comment_behind_the_arguments_is_no_content() -> None:
+    text = HERMES + '{"n": 1}}// why\n\n</tool_call>'
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["hermes"], pieces)
+        assert finished_calls(message) == [{"n": 1}]
+        assert message["content"] is None
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes"])
+def test_this_parser_can_be_written_by_a_call(name: str) -> None:
+    """Each value has forty lines of its sections, and of its tests."""
+    source = Path(start_llm.__file__ or "").read_text()
+    sections = re.findall(
+        r"(?s)# region (?:CALL SYNTAXES|TOOL CALLS) =.*?(?=\n# region)", source
+    )
+    tests = Path(__file__).with_name("test_tool_calls.py").read_text()
+    lines = "\n".join([*sections, tests]).split("\n")
+    form = FORMATS[name]
+    for first in range(0, len(lines), 320):
+        arguments = {"path": "\n".join(lines[first : first + 40]), "text": "y"}
+        written = arguments
+        if form.quote:
+            written = {key: json.dumps(text)[1:-1] for key, text in arguments.items()}
+        text = "".join(form.write(written))
+        for size in (50, len(text)):
+            pieces = [text[i : i + size] for i in range(0, len(text), size)]
+            assert finished_calls(read(form, pieces)) == [arguments]
 
 
 def test_a_call_behind_one_that_nobody_offered_is_a_call() -> None:
