@@ -14967,9 +14967,9 @@ def tool_call_prefixes(
 # for: they are closed when the next text has come, or the reply is over.
 #
 # An end tag that is known to be a token of its own ends its call, whatever stands open
-# but a string in JSON, which may quote it; the same letters in other tokens are text.
-# Where tokens are not known (tags that have several, replies in the tests), the text
-# around a tag tells, so a value that has one on a line of its own stays open.
+# but a string or a value, which may quote it; the same letters in other tokens are
+# text. Where tokens are not known (tags that have several, replies in the tests), the
+# text around a tag tells, so a value that has one on a line of its own stays open.
 #
 # What the splitter (REASONING PARSER) and the reply promise each other: text goes to
 # the splitter's `feed`. Once that returns a "tool" piece, `in_call` is true and all
@@ -15281,6 +15281,7 @@ class TaggedArguments:
         self.is_broken = False  # some of what was written cannot be read
         self._unread = unread
         self._has_end_token = unread.has_tokens and end_tag in tags.key.source
+        self._text_tags = tags
         self._tags = tags.with_end_token(end_tag) if self._has_end_token else tags
         self._parameters = parameters
         self._used_keys: set[str] = set()
@@ -15291,6 +15292,18 @@ class TaggedArguments:
         self._opening = "{"  # emitted with the next text
         self._separator = ""
         self.closing = "}"
+
+    def is_in_value(self, end_tag: str) -> bool:
+        """Whether a value has no closing tag where `end_tag` comes as a token."""
+        end = "\0" if self._has_end_token else end_tag + "\0"
+        return isinstance(self._value, TaggedValue) and not self._value.closes(end)
+
+    def forget_end_token(self) -> None:
+        """Read the end tag as text from now on: it was quoted as a token."""
+        self._has_end_token = False
+        self._tags = self._text_tags
+        if isinstance(self._value, TaggedValue):
+            self._value.forget_end_token()
 
     @property
     def has_end_token(self) -> bool:
@@ -15338,7 +15351,10 @@ class TaggedArguments:
         is_quoted = self._tags.quoted_value_end and match["quoted"] is not None
         self._value = TaggedValue(
             self._unread,
-            self._value_end(match),
+            (
+                self._value_end(match, self._tags),
+                self._value_end(match, self._text_tags),
+            ),
             tags=ParameterTags(*self._tags[:2]) if is_quoted else self._tags,
             types=argument_types(self._parameters, key),
             used_keys=self._used_keys,
@@ -15367,18 +15383,18 @@ class TaggedArguments:
         else:
             self.is_broken = True
 
-    def _value_end(self, match: Any) -> Pattern:
+    def _value_end(self, match: Any, tags: ParameterTags) -> Pattern:
         """What ends the value after the tag that was matched."""
-        if self._tags.quoted_value_end and match["quoted"] is not None:
-            return self._tags.quoted_value_end
+        if tags.quoted_value_end and match["quoted"] is not None:
+            return tags.quoted_value_end
         in_line = "text" if match[0].endswith("\n") else "unreadable"
-        source = self._tags.value_end.source.replace("IN_LINE", in_line)
-        end = replace(self._tags.value_end, source=source)
+        source = tags.value_end.source.replace("IN_LINE", in_line)
+        end = replace(tags.value_end, source=source)
         properties = self._parameters.get("properties")
         if not isinstance(properties, dict) or not properties:
             return end
         names = "|".join(sorted(map(regex.escape, properties)))
-        next_key = self._tags.next_key.replace("KEYS", names)
+        next_key = tags.next_key.replace("KEYS", names)
         next_key = next_key.replace("IN_LINE", in_line)
         return replace(end, source=f"{end.source}|{next_key}")
 
@@ -15394,20 +15410,22 @@ class TaggedValue:
     def __init__(
         self,
         unread: UnreadText,
-        end: Pattern,
+        ends: tuple[Pattern, Pattern],
         *,
         tags: ParameterTags,
         types: set[str],
         used_keys: set[str],
     ) -> None:
+        """`ends`: what ends it, now and once the end tag as a token was quoted."""
         self.is_done = False
         self.is_broken = False
         self._unread = unread
-        self._end = end
+        self._end, self._end_as_text = ends
         self._elements = OpenElements()
         # A quoted closing tag is in it, after which these mean something, too.
+        self._later_tag = tags.later_tag
         self._end_after_tag = replace(
-            end, source=f"(?P<unreadable>{tags.later_tag})|{end.source}"
+            self._end, source=f"(?P<unreadable>{tags.later_tag})|{self._end.source}"
         )
         self._tag_at_start = regex.compile(rf"\s*(?:{tags.any_tag})")
         self._tag_at_end = regex.compile(rf"(?:{tags.any_tag})\s*\Z")
@@ -15438,6 +15456,21 @@ class TaggedValue:
             else:
                 return json_text
         return json_text if self.is_broken else json_text + self._end_of_value()
+
+    def closes(self, end_of_call: str) -> bool:
+        """Whether its closing tag has come, if the call ends now."""
+        match = self._end.compiled.search(self._unread.text + end_of_call)
+        if match is None:
+            return False
+        groups = match.groupdict()
+        return not any(groups.get(name) is not None for name in _OTHER_ENDS)
+
+    def forget_end_token(self) -> None:
+        """Read the end tag as text from now on."""
+        self._end = self._end_as_text
+        self._end_after_tag = replace(
+            self._end, source=f"(?P<unreadable>{self._later_tag})|{self._end.source}"
+        )
 
     def _end_of_value(self) -> str:
         return '"' if self._is_string else value_as_json(self._text, self._types)
@@ -15535,6 +15568,7 @@ _ELEMENT_TAG: Final = re.compile(
     """
 )
 _TAG_LENGTH: Final = 250  # letters, at most
+_OTHER_ENDS: Final = ("unclosed", "unreadable", "quoted", "text", "next_key")
 _ANY_TAG: Final = re.compile(r"</?\w")
 
 
@@ -16655,8 +16689,8 @@ class CallReader:
     def feed_end(self, tag: str) -> str:
         """Read on in the tag that ends the call, which is a token of its own.
 
-        It ends whatever stands open (L-133), but a string in JSON, which may quote it:
-        some models write these letters in no other way.
+        It ends whatever stands open (L-133), but a string in JSON, or a value that has
+        no closing tag: they may quote it, and some models write it in no other way.
         """
         if self._state is CallState.ENDED:
             return self.feed(tag)
@@ -16669,6 +16703,9 @@ class CallReader:
             self.has_tokens = False
             return self.feed(tag)
         has_tags = isinstance(arguments, TaggedArguments) and arguments.has_end_token
+        if isinstance(arguments, TaggedArguments) and arguments.is_in_value(tag):
+            arguments.forget_end_token()
+            return self.feed(tag)
         self._unread.is_complete = True
         text = self.feed("\0" if has_tags else tag)
         self._unread.is_complete = self._is_over

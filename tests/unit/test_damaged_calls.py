@@ -313,12 +313,16 @@ def finished_calls(message: Any) -> list[Any]:
     return found
 
 
-def faults(form: Format, text: str, message: Any) -> list[str]:
+def faults(
+    form: Format, text: str, message: Any, *, as_tokens: bool = False
+) -> list[str]:
     """What is lost, or swallowed, in a call that runs."""
     wrong = []
     runs = finished_calls(message)
     for arguments in runs:
-        wrong += swallowed(form, text, arguments)
+        # As a token it is a quotation, too, where the closing tag of the value follows.
+        quoted_end = form.tool_format.end if as_tokens else "\0"
+        wrong += swallowed(form, text, arguments, quoted_end=quoted_end)
     for call in CALLS:
         written = [
             key
@@ -342,7 +346,9 @@ def faults(form: Format, text: str, message: Any) -> list[str]:
     return wrong
 
 
-def swallowed(form: Format, reply: str, arguments: Any) -> Iterator[str]:
+def swallowed(
+    form: Format, reply: str, arguments: Any, *, quoted_end: str
+) -> Iterator[str]:
     tag = re.compile(form.tag.replace("KEYS", ALL_KEYS))
     key_markup = re.compile(form.key.replace("KEY", f"(?:{ALL_KEYS})"))
     for key, value in arguments.items():
@@ -355,7 +361,7 @@ def swallowed(form: Format, reply: str, arguments: Any) -> Iterator[str]:
                 continue
             if (found and not is_own) or key_markup.search(text):
                 yield f"{key} holds an argument: {text!r}"
-            elif tag.search(text):
+            elif tag.search(text.replace(quoted_end, "")):
                 yield f"{key} holds a tag: {text!r}"
 
 
@@ -385,7 +391,7 @@ def test_a_damaged_call_runs_whole_or_not_at_all(name: str, as_tokens: bool) -> 
         message = read(form, pieces, as_tokens=as_tokens)
         if not as_tokens:
             assert read(form, [text]) == message
-        found = faults(form, text, message)
+        found = faults(form, text, message, as_tokens=as_tokens)
         if found:
             wrong.append(f"{text!r}\n   {found}\n   {finished_calls(message)}")
 
@@ -580,6 +586,18 @@ def test_the_end_tag_as_a_token_may_be_quoted_in_json() -> None:
     ]
     message = read(FORMATS["hermes"], [*pieces, "Done."], as_tokens=True)
     assert finished_calls(message) == [{"path": "x = '</tool_call>'"}]
+    assert message["content"] == "Done."
+
+
+@pytest.mark.parametrize("name", ["qwen", "glm", "minimax"])
+def test_between_tags_the_end_tag_as_a_token_may_be_quoted(name: str) -> None:
+    form = FORMATS[name]
+    start, end = form.tool_format.start, form.tool_format.end
+    arguments = {"path": f"x = '{end}' + '{end}'", "text": "y"}
+    text = "".join(form.write(arguments))
+    pieces = [piece for piece in re.split(f"({end}|{start})", text) if piece]
+    message = read(form, [*pieces, "Done."], as_tokens=True)
+    assert finished_calls(message) == [arguments]
     assert message["content"] == "Done."
 
 
