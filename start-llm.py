@@ -15385,18 +15385,18 @@ class TaggedArguments:
 
     def _value_end(self, match: Any, tags: ParameterTags) -> Pattern:
         """What ends the value after the tag that was matched."""
-        if tags.quoted_value_end and match["quoted"] is not None:
-            return tags.quoted_value_end
+        quoted_end = tags.quoted_value_end
+        if quoted_end and match["quoted"] is not None:
+            return quoted_end
         in_line = "text" if match[0].endswith("\n") else "unreadable"
-        source = tags.value_end.source.replace("IN_LINE", in_line)
-        end = replace(tags.value_end, source=source)
+        source = tags.value_end.source
         properties = self._parameters.get("properties")
-        if not isinstance(properties, dict) or not properties:
-            return end
-        names = "|".join(sorted(map(regex.escape, properties)))
-        next_key = tags.next_key.replace("KEYS", names)
-        next_key = next_key.replace("IN_LINE", in_line)
-        return replace(end, source=f"{end.source}|{next_key}")
+        if isinstance(properties, dict) and properties:
+            names = "|".join(sorted(map(regex.escape, properties)))
+            next_key = tags.next_key.replace("KEYS", names)
+            source = f"{source}|{next_key}"
+        source = source.replace("IN_LINE", in_line)
+        return replace(tags.value_end, source=source)
 
 
 class TaggedValue:

@@ -215,7 +215,6 @@ def test_a_reply_ends_with_its_call_unless_its_last_tokens_have_more(monkeypatch
     block = ["<minimax:tool_call>", *invoke, "</invoke>"]
     endings = {
         "</minimax:tool_call>": True,
-        "</minimax:tool_call> Done": False,
         "\n<invoke ": False,
     }
     for ending, is_all in endings.items():
