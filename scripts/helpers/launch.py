@@ -957,24 +957,25 @@ def read_arguments(arguments: Sequence[str]) -> Options:
     )
 
 
+def say_each(*sentences: str) -> None:
+    """Say those that are not empty."""
+    for sentence in filter(None, sentences):
+        say(sentence)
+
+
 def launch(options: Options) -> int:
     """Do what was asked for. Returns the exit status. Raises LaunchError."""
     client = CLIENTS[options.client]
     server, proxy = find_places(options, read_settings(ENV_FILE, os.environ))
     target = find_target(server, options)
     no_room = explain_no_room(client, target)
-    if no_room and not options.is_printed:
-        if not options.arguments:
-            raise LaunchError(no_room)
-        say(
-            no_room
-        )  # but with arguments its prompt may be another, or none (--version)
+    if no_room and not options.is_printed and not options.arguments:
+        raise LaunchError(no_room)
     program = "" if options.is_printed else find_program(client)
     is_demo = target.model == DEMO_MODEL
     if client.needs_proxy:
         target = to_proxy(client, target, server, proxy)
-    if is_demo:
-        say(f"{DEMO_SENTENCE}.")
+    say_each(f"{DEMO_SENTENCE}." if is_demo else "")
 
     arguments = options.arguments or client.start_arguments
     if options.is_printed:
@@ -983,10 +984,10 @@ def launch(options: Options) -> int:
         print(show_setup(client, client.set_up(shown), arguments))
         if is_masked:
             say("the key is masked; --show-key shows it")
-        if no_room:
-            say(no_room)
+        say_each(no_room)
         return 0
 
+    say_each(no_room)  # its arguments may make its prompt another, or none (--version)
     setup = client.set_up(target)
     say(
         f"{client.title} with {target.model} at {target.url}, "
