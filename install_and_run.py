@@ -457,14 +457,14 @@ def exported_names(library: bytes) -> "list[str]":
         for index in range(n_sections)
     ]
     symbols = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
-    first, n_bytes, names = symbols[4], symbols[5], sections[symbols[6]][4]
-    found = []
-    for entry in range(first, first + n_bytes, 24):
+    table_start, n_bytes, names = symbols[4], symbols[5], sections[symbols[6]][4]
+    exported = []
+    for entry in range(table_start, table_start + n_bytes, 24):
         name, _, _, section = struct.unpack_from("<IBBH", library, entry)
         if name and section:  # of an undefined symbol it is 0
             end = library.index(b"\0", names + name)
-            found.append(library[names + name : end].decode())
-    return found
+            exported.append(library[names + name : end].decode())
+    return exported
 
 
 def new_name(name: str) -> str:
@@ -498,7 +498,7 @@ def output_or_reason(command: "list[str]", environ: Mapping[str, str]) -> str:
     """What a program printed on stdout. Raises BlasError: it failed, and how."""
     name = Path(command[0]).name
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             check=False,
             stdin=subprocess.DEVNULL,
@@ -509,14 +509,14 @@ def output_or_reason(command: "list[str]", environ: Mapping[str, str]) -> str:
         )
     except subprocess.TimeoutExpired:
         raise BlasError(f"{name} was not ready after a minute") from None
-    if done.returncode < 0:
-        ending = signal.Signals(-done.returncode).name
+    if process.returncode < 0:
+        ending = signal.Signals(-process.returncode).name
         raise BlasError(f"{name} ended with {ending} when it was tried")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it says nothing"]
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["it says nothing"]
         of_the_loader = [line for line in lines if "ld.so" in line]
         raise BlasError(f"{name} failed: {(of_the_loader or lines[-1:])[0]}")
-    return done.stdout
+    return process.stdout
 
 
 def measure_speedup(python: str, library: Path) -> float:
@@ -534,7 +534,9 @@ def measure_speedup(python: str, library: Path) -> float:
     values = [value for row in rows for value in row]
     tolerance = PRODUCT_TOLERANCE * max(abs(value) for value in own_values)
     pairs = zip(values, own_values, strict=True)
-    if not all(abs(value - own) <= tolerance for value, own in pairs):  # NaN, too
+    if not all(
+        abs(value - own_value) <= tolerance for value, own_value in pairs
+    ):  # NaN, too
         raise BlasError("its product differs from MLX's own")
     speedup = float(own_seconds) / float(seconds)
     if speedup < 1.5:
@@ -546,8 +548,10 @@ def processor_kind() -> str:
     """What /proc/cpuinfo says of the first processor that stays: its name and features."""
     kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     with contextlib.suppress(OSError):
-        first = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0]
-        return "\n".join(line for line in first.splitlines() if line.startswith(kinds))
+        description = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0]
+        return "\n".join(
+            line for line in description.splitlines() if line.startswith(kinds)
+        )
     return ""
 
 
@@ -559,10 +563,12 @@ def prepare_openblas(venv: Path) -> "tuple[Path, float]":
     stamp = venv / OPENBLAS_STAMP
     packages = fingerprint(venv, RUN)
     with contextlib.suppress(OSError, ValueError, LookupError):
-        known = json.loads(stamp.read_text("utf-8"))
-        is_same = known["packages"] == packages and known["on"] == processor_kind()
-        if is_same and Path(known["library"]).is_file():
-            return Path(known["library"]), known["speedup"]
+        remembered = json.loads(stamp.read_text("utf-8"))
+        is_same = (
+            remembered["packages"] == packages and remembered["on"] == processor_kind()
+        )
+        if is_same and Path(remembered["library"]).is_file():
+            return Path(remembered["library"]), remembered["speedup"]
 
     library = make_preloadable(venv)
     speedup = measure_speedup(venv_python(venv), library)
