@@ -378,7 +378,7 @@ def proxied(served: Served | Seeing) -> Iterator[str]:
 
     loaded = served.state.engine.model
     entry = {"id": loaded.model_id, "context_length": loaded.max_context_tokens}
-    with s.run_proxy(config, entry):
+    with s.run_proxy(config, entry, s.Proxy(config)):
         yield f"http://127.0.0.1:{config.proxy_port}"
 
 
