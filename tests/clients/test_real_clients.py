@@ -747,7 +747,8 @@ def test_a_session_of_qwen_code_is_resumed_though_the_folder_has_changed(
     """why(L-103): a new process, so git and the folder are looked at again."""
     monkeypatch.setitem(CLIENT_NAMES, "qwen-code", QwenCode)
     skip_if_missing("qwen-code")
-    served = request.getfixturevalue("servers")[kind]
+    all_servers = request.getfixturevalue("servers")
+    served = all_servers[kind]
     forget(served)
     make_file = call(QwenCode.SHELL, command="seq 9 > out.txt; git add out.txt")
     count_lines = call(QwenCode.SHELL, command="wc -l out.txt")
@@ -761,7 +762,7 @@ def test_a_session_of_qwen_code_is_resumed_though_the_folder_has_changed(
     Script(monkeypatch, served.scribe, {"": scene})
     tap = Wiretap(monkeypatch, served)
 
-    with running("qwen-code", urls_of(servers), tmp_path) as client:
+    with running("qwen-code", urls_of(all_servers), tmp_path) as client:
         client.say(kind, "Make out.txt.")
         client.say(kind, "How many lines has it?")
 
