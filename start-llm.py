@@ -40,7 +40,10 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     SCHEDULER         which requests run: admit, prefill, decode, put back
     ENGINE            the model thread, and what other threads ask of it
     REASONING PARSER  generated text -> reasoning | content | tool call text
+    CALL TEXT         text of calls as it is read, schemas of tools, values as JSON
     CALL SYNTAXES     how models write tool calls
+    MENDED JSON       arguments in JSON, with faults -> JSON, as they are generated
+    FOREIGN CALLS     calls that are read as a whole, once they have ended
     TOOL CALLS        tool call text -> OpenAI tool calls, as they are generated
     CALL FORMS        how a call is written whose arguments fit the tool's schema
     TENANTS           what outlives a request, apart for each tenant
@@ -14281,6 +14284,334 @@ class ReasoningStreamSplitter:
         self.after_tag = True
 
 
+# region CALL TEXT =============================================================
+# What the readers of calls share: text that is read while it is generated, the schemas
+# of tools, and values as JSON.
+#
+#  1 Text       A reader takes from the front of the UnreadText what is certain. It asks
+#               for a Pattern, here for `_GAP , | _GAP ]` after an item of an array:
+#
+#                   unread text    match_next
+#                   , "b"          a match: the comma is taken
+#                   \n             a partial match: either may follow, so wait
+#                   x              None: neither is there
+#
+#  2 Schemas    What type an argument has, by the schema of its tool.
+#  3 Values     Between tags a value is bare text; its type says what it means.
+#
+# The end of the reply is \0 in a pattern. After `</tool_call>\s*\0` a call ends whose
+# value was never closed, for instance. No model writes that character. So while the
+# reply runs, this branch matches partially at the most, and the reader waits. Once the
+# reply is over, take_until() sets a \0 after the last text and tries again.
+#
+# Public   Tool, Schema, Pattern, TextBefore, UnreadText, TAG_LENGTH, SchemaPart,
+#          parameters_by_name, schema_types, follow_reference, to_json, escape_json,
+#          load_value, value_as_json, without_false_escapes, as_list
+# Uses     -
+# Thread   any; pure
+
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
+Schema = Mapping[str, Any]  # a JSON schema
+
+
+# -- 1 text ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A regular expression, a text that it matches, and one that it does not."""
+
+    source: str  # \s* in it means at most 400 blanks: a model may write them for ever
+    example: str
+    near_miss: str
+
+    @cached_property
+    def compiled(self) -> Any:
+        """As compiled by the regex library, whose matches may be partial."""
+        return regex.compile(self.source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
+
+
+class TextBefore(NamedTuple):
+    """A text up to what ends it."""
+
+    text: str
+    ending: Any = None  # the match; None: it has not come
+    cut_tag: str = ""  # at the end of the reply: what might have become one
+
+    def group(self, name: str) -> str | None:
+        """A group of what ends it, which may be empty; None if it is not there."""
+        groups = self.ending.groupdict() if self.ending is not None else {}
+        group: str | None = groups.get(name)
+        return group
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is a value with its closing tag."""
+        is_unclosed = self.group("unclosed") is not None
+        is_unclosed |= self.group("next_key") is not None
+        return self.ending is not None and not is_unclosed
+
+
+class UnreadText:
+    """The text of a call that was generated and not read. It is read from the front."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.is_complete = False  # no more will come
+        self.is_cut = False  # it ends inside a tag, or a member
+        self.has_tokens = False  # an end tag would have come as a token of its own
+
+    def match_next(self, pattern: Pattern) -> Any:
+        """Take a match from the front and return it; None if nothing fits there.
+
+        If the match is `partial`, it depends on text that is still to come: nothing is
+        taken.
+        """
+        match = pattern.compiled.match(self.text, partial=True)
+        if match is None:
+            return None
+        if match.partial:
+            self.is_cut = self.is_complete
+            return None if self.is_cut else match
+        self.text = self.text[match.end() :]
+        return match
+
+    def take_until(self, pattern: Pattern) -> TextBefore:
+        """Take the text before a match, and the match.
+
+        Until the match has come, what may be its beginning stays: of `a.md</para` only
+        `a.md` is taken. In a complete text that beginning is taken, too.
+        """
+        match = self._find_first(pattern)
+        text = self.text[: match.start()]
+        if not match.partial:
+            self.text = self.text[match.end() :]
+            return TextBefore(text, match)
+        self.text = self.text[match.start() :]
+        if not self.is_complete:
+            return TextBefore(text)
+
+        match_at_end = pattern.compiled.match(self.text + "\0")
+        end = match_at_end.end() if match_at_end else len(self.text)
+        cut_tag = "" if match_at_end else self.text
+        self.text = self.text[end:]
+        return TextBefore(text, match_at_end, cut_tag=cut_tag)
+
+    def _find_first(self, pattern: Pattern) -> Any:
+        """The first match, also one that is partial.
+
+        The regex library prefers a whole match, also to a partial one before it.
+        """
+        match = pattern.compiled.search(self.text, partial=True)
+        first_start = max(0, len(self.text) - _LONGEST_MATCH)
+        for start in _TAG_START.finditer(self.text, first_start, match.start()):
+            earlier = pattern.compiled.match(self.text, start.start(), partial=True)
+            if earlier is not None:
+                return earlier
+        return match
+
+
+TAG_LENGTH: Final = 250  # letters of a tag, at most
+_TAG_START: Final = re.compile(r"[\s<\]\"'`]")
+_LONGEST_MATCH: Final = 3000  # letters of a tag, with the tags and blanks around it
+
+
+# -- 2 schemas -------------------------------------------------------------------------
+
+_JSON_TYPES: Final = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_MAX_REFERENCES: Final = 10  # one after another
+
+
+def parameters_by_name(tools: Iterable[Tool]) -> dict[str, Schema]:
+    """By the name of each tool, the schema of its arguments."""
+    schemas = {}
+    for tool in tools:
+        function = tool["function"]
+        schemas[function["name"]] = function.get("parameters", {})
+    return schemas
+
+
+class SchemaPart(NamedTuple):
+    """The schema of a tool's arguments, or of a value in them.
+
+    A reference in it, {"$ref": "#/$defs/name"}, is looked up in `root`: the schema of
+    the tool.
+    """
+
+    schema: object
+    root: Schema
+
+    @classmethod
+    def of_tool(cls, parameters: Schema) -> SchemaPart:
+        """The whole schema of a tool's arguments."""
+        return cls(parameters, parameters)
+
+    @property
+    def types(self) -> set[str]:
+        """The JSON types that it allows; empty: any."""
+        return schema_types(self.schema, self.root)
+
+    @property
+    def keys(self) -> list[str]:
+        """The members that it names."""
+        properties = self._resolved.get("properties")
+        return list(properties) if isinstance(properties, dict) else []
+
+    @property
+    def items(self) -> SchemaPart:
+        """The schema of the items of an array."""
+        return self._replace(schema=self._resolved.get("items"))
+
+    def member(self, key: str) -> SchemaPart:
+        """The schema of a member of an object."""
+        schema = self._resolved
+        if key in self.keys:
+            return self._replace(schema=schema["properties"][key])
+        return self._replace(schema=schema.get("additionalProperties"))
+
+    @property
+    def _resolved(self) -> Schema:
+        schema = follow_reference(self.schema, self.root)
+        return schema if isinstance(schema, dict) else {}
+
+
+def schema_types(schema: object, root: Schema) -> set[str]:
+    """The JSON types that a schema allows; empty if any, or if it is no schema.
+
+    `root`: the schema in which its references are found.
+    """
+    types: set[str] = set()
+    seen_ids: set[int] = set()  # a union may refer to itself
+    schemas = [schema]
+    while schemas:
+        part = follow_reference(schemas.pop(), root)
+        if not isinstance(part, dict) or id(part) in seen_ids:
+            continue
+        seen_ids.add(id(part))
+        types |= _own_types(part)
+        for key in ("anyOf", "oneOf", "allOf"):
+            schemas += as_list(part.get(key, []))
+    if "number" in types:
+        types.add("integer")
+    return types
+
+
+def follow_reference(schema: object, root: Schema) -> object:
+    """What a schema stands for that is {"$ref": "#/$defs/name"}; {} if that is nothing.
+
+    Any other schema is returned as it is.
+    """
+    for _ in range(_MAX_REFERENCES):
+        path = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(path, str):
+            return schema
+        schema = root
+        for step in path.removeprefix("#").split("/")[1:]:
+            schema = schema.get(step) if isinstance(schema, dict) else None
+    return {}
+
+
+def _own_types(schema: Schema) -> set[str]:
+    """Those that it names; or else those of the values that it lists."""
+    if "type" in schema:
+        return {name for name in as_list(schema["type"]) if isinstance(name, str)}
+    values = as_list(schema.get("enum", []))
+    if "const" in schema:
+        values = [schema["const"]]
+    return {_JSON_TYPES[type(value)] for value in values}
+
+
+def as_list(item: Any) -> list[Any]:
+    """A list as it is, and anything else as the only item of one."""
+    return item if isinstance(item, list) else [item]
+
+
+# -- 3 values --------------------------------------------------------------------------
+
+# why(L-94): models write Python where JSON is wanted: ['a', None], True
+_PYTHON_VALUE: Final = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*\Z)")
+# A backslash, and what makes it an escape, if anything does.
+_PYTHON_ESCAPE: Final = re.compile(
+    r"""\\(?:(?P<escape>[\\'"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}(?![0-7]))|)"""
+)
+
+to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+
+
+def value_as_json(text: str, types: set[str]) -> str:
+    """A bare value as JSON: what it means, by its types (empty: any).
+
+        5          integer         5
+        5          string          "5"
+        ['a']      array           ["a"]
+        five       integer         "five"
+
+    A value of another type than the schema's is passed on: the client knows better how
+    to say what is wrong. What is neither JSON nor Python is a string.
+    """
+    can_be_string = not types or "string" in types
+    parsers = [load_value] if can_be_string else [load_value, _load_escaped]
+    for parse in parsers:
+        with suppress(ValueError, TypeError, RecursionError):
+            value = parse(text.strip())
+            if can_be_string or not isinstance(value, str):
+                return to_json(text if _is_string(value, types) else value)
+    return to_json(text)
+
+
+def load_value(text: str) -> object:
+    """A value in JSON; or a list, a dict or a word in Python.
+
+    Raises ValueError, RecursionError.
+    """
+    with suppress(ValueError):
+        return json.loads(text, strict=False)
+    if not _PYTHON_VALUE.match(text):
+        raise ValueError(text)
+    try:
+        return ast.literal_eval(without_false_escapes(text.strip()))
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError(text) from error
+
+
+def _load_escaped(text: str) -> object:
+    """JSON in a string in JSON, also without its quotes: [{\\"a\\": 1}]."""
+    quoted_text = text if text.startswith('"') else f'"{text}"'
+    return json.loads(json.loads(quoted_text, strict=False), strict=False)
+
+
+def without_false_escapes(source: str) -> str:
+    """Python with a second backslash where one begins no escape.
+
+    It means the same; Python would print a warning.
+    """
+    return _PYTHON_ESCAPE.sub(
+        lambda match: match[0] if match["escape"] else f"\\{match[0]}", source
+    )
+
+
+def _is_string(value: object, types: set[str]) -> bool:
+    """Whether a text that reads as `value` is a string all the same.
+
+    "5" is one where the schema wants a string, and None where it wants one or a number.
+    """
+    value_type = _JSON_TYPES.get(type(value), "string")
+    return value_type == "string" or ("string" in types and value_type not in types)
+
+
+def escape_json(text: str) -> str:
+    """A part of a string in JSON, without quotes. Parts can be escaped one by one."""
+    return to_json(text)[1:-1]
+
+
 # region CALL SYNTAXES =========================================================
 # How models write tool calls, and which of these ways a model was told.
 #
@@ -14300,42 +14631,25 @@ class ReasoningStreamSplitter:
 # of a key is text inside a line (Qwen's) or in quotes, and tags that were left out cost
 # nothing where it is certain what is meant.
 #
-# To add a syntax, add an entry to CALL_SYNTAXES, whose examples are tested, and its tag
-# to CALL_START and detect(); an end tag after JSON also to the patterns of TOOL CALLS.
+#  1 Records    what is known of a syntax
+#  2 Patterns   the names, the keys and the ends of values of each
+#  3 Tables     CALL_SYNTAXES, which are read while they are generated (TOOL CALLS), and
+#               FOREIGN_FORMATS, which are read at the end of a call (FOREIGN CALLS)
+#  4 Formats    which of them a chat template has told the model to write
 #
-# Public   Tool, Schema, Pattern, ParameterTags, CallSyntax, CALL_SYNTAXES,
-#          ArgumentSpelling, FOREIGN_SYNTAX, PYTHON_START, MISTRAL_START,
-#          STRING_MARKS, CALL_START, JSON_CALL_START,
-#          JSON_CALL_TAG, JSON_CALL_END, ToolCallFormat,
-#          tool_call_prefixes, parameters_by_name
-# Uses     REASONING PARSER
+# To add a syntax, add an entry to CALL_SYNTAXES, whose examples are tested, and its tag
+# to CALL_START and detect(); an end tag after JSON also to the patterns of MENDED JSON.
+# To add a foreign format, add one to FOREIGN_FORMATS, or nothing if mlx-lm's parser
+# reads it and overlooks no text.
+#
+# Public   ParameterTags, ArgumentSpelling, CallSyntax, ForeignFormat, CALL_SYNTAXES,
+#          FOREIGN_SYNTAX, FOREIGN_FORMATS, HERMES_START, MISTRAL_START, CALL_START,
+#          ToolCallFormat, tool_call_prefixes
+# Uses     REASONING PARSER, CALL TEXT
 # Thread   any; pure
 
-Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters"}}
-Schema = Mapping[str, Any]  # a JSON schema
 
-
-def parameters_by_name(tools: Iterable[Tool]) -> dict[str, Schema]:
-    """By the name of each tool, the schema of its arguments."""
-    schemas = {}
-    for tool in tools:
-        function = tool["function"]
-        schemas[function["name"]] = function.get("parameters", {})
-    return schemas
-
-
-@dataclass(frozen=True, eq=False)
-class Pattern:
-    """A regular expression, a text that it matches, and one that it does not."""
-
-    source: str  # \s* in it means at most 400 blanks: a model may write them for ever
-    example: str
-    near_miss: str
-
-    @cached_property
-    def compiled(self) -> Any:
-        """As compiled by the regex library, whose matches may be partial."""
-        return regex.compile(self.source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
+# -- 1 records -------------------------------------------------------------------------
 
 
 class ParameterTags(NamedTuple):
@@ -14358,7 +14672,8 @@ class ParameterTags(NamedTuple):
 
     key: Pattern
     value_end: Pattern
-    # Ends a value if the tag before it has a group `quoted`; None: no tag has.
+    # Ends a value if the tag before it has a group `quoted`: <![CDATA[, after which no
+    # other tag means anything. None: no tag has.
     quoted_value_end: Pattern | None = None
     # The tag of the next value, where one was never closed. KEYS in it is replaced by
     # the names in the tool's schema; others may be in a text. IN_LINE is replaced by
@@ -14370,8 +14685,29 @@ class ParameterTags(NamedTuple):
     # A tag that makes a value unreadable which has a quoted closing tag before.
     later_tag: str = NO_PATTERN
 
+    def in_quotes(self) -> ParameterTags:
+        """The same for a value after a tag with a group `quoted`."""
+        assert self.quoted_value_end is not None
+        return ParameterTags(self.key, self.quoted_value_end)
+
+    def for_value(self, keys: Sequence[str], *, is_in_line: bool) -> ParameterTags:
+        """The same for one value, with what ends it. `keys`: of the tool's schema.
+
+        `is_in_line`: the value begins on the line of its own tag.
+        """
+        source = self.value_end.source
+        if keys and self.next_key:
+            names = "|".join(sorted(map(regex.escape, keys)))
+            source += "|" + self.next_key.replace("KEYS", names)
+        source = source.replace("IN_LINE", "unreadable" if is_in_line else "text")
+        return self._replace(value_end=replace(self.value_end, source=source))
+
     def with_end_token(self, end: str) -> ParameterTags:
-        """The same where `end` comes as a token: read as NUL; in others it is text."""
+        """The same where the end tag of a call comes as a token of its own.
+
+        That token is read as \\0 (CallReader.feed_end). The same letters in other
+        tokens are text.
+        """
         return self._replace(
             value_end=replace(
                 self.value_end, source=self.value_end.source.replace(end, r"\0")
@@ -14412,13 +14748,30 @@ class CallSyntax(NamedTuple):
     json_end: str = ""  # what follows JSON; a line break stands for any white space
 
 
-# A value that was never closed ends with its call, if after that comes the end of the
-# reply, or another call. In a pattern \0 is that end. No text contains it, so that
-# branch can only match partially: while the reply runs, a partial match means to wait;
-# once it is over, it counts as a match.
+class ForeignFormat(NamedTuple):
+    """Calls that are read as a whole, once they have ended. None has all of these."""
+
+    opening: str = ""  # follows the tag of a forced call, for str.format()
+    untagged_call: str = ""  # as in CallSyntax
+    string_mark: str = ""  # before and after a string: MarkedCalls reads it
+    is_json: bool = False  # a list of calls, and no end tag: parse_json_calls()
+    is_python: bool = False  # a list of calls: parse_python_calls()
+    # mlx-lm's parser reads all others, and overlooks what it does not look for. So the
+    # text between the tags must match `body`, and have no more of the tags of a call
+    # and of an argument than the parser has found.
+    body: str = ""  # "": any text
+    call_tag: str = NO_PATTERN
+    argument_tag: str = NO_PATTERN
+
+
+# -- 2 patterns ------------------------------------------------------------------------
 #
-# A closing tag is quoted if what follows is surely none of the NEXT tags: 20 characters
-# tell, or the end of the reply.
+# A value that was never closed ends with its call, if after that comes the end of the
+# reply (\0), or another call.
+
+# A closing tag is quoted if what follows is surely none of the NEXT tags. A (?! does
+# not wait for text that is still to come. So 20 characters must be there, as many as
+# </minimax:tool_call> has; or fewer, which begin no tag, and then the end of the reply.
 _NO_NEXT: Final = r"""(?x:
     \s*+ (?! NEXT | \0 ) (?= (?s: .{20} ) | [^<\0] [^\0]{0,19} \0 )
 )"""
@@ -14659,6 +15012,9 @@ _MISTRAL_NAME: Final = Pattern(
     near_miss='[TOOL_CALLS][{"name": "read"}]',
 )
 
+# Without [TOOL_CALLS]: read[ARGS]{ or read[CALL_ID]aB3dE6gH9[ARGS]{
+_MISTRAL_UNTAGGED_CALL: Final = r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]"
+
 _HERMES_NAME: Final = Pattern(
     r"""(?x:
         \{ \s* "name" \s* : \s* "(?P<hermes> [^"\\]{1,200} )" \s*
@@ -14670,31 +15026,19 @@ _HERMES_NAME: Final = Pattern(
     near_miss='{"name": "read", "arguments": [',
 )
 
-FOREIGN_SYNTAX: Final = "foreign"  # none of these: mlx-lm's parser reads it
-PYTHON_START: Final = "<|tool_call_start|>"  # a list of calls in Python follows
-MISTRAL_START: Final = "[TOOL_CALLS]"  # older templates print a list of calls after it
-# Of foreign formats, by the tag that begins their calls:
-STRING_MARKS: Final = {  # what stands before and after a string, as Gemma writes it
-    "<|tool_call>": '<|"|>',
-    "<start_function_call>": "<escape>",
-}
-_FOREIGN_UNTAGGED_CALLS: Final = {  # as CallSyntax.untagged_call
-    "<|tool_call>": r"call:(?:NAMES)\{",
-    "<start_function_call>": r"call:(?:NAMES)\{",
-    MISTRAL_START: r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]",
-}
 # why(L-82): Qwen2.5-Coder leaves out the tag, with or without a block of code.
 _HERMES_UNTAGGED_CALL: Final = r"""(?x:
     \{
     (?= \s{0,99} "name" \s{0,9} : \s{0,9} "(?:NAMES)" \s{0,9} ,
         \s{0,99} "arguments" \s{0,9} : \s{0,9} \{ )
 )"""
-_FOREIGN_PREFIXES: Final = {  # as CallSyntax.prefix
-    "<|tool_call>": "<|tool_call>call:{name}{{",
-    "<start_function_call>": "<start_function_call>call:{name}{{",
-    "<|tool_call_start|>": "<|tool_call_start|>[{name}(",
-    "<longcat_tool_call>": "<longcat_tool_call>{name}\n",
-}
+
+
+# -- 3 tables --------------------------------------------------------------------------
+
+HERMES_START: Final = "<tool_call>"  # JSON follows, or another syntax
+MISTRAL_START: Final = "[TOOL_CALLS]"  # older templates print a list of calls after it
+
 CALL_SYNTAXES: Final = {  # in the order in which they are tried
     "qwen": CallSyntax(
         marker="<function=",
@@ -14783,7 +15127,7 @@ CALL_SYNTAXES: Final = {  # in the order in which they are tried
         prefix="[TOOL_CALLS]{name}{gap}",
         name=_MISTRAL_NAME,
         example='[TOOL_CALLS]read[ARGS]{"path": "a.md"}',
-        untagged_call=r"(?:NAMES)(?:\[CALL_ID\]\w{1,40}+)?\[ARGS\]",
+        untagged_call=_MISTRAL_UNTAGGED_CALL,
     ),
     "kimi": CallSyntax(
         marker="<|tool_call_begin|>",
@@ -14833,21 +15177,67 @@ CALL_START: Final = Pattern(
     example="\n\n<tool_call>\n<function=read>",
     near_miss="\n\n<tool_call>\n<think>",
 )
-# Calls in JSON that CALL_START does not fit: a list, members in another order, or
-# arguments that are a string.
-JSON_CALL_START: Final = Pattern(
-    rf"\s*(?:{FENCE_START})?"
-    r"(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])",
-    example='<tool_call>\n{"arguments": {"path": "a.md"}, "name": "read"}',
-    near_miss="<tool_call>\n[1",
-)
-JSON_CALL_TAG: Final = "<tool_call>"
-# After such a call: brackets too many, and the tag, which may have been forgotten.
-JSON_CALL_END: Final = Pattern(
-    r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))",
-    example="\n}</tool_call>",
-    near_miss="\n</td>",
-)
+
+FOREIGN_SYNTAX: Final = "foreign"  # in the place of a key of CALL_SYNTAXES
+
+
+def _up_to(tag: str) -> str:
+    """A pattern: any text, which does not contain the tag, and the tag."""
+    tag_pattern = regex.escape(tag)
+    return f"(?s:(?:(?!{tag_pattern}).)*+){tag_pattern}"
+
+
+FOREIGN_FORMATS: Final = {  # by the tag that begins their calls
+    # Gemma 4    <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>
+    "<|tool_call>": ForeignFormat(
+        opening="call:{name}{{",
+        untagged_call=r"call:(?:NAMES)\{",
+        string_mark='<|"|>',
+    ),
+    # FunctionGemma    <start_function_call>call:read{path:<escape>a.md<escape>}...
+    "<start_function_call>": ForeignFormat(
+        opening="call:{name}{{",
+        untagged_call=r"call:(?:NAMES)\{",
+        string_mark="<escape>",
+    ),
+    # LFM2    <|tool_call_start|>[read(path="a.md")]<|tool_call_end|>
+    "<|tool_call_start|>": ForeignFormat(opening="[{name}(", is_python=True),
+    # Mistral, before version 11    [TOOL_CALLS][{"name": "read", "arguments": {...}}]
+    MISTRAL_START: ForeignFormat(untagged_call=_MISTRAL_UNTAGGED_CALL, is_json=True),
+    # LongCat    <longcat_tool_call>read\n<longcat_arg_key>path</longcat_arg_key>...
+    "<longcat_tool_call>": ForeignFormat(
+        opening="{name}\n",
+        body=r"[^<]*+(?:<longcat_arg_key>"
+        + _up_to("</longcat_arg_key>")
+        + r"\s*<longcat_arg_value>"
+        + _up_to("</longcat_arg_value>")
+        + r"\s*)*+",
+        argument_tag="<longcat_arg_key>",
+    ),
+    # Muse Spark    <atem:function_calls><atem:invoke name="read"><atem:parameter ...
+    "<atem:function_calls>": ForeignFormat(
+        body=r"\s*(?:<atem:invoke\b[^>]*+>\s*(?:<atem:parameter\b[^>]*+>"
+        + _up_to("</atem:parameter>")
+        + r"\s*)*+(?:</atem:invoke>\s*|\Z))++",
+        call_tag=r"<atem:invoke\b",
+        argument_tag=r"<atem:parameter\b",
+    ),
+    # Kimi K3    <|open|>tools<|sep|><|open|>call tool="read"<|sep|><|open|>argument ...
+    "<|open|>tools<|sep|>": ForeignFormat(
+        body=r"\s*(?:<\|open\|>call\b"
+        + _up_to("<|sep|>")
+        + r"\s*(?:<\|open\|>json\b"
+        + _up_to("<|close|>json<|sep|>")
+        + r"\s*|(?:<\|open\|>argument\b"
+        + _up_to("<|close|>argument<|sep|>")
+        + r"\s*)*+)<\|close\|>call<\|sep\|>\s*)++",
+        call_tag=r"<\|open\|>call\b",
+        argument_tag=r"<\|open\|>argument\b",
+    ),
+}
+
+
+# -- 4 formats -------------------------------------------------------------------------
 
 
 class ToolCallFormat(NamedTuple):
@@ -14858,6 +15248,16 @@ class ToolCallFormat(NamedTuple):
     syntax: str  # a key of CALL_SYNTAXES, or FOREIGN_SYNTAX
     gap: str = ""  # a line break, or [ARGS]: what the template has next to the name
     parse: Any = None  # mlx-lm's: (text between start and end, tools) -> call or calls
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether its calls are read as a whole."""
+        return self.syntax == FOREIGN_SYNTAX
+
+    @property
+    def foreign(self) -> ForeignFormat:
+        """What is known of a foreign format; of most, nothing."""
+        return FOREIGN_FORMATS.get(self.start, ForeignFormat())
 
     @classmethod
     def detect(
@@ -14870,8 +15270,8 @@ class ToolCallFormat(NamedTuple):
         text = template.replace("\\n", "\n")  # as it stands in Jinja's strings
         start = tokenizer.tool_call_start
         end = tokenizer.tool_call_end or "\0"
-        if not start and "<tool_call>" in text:
-            start = "<tool_call>"
+        if not start and HERMES_START in text:
+            start = HERMES_START
         if not start:
             return None
 
@@ -14889,11 +15289,8 @@ class ToolCallFormat(NamedTuple):
         names = "|".join(regex.escape(name) for name in parameters_by_name(tools))
         if not names:
             return None
-        if self.syntax == FOREIGN_SYNTAX:
-            pattern = _FOREIGN_UNTAGGED_CALLS.get(self.start, "")
-        else:
-            pattern = CALL_SYNTAXES[self.syntax].untagged_call
-        return pattern.replace("NAMES", names) or None
+        entry = self.foreign if self.is_foreign else CALL_SYNTAXES[self.syntax]
+        return entry.untagged_call.replace("NAMES", names) or None
 
 
 def _find_syntax(template: str, start: str, family: str) -> str:
@@ -14920,13 +15317,12 @@ def tool_call_prefixes(
     To force a call, the reply is made to begin with one of them. They end where one of
     the model's own tokens ends, so that it goes on as it would by itself.
     """
-    is_foreign = tool_format.syntax == FOREIGN_SYNTAX
-    if is_foreign and tool_format.start not in _FOREIGN_PREFIXES:
-        return [tool_format.start]
-    if is_foreign:
-        prefix = _FOREIGN_PREFIXES[tool_format.start]
-    else:
+    if not tool_format.is_foreign:
         prefix = CALL_SYNTAXES[tool_format.syntax].prefix
+    elif opening := tool_format.foreign.opening:
+        prefix = tool_format.start + opening
+    else:
+        return [tool_format.start]
 
     prefixes = []
     for tool_name, parameters in parameters_by_name(tools).items():
@@ -14941,6 +15337,1086 @@ def tool_call_prefixes(
     return prefixes
 
 
+# region MENDED JSON ===========================================================
+# Arguments as JSON: mended while they are read, and read up to the end of their call.
+#
+#     generated                                   emitted
+#     {"name": "read", "arguments": {             {                    by CallReader
+#     "path": "a.md", // the first                "path": "a.md"
+#     'n': 5 all: True,                           , "n": 5, "all": true
+#     }                                           -                    `closing`: }
+#     , "id": "1"}\n</tool_call>                  }                    by CallReader
+#
+# Models write comments, commas or quotes too many or too few, and Python's words.
+#
+#  1 Values     what may come next in an object or in an array
+#  2 Strings    what may come next in a string, and whether it was ever closed
+#  3 Objects    MendedObject reads one object, and withholds its last bracket
+#  4 Calls      JsonArguments reads the arguments, and what follows up to the call's end
+#
+# Nothing is emitted twice or taken back. So a member is emitted once its value begins:
+# closing all that is open then makes valid JSON. And clients run what is valid (L-86).
+# So if more arguments follow, or some cannot be read, the last bracket is not emitted.
+#
+# Public   NUMBER, LOST_MEMBER, MendedObject, JsonArguments
+# Uses     REASONING PARSER, CALL TEXT
+# Thread   any; pure
+
+
+# -- 1 values --------------------------------------------------------------------------
+#
+# A number or a word is certain once something follows it.
+
+_GAP: Final = r"""(?x:
+    (?: \s* (?P<skipped> // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,99}
+    \s*
+)"""
+NUMBER: Final = r"""(?x:
+    -? (?: 0 | [1-9][0-9]{0,99} )
+    (?: \. [0-9]{1,99} )?
+    (?: [eE] [+-]? [0-9]{1,3} )?
+)"""
+# As Python writes it. It is read as a whole, so it is short.
+_SINGLE_QUOTED: Final = r"""'(?:[^'\\\x00-\x1f]|\\['"\\nrt]){0,999}'"""
+_VALUE: Final = (
+    r"""(?x:
+        GAP
+        (?: (?P<open> [{\["] )
+          | (?P<single_quoted> SINGLE_QUOTED ) (?= \s* [,}\]] )
+          | (?: NUMBER | true | false | null | (?P<python> True | False | None )
+              | (?P<word> [\w.+-]{1,200} ) )          # NaN, 1e9999, 007: a string
+            (?= [ \t\r\n,}\]/] )
+        )
+    )""".replace("NUMBER", NUMBER)
+    .replace("GAP", _GAP)
+    .replace("SINGLE_QUOTED", _SINGLE_QUOTED)
+)
+_ESCAPE: Final = r"""(?x:
+    ["\\/bfnrt]
+  | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
+         | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
+)"""
+_CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
+_KEY: Final = (
+    rf'{_GAP}(?P<key>"{_CHARACTER}{{0,999}}"|(?P<single_quoted>{_SINGLE_QUOTED})'
+    rf"|(?P<bare_key>[A-Za-z_$][\w$-]{{0,199}})){_GAP}:"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class JsonState(Pattern):
+    """Where in JSON a reader is, as the pattern of what may come next there."""
+
+    closer: str  # of what is open
+
+
+_OBJECT_START: Final = JsonState(  # after {
+    rf"{_KEY}{_VALUE}|{_GAP}(?P<close>\}})",
+    example='"n": 5,',
+    near_miss="'n: 5,",
+    closer="}",
+)
+_OBJECT_MEMBER: Final = JsonState(  # after a member
+    rf'{_GAP}(?:,|(?P<no_comma>(?="))){_KEY}{_VALUE}'
+    rf"|{_GAP}(?:(?P<skipped>,){_GAP})?(?P<close>\}})",
+    example=', "items": [',
+    near_miss=", ]",
+    closer="}",
+)
+_ARRAY_START: Final = JsonState(  # after [
+    rf"{_VALUE}|{_GAP}(?P<close>\])",
+    example="-2.5e3,",
+    near_miss="'a,",
+    closer="]",
+)
+_ARRAY_ITEM: Final = JsonState(  # after an item
+    rf"{_GAP},{_VALUE}|{_GAP}(?:(?P<skipped>,){_GAP})?(?P<close>\])",
+    example=", True]",
+    near_miss=", }",
+    closer="]",
+)
+# The state after a first member or item. All other states stay as they are.
+_NEXT_STATES: Final = {_OBJECT_START: _OBJECT_MEMBER, _ARRAY_START: _ARRAY_ITEM}
+
+# What JSON has in the place of a group.
+_MENDED_GROUPS: Final[Mapping[str, Callable[[str], str]]] = {
+    "skipped": lambda _comment: "",
+    "no_comma": lambda _nothing: ",",
+    "bare_key": to_json,
+    "word": to_json,
+    "single_quoted": lambda text: to_json(ast.literal_eval(text)),
+    "python": {"True": "true", "False": "false", "None": "null"}.__getitem__,
+}
+
+
+def _mend(match: Any) -> str:
+    """The text of a match as JSON: without comments, and words as what they mean."""
+    edits: list[tuple[int, int, str]] = []
+    for group, write in _MENDED_GROUPS.items():
+        if group not in match.re.groupindex:
+            continue
+        for start, end in match.spans(group):
+            old_text = match.string[start:end]
+            edits.append((start, end, write(old_text)))
+
+    text: str = match[0]
+    for start, end, new_text in sorted(edits, reverse=True):
+        before = text[: start - match.start()]
+        after = text[end - match.start() :]
+        text = before + new_text + after
+    return text
+
+
+# -- 2 strings -------------------------------------------------------------------------
+#
+# What comes next in a string: text; or one raw character, which JSON would escape: a
+# line break, a backslash that begins no escape, and, why(L-86), a quote inside the
+# string. What follows a quote decides whether it ends the string:
+#
+#     }  ]  or a tag of the call          "hello"}        ends it
+#     a comma, and what may follow it     "hello", "n":   ends it (in arrays: any comma)
+#     blanks, and a quote or a comment    "hello" "n":    ends it; a comma was forgotten
+#     a letter, a bracket ...             print("hello")  is inside
+#     blanks, and any other character     say "hello" to  is inside
+#     a tag of something else             "<b>            is inside
+#     a comma, and no key after it        f("a", b + 1)   is inside (in objects)
+#     a colon                             "x, "n": 5      ends a key: the string before
+#                                                         was never closed (L-133)
+#
+# A (?! does not wait for text that is still to come. So the 11 characters that it may
+# look at must be there: as many as \ud83d\ude00 has after its first backslash, and
+# </tool_call> after its <.
+
+_STRING: Final = r"""(?x:
+    CHARACTER+
+  | (?P<raw>
+        [\x00-\x1f]
+      | \\ (?! ESCAPE ) (?= (?s: .{11} ) )          # C:\Users
+      | " (?= [^\s,:}\]<]                           # print("hello")
+            | \s \s* (?: [^\s,:}\]"/<] | / [^/*] )  # say "hello" to; "a" / b
+            | < (?! /?tool_call> ) (?s: .{11} )     # "<b>
+            | COMMA_INSIDE )                        # f("a", b + 1)
+    )
+  | (?P<close>
+        " (?= \s* (?: [}\]] | </?tool_call>         # "hello"}; its } was forgotten
+                     | COMMA_AFTER )                # "hello", "n": 5
+            | \s \s* (?: " | / [/*] ) )             # "hello" "n"; "hello" // why
+    )
+  | (?P<key_end> " (?= \s* : ) )                   # "x, "n": 5
+)""".replace("CHARACTER", _CHARACTER).replace("ESCAPE", _ESCAPE)
+
+_OBJECT_STRING: Final = JsonState(
+    _STRING.replace(
+        "COMMA_INSIDE",
+        r"""(?x:
+            \s* , \s*
+            (?: \w+ \s* [^\s\w:]
+              | [^\s"'\w}\]/]
+              | '[^'\n]{0,99}+ (?: [^'] | '\s* [^\s:] )   # "a", 'b') is no key
+            )
+        )""",
+    ).replace(
+        "COMMA_AFTER",
+        r"""(?x:
+            , \s*
+            (?: ["}\]/] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )
+        )""",
+    ),
+    example='", "n": 5',
+    near_miss='", n',  # the string goes on, or a key without quotes follows
+    closer='"',
+)
+_ARRAY_STRING: Final = JsonState(
+    _STRING.replace("COMMA_INSIDE", NO_PATTERN).replace("COMMA_AFTER", ","),
+    example='", n',
+    near_miss='"',
+    closer='"',
+)
+
+_WORD_IN_QUOTES: Final = re.compile(r"(?:\A|[\s,;{]\")([\w$.-]+)\Z")
+_CALL_END_TAG: Final = re.compile(
+    r"""(?x)
+    </ (?:minimax:)? tool_call> | <\|tool_call (?:s_section)? _end\|> | <\|call\|>
+  | \[TOOL_CALLS\]
+    """
+)
+
+
+class OpenString:
+    """What tells that a string in JSON was never closed (L-133).
+
+    A raw character is one that JSON would escape. The string was not closed, if it has
+
+        the closing tag of its call, and a raw quote or line break    is_doubtful
+        a key of the tool's, and then a raw quote                     has_key
+        and, where the reply is over in it: such a tag, a raw quote,
+        or a bracket at the end of a line                             is_unclosed
+    """
+
+    def __init__(self, keys: set[str]) -> None:
+        """`keys`: of the tool's schema."""
+        self.has_key = False
+        self._keys = keys
+        self._end = ""  # of its text, as long as a tag
+        self._has_quote = False
+        self._has_break = False
+        self._has_tag = False
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it was never closed, if what looks like a tag in it may be one."""
+        return self._has_tag and (self._has_quote or self._has_break)
+
+    @property
+    def is_unclosed(self) -> bool:
+        """Whether it was never closed, if the reply is over."""
+        has_bracket = re.search(r"[}\]]\s*(?:\n|\Z)", self._end) is not None
+        return self._has_tag or self._has_quote or has_bracket
+
+    def take(self, text: str, *, is_raw: bool) -> tuple[str, str]:
+        """Read on in it; returns the text up to a tag, and what follows the tag."""
+        if is_raw and text == '"':
+            self._has_quote = True
+            word = _WORD_IN_QUOTES.search(self._end)
+            self.has_key |= word is not None and word[1] in self._keys
+        self._has_break |= is_raw and text == "\n"
+        n_before = len(self._end)
+        text_with_end = self._end + text
+        tag = _CALL_END_TAG.search(text_with_end)
+        n_taken = len(text)
+        if tag is not None:
+            self._has_tag = True
+            n_taken = tag.end() - n_before
+            text_with_end = ""  # so that the tag is found once
+        self._end = text_with_end[-TAG_LENGTH:]
+        return text[:n_taken], text[n_taken:]
+
+
+# -- 3 objects -------------------------------------------------------------------------
+
+# Where an object is left open, and nothing was written that would be lost: before a tag
+# that ends the call.
+_LEFT_OPEN: Final = Pattern(
+    r"""(?x)
+    \s* (?: , \s* )?
+    (?= </ (?: tool_call | function | invoke | minimax:tool_call ) >
+      | <tool_call> \s* [{<\w]
+      | <\|call\|> )
+    """,
+    example="\n</tool_call>",
+    near_miss=', "n</tool_call>',
+)
+
+
+class MendedObject:
+    """Reads one JSON object, whose { was read before, and mends it.
+
+    Its last bracket is `closing`, with those before it that were forgotten: for
+    {"items": [1, 2 it is ]}. It is for whoever reads what follows the object.
+    """
+
+    def __init__(
+        self, unread: UnreadText, keys: Iterable[str], *, has_member: bool = False
+    ) -> None:
+        """`keys`: of the tool's schema. `has_member`: a comma comes next."""
+        self.is_done = False
+        self.is_broken = False  # some of what was written cannot be read
+        self.closing = ""  # once it is done and not broken
+        # A key of the tool's is in an object inside this one: if a bracket is missing,
+        # it was before that key.
+        self.has_inner_key = False
+        self.has_mended_bracket = False
+        self._unread = unread
+        self._keys = set(keys)
+        # All that is open, outermost first.
+        self._open = [_OBJECT_MEMBER if has_member else _OBJECT_START]
+        self._string = OpenString(self._keys)  # that is open, or was last
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string is open, and nothing tells yet that it is closed."""
+        is_open = bool(self._open) and self._open[-1].closer == '"'
+        return is_open and not self._unread.text.startswith('"')
+
+    def read(self) -> str:
+        """What more is certain, as JSON text without `closing`."""
+        json_text = ""
+        while not self.is_done:
+            match = self._unread.match_next(self._open[-1])
+            if match is not None and match.partial:
+                break
+            text = self._accept(match) if match else self._accept_other()
+            self.is_done = self.is_broken or not self._open
+            if text is None:
+                break
+            if self._open:
+                json_text += text
+            else:
+                self.closing = text
+        return json_text
+
+    def _accept(self, match: Any) -> str | None:
+        """Go on to the state after `match`; returns its text as JSON.
+
+        None: it is broken.
+        """
+        text: str = match[0]
+        state = self._open.pop()
+        if state.closer == '"':
+            if match["close"] is not None:
+                return text
+            self._open.append(state)
+            return self._accept_string(match)
+        if match["close"] is not None:
+            return _mend(match)
+        if self._open and state is _OBJECT_MEMBER:
+            self.has_inner_key |= match["key"].strip("\"'") in self._keys
+        self._open.append(_NEXT_STATES.get(state, state))
+        if match["open"] is not None:
+            self._open.append(_opened_state(text[-1], container=state))
+            self._string = OpenString(self._keys)
+        return _mend(match)
+
+    def _accept_string(self, match: Any) -> str | None:
+        """Take a part of a string; None: it is broken."""
+        if match["key_end"] is not None:
+            self.is_broken = True
+            return None
+        is_raw = match["raw"] is not None
+        text, rest = self._string.take(match[0], is_raw=is_raw)
+        self._unread.text = rest + self._unread.text
+        is_tag = self._string.is_doubtful and not self._unread.has_tokens
+        self.is_broken = is_tag or self._string.has_key
+        return escape_json(text) if is_raw else text
+
+    def _accept_other(self) -> str | None:
+        """What comes next does not fit, or was cut off; returns what closes it.
+
+        None: it is broken, or the next text decides.
+        """
+        rest = self._unread.text.strip()
+        if self._unread.is_complete and self._is_whole(rest):
+            self._unread.text = ""
+            return self._close_all()
+        if self._open[-1].closer != '"':
+            match = self._unread.match_next(_LEFT_OPEN)
+            if match is not None and match.partial:
+                return None
+            if match is not None and self._open != [_OBJECT_START]:
+                return self._close_all()
+            closers = [state.closer for state in self._open]
+            if rest[:1] in closers and not self.has_inner_key:
+                self.has_mended_bracket = True
+                return self._open.pop().closer  # brackets before it were forgotten
+        self.is_broken = True
+        return None
+
+    def _is_whole(self, rest: str) -> bool:
+        """Whether the last `rest` of a reply has no part of an argument."""
+        if self._open == [_OBJECT_START]:
+            return False  # it may have had any
+        if self._open[-1].closer != '"':
+            return not rest.strip(", \t\r\n}]")
+        if self._string.is_unclosed:
+            return False
+        # Half an escape: the string was cut, wherever it was.
+        return rest.startswith("\\") or not rest.strip('", \t\r\n}]')
+
+    def _close_all(self) -> str | None:
+        """What closes all that is open; None: it is broken."""
+        if self.has_inner_key and len(self._open) > 1:
+            self.is_broken = True
+            return None
+        closers = [state.closer for state in reversed(self._open)]
+        self._open.clear()
+        return "".join(closers)
+
+
+def _opened_state(opener: str, *, container: JsonState) -> JsonState:
+    """The state after { or [ or the quote of a string, by what that stands in."""
+    if opener == "{":
+        return _OBJECT_START
+    if opener == "[":
+        return _ARRAY_START
+    return _OBJECT_STRING if container.closer == "}" else _ARRAY_STRING
+
+
+# -- 4 calls ---------------------------------------------------------------------------
+
+# After the arguments: brackets, one too many or too few, and the closing tag. Without
+# the tag the call has ended, too, if another call or a text follows (L-82).
+_CALL_END: Final = Pattern(
+    r"""(?x:
+        \s* [}\]]* \s*
+        (?: </tool_call> | <\|call\|>
+          | <\|tool_call_end\|>                     # Kimi's, and of all its calls
+            (?: \s* <\|tool_calls?_section_end\|>
+              | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b | \0 ) )
+            )
+          | (?= <tool_call> | [^\s}\]<] )
+        )
+    )""",
+    example="}}\n</tool_call>",
+    near_miss="}\n<b>",
+)
+# The same where the arguments are a member of the call, whose bracket comes after them.
+# Before that bracket no text can follow.
+_CALL_OBJECT_END: Final = Pattern(
+    r"""(?x:
+        GAP [}\]]+ GAP
+            (?: </tool_call> | (?= <tool_call> | [^\s}\]</] | / [^/*] ) )
+      | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
+    )""".replace("GAP", _GAP),
+    example="}}\n</tool_call>",
+    near_miss="\nDone.",
+)
+# After the arguments, a member of the call; or what was meant as an argument, before
+# which a bracket was closed too early.
+_LATER_MEMBER: Final = Pattern(
+    rf'\s*[}}\]]?(?=\s*,\s*"(?P<name>{_CHARACTER}{{0,99}})"\s*:)',
+    example=', "id": 5',
+    near_miss="}}\n",
+)
+_CALL_MEMBERS: Final = {"id", "type", "index", "call_id", "tool_call_id"}
+# Any member after the arguments, also one whose name has no quotes.
+LOST_MEMBER: Final = Pattern(
+    r"""(?x:
+        (?: BRACKETS (?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,9}
+        BRACKETS
+        (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '
+          | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )
+        \s{0,9} :
+    )""".replace("CHARACTER", _CHARACTER).replace("BRACKETS", r"[\s}\],;]{0,99}+"),
+    example='; "n": 5',
+    near_miss="}\nn: 5",
+)
+
+
+class JsonPhase(Enum):
+    """What JsonArguments reads next."""
+
+    ARGUMENTS = auto()
+    END = auto()  # of the call
+    LATER_MEMBERS = auto()  # of the call, which are none of its arguments
+    DONE = auto()
+
+
+class JsonArguments:
+    """Reads arguments in JSON, whose { was read before, and on to the end of the call.
+
+        phase            reads                          then
+        ARGUMENTS        "path": "a.md"}                END; DONE if they are broken
+        END              }\n</tool_call>                DONE
+                         , "id": "1"                    LATER_MEMBERS
+                         , "n": 5                       DONE: an argument, so broken
+        LATER_MEMBERS    , "id": "1"}                   END
+
+    `closing` is left for the caller to emit, if the call is not broken.
+    """
+
+    def __init__(
+        self, unread: UnreadText, keys: Iterable[str], *, is_member: bool
+    ) -> None:
+        """`keys`: of the tool's schema.
+
+        `is_member`: the call is an object, of which the arguments are a member.
+        """
+        self.is_broken = False  # some of what was written cannot be read
+        self._phase = JsonPhase.ARGUMENTS
+        self._unread = unread
+        self._keys = set(keys)
+        self._is_member = is_member
+        self._arguments = MendedObject(unread, self._keys)
+        # What is read now, or was last: the arguments, or the call after them.
+        self._object = self._arguments
+        self._has_inner_key = False  # in any of them
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call has ended, or is broken."""
+        return self._phase is JsonPhase.DONE
+
+    @property
+    def closing(self) -> str:
+        """The last bracket of the arguments, once they are read."""
+        return self._arguments.closing
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string is open, and nothing tells yet that it is closed."""
+        return self._object.is_in_string
+
+    def read(self) -> str:
+        """What more is certain of the arguments, as JSON text without `closing`."""
+        json_text = ""
+        while not self.is_done:
+            if self._phase is JsonPhase.END:
+                self._read_end()
+                if self._phase is JsonPhase.END:  # the next text decides
+                    break
+                continue
+            text = self._object.read()
+            if self._phase is JsonPhase.ARGUMENTS:
+                json_text += text
+            if not self._object.is_done:
+                break
+            self._has_inner_key |= self._object.has_inner_key
+            self.is_broken = self._object.is_broken
+            self._phase = JsonPhase.DONE if self.is_broken else JsonPhase.END
+        return json_text
+
+    def _read_end(self) -> None:
+        """Read on after the arguments, or after later members."""
+        text = self._unread.text
+        lost = LOST_MEMBER.compiled.match(text, partial=True)
+        if lost is not None and not lost.partial:
+            self._read_later_member()
+        elif lost is None or self._unread.is_complete:
+            self._end_call()
+            is_cut = lost is not None and re.search(r"[,;]\s*[\"']", text) is not None
+            self.is_broken |= self.is_done and is_cut
+
+    def _read_later_member(self) -> None:
+        """A member follows: one of the call is read, an argument breaks it."""
+        later = self._unread.match_next(_LATER_MEMBER)
+        if later is not None and later["name"] in _CALL_MEMBERS:
+            self._object = MendedObject(self._unread, self._keys, has_member=True)
+            self._phase = JsonPhase.LATER_MEMBERS
+        else:
+            self.is_broken = True
+            self._phase = JsonPhase.DONE
+
+    def _end_call(self) -> None:
+        """Take what ends the call."""
+        end = _CALL_OBJECT_END if self._is_member else _CALL_END
+        match = self._unread.match_next(end)
+        if match is not None and match.partial:
+            return
+        self._phase = JsonPhase.DONE
+        rest = self._unread.text.lstrip()
+        if self._is_member:
+            is_inside = match is None and rest[:1] not in {"", "}", "]"}
+            has_bracket = match is not None and match[0].lstrip()[:1] != "<"
+            self.is_broken = is_inside or (self._has_inner_key and not has_bracket)
+        else:
+            has_tag = match is not None and "<" in match[0]
+            follows_text = not has_tag and rest[:1] not in {"", "<", "["}
+            has_mended = self._arguments.has_mended_bracket
+            self.is_broken = has_mended and follows_text
+
+
+# region FOREIGN CALLS =========================================================
+# Calls that are read as a whole, once they have ended: Gemma's, in JSON, in Python, and
+# what only mlx-lm's parser reads.
+#
+#     unread text    <|tool_call>call:read{path:<|"|>a.md<|"|>}<tool_call|>Done.
+#     body, parsed               ------------------------------
+#     rest, text                                                           -----
+#
+#  1 JSON       [{"name": "read", "arguments": {"path": "a.md"}}]
+#  2 Python     [read(path="a.md")]
+#  3 Gemma      call:read{path:<|"|>a.md<|"|>}
+#  4 Reader     ForeignCalls finds where the body ends, and who reads it
+#
+# A body with one call that cannot be read has none: it becomes text. So no call runs
+# with fewer arguments than were written.
+#
+# Public   WholeCall, WHOLE_JSON_START, ForeignCalls
+# Uses     REASONING PARSER, CALL TEXT, CALL SYNTAXES, MENDED JSON
+# Thread   any; pure
+
+
+class WholeCall(NamedTuple):
+    """A call that was read as a whole."""
+
+    name: str
+    arguments: str  # JSON
+    call_id: str | None = None
+
+
+# -- 1 JSON ----------------------------------------------------------------------------
+
+# Calls in JSON that CALL_START does not fit: a list, members in another order, or
+# arguments that are a string.
+WHOLE_JSON_START: Final = Pattern(
+    rf"\s*(?:{FENCE_START})?"
+    r"(?:<tool_call>\s*(?:\{|\[\s*\{)|\[TOOL_CALLS\]\s*[\[{])",
+    example='<tool_call>\n{"arguments": {"path": "a.md"}, "name": "read"}',
+    near_miss="<tool_call>\n[1",
+)
+# After such a call: brackets too many, and the tag, which may have been forgotten.
+_WHOLE_JSON_END: Final = Pattern(
+    r"(?:\s*[}\]]{1,99}+)?+(?:\s*</tool_call>|(?=\s*(?:[^\s<}\]]|<[^/]|</[^t])))",
+    example="\n}</tool_call>",
+    near_miss="\n</td>",
+)
+_OBJECT_OR_LIST: Final = re.compile(r"\s*(?:\{|\[\s*\{)")
+_JSON_MARK: Final = regex.compile(r'(?s:\\.)|["\[\]{}]|</tool_call>')
+# As Mistral's templates want them.
+_CALL_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
+_KNOWN_MEMBERS: Final = {"name", "arguments", "id", "type"}
+
+
+class JsonSpan:
+    """Finds where a list or an object in JSON ends, in a text that grows.
+
+    At the latest it ends before a closing tag that is in no string. It only counts
+    brackets: what is between them may be Python, so MendedObject could not read it.
+    """
+
+    def __init__(self) -> None:
+        self._position = 0  # up to it the text was read
+        self._depth = 0
+        self._is_in_string = False
+        self._end: int | None = None
+
+    def find_end(self, text: str) -> int | None:
+        """The position after it; None if it has not come. Each letter is read once."""
+        if self._end is not None:
+            return self._end
+        for match in _JSON_MARK.finditer(text, self._position, partial=True):
+            if match.partial:  # half an escape, half a tag, or nothing
+                self._position = match.start()
+                return None
+            self._position = match.end()
+            mark = match[0]
+            if mark == '"':
+                self._is_in_string = not self._is_in_string
+            elif self._is_in_string:
+                continue
+            elif mark in "[{":
+                self._depth += 1
+            elif mark in "]}":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._end = match.end()
+                    break
+            elif mark == "</tool_call>":
+                self._end = match.start()
+                break
+        return self._end
+
+
+def parse_json_calls(text: str) -> list[WholeCall]:
+    """Calls in JSON: an object, or a list. Raises ValueError if one is no call."""
+    return [_parse_json_call(call) for call in as_list(load_value(text))]
+
+
+def _parse_json_call(call: Any) -> WholeCall:
+    """Raises ValueError if it has no name or arguments under these keys."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError(call)
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = load_value(arguments or "{}")
+    if arguments == []:
+        arguments = {}  # nothing was written that would be lost
+    if arguments is None and call.keys() <= _KNOWN_MEMBERS:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError(call)
+    call_id = call.get("id")
+    is_id = isinstance(call_id, str) and _CALL_ID.fullmatch(call_id)
+    return WholeCall(call["name"], to_json(arguments), call_id if is_id else None)
+
+
+# -- 2 Python --------------------------------------------------------------------------
+
+
+def parse_python_calls(text: str) -> list[WholeCall]:
+    """Calls that are a list in Python, as LFM2 writes them. Raises ValueError.
+
+        [read(path="a.md"), write(path="b.md", lines=[1, 2])]
+
+    An argument without a name is an error: nobody knows which one it is.
+    """
+    # A line break inside quotes is none in Python.
+    text = _PYTHON_STRING.sub(lambda match: match[0].replace("\n", "\\n"), text.strip())
+    text = without_false_escapes(text)
+    source = text if text.startswith("[") else f"[{text}]"
+    try:
+        body = ast.parse(source, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(text) from error
+    calls = []
+    for call in getattr(body, "elts", []):
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError(text)
+        arguments = {}
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg in arguments:
+                raise ValueError(text)
+            arguments[keyword.arg] = _python_value(keyword.value, source)
+        calls.append(WholeCall(ast.unparse(call.func), to_json(arguments)))
+    return calls
+
+
+_PYTHON_STRING: Final = re.compile(
+    r'''(?s:"""(?:.)*?"""|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')''',
+)
+_JSON_WORDS: Final = {"true": True, "false": False, "null": None}
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Replaces the words of JSON by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The value of a word; any other name stays."""
+        if node.id not in _JSON_WORDS:
+            return node
+        return ast.copy_location(ast.Constant(_JSON_WORDS[node.id]), node)
+
+
+def _python_value(node: ast.expr, source: str) -> Any:
+    """What an argument means; also JSON's words, and a text without quotes.
+
+    Two texts in a row are one in Python, and here a comma that was forgotten.
+    """
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            text = ast.get_source_segment(source, part) or ""
+            if not _PYTHON_STRING.fullmatch(text.lstrip("rRuU")):
+                raise ValueError(source)
+    with suppress(ValueError):
+        return ast.literal_eval(_JsonWords().visit(node))
+    if any(isinstance(part, ast.Constant) for part in ast.walk(node)):
+        raise ValueError(source)
+    return ast.get_source_segment(source, node)
+
+
+# -- 3 Gemma ---------------------------------------------------------------------------
+
+
+class MarkedCalls:
+    """Reads whole calls as Gemma writes them, with a mark before and after strings.
+
+        call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
+
+    Real calls lack marks, or have too many closing brackets. The tool's schema tells
+    which text is a string, and which key ends one that was never closed.
+    """
+
+    def __init__(
+        self, text: str, *, mark: str, offered: Mapping[str, Schema], is_closed: bool
+    ) -> None:
+        """`is_closed`: the end tag has come, so a bracket may only be forgotten."""
+        self._text = text
+        self._position = 0
+        self._mark = mark
+        self._offered = offered
+        self._is_closed = is_closed
+        keys = {
+            key
+            for parameters in offered.values()
+            for key in SchemaPart.of_tool(parameters).keys
+        }
+        names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
+        self._key_pattern = regex.compile(rf"[,;\s](?:{names}):")
+
+    def read(self) -> list[WholeCall]:
+        """All calls. Raises ValueError if some text belongs to none."""
+        calls = []
+        while not self._take(r"[\s}]*\Z"):
+            match = self._require(r"[\s}]*(?:call:)?([\w.:-]+)\{")
+            schema = SchemaPart.of_tool(self._offered.get(match[1], {}))
+            arguments = self._read_object(schema, is_outermost=True)
+            calls.append(WholeCall(match[1], arguments))
+        return calls
+
+    def _take(self, pattern: str) -> Any:
+        """Take a match from the front and return it; None if nothing fits there."""
+        match = regex.compile(pattern).match(self._text, self._position)
+        if match is not None:
+            self._position = match.end()
+        return match
+
+    def _require(self, pattern: str) -> Any:
+        match = self._take(pattern)
+        if match is None:
+            raise ValueError(self._text[self._position :])
+        return match
+
+    def _read_object(self, schema: SchemaPart, *, is_outermost: bool = False) -> str:
+        """Its `{` was taken."""
+        mark = regex.escape(self._mark)
+        key_pattern = rf"""(?x:
+            \s*
+            (?: {mark} (?P<key> (?s:.)*? ) {mark}
+              | "(?P<key> [^"]* )"
+              | (?P<key> {_BARE_KEY} )
+            )
+            \s* : (?P<gap> \s* )
+        )"""
+        end = r"\s*(?:\}|\Z)" if self._is_closed and is_outermost else r"\s*\}"
+        text_end = self._text_end(schema) if is_outermost else _MEMBER_END
+        members: list[str] = []
+        while not self._take(end):
+            if members:
+                self._require(r"\s*,")
+            match = self._require(key_pattern)
+            key = match["key"]
+            value = self._read_value(
+                schema.member(key), text_end, gap=match["gap"].lstrip(" \t")
+            )
+            members.append(f"{to_json(key)}: {value}")
+        return f"{{{', '.join(members)}}}"
+
+    def _text_end(self, schema: SchemaPart) -> str:
+        """What ends a text without marks that is an argument of a call."""
+        keys = "|".join(map(regex.escape, schema.keys)) or _BARE_KEY
+        call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
+        if self._is_closed:
+            call_end += r"|\Z"
+        # Where several brackets follow each other, only the first is tried.
+        call_end = rf"(?:(?<![\s}}])|(?<=:\s{{0,9}}))\s*+(?:{call_end})"
+        return rf'(?:{_BLANKS},\s*+"?(?:{keys})"?\s*:|{call_end})'
+
+    def _read_array(self, schema: SchemaPart) -> str:
+        """Its `[` was taken."""
+        items: list[str] = []
+        while not self._take(r"\s*\]"):
+            if items:
+                self._require(r"\s*,")
+            self._take(r"\s+")
+            items.append(self._read_value(schema.items, _ITEM_END))
+        return f"[{', '.join(items)}]"
+
+    def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
+        """`gap`: the white space before it, part of a text without marks."""
+        types = schema.types
+        if self._take(regex.escape(self._mark)):
+            text = self._read_marked(text_end)
+            is_text = not types or "string" in types
+            return to_json(text) if is_text else value_as_json(text, types)
+
+        json_text = None if types == {"string"} else self._read_container(schema)
+        return json_text or self._read_bare(types, text_end, gap)
+
+    def _read_bare(self, types: set[str], text_end: str, gap: str) -> str:
+        """A value without marks, which is no object and no array."""
+        if match := self._take(r'"(?:[^"\\]|\\.)*+"(?=\s*[,}\]])'):
+            with suppress(ValueError):
+                return to_json(json.loads(match[0], strict=False))
+            return to_json(match[0][1:-1])
+        if match := self._take(r"'(?:[^'\\]|\\.)*+'(?=\s*[,}\]])"):
+            return to_json(match[0][1:-1].replace("\\'", "'"))
+        if match := self._take(rf"(?:{NUMBER}|(?i:true|false|null))(?=\s*[,}}\]])"):
+            return value_as_json(match[0], types)
+        return value_as_json(gap + self._read_text(text_end), types)
+
+    def _read_container(self, schema: SchemaPart) -> str | None:
+        """An object or an array; None, and nothing is taken, if none is there."""
+        start = self._position
+        with suppress(ValueError):
+            json_text = None
+            if self._take(r"\{"):
+                json_text = self._read_object(schema)
+            elif self._take(r"\["):
+                json_text = self._read_array(schema)
+            if json_text is not None and self._take(r"(?=\s*(?:[,}\]]|\Z))"):
+                return json_text
+        self._position = start
+        return None
+
+    def _read_marked(self, text_end: str) -> str:
+        """A string whose first mark was taken."""
+        start = self._position
+        mark = regex.escape(self._mark)
+        ending_mark = regex.compile(rf"{mark}(?=(?P<ends>\s*(?:[,}}\]]|\Z))?)")
+        for match in ending_mark.finditer(self._text, start):
+            if match["ends"] is not None:
+                self._position = match.end()
+                text = self._text[start : match.start()]
+                has_half_mark = "<|" in text or "|>" in text
+                has_key = self._key_pattern.search(text) is not None
+                if self._mark in text or (has_half_mark and has_key):
+                    raise ValueError(text)
+                return text
+            next_key = rf",\s*{_BARE_KEY}\s*:\s*\Z"
+            if regex.search(next_key, self._text[start : match.start()]):
+                break  # this mark opens the next string: ours was never closed
+        text = self._read_text(text_end)
+        return text.removesuffix('"') if text.count('"') == 1 else text
+
+    def _read_text(self, text_end: str) -> str:
+        """A text without a mark at its end, or with none at its beginning.
+
+        Raises ValueError if it has one inside: then it may be two.
+        """
+        text = self._read_unmarked(text_end)
+        has_key = self._key_pattern.search(text) is not None
+        if self._mark in text or has_key or _TAG_LIKE.search(text):
+            raise ValueError(text)
+        return text
+
+    def _read_unmarked(self, text_end: str) -> str:
+        text: str = self._require(rf"((?s:.)*?)(?={text_end})")[1]
+        # A bracket that the text has opened is no end of the call.
+        while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
+            text += "}"
+        if text.endswith(self._mark):
+            text = text.removesuffix(self._mark)
+            return text.removeprefix('"') if text.count('"') == 1 else text
+        return text
+
+
+_TAG_LIKE: Final = re.compile(r"<\||\|>|_function_call>|call:\w+")
+_BARE_KEY: Final = r"[\w.$@/-]+"
+# Before what ends a text: it is looked for at each letter, so blanks are read once.
+_BLANKS: Final = r"(?:(?<!\s)\s++)?"
+_MEMBER_END: Final = rf"{_BLANKS}(?:,\s*+{_BARE_KEY}\s*:|\}})"
+_ITEM_END: Final = rf"{_BLANKS}[,\]]"
+
+
+# -- 4 reader --------------------------------------------------------------------------
+
+_CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
+# An argument behind the end of a call whose strings have marks.
+_LATE_MARK: Final = Pattern(
+    r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))",
+    example=',text:<|"|>',
+    near_miss="<|tool_call>",
+)
+
+
+class _CallBody(NamedTuple):
+    """Where the text of calls ends that follows the start tag."""
+
+    end: int
+    n_read: int  # with the end tag
+    is_damaged: bool = False  # members follow that are none of a call
+
+
+class ForeignCalls:
+    """Reads calls of another syntax at their end.
+
+    With marks: MarkedCalls. In JSON: parse_json_calls(). In Python:
+    parse_python_calls(). All others: mlx-lm's parser.
+    """
+
+    def __init__(
+        self,
+        unread: UnreadText,
+        tool_format: ToolCallFormat,
+        tools: Sequence[Tool],
+        max_calls: int,
+    ) -> None:
+        self.is_done = False
+        self.n_left_out = 0  # calls after the first `max_calls`
+        self._unread = unread
+        self._format = tool_format
+        self._tools = tools
+        self._max_calls = max_calls
+        self._foreign = tool_format.foreign
+        self._json_span = JsonSpan()
+        self._end_token: int | None = None  # where it is in the unread text
+
+    def note_end(self) -> None:
+        """The end tag comes next, as a token of its own."""
+        self._end_token = len(self._unread.text)
+
+    def read(self) -> list[WholeCall]:
+        """All calls, once it is done; none if nothing fits."""
+        text = _CALL_FENCE.sub("", self._unread.text)
+        if text.lstrip().startswith(self._format.start):
+            text = text.partition(self._format.start)[2]
+        body = self._find_body(text)
+        if body is None:
+            if not self._unread.is_complete:
+                return []
+            n_body = len(text.partition(self._format.end)[0])
+            body = _CallBody(n_body, n_body + len(self._format.end))
+        self._unread.text = text[body.n_read :]
+        self.is_done = True
+        if body.is_damaged:
+            return []
+        is_closed = body.end < len(text)
+        try:
+            calls = self._parse(text[: body.end], is_closed=is_closed)
+        except Exception:  # noqa: BLE001 - they raise what they like on bad text
+            return []
+        self.n_left_out = max(0, len(calls) - self._max_calls)
+        return calls[: self._max_calls]
+
+    def _find_body(self, text: str) -> _CallBody | None:
+        """None if its end has not come."""
+        if self._is_json(text) and self._end_token is None:
+            return self._find_json(text)
+        position = self._find_end_tag(text)
+        if position < 0:
+            return None
+        end = position + len(self._format.end)
+        if not self._foreign.string_mark or self._max_calls == 1:
+            return _CallBody(position, end)
+
+        late = _LATE_MARK.compiled.match(text, end, partial=True)
+        if late is not None and late.partial and not self._unread.is_complete:
+            return None
+        is_damaged = late is not None and not late.partial
+        return _CallBody(position, end, is_damaged)
+
+    def _find_end_tag(self, text: str) -> int:
+        """Its position, or -1.
+
+        An end tag between the marks of a string is a quotation, if it is no token.
+        """
+        if self._end_token is not None:
+            return self._end_token - len(self._unread.text) + len(text)
+        position = text.find(self._format.end)
+        mark = self._foreign.string_mark
+        if mark:
+            while position >= 0 and text.count(mark, 0, position) % 2:
+                position = text.find(self._format.end, position + 1)
+        return position
+
+    def _is_json(self, text: str) -> bool:
+        """Whether it is read here as JSON, whatever mlx-lm's parser makes of it."""
+        if self._foreign.is_json:
+            return True
+        is_hermes = self._format.start == HERMES_START
+        return is_hermes and _OBJECT_OR_LIST.match(text) is not None
+
+    def _find_json(self, text: str) -> _CallBody | None:
+        """It ends with its last bracket; then the end tag may follow."""
+        end = self._json_span.find_end(text)
+        if end is None:
+            return None
+        lost = LOST_MEMBER.compiled.match(text, end, partial=True)
+        if lost is not None and not lost.partial:
+            return _CallBody(end, end, is_damaged=True)
+        match = None
+        if not self._foreign.is_json:
+            match = _WHOLE_JSON_END.compiled.match(text, end, partial=True)
+        is_undecided = bool(lost) or (match is not None and match.partial)
+        if is_undecided and not self._unread.is_complete:
+            return None
+        return _CallBody(end, match.end() if match else end)
+
+    def _parse(self, body: str, *, is_closed: bool) -> list[WholeCall]:
+        if self._foreign.string_mark:
+            offered = parameters_by_name(self._tools)
+            mark = self._foreign.string_mark
+            reader = MarkedCalls(body, mark=mark, offered=offered, is_closed=is_closed)
+            return reader.read()
+        if _OBJECT_OR_LIST.match(body):
+            return parse_json_calls(body)
+        if self._foreign.is_python:
+            return parse_python_calls(body)
+        parsed = as_list(self._format.parse(body, list(self._tools)))
+        calls = [_parse_json_call(call) for call in parsed]
+        return calls if self._has_read_all(body, calls) else []
+
+    def _has_read_all(self, body: str, calls: list[WholeCall]) -> bool:
+        """Whether mlx-lm's parser has overlooked nothing."""
+        entry = self._foreign
+        if entry.body and not regex.fullmatch(entry.body, body):
+            return False
+        n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
+        has_all_calls = len(calls) >= len(regex.findall(entry.call_tag, body))
+        n_tags = len(regex.findall(entry.argument_tag, body))
+        return has_all_calls and n_arguments >= n_tags
+
+
 # region TOOL CALLS ============================================================
 # Text of calls -> OpenAI tool calls, while they are generated; and the whole reply, put
 # together.
@@ -14951,172 +16427,43 @@ def tool_call_prefixes(
 #     /a.md\n                                                          /a.md
 #     </parameter>\n</function>\n</tool_call>                          "}
 #
-#  1 Values     Between tags a value is bare text; the tool's schema says what it means.
-#  2 Deltas     What is emitted, as an OpenAI chat has it.
-#  3 Readers    The text of one call -> its name, and its arguments as JSON text.
+#  1 Deltas     What is emitted, as an OpenAI chat has it.
+#  2 Arguments  Values between tags -> JSON. (JSON itself: MENDED JSON.)
+#  3 Reader     The text of one call -> its name and its arguments.
 #  4 Reply      Pieces of the reply (REASONING PARSER) -> deltas.
 #
 # How a call begins tells its syntax, whatever the template says: models mix them. What
 # calls no tool that was offered is text.
 #
 # The rule: a call never runs with fewer arguments than were written, and no value has
-# more text than its own (L-133). Once a name was emitted the call cannot be taken back.
-# So where nobody can tell any more what was meant, its arguments stay open, and the
-# reply ends there as one that was cut. What would be told too late if the arguments
-# were closed with their last bracket, an argument behind the end of its call, is waited
-# for: they are closed when the next text has come, or the reply is over.
+# more text than its own (L-133). A name that was emitted cannot be taken back. So where
+# nobody can tell any more what was meant, the arguments stay open, and the reply ends
+# there like one that was cut. An argument after the end of its call would be seen too
+# late if the arguments were closed at once. So their last bracket is emitted when the
+# next text has come, or the reply is over.
 #
 # An end tag that is known to be a token of its own ends its call, whatever stands open
 # but a string or a value, which may quote it; the same letters in other tokens are
 # text. Where tokens are not known (tags that have several, replies in the tests), the
 # text around a tag tells, so a value that has one on a line of its own stays open.
 #
-# What the splitter (REASONING PARSER) and the reply promise each other: text goes to
-# the splitter's `feed`. Once that returns a "tool" piece, `in_call` is true and all
-# text is of a call, until a CallReader is done. Then what was no call goes back to it
-# by `add_text`, and what follows the call by `resume`.
+# The splitter (REASONING PARSER) finds where a call begins, and a CallReader where it
+# ends. ReplyParser carries the text between them, here of "Hi <tool_call>... Bye":
 #
-# Names and tags are read by patterns of CALL SYNTAXES, whose matches may be partial:
-# the text ends, and what comes next decides. Then the reader waits. JSON is read here,
-# and foreign calls by mlx-lm.
+#     splitter.feed(text)             content "Hi", tool "<tool_call>...". From then on
+#                                     splitter.in_call, and all text is "tool" text.
+#     reader.feed(tool text)          "", for this is a call. If it is none, it returns
+#     splitter.add_text(that text)    its text, in which no tag is looked for again.
+#     splitter.resume(reader.rest,    Once reader.is_done: in_call is over, and tags are
+#                     called=True)    looked for in what follows: content "Bye".
 #
-# Public   ReplyParser, schema_types, follow_reference, to_json
-# Uses     API TYPES, REASONING PARSER, CALL SYNTAXES
+# Public   ReplyParser
+# Uses     API TYPES, REASONING PARSER, CALL TEXT, CALL SYNTAXES, MENDED JSON,
+#          FOREIGN CALLS
 # Thread   any; pure
 
 
-# -- 1 values --------------------------------------------------------------------------
-
-_JSON_TYPES: Final = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
-# why(L-94): models write Python where JSON is wanted: ['a', None], True
-_PYTHON_VALUE: Final = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*\Z)")
-
-to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
-
-
-def argument_types(parameters: Schema, key: str) -> set[str]:
-    """The JSON types of one argument by its tool's schema; empty: any."""
-    properties = parameters.get("properties")
-    if isinstance(properties, dict) and key in properties:
-        return schema_types(properties[key], parameters)
-    return schema_types(parameters.get("additionalProperties"), parameters)
-
-
-def schema_types(schema: object, root: Schema | None = None) -> set[str]:
-    """The JSON types that a schema allows; empty if any, or if it is no schema.
-
-    `root`: the schema in which its references are found.
-    """
-    schema = follow_reference(schema, root or {})
-    if not isinstance(schema, dict):
-        return set()
-    types = _own_types(schema)
-    for key in ("anyOf", "oneOf", "allOf"):
-        for part in _as_list(schema.get(key, [])):
-            types |= schema_types(part, root)
-    if "number" in types:
-        types.add("integer")
-    return types
-
-
-_MAX_REFERENCES: Final = 10  # one after another
-
-
-def follow_reference(schema: object, root: Schema) -> object:
-    """What a schema stands for that is {"$ref": "#/$defs/name"}; {} if that is nothing.
-
-    Any other schema is returned as it is.
-    """
-    for _ in range(_MAX_REFERENCES):
-        path = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(path, str):
-            return schema
-        schema = root
-        for step in path.removeprefix("#").split("/")[1:]:
-            schema = schema.get(step) if isinstance(schema, dict) else None
-    return {}
-
-
-def _own_types(schema: Schema) -> set[str]:
-    """Those that it names; or else those of the values that it lists."""
-    if "type" in schema:
-        return {name for name in _as_list(schema["type"]) if isinstance(name, str)}
-    values = _as_list(schema.get("enum", []))
-    if "const" in schema:
-        values = [schema["const"]]
-    return {_JSON_TYPES[type(value)] for value in values}
-
-
-def value_as_json(text: str, types: set[str]) -> str:
-    """A bare value as JSON: what it means, by its types (empty: any).
-
-    A value of another type than the schema's is passed on: the client knows better how
-    to say what is wrong. What is neither JSON nor Python is a string.
-    """
-    can_be_string = not types or "string" in types
-    parsers: list[Callable[[str], object]] = [partial(json.loads, strict=False)]
-    if _PYTHON_VALUE.match(text):
-        parsers.append(load_python)
-    if not can_be_string:
-        parsers.append(_load_escaped)
-    for parse in parsers:
-        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            value = parse(text.strip())
-            if can_be_string or not isinstance(value, str):
-                return to_json(text if _is_string(value, types) else value)
-    return to_json(text)
-
-
-def load_python(text: str) -> object:
-    """A literal in Python. Raises ValueError, SyntaxError, TypeError, MemoryError."""
-    return ast.literal_eval(without_false_escapes(text.strip()))
-
-
-def without_false_escapes(source: str) -> str:
-    """Python with a second backslash where one begins no escape.
-
-    It means the same; Python would print a warning.
-    """
-    return _PYTHON_ESCAPE.sub(
-        lambda match: match[0] if match["escape"] else f"\\{match[0]}", source
-    )
-
-
-_PYTHON_ESCAPE: Final = re.compile(
-    r"""\\(?:(?P<escape>[\\'"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}(?![0-7]))|)"""
-)
-
-
-def _load_escaped(text: str) -> object:
-    """JSON in a string in JSON, also without its quotes: [{\\"a\\": 1}]."""
-    quoted_text = text if text.startswith('"') else f'"{text}"'
-    return json.loads(json.loads(quoted_text, strict=False), strict=False)
-
-
-def _is_string(value: object, types: set[str]) -> bool:
-    """Whether a text that reads as `value` is a string all the same."""
-    value_type = _JSON_TYPES.get(type(value), "string")
-    return value_type == "string" or ("string" in types and value_type not in types)
-
-
-def escape_json(text: str) -> str:
-    """A part of a string in JSON, without quotes. Parts can be escaped one by one."""
-    return to_json(text)[1:-1]
-
-
-def _as_list(item: Any) -> list[Any]:
-    return item if isinstance(item, list) else [item]
-
-
-# -- 2 deltas --------------------------------------------------------------------------
+# -- 1 deltas --------------------------------------------------------------------------
 
 
 class ReplyDeltas:
@@ -15166,176 +16513,88 @@ class ReplyDeltas:
         return message
 
 
-# -- 3 readers -------------------------------------------------------------------------
-#
-#     CallReader              reads the tag and the name, then by one of these
-#         TaggedArguments     tags and values in turn
-#         JsonArguments       JSON, which is mended as it is read
-#         ForeignCalls        whole calls: Gemma's, JSON, Python, or by mlx-lm's parser
-#
-# They share one UnreadText: each takes from its front what is certain.
+# -- 2 arguments -----------------------------------------------------------------------
 
-
-class TextBefore(NamedTuple):
-    """A text up to what ends it."""
-
-    text: str
-    ending: Any = None  # the match; None: it has not come
-    cut_tag: str = ""  # at the end of the reply: what might have become one
-
-    def group(self, name: str) -> str | None:
-        """A group of what ends it, which may be empty; None if it is not there."""
-        groups = self.ending.groupdict() if self.ending is not None else {}
-        group: str | None = groups.get(name)
-        return group
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is a value with its closing tag."""
-        is_unclosed = self.group("unclosed") is not None
-        is_unclosed |= self.group("next_key") is not None
-        return self.ending is not None and not is_unclosed
-
-
-class UnreadText:
-    """The text of a call that was generated and not read. It is read from the front."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.is_complete = False  # no more will come
-        self.is_cut = False  # it ends inside a tag, or a member
-        self.has_tokens = False  # an end tag would have come as a token of its own
-
-    def match_next(self, pattern: Pattern) -> Any:
-        """Take a match from the front and return it; None if nothing fits there.
-
-        If the match is `partial`, it depends on text that is still to come: nothing is
-        taken.
-        """
-        match = pattern.compiled.match(self.text, partial=True)
-        if match is None:
-            return None
-        if match.partial:
-            self.is_cut = self.is_complete
-            return None if self.is_cut else match
-        self.text = self.text[match.end() :]
-        return match
-
-    def take_until(self, pattern: Pattern) -> TextBefore:
-        """Take the text before a match, and the match.
-
-        As long as it has not come, what may be its beginning stays. In a complete text
-        it is taken, too.
-        """
-        match = self._find_first(pattern)
-        text = self.text[: match.start()]
-        if not match.partial:
-            self.text = self.text[match.end() :]
-            return TextBefore(text, match)
-        self.text = self.text[match.start() :]
-        if not self.is_complete:
-            return TextBefore(text)
-
-        # It may have waited for the end of the reply, and so end before that.
-        match_at_end = pattern.compiled.match(self.text + "\0")
-        end = match_at_end.end() if match_at_end else len(self.text)
-        cut_tag = "" if match_at_end else self.text
-        self.text = self.text[end:]
-        return TextBefore(text, match_at_end, cut_tag=cut_tag)
-
-    def _find_first(self, pattern: Pattern) -> Any:
-        """The first match, also one that is partial.
-
-        The regex library takes a whole match for better, wherever it is.
-        """
-        match = pattern.compiled.search(self.text, partial=True)
-        first_start = max(0, len(self.text) - _LONGEST_TAG)
-        for start in _TAG_START.finditer(self.text, first_start, match.start()):
-            earlier = pattern.compiled.match(self.text, start.start(), partial=True)
-            if earlier is not None:
-                return earlier
-        return match
-
-
-_TAG_START: Final = re.compile(r"[\s<\]\"'`]")
-_LONGEST_TAG: Final = 3000  # letters, with those that come before and after
+_JSON_START: Final = Pattern(r"\s*\{", example="\n{", near_miss="n{")
 
 
 class TaggedArguments:
     """Reads arguments between tags: a tag, then its value, if it has one, and so on.
 
-    In the place of the tags a model may write all arguments as one JSON object. Once
-    they are read, `closing` closes them.
+        \n<parameter=path>\n         "path":
+        docs/a.md                    "docs/a.md
+        \n</parameter>               "
+        \n</function>\n</tool_call>  is_done; `closing` is for the caller to emit
+
+    In the place of the tags a model may write all arguments as one JSON object.
     """
 
     def __init__(
         self,
         unread: UnreadText,
         tags: ParameterTags,
-        parameters: Schema,
+        schema: SchemaPart,
         *,
         end_tag: str,
     ) -> None:
-        """`end_tag`: what may come as a token."""
+        """`end_tag`: what may come as a token. `schema`: of the tool."""
         self.is_done = False
         self.is_broken = False  # some of what was written cannot be read
+        self.closing = "}"
         self._unread = unread
-        self._has_end_token = unread.has_tokens and end_tag in tags.key.source
+        self._reads_end_token = unread.has_tokens and end_tag in tags.key.source
         self._text_tags = tags
-        self._tags = tags.with_end_token(end_tag) if self._has_end_token else tags
-        self._parameters = parameters
+        self._tags = tags.with_end_token(end_tag) if self._reads_end_token else tags
+        self._schema = schema
         self._used_keys: set[str] = set()
-        self._value: TaggedValue | JsonArguments | None = None  # None: a tag comes next
+        self._value: TaggedValue | MendedObject | None = None  # None: a tag comes next
         self._has_tag = False  # one of its own has come
         self._has_end_tag = False  # one after which the call may end
         self._is_json = False  # they were one JSON object
-        self._opening = "{"  # emitted with the next text
-        self._separator = ""
-        self.closing = "}"
+
+    @property
+    def has_end_token(self) -> bool:
+        """Whether it reads \\0 as the token that ends the call."""
+        return self._reads_end_token and not isinstance(self._value, MendedObject)
 
     def is_in_value(self, end_tag: str) -> bool:
         """Whether a value has no closing tag where `end_tag` comes as a token."""
-        end = "\0" if self._has_end_token else end_tag + "\0"
+        end = "\0" if self._reads_end_token else end_tag + "\0"
         return isinstance(self._value, TaggedValue) and not self._value.closes(end)
 
     def forget_end_token(self) -> None:
         """Read the end tag as text from now on: it was quoted as a token."""
-        self._has_end_token = False
+        self._reads_end_token = False
         self._tags = self._text_tags
         if isinstance(self._value, TaggedValue):
             self._value.forget_end_token()
 
-    @property
-    def has_end_token(self) -> bool:
-        """Whether it reads NUL as the token that ends the call."""
-        return self._has_end_token and not isinstance(self._value, JsonArguments)
-
     def read(self) -> str:
         """What more is certain, as JSON text."""
-        json_text = self._opening
-        self._opening = ""
+        json_text = ""
         while not self.is_done:
             if self._value is not None:
                 json_text += self._value.read()
                 if not self._value.is_done:
                     break
-                self.is_done = self.is_broken = self._value.is_broken
-                if isinstance(self._value, JsonArguments):
-                    self.closing = self._value.closing
-                    self._is_json = True
-                self._value = None
+                self._end_value(self._value)
                 continue
             match = self._unread.match_next(self._tags.key)
             if match is not None and match.partial:
                 break
-            json_text += self._accept(match)
+            json_text += self._accept(match) if match else self._accept_other()
         return json_text
+
+    def _end_value(self, value: TaggedValue | MendedObject) -> None:
+        """Go on after a value."""
+        self.is_done = self.is_broken = value.is_broken
+        if isinstance(value, MendedObject):
+            self.closing = value.closing
+            self._is_json = True
+        self._value = None
 
     def _accept(self, match: Any) -> str:
         """Go on after a tag; returns what it is in JSON."""
-        if match is None:
-            self._accept_other()
-            return ""
         self._has_tag = True
         if match["end"] is not None:
             self.is_done = True
@@ -15347,56 +16606,44 @@ class TaggedArguments:
         if self._is_json or key in self._used_keys:  # of two values JSON keeps one
             self.is_done = self.is_broken = True
             return ""
+        separator = ", " if self._used_keys else ""
         self._used_keys.add(key)
-        is_quoted = self._tags.quoted_value_end and match["quoted"] is not None
-        self._value = TaggedValue(
-            self._unread,
-            (
-                self._value_end(match, self._tags),
-                self._value_end(match, self._text_tags),
-            ),
-            tags=ParameterTags(*self._tags[:2]) if is_quoted else self._tags,
-            types=argument_types(self._parameters, key),
-            used_keys=self._used_keys,
-        )
-        separator = self._separator
-        self._separator = ", "
+        self._value = self._open_value(key, match)
         return f"{separator}{to_json(key)}: "
 
-    def _accept_other(self) -> None:
-        """What comes next is no tag of the call."""
+    def _open_value(self, key: str, match: Any) -> TaggedValue:
+        """The reader of the value after a tag."""
+        tags, text_tags = self._tags, self._text_tags
+        if tags.quoted_value_end and match["quoted"] is not None:
+            tags = text_tags = tags.in_quotes()
+        keys = self._schema.keys
+        is_in_line = not match[0].endswith("\n")
+        return TaggedValue(
+            self._unread,
+            tags.for_value(keys, is_in_line=is_in_line),
+            text_tags.for_value(keys, is_in_line=is_in_line),
+            types=self._schema.member(key).types,
+            used_keys=self._used_keys,
+        )
+
+    def _accept_other(self) -> str:
+        """What comes next is no tag of the call. Nothing of it is emitted."""
         if not self._has_tag and self._unread.match_next(_JSON_START) is not None:
             self._has_tag = True
-            self._value = JsonArguments(
-                self._unread, opening="", end=None, parameters=self._parameters
-            )
-            return
+            self._value = MendedObject(self._unread, self._schema.keys)
+            return ""
         self.is_done = True
         rest = self._unread.text.strip()
-        is_cut_tag = rest.startswith("<") and rest != "<" and rest[1] != "/"
+        is_cut_tag = rest.startswith("<") and rest[1:2] not in {"", "/"}
         if not self._has_tag:
-            self.is_broken = True
-        elif self._has_end_tag:  # what follows is text
-            self.is_broken = self._unread.is_complete and is_cut_tag
-        elif self._unread.is_complete:
-            self.is_broken = is_cut_tag or (bool(rest) and rest[0] != "<")
+            self.is_broken = True  # <function=read> and then a text
+        elif not self._unread.is_complete:
+            self.is_broken = not self._has_end_tag  # </function> Done. is a text
+        elif self._has_end_tag:
+            self.is_broken = is_cut_tag  # </function> <param
         else:
-            self.is_broken = True
-
-    def _value_end(self, match: Any, tags: ParameterTags) -> Pattern:
-        """What ends the value after the tag that was matched."""
-        quoted_end = tags.quoted_value_end
-        if quoted_end and match["quoted"] is not None:
-            return quoted_end
-        in_line = "text" if match[0].endswith("\n") else "unreadable"
-        source = tags.value_end.source
-        properties = self._parameters.get("properties")
-        if isinstance(properties, dict) and properties:
-            names = "|".join(sorted(map(regex.escape, properties)))
-            next_key = tags.next_key.replace("KEYS", names)
-            source = f"{source}|{next_key}"
-        source = source.replace("IN_LINE", in_line)
-        return replace(tags.value_end, source=source)
+            self.is_broken = is_cut_tag or rest[:1] not in {"", "<"}
+        return ""
 
 
 class TaggedValue:
@@ -15410,31 +16657,28 @@ class TaggedValue:
     def __init__(
         self,
         unread: UnreadText,
-        ends: tuple[Pattern, Pattern],
-        *,
         tags: ParameterTags,
+        text_tags: ParameterTags,
+        *,
         types: set[str],
         used_keys: set[str],
     ) -> None:
-        """`ends`: what ends it, now and once the end tag as a token was quoted."""
+        """`text_tags` are its tags once the end tag as a token was quoted in it."""
         self.is_done = False
         self.is_broken = False
         self._unread = unread
-        self._end, self._end_as_text = ends
-        self._elements = OpenElements()
-        # A quoted closing tag is in it, after which these mean something, too.
+        self._end = tags.value_end
+        self._end_as_text = text_tags.value_end
         self._later_tag = tags.later_tag
-        self._end_after_tag = replace(
-            self._end, source=f"(?P<unreadable>{tags.later_tag})|{self._end.source}"
-        )
         self._tag_at_start = regex.compile(rf"\s*(?:{tags.any_tag})")
         self._tag_at_end = regex.compile(rf"(?:{tags.any_tag})\s*\Z")
-        self._start = ""  # of its text, as long as a tag
+        self._elements = OpenElements()
         self._has_quoted_tag = False
         self._types = types
         self._used_keys = used_keys
         self._is_string = types == {"string"}
         self._can_be_string = not types or "string" in types
+        self._start = ""  # of its text, as long as a tag
         self._text = ""  # as far as it was read; of a string, its end
         self._opening = '"'  # emitted with the next text
 
@@ -15442,8 +16686,7 @@ class TaggedValue:
         """What more is certain, as JSON text."""
         json_text = ""
         while not self.is_done:
-            end = self._end_after_tag if self._has_quoted_tag else self._end
-            before = self._unread.take_until(end)
+            before = self._unread.take_until(self._find_end())
             json_text += self._emit(before.text)
             quoted_tag = before.group("quoted")
             text = before.group("text") or self._own_closing_tag(before)
@@ -15468,9 +16711,13 @@ class TaggedValue:
     def forget_end_token(self) -> None:
         """Read the end tag as text from now on."""
         self._end = self._end_as_text
-        self._end_after_tag = replace(
-            self._end, source=f"(?P<unreadable>{self._later_tag})|{self._end.source}"
-        )
+
+    def _find_end(self) -> Pattern:
+        """What ends it now: after a quoted closing tag, other tags mean something."""
+        if not self._has_quoted_tag:
+            return self._end
+        source = f"(?P<unreadable>{self._later_tag})|{self._end.source}"
+        return replace(self._end, source=source)
 
     def _end_of_value(self) -> str:
         return '"' if self._is_string else value_as_json(self._text, self._types)
@@ -15487,10 +16734,10 @@ class TaggedValue:
         """Take a part of the value; returns what is certain of it."""
         self._text += text
         self._elements.read(text)
-        self._start = (self._start + text)[:_TAG_LENGTH]
+        self._start = (self._start + text)[:TAG_LENGTH]
         if not self._is_string:
             return ""
-        self._text = self._text[-_TAG_LENGTH:]
+        self._text = self._text[-TAG_LENGTH:]
         opening = self._opening
         self._opening = ""
         return opening + escape_json(text)
@@ -15567,1006 +16814,18 @@ _ELEMENT_TAG: Final = re.compile(
     (?= [\s>/=] ) (?(slash) > )
     """
 )
-_TAG_LENGTH: Final = 250  # letters, at most
 _OTHER_ENDS: Final = ("unclosed", "unreadable", "quoted", "text", "next_key")
 _ANY_TAG: Final = re.compile(r"</?\w")
 
 
-# JSON as models write it: with comments, and commas or quotes too many or too few. A
-# number or a word is certain once something follows it.
-_JSON_START: Final = Pattern(r"\s*\{", example="\n{", near_miss="n{")
-_GAP: Final = r"""(?x:
-    (?: \s* (?P<skipped> // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,99}
-    \s*
-)"""
-_NUMBER: Final = r"""(?x:
-    -? (?: 0 | [1-9][0-9]{0,99} )
-    (?: \. [0-9]{1,99} )?
-    (?: [eE] [+-]? [0-9]{1,3} )?
-)"""
-# As Python writes it. It is read as a whole, so it is short.
-_SINGLE_QUOTED: Final = r"""'(?:[^'\\\x00-\x1f]|\\['"\\nrt]){0,999}'"""
-_VALUE_SOURCE: Final = r"""(?x:
-    GAP
-    (?: (?P<open> [{\["] )
-      | (?P<single_quoted> SINGLE_QUOTED ) (?= \s* [,}\]] )
-      | (?: NUMBER | true | false | null | (?P<python> True | False | None )
-          | (?P<word> [\w.+-]{1,200} ) )           # NaN, 1e9999, 007: it is a string
-        (?= [ \t\r\n,}\]/] )
-    )
-)""".replace("NUMBER", _NUMBER).replace("GAP", _GAP)
-_VALUE: Final = _VALUE_SOURCE.replace("SINGLE_QUOTED", _SINGLE_QUOTED)
-_ESCAPE: Final = r"""(?x:
-    ["\\/bfnrt]
-  | u (?i: (?! d[89a-f] ) [0-9a-f]{4}                         # a character
-         | d[89ab][0-9a-f]{2} \\ (?-i:u) d[c-f][0-9a-f]{2} )  # or a surrogate pair
-)"""
-_CHARACTER: Final = rf'(?:[^"\\\x00-\x1f]|\\{_ESCAPE})'
-_KEY: Final = (
-    rf'{_GAP}(?P<key>"{_CHARACTER}{{0,999}}"|(?P<single_quoted>{_SINGLE_QUOTED})'
-    rf"|(?P<bare_key>[A-Za-z_$][\w$-]{{0,199}})){_GAP}:"
-)
-
-# What comes next in a string: text; or one raw character, which JSON would escape: a
-# line break, a backslash that begins no escape (11 characters tell), and, why(L-86), a
-# quote inside the string. What follows a quote decides whether it ends the string:
+# -- 3 reader --------------------------------------------------------------------------
 #
-#     }  ]  or a tag of the call          "hello"}        ends it
-#     a comma, and what may follow it     "hello", "n":   ends it (in arrays: any comma)
-#     blanks, and a quote or a comment    "hello" "n":    ends it; a comma was forgotten
-#     a letter, a bracket ...             print("hello")  is inside
-#     blanks, and any other character     say "hello" to  is inside
-#     a tag of something else             "<b>            is inside
-#     a comma, and no key after it        f("a", b + 1)   is inside (in objects)
-#     a colon                             "x, "n": 5      ends a key: the string before
-#                                                         was never closed (L-133)
-_STRING: Final = r"""(?x:
-    CHARACTER+
-  | (?P<raw>
-        [\x00-\x1f]
-      | \\ (?! ESCAPE ) (?= (?s: .{11} ) )          # C:\Users
-      | " (?= [^\s,:}\]<]                           # print("hello")
-            | \s \s* (?: [^\s,:}\]"/<] | / [^/*] )  # say "hello" to; "a" / b
-            | < (?! /?tool_call> ) (?s: .{11} )     # "<b>: 12 characters tell
-            | COMMA_INSIDE )                        # f("a", b + 1)
-    )
-  | (?P<close>
-        " (?= \s* (?: [}\]] | </?tool_call>         # "hello"}; its } was forgotten
-                     | COMMA_AFTER )                # "hello", "n": 5
-            | \s \s* (?: " | / [/*] ) )             # "hello" "n"; "hello" // why
-    )
-  | (?P<key_end> " (?= \s* : ) )                   # "x, "n": 5
-)""".replace("CHARACTER", _CHARACTER).replace("ESCAPE", _ESCAPE)
-_STRING_IN_OBJECT: Final = _STRING.replace(
-    "COMMA_INSIDE",
-    r"""(?x:
-        \s* , \s*
-        (?: \w+ \s* [^\s\w:]
-          | [^\s"'\w}\]/]
-          | '[^'\n]{0,99}+ (?: [^'] | '\s* [^\s:] )   # "a", 'b') is no key
-        )
-    )""",
-).replace(
-    "COMMA_AFTER",
-    r"""(?x:
-        , \s*
-        (?: ["}\]/] | \w+ \s* : | '[^'\n]{0,99}+' \s* : )
-    )""",
-)
-_STRING_IN_ARRAY: Final = _STRING.replace("COMMA_INSIDE", NO_PATTERN).replace(
-    "COMMA_AFTER", ","
-)
-
-
-@dataclass(frozen=True, eq=False)
-class JsonState(Pattern):
-    """Where in JSON a reader is, as the pattern of what may come next there."""
-
-    closer: str  # of what is open
-
-
-OBJECT_START: Final = JsonState(  # after {
-    rf"{_KEY}{_VALUE}|{_GAP}(?P<close>\}})",
-    example='"n": 5,',
-    near_miss="'n: 5,",
-    closer="}",
-)
-OBJECT_MEMBER: Final = JsonState(  # after a member
-    rf'{_GAP}(?:,|(?P<no_comma>(?="))){_KEY}{_VALUE}'
-    rf"|{_GAP}(?:(?P<skipped>,){_GAP})?(?P<close>\}})",
-    example=', "items": [',
-    near_miss=", ]",
-    closer="}",
-)
-OBJECT_STRING: Final = JsonState(
-    _STRING_IN_OBJECT,
-    example='", "n": 5',
-    near_miss='", n',  # the string goes on, or a key without quotes follows
-    closer='"',
-)
-ARRAY_START: Final = JsonState(  # after [
-    rf"{_VALUE}|{_GAP}(?P<close>\])",
-    example="-2.5e3,",
-    near_miss="'a,",
-    closer="]",
-)
-ARRAY_ITEM: Final = JsonState(  # after an item
-    rf"{_GAP},{_VALUE}|{_GAP}(?:(?P<skipped>,){_GAP})?(?P<close>\])",
-    example=", True]",
-    near_miss=", }",
-    closer="]",
-)
-ARRAY_STRING: Final = JsonState(
-    _STRING_IN_ARRAY,
-    example='", n',
-    near_miss='"',
-    closer='"',
-)
-
-# The state after a member or an item. States not listed here stay as they are: in a
-# string, after a member, after an item.
-_NEXT_STATES: Final = {OBJECT_START: OBJECT_MEMBER, ARRAY_START: ARRAY_ITEM}
-_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
-
-# After the arguments: brackets, one too many or too few, and the closing tag. Without
-# the tag the call has ended, too, if another call or a text follows (L-82).
-_JSON_CALL_END: Final = Pattern(
-    r"""(?x:
-        \s* [}\]]* \s*
-        (?: </tool_call> | <\|call\|>
-          | <\|tool_call_end\|>                     # Kimi's, and of all its calls
-            (?: \s* <\|tool_calls?_section_end\|>
-              | (?= \s* (?: [^\s<] | <[^|] | <\|tool_call_b | \0 ) )
-            )
-          | (?= <tool_call> | [^\s}\]<] )
-        )
-    )""",
-    example="}}\n</tool_call>",
-    near_miss="}\n<b>",
-)
-# The same where the arguments are a member of the call, whose bracket comes after them:
-# what comes before it is none of a text.
-_JSON_MEMBER_END: Final = Pattern(
-    r"""(?x:
-        GAP [}\]]+ GAP
-            (?: </tool_call> | (?= <tool_call> | [^\s}\]</] | / [^/*] ) )
-      | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
-    )""".replace("GAP", _GAP),
-    example="}}\n</tool_call>",
-    near_miss="\nDone.",
-)
-# A member of the call follows that is none of its arguments: or one that was meant as
-# an argument, before which a bracket was closed too early.
-_LATER_MEMBER: Final = Pattern(
-    rf'\s*[}}\]]?(?=\s*,\s*"(?P<name>{_CHARACTER}{{0,99}})"\s*:)',
-    example=', "id": 5',
-    near_miss="}}\n",
-)
-_CALL_MEMBERS: Final = {"id", "type", "index", "call_id", "tool_call_id"}
-# An argument after a bracket that was closed too early.
-_LOST_MEMBER: Final = Pattern(
-    r"""(?x:
-        (?: BRACKETS (?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,9}
-        BRACKETS
-        (?: " CHARACTER{0,99} " | ' [^'\n]{0,99} '
-          | \w{1,99} ["'] | (?<= [,;] \s{0,9} ) \w{1,99} )
-        \s{0,9} :
-    )""".replace("CHARACTER", _CHARACTER).replace("BRACKETS", r"[\s}\],;]{0,99}+"),
-    example='; "n": 5',
-    near_miss="}\nn: 5",
-)
-# Where arguments are left open, and nothing was written that would be lost: before a
-# tag that ends the call, or at the end of the reply.
-_LEFT_OPEN: Final = Pattern(
-    r"""(?x)
-    \s* (?: , \s* )?
-    (?= </ (?: tool_call | function | invoke | minimax:tool_call ) >
-      | <tool_call> \s* [{<\w]
-      | <\|call\|> )
-    """,
-    example="\n</tool_call>",
-    near_miss=', "n</tool_call>',
-)
-
-
-class JsonArguments:
-    """Reads arguments that are JSON. Their `{` was read with the name.
-
-    They are emitted as they were generated, a member only once its value begins: so
-    closing all that is open always makes valid JSON. `closing`, their last bracket, is
-    for the end of the call: if then more arguments follow, or if they cannot be read
-    on, they are broken and stay open, since clients run what is valid (L-86).
-    """
-
-    def __init__(
-        self,
-        unread: UnreadText,
-        *,
-        opening: str = "{",
-        end: Pattern | None,
-        parameters: Schema,
-    ) -> None:
-        """`opening` is emitted first. `end`: what ends the call; None: others read it.
-
-        `parameters`: the tool's schema.
-        """
-        self.is_done = False
-        self.is_broken = False  # some of what was written cannot be read
-        self._unread = unread
-        self._open = [OBJECT_START]  # all that is open, outermost first
-        self._opening = opening  # emitted with the next text
-        self.closing = ""
-        self._end = end
-        properties = parameters.get("properties")
-        self._keys = set(properties) if isinstance(properties, dict) else set()
-        self._string = OpenString(self._keys)  # that is open, or was last
-        self._has_mended_bracket = False
-        # A key of the tool's is in an object inside the arguments: if a bracket is
-        # missing, it was before that key.
-        self._has_inner_key = False
-
-    @property
-    def is_in_string(self) -> bool:
-        """Whether a string is open, and nothing tells yet that it is closed."""
-        is_open = bool(self._open) and self._open[-1].closer == '"'
-        return is_open and not self._unread.text.startswith('"')
-
-    def read(self) -> str:
-        """What more is certain, as JSON text."""
-        json_text = self._opening
-        self._opening = ""
-        while not self.is_done:
-            if not self._open:
-                self._read_end()
-                if not self._open:
-                    break
-            part = self._read_next()
-            if part is None:
-                break
-            json_text += part
-        return json_text
-
-    def _read_next(self) -> str | None:
-        """Take what comes next; returns what is emitted of it.
-
-        None: it is broken, or the next text decides.
-        """
-        match = self._unread.match_next(self._open[-1])
-        if match is not None and match.partial:
-            return None
-        text = self._accept(match) if match else self._accept_other()
-        self.is_done = self.is_broken
-        if text is None:
-            return None
-        if self.closing:  # a later member of the call
-            return ""
-        if not self._open:
-            self.closing = text
-            return ""
-        return text
-
-    def _read_end(self) -> None:
-        """Read on after the arguments."""
-        if self._end is None:
-            self.is_done = True
-            return
-        text = self._unread.text
-        lost = _LOST_MEMBER.compiled.match(text, partial=True)
-        if lost is not None and not lost.partial:
-            later = self._unread.match_next(_LATER_MEMBER)
-            if later is not None and later["name"] in _CALL_MEMBERS:
-                self._open.append(OBJECT_MEMBER)  # whose text is not emitted
-            else:
-                self.is_done = self.is_broken = True
-        elif lost is None or self._unread.is_complete:
-            self._end_call(self._end)
-            is_cut = lost is not None and re.search(r"[,;]\s*[\"']", text)
-            self.is_broken |= self.is_done and bool(is_cut)
-
-    def _end_call(self, end: Pattern) -> None:
-        """Take what ends the call. A text ends it, too, unless it is a member's."""
-        match = self._unread.match_next(end)
-        if match is not None and match.partial:
-            return
-        self.is_done = True
-        if end is not _JSON_MEMBER_END:
-            rest = self._unread.text.lstrip()
-            has_tag = match is not None and "<" in match[0]
-            follows_text = not has_tag and rest[:1] not in {"", "<", "["}
-            self.is_broken = self._has_mended_bracket and follows_text
-            return
-        if match is None:
-            rest = self._unread.text.lstrip()
-            self.is_broken = bool(rest) and rest[0] not in "}]"
-        has_bracket = match is not None and match[0].lstrip()[:1] != "<"
-        self.is_broken |= self._has_inner_key and not has_bracket
-
-    def _accept(self, match: Any) -> str | None:
-        """Go on to the state after `match`; returns its text as JSON.
-
-        None: it is broken.
-        """
-        text: str = match[0]
-        state = self._open.pop()
-        if state.closer == '"':
-            if match["close"] is not None:
-                return text
-            self._open.append(state)
-            return self._accept_string(match)
-        if match["close"] is not None:
-            return _mend(match)
-        if self._open and state is OBJECT_MEMBER:
-            self._has_inner_key |= match["key"].strip("\"'") in self._keys
-        self._open.append(_NEXT_STATES.get(state, state))
-        if match["open"] is not None:
-            self._open.append(_opened_state(text[-1], container=state))
-            self._string = OpenString(self._keys)
-        return _mend(match)
-
-    def _accept_string(self, match: Any) -> str | None:
-        """Take a part of a string."""
-        if match["key_end"] is not None:
-            self.is_broken = True
-            return None
-        is_raw = match["raw"] is not None
-        text, rest = self._string.take(match[0], is_raw=is_raw)
-        self._unread.text = rest + self._unread.text
-        is_tag = self._string.is_doubtful and not self._unread.has_tokens
-        self.is_broken = is_tag or self._string.has_key
-        return escape_json(text) if is_raw else text
-
-    def _accept_other(self) -> str | None:
-        """What comes next does not fit, or was cut off; returns what closes it.
-
-        None: it is broken, or the next text decides.
-        """
-        rest = self._unread.text.strip()
-        if self._unread.is_complete and self._is_whole(rest):
-            self._unread.text = ""
-            return self._close_all()
-        if self._open[-1].closer != '"':
-            match = self._unread.match_next(_LEFT_OPEN)
-            if match is not None and match.partial:
-                return None
-            if match is not None and self._open != [OBJECT_START]:
-                return self._close_all()
-            closers = [state.closer for state in self._open]
-            if rest[:1] in closers and not self._has_inner_key:
-                self._has_mended_bracket = True
-                return self._open.pop().closer  # brackets before it were forgotten
-        self.is_broken = True
-        return None
-
-    def _is_whole(self, rest: str) -> bool:
-        """Whether the last `rest` of a reply has no part of an argument."""
-        if self._open == [OBJECT_START]:
-            return False  # it may have had any
-        if self._open[-1].closer != '"':
-            return not rest.strip(", \t\r\n}]")
-        if self._string.is_unclosed:
-            return False
-        # Half an escape: the string was cut, wherever it was.
-        return rest.startswith("\\") or not rest.strip('", \t\r\n}]')
-
-    def _close_all(self) -> str | None:
-        if self._has_inner_key and len(self._open) > 1:
-            self.is_broken = True
-            return None
-        closers = [state.closer for state in reversed(self._open)]
-        self._open.clear()
-        return "".join(closers)
-
-
-class OpenString:
-    """What tells that a string in JSON was never closed (L-133).
-
-    It holds the closing tag of its call, and quotes or line breaks that JSON would
-    escape; or a key of the tool's, before such a quote; or it has such quotes, or a
-    bracket at the end of a line, where the reply is over.
-    """
-
-    def __init__(self, keys: set[str]) -> None:
-        """`keys`: of the tool's schema."""
-        self.has_key = False
-        self._keys = keys
-        self._end = ""  # of its text, as long as a tag
-        self._has_quote = False
-        self._has_break = False
-        self._has_tag = False
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether it was never closed, if what looks like a tag in it may be one."""
-        return self._has_tag and (self._has_quote or self._has_break)
-
-    @property
-    def is_unclosed(self) -> bool:
-        """Whether it was never closed, if the reply is over."""
-        has_bracket = re.search(r"[}\]]\s*(?:\n|\Z)", self._end) is not None
-        return self._has_tag or self._has_quote or has_bracket
-
-    def take(self, text: str, *, is_raw: bool) -> tuple[str, str]:
-        """Read on in it; returns the text up to a tag, and what follows the tag."""
-        if is_raw and text == '"':
-            self._has_quote = True
-            word = _WORD_IN_QUOTES.search(self._end)
-            self.has_key |= word is not None and word[1] in self._keys
-        self._has_break |= is_raw and text == "\n"
-        n_before = len(self._end)
-        text_with_end = self._end + text
-        tag = _CALL_END_TAG.search(text_with_end)
-        n_taken = len(text)
-        if tag is not None:
-            self._has_tag = True
-            n_taken = tag.end() - n_before
-            text_with_end = ""  # so that the tag is found once
-        self._end = text_with_end[-_TAG_LENGTH:]
-        return text[:n_taken], text[n_taken:]
-
-
-_WORD_IN_QUOTES: Final = re.compile(r"(?:\A|[\s,;{]\")([\w$.-]+)\Z")
-_CALL_END_TAG: Final = re.compile(
-    r"""(?x)
-    </ (?:minimax:)? tool_call> | <\|tool_call (?:s_section)? _end\|> | <\|call\|>
-  | \[TOOL_CALLS\]
-    """
-)
-
-
-def _mend(match: Any) -> str:
-    """The text of a match as JSON: without comments, and words as what they mean."""
-    edits: list[tuple[int, int, str]] = []
-    for group, write in _MENDED_GROUPS.items():
-        if group not in match.re.groupindex:
-            continue
-        for start, end in match.spans(group):
-            old_text = match.string[start:end]
-            edits.append((start, end, write(old_text)))
-
-    text: str = match[0]
-    for start, end, new_text in sorted(edits, reverse=True):
-        before = text[: start - match.start()]
-        after = text[end - match.start() :]
-        text = before + new_text + after
-    return text
-
-
-# What JSON has in their place.
-_MENDED_GROUPS: Final[Mapping[str, Callable[[str], str]]] = {
-    "skipped": lambda _comment: "",
-    "no_comma": lambda _nothing: ",",
-    "bare_key": to_json,
-    "word": to_json,
-    "single_quoted": lambda text: to_json(ast.literal_eval(text)),
-    "python": _PYTHON_WORDS.__getitem__,
-}
-
-
-def _opened_state(opener: str, *, container: JsonState) -> JsonState:
-    if opener == "{":
-        return OBJECT_START
-    if opener == "[":
-        return ARRAY_START
-    return OBJECT_STRING if container.closer == "}" else ARRAY_STRING
-
-
-class WholeCall(NamedTuple):
-    """A call that was read as a whole."""
-
-    name: str
-    arguments: str  # JSON
-    call_id: str | None = None
-
-
-# As Mistral's templates want them. A call of version 11 has one.
-_CALL_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
-_CALL_ID_TAG: Final = re.compile(r"\[CALL_ID\]([A-Za-z0-9]{9})(?=\[|\s|\{)")
-
-
-def parse_json_calls(text: str) -> list[WholeCall]:
-    """Calls in JSON: an object, or a list. Raises ValueError if one is no call."""
-    return [_parse_json_call(call) for call in _as_list(_load_value(text))]
-
-
-def _parse_json_call(call: Any) -> WholeCall:
-    """What has neither name nor arguments under these keys is none."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ValueError(call)
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _load_value(arguments or "{}")
-    if arguments == []:
-        arguments = {}  # nothing was written that would be lost
-    if arguments is None and call.keys() <= {"name", "arguments", "id", "type"}:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise ValueError(call)
-    call_id = call.get("id")
-    is_id = isinstance(call_id, str) and _CALL_ID.fullmatch(call_id)
-    return WholeCall(call["name"], to_json(arguments), call_id if is_id else None)
-
-
-def _load_value(text: str) -> Any:
-    """A value in JSON, or in Python. Raises ValueError."""
-    with suppress(ValueError):
-        return json.loads(text, strict=False)
-    try:
-        return load_python(text)
-    except (SyntaxError, TypeError) as error:
-        raise ValueError(text) from error
-
-
-def parse_python_calls(text: str) -> list[WholeCall]:
-    """Calls that are a list in Python, as LFM2 writes them. Raises ValueError.
-
-        [read(path="a.md"), write(path="b.md", lines=[1, 2])]
-
-    An argument without a name is an error: nobody knows which one it is.
-    """
-    # A line break inside quotes is none in Python.
-    text = _PYTHON_STRING.sub(lambda match: match[0].replace("\n", "\\n"), text.strip())
-    text = without_false_escapes(text)
-    source = text if text.startswith("[") else f"[{text}]"
-    try:
-        body = ast.parse(source, mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(text) from error
-    calls = []
-    for call in getattr(body, "elts", []):
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError(text)
-        arguments = {}
-        for keyword in call.keywords:
-            if keyword.arg is None or keyword.arg in arguments:
-                raise ValueError(text)
-            arguments[keyword.arg] = _python_value(keyword.value, source)
-        calls.append(WholeCall(ast.unparse(call.func), to_json(arguments)))
-    return calls
-
-
-_PYTHON_STRING: Final = re.compile(
-    r'''(?s:"""(?:.)*?"""|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')''',
-)
-_JSON_WORDS: Final = {"true": True, "false": False, "null": None}
-
-
-class _JsonWords(ast.NodeTransformer):
-    """Replaces the words of JSON by Python's."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The value of a word; any other name stays."""
-        if node.id not in _JSON_WORDS:
-            return node
-        return ast.copy_location(ast.Constant(_JSON_WORDS[node.id]), node)
-
-
-def _python_value(node: ast.expr, source: str) -> Any:
-    """What an argument means; also JSON's words, and a text without quotes.
-
-    Two texts in a row are one in Python, and here a comma that was forgotten.
-    """
-    for part in ast.walk(node):
-        if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            text = ast.get_source_segment(source, part) or ""
-            if not _PYTHON_STRING.fullmatch(text.lstrip("rRuU")):
-                raise ValueError(source)
-    with suppress(ValueError):
-        return ast.literal_eval(_JsonWords().visit(node))
-    if any(isinstance(part, ast.Constant) for part in ast.walk(node)):
-        raise ValueError(source)
-    return ast.get_source_segment(source, node)
-
-
-class JsonSpan:
-    """Finds where a list or an object in JSON ends, in a text that grows.
-
-    At the latest it ends before a closing tag that is in no string.
-    """
-
-    def __init__(self) -> None:
-        self._position = 0  # up to it the text was read
-        self._depth = 0
-        self._is_in_string = False
-        self._end: int | None = None
-
-    def find_end(self, text: str) -> int | None:
-        """The position after it; None if it has not come. Each letter is read once."""
-        if self._end is not None:
-            return self._end
-        for match in _JSON_MARK.finditer(text, self._position, partial=True):
-            if match.partial:  # half an escape, half a tag, or nothing
-                self._position = match.start()
-                return None
-            self._position = match.end()
-            mark = match[0]
-            if mark == '"':
-                self._is_in_string = not self._is_in_string
-            elif self._is_in_string:
-                continue
-            elif mark in "[{":
-                self._depth += 1
-            elif mark in "]}":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._end = match.end()
-                    break
-            elif mark == "</tool_call>":
-                self._end = match.start()
-                break
-        return self._end
-
-
-def _up_to(tag: str) -> str:
-    """A pattern: any text, which does not contain the tag, and the tag."""
-    tag_pattern = regex.escape(tag)
-    return f"(?s:(?:(?!{tag_pattern}).)*+){tag_pattern}"
-
-
-# Formats that only mlx-lm's parser reads, by the tag that begins their calls: all that
-# their text may consist of. The parser overlooks whatever else there is.
-_PARSED_BODIES: Final = {
-    "<longcat_tool_call>": (
-        r"[^<]*+(?:<longcat_arg_key>" + _up_to("</longcat_arg_key>") + r"\s*"
-        r"<longcat_arg_value>" + _up_to("</longcat_arg_value>") + r"\s*)*+"
-    ),
-    "<atem:function_calls>": (
-        r"\s*(?:<atem:invoke\b[^>]*+>\s*(?:<atem:parameter\b[^>]*+>"
-        + _up_to("</atem:parameter>")
-        + r"\s*)*+(?:</atem:invoke>\s*|\Z))++"
-    ),
-    "<|open|>tools<|sep|>": (
-        r"\s*(?:<\|open\|>call\b" + _up_to("<|sep|>") + r"\s*"
-        r"(?:<\|open\|>json\b" + _up_to("<|close|>json<|sep|>") + r"\s*"
-        r"|(?:<\|open\|>argument\b" + _up_to("<|close|>argument<|sep|>") + r"\s*)*+)"
-        r"<\|close\|>call<\|sep\|>\s*)++"
-    ),
-}
-_CALL_TAG: Final = re.compile(r"<atem:invoke\b|<\|open\|>call\b")
-_ARGUMENT_TAG: Final = re.compile(
-    r"<longcat_arg_key>|<atem:parameter\b|<\|open\|>argument\b"
-)
-_CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
-_JSON_CALLS: Final = re.compile(r"\s*(?:\{|\[\s*\{)")
-_JSON_MARK: Final = regex.compile(r'(?s:\\.)|["\[\]{}]|</tool_call>')
-
-
-class MarkedCalls:
-    """Reads whole calls as Gemma writes them, with a mark before and after strings.
-
-        call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
-
-    Real calls lack marks, or have too many closing brackets. The tool's schema tells
-    which text is a string, and which key ends one that was never closed.
-    """
-
-    def __init__(
-        self, text: str, *, mark: str, offered: Mapping[str, Schema], is_closed: bool
-    ) -> None:
-        """`is_closed`: the end tag has come, so a bracket may only be forgotten."""
-        self._text = text
-        self._position = 0
-        self._mark = mark
-        self._offered = offered
-        self._is_closed = is_closed
-        keys: set[str] = set()
-        for schema in offered.values():
-            properties = schema.get("properties")
-            keys |= set(properties) if isinstance(properties, dict) else set()
-        names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
-        self._key_pattern = regex.compile(rf"[,;\s](?:{names}):")
-
-    def read(self) -> list[WholeCall]:
-        """All calls. Raises ValueError if some text belongs to none."""
-        calls = []
-        while not self._take(r"[\s}]*\Z"):
-            match = self._require(r"[\s}]*(?:call:)?([\w.:-]+)\{")
-            schema = self._offered.get(match[1], {})
-            arguments = self._read_object(schema, is_outermost=True)
-            calls.append(WholeCall(match[1], arguments))
-        return calls
-
-    def _take(self, pattern: str) -> Any:
-        """Take a match from the front and return it; None if nothing fits there."""
-        match = regex.compile(pattern).match(self._text, self._position)
-        if match is not None:
-            self._position = match.end()
-        return match
-
-    def _require(self, pattern: str) -> Any:
-        match = self._take(pattern)
-        if match is None:
-            raise ValueError(self._text[self._position :])
-        return match
-
-    def _read_object(self, schema: Schema, *, is_outermost: bool = False) -> str:
-        """Its `{` was taken."""
-        mark = regex.escape(self._mark)
-        key_pattern = rf"""(?x:
-            \s*
-            (?: {mark} (?P<key> (?s:.)*? ) {mark}
-              | "(?P<key> [^"]* )"
-              | (?P<key> {_BARE_KEY} )
-            )
-            \s* : (?P<gap> \s* )
-        )"""
-        end = r"\s*(?:\}|\Z)" if self._is_closed and is_outermost else r"\s*\}"
-        text_end = self._text_end(schema) if is_outermost else _MEMBER_END
-        members: list[str] = []
-        while not self._take(end):
-            if members:
-                self._require(r"\s*,")
-            match = self._require(key_pattern)
-            key = match["key"]
-            value = self._read_value(
-                _schema_of(schema, key), text_end, gap=match["gap"].lstrip(" \t")
-            )
-            members.append(f"{to_json(key)}: {value}")
-        return f"{{{', '.join(members)}}}"
-
-    def _text_end(self, schema: Schema) -> str:
-        """What ends a text without marks that is an argument of a call."""
-        properties = schema.get("properties")
-        keys = _BARE_KEY
-        if isinstance(properties, dict) and properties:
-            keys = "|".join(regex.escape(key) for key in properties)
-        call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
-        if self._is_closed:
-            call_end += r"|\Z"
-        # Where several brackets follow each other, only the first is tried.
-        call_end = rf"(?:(?<![\s}}])|(?<=:\s{{0,9}}))\s*+(?:{call_end})"
-        return rf'(?:{_BLANKS},\s*+"?(?:{keys})"?\s*:|{call_end})'
-
-    def _read_array(self, schema: Schema) -> str:
-        """Its `[` was taken."""
-        items_schema = schema.get("items") if isinstance(schema, dict) else None
-        items: list[str] = []
-        while not self._take(r"\s*\]"):
-            if items:
-                self._require(r"\s*,")
-            self._take(r"\s+")
-            items.append(self._read_value(items_schema, _ITEM_END))
-        return f"[{', '.join(items)}]"
-
-    def _read_value(self, schema: Any, text_end: str, gap: str = "") -> str:
-        """`gap`: the white space before it, part of a text without marks."""
-        types = schema_types(schema)
-        if self._take(regex.escape(self._mark)):
-            text = self._read_marked(text_end)
-            is_text = not types or "string" in types
-            return to_json(text) if is_text else value_as_json(text, types)
-
-        json_text = None if types == {"string"} else self._read_container(schema)
-        return json_text or self._read_bare(types, text_end, gap)
-
-    def _read_bare(self, types: set[str], text_end: str, gap: str) -> str:
-        """A value without marks, which is no object and no array."""
-        if match := self._take(r'"(?:[^"\\]|\\.)*+"(?=\s*[,}\]])'):
-            with suppress(ValueError):
-                return to_json(json.loads(match[0], strict=False))
-            return to_json(match[0][1:-1])
-        if match := self._take(r"'(?:[^'\\]|\\.)*+'(?=\s*[,}\]])"):
-            return to_json(match[0][1:-1].replace("\\'", "'"))
-        if match := self._take(rf"(?:{_NUMBER}|(?i:true|false|null))(?=\s*[,}}\]])"):
-            return value_as_json(match[0], types)
-        return value_as_json(gap + self._read_text(text_end), types)
-
-    def _read_container(self, schema: Schema) -> str | None:
-        """An object or an array; None, and nothing is taken, if none is there."""
-        start = self._position
-        with suppress(ValueError):
-            json_text = None
-            if self._take(r"\{"):
-                json_text = self._read_object(schema)
-            elif self._take(r"\["):
-                json_text = self._read_array(schema)
-            if json_text is not None and self._take(r"(?=\s*(?:[,}\]]|\Z))"):
-                return json_text
-        self._position = start
-        return None
-
-    def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken."""
-        start = self._position
-        mark = regex.escape(self._mark)
-        ending_mark = regex.compile(rf"{mark}(?=(?P<ends>\s*(?:[,}}\]]|\Z))?)")
-        for match in ending_mark.finditer(self._text, start):
-            if match["ends"] is not None:
-                self._position = match.end()
-                text = self._text[start : match.start()]
-                has_half_mark = "<|" in text or "|>" in text
-                has_key = self._key_pattern.search(text) is not None
-                if self._mark in text or (has_half_mark and has_key):
-                    raise ValueError(text)
-                return text
-            next_key = rf",\s*{_BARE_KEY}\s*:\s*\Z"
-            if regex.search(next_key, self._text[start : match.start()]):
-                break  # this mark opens the next string: ours was never closed
-        text = self._read_text(text_end)
-        return text.removesuffix('"') if text.count('"') == 1 else text
-
-    def _read_text(self, text_end: str) -> str:
-        """A text without a mark at its end, or with none at its beginning.
-
-        Raises ValueError if it has one inside: then it may be two.
-        """
-        text = self._read_unmarked(text_end)
-        has_key = self._key_pattern.search(text) is not None
-        if self._mark in text or has_key or _TAG_LIKE.search(text):
-            raise ValueError(text)
-        return text
-
-    def _read_unmarked(self, text_end: str) -> str:
-        text: str = self._require(rf"((?s:.)*?)(?={text_end})")[1]
-        # A bracket that the text has opened is no end of the call.
-        while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
-            text += "}"
-        if text.endswith(self._mark):
-            text = text.removesuffix(self._mark)
-            return text.removeprefix('"') if text.count('"') == 1 else text
-        return text
-
-
-_TAG_LIKE: Final = re.compile(r"<\||\|>|_function_call>|call:\w+")
-_BARE_KEY: Final = r"[\w.$@/-]+"
-# Before what ends a text: it is looked for at each letter, so blanks are read once.
-_BLANKS: Final = r"(?:(?<!\s)\s++)?"
-_MEMBER_END: Final = rf"{_BLANKS}(?:,\s*+{_BARE_KEY}\s*:|\}})"
-_ITEM_END: Final = rf"{_BLANKS}[,\]]"
-
-
-def _schema_of(schema: Schema, key: str) -> Any:
-    """The schema of one member of an object; None if there is none."""
-    if not isinstance(schema, dict):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, dict) and key in properties:
-        return properties[key]
-    return schema.get("additionalProperties")
-
-
-# An argument behind the end of a call whose strings have marks.
-_LATE_MARK: Final = Pattern(
-    r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))",
-    example=',text:<|"|>',
-    near_miss="<|tool_call>",
-)
-
-
-class _CallBody(NamedTuple):
-    """Where the text of calls ends that follows the start tag."""
-
-    end: int
-    n_read: int  # with the end tag
-    is_damaged: bool = False  # members follow that are none of a call
-
-
-class ForeignCalls:
-    """Reads calls of another syntax at their end.
-
-    With marks: MarkedCalls. In JSON: parse_json_calls(). In Python:
-    parse_python_calls(). All others: mlx-lm's parser.
-    """
-
-    def __init__(
-        self,
-        unread: UnreadText,
-        tool_format: ToolCallFormat,
-        tools: Sequence[Tool],
-        max_calls: int,
-    ) -> None:
-        self.is_done = False
-        self.n_left_out = 0  # calls after the first `max_calls`
-        self._unread = unread
-        self._format = tool_format
-        self._tools = tools
-        self._max_calls = max_calls
-        self._mark = STRING_MARKS.get(tool_format.start)
-        self._json_span = JsonSpan()
-        self._end_token: int | None = None  # where it is in the unread text
-
-    def note_end(self) -> None:
-        """The end tag comes next, as a token of its own."""
-        self._end_token = len(self._unread.text)
-
-    def read(self) -> list[WholeCall]:
-        """All calls, once it is done; none if nothing fits."""
-        text = _CALL_FENCE.sub("", self._unread.text)
-        if text.lstrip().startswith(self._format.start):
-            text = text.partition(self._format.start)[2]
-        body = self._find_body(text)
-        if body is None:
-            if not self._unread.is_complete:
-                return []
-            n_body = len(text.partition(self._format.end)[0])
-            body = _CallBody(n_body, n_body + len(self._format.end))
-        self._unread.text = text[body.n_read :]
-        self.is_done = True
-        if body.is_damaged:
-            return []
-        is_closed = body.end < len(text)
-        try:
-            calls = self._parse(text[: body.end], is_closed=is_closed)
-        except Exception:  # noqa: BLE001 - they raise what they like on bad text
-            return []
-        self.n_left_out = max(0, len(calls) - self._max_calls)
-        return calls[: self._max_calls]
-
-    def _find_body(self, text: str) -> _CallBody | None:
-        """None if its end has not come."""
-        if self._is_json(text) and self._end_token is None:
-            return self._find_json(text)
-        position = self._find_end_tag(text)
-        if position < 0:
-            return None
-        end = position + len(self._format.end)
-        if self._mark is None or self._max_calls == 1:
-            return _CallBody(position, end)
-
-        late = _LATE_MARK.compiled.match(text, end, partial=True)
-        if late is not None and late.partial and not self._unread.is_complete:
-            return None
-        is_damaged = late is not None and not late.partial
-        return _CallBody(position, end, is_damaged)
-
-    def _find_end_tag(self, text: str) -> int:
-        """Its position, or -1.
-
-        An end tag between the marks of a string is a quotation, if it is no token.
-        """
-        if self._end_token is not None:
-            return self._end_token - len(self._unread.text) + len(text)
-        position = text.find(self._format.end)
-        if self._mark is not None:
-            while position >= 0 and text.count(self._mark, 0, position) % 2:
-                position = text.find(self._format.end, position + 1)
-        return position
-
-    def _is_json(self, text: str) -> bool:
-        """Whether it is read here as JSON, whatever mlx-lm's parser makes of it."""
-        if self._format.start == MISTRAL_START:
-            return True
-        is_json = _JSON_CALLS.match(text) is not None
-        return is_json and self._format.start == JSON_CALL_TAG
-
-    def _find_json(self, text: str) -> _CallBody | None:
-        """It ends with its last bracket; then the end tag may follow."""
-        end = self._json_span.find_end(text)
-        if end is None:
-            return None
-        lost = _LOST_MEMBER.compiled.match(text, end, partial=True)
-        if lost is not None and not lost.partial:
-            return _CallBody(end, end, is_damaged=True)
-        match = None
-        if self._format.start != MISTRAL_START:
-            match = JSON_CALL_END.compiled.match(text, end, partial=True)
-        is_undecided = bool(lost) or (match is not None and match.partial)
-        if is_undecided and not self._unread.is_complete:
-            return None
-        return _CallBody(end, match.end() if match else end)
-
-    def _parse(self, body: str, *, is_closed: bool) -> list[WholeCall]:
-        if self._mark is not None:
-            offered = parameters_by_name(self._tools)
-            reader = MarkedCalls(
-                body, mark=self._mark, offered=offered, is_closed=is_closed
-            )
-            return reader.read()
-        if _JSON_CALLS.match(body):
-            return parse_json_calls(body)
-        if self._format.start == PYTHON_START:
-            return parse_python_calls(body)
-        parsed = _as_list(self._format.parse(body, list(self._tools)))
-        calls = [_parse_json_call(call) for call in parsed]
-        return calls if self._has_read_all(body, calls) else []
-
-    def _has_read_all(self, body: str, calls: list[WholeCall]) -> bool:
-        """Whether mlx-lm's parser has overlooked nothing."""
-        pattern = _PARSED_BODIES.get(self._format.start)
-        if pattern is not None and not regex.fullmatch(pattern, body):
-            return False
-        n_arguments = sum(len(json.loads(call.arguments)) for call in calls)
-        has_all_calls = len(calls) >= len(_CALL_TAG.findall(body))
-        return has_all_calls and n_arguments >= len(_ARGUMENT_TAG.findall(body))
+#     CallReader              reads the tag and the name, then by one of these
+#         TaggedArguments     tags and values in turn
+#         JsonArguments       JSON, which is mended as it is read
+#         ForeignCalls        whole calls
+#
+# They share one UnreadText: each takes from its front what is certain.
 
 
 class CallState(Enum):
@@ -16579,7 +16838,9 @@ class CallState(Enum):
     DONE = auto()
 
 
-# An argument behind the end of its call: that tag came too early.
+# In the name that was matched, an id as Mistral's templates want it.
+_MISTRAL_ID: Final = re.compile(r"\[CALL_ID\]([A-Za-z0-9]{9})(?=\[|\s|\{)")
+# An argument after the end of its call: that tag came too early.
 _LATE_TAG: Final = Pattern(
     r"""(?x:
         (?: [^<]{0,99}+ </(?:function|tool_call|invoke|minimax:tool_call)> ){0,9}
@@ -16624,11 +16885,11 @@ class CallReader:
         self._reply = reply
         self._unread = UnreadText()
         # One for each state in which arguments are read; the first needs the name.
+        self._opening = "{"  # emitted with the first of the arguments
         self._arguments: TaggedArguments | JsonArguments | None = None
         self._foreign = ForeignCalls(self._unread, tool_format, tools, max_calls)
         # Mistral's models write both of its syntaxes, whatever their template prints.
-        has_name = tool_format.syntax != FOREIGN_SYNTAX
-        has_name |= tool_format.start == MISTRAL_START
+        has_name = not tool_format.is_foreign or tool_format.start == MISTRAL_START
         self._state = CallState.NAME if has_name else CallState.FOREIGN
         self._is_last = max_calls == 1  # of all that the client may be given
         self._is_over = False  # the reply is
@@ -16724,24 +16985,23 @@ class CallReader:
         name = match[match.lastgroup]
         if name in self._offered:
             self.is_call = True
-            call_id = _CALL_ID_TAG.search(match[0])
+            call_id = _MISTRAL_ID.search(match[0])
             self._reply.emit_name(name, call_id[1] if call_id else None)
-        parameters = self._offered.get(name, {})
+        schema = SchemaPart.of_tool(self._offered.get(name, {}))
         if syntax.tags is None:
             is_member = match.lastgroup == "hermes"
-            end = _JSON_MEMBER_END if is_member else _JSON_CALL_END
             self._arguments = JsonArguments(
-                self._unread, end=end, parameters=parameters
+                self._unread, schema.keys, is_member=is_member
             )
         else:
             self._arguments = TaggedArguments(
-                self._unread, syntax.tags, parameters, end_tag=self._format.end
+                self._unread, syntax.tags, schema, end_tag=self._format.end
             )
         self._state = CallState.ARGUMENTS
 
     def _read_other_start(self) -> None:
         """After the tag comes what none of the syntaxes has there."""
-        match = JSON_CALL_START.compiled.match(self._unread.text, partial=True)
+        match = WHOLE_JSON_START.compiled.match(self._unread.text, partial=True)
         if match is not None and not match.partial:
             self._state = CallState.FOREIGN
             return
@@ -16755,7 +17015,8 @@ class CallReader:
 
     def _read_arguments(self) -> None:
         assert self._arguments is not None
-        json_text = self._arguments.read()
+        json_text = self._opening + self._arguments.read()
+        self._opening = ""
         if json_text and self.is_call:
             self._reply.emit_arguments(json_text)
         if self._arguments.is_done:
@@ -16931,7 +17192,7 @@ class ReplyParser:
 # request is refused. Foreign syntaxes have no form, and MiniCPM's has none.
 #
 # Public   call_forms
-# Uses     SAMPLING, CALL SYNTAXES, TOOL CALLS
+# Uses     SAMPLING, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
 # What says more of an object than what its properties are.
