@@ -14305,8 +14305,8 @@ class ReasoningStreamSplitter:
 # reply is over, take_until() sets a \0 after the last text and tries again.
 #
 # Public   Tool, Schema, Pattern, TextBefore, UnreadText, TAG_LENGTH, SchemaPart,
-#          parameters_by_name, schema_types, follow_reference, to_json, escape_json,
-#          load_value, value_as_json, without_false_escapes, as_list
+#          parameters_by_name, to_json, escape_json, load_value, value_as_json,
+#          without_false_escapes, as_list
 # Uses     -
 # Thread   any; pure
 
@@ -14331,6 +14331,15 @@ class Pattern:
         return regex.compile(self.source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
+EndKind = Literal[
+    "closed", "unclosed", "next_key", "text", "quoted", "unreadable", "missing"
+]
+_END_GROUPS: Final[tuple[EndKind, ...]] = (
+    *("text", "quoted", "unreadable"),  # they may have a key in them
+    *("next_key", "unclosed"),
+)
+
+
 class TextBefore(NamedTuple):
     """A text up to what ends it."""
 
@@ -14338,18 +14347,23 @@ class TextBefore(NamedTuple):
     ending: Any = None  # the match; None: it has not come
     cut_tag: str = ""  # at the end of the reply: what might have become one
 
-    def group(self, name: str) -> str | None:
-        """A group of what ends it, which may be empty; None if it is not there."""
-        groups = self.ending.groupdict() if self.ending is not None else {}
-        group: str | None = groups.get(name)
-        return group
+    @property
+    def kind(self) -> EndKind:
+        """How it ends: the group that the pattern has for that (ParameterTags)."""
+        if self.ending is None:
+            return "missing"
+        groups = self.ending.groupdict()
+        for kind in _END_GROUPS:
+            if groups.get(kind) is not None:
+                return kind
+        return "closed"
 
     @property
-    def is_closed(self) -> bool:
-        """Whether it is a value with its closing tag."""
-        is_unclosed = self.group("unclosed") is not None
-        is_unclosed |= self.group("next_key") is not None
-        return self.ending is not None and not is_unclosed
+    def tag(self) -> str:
+        """What that group has matched; "" if there is none."""
+        has_group = self.kind in _END_GROUPS
+        tag: str = self.ending[self.kind] if has_group else ""
+        return tag
 
 
 class UnreadText:
@@ -14456,67 +14470,55 @@ class SchemaPart(NamedTuple):
 
     @property
     def types(self) -> set[str]:
-        """The JSON types that it allows; empty: any."""
-        return schema_types(self.schema, self.root)
+        """The JSON types that it allows; empty if any, or if it is no schema."""
+        types: set[str] = set()
+        seen_ids: set[int] = set()  # a union may refer to itself
+        schemas = [self.schema]
+        while schemas:
+            schema = self._replace(schema=schemas.pop()).resolved
+            if not isinstance(schema, dict) or id(schema) in seen_ids:
+                continue
+            seen_ids.add(id(schema))
+            types |= _own_types(schema)
+            for key in ("anyOf", "oneOf", "allOf"):
+                schemas += as_list(schema.get(key, []))
+        if "number" in types:
+            types.add("integer")
+        return types
+
+    @property
+    def resolved(self) -> object:
+        """What it refers to, or else itself; {} if it refers to nothing."""
+        schema = self.schema
+        for _ in range(_MAX_REFERENCES):
+            path = schema.get("$ref") if isinstance(schema, dict) else None
+            if not isinstance(path, str):
+                return schema
+            schema = self.root
+            for step in path.removeprefix("#").split("/")[1:]:
+                schema = schema.get(step) if isinstance(schema, dict) else None
+        return {}
 
     @property
     def keys(self) -> list[str]:
         """The members that it names."""
-        properties = self._resolved.get("properties")
+        properties = self._keyword("properties")
         return list(properties) if isinstance(properties, dict) else []
 
     @property
     def items(self) -> SchemaPart:
         """The schema of the items of an array."""
-        return self._replace(schema=self._resolved.get("items"))
+        return self._replace(schema=self._keyword("items"))
 
     def member(self, key: str) -> SchemaPart:
         """The schema of a member of an object."""
-        schema = self._resolved
         if key in self.keys:
-            return self._replace(schema=schema["properties"][key])
-        return self._replace(schema=schema.get("additionalProperties"))
+            return self._replace(schema=self._keyword("properties")[key])
+        return self._replace(schema=self._keyword("additionalProperties"))
 
-    @property
-    def _resolved(self) -> Schema:
-        schema = follow_reference(self.schema, self.root)
-        return schema if isinstance(schema, dict) else {}
-
-
-def schema_types(schema: object, root: Schema) -> set[str]:
-    """The JSON types that a schema allows; empty if any, or if it is no schema.
-
-    `root`: the schema in which its references are found.
-    """
-    types: set[str] = set()
-    seen_ids: set[int] = set()  # a union may refer to itself
-    schemas = [schema]
-    while schemas:
-        part = follow_reference(schemas.pop(), root)
-        if not isinstance(part, dict) or id(part) in seen_ids:
-            continue
-        seen_ids.add(id(part))
-        types |= _own_types(part)
-        for key in ("anyOf", "oneOf", "allOf"):
-            schemas += as_list(part.get(key, []))
-    if "number" in types:
-        types.add("integer")
-    return types
-
-
-def follow_reference(schema: object, root: Schema) -> object:
-    """What a schema stands for that is {"$ref": "#/$defs/name"}; {} if that is nothing.
-
-    Any other schema is returned as it is.
-    """
-    for _ in range(_MAX_REFERENCES):
-        path = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(path, str):
-            return schema
-        schema = root
-        for step in path.removeprefix("#").split("/")[1:]:
-            schema = schema.get(step) if isinstance(schema, dict) else None
-    return {}
+    def _keyword(self, name: str) -> Any:
+        schema = self.resolved
+        return schema.get(name) if isinstance(schema, dict) else None
 
 
 def _own_types(schema: Schema) -> set[str]:
@@ -14663,9 +14665,10 @@ class ParameterTags(NamedTuple):
 
     `value_end` matches what may end a value, and its groups say how:
 
-        </parameter>\n<par   no group: so it should
+        </parameter>\n<par   no group: so it should, the value is "closed"
         "<parameter=path>"   group `text`: it does not, whatever it looks like
         </tool_call>         group `unclosed`: the call ends, the value was never closed
+        <parameter=n>        group `next_key`: nor was it here, and its text is the key
         </parameter> is      group `quoted`: it does not, the tag is part of the value
         \n</parameter>\nx    group `unreadable`: nobody can tell where it ends
     """
@@ -15626,6 +15629,7 @@ class MendedObject:
         # it was before that key.
         self.has_inner_key = False
         self.has_mended_bracket = False
+        self.has_quoted_end = False  # the end tag of the call came in it as a token
         self._unread = unread
         self._keys = set(keys)
         # All that is open, outermost first.
@@ -15685,7 +15689,8 @@ class MendedObject:
         is_raw = match["raw"] is not None
         text, rest = self._string.take(match[0], is_raw=is_raw)
         self._unread.text = rest + self._unread.text
-        is_tag = self._string.is_doubtful and not self._unread.has_tokens
+        is_text = self._unread.has_tokens and not self.has_quoted_end
+        is_tag = self._string.is_doubtful and not is_text
         self.is_broken = is_tag or self._string.has_key
         return escape_json(text) if is_raw else text
 
@@ -15841,10 +15846,17 @@ class JsonArguments:
         """The last bracket of the arguments, once they are read."""
         return self._arguments.closing
 
-    @property
-    def is_in_string(self) -> bool:
-        """Whether a string is open, and nothing tells yet that it is closed."""
+    def end_token(self, tag: str) -> str:
+        """The text that it takes for the end tag as a token."""
+        return tag
+
+    def quotes_end(self, _tag: str) -> bool:
+        """Whether a string is open where the end tag comes as a token."""
         return self._object.is_in_string
+
+    def read_end_as_text(self) -> None:
+        """The end tag was quoted as a token: so it may be one in other tokens."""
+        self._object.has_quoted_end = True
 
     def read(self) -> str:
         """What more is certain of the arguments, as JSON text without `closing`."""
@@ -16552,22 +16564,22 @@ class TaggedArguments:
         self._has_end_tag = False  # one after which the call may end
         self._is_json = False  # they were one JSON object
 
-    @property
-    def has_end_token(self) -> bool:
-        """Whether it reads \\0 as the token that ends the call."""
-        return self._reads_end_token and not isinstance(self._value, MendedObject)
+    def end_token(self, tag: str) -> str:
+        """The text that it takes for the end tag as a token."""
+        is_json = isinstance(self._value, MendedObject)
+        return "\0" if self._reads_end_token and not is_json else tag
 
-    def is_in_value(self, end_tag: str) -> bool:
-        """Whether a value has no closing tag where `end_tag` comes as a token."""
-        end = "\0" if self._reads_end_token else end_tag + "\0"
+    def quotes_end(self, tag: str) -> bool:
+        """Whether a value has no closing tag where the end tag comes as a token."""
+        end = "\0" if self._reads_end_token else tag + "\0"
         return isinstance(self._value, TaggedValue) and not self._value.closes(end)
 
-    def forget_end_token(self) -> None:
+    def read_end_as_text(self) -> None:
         """Read the end tag as text from now on: it was quoted as a token."""
         self._reads_end_token = False
         self._tags = self._text_tags
         if isinstance(self._value, TaggedValue):
-            self._value.forget_end_token()
+            self._value.read_end_as_text()
 
     def read(self) -> str:
         """What more is certain, as JSON text."""
@@ -16634,15 +16646,13 @@ class TaggedArguments:
             return ""
         self.is_done = True
         rest = self._unread.text.strip()
-        is_cut_tag = rest.startswith("<") and rest[1:2] not in {"", "/"}
+        is_text = rest[:1] not in {"", "<"}
         if not self._has_tag:
-            self.is_broken = True  # <function=read> and then a text
+            self.is_broken = True  # <function=read> Done.
         elif not self._unread.is_complete:
-            self.is_broken = not self._has_end_tag  # </function> Done. is a text
-        elif self._has_end_tag:
-            self.is_broken = is_cut_tag  # </function> <param
-        else:
-            self.is_broken = is_cut_tag or rest[:1] not in {"", "<"}
+            self.is_broken = not self._has_end_tag  # </parameter> Done.
+        else:  # </function> <param; or </parameter> Done. at the end of the reply
+            self.is_broken = _is_key_tag(rest) or (is_text and not self._has_end_tag)
         return ""
 
 
@@ -16688,27 +16698,24 @@ class TaggedValue:
         while not self.is_done:
             before = self._unread.take_until(self._find_end())
             json_text += self._emit(before.text)
-            quoted_tag = before.group("quoted")
-            text = before.group("text") or self._own_closing_tag(before)
-            if text or quoted_tag:
-                json_text += self._emit(text or quoted_tag or "")
-                self._has_quoted_tag |= not text
-            elif before.ending is not None or self._unread.is_complete:
+            if before.kind == "text" or self._is_own_closing_tag(before):
+                json_text += self._emit(before.tag)
+            elif before.kind == "quoted":
+                json_text += self._emit(before.tag)
+                self._has_quoted_tag = True
+            elif before.kind == "missing" and not self._unread.is_complete:
+                return json_text
+            else:
                 self.is_done = True
                 self.is_broken = self._is_unreadable(before)
-            else:
-                return json_text
         return json_text if self.is_broken else json_text + self._end_of_value()
 
     def closes(self, end_of_call: str) -> bool:
         """Whether its closing tag has come, if the call ends now."""
         match = self._end.compiled.search(self._unread.text + end_of_call)
-        if match is None:
-            return False
-        groups = match.groupdict()
-        return not any(groups.get(name) is not None for name in _OTHER_ENDS)
+        return TextBefore("", match).kind == "closed"
 
-    def forget_end_token(self) -> None:
+    def read_end_as_text(self) -> None:
         """Read the end tag as text from now on."""
         self._end = self._end_as_text
 
@@ -16722,13 +16729,13 @@ class TaggedValue:
     def _end_of_value(self) -> str:
         return '"' if self._is_string else value_as_json(self._text, self._types)
 
-    def _own_closing_tag(self, before: TextBefore) -> str:
-        """A closing tag whose opening tag is in the value: a file may be XML.
+    def _is_own_closing_tag(self, before: TextBefore) -> bool:
+        """Whether it ends an element that the value has opened: a file may be XML.
 
         <parameter>5</parameter>
         """
-        tag = before.group("unreadable") or before.group("quoted") or ""
-        return tag if self._can_be_string and self._elements.has_open(tag) else ""
+        is_tag = before.kind in {"quoted", "unreadable"} and self._can_be_string
+        return is_tag and self._elements.has_open(before.tag)
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
@@ -16746,17 +16753,16 @@ class TaggedValue:
         """Whether nobody can tell where the value ends that has just ended."""
         if self._has_tag_at_edge() or self._is_other_type(before):
             return True
-        if before.group("unreadable") is not None:
-            return True
-        is_doubtful = self._has_quoted_tag or self._ends_with_tag()
-        if before.ending is None:  # the reply was cut in it
-            cut_tag = before.cut_tag.lstrip()
-            is_key = cut_tag.startswith("<") and cut_tag[1:2] not in {"", "/"}
-            return is_key or is_doubtful
-        if before.is_closed:
-            return False
-        is_empty = not self._text.strip()
-        return is_empty or is_doubtful or before.group("next_key") in self._used_keys
+        # A tag, rightly written or not, may be near its end.
+        has_tag = "<" in self._text or self._text.rstrip().endswith(">")
+        is_doubtful = self._has_quoted_tag or has_tag
+        match before.kind:
+            case "missing":  # the reply was cut in it, perhaps in the tag of a key
+                return is_doubtful or _is_key_tag(before.cut_tag)
+            case "next_key" | "unclosed":
+                is_used = before.tag in self._used_keys
+                return is_doubtful or is_used or not self._text.strip()
+        return before.kind == "unreadable"
 
     def _has_tag_at_edge(self) -> bool:
         """Whether it begins or ends with a tag of the format."""
@@ -16770,11 +16776,13 @@ class TaggedValue:
             return False
         if not value_as_json(self._text, self._types).startswith('"'):
             return False
-        return not before.is_closed or _ANY_TAG.search(self._text) is not None
+        return before.kind != "closed" or _ANY_TAG.search(self._text) is not None
 
-    def _ends_with_tag(self) -> bool:
-        """Whether a tag, rightly written or not, may be near its end."""
-        return "<" in self._text or self._text.rstrip().endswith(">")
+
+def _is_key_tag(text: str) -> bool:
+    """Whether a text begins with a tag that closes nothing, or with half of one."""
+    text = text.lstrip()
+    return text.startswith("<") and text[1:2] not in {"", "/"}
 
 
 class OpenElements:
@@ -16814,7 +16822,6 @@ _ELEMENT_TAG: Final = re.compile(
     (?= [\s>/=] ) (?(slash) > )
     """
 )
-_OTHER_ENDS: Final = ("unclosed", "unreadable", "quoted", "text", "next_key")
 _ANY_TAG: Final = re.compile(r"</?\w")
 
 
@@ -16893,16 +16900,6 @@ class CallReader:
         self._state = CallState.NAME if has_name else CallState.FOREIGN
         self._is_last = max_calls == 1  # of all that the client may be given
         self._is_over = False  # the reply is
-        self._quotes_end = False  # its end tag came as a token inside a string
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether its end tag would come by `feed_end`, so that any other is text."""
-        return self._unread.has_tokens
-
-    @has_tokens.setter
-    def has_tokens(self, value: bool) -> None:
-        self._unread.has_tokens = value and not self._quotes_end
 
     @property
     def is_open(self) -> bool:
@@ -16947,29 +16944,28 @@ class CallReader:
         self._is_over = True
         return self.feed(text)
 
+    def note_tokens(self) -> None:
+        """From now on its end tag would come by `feed_end`, so any other is text."""
+        self._unread.has_tokens = True
+
     def feed_end(self, tag: str) -> str:
         """Read on in the tag that ends the call, which is a token of its own.
 
         It ends whatever stands open (L-133), but a string in JSON, or a value that has
         no closing tag: they may quote it, and some models write it in no other way.
         """
-        if self._state is CallState.ENDED:
-            return self.feed(tag)
+        arguments = self._arguments
         if self._state is CallState.FOREIGN:
             self._foreign.note_end()
+        if self._state in {CallState.FOREIGN, CallState.ENDED}:
             return self.feed(tag)
-        arguments = self._arguments
-        if isinstance(arguments, JsonArguments) and arguments.is_in_string:
-            self._quotes_end = True
-            self.has_tokens = False
+        if arguments is not None and arguments.quotes_end(tag):
+            arguments.read_end_as_text()
             return self.feed(tag)
-        has_tags = isinstance(arguments, TaggedArguments) and arguments.has_end_token
-        if isinstance(arguments, TaggedArguments) and arguments.is_in_value(tag):
-            arguments.forget_end_token()
-            return self.feed(tag)
-        self._unread.is_complete = True
-        text = self.feed("\0" if has_tags else tag)
-        self._unread.is_complete = self._is_over
+
+        self._unread.is_complete = True  # of this call no more will come
+        text = self.feed(arguments.end_token(tag) if arguments else tag)
+        self._unread.is_complete = False
         self._unread.text = self._unread.text.replace("\0", tag)
         return text.replace("\0", tag)
 
@@ -17156,7 +17152,8 @@ class ReplyParser:
                 reply=self._reply,
             )
         reader = self._reader
-        reader.has_tokens = self._has_tokens and self._format.end != "\0"
+        if self._has_tokens and self._format.end != "\0":
+            reader.note_tokens()
         if is_end:
             other_text = reader.feed_end(text)
         elif self._is_over:
@@ -17282,6 +17279,12 @@ class _TaggedForm:
         self._parameters = parameters
         self._gap = gap
         self._is_lenient = is_lenient
+        # The end of a value: an empty text, and the tag.
+        self._value_end = TextValue(
+            end=spelling.value_end,
+            drops_line_break=spelling.has_line_break,
+            max_length=0,
+        )
 
     def parts(self) -> CallParts:
         """All arguments, in the order of the schema. Raises _NoForm."""
@@ -17310,21 +17313,13 @@ class _TaggedForm:
             raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
         tag = self._spelling.key.format(key=key, gap=self._gap)
         choices = self._value_choices(schema)
-        texts = [c for (c, *_) in choices if isinstance(c, TextValue)]
-        types = schema_types(schema, self._parameters)
-        if texts and types & _CONTAINERS:
-            # What looks like an array is read as one (value_as_json()).
-            choices = [
-                (choice[0]._replace(is_no_container=True),)
-                if isinstance(choice[0], TextValue)
-                else choice
-                for choice in choices
-            ]
+        if SchemaPart(schema, self._parameters).types & _CONTAINERS:
+            choices = [_without_container(choice) for choice in choices]
         return (tag, OneOf(tuple(choices)))
 
     def _value_choices(self, schema: object, depth: int = 0) -> list[CallParts]:
         """The ways to write a value, each with the tag that ends it."""
-        schema = follow_reference(schema, self._parameters)
+        schema = SchemaPart(schema, self._parameters).resolved
         if schema is True or schema == {}:
             return [self._text({})]
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -17353,13 +17348,8 @@ class _TaggedForm:
 
         match schema.get("type"):
             case list() as types:
-                return [
-                    choice
-                    for one_type in types
-                    for choice in self._value_choices(
-                        {**schema, "type": one_type}, depth + 1
-                    )
-                ]
+                branches = [{**schema, "type": name} for name in types]
+                return self._branch_choices("type", branches, depth)
             case "string":
                 return [self._text(schema)]
             case str():
@@ -17369,16 +17359,14 @@ class _TaggedForm:
                     if name in self._parameters
                 }
                 value = JsonValue({**definitions, **schema}, self._is_lenient)
-                return [(value, *self._end())]
+                return [(value, self._value_end)]
         raise _NoForm("a property has no type")
 
     def _text(self, schema: Schema) -> CallParts:
         pattern = schema.get("pattern")
         if isinstance(pattern, str) and "|" in pattern:
             raise _NoForm("a pattern with alternatives cannot be enforced here")
-        value = TextValue(
-            end=self._spelling.value_end,
-            drops_line_break=self._spelling.has_line_break,
+        value = self._value_end._replace(
             min_length=schema.get("minLength"),
             max_length=schema.get("maxLength"),
             pattern=pattern,
@@ -17387,16 +17375,15 @@ class _TaggedForm:
 
     def _constant(self, value: object) -> CallParts:
         text = value if isinstance(value, str) else to_json(value)
-        return (text, *self._end())
+        return (text, self._value_end)
 
-    def _end(self) -> CallParts:
-        """The end of a value that is no text."""
-        end = TextValue(
-            end=self._spelling.value_end,
-            drops_line_break=self._spelling.has_line_break,
-            max_length=0,
-        )
-        return (end,)
+
+def _without_container(choice: CallParts) -> CallParts:
+    """A value that is text, but not what would be read as an array or an object."""
+    value = choice[0]
+    if isinstance(value, TextValue):
+        return (value._replace(is_no_container=True),)
+    return choice
 
 
 # region TENANTS ===============================================================

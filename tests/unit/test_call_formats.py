@@ -87,19 +87,25 @@ class Reply(NamedTuple):
     reasoning: str | None = None
 
 
-def read_message(name: str, pieces: list[str], *, in_reasoning: bool = False) -> Any:
+def read_message(
+    name: str,
+    pieces: list[str],
+    *,
+    in_reasoning: bool = False,
+    tools: list[Any] = TOOLS,
+) -> Any:
     """What a client has of a reply that comes in these pieces."""
     form = FORMATS[name]
     tool_format = form.detect()
     tags = Tags(
         think_start=start_llm.think_start_pattern(form.think_start),
         tool_start=re.escape(tool_format.start),
-        untagged_call=tool_format.untagged_pattern(TOOLS),
+        untagged_call=tool_format.untagged_pattern(tools),
         think_end=start_llm.think_end_pattern(form.think_end),
     )
     splitter = ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())
-    parser = ReplyParser(splitter, tool_format, tools=TOOLS, ids=ids)
+    parser = ReplyParser(splitter, tool_format, tools=tools, ids=ids)
 
     for piece in pieces:
         parser.feed(piece)
@@ -197,6 +203,57 @@ def test_gemma_arguments_right_and_nearly_right(
     reply = read_in_any_pieces(name, text)
 
     assert reply == Reply([("read", arguments)])
+
+
+REFERRING_PARAMETERS = {
+    "properties": {
+        "path": {"$ref": "#/$defs/text"},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/text"}},
+        "tree": {"$ref": "#/$defs/tree"},
+    },
+    "$defs": {
+        "text": {"type": "string"},
+        "tree": {"type": "object", "properties": {"path": {"$ref": "#/$defs/text"}}},
+    },
+}
+CIRCULAR_PARAMETERS = {
+    "properties": {"path": {"$ref": "#/$defs/text"}},
+    "$defs": {"text": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/text"}]}},
+}
+
+
+def tool_named_read(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "read", "parameters": parameters}}
+
+
+def arguments_of(message: Any) -> Any:
+    (call,) = message["tool_calls"]
+    return json.loads(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("name", ["gemma", "function_gemma"])
+def test_gemma_arguments_have_the_types_that_a_schema_refers_to(name: str) -> None:
+    start, end = {
+        "gemma": ("<|tool_call>", "<tool_call|>"),
+        "function_gemma": ("<start_function_call>", "<end_function_call>"),
+    }[name]
+    text = f"{start}call:read{{path:5,items:[6,true],tree:{{path:7}}}}{end}"
+    tools = [tool_named_read(REFERRING_PARAMETERS)]
+
+    message = read_message(name, [text], tools=tools)
+
+    arguments = {"path": "5", "items": ["6", "true"], "tree": {"path": "7"}}
+    assert arguments_of(message) == arguments
+
+
+def test_a_schema_may_refer_to_itself_in_a_union() -> None:
+    text = "<tool_call>\n<function=read>\n<parameter=path>\n5\n</parameter>\n"
+    text += "</function>\n</tool_call>"
+    tools = [tool_named_read(CIRCULAR_PARAMETERS)]
+
+    message = read_message("qwen", [text], tools=tools)
+
+    assert arguments_of(message) == {"path": "5"}
 
 
 @pytest.mark.parametrize(

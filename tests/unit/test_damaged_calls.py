@@ -657,9 +657,9 @@ def test_a_comment_behind_the_arguments_is_no_content() -> None:
 def test_this_parser_can_be_written_by_a_call(name: str) -> None:
     """Each value has forty lines of its sections, and of its tests."""
     source = Path(start_llm.__file__ or "").read_text()
-    sections = re.findall(
-        r"(?s)# region (?:CALL SYNTAXES|TOOL CALLS) =.*?(?=\n# region)", source
-    )
+    names = "CALL TEXT|CALL SYNTAXES|MENDED JSON|FOREIGN CALLS|TOOL CALLS"
+    sections = re.findall(rf"(?s)# region (?:{names}) =.*?(?=\n# region)", source)
+    assert len(sections) == 5
     tests = Path(__file__).with_name("test_tool_calls.py").read_text()
     lines = "\n".join([*sections, tests]).split("\n")
     form = FORMATS[name]
