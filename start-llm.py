@@ -14289,20 +14289,21 @@ class ReasoningStreamSplitter:
 # of tools, and values as JSON.
 #
 #  1 Text       A reader takes from the front of the UnreadText what is certain. It asks
-#               for a Pattern, here for `_GAP , | _GAP ]` after an item of an array:
+#               for a Pattern, such as "a comma, or the bracket that closes an array":
 #
-#                   unread text    match_next
-#                   , "b"          a match: the comma is taken
+#                   unread text    match_next(pattern)
+#                   , "b"]         the match: the comma is taken
 #                   \n             a partial match: either may follow, so wait
 #                   x              None: neither is there
 #
-#  2 Schemas    What type an argument has, by the schema of its tool.
-#  3 Values     Between tags a value is bare text; its type says what it means.
+#  2 Schemas    What types an argument may have, by the schema of its tool.
+#  3 Values     Between tags a value is bare text; its types say what it means.
 #
-# The end of the reply is \0 in a pattern. After `</tool_call>\s*\0` a call ends whose
-# value was never closed, for instance. No model writes that character. So while the
-# reply runs, this branch matches partially at the most, and the reader waits. Once the
-# reply is over, take_until() sets a \0 after the last text and tries again.
+# In a pattern \0 is the end of the reply. Of "</tool_call> \s* \0", for instance: the
+# call ends here if the reply does. Models do not write that character. So while the
+# reply runs, the pattern matches partially at the most, and the reader waits. Once the
+# reply is over, take_until() puts a \0 after the text and tries again. (The token that
+# ends a call is fed as \0, too: CallReader.feed_end.)
 #
 # Public   Tool, Schema, Pattern, TextBefore, UnreadText, TAG_LENGTH, SchemaPart,
 #          parameters_by_name, to_json, escape_json, load_value, value_as_json,
@@ -14372,14 +14373,14 @@ class UnreadText:
     def __init__(self) -> None:
         self.text = ""
         self.is_complete = False  # no more will come
-        self.is_cut = False  # it ends inside a tag, or a member
+        self.is_cut = False  # it is complete, and ends inside a tag or a member
         self.has_tokens = False  # an end tag would have come as a token of its own
 
     def match_next(self, pattern: Pattern) -> Any:
         """Take a match from the front and return it; None if nothing fits there.
 
-        If the match is `partial`, it depends on text that is still to come: nothing is
-        taken.
+        A match that is `partial` depends on text that is still to come: nothing is
+        taken. In a complete text none is partial.
         """
         match = pattern.compiled.match(self.text, partial=True)
         if match is None:
@@ -14678,10 +14679,10 @@ class ParameterTags(NamedTuple):
     # Ends a value if the tag before it has a group `quoted`: <![CDATA[, after which no
     # other tag means anything. None: no tag has.
     quoted_value_end: Pattern | None = None
-    # The tag of the next value, where one was never closed. KEYS in it is replaced by
-    # the names in the tool's schema; others may be in a text. IN_LINE is replaced by
-    # what such a tag is inside a line: `text`; or `unreadable`, if its value has begun
-    # on the line of its own tag.
+    # The tag of the next value, where one was never closed. KEYS in it stands for the
+    # names in the tool's schema; a tag of another name may be in a text. IN_LINE stands
+    # for the group of such a tag inside a line. If the value began on a line of its own
+    # (<parameter=path>\na.md <parameter=n>), it is `text`, or else `unreadable`.
     next_key: str = ""
     # Any tag of the format. A value that begins or ends with one is unreadable.
     any_tag: str = NO_PATTERN
@@ -14694,9 +14695,10 @@ class ParameterTags(NamedTuple):
         return ParameterTags(self.key, self.quoted_value_end)
 
     def for_value(self, keys: Sequence[str], *, is_in_line: bool) -> ParameterTags:
-        """The same for one value, with what ends it. `keys`: of the tool's schema.
+        """The same for one value: KEYS and IN_LINE are replaced.
 
-        `is_in_line`: the value begins on the line of its own tag.
+        `keys`: of the tool's schema. `is_in_line`: the value begins on the line of its
+        own tag.
         """
         source = self.value_end.source
         if keys and self.next_key:
@@ -14747,12 +14749,13 @@ class CallSyntax(NamedTuple):
     # NAMES in it is replaced by the names of the tools.
     untagged_call: str = ""
     tags: ParameterTags | None = None  # None: the arguments are JSON
-    spelling: ArgumentSpelling | None = None  # of a forced call; the same: JSON
+    # How a forced call is written; None: in JSON, or, for MiniCPM, not by a grammar.
+    spelling: ArgumentSpelling | None = None
     json_end: str = ""  # what follows JSON; a line break stands for any white space
 
 
 class ForeignFormat(NamedTuple):
-    """Calls that are read as a whole, once they have ended. None has all of these."""
+    """One way to write calls that are read as a whole. None has all of these."""
 
     opening: str = ""  # follows the tag of a forced call, for str.format()
     untagged_call: str = ""  # as in CallSyntax
@@ -14800,6 +14803,18 @@ _QWEN_KEY: Final = Pattern(
     example="\n<parameter=path>\na",
     near_miss="\n<parameter>\na",
 )
+# Of each branch an example, with | before what it matches:
+#
+#     closed        a.md|\n</parameter>\n<parameter=n>
+#     unclosed      a.md|\n</function>\n</tool_call>\n<tool_call>    another call
+#                   a.md|\n</tool_call>\n                           or the reply ends
+#     unreadable    a.md|\n<tool_call>\nb.md                         a call in it
+#                   a.md|</parameter></parameter>
+#                   a.md|\n</parameter>\nb.md                        on its own line
+#                   a.md|</parameter><parameterr=n>5                a misspelt key
+#                   a.md|</function>\nb.md
+#     IN_LINE       a.md|</parameter>b.md
+#     quoted        it ends with |</parameter> as all do
 _QWEN_VALUE_END: Final = Pattern(
     r"""(?x:
         \n? </parameter>
@@ -15343,12 +15358,12 @@ def tool_call_prefixes(
 # region MENDED JSON ===========================================================
 # Arguments as JSON: mended while they are read, and read up to the end of their call.
 #
-#     generated                                   emitted
-#     {"name": "read", "arguments": {             {                    by CallReader
-#     "path": "a.md", // the first                "path": "a.md"
-#     'n': 5 all: True,                           , "n": 5, "all": true
-#     }                                           -                    `closing`: }
-#     , "id": "1"}\n</tool_call>                  }                    by CallReader
+#     generated                          emitted
+#     {"name": "read", "arguments": {    {                         by CallReader
+#     "path": "a.md", // the first       "path": "a.md"
+#     'n': 5 "all": True,                , "n": 5 ,"all": true
+#     }, "id": "1"}                      -
+#     \n</tool_call>Done.                }                         by CallReader
 #
 # Models write comments, commas or quotes too many or too few, and Python's words.
 #
@@ -15846,10 +15861,6 @@ class JsonArguments:
         """The last bracket of the arguments, once they are read."""
         return self._arguments.closing
 
-    def end_token(self, tag: str) -> str:
-        """The text that it takes for the end tag as a token."""
-        return tag
-
     def quotes_end(self, _tag: str) -> bool:
         """Whether a string is open where the end tag comes as a token."""
         return self._object.is_in_string
@@ -16104,8 +16115,15 @@ class MarkedCalls:
 
         call:read{path:<|"|>a.md<|"|>,lines:[1,2],options:{all:true}}
 
-    Real calls lack marks, or have too many closing brackets. The tool's schema tells
-    which text is a string, and which key ends one that was never closed.
+    Real calls lack marks, or have too many closing brackets:
+
+        call:read{path:a.md,lines:[1,2]}}         a text without marks
+        call:read{path:<|"|>a.md,lines:[1,2]}     a text with one of them
+        call:read{path:"a.md",lines:[1,2]}        quotes in the place of marks
+
+    The tool's schema tells which text is a string. A text without marks ends before
+    what matches `text_end`: of an argument, a key of the tool's or the end of the call;
+    of a member in an object, any key or its bracket; of an item, a comma or a bracket.
     """
 
     def __init__(
@@ -16117,11 +16135,9 @@ class MarkedCalls:
         self._mark = mark
         self._offered = offered
         self._is_closed = is_closed
-        keys = {
-            key
-            for parameters in offered.values()
-            for key in SchemaPart.of_tool(parameters).keys
-        }
+        keys: set[str] = set()
+        for parameters in offered.values():
+            keys.update(SchemaPart.of_tool(parameters).keys)
         names = "|".join(sorted(map(regex.escape, keys))) or NO_PATTERN
         self._key_pattern = regex.compile(rf"[,;\s](?:{names}):")
 
@@ -16149,7 +16165,7 @@ class MarkedCalls:
         return match
 
     def _read_object(self, schema: SchemaPart, *, is_outermost: bool = False) -> str:
-        """Its `{` was taken."""
+        """Read an object whose { was taken; returns it as JSON."""
         mark = regex.escape(self._mark)
         key_pattern = rf"""(?x:
             \s*
@@ -16174,7 +16190,7 @@ class MarkedCalls:
         return f"{{{', '.join(members)}}}"
 
     def _text_end(self, schema: SchemaPart) -> str:
-        """What ends a text without marks that is an argument of a call."""
+        """The `text_end` of the arguments of a call."""
         keys = "|".join(map(regex.escape, schema.keys)) or _BARE_KEY
         call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
         if self._is_closed:
@@ -16184,7 +16200,7 @@ class MarkedCalls:
         return rf'(?:{_BLANKS},\s*+"?(?:{keys})"?\s*:|{call_end})'
 
     def _read_array(self, schema: SchemaPart) -> str:
-        """Its `[` was taken."""
+        """Read an array whose [ was taken; returns it as JSON."""
         items: list[str] = []
         while not self._take(r"\s*\]"):
             if items:
@@ -16194,7 +16210,10 @@ class MarkedCalls:
         return f"[{', '.join(items)}]"
 
     def _read_value(self, schema: SchemaPart, text_end: str, gap: str = "") -> str:
-        """`gap`: the white space before it, part of a text without marks."""
+        """Read a value; returns it as JSON.
+
+        `gap`: the white space before it, which is part of a text without marks.
+        """
         types = schema.types
         if self._take(regex.escape(self._mark)):
             text = self._read_marked(text_end)
@@ -16205,7 +16224,7 @@ class MarkedCalls:
         return json_text or self._read_bare(types, text_end, gap)
 
     def _read_bare(self, types: set[str], text_end: str, gap: str) -> str:
-        """A value without marks, which is no object and no array."""
+        """A value without marks, which is no object and no array, as JSON."""
         if match := self._take(r'"(?:[^"\\]|\\.)*+"(?=\s*[,}\]])'):
             with suppress(ValueError):
                 return to_json(json.loads(match[0], strict=False))
@@ -16231,7 +16250,10 @@ class MarkedCalls:
         return None
 
     def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken."""
+        """A string whose first mark was taken, up to one after which a member may end.
+
+        Its second mark may be missing. Then it ends like a text without marks.
+        """
         start = self._position
         mark = regex.escape(self._mark)
         ending_mark = regex.compile(rf"{mark}(?=(?P<ends>\s*(?:[,}}\]]|\Z))?)")
@@ -16239,6 +16261,7 @@ class MarkedCalls:
             if match["ends"] is not None:
                 self._position = match.end()
                 text = self._text[start : match.start()]
+                # Of a damaged mark half is left: <|"|>a.md<|,text:<|"|>
                 has_half_mark = "<|" in text or "|>" in text
                 has_key = self._key_pattern.search(text) is not None
                 if self._mark in text or (has_half_mark and has_key):
@@ -16246,14 +16269,14 @@ class MarkedCalls:
                 return text
             next_key = rf",\s*{_BARE_KEY}\s*:\s*\Z"
             if regex.search(next_key, self._text[start : match.start()]):
-                break  # this mark opens the next string: ours was never closed
+                break  # <|"|>a.md,text:<|"|>b: the mark opens the next string
         text = self._read_text(text_end)
         return text.removesuffix('"') if text.count('"') == 1 else text
 
     def _read_text(self, text_end: str) -> str:
-        """A text without a mark at its end, or with none at its beginning.
+        """A text without a mark at its end, or without any.
 
-        Raises ValueError if it has one inside: then it may be two.
+        Raises ValueError if it has a mark or a key inside: then it may be two texts.
         """
         text = self._read_unmarked(text_end)
         has_key = self._key_pattern.search(text) is not None
@@ -16262,8 +16285,9 @@ class MarkedCalls:
         return text
 
     def _read_unmarked(self, text_end: str) -> str:
+        """The text before `text_end`, without a mark or a quote at one of its ends."""
         text: str = self._require(rf"((?s:.)*?)(?={text_end})")[1]
-        # A bracket that the text has opened is no end of the call.
+        # A bracket that the text has opened is no end of the call: f() { return }
         while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
             text += "}"
         if text.endswith(self._mark):
@@ -16283,7 +16307,7 @@ _ITEM_END: Final = rf"{_BLANKS}[,\]]"
 # -- 4 reader --------------------------------------------------------------------------
 
 _CALL_FENCE: Final = re.compile(rf"\A\s*{FENCE_START}")
-# An argument behind the end of a call whose strings have marks.
+# An argument after the end of a call whose strings have marks: the tag came too early.
 _LATE_MARK: Final = Pattern(
     r"\s*(?:[,}\]]|[^<]{0,99}+<(?:\|\"\|>|escape>))",
     example=',text:<|"|>',
@@ -16296,14 +16320,17 @@ class _CallBody(NamedTuple):
 
     end: int
     n_read: int  # with the end tag
-    is_damaged: bool = False  # members follow that are none of a call
+    is_damaged: bool = False  # an argument follows, or a member of what is no object
 
 
 class ForeignCalls:
-    """Reads calls of another syntax at their end.
+    """Reads whole calls: `read` again with each text, until it is done.
 
-    With marks: MarkedCalls. In JSON: parse_json_calls(). In Python:
-    parse_python_calls(). All others: mlx-lm's parser.
+    who reads the body        what it begins with
+    MarkedCalls               the start tag of a format with a `string_mark`
+    parse_json_calls()        { or [{
+    parse_python_calls()      the start tag of LFM2
+    mlx-lm's parser           anything else
     """
 
     def __init__(
@@ -16333,9 +16360,11 @@ class ForeignCalls:
         if text.lstrip().startswith(self._format.start):
             text = text.partition(self._format.start)[2]
         body = self._find_body(text)
-        if body is None:
-            if not self._unread.is_complete:
-                return []
+        if body is None and not self._unread.is_complete:
+            return []
+        if (
+            body is None
+        ):  # an end tag that looks quoted must be the end, or there is none
             n_body = len(text.partition(self._format.end)[0])
             body = _CallBody(n_body, n_body + len(self._format.end))
         self._unread.text = text[body.n_read :]
@@ -16351,7 +16380,7 @@ class ForeignCalls:
         return calls[: self._max_calls]
 
     def _find_body(self, text: str) -> _CallBody | None:
-        """None if its end has not come."""
+        """The body in the text after the start tag; None if its end has not come."""
         if self._is_json(text) and self._end_token is None:
             return self._find_json(text)
         position = self._find_end_tag(text)
@@ -16368,7 +16397,7 @@ class ForeignCalls:
         return _CallBody(position, end, is_damaged)
 
     def _find_end_tag(self, text: str) -> int:
-        """Its position, or -1.
+        """The position of the end tag, or -1.
 
         An end tag between the marks of a string is a quotation, if it is no token.
         """
@@ -16389,7 +16418,7 @@ class ForeignCalls:
         return is_hermes and _OBJECT_OR_LIST.match(text) is not None
 
     def _find_json(self, text: str) -> _CallBody | None:
-        """It ends with its last bracket; then the end tag may follow."""
+        """The body of JSON ends with its last bracket; then the end tag may follow."""
         end = self._json_span.find_end(text)
         if end is None:
             return None
@@ -16454,10 +16483,12 @@ class ForeignCalls:
 # late if the arguments were closed at once. So their last bracket is emitted when the
 # next text has come, or the reply is over.
 #
-# An end tag that is known to be a token of its own ends its call, whatever stands open
-# but a string or a value, which may quote it; the same letters in other tokens are
-# text. Where tokens are not known (tags that have several, replies in the tests), the
-# text around a tag tells, so a value that has one on a line of its own stays open.
+# End tags: many tokenizers have a token for </tool_call>, and a model that writes about
+# the tag mostly writes it in other tokens. Where tokens are known (some text was fed as
+# `literal`), that token ends its call, whatever stands open, but for a string or value
+# in which it may be a quotation. The same letters in other tokens are text. Where no
+# tokens are known, as of a tag that has several, the text around a tag tells what it
+# is; a value in which one stands on a line of its own stays open.
 #
 # The splitter (REASONING PARSER) finds where a call begins, and a CallReader where it
 # ends. ReplyParser carries the text between them, here of "Hi <tool_call>... Bye":
@@ -16679,6 +16710,7 @@ class TaggedValue:
         self._unread = unread
         self._end = tags.value_end
         self._end_as_text = text_tags.value_end
+        self._next_end = self._end  # the same, or more
         self._later_tag = tags.later_tag
         self._tag_at_start = regex.compile(rf"\s*(?:{tags.any_tag})")
         self._tag_at_end = regex.compile(rf"(?:{tags.any_tag})\s*\Z")
@@ -16696,13 +16728,14 @@ class TaggedValue:
         """What more is certain, as JSON text."""
         json_text = ""
         while not self.is_done:
-            before = self._unread.take_until(self._find_end())
+            before = self._unread.take_until(self._next_end)
             json_text += self._emit(before.text)
             if before.kind == "text" or self._is_own_closing_tag(before):
                 json_text += self._emit(before.tag)
             elif before.kind == "quoted":
                 json_text += self._emit(before.tag)
                 self._has_quoted_tag = True
+                self._update_next_end()
             elif before.kind == "missing" and not self._unread.is_complete:
                 return json_text
             else:
@@ -16718,13 +16751,14 @@ class TaggedValue:
     def read_end_as_text(self) -> None:
         """Read the end tag as text from now on."""
         self._end = self._end_as_text
+        self._update_next_end()
 
-    def _find_end(self) -> Pattern:
-        """What ends it now: after a quoted closing tag, other tags mean something."""
-        if not self._has_quoted_tag:
-            return self._end
-        source = f"(?P<unreadable>{self._later_tag})|{self._end.source}"
-        return replace(self._end, source=source)
+    def _update_next_end(self) -> None:
+        """After a quoted closing tag, `later_tag` in it is unreadable."""
+        self._next_end = self._end
+        if self._has_quoted_tag:
+            source = f"(?P<unreadable>{self._later_tag})|{self._end.source}"
+            self._next_end = replace(self._end, source=source)
 
     def _end_of_value(self) -> str:
         return '"' if self._is_string else value_as_json(self._text, self._types)
@@ -16891,8 +16925,8 @@ class CallReader:
         self._offered = parameters_by_name(tools)
         self._reply = reply
         self._unread = UnreadText()
-        # One for each state in which arguments are read; the first needs the name.
         self._opening = "{"  # emitted with the first of the arguments
+        # One for each state in which arguments are read; the first needs the name.
         self._arguments: TaggedArguments | JsonArguments | None = None
         self._foreign = ForeignCalls(self._unread, tool_format, tools, max_calls)
         # Mistral's models write both of its syntaxes, whatever their template prints.
@@ -16964,7 +16998,10 @@ class CallReader:
             return self.feed(tag)
 
         self._unread.is_complete = True  # of this call no more will come
-        text = self.feed(arguments.end_token(tag) if arguments else tag)
+        end = tag
+        if isinstance(arguments, TaggedArguments):
+            end = arguments.end_token(tag)
+        text = self.feed(end)
         self._unread.is_complete = False
         self._unread.text = self._unread.text.replace("\0", tag)
         return text.replace("\0", tag)
@@ -17182,17 +17219,19 @@ class ReplyParser:
 #     qwen     <tool_call><function=read>   <parameter=path> any text </parameter>
 #                                           (<parameter=n> JSON </parameter>)? ...
 #
-# A forced call, and one of a tool that is `strict`, is generated by this form, so it
-# always fits. JSON is the grammar compiler's work. Between tags the arguments come in
-# the order of the schema, none but those that it names. A schema that cannot be written
-# so has a fault: the call is forced with any arguments; if the tool is strict, the
-# request is refused. Foreign syntaxes have no form, and MiniCPM's has none.
+# A call that is forced, or of a tool that is `strict`, is generated by its form, so its
+# arguments always fit. JSON is the grammar compiler's work. Between tags the arguments
+# come in the order of the schema, and only those that it names.
+#
+# Some schemas cannot be written between tags. Then the form has a `fault`: a forced
+# call has any arguments, and a request with a strict tool is refused. Of foreign
+# formats and of MiniCPM's syntax no more than the opening of a call is known.
 #
 # Public   call_forms
 # Uses     SAMPLING, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
-# What says more of an object than what its properties are.
+# Keywords that say more of the arguments than which there are: not between tags.
 _UNTAGGED_KEYWORDS: Final = (
     *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const"),
     *("minProperties", "maxProperties", "patternProperties", "propertyNames"),
@@ -17226,15 +17265,14 @@ def call_forms(
         try:
             if fault := find_excess(parameters):
                 raise _NoForm(fault)
-            parts = _call_parts(
-                tool_format, parameters, is_lenient=not form.schema_path
-            )
-            if parts is not None and tool_format.syntax == "glm":
-                form = form._replace(opening=opening.removesuffix("<arg_key>"))
-            form = form._replace(parts=parts)
+            is_lenient = not form.schema_path
+            parts = _call_parts(tool_format, parameters, is_lenient=is_lenient)
         except _NoForm as error:
-            form = form._replace(fault=str(error))
-        forms.append(form)
+            forms.append(form._replace(fault=str(error)))
+            continue
+        if parts is not None and tool_format.syntax == "glm":
+            form = form._replace(opening=opening.removesuffix("<arg_key>"))
+        forms.append(form._replace(parts=parts))
     return forms
 
 
