@@ -15633,10 +15633,8 @@ class MendedObject:
     {"items": [1, 2 it is ]}. It is for whoever reads what follows the object.
     """
 
-    def __init__(
-        self, unread: UnreadText, keys: Iterable[str], *, has_member: bool = False
-    ) -> None:
-        """`keys`: of the tool's schema. `has_member`: a comma comes next."""
+    def __init__(self, unread: UnreadText, keys: Iterable[str]) -> None:
+        """`keys`: of the tool's schema."""
         self.is_done = False
         self.is_broken = False  # some of what was written cannot be read
         self.closing = ""  # once it is done and not broken
@@ -15647,8 +15645,7 @@ class MendedObject:
         self.has_quoted_end = False  # the end tag of the call came in it as a token
         self._unread = unread
         self._keys = set(keys)
-        # All that is open, outermost first.
-        self._open = [_OBJECT_MEMBER if has_member else _OBJECT_START]
+        self._open = [_OBJECT_START]  # all that is open, outermost first
         self._string = OpenString(self._keys)  # that is open, or was last
 
     @property
@@ -15790,15 +15787,17 @@ _CALL_OBJECT_END: Final = Pattern(
     example="}}\n</tool_call>",
     near_miss="\nDone.",
 )
-# After the arguments, a member of the call; or what was meant as an argument, before
-# which a bracket was closed too early.
-_LATER_MEMBER: Final = Pattern(
-    rf'\s*[}}\]]?(?=\s*,\s*"(?P<name>{_CHARACTER}{{0,99}})"\s*:)',
-    example=', "id": 5',
-    near_miss="}}\n",
+# After the arguments, a member of the call that is none of them.
+_CALL_MEMBER: Final = Pattern(
+    r"""(?x:
+        \s* [}\]]? \s* , \s* " (?: id | type | index | call_id | tool_call_id ) "
+        \s* : \s* (?: " CHARACTER{0,99} " | (?: NUMBER | null ) (?= [\s,}\]</] ) )
+    )""".replace("CHARACTER", _CHARACTER).replace("NUMBER", NUMBER),
+    example=', "id": "5"',
+    near_miss=', "n": "5"',
 )
-_CALL_MEMBERS: Final = {"id", "type", "index", "call_id", "tool_call_id"}
-# Any member after the arguments, also one whose name has no quotes.
+# Any member after the arguments, also one whose name has no quotes: what was meant as
+# an argument, before which a bracket was closed too early.
 LOST_MEMBER: Final = Pattern(
     r"""(?x:
         (?: BRACKETS (?: // [^\n]{0,999} \n | /\* (?s: .){0,999}? \*/ ) ){0,9}
@@ -15812,24 +15811,26 @@ LOST_MEMBER: Final = Pattern(
 )
 
 
+# A member of which no more than the first letters of its name came.
+_CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
+
+
 class JsonPhase(Enum):
     """What JsonArguments reads next."""
 
     ARGUMENTS = auto()
-    END = auto()  # of the call
-    LATER_MEMBERS = auto()  # of the call, which are none of its arguments
+    LATER_MEMBERS = auto()  # of the call, or the end of the call
     DONE = auto()
 
 
 class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the end of the call.
 
-        phase            reads                          then
-        ARGUMENTS        "path": "a.md"}                END; DONE if they are broken
-        END              }\n</tool_call>                DONE
-                         , "id": "1"                    LATER_MEMBERS
-                         , "n": 5                       DONE: an argument, so broken
-        LATER_MEMBERS    , "id": "1"}                   END
+        phase            reads                     then
+        ARGUMENTS        "path": "a.md"}           LATER_MEMBERS; if broken, DONE
+        LATER_MEMBERS    , "id": "1"               LATER_MEMBERS
+                         }\n</tool_call>           DONE
+                         , "n": 5                  DONE, broken: it was an argument
 
     `closing` is left for the caller to emit, if the call is not broken.
     """
@@ -15844,12 +15845,8 @@ class JsonArguments:
         self.is_broken = False  # some of what was written cannot be read
         self._phase = JsonPhase.ARGUMENTS
         self._unread = unread
-        self._keys = set(keys)
         self._is_member = is_member
-        self._arguments = MendedObject(unread, self._keys)
-        # What is read now, or was last: the arguments, or the call after them.
-        self._object = self._arguments
-        self._has_inner_key = False  # in any of them
+        self._arguments = MendedObject(unread, keys)
 
     @property
     def is_done(self) -> bool:
@@ -15863,51 +15860,42 @@ class JsonArguments:
 
     def quotes_end(self, _tag: str) -> bool:
         """Whether a string is open where the end tag comes as a token."""
-        return self._object.is_in_string
+        return self._arguments.is_in_string
 
     def read_end_as_text(self) -> None:
         """The end tag was quoted as a token: so it may be one in other tokens."""
-        self._object.has_quoted_end = True
+        self._arguments.has_quoted_end = True
 
     def read(self) -> str:
         """What more is certain of the arguments, as JSON text without `closing`."""
         json_text = ""
-        while not self.is_done:
-            if self._phase is JsonPhase.END:
-                self._read_end()
-                if self._phase is JsonPhase.END:  # the next text decides
-                    break
-                continue
-            text = self._object.read()
-            if self._phase is JsonPhase.ARGUMENTS:
-                json_text += text
-            if not self._object.is_done:
-                break
-            self._has_inner_key |= self._object.has_inner_key
-            self.is_broken = self._object.is_broken
-            self._phase = JsonPhase.DONE if self.is_broken else JsonPhase.END
+        if self._phase is JsonPhase.ARGUMENTS:
+            json_text = self._arguments.read()
+            self.is_broken = self._arguments.is_broken
+            if self.is_broken:
+                self._phase = JsonPhase.DONE
+            elif self._arguments.is_done:
+                self._phase = JsonPhase.LATER_MEMBERS
+        if self._phase is JsonPhase.LATER_MEMBERS:
+            self._read_later()
         return json_text
 
-    def _read_end(self) -> None:
-        """Read on after the arguments, or after later members."""
-        text = self._unread.text
-        lost = LOST_MEMBER.compiled.match(text, partial=True)
-        if lost is not None and not lost.partial:
-            self._read_later_member()
-        elif lost is None or self._unread.is_complete:
+    def _read_later(self) -> None:
+        """Read on after the arguments."""
+        while lost := LOST_MEMBER.compiled.match(self._unread.text, partial=True):
+            if lost.partial:
+                break
+            member = self._unread.match_next(_CALL_MEMBER)
+            if member is None:
+                self.is_broken = not self._unread.is_cut  # in a member of the call
+                self._phase = JsonPhase.DONE
+                return
+            if member.partial:
+                return
+        if lost is None or self._unread.is_complete:
+            is_cut = lost is not None and _CUT_MEMBER.search(lost[0]) is not None
             self._end_call()
-            is_cut = lost is not None and re.search(r"[,;]\s*[\"']", text) is not None
             self.is_broken |= self.is_done and is_cut
-
-    def _read_later_member(self) -> None:
-        """A member follows: one of the call is read, an argument breaks it."""
-        later = self._unread.match_next(_LATER_MEMBER)
-        if later is not None and later["name"] in _CALL_MEMBERS:
-            self._object = MendedObject(self._unread, self._keys, has_member=True)
-            self._phase = JsonPhase.LATER_MEMBERS
-        else:
-            self.is_broken = True
-            self._phase = JsonPhase.DONE
 
     def _end_call(self) -> None:
         """Take what ends the call."""
@@ -15920,7 +15908,8 @@ class JsonArguments:
         if self._is_member:
             is_inside = match is None and rest[:1] not in {"", "}", "]"}
             has_bracket = match is not None and match[0].lstrip()[:1] != "<"
-            self.is_broken = is_inside or (self._has_inner_key and not has_bracket)
+            has_inner_key = self._arguments.has_inner_key
+            self.is_broken = is_inside or (has_inner_key and not has_bracket)
         else:
             has_tag = match is not None and "<" in match[0]
             follows_text = not has_tag and rest[:1] not in {"", "<", "["}

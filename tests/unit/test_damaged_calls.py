@@ -653,6 +653,45 @@ def test_a_comment_behind_the_arguments_is_no_content() -> None:
         assert message["content"] is None
 
 
+@pytest.mark.parametrize(
+    ("rest", "runs"),
+    [
+        ('}, "id": "1", "type": "function", "index": 0}', True),
+        ('}, "id": null}', True),
+        ('}, "id": "1"}}', True),
+        ('}}, "id": "1"}', True),
+        ('}, "id": "1", "n": 5}', False),
+        ('}, "id": 1 "n": 5}', False),
+        ('}, "id": "1, "n": 5}', False),
+        ('}, "n": 5, "id": "1"}', False),
+    ],
+)
+def test_members_of_a_call_may_follow_its_arguments_and_no_argument(
+    rest: str, runs: bool
+) -> None:
+    text = HERMES + '{"path": "a", "text": "b"' + rest + "\n</tool_call>"
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["hermes"], pieces)
+        expected = [{"path": "a", "text": "b"}] if runs else []
+        assert finished_calls(message) == expected
+
+
+def test_a_call_whose_objects_have_a_key_of_the_tools_may_have_an_id() -> None:
+    arguments = '{"path": "a", "items": [{"q": 1, "n": 2}]}'
+    text = HERMES + arguments + ', "id": "1"}\n</tool_call>'
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["hermes"], pieces)
+        assert finished_calls(message) == [json.loads(arguments)]
+
+
+@pytest.mark.parametrize("cut", ['"1', '"', "12", "nul", ""])
+def test_a_reply_that_is_cut_in_the_id_of_a_call_has_its_arguments(cut: str) -> None:
+    text = HERMES + '{"path": "a"}, "id": ' + cut
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["hermes"], pieces)
+        assert finished_calls(message) == [{"path": "a"}]
+
+
 @pytest.mark.parametrize("name", ["qwen", "hermes"])
 def test_this_parser_can_be_written_by_a_call(name: str) -> None:
     """Each value has forty lines of its sections, and of its tests."""
