@@ -15720,11 +15720,11 @@ class MendedObject:
             if match is not None and match.partial:
                 return None
             if match is not None and self._open != [_OBJECT_START]:
-                return self._close_all()
+                return self._close_all()  # {"path": "a.md"</tool_call>
             closers = [state.closer for state in self._open]
             if rest[:1] in closers and not self.has_inner_key:
                 self.has_mended_bracket = True
-                return self._open.pop().closer  # brackets before it were forgotten
+                return self._open.pop().closer  # {"items": [1, 2}
         self.is_broken = True
         return None
 
@@ -15809,9 +15809,7 @@ LOST_MEMBER: Final = Pattern(
     example='; "n": 5',
     near_miss="}\nn: 5",
 )
-
-
-# A member of which no more than the first letters of its name came.
+# The reply was cut in the name of such a member: , "n
 _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 
 
@@ -15887,7 +15885,8 @@ class JsonArguments:
                 break
             member = self._unread.match_next(_CALL_MEMBER)
             if member is None:
-                self.is_broken = not self._unread.is_cut  # in a member of the call
+                # Only a member of the call may be cut: , "id": "1
+                self.is_broken = not self._unread.is_cut
                 self._phase = JsonPhase.DONE
                 return
             if member.partial:
@@ -15906,11 +15905,14 @@ class JsonArguments:
         self._phase = JsonPhase.DONE
         rest = self._unread.text.lstrip()
         if self._is_member:
+            # {"name": "read", "arguments": {"path": "a.md"} Done.    is inside the call
             is_inside = match is None and rest[:1] not in {"", "}", "]"}
+            # ... {"tree": {"k": 1, "n": 5}}</tool_call>    n may be an argument itself
             has_bracket = match is not None and match[0].lstrip()[:1] != "<"
             has_inner_key = self._arguments.has_inner_key
             self.is_broken = is_inside or (has_inner_key and not has_bracket)
         else:
+            # {"items": [1, 2} Done.    a text, or more of the items
             has_tag = match is not None and "<" in match[0]
             follows_text = not has_tag and rest[:1] not in {"", "<", "["}
             has_mended = self._arguments.has_mended_bracket
