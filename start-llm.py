@@ -16150,6 +16150,7 @@ class MarkedCalls:
         return match
 
     def _require(self, pattern: str) -> Any:
+        """The same. Raises ValueError if nothing fits there."""
         match = self._take(pattern)
         if match is None:
             raise ValueError(self._text[self._position :])
@@ -16317,11 +16318,13 @@ class _CallBody(NamedTuple):
 class ForeignCalls:
     """Reads whole calls: `read` again with each text, until it is done.
 
-    who reads the body        what it begins with
-    MarkedCalls               the start tag of a format with a `string_mark`
-    parse_json_calls()        { or [{
-    parse_python_calls()      the start tag of LFM2
-    mlx-lm's parser           anything else
+        the body is read by       if it begins with
+        MarkedCalls               the start tag of a format with a `string_mark`
+        parse_json_calls()        { or [{
+        parse_python_calls()      the start tag of LFM2
+        mlx-lm's parser           anything else
+
+    If that raises, or overlooks a part of the body, there are no calls in it.
     """
 
     def __init__(
@@ -16351,11 +16354,10 @@ class ForeignCalls:
         if text.lstrip().startswith(self._format.start):
             text = text.partition(self._format.start)[2]
         body = self._find_body(text)
-        if body is None and not self._unread.is_complete:
-            return []
-        if (
-            body is None
-        ):  # an end tag that looks quoted must be the end, or there is none
+        if body is None:
+            if not self._unread.is_complete:
+                return []
+            # The reply is over: up to an end tag that looked quoted, or to the end.
             n_body = len(text.partition(self._format.end)[0])
             body = _CallBody(n_body, n_body + len(self._format.end))
         self._unread.text = text[body.n_read :]
@@ -16371,7 +16373,7 @@ class ForeignCalls:
         return calls[: self._max_calls]
 
     def _find_body(self, text: str) -> _CallBody | None:
-        """The body in the text after the start tag; None if its end has not come."""
+        """Where the body ends in the text after the start tag; None: not yet."""
         if self._is_json(text) and self._end_token is None:
             return self._find_json(text)
         position = self._find_end_tag(text)
@@ -16425,6 +16427,7 @@ class ForeignCalls:
         return _CallBody(end, match.end() if match else end)
 
     def _parse(self, body: str, *, is_closed: bool) -> list[WholeCall]:
+        """The calls of a body. Raises whatever mlx-lm's parser raises."""
         if self._foreign.string_mark:
             offered = parameters_by_name(self._tools)
             mark = self._foreign.string_mark
@@ -16998,6 +17001,7 @@ class CallReader:
         return text.replace("\0", tag)
 
     def _read_name(self) -> None:
+        """Read the tag and the name, and choose who reads the arguments."""
         match = self._unread.match_next(CALL_START)
         if match is None:
             self._read_other_start()

@@ -692,6 +692,13 @@ def test_a_reply_that_is_cut_in_the_id_of_a_call_has_its_arguments(cut: str) -> 
         assert finished_calls(message) == [{"path": "a"}]
 
 
+@pytest.mark.parametrize("rest", [" Done.", ' "delta"'])
+def test_a_bracket_that_was_forgotten_before_a_text_may_hide_items(rest: str) -> None:
+    text = '[TOOL_CALLS]read[ARGS]{"items": [1, 2}' + rest
+    for pieces in ([text], list(text)):
+        assert finished_calls(read(FORMATS["mistral"], pieces)) == []
+
+
 @pytest.mark.parametrize("name", ["qwen", "hermes"])
 def test_this_parser_can_be_written_by_a_call(name: str) -> None:
     """Each value has forty lines of its sections, and of its tests."""
