@@ -3870,30 +3870,34 @@ def _fetch_image(url: str, *, field: str) -> bytes:
 # copies are only compared: are these the messages of a recorded conversation? What the
 # model reads is made of the originals, and of recorded tokens (L-37).
 #
-# A rule finds one volatile field. Its setting, RULE_<NAME>, is one of
-#   telemetry   dropped from both copies: it means nothing to the model
-#   pinned      a value such as an id or a date. The canonical copy has a placeholder
-#               (in place of a whole block, nothing); a prompt keeps the value that it
-#               had first, LEDGER restates another one
-#   transient   a note: a block that comes and goes. The canonical copy has nothing in
-#               its place; LEDGER renders it where it is new
-#   off         plain text
-#
 #     as sent                                    canonical
 #     [Fri 2026-11-20 14:16 UTC] list files      __STABLE_TIMESTAMP__list files
 #     <system-reminder>plan</system-reminder>
 #
-# What looks like a field in a tool result, or in a code fence (unless the rule
-# is_fenced), is data and stays.
-# No prompt holds what identifies or directs somebody else: a pinned value may stand in
+# A rule finds one kind of volatile field, here a timestamp and a reminder. The setting
+# RULE_<NAME> says what becomes of the field:
+#   telemetry   It means nothing to the model, and is dropped from both copies.
+#   pinned      A value, such as an id or a date. The canonical copy has a placeholder
+#               (in place of a whole block, nothing). A prompt keeps the value that it
+#               had first; LEDGER restates another one.
+#   transient   A note: a block that comes and goes. The canonical copy has nothing in
+#               its place. LEDGER renders it where it is new.
+#   off         It is plain text.
+#
+# A rule sees one text part of a message at a time. What it finds in a tool result, or
+# in a code fence (unless the rule is_fenced), is data and stays.
+# No prompt has what identifies or directs somebody else: a pinned value may stand in
 # the prompts of other sessions only where its rule has crosses_sessions (L-106).
+#
 # To add a field: an entry in _RULES, a RULE_ setting (see CONFIG), a lesson, tests; if
-# it is a block between tags, these in _BLOCK_STARTS and _BLOCK_ENDS.
+# it is a block between tags, these in _BLOCK_STARTS and _BLOCK_ENDS. Its pattern must
+# read any text in linear work (L-113): each repeat without a limit stops at a line end
+# or at the next opener, or is possessive. tests/unit/test_linear_work.py tries each.
 #
 # Public   Canonicalizer, CanonicalMessage, VolatileField, PinnedValue, Note, Memo,
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
 #          wrap_reminder, reply_digest, canonical_json, private_owner,
-#          assert_cache_key_safety, find_masking_rule
+#          keeps_most_text, find_masking_rule
 # Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any; pure, but for memos
 
@@ -3913,8 +3917,8 @@ _DATE_WORDS: Final = "|".join(
     filter(None, [*day_name, *day_abbr, *month_name, *month_abbr])
 )
 _NO_LINKING_WORD: Final = r"(?<=[\w)])(?<!\bat)(?<!\bo[fn])(?<!\bthe)"  # at its end
-# why(L-83): a day or a time, but not what the line says after it, which may be
-# instructions. Blanks are taken all at once, or a million of them takes minutes.
+# why(L-83): a day or a time, and not what follows it in the line: that may be an
+# instruction. Blanks are taken all at once (L-113): a million of them took minutes.
 _CLOCK: Final = rf"""(?x:
     (?: [ ]\([^()\n]{{1,40}}\) )?  \**      # " (UTC)", and Markdown's "**"
     (?: [ ]is | : )  [ \t*]*+
@@ -3933,7 +3937,7 @@ _STAMP: Final = r"""(?x:
     [ ] \d\d:\d\d (?: :\d\d )?              # 14:16, or 14:16:05
     (?: [ ] [\w:+/-]+ )? \] [ ]             # UTC], GMT+1], Europe/Berlin]
 )"""
-# why(L-116): OpenClaw's wrapper of a user's text, up to its own stamp or the text.
+# why(L-116): OpenClaw puts JSON before a user's text, and before its stamp.
 _WRAPPER: Final = r"""(?x:
     Conversation [ ] info [ ] \([^()\n]{1,40}\) :\n
     ```json\n
@@ -3949,19 +3953,25 @@ _ROUTED: Final = r"""(?x:
 
 
 class Rule(NamedTuple):
-    """How one volatile field is found. `example` and `near_miss` are tested."""
+    """How one volatile field is found. `example` and `near_miss` are tested.
+
+    Groups of the pattern, each of which it may lack:
+        value     what varies of the match; without this group the match is a block, of
+                  which all varies
+        context   text that stands before the field and belongs to no field
+        private   if it has matched, the value may not cross sessions
+    """
 
     name: str
-    roles: frozenset[str]
-    # The group `value`: what varies; without it, all varies. The group `context`: what
-    # stands before the field, and is text.
+    roles: frozenset[str]  # of the messages in which it is looked for
     pattern: re.Pattern[str]
     example: str  # a text in which the pattern finds the field
     near_miss: str  # one in which it does not
     # Whether a pinned value may stand in the prompts of other sessions: it identifies
-    # nobody and directs nothing (L-106). Not what a group `private` has found.
+    # nobody and directs nothing (L-106).
     crosses_sessions: bool = False
     is_fenced: bool = False  # its client writes it in a code fence
+    spans_parts: bool = False  # it goes on in the other text parts of its message
     setting: str = "off"  # as configured
 
     @property
@@ -4019,7 +4029,7 @@ _RULES: Final = (
         near_miss="## Inbound Context (trusted)\nThere is none.\n",
         is_fenced=True,
     ),
-    # why(L-116): it is new where a question is sent again.
+    # why(L-116): a question that is sent again has a new id.
     Rule(
         name="user_message_id",
         roles=_USER,
@@ -4042,8 +4052,8 @@ _RULES: Final = (
         crosses_sessions=True,
         is_fenced=True,
     ),
-    # why(L-39): before a user's text; in later requests some become the other form,
-    # which names a session.
+    # why(L-39): it stands before a user's text. In later requests some stamps become
+    # the other form, _ROUTED, which names a session.
     Rule(
         name="timestamp",
         roles=_USER,
@@ -4089,9 +4099,10 @@ _RULES: Final = (
         near_miss="Today is the day we ship.",
         crosses_sessions=True,
     ),
-    # why(L-103): a session that is resumed looks at its folder again. It crosses
-    # sessions, though it may name a git user: Claude Code names the folder elsewhere in
-    # the prompt, so only prompts of one folder are the same without it.
+    # why(L-103): a session that is resumed looks at its folder again. The status may
+    # name a git user, and crosses sessions all the same: each of these clients names
+    # the folder elsewhere in the prompt, so without the status only the prompts of one
+    # folder are equal.
     Rule(
         name="git_status",
         roles=SYSTEM_ROLES,
@@ -4166,18 +4177,13 @@ _RULES: Final = (
         pattern=re.compile(r"\AOperator note \(not from the user\)[\s\S]*\Z"),
         example="Operator note (not from the user): it was\n9 tokens left",
         near_miss="see: Operator note (not from the user): no",
-    ),
-    # A system message in mid-conversation: found by its place, not by its words, so
-    # nothing in it can be pinned, and it is too much to be dropped: transient or off.
-    Rule(
-        name="late_system",
-        roles=SYSTEM_ROLES,
-        pattern=re.compile(r"(?!)"),
-        example="",
-        near_miss="9 tokens left",
+        spans_parts=True,
     ),
 )
-_RULES_OF_SYSTEM_NOTES: Final = frozenset({"late_system", "operator_note"})
+# A system message in mid-conversation: it is found by its place, not by a pattern, so
+# nothing in it can be pinned. It is too much to be dropped: transient or off.
+_LATE_SYSTEM: Final = "late_system"
+_SYSTEM_NOTES: Final = frozenset({_LATE_SYSTEM, "operator_note"})
 
 
 # -- fields and messages ---------------------------------------------------------------
@@ -4258,9 +4264,11 @@ def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
 
 
 def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
-    """The text without these fields, which must be ascending.
+    """The text without these fields, which _find_fields() has found.
 
-    A pinned value becomes a placeholder; a pinned block or a note is left out.
+    A pinned value becomes a placeholder. A pinned block is left out, with the fields
+    inside it. A note is left out, with the line breaks around it, which come and go
+    with it: "hi\\n<note>\\nbye" becomes "hi\\n\\nbye", "hi\\n<note>" becomes "hi".
     """
     pieces: list[str] = []
     end = 0
@@ -4271,7 +4279,6 @@ def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
         end = volatile.end
 
         if isinstance(volatile, Note):
-            # The line breaks around a note come and go with it.
             while text.startswith("\n", end):
                 end += 1
             _strip_line_breaks(pieces)
@@ -4445,7 +4452,7 @@ class Canonicalizer:
             setting = getattr(config, f"rule_{rule.name}")
             if setting != "off":
                 self.rules.append(rule._replace(setting=setting))
-
+        self._has_late_system = config.rule_late_system != "off"
         self._part_separator = part_separator
         self._thinking_tags = thinking_tags
         self.memo: Memo[CanonicalMessage] = Memo(self.MEMO_BYTES)
@@ -4479,25 +4486,42 @@ class Canonicalizer:
             return ()
 
         text = message.original["content"]
-        has_rule = any(rule.name == "late_system" for rule in self.rules)
-        if has_rule and _IMAGE_MARK not in text:
-            return (Note("late_system", wrap_reminder(text)),)
+        if self._has_late_system and _IMAGE_MARK not in text:
+            return (Note(_LATE_SYSTEM, wrap_reminder(text)),)
         return ()
 
     def _make(self, message: Message) -> CanonicalMessage:
         role = message["role"]
-        parts = _text_parts(message["content"])
         if role == "assistant":
-            return self._make_reply(message, self._part_separator.join(parts))
+            return self._make_reply(message)
 
-        parts, dropped = self._drop_telemetry(parts, role)
-        text = self._join_parts(parts, role)
-        rules = [rule for rule in self._rules_for(role) if rule.setting != "telemetry"]
-        fields = _find_fields(text, rules)
-        return _make_input({**message, "content": text}, fields, dropped=dropped)
+        parts = self._read_parts(message)
+        texts = [part.text for part in parts]
+        content, starts = self._join_parts(texts, role)
+        # Joined without its notes: a part that is a note leaves no line break behind.
+        canonical_texts = [part.canonical for part in parts]
+        canonical, _ = self._join_parts(canonical_texts, role)
+        fields: list[VolatileField] = []
+        dropped: list[str] = []
+        for part, start in zip(parts, starts, strict=True):
+            dropped += part.dropped
+            fields += [_move_field(found, start) for found in part.fields]
+        original = {**message, "content": content}
+        return _make_input(original, canonical, fields, dropped=dropped)
 
-    def _make_reply(self, message: Message, content: str) -> CanonicalMessage:
+    def _read_parts(self, message: Message) -> list[_Part]:
+        role = message["role"]
+        texts = _text_parts(message["content"])
+        rules = [rule for rule in self.rules if role in rule.roles]
+        spanning_rules = [rule for rule in rules if rule.spans_parts]
+        if any(rule.pattern.search(texts[0]) for rule in spanning_rules):
+            joined_text, _ = self._join_parts(texts, role)
+            texts = [joined_text]
+        return [_read_part(text, rules) for text in texts]
+
+    def _make_reply(self, message: Message) -> CanonicalMessage:
         """A reply: its thinking under one name, wherever the client has put it."""
+        content = self._part_separator.join(_text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
         start_tag, end_tag = self._thinking_tags
         if start_tag and end_tag and not thinking:
@@ -4521,44 +4545,26 @@ class Canonicalizer:
             thinking=thinking.strip(),
         )
 
-    def _drop_telemetry(
-        self, parts: list[str], role: str
-    ) -> tuple[list[str], tuple[str, ...]]:
-        """The parts without telemetry, and the rule of each field that was dropped."""
-        remaining = []
-        dropped: list[str] = []
-        rules = [rule for rule in self._rules_for(role) if rule.setting == "telemetry"]
-        for part in parts:
-            text = part
-            for rule in rules:
-                text, n_found = _cut_fields(text, rule)
-                dropped += [rule.name] * n_found
-            remaining.append(text)
-        return remaining, tuple(dropped)
-
-    def _rules_for(self, role: str) -> list[Rule]:
-        return [rule for rule in self.rules if role in rule.roles]
-
-    def _join_parts(self, parts: Iterable[str], role: str) -> str:
-        """The text of several parts, as the template joins them.
+    def _join_parts(self, parts: Iterable[str], role: str) -> tuple[str, list[int]]:
+        """The text of several parts, as the template joins them, and where each begins.
 
         Blocks and the parts of a system prompt or tool result begin on a new line,
         though some templates put nothing between parts.
         """
         text = ""
-        for part in filter(None, parts):
-            needs_line = (
-                role != "user"
-                or text.endswith(_BLOCK_ENDS)
-                or part.startswith(_BLOCK_STARTS)
-            )
-            if not text:
-                text = part
-            elif needs_line and "\n" not in self._part_separator:
-                text += f"\n{part}"
-            else:
-                text += f"{self._part_separator}{part}"
-        return text
+        starts = []
+        for part in parts:
+            if text and part:
+                needs_line = (
+                    role != "user"
+                    or text.endswith(_BLOCK_ENDS)
+                    or part.startswith(_BLOCK_STARTS)
+                )
+                has_line = "\n" in self._part_separator
+                text += "\n" if needs_line and not has_line else self._part_separator
+            starts.append(len(text))
+            text += part
+        return text, starts
 
 
 def _text_parts(content: str | list[JsonObject]) -> list[str]:
@@ -4568,23 +4574,45 @@ def _text_parts(content: str | list[JsonObject]) -> list[str]:
 
 
 def _make_input(
-    message: Message,
+    original: Message,
+    canonical_content: str,
     fields: Sequence[VolatileField] = (),
     *,
-    dropped: tuple[str, ...] = (),
+    dropped: Sequence[str] = (),
 ) -> CanonicalMessage:
     """The canonical message of a message whose content is text, and no reply."""
-    text = mask_volatile(message["content"], fields)
-    role = message["role"]
+    role = original["role"]
+    name = original.get("name", "")
     return CanonicalMessage(
         role=role,
-        original=message,
-        canonical={"role": role, "name": message.get("name", ""), "content": text},
-        digest=_digest_input(message, text),
+        original=original,
+        canonical={"role": role, "name": name, "content": canonical_content},
+        digest=_digest_input(original, canonical_content),
         pinned=tuple(found for found in fields if isinstance(found, PinnedValue)),
         inline_notes=tuple(found for found in fields if isinstance(found, Note)),
-        dropped=dropped,
+        dropped=tuple(dropped),
     )
+
+
+class _Part(NamedTuple):
+    """A text part of a message, which is all that a rule sees at a time."""
+
+    text: str  # without telemetry
+    canonical: str
+    fields: list[VolatileField]  # in `text`
+    dropped: list[str]  # the rule of each telemetry field
+
+
+def _read_part(text: str, rules: Sequence[Rule]) -> _Part:
+    telemetry = _find_fields(text, [r for r in rules if r.setting == "telemetry"])
+    text = mask_volatile(text, telemetry)
+    fields = _find_fields(text, [r for r in rules if r.setting != "telemetry"])
+    dropped = [found.rule for found in telemetry]
+    return _Part(text, mask_volatile(text, fields), fields, dropped)
+
+
+def _move_field(found: VolatileField, distance: int) -> VolatileField:
+    return found._replace(start=found.start + distance, end=found.end + distance)
 
 
 # A code fence. The group `unclosed` is "" where it never ends, and None where it does.
@@ -4599,53 +4627,33 @@ _FENCE: Final = re.compile(
 )
 
 
-class _RuleMatch(NamedTuple):
-    """What the pattern of a rule has found, and that is no data."""
+def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
+    """The volatile fields of a text, ascending by where they begin.
 
-    rule: Rule
-    match: re.Match[str]
-
-
-def _find_matches(text: str, rules: Iterable[Rule]) -> list[_RuleMatch]:
-    """What these rules find in a text, rule by rule.
-
-    What is found in a code fence is data, unless the rule is_fenced. What has an image
-    in it stays, too: the model must see this very image (L-57).
+    Of two that overlap, the first one. But a pinned block is followed by the pinned
+    values inside it, which have places of their own. No field is what is data, in a
+    code fence, nor what has an image in it: the model must see this image (L-57).
     """
+    if not rules:
+        return []
     unfenced_text = _FENCE.sub(_blank_fence, text)
-    found: list[_RuleMatch] = []
+    found: list[VolatileField] = []
     for rule in rules:
         for match in rule.pattern.finditer(text):
             is_in_fence = unfenced_text[match.start()] == "\0"
             is_data = is_in_fence and not rule.is_fenced
             if not is_data and _IMAGE_MARK not in match[0]:
-                found.append(_RuleMatch(rule, match))
-    return found
+                found.append(_make_field(rule, match, rules))
+    return _drop_overlaps(found)
 
 
-def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
-    """The volatile fields of a text, ascending. Of two that overlap, the first.
-
-    A pinned block is followed by the fields inside it, which have places of their own.
-    """
-    if not rules:
-        return []
-    matches = _find_matches(text, rules)
-    return _drop_overlaps([_make_field(found, rules) for found in matches])
-
-
-def _cut_fields(text: str, rule: Rule) -> tuple[str, int]:
-    """The text without the fields of a rule, and how many they were."""
-    pieces = []
-    end = 0
-    for _, match in _find_matches(text, [rule]):
-        pieces.append(text[end : rule.field_start(match)])
-        end = match.end()
-    return "".join([*pieces, text[end:]]), len(pieces)
+def _blank_fence(fence: re.Match[str]) -> str:
+    if fence["unclosed"] is not None:
+        return fence[0]  # what follows may be the client's
+    return "\0" * len(fence[0])
 
 
 def _drop_overlaps(found: list[VolatileField]) -> list[VolatileField]:
-    """The fields, ascending; of two that overlap, the first. A block hides none."""
     fields = []
     end = 0
     for volatile in sorted(found, key=lambda volatile: volatile.start):
@@ -4658,38 +4666,31 @@ def _drop_overlaps(found: list[VolatileField]) -> list[VolatileField]:
     return fields
 
 
-def _blank_fence(fence: re.Match[str]) -> str:
-    if fence["unclosed"] is not None:
-        return fence[0]  # what follows may be the client's
-    return "\0" * len(fence[0])
-
-
-def _make_field(found: _RuleMatch, rules: Sequence[Rule]) -> VolatileField:
+def _make_field(
+    rule: Rule, match: re.Match[str], rules: Sequence[Rule]
+) -> VolatileField:
     """The field that a rule has found. `rules`: all, for the fields inside a block."""
-    rule, match = found
+    start = rule.field_start(match)
+    end = match.end()
+    block = match.string[start:end]
     if rule.setting == "transient":
-        start = rule.field_start(match)
-        text = match.string[start : match.end()]
-        return Note(rule.name, text.strip(), start, match.end())
+        return Note(rule.name, block.strip(), start, end)
 
-    has_private_part = match.groupdict().get("private") is not None
-    is_private = has_private_part or not rule.crosses_sessions
-    if rule.is_block:
-        block = match[0]
+    if rule.is_block or rule.setting == "telemetry":
         inner_rules = [inner for inner in rules if inner.name != rule.name]
         value = mask_volatile(block, _find_fields(block, inner_rules))
-        start, end = match.span()
     else:
-        block = ""
-        value = match["value"].strip()
         start, end = match.span("value")
+        value = match["value"].strip()
+        block = ""
+    has_private_part = match.groupdict().get("private") is not None
     return PinnedValue(
         rule=rule.name,
         value=value,
         start=start,
         end=end,
         block=block,
-        is_private=is_private,
+        is_private=has_private_part or not rule.crosses_sessions,
     )
 
 
@@ -4725,75 +4726,83 @@ def canonicalize_messages(
     return folding.fold()
 
 
+@dataclass(slots=True)
+class _OpenMessage:
+    """A message of a conversation, to which notes may still be added."""
+
+    message: CanonicalMessage
+    notes_above: list[Note] = field(default_factory=list)
+    notes_below: list[Note] = field(default_factory=list)
+    made_of: tuple[Note, ...] = ()  # the notes, if it stands for notes alone
+
+    def close(self) -> CanonicalMessage:
+        if not self.notes_above and not self.notes_below:
+            return self.message
+        return replace(
+            self.message,
+            notes_above=tuple(self.notes_above),
+            notes_below=tuple(self.notes_below),
+        )
+
+
 class _NoteFolding:
     """The messages of a conversation so far, and where the next notes go.
 
-    why(L-113): a conversation of ten thousand notes takes ten times as long as one of
-    thousand, so each step looks at no message but the last.
+    why(L-113): a conversation of ten thousand notes took a hundred times as long as one
+    of a thousand, so each step looks at the first and the last message only.
     """
 
     def __init__(self) -> None:
-        self._messages: list[CanonicalMessage] = []
+        self._messages: list[_OpenMessage] = []
+        self._first: _OpenMessage | None = None  # that is no system message
         self._has_reply = False
-        # Notes that are folded into messages: above the first one that is no system
-        # message, and below any, by its index.
-        self._notes_above_first: list[Note] = []
-        self._notes_below: dict[int, list[Note]] = {}
-        # The notes that the last message was made of, if it stands for them alone.
-        self._loose_notes: tuple[Note, ...] = ()
 
     def fold(self) -> tuple[CanonicalMessage, ...]:
         """All messages, with the notes that belong to them."""
-        messages = self._messages
-        for index, notes in self._notes_below.items():
-            messages[index] = replace(messages[index], notes_below=tuple(notes))
-        if self._notes_above_first:
-            index = self._first_index()
-            notes_above = (*messages[index].notes_above, *self._notes_above_first)
-            messages[index] = replace(messages[index], notes_above=notes_above)
-        return tuple(messages)
-
-    def _first_index(self) -> int:
-        roles = [message.role for message in self._messages]
-        return next(n for n, role in enumerate(roles) if role not in SYSTEM_ROLES)
+        return tuple(message.close() for message in self._messages)
 
     def is_past_system_prompt(self) -> bool:
-        return bool(self._messages) and self._messages[-1].role not in SYSTEM_ROLES
+        return self._first is not None
 
     def add_message(self, message: CanonicalMessage) -> None:
-        if self._loose_notes and message.role == "user":
-            # why(L-101): notes after a reply belong to the question that follows.
-            self._messages.pop()
-            notes_below = self._notes_below.pop(len(self._messages), ())
-            message = replace(message, notes_above=(*self._loose_notes, *notes_below))
-        self._loose_notes = ()
-        self._messages.append(message)
+        added = _OpenMessage(message)
+        if self._messages and message.role == "user":
+            last = self._messages[-1]
+            if last.made_of:
+                # why(L-101): notes after a reply belong to the question that follows.
+                self._messages.pop()
+                added.notes_above = [*last.made_of, *last.notes_below]
+        self._messages.append(added)
+        if self._first is None and message.role not in SYSTEM_ROLES:
+            self._first = added
         self._has_reply = self._has_reply or message.role == "assistant"
 
     def add_notes(self, notes: tuple[Note, ...]) -> None:
-        is_by_system = notes[0].rule in _RULES_OF_SYSTEM_NOTES
-        if self._messages[-1].role == "assistant":
-            self._add_after_reply(notes)
-        elif is_by_system and not self._has_reply:
+        """Add notes to a neighbour, after the first message that is no system message.
+
+        Not to what the model has said, nor to a late system message.
+        """
+        last = self._messages[-1]
+        is_by_system = notes[0].rule in _SYSTEM_NOTES
+        if is_by_system and not self._has_reply:
             # So system prompt, tools and environment are one prefix for all sessions.
             # why(L-43): a client sends its environment after the user's first words.
-            self._notes_above_first += notes
-        else:
+            assert self._first is not None
+            self._first.notes_above += notes
+        elif last.message.role in ("user", "tool"):
             # why(L-43): there, a note keeps the whole prompt before it a prefix.
-            last_index = len(self._messages) - 1
-            self._notes_below.setdefault(last_index, []).extend(notes)
-
-    def _add_after_reply(self, notes: tuple[Note, ...]) -> None:
-        """As a user message, never in the model's own mouth; a question may follow."""
-        text = "\n\n".join(note.text for note in notes)
-        self._messages.append(_make_input({"role": "user", "content": text}))
-        self._loose_notes = notes
+            last.notes_below += notes
+        else:
+            # A message of the user's, which the next question takes the place of.
+            text = "\n\n".join(note.text for note in notes)
+            message = _make_input({"role": "user", "content": text}, text)
+            self._messages.append(_OpenMessage(message, made_of=notes))
 
 
 # -- for people ------------------------------------------------------------------------
 
 
-def assert_cache_key_safety(messages: Iterable[CanonicalMessage]) -> bool:
+def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
     """Whether the canonical texts are at least 90 % as long as the originals.
 
     Less means that a rule finds too much. Notes count as text that is left out, but not
@@ -4812,7 +4821,11 @@ def assert_cache_key_safety(messages: Iterable[CanonicalMessage]) -> bool:
 def find_masking_rule(old_text: str, new_text: str) -> str | None:
     """The setting of a rule that finds all in which two texts differ, active or not."""
     for rule in _RULES:
-        if _cut_fields(old_text, rule)[0] == _cut_fields(new_text, rule)[0]:
+        setting = "transient" if rule.is_block else "pinned"
+        active = [rule._replace(setting=setting)]
+        old_masked = mask_volatile(old_text, _find_fields(old_text, active))
+        new_masked = mask_volatile(new_text, _find_fields(new_text, active))
+        if old_masked == new_masked:
             return f"RULE_{rule.name.upper()}"
     return None
 
@@ -18017,7 +18030,7 @@ def _call_end_ids(model: LoadedModel, request: ChatRequest) -> frozenset[int]:
 
 def _log_diagnostics(config: Config, planned: PlannedRequest) -> None:
     messages = planned.plan.conversation.messages
-    if config.cache_norm_safety_check and not assert_cache_key_safety(messages):
+    if config.cache_norm_safety_check and not keeps_most_text(messages):
         logger.warning("the canonical messages lack more than a tenth of the text")
     if config.vlm_cache_debug and planned.images:
         ids = planned.plan.rendered.ids

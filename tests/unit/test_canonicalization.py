@@ -519,7 +519,7 @@ def off(*rules: str) -> start_llm.Canonicalizer:
 
 
 def test_every_rule_is_tested_and_has_its_setting() -> None:
-    by_name = [rule.name for rule in start_llm._RULES]
+    by_name = [rule.name for rule in start_llm._RULES] + ["late_system"]
     settings = [n for n in start_llm.Config.model_fields if n.startswith("rule_")]
     assert sorted(f"rule_{name}" for name in by_name) == sorted(settings)
     assert {field.rule for field in FIELDS} == set(by_name)
@@ -527,8 +527,7 @@ def test_every_rule_is_tested_and_has_its_setting() -> None:
 
 @pytest.mark.parametrize("rule", start_llm._RULES, ids=lambda rule: rule.name)
 def test_a_rule_finds_its_example_and_not_its_near_miss(rule: start_llm.Rule) -> None:
-    is_found_by_place = rule.name == "late_system"
-    assert bool(rule.pattern.search(rule.example)) is not is_found_by_place
+    assert rule.pattern.search(rule.example)
     assert not rule.pattern.search(rule.near_miss)
 
 
@@ -790,6 +789,59 @@ def test_a_pinned_block_beside_a_note_is_not_lost() -> None:
     assert turns[-1].original["content"] == text
 
 
+@pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
+def test_a_part_that_is_a_note_leaves_no_trace_between_two_texts(joint: str) -> None:
+    """Claude Code puts one between "[Request interrupted by user]" and the next words."""
+    note = part(filled(REMINDER, "a mode"))
+    with_note = [part("[Request interrupted by user]"), note, part("do this")]
+    without_note = [with_note[0], with_note[2]]
+
+    turns = [
+        canon(joint).canonicalize(said("user", p)) for p in (with_note, without_note)
+    ]
+
+    assert len(turns[0].notes) == 1
+    assert turns[0].digest == turns[1].digest
+
+
+def test_a_field_ends_where_its_part_ends() -> None:
+    """gitStatus runs to the end of its text; what follows in a part of its own is not git's."""
+    prompts = [
+        said(
+            "system", [part("You help."), part("gitStatus: clean"), part(f"Be {how}.")]
+        )
+        for how in ("kind", "brief")
+    ]
+    assert names(prompts[:1]) != names(prompts[1:])
+    (turn,) = turns_of(prompts[:1])
+    assert [pinned.value for pinned in turn.pinned] == ["clean"]
+
+
+def test_fields_stand_where_they_are_in_the_joined_text() -> None:
+    parts = ["You help.", "Current time: 10:05\nBe kind.", "", "Today is 2026-11-20."]
+    turn = canon().canonicalize(said("system", [part(text) for text in parts]))
+
+    content = turn.original["content"]
+    assert [content[p.start : p.end] for p in turn.pinned] == ["10:05", "2026-11-20"]
+    assert start_llm.mask_volatile(content, turn.pinned) == turn.canonical["content"]
+
+
+def test_notes_after_a_late_system_message_belong_to_the_question_that_follows() -> (
+    None
+):
+    """Such a message stays if its rule is off, or if there is an image in it."""
+    note = filled(REMINDER, "a mode")
+    first = [said("user", "Hi"), said("assistant", "Yes?"), said("system", "Be brief.")]
+    canonicalizer = canon(rule_late_system="off")
+
+    turns = turns_of([*first, said("user", note), said("user", "Go on")], canonicalizer)
+
+    assert [turn.role for turn in turns] == ["user", "assistant", "system", "user"]
+    assert [n.text for n in turns[-1].notes_above] == [note]
+    without_note = turns_of([*first, said("user", "Go on")], canonicalizer)
+    assert turns[-1].digest == without_note[-1].digest
+
+
 def test_a_rule_is_named_only_where_its_field_is_all_that_differs() -> None:
     def wrapped(sender: str, message_id: str) -> str:
         return (
@@ -800,6 +852,8 @@ def test_a_rule_is_named_only_where_its_field_is_all_that_differs() -> None:
     rule = start_llm.find_masking_rule(wrapped("ann", "1"), wrapped("ann", "2"))
     assert rule == "RULE_USER_MESSAGE_ID"
     assert start_llm.find_masking_rule(wrapped("ann", "1"), wrapped("bob", "1")) != rule
+    labels = ("Current time: 10:05", "The current time: 10:05")
+    assert start_llm.find_masking_rule(*labels) is None
 
 
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
@@ -1233,7 +1287,7 @@ def test_nine_tenths_of_the_text_must_be_in_the_canonical_copy(
     turns = turns_of(messages)
 
     assert [len(turn.canonical["content"]) for turn in turns] == [n_kept]
-    assert start_llm.assert_cache_key_safety(turns) is is_safe
+    assert start_llm.keeps_most_text(turns) is is_safe
 
 
 def note_of(n_letters: int) -> str:

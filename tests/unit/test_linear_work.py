@@ -6,12 +6,14 @@ No clocks: steps of the interpreter are counted, and characters that are searche
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
 
 import pytest
 import start_llm as s
+from regex_steps import SteppingPattern
 from templates import chat, said
 
 
@@ -49,6 +51,15 @@ def count_steps(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(previous)
     return n_steps
+
+
+@pytest.fixture
+def deep_recursion() -> Iterator[None]:
+    """SteppingPattern calls itself for each character."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    yield
+    sys.setrecursionlimit(limit)
 
 
 def canonicalizer() -> s.Canonicalizer:
@@ -142,3 +153,59 @@ def test_canonicalization_is_left_when_the_client_has_gone() -> None:
     with pytest.raises(s.ClientGone):
         s.canonicalize_messages(messages, used, check_client=leave)
     assert not used.memo.entries
+
+
+FENCES = "```sh\nls\n```\n~~~\n"
+COMMAND = "cd /a && cd b && ls  \n"
+LINEAR = [
+    *[pytest.param(r.pattern, r.example, id=r.name) for r in s._RULES],
+    pytest.param(s._FENCE, FENCES, id="fence"),
+    pytest.param(s._CLAUDE_CODE_CUTS, COMMAND, id="command"),
+]
+QUADRATIC = [
+    pytest.param(r"(?m)^<x>[\s\S]*?</x>", "<x>\na</x>", id="each opener"),
+    pytest.param(r"(?m)^at:[ \t]*[ \t\d]+\.", "at: 10.", id="blanks twice"),
+    pytest.param(r"(?m)[ \t]+$", "a  \n", id="from each blank"),
+    pytest.param(r"(?:[a-z]+[ ]?)+\.", "go on.", id="exponential"),
+]
+
+
+def hostile_texts(example: str, n: int) -> Iterator[str]:
+    """A beginning of an example, then n times what it goes on with, and no end."""
+    words = re.findall(r"\w+|\s|[^\w\s]", example)
+    for index in range(len(words) + 1):
+        rest = ["".join(words[index : index + length]) for length in (1, 2, 4)]
+        for unit in sorted({*rest, "".join(words[index:]), " ", "\n", "a "} - {""}):
+            yield f"{''.join(words[:index])}{unit * n}_"
+    yield f"{example}_\n" * n
+
+
+def largest_growth(pattern: re.Pattern[str], example: str) -> float:
+    """By what the work grows at most if a hostile text is twice as long."""
+    growth = 0.0
+    texts = zip(hostile_texts(example, 8), hostile_texts(example, 16), strict=True)
+    for short, long in texts:
+        steps = []
+        for text in (short, long):
+            stepping = SteppingPattern(pattern, text)
+            spans = list(stepping.spans())
+            assert spans == [match.span() for match in pattern.finditer(text)]
+            steps.append(stepping.steps)
+        growth = max(growth, steps[1] / steps[0])
+        if growth > 2.3:
+            break
+    return growth
+
+
+@pytest.mark.parametrize(("pattern", "example"), LINEAR)
+def test_each_rule_reads_a_hostile_text_in_linear_work(
+    pattern: re.Pattern[str], example: str, deep_recursion: None
+) -> None:
+    assert largest_growth(pattern, example) < 2.3
+
+
+@pytest.mark.parametrize(("pattern", "example"), QUADRATIC)
+def test_a_pattern_that_is_not_linear_is_found(
+    pattern: str, example: str, deep_recursion: None
+) -> None:
+    assert largest_growth(re.compile(pattern), example) > 2.3
