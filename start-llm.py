@@ -3896,7 +3896,7 @@ def _fetch_image(url: str, *, field: str) -> bytes:
 #
 # Public   Canonicalizer, CanonicalMessage, VolatileField, PinnedValue, Note, Memo,
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
-#          wrap_reminder, reply_digest, canonical_json, private_owner,
+#          wrap_reminder, reply_digest, canonical_json, private_owner, text_parts,
 #          keeps_most_text, find_masking_rule
 # Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any; pure, but for memos
@@ -4268,7 +4268,7 @@ def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
 
     A pinned value becomes a placeholder. A pinned block is left out, with the fields
     inside it. A note is left out, with the line breaks around it, which come and go
-    with it: "hi\\n<note>\\nbye" becomes "hi\\n\\nbye", "hi\\n<note>" becomes "hi".
+    with it: "hi\n<note>\nbye" becomes "hi\n\nbye", "hi\n<note>" becomes "hi".
     """
     pieces: list[str] = []
     end = 0
@@ -4511,7 +4511,7 @@ class Canonicalizer:
 
     def _read_parts(self, message: Message) -> list[_Part]:
         role = message["role"]
-        texts = _text_parts(message["content"])
+        texts = text_parts(message["content"])
         rules = [rule for rule in self.rules if role in rule.roles]
         spanning_rules = [rule for rule in rules if rule.spans_parts]
         if any(rule.pattern.search(texts[0]) for rule in spanning_rules):
@@ -4521,7 +4521,7 @@ class Canonicalizer:
 
     def _make_reply(self, message: Message) -> CanonicalMessage:
         """A reply: its thinking under one name, wherever the client has put it."""
-        content = self._part_separator.join(_text_parts(message["content"]))
+        content = self._part_separator.join(text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
         start_tag, end_tag = self._thinking_tags
         if start_tag and end_tag and not thinking:
@@ -4567,7 +4567,8 @@ class Canonicalizer:
         return text, starts
 
 
-def _text_parts(content: str | list[JsonObject]) -> list[str]:
+def text_parts(content: str | list[JsonObject]) -> list[str]:
+    """The texts of a message's content."""
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content]
@@ -4937,16 +4938,18 @@ def heal_messages(
 # plain text if a client sends it, in a file for example.
 #
 # A tokenizer first finds its added tokens in a text: they are the markup. So that the
-# text of a client is not taken for markup, break_markup() puts a character into it, and
-# encode() takes it out again after it has looked for markup. Text is called broken in
-# between:
+# text of a client is not taken for markup, break_markup() puts a character into all
+# that looks like an added token, and encode() takes this character out again after it
+# has looked for added tokens. In between, the text is called broken:
 #
 #     a client sends             what is <|im_end|> ?
 #     break_markup()             what is <\ufdd0|im_end|> ?
 #     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
 #     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# Long texts are tokenized in parts, where no token can reach over the cut.
+# A rendered prompt is encoded piece by piece, between its added tokens. Encoder keeps
+# the tokens of each piece, as clients send all their messages again. A very long piece
+# is cut at places where no token can reach over the cut (_TextCutter).
 #
 # Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
 #          Encoder
@@ -4998,15 +5001,40 @@ def remove_breaks(text: str) -> str:
     return _BREAKS.sub(r"\1", text)
 
 
+class EncodingLimit(NamedTuple):
+    """Where the encoding of a text may end early.
+
+    It ends after the first part with which the text has more than `max_tokens`.
+    `check_client` is called before each part; what it raises ends the encoding, too.
+    """
+
+    max_tokens: int = sys.maxsize
+    check_client: Callable[[], None] = assume_client
+    field: str = "messages"  # of the request, which has the text: for an error
+
+
+class EncodedPrompt(NamedTuple):
+    """The tokens of a text, or of its beginning."""
+
+    ids: TokenIds
+    n_left_out: int  # about so many tokens follow, which were not made
+
+    @property
+    def n_tokens(self) -> int:
+        """Of the whole text; if some were left out, an estimate."""
+        return len(self.ids) + self.n_left_out
+
+
 _PIECE_CHARACTERS: Final = 1 << 16  # of a text that is tokenized at once
-_LONG_PIECES: Final = 4  # a text of more, which cannot be cut, is counted first
-_MAX_WHOLE_PIECES: Final = 64  # of such a text
-_COMPARED_CHARACTERS: Final = 64  # before and after a place where a text may be cut
+_LONG_PIECES: Final = 4  # a text of more pieces that cannot be cut is counted first
+_MAX_WHOLE_PIECES: Final = 64  # a text of more pieces that cannot be cut is refused
+_COMPARED_CHARACTERS: Final = 64  # are encoded before and after a place, to try a cut
 _MAX_CUT_TRIES: Final = 64
-# Between two words, and between two lines.
+# Where a text may be cut: at the space between two words, and between two lines.
 _WORD_END: Final = "(?<=[a-zA-Z][a-zA-Z])[ ](?=[a-zA-Z][a-zA-Z])"
 _LINE_END: Final = r"(?<=\n)(?=\S)"
-# Tokens that go on there, in the spellings of vocabularies; "\0" parts two tokens.
+# Find tokens that go on at such a place. Vocabularies spell a space " ", "\u2581" or
+# "\u0120". "\0" stands between two tokens.
 _WORD_CROSSING: Final = re.compile("[a-zA-Z][ \u2581\u0120][a-zA-Z]")
 _LINE_CROSSING: Final = re.compile(r"[\n\u010a][^\s\0\u010a\u010d\u0120\u0109\u2581]")
 
@@ -5022,7 +5050,11 @@ class _TextCutter:
         self._tokenizer = tokenizer
 
     def split(self, text: str) -> Iterator[str]:
-        """Parts of a text; what is between them, a space, has no tokens of its own."""
+        """Parts of a text, most of them a bit longer than _PIECE_CHARACTERS.
+
+        For "a brown fox" they are "a brown" and " fox". Some tokenizers put a space
+        before each text: for these they are "a brown" and "fox".
+        """
         start = 0
         while len(text) - start > _PIECE_CHARACTERS:
             cut = self._find_cut(text, start)
@@ -5047,7 +5079,6 @@ class _TextCutter:
         """The end of a part that begins at `start`, and the start of the next one."""
         places = self._places.finditer(text, start + _PIECE_CHARACTERS)
         for place in islice(places, _MAX_CUT_TRIES):
-            # Some tokenizers put a space before each text, which then is left out.
             for next_start in sorted({place.start(), place.end()}):
                 cut = slice(place.start(), next_start)
                 if self._keeps_tokens(text, cut):
@@ -5055,19 +5086,13 @@ class _TextCutter:
         return None
 
     def _keeps_tokens(self, text: str, cut: slice) -> bool:
-        """Whether the text around a cut has the same tokens with it and without."""
+        """Whether the text around a cut has the same tokens, cut and whole."""
         first = max(0, cut.start - _COMPARED_CHARACTERS)
         last = cut.stop + _COMPARED_CHARACTERS
-        parts = [text[first : cut.start], text[cut.stop : last]]
-        joined_ids = [i for part in parts for i in self._encode(part)]
-        return joined_ids == self._encode(text[first:last])
-
-    def _encode(self, text: str) -> list[int]:
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=False
-        )
-        ids: list[int] = encoding.ids
-        return ids
+        ids_before = _encode_plain(self._tokenizer, text[first : cut.start])
+        ids_after = _encode_plain(self._tokenizer, text[cut.stop : last])
+        whole_ids = _encode_plain(self._tokenizer, text[first:last])
+        return ids_before + ids_after == whole_ids
 
 
 class Encoder:
@@ -5120,9 +5145,9 @@ class Encoder:
     def find_markup(self, template: str, tags: Iterable[str]) -> re.Pattern[str]:
         """A pattern of what has to be broken in texts of clients.
 
-        That is `tags` and all added tokens, except single characters, and tokens that
-        are in the plain vocabulary, too, and not in the chat template (Gemma's
-        "<table>"), even if they are among `tags`.
+        That is all added tokens and `tags`. Not broken are single characters, and
+        added tokens that are words of the plain vocabulary as well, such as Gemma's
+        "<table>", unless they are special or the chat template contains them.
         """
         markup = {*tags, *self._ids_of_added}
         for token in self.added_tokens.values():
@@ -5160,7 +5185,7 @@ class Encoder:
     def _parts_of_completion(self, text: str) -> Iterable[str | TokenIds] | None:
         """The parts of a text, between what the tokenizer adds to any text.
 
-        None: it adds something inside.
+        None: what it adds is neither at the start nor at the end.
         """
         short_ids = self._encode_whole("a")
         plain_ids = self.encode("a")
@@ -5190,26 +5215,13 @@ class Encoder:
         limit = EncodingLimit(request.max_counted_tokens, request.check_client)
         return self._encode_parts(parts, self._encode_part, text, limit)
 
-    def count_tokens(
-        self, texts: Iterable[str], limit: EncodingLimit
-    ) -> tuple[int, int]:
-        """About how many tokens some texts have, and how many of the characters have.
+    def count_tokens(self, text: str, limit: EncodingLimit) -> int:
+        """About how many tokens a text has: it is cut anywhere. None are remembered."""
 
-        It ends when they are over the limit. A long text is cut anywhere, which may
-        give it a few more. Nothing is remembered.
-        """
-        n_tokens = 0
-        n_characters = 0
-        for batch in _batches(texts):
-            limit.check_client()
-            encodings = self._piece_tokenizer.encode_batch_fast(
-                batch, add_special_tokens=False
-            )
-            n_tokens += sum(map(len, encodings))
-            n_characters += sum(map(len, batch))
-            if n_tokens > limit.max_tokens:
-                break
-        return n_tokens, n_characters
+        def encode(piece: str) -> TokenIds:
+            return np.array(_encode_plain(self._piece_tokenizer, piece), np.int32)
+
+        return self._encode_parts(_pieces(text), encode, text, limit).n_tokens
 
     def _encode_parts(
         self,
@@ -5219,7 +5231,7 @@ class Encoder:
         limit: EncodingLimit,
     ) -> EncodedPrompt:
         """The tokens of the parts of a text, which `encode` gives."""
-        encoded_parts: list[TokenIds] = []
+        ids_of_parts: list[TokenIds] = []
         n_tokens = 0
         n_characters = 0
         n_left_out = 0
@@ -5230,39 +5242,31 @@ class Encoder:
                 encoded = self._encode_text(part, encode, part_limit)
             else:
                 encoded = EncodedPrompt(part, 0)
-            encoded_parts.append(encoded.ids)
-            n_left_out = encoded.n_left_out
-            n_tokens += len(encoded.ids) + n_left_out
+            ids_of_parts.append(encoded.ids)
+            n_tokens += encoded.n_tokens
             n_characters += len(part)
             if n_tokens > limit.max_tokens:
                 n_left_characters = max(0, len(text) - n_characters)
-                n_left_out += n_left_characters * n_tokens // max(n_characters, 1)
+                n_left_out = n_left_characters * n_tokens // max(n_characters, 1)
+                n_left_out += encoded.n_left_out
                 break
-        return EncodedPrompt(_join(encoded_parts), n_left_out)
+        return EncodedPrompt(_join(ids_of_parts), n_left_out)
 
     def _encode_text(
         self, text: str, encode: Callable[[str], TokenIds], limit: EncodingLimit
     ) -> EncodedPrompt:
         """The tokens of a part that is a text.
 
-        why(L-118): one that could not be cut is first cut anyway. Its tokens are not
-        quite those of the whole, but so many that the whole is over the limit, too.
+        why(L-118): a long text that could not be cut takes too much memory as a whole.
+        So its tokens are first counted in pieces, cut anywhere. If the pieces have more
+        tokens than the limit, so has the text, and nobody needs its own tokens.
         """
         if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
             return EncodedPrompt(encode(text), 0)
 
-        encoded_pieces: list[TokenIds] = []
-        n_tokens = 0
-        for start in range(0, len(text), _PIECE_CHARACTERS):
-            limit.check_client()
-            end = start + _PIECE_CHARACTERS
-            ids = encode(text[start:end])
-            encoded_pieces.append(ids)
-            n_tokens += len(ids)
-            if n_tokens > limit.max_tokens:
-                n_left_characters = max(0, len(text) - end)
-                n_left_out = n_left_characters * n_tokens // end
-                return EncodedPrompt(_join(encoded_pieces), n_left_out)
+        counted = self._encode_parts(_pieces(text), encode, text, limit)
+        if counted.n_tokens > limit.max_tokens:
+            return counted
 
         max_characters = _MAX_WHOLE_PIECES * _PIECE_CHARACTERS
         if len(text) > max_characters:
@@ -5277,7 +5281,7 @@ class Encoder:
     def _parts_with_images(
         self, text: str, images: Mapping[str, tuple[str, TokenIds]]
     ) -> Iterator[str | TokenIds]:
-        """The parts of a text: those that have their tokens, and others as text."""
+        """The parts of a text. Those that are images are tokens already."""
         if not images:
             yield from self._parts(text)
             return
@@ -5290,6 +5294,7 @@ class Encoder:
                 yield from self._parts(part)
 
     def _parts(self, text: str) -> Iterator[str | TokenIds]:
+        """The parts of a broken text. Added tokens are tokens already."""
         if not self._can_split:
             yield from filter(None, _BREAKS.split(text))
             return
@@ -5309,47 +5314,28 @@ class Encoder:
         )
 
 
-class EncodingLimit(NamedTuple):
-    """When the tokens of a text are not made to its end."""
-
-    max_tokens: int = sys.maxsize  # at the first part with more in all
-    check_client: Callable[[], None] = assume_client  # before each part; may raise
-    field: str = "messages"  # which has the text, for an error
-
-
-class EncodedPrompt(NamedTuple):
-    """The tokens of a text, or of its beginning."""
-
-    ids: TokenIds
-    n_left_out: int  # about so many tokens follow, which were not made
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts that are tokenized together; of a long one its parts."""
-    batch: list[str] = []
-    n_characters = 0
-    for text in texts:
-        for start in range(0, len(text), _PIECE_CHARACTERS):
-            part = text[start : start + _PIECE_CHARACTERS]
-            batch.append(part)
-            n_characters += len(part)
-            if n_characters >= _PIECE_CHARACTERS:
-                yield batch
-                batch = []
-                n_characters = 0
-    yield batch
+def _pieces(text: str) -> Iterator[str]:
+    """A text cut anywhere."""
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        yield text[start : start + _PIECE_CHARACTERS]
 
 
 def _join(parts: list[TokenIds]) -> TokenIds:
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 
+def _encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, and none that the tokenizer adds to it."""
+    # why(L-32): encode() would keep the GIL.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return ids
+
+
 def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
     """The tokens of a text. Other threads run meanwhile, and for some time after."""
     started_at = time.monotonic()
-    # why(L-32): encode() would keep the GIL.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    ids = np.array(encoding.ids, np.int32)
+    ids = np.array(_encode_plain(tokenizer, text), np.int32)
     # why(L-60): the model thread needs the core as well.
     spent_seconds = time.monotonic() - started_at
     if spent_seconds > 0.0003:
@@ -5360,16 +5346,21 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> TokenIds:
 # region TEMPLATE TRAITS =======================================================
 # Finds out what the chat template of the model can print, and how.
 #
-# A template may drop what it does not know, a role for one, without a word (L-14). So
-# it is probed at start: it renders canned conversations, which are our own, and what it
-# prints shows its traits. CHAT TEMPLATE keeps to them. No template is known by name.
+# A template may drop what it does not know, a role for example, without an error
+# (L-14). So each template is probed at start: it renders canned conversations, which we
+# have written, and what it prints shows its traits. CHAT TEMPLATE relies on them. No
+# template is known by name.
+#
+#     user      zq0q             <|im_start|>user\nzq0q<|im_end|>\n
+#     assistant zq1q      ->     <|im_start|>assistant\nzq1q<|im_end|>\n
+#     system    zq2q             (nothing: this template has no late system messages)
 #
 #  1 Renderer  messages -> text, by the template.
 #  2 Probing   canned conversations -> TemplateTraits.
 #
 # Public   Renderer, canned_words, TemplateTraits, probe_traits,
 #          probe_preserve_thinking_support, probe_generation_prompt, render_sample,
-#          compute_msg_token_boundaries
+#          compute_msg_token_boundaries, count_common, skip_spaces
 # Uses     ERRORS, API TYPES, TOKENIZER
 # Thread   any
 
@@ -5430,7 +5421,10 @@ class Renderer:
         tools: Sequence[JsonObject] = (),
         kwargs: JsonObject | None = None,
     ) -> str:
-        """The same, or "" if it refuses. A string names a canned conversation."""
+        """The same, or "" if the template refuses the messages.
+
+        A string is the kinds of a canned conversation, as "user reply".
+        """
         if isinstance(messages, str):
             messages = _canned_conversation(messages)
         with suppress(BadRequest):
@@ -5465,6 +5459,9 @@ _CANNED_TOOL: Final[JsonObject] = {
 }
 
 
+_NO_SPACE: Final = re.compile(r"\S|\Z")
+
+
 def canned_words(index: int) -> str:
     """The words of message `index` in a canned conversation."""
     return f"zq{index}q"
@@ -5478,8 +5475,8 @@ def _canned_conversation(kinds: str) -> list[Message]:
                                     tool       zq2q
                                     assistant  (thinking) zq3q
 
-    "calls" are two calls, "parts" is a user message of two text parts. The first of the
-    two says "zqfirst".
+    "calls" is a message of two calls, "parts" a user message of two text parts. In both
+    the first of the two has the word "zqfirst".
     """
     messages: list[Message] = []
     n_results = 0
@@ -5551,6 +5548,8 @@ class TemplateTraits:
     image_placeholder: str  # "" if it prints none
     thinking_kwargs: Mapping[bool, JsonObject]  # template kwargs: thinking on, off
     preserve_kwargs: JsonObject  # so that it prints the thinking of past turns
+    # Of a message with calls it prints `content` or `thinking`, but not both (gpt-oss).
+    merges_thinking: bool
     message_start_ids: TokenIds  # the tokens with which messages begin
     inner_starts: frozenset[InnerStart]
     user_start: re.Pattern[str]  # where a user message begins in a prompt
@@ -5577,6 +5576,7 @@ def probe_traits(renderer: Renderer, encoder: Encoder) -> TemplateTraits:
         image_placeholder=_probe_image_placeholder(renderer, part_separator),
         thinking_kwargs=thinking_kwargs,
         preserve_kwargs=probe_preserve_thinking_support(renderer),
+        merges_thinking=_probe_merged_thinking(renderer),
         message_start_ids=start_ids,
         inner_starts=_find_inner_starts(starts, start_ids),
         user_start=_probe_user_start(renderer),
@@ -5613,8 +5613,9 @@ _THINKING_KWARGS: Final[Sequence[Mapping[bool, JsonObject]]] = (
 def _probe_thinking_kwargs(renderer: Renderer) -> Mapping[bool, JsonObject]:
     """The template kwargs for thinking on and off; both {} if none is known.
 
-    Of a reasoning effort, off is "low", or "none" where a template refuses or ignores
-    that: one that prints any word would print "none". On is what it does without any.
+    A template with a reasoning effort thinks by default. Off is the effort "low" there,
+    and "none" only if the template refuses or ignores "low": a template that prints
+    whatever effort it is given would print "none", too.
     """
     for kwargs in _THINKING_KWARGS:
         text_on = renderer.try_render("user", kwargs=kwargs[True])
@@ -5642,6 +5643,17 @@ def probe_preserve_thinking_support(renderer: Renderer) -> JsonObject:
         if _CANNED_THINKING in text and text != default_text:
             return kwargs
     return {}
+
+
+def _probe_merged_thinking(renderer: Renderer) -> bool:
+    """Whether it prints the field `thinking` of a call, but not with `content`."""
+    user, call = _canned_conversation("user call")
+    del call["reasoning_content"]
+    alone = {**call, "thinking": _CANNED_THINKING}
+    with_text = {**alone, "content": _CANNED_FIRST}
+    text = renderer.try_render([user, with_text])
+    has_both = _CANNED_THINKING in text and _CANNED_FIRST in text
+    return not has_both and _CANNED_THINKING in renderer.try_render([user, alone])
 
 
 def _probe_message_starts(
@@ -5703,7 +5715,9 @@ def _probe_message_start(
         with the message      zq1q<|im_end|>\n<|im_start|>user\nzq2q
                               last words       |- start --------|
 
-    It begins with an added token: the last one that is not after the first difference.
+    The start begins with an added token: the last one in the gap between the two words
+    that is not after the first difference. Here both texts have <|im_end|>\n, so the
+    first difference is at <|im_start|>.
     """
     n_past = len(past.split())
     last_words = canned_words(n_past - 1)
@@ -5716,7 +5730,7 @@ def _probe_message_start(
 
     past_end = past_text.rpartition(last_words)[2]
     gap = text.rpartition(last_words)[2].partition(canned_words(n_past))[0]
-    difference = _first_difference(past_end, gap)
+    difference = skip_spaces(gap, count_common(past_end, gap))
     if difference == len(gap):
         return ""  # nothing follows the past
     start = -1
@@ -5726,20 +5740,27 @@ def _probe_message_start(
     return gap[start:] if start >= 0 else ""
 
 
-def _first_difference(past_end: str, gap: str) -> int:
-    """Where `gap` first differs from the end of the past, but for white space."""
-    n_common = 0
-    for past_character, character in zip(past_end, gap, strict=False):
-        if past_character != character:
-            break
-        n_common += 1
-    return len(gap) - len(gap[n_common:].lstrip())
+def count_common(first: str, second: str) -> int:
+    """How many leading characters of two texts are the same."""
+    for index, (character, other) in enumerate(zip(first, second, strict=False)):
+        if character != other:
+            return index
+    return min(len(first), len(second))
+
+
+def skip_spaces(text: str, start: int) -> int:
+    """Where the white space ends that may begin there."""
+    match = _NO_SPACE.search(text, start)
+    return match.start() if match else len(text)
 
 
 def render_sample(
     renderer: Renderer, traits: TemplateTraits, kwargs: JsonObject
 ) -> str:
-    """What template kwargs make of canned conversations, without generation prompt."""
+    """Two canned conversations as these template kwargs make the template print them.
+
+    Without generation prompts: kwargs that change nothing else give the same sample.
+    """
     kwargs = {**kwargs, "add_generation_prompt": False}
     system = "system " if traits.has_system else ""
     plain = renderer.try_render(f"{system}user reply user", kwargs=kwargs)
@@ -5782,6 +5803,11 @@ def compute_msg_token_boundaries(
 
 _WRITE_TOOLS: Final = frozenset({"write", "write_file", "create_file"})
 
+# How _find_losses() looks for texts in a prompt.
+_MAX_LOST: Final = 16  # texts of a kind; then no more of that kind are looked for
+_FIRST_SEARCH: Final = 1 << 10  # characters that are searched first
+_SORTED_CHARACTERS: Final = 50_000  # within which results of tools are sorted, mostly
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MessageShaper:
@@ -5796,9 +5822,7 @@ class _MessageShaper:
     def shape(self, message: Message) -> Message:
         """A copy of a message in which all markup is broken."""
         role = message["role"]
-        content = message["content"]
-        if not isinstance(content, str):
-            content = self.part_separator.join(part["text"] for part in content)
+        content = self.part_separator.join(text_parts(message["content"]))
         shaped = {**message, "content": content}
         if role == "developer":
             shaped["role"] = "system"  # why(L-14)
@@ -5866,12 +5890,15 @@ def _replace_arguments(call: JsonObject, arguments: JsonObject) -> JsonObject:
 def _fold_messages(
     messages: Iterable[Message], traits: TemplateTraits
 ) -> list[Message]:
-    """The conversation, but with messages merged that cannot follow each other.
+    """The conversation, with messages merged that cannot follow each other.
 
-    A late system message, one that is not the first and cannot be printed where it is,
-    becomes a reminder at the end of the message before it. After a reply it becomes a
-    user message, as the model has not said it. After a system message it is merged with
-    that, as it is.
+    A system message that is not the first is late. A template without late system
+    messages cannot print it where it is, so it changes:
+
+        after             it becomes
+        user, tool        a reminder, at the end of that message
+        assistant         a user message with a reminder: the model has not said it
+        system            a part of that message, as it is
     """
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
@@ -5926,15 +5953,15 @@ def _merge_messages(messages: Sequence[Message]) -> Message:
 def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     """Kinds of text in messages that `text` lacks or has in another order.
 
-    Thinking is not looked for: past thinking is the template's own affair (L-26). Nor
-    are arguments that are no text: each template has its own form for them.
+    Thinking is not looked for: templates leave out past thinking on purpose (L-26). Nor
+    are arguments that are numbers or objects: each template has its own form for them.
     """
     losses: list[str] = []
     start = 0  # where to look from
     end = 0  # of all that was found
     for message in messages:
         if message["role"] != "tool":
-            start = end  # results may be sorted: all are looked for after their calls
+            start = end  # results may be sorted; each stands after all their calls
         near = max(start, end - _SORTED_CHARACTERS)
         for kind, words in _printed_texts(message):
             if losses.count(kind) == _MAX_LOST:
@@ -5963,7 +5990,8 @@ def _find_end(words: str, text: str, start: int) -> int:
     """Where `words` end, as they are or escaped as in JSON; -1: not after `start`."""
     plain = words.strip()
     in_json = json.dumps(plain, ensure_ascii=False)[1:-1]
-    # One of both may be nowhere: the part that is searched grows until one is found.
+    # Most often one form is near and the other is nowhere. So the part that is searched
+    # grows until one form is found: the whole text is not searched for the other.
     n_searched = len(in_json) + _FIRST_SEARCH
     while True:
         search_end = start + n_searched
@@ -5978,7 +6006,7 @@ def _find_end(words: str, text: str, start: int) -> int:
 
 
 def _has_names(names: Iterable[str], text: str) -> bool:
-    """Whether all names are in a text, where they most often stand in their order."""
+    """Whether all names are in a text. In their order, they are found in one pass."""
     start = 0
     for name in names:
         position = text.find(name, start)
@@ -5990,16 +6018,10 @@ def _has_names(names: Iterable[str], text: str) -> bool:
     return True
 
 
-_MAX_LOST: Final = 16  # texts of a kind
-_FIRST_SEARCH: Final = 1 << 10  # characters
-_SORTED_CHARACTERS: Final = 50_000  # in which most results are that are sorted
-
-
 # -- 2 prompts -------------------------------------------------------------------------
 
 _NOTE_END: Final = re.compile("</system-reminder>")
 _MAX_TOKEN_CHARACTERS: Final = 8  # on average, of a prompt that may fit
-_NO_SPACE: Final = re.compile(r"\S|\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -6009,8 +6031,8 @@ class PromptPositions:
     system prompt, tools | user | assistant | user            | generation prompt
                 system_end                  last_user_start   generation_start
 
-    Of a template that prints system prompt and tools in the first user message, its
-    start is before `system_end`.
+    Some templates print system prompt and tools in the first user message. Then
+    `system_end` is inside that message.
     """
 
     message_starts: tuple[int, ...] = ()  # also of the generation prompt; ascending
@@ -6028,8 +6050,7 @@ class RenderedPrompt:
     ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), compare=False)
     positions: PromptPositions = PromptPositions()
     starts_in_reasoning: bool = False  # the prompt ends inside an open thinking block
-    # About so many tokens follow, of a prompt that is refused anyway.
-    n_left_out: int = 0
+    n_left_out: int = 0  # about so many tokens are missing; the prompt is refused
 
     @property
     def n_tokens(self) -> int:
@@ -6058,8 +6079,6 @@ class ChatTemplate:
         """
         thinking_tags = (think_start, think_end)
         self._config = config
-        self._think_start = think_start
-        self._think_end = think_end
         self._encoder = Encoder(tokenizer)
         self._renderer = Renderer(tokenizer, self._encoder.find_added)
         self.source = self._renderer.source  # of the template; "" if there is none
@@ -6068,7 +6087,7 @@ class ChatTemplate:
             markup=self._encoder.find_markup(self.source, thinking_tags),
             part_separator=self.traits.part_separator,
             thinking_tags=thinking_tags,
-            merges_thinking=".thinking" in self.source,
+            merges_thinking=self.traits.merges_thinking,
             hides_writes=config.normalize_write_tool_content_for_prompt,
         )
         self._canonicalizer = Canonicalizer(
@@ -6118,10 +6137,6 @@ class ChatTemplate:
         """Forget canonical messages and tokens of texts; they can be made again."""
         self._canonicalizer.memo.clear()
         self._encoder.memo.clear()
-
-    def image_placeholder(self) -> str:
-        """What the template prints for an image; "" if it prints none."""
-        return self.traits.image_placeholder
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text. All markup in it is markup, and none is added."""
@@ -6196,37 +6211,33 @@ class ChatTemplate:
     def count_least_tokens(
         self, request: ChatRequest, *, max_context_tokens: int
     ) -> int:
-        """About how many tokens a chat has at least, if it may be far too long.
+        """About how many tokens a chat has at least; 0 if that is not worth counting.
 
-        0 where it has so few characters that it is not. why(L-129): what cannot fit is
-        refused before it is rendered. More than `max_counted_tokens` are an estimate.
+        why(L-129): a chat that cannot fit is refused before it is rendered. A chat of
+        few characters may fit, so its tokens are not counted. A number over
+        `max_counted_tokens` is an estimate.
         """
         printed = [self._printed_of(message) for message in request.messages]
         if self.traits.has_tools:
-            printed.append([*request.tools])
+            printed.append(request.tools)
         n_characters = sum(map(_count_characters, chain.from_iterable(printed)))
         if n_characters <= _MAX_TOKEN_CHARACTERS * max_context_tokens:
             return 0
 
         limit = EncodingLimit(request.max_counted_tokens, request.check_client)
-        n_tokens, n_counted = self._encoder.count_tokens(_texts_of(printed), limit)
-        if n_tokens <= limit.max_tokens:
-            return n_tokens
-        return n_tokens * max(n_characters, n_counted) // n_counted
+        return self._encoder.count_tokens(" ".join(_texts_of(printed)), limit)
 
-    def _printed_of(self, message: Message) -> list[JsonObject | str]:
-        """What a template prints of a message, whatever it leaves out.
+    def _printed_of(self, message: Message) -> Sequence[JsonObject | str]:
+        """What any template prints of a message.
 
-        Of a reply that is its calls alone: its content may have thinking in it.
+        Of a reply only its calls: its content may have past thinking in it, which many
+        templates leave out.
         """
         if message["role"] == "assistant":
             if self.shaper.hides_writes or not self.traits.has_tools:
                 return []
             return [call["function"] for call in message.get("tool_calls", ())]
-        content = message["content"]
-        if isinstance(content, str):
-            return [content]
-        return [self.traits.part_separator.join(part["text"] for part in content)]
+        return text_parts(message["content"])
 
     def render_context_key(self, request: ChatRequest) -> bytes:
         """A digest of all that recorded tokens depend on, except the messages.
@@ -6241,7 +6252,7 @@ class ChatTemplate:
             tenant=self.tenant,
         )
         parts = [self.source, request.tools, sample]
-        return sha256(json.dumps(parts, default=str).encode()).digest()
+        return sha256(marshal.dumps(parts, 2)).digest()
 
     # The methods below are for Splice as well.
 
@@ -6312,9 +6323,10 @@ class ChatTemplate:
     ) -> PromptPositions:
         """The positions that are the same in all prompts of a conversation.
 
-        `messages`: shaped, and not folded. why(L-51): a new session parts from an older
-        one in the first user message, often after a reminder. (One may end inside a
-        token; any position will do.)
+        `messages`: shaped, and not folded. why(L-51): the prompt of a new session
+        differs from that of an older one in the first user message, often after a
+        reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
+        end inside a token. Then the position is that of a token near its end.)
         """
         first_user = _first_user(messages)
         if first_user is None:
@@ -6346,14 +6358,17 @@ class ChatTemplate:
     ) -> int:
         """Where system prompt and tools end, in characters.
 
-        `messages` end with the first user message. Nearly always that message starts
-        there, and has nothing but the user's words; otherwise it may be further on.
+        `messages` end with the first user message. In most templates system prompt and
+        tools end where this message starts:
+
+            <|im_start|>user\nhi<|im_end|>            before <|im_start|>
+            <start_of_turn>user\nYou help.\n\nhi    after "help." (Gemma 3)
         """
         if not user_starts:
             return self._find_folded_end(text, messages, request)
         words = messages[-1]["content"].strip()
-        words_start = _skip_spaces(text, user_starts[0].end())
-        words_end = _skip_spaces(text, words_start + len(words))
+        words_start = skip_spaces(text, user_starts[0].end())
+        words_end = skip_spaces(text, words_start + len(words))
         has_words = text.startswith(words, words_start)
         if has_words and self._encoder.find_added.match(text, words_end):
             return user_starts[0].start()
@@ -6363,12 +6378,12 @@ class ChatTemplate:
     def _find_folded_end(
         self, text: str, messages: list[Message], request: ChatRequest
     ) -> int:
-        """Where a prompt parts from that of other words of the user, in characters.
+        """Where a prompt differs if the user says something else, in characters.
 
         `messages` end with the first user message. why(L-108): system prompt and tools
         may stand in that message (Gemma 3, Llama 3, any template without system role),
-        or no added token may begin it (RWKV). The white space after them is left out:
-        it can be one token with the user's words.
+        or the message may begin without an added token (RWKV). White space before the
+        user's words is left out: it can be one token with them.
         """
         other_words = {**messages[-1], "content": _NONCE}
         try:
@@ -6379,7 +6394,7 @@ class ChatTemplate:
         head, found_words, _ = other_text.partition(_NONCE)
         if not found_words:
             return 0
-        return len(text[: _count_common(head, text)].rstrip())
+        return len(text[: count_common(head, text)].rstrip())
 
     def _count_tokens(self, text: str, request: ChatRequest) -> int:
         """The tokens of a part of a text that begins or ends where a message begins."""
@@ -6387,10 +6402,11 @@ class ChatTemplate:
 
     def _opens_thinking(self, generation_prompt: str) -> bool:
         """Whether it ends inside a thinking block."""
-        if not self._think_start:
+        start_tag, end_tag = self.shaper.thinking_tags
+        if not start_tag:
             return False
-        last_start = generation_prompt.rfind(self._think_start)
-        return last_start > generation_prompt.rfind(self._think_end)
+        last_start = generation_prompt.rfind(start_tag)
+        return last_start > generation_prompt.rfind(end_tag)
 
     def _find_generation_prompt(self, last_role: str, request: ChatRequest) -> str:
         kwargs = self.template_kwargs(request)
@@ -6413,9 +6429,9 @@ class ChatTemplate:
             self._logged_losses.add(kind)
 
 
-def _count_characters(value: object) -> int:
-    """Of a text, or of a value as JSON."""
-    return len(value if isinstance(value, str) else json.dumps(value))
+def _count_characters(value: str | JsonObject) -> int:
+    """Of a text, or about so many of a JSON value."""
+    return len(value if isinstance(value, str) else marshal.dumps(value))
 
 
 def _texts_of(value: object) -> Iterator[str]:
@@ -6442,20 +6458,6 @@ def _first_user(messages: list[Message]) -> int | None:
     return roles.index("user") if "user" in roles else None
 
 
-def _skip_spaces(text: str, start: int) -> int:
-    """Where the white space ends that may begin there."""
-    match = _NO_SPACE.search(text, start)
-    return match.start() if match else len(text)
-
-
-def _count_common(first: str, second: str) -> int:
-    """How many leading characters of two texts are the same."""
-    for index, (char, other_char) in enumerate(zip(first, second, strict=False)):
-        if char != other_char:
-            return index
-    return min(len(first), len(second))
-
-
 def _as_key(kwargs: JsonObject) -> str:
     return json.dumps(kwargs, sort_keys=True)
 
@@ -6470,21 +6472,23 @@ def _as_key(kwargs: JsonObject) -> str:
 #                                              |- suffix ----------------------
 #     prompt    the recorded tokens, and then the tokens of the suffix
 #
-# Of a reply with calls, it is the only argument of the last one; the others have none.
-# Then a closing comes before the suffix:
+# In a reply with calls, the nonce is the only argument of the last call, and the other
+# calls have no arguments. A closing then stands between the nonce and the suffix:
 #
 #     rendered  ...<tool_call>\n{"q": "NONCE"}\n</tool_call><|im_end|>\n ...
 #                                          |- closing -----|- suffix ---
 #
-# The model has generated the closing itself. It has generated an end token, too, but
-# the ledger does not record that: the template may print another one of the end tokens.
-# A reply that was cut at the token limit has neither. Then the closing is printed as
-# well, if the reply is text; a call that was cut is never continued. A reply that ended
-# with its first call (`parallel_tool_calls: false`) has a part of the closing, and the
-# rest of it is printed.
+# What of this the recorded tokens have already depends on how the reply ended:
 #
-# why(L-44): a suffix may depend on all that comes before it, so the past itself is
-# rendered. After shorter conversations of the same kinds it was wrong for some models.
+#     by an end token        The closing. The end token itself is not recorded, as the
+#                            template may print another one: the suffix begins with it.
+#     cut at the limit       Nothing, if it is text: closing and suffix are printed. A
+#                            call that was cut is never continued.
+#     after its first call   Part of the closing (`parallel_tool_calls: false`). The
+#                            rest is printed.
+#
+# why(L-44): a suffix may depend on all that comes before it, so the whole past is
+# rendered. An excerpt of the past gave some models a wrong suffix.
 
 # In two parts: a client may send this very file, and must not send the word.
 _NONCE: Final = "zq7" + "seam5qz"
@@ -6510,9 +6514,9 @@ class Splice(NamedTuple):
         return self._render_after(self.past_messages)
 
     def guess(self) -> RenderedPrompt | None:
-        """The same, rendered much faster after an excerpt of the past.
+        """The same, rendered after an excerpt of the past, which is much faster.
 
-        None if that is refused, or would save little.
+        It may be wrong (L-44): render() tells. None if it is refused, or saves little.
         """
         excerpt = _excerpt(self.past_messages)
         if 2 * len(excerpt) < len(self.past_messages):
@@ -6526,8 +6530,9 @@ class Splice(NamedTuple):
         if _find_losses(new_messages, suffix.text):
             raise SpliceRefused("lost text")
         closing = self._missing_closing(suffix.closing) if self.is_cut else ""
-        # The recorded tokens lack the end token, so the suffix must begin with one. A
-        # reply that was cut never had one: there it is part of what is rendered.
+        # The end token that the model has generated is not recorded, so the suffix must
+        # print one: an added token, whichever the template prints there. A reply that
+        # was cut has generated none.
         if not self.is_cut and not self.template.starts_with_added_token(suffix.text):
             raise SpliceRefused("end token")
         return self.template.tokenize_prompt(
@@ -6540,14 +6545,18 @@ class Splice(NamedTuple):
     def _missing_closing(self, closing: str) -> str:
         """What the recorded reply lacks of the closing.
 
-        That is all of it after a text. A call has ended with a part of it (L-120): up
-        to the place before which the closing has most letters in common with its end.
+        After a text that is the whole closing. A call has ended with a part of it
+        (L-120), which is found by comparing the ends of both, letter by letter:
+
+            the reply ends with    {"q": "x"}
+            the closing is         "}\n</tool_call>
+            the reply lacks        \n</tool_call>
         """
         if not self.past_messages[-1].get("tool_calls"):
             return closing
         written = self.template.decode(self.recorded.ids[-MAX_CLOSING_TOKENS:])
         n_equal = {
-            end: _count_common(closing[:end][::-1], written[::-1])
+            end: count_common(closing[:end][::-1], written[::-1])
             for end in range(len(closing) + 1)
         }
         end = max(n_equal, key=n_equal.__getitem__)
@@ -6564,22 +6573,25 @@ class Splice(NamedTuple):
         past = [shape(message) for message in past_messages[:-1]]
         text = self._render_after_nonce([*past, reply, *new_messages])
 
+        # The first end token of the suffix stands before the new messages.
         find_end_token = self.template.find_end_token
-        end = find_end_token(_text_before(new_messages[0]["content"], text))
+        text_before = _text_before(new_messages[0]["content"], text)
+        end = find_end_token(text_before)
         if end is None:
             # The first new message is empty, or the template changes its text. To find
             # where it begins, render canned words in its place.
             canned = [_with_canned_words(m, n) for n, m in enumerate(new_messages)]
             canned_text = self._render_after_nonce([*past, reply, *canned])
-            end = find_end_token(canned_text.partition(canned_words(0))[0])
+            text_before = canned_text.partition(canned_words(0))[0]
+            end = find_end_token(text_before)
 
         if end is None:
             if "tool_calls" in reply:
                 raise SpliceRefused("closer")
             return _Suffix("", text)
-        if not text.startswith(end.string[: end.end()]):
-            raise SpliceRefused("closer")
-        closing = end.string[: end.start()]
+        if not text.startswith(text_before[: end.end()]):
+            raise SpliceRefused("closer")  # canned words have changed it
+        closing = text_before[: end.start()]
         return _Suffix(closing, text.removeprefix(closing))
 
     def _render_after_nonce(self, messages: list[Message]) -> str:
@@ -6602,16 +6614,16 @@ class _Suffix(NamedTuple):
 
 
 def _text_before(words: str, text: str) -> str:
-    """The text up to these words; "" if they are none or not in it."""
-    before_words, found_words, _ = text.partition(words or _NONCE)
-    return before_words if found_words else ""
+    """The text up to these words; "" if there are no words, or they are not in it."""
+    start = text.find(words) if words else -1
+    return text[: max(start, 0)]
 
 
 def _with_nonce(reply: Message) -> Message:
     """The reply with the nonce for its content, or for the last argument of its calls.
 
-    It has nothing else, no thinking and no text beside calls: templates print that in
-    other places, or refuse it.
+    Thinking, and text beside calls, are left out: templates print these in other
+    places, or refuse them.
     """
     calls = [_replace_arguments(call, {}) for call in reply.get("tool_calls", ())]
     if not calls:
@@ -9395,7 +9407,7 @@ class PrefixCache:
 
     def _match(self, entry: CacheEntry, key: TokenKey) -> PrefixMatch:
         """What one entry has of a prompt, except its last token: it is fed (L-11)."""
-        n_common = min(self._count_common(entry.key, key), len(key.tokens) - 1)
+        n_common = min(self.count_common(entry.key, key), len(key.tokens) - 1)
         # The key of a running entry is its whole prompt, which will have been read.
         n_pending = n_common if entry.is_running and n_common > entry.end else 0
         depth = min(n_common, entry.end)
@@ -9412,7 +9424,7 @@ class PrefixCache:
             state=checkpoints.get(n_cached),
         )
 
-    def _count_common(self, cached: TokenKey, wanted: TokenKey) -> int:
+    def count_common(self, cached: TokenKey, wanted: TokenKey) -> int:
         """How many leading tokens of two prompts are the same."""
         if not self._config.cache_use_block_index:
             return common_prefix_length(cached.tokens, wanted.tokens)
@@ -10754,7 +10766,7 @@ def _load(path: Path, config: Config) -> LoadedModel:
     )
     check_cache_kinds(make_prompt_cache(model))
     if isinstance(model, VisionModel):
-        model.phrase = template.image_placeholder() or model.phrase
+        model.phrase = template.traits.image_placeholder or model.phrase
         model.self_test()
 
     # A vision model states the facts of its layers in a part of their own.
