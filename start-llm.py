@@ -3979,11 +3979,6 @@ class Rule(NamedTuple):
         """Whether all that is found varies, and not only a value in it."""
         return "value" not in self.pattern.groupindex
 
-    def field_start(self, match: re.Match[str]) -> int:
-        """Where a field begins that the pattern has found: after its context."""
-        has_context = "context" in self.pattern.groupindex
-        return match.end("context") if has_context else match.start()
-
 
 # The usual class of each is the default of its setting in CONFIG.
 _RULES: Final = (
@@ -4671,7 +4666,8 @@ def _make_field(
     rule: Rule, match: re.Match[str], rules: Sequence[Rule]
 ) -> VolatileField:
     """The field that a rule has found. `rules`: all, for the fields inside a block."""
-    start = rule.field_start(match)
+    has_context = "context" in rule.pattern.groupindex
+    start = match.end("context") if has_context else match.start()
     end = match.end()
     block = match.string[start:end]
     if rule.setting == "transient":
@@ -6098,9 +6094,8 @@ class ChatTemplate:
         added_tokens = self._encoder.added_tokens
         end_tokens = [added_tokens[i].content for i in ends if i in added_tokens]
         self.find_end_token = token_pattern(end_tokens).search
-        # By template kwargs, as JSON; generation prompts also by the last role.
-        self._samples: Memo[str] = Memo(self.MEMO_BYTES)
-        self._generation_prompts: Memo[str] = Memo(self.MEMO_BYTES)
+        # Samples by template kwargs, and generation prompts by the last role as well.
+        self._probed_texts: Memo[str] = Memo(self.MEMO_BYTES)
         self.tenant = ""  # whose requests these are, for all memos
         self._logged_losses: set[str] = set()
         self._warn()
@@ -6246,7 +6241,7 @@ class ChatTemplate:
         changes the generation prompt: users change the effort in mid-session.
         """
         kwargs = self.template_kwargs(request)
-        sample = self._samples.get_or_make(
+        sample = self._probed_texts.get_or_make(
             _as_key(kwargs),
             lambda: render_sample(self._renderer, self.traits, kwargs),
             tenant=self.tenant,
@@ -6410,7 +6405,7 @@ class ChatTemplate:
 
     def _find_generation_prompt(self, last_role: str, request: ChatRequest) -> str:
         kwargs = self.template_kwargs(request)
-        return self._generation_prompts.get_or_make(
+        return self._probed_texts.get_or_make(
             f"{last_role} {_as_key(kwargs)}",
             lambda: probe_generation_prompt(self._renderer, last_role, kwargs),
             tenant=self.tenant,
