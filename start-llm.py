@@ -4230,11 +4230,12 @@ class CanonicalMessage:
 
 
 def private_owner(owner: bytes, message: CanonicalMessage, session_id: str) -> bytes:
-    """Whose private values a conversation has, one message further.
+    """Whose private values a conversation has, once this message is part of it.
 
-    Begin with b"": it has none. The owner is the session or, if the client sends no
-    session id, whoever has the same private values. What was remembered of one owner
-    is used for no other (L-106).
+    `owner` is that of the messages before; b"" of none, as nobody owns a conversation
+    without private values. The owner is the session or, if the client sends no session
+    id, whoever has the same private values. What was remembered of one owner is used
+    for no other (L-106).
     """
     private_values = [pinned for pinned in message.pinned if pinned.is_private]
     if not private_values:
@@ -4468,9 +4469,9 @@ class Canonicalizer:
         )
 
     def find_notes(self, message: CanonicalMessage) -> tuple[Note, ...]:
-        """The notes of a message that is nothing else; () if it is more than that.
+        """The notes of a message that has nothing else; () if it has other text.
 
-        Of a message after the first system messages, that is.
+        The message stands after the system prompt: a system message is a late one.
         """
         if message.role == "user":
             has_text = message.canonical["content"].strip()
@@ -4706,7 +4707,17 @@ def canonicalize_messages(
     """The canonical messages of a conversation.
 
     A message of notes alone is no message here: templates refuse or misplace it. Its
-    notes belong to a neighbour. Raises what `check_client` raises.
+    notes belong to a neighbour.
+
+        sent                                 here
+        user       list files                user        list files
+        system     (late) the folder is /a               note above: the folder is /a
+        assistant  a.txt                     assistant   a.txt
+        user       <a reminder>
+        user       thanks                    user        thanks
+                                                         note above: the reminder
+
+    Raises what `check_client` raises.
     """
     folding = _NoteFolding()
     for index, message in enumerate(messages):
@@ -4745,8 +4756,8 @@ class _OpenMessage:
 class _NoteFolding:
     """The messages of a conversation so far, and where the next notes go.
 
-    why(L-113): a conversation of ten thousand notes took a hundred times as long as one
-    of a thousand, so each step looks at the first and the last message only.
+    Each step looks at the first and the last message only: ten times as many notes take
+    ten times as long, and no more (L-113).
     """
 
     def __init__(self) -> None:
