@@ -4095,9 +4095,8 @@ _RULES: Final = (
         crosses_sessions=True,
     ),
     # why(L-103): a session that is resumed looks at its folder again. The status may
-    # name a git user, and crosses sessions all the same: each of these clients names
-    # the folder elsewhere in the prompt, so without the status only the prompts of one
-    # folder are equal.
+    # name a git user, and crosses sessions all the same: Claude Code names the folder
+    # elsewhere in the prompt, so only prompts of one folder are the same without it.
     Rule(
         name="git_status",
         roles=SYSTEM_ROLES,
