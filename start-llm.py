@@ -36,7 +36,8 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     SESSIONS          what each session sent last; why not more could be reused
     VISION MODEL      images as tokens, positions and embeddings
     MODEL LOADING     weights, tokenizer, and facts about them
-    SAMPLING          the next token; what a request demands of its reply
+    SAMPLING          the next token, among those that the request allows
+    REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
     SCHEDULER         which requests run: admit, prefill, decode, put back
     ENGINE            the model thread, and what other threads ask of it
     REASONING PARSER  generated text -> reasoning | content | tool call text
@@ -11059,10 +11060,12 @@ def write_url(host: str, port: int) -> str:
 # Choose the next token of a reply, among those that the request allows.
 #
 #     logits  ->  logit bias, penalties  ->  constraints  ->  log-probabilities
-#             ->  top-k, top-p, min-p    ->  noise        ->  token
+#             ->  top-k, top-p, min-p    ->  divided by the temperature
+#             ->  random noise           ->  token
 #
 # mlx-lm's GenerationBatch does this: the first line by the "logits processors" of each
-# request, the second by its "sampler" (UPSTREAM: TokenChoice). Both are made here.
+# request, the rest by its "sampler" (UPSTREAM: TokenChoice). Both are made here. The
+# order is that of mlx-lm; vLLM divides by the temperature before top-p.
 #
 #  1 Sampler      The best candidates are found without sorting the vocabulary (L-100).
 #  2 Constraints  A constraint allows tokens; all others get a logit of -inf. It is a
@@ -11071,17 +11074,12 @@ def write_url(host: str, port: int) -> str:
 #                     yields "any token, 2 times"      is sent [hm, so]
 #                     yields "END, once"               is sent [END]
 #                     yields "any token, forever"
-#  3 Calls        What a tool call consists of whose arguments fit a schema.
-#  4 Grammar      A reply that must be a tool call, or JSON of a schema, follows a
-#                 grammar of llguidance, thinking included. The text of it is made here.
-#                 If a tool is `strict`, a grammar begins where a call does.
+#                 REPLY GRAMMAR chooses the constraints of a request.
 #
 # Public   make_sampler, make_processors, AllowedTokens, ConstraintSteps, Constraint,
-#          forbid_tokens, limit_thinking, follow_grammar, watch_for_call, Blanks,
-#          JsonValue, TextValue, OneOf, CallPart, CallParts, CallForm, find_excess,
-#          make_constraints
-# Uses     ERRORS, LOGGING, API TYPES, CANONICALIZATION, UPSTREAM, MODEL LOADING
-# Thread   1, 2: model, mlx; 3, 4: any
+#          forbid_tokens, limit_thinking, follow_grammar, watch_for_call
+# Uses     LOGGING, API TYPES, UPSTREAM
+# Thread   model; mlx
 
 
 # -- 1 sampler -------------------------------------------------------------------------
@@ -11175,26 +11173,20 @@ _MAX_LOOK_BACK: Final = 1 << 20  # tokens; MLX slices by 32-bit integers
 class AllowedTokens(NamedTuple):
     """What may come in the next `n_steps` steps; by default, any token."""
 
-    only: Sequence[int] | None = None  # these ids and no others
-    flags: npt.NDArray[np.bool_] | None = None  # or: of each id, whether it may come
-    forbidden: Sequence[int] = ()  # or: any but these ids
+    flags: npt.NDArray[np.bool_] = np.empty(0, np.bool_)  # of each id, from 0 on
+    others: bool = True  # whether ids beyond the flags may come
     n_steps: int = 1
 
     def mask(self, n_vocab: int) -> mx.array | None:
-        """Of each id that the model knows, whether it may come; None: all may."""
-        if self.flags is not None:
-            # A tokenizer may know more ids than the model, or fewer.
-            mask = np.zeros(n_vocab, np.bool_)
-            n_known = min(n_vocab, self.flags.size)
-            mask[:n_known] = self.flags[:n_known]
-        elif self.only is not None:
-            mask = np.zeros(n_vocab, np.bool_)
-            mask[list(self.only)] = True
-        elif self.forbidden:
-            mask = np.ones(n_vocab, np.bool_)
-            mask[list(self.forbidden)] = False
-        else:
+        """Of each id that the model knows, whether it may come; None: all may.
+
+        A tokenizer may know more ids than the model, or fewer.
+        """
+        if self.flags.size == 0 and self.others:
             return None
+        mask = np.full(n_vocab, self.others)
+        n_known = min(n_vocab, self.flags.size)
+        mask[:n_known] = self.flags[:n_known]
         return mx.array(mask)
 
 
@@ -11203,45 +11195,60 @@ type ConstraintSteps = Generator[AllowedTokens, list[int]]
 type Constraint = Callable[[], ConstraintSteps]  # begins at the first token of a reply
 
 
+def _flag_ids(ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """True for these ids, False for those between them."""
+    flags = np.zeros(max(ids) + 1, np.bool_)
+    flags[list(ids)] = True
+    return flags
+
+
 def forbid_tokens(ids: Sequence[int]) -> ConstraintSteps:
     """None of these tokens, ever."""
-    yield AllowedTokens(forbidden=ids, n_steps=_FOREVER)
+    yield AllowedTokens(~_flag_ids(ids), n_steps=_FOREVER)
 
 
 def limit_thinking(
-    n_tokens: int, *, start: Sequence[int], ends: Sequence[int]
+    n_tokens: int,
+    *,
+    start: Sequence[int],
+    ends: Sequence[int],
+    white_space: Sequence[int] = (),
 ) -> ConstraintSteps:
     """After `n_tokens` of thinking the first of `ends`, unless any of them came before.
 
     `start`: the tokens with which a reply opens thinking; [] if the prompt has done so.
+    One token of `white_space` may come before them.
     why(L-82): after a tool call the tag that ends thinking would be a part of the call.
     """
     reply_ids = yield AllowedTokens(n_steps=len(start) + n_tokens)
+    if start and reply_ids[0] in white_space:
+        reply_ids = reply_ids[1:] + (yield AllowedTokens())
     is_thinking = reply_ids[: len(start)] == list(start)
     if is_thinking and set(ends).isdisjoint(reply_ids):
-        yield AllowedTokens(only=ends[:1])
+        yield AllowedTokens(_flag_ids(ends[:1]), others=False)
     yield AllowedTokens(n_steps=_FOREVER)
 
 
-def follow_grammar(grammar: Any) -> ConstraintSteps:
-    """Only what `grammar`, an LLMatcher of llguidance, accepts. It is copied first."""
+def follow_grammar(grammar: Any, first_ids: Sequence[int] = ()) -> ConstraintSteps:
+    """Only what `grammar`, an LLMatcher of llguidance, accepts after `first_ids`."""
     matcher = grammar.deep_copy()
+    new_ids = list(first_ids)
     while True:
+        matcher.consume_tokens(new_ids)
         flags = np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
         if matcher.is_error():
             # It grew too large. The matcher now allows nothing but the end.
             logger.warning("the grammar gave up: %.200s", matcher.get_error())
         n_steps = _FOREVER if matcher.is_stopped() else 1
-        new_ids = yield AllowedTokens(flags=flags, n_steps=n_steps)
-        matcher.consume_tokens(new_ids)
+        new_ids = yield AllowedTokens(flags, others=False, n_steps=n_steps)
 
 
 def watch_for_call(call_id: int, grammar: Any) -> ConstraintSteps:
-    """Any token, until the one that opens a call; then what `grammar` accepts."""
+    """Any token, until the one that opens a call; from it on what `grammar` accepts."""
     new_ids: list[int] = []
     while call_id not in new_ids:
         new_ids = yield AllowedTokens()
-    yield from follow_grammar(grammar)
+    yield from follow_grammar(grammar, new_ids[new_ids.index(call_id) :])
 
 
 class _ConstraintProcessor:
@@ -11296,8 +11303,54 @@ def make_processors(
     return [*processors, *map(_ConstraintProcessor, constraints)]
 
 
-# -- 3 calls ---------------------------------------------------------------------------
-# CALL FORMS describes a call to the grammar by its parts, in their order.
+# region REPLY GRAMMAR =========================================================
+# A reply that must be tool calls, or JSON of a schema, follows a grammar.
+#
+# The grammar is a text. llguidance compiles it, and tells before each token of the
+# reply which ones may come (SAMPLING: follow_grammar). This is the whole grammar of a
+# forced call of ls(path), by a model that writes calls as Qwen3-Coder does, after a
+# prompt that ends with <think>. Of the tokens 1110 is <tool_call>, 1111 </tool_call>,
+# 1115 </think>, 303 two line breaks, 1107 and 1109 end a reply:
+#
+#     %llguidance {"no_forcing": true}
+#     start: <[^1115,1110,1107,1109]>* <[1115]> <[303]> calls
+#     calls: call (BLANKS? call)*
+#     call: <[1110]> <[198]> <[27]> <[360]> <[28]> <[486]> <[966]> arguments0
+#     arguments0: "<" "parameter=path>\n" (value0) "/function>\n" <[1111]>
+#     VALUE0_TEXT: /(?s:.{0,})/
+#     VALUE0_END: /<\/parameter>[ \t\r\n]{0,400}</
+#     VALUE0_LINE: VALUE0_TEXT & /(?s:(.*[^\n])?)/
+#     value0[lazy]: VALUE0_TEXT /\n/ VALUE0_END | VALUE0_LINE VALUE0_END
+#     BLANKS: /[ \t\r\n]{1,8}/
+#
+#     <[303]>          the token with that id; <[^7,9]> any but 7 and 9; <[*]> any
+#     "/function>\n"   any tokens that spell this text
+#     /[ab]{9}/        any tokens that spell a text that the pattern fits as a whole
+#     A & B            a text that both fit;  A | B  either;  A? A*  as in a pattern
+#     [lazy]           the shortest text that fits: a value ends at the first end tag
+#     %json {...}      any tokens that spell JSON of this schema; here is none
+#
+# So a reply is thinking, without a token that would end it or start a call; </think>;
+# and one call or more. Tags are written as tokens, and so is the opening of a call, as
+# the tokenizer cuts it ("<tool_call>\n<function=ls>\n" in `call`). The arguments may be
+# cut as the model likes. Other demands have another `start`. After thinking, a reply
+# that must be JSON goes on with (json | calls). If a tool is strict, anything is allowed
+# up to the token that opens a call; from there on `start: calls` rules the reply.
+#
+#  1 Call forms   What a call consists of; CALL FORMS makes them of a tool's schema.
+#  2 Reply form   The tags of the model, as tokens.
+#  3 Text         The text of a grammar: _GrammarText is the only one who writes rules.
+#  4 Compiler     Text -> LLMatcher, kept for the next request.
+#  5 Constraints  What a request demands, and what is left of it where it is too much.
+#  6 Faults       What a client is told of a schema that cannot be enforced.
+#
+# Public   Blanks, JsonValue, TextValue, OneOf, CallPart, CallParts, CallForm,
+#          find_excess, make_constraints
+# Uses     ERRORS, API TYPES, CANONICALIZATION, MODEL LOADING, SAMPLING
+# Thread   any
+
+
+# -- 1 call forms ----------------------------------------------------------------------
 
 
 class Blanks(NamedTuple):
@@ -11346,37 +11399,30 @@ class CallForm(NamedTuple):
         return BadRequest(f"strict: {quote}", field=self.schema_path, quote=quote)
 
 
-# -- 4 grammar -------------------------------------------------------------------------
-# A grammar is a text in llguidance's dialect of Lark. It writes the token with id 7 as
-# <[7]>, any token but 7 and 9 as <[^7,9]>, and any token at all as <[*]>.
+# -- 2 reply form ----------------------------------------------------------------------
 
-# What is compiled: of one schema, of all calls together, and of a regular expression.
-MAX_SCHEMA_CHARACTERS: Final = 100_000
-MAX_CALLS_CHARACTERS: Final = 200_000
-MAX_PATTERN_CHARACTERS: Final = 10_000
-
-# What is markup if it is one token: <arg_key>, [TOOL_CALLS]
-_MARKUP: Final = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
-
-# What comes after the tag that ends thinking: before a call, and before a text.
+# What follows the tag that ends thinking: before a call, and before a text.
 # why(L-88): gpt-oss prints headers there.
 _AFTER_THINKING: Final = {
     "<|end|>": ("<|start|>assistant", "<|channel|>final<|message|>")
 }
 _AFTER_OTHER_THINKING: Final = ("\n\n", "")
 
+# What may come before the tag that opens thinking, as one token: GLM writes "\n".
+_WHITE_SPACE: Final = ("\n", "\n\n", " ")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplyForm:
-    """The tags between thinking, text and calls of a reply, as tokens; [] for none."""
+    """The tags of one reply, as tokens; [] for those that it cannot have."""
 
-    encode: Callable[[str], list[int]]
     in_reasoning: bool  # the prompt has opened thinking
     think_start: list[int]  # [] unless the reply may open thinking itself
+    white_space: list[int]  # one of these may come before it, unless a grammar rules
     think_end: list[int]
     call_start: list[int]
-    before_call: str  # after thinking
-    before_text: str
+    before_call: list[int]  # after thinking
+    before_text: list[int]  # a header; [] if a text has none
     eos_ids: frozenset[int]
 
     @classmethod
@@ -11390,14 +11436,15 @@ class _ReplyForm:
         before_call, before_text = _AFTER_THINKING.get(
             tags.think_end, _AFTER_OTHER_THINKING
         )
+        white_space = [encode(text) for text in _WHITE_SPACE]
         return cls(
-            encode=encode,
             in_reasoning=in_reasoning,
             think_start=encode(tags.think_start or "") if opens_thinking else [],
+            white_space=[ids[0] for ids in white_space if len(ids) == 1],
             think_end=list(tags.think_end_tokens or ()),
             call_start=encode(tags.tool_call_start or ""),
-            before_call=before_call,
-            before_text=before_text,
+            before_call=encode(before_call),
+            before_text=encode(before_text),
             eos_ids=loaded.eos_ids,
         )
 
@@ -11410,145 +11457,162 @@ class _ReplyForm:
         """The token that opens a call; [] if several do, which may be plain words."""
         return self.call_start if len(self.call_start) == 1 else []
 
-    def thinking_rule(self) -> str:
-        """Thinking up to the tag that ends it. No call is in it: an answer must follow.
+    def forced_call(self) -> str:
+        """The rule "start" of a reply that is calls, after thinking."""
+        return f"{self._thinking(_tokens(self.before_call))} calls"
 
-        The prompt has opened it:  <[^7,9,2]>* <[7]>
-        The reply may open it:     (<[6]> <[^7,9,2]>* <[7]>)?
+    def json_or_calls(self, calls: str) -> str:
+        """The rule "start" of a reply that is JSON; or calls, by the rule `calls`.
+
+        THINKING (json | <[9]> <[*]>*)         <[9]> starts a call
+        THINKING (<[4]> json | <[9]> <[*]>*)   gpt-oss: <[4]> is the header of a text
+        """
+        if self.before_text:
+            thinking = self._thinking(_tokens(self.before_call))
+        else:
+            thinking = self._thinking("BLANKS?") or "BLANKS?"
+        text = f"{_tokens(self.before_text)} json"
+        return f"{thinking} ({text} | {calls})" if calls else f"{thinking} {text}"
+
+    def any_call(self) -> str:
+        """A rule: the start of a call, then anything."""
+        return f"{_tokens(self.call_start)} <[*]>*" if self.call_start else ""
+
+    def _thinking(self, after: str) -> str:
+        """A rule: thinking, the tag that ends it, then the rule `after`.
+
+        No call is in it, since something must follow it. Thinking that the prompt has
+        opened, and thinking that the reply may open as its first token:
+
+            <[^7,9,2]>* <[7]> BLANKS?
+            (<[6]> <[^7,9,2]>* <[7]> BLANKS?)?
+
+        White space before <[6]> is not allowed: the grammar could not tell it from that
+        before the answer, and a model that begins with it would be kept from thinking.
         """
         if not self.may_think:
             return ""
-        ids = [*self.think_end[:1], *self.call_id, *self.eos_ids]
-        thinking = f"<[^{','.join(map(str, ids))}]>* {_token_rule(self.think_end)}"
+        end_ids = [*self.think_end[:1], *self.call_id, *self.eos_ids]
+        text = f"<[^{','.join(map(str, end_ids))}]>*"
+        thinking = f"{text} {_tokens(self.think_end)} {after}"
         if self.in_reasoning:
             return thinking
-        return f"({_token_rule(self.think_start)} {thinking})?"
-
-    def call_rule(self, calls: Sequence[CallForm]) -> str:
-        """One or more calls; rule call0 is of what follows the opening of the first.
-
-        Before it stands what the model prints between thinking and a call, or, if the
-        reply need not think, nothing:
-        (<[271]> <[9]> <[12]> call0 | <[9]> <[12]> call0)
-        (BLANKS? (<[9]> <[12]> call0))*
-        """
-        gaps = []
-        if self.may_think:
-            gaps.append(self.before_call)
-        if not self.in_reasoning:
-            gaps.append("")
-        first_calls = [
-            f"{_token_rule(self.encode(gap + call.opening))} call{index}"
-            for gap in gaps
-            for index, call in enumerate(calls)
-        ]
-        return f"({' | '.join(first_calls)}) {self._more_calls_rule(calls)}"
-
-    def opened_call_rule(self, calls: Sequence[CallForm]) -> str:
-        """As call_rule(), after the token that opens a call."""
-        first_calls = [
-            f"{_token_rule(self.encode(call.opening)[1:])} call{index}"
-            for index, call in enumerate(calls)
-        ]
-        return f"({' | '.join(first_calls)}) {self._more_calls_rule(calls)}"
-
-    def _more_calls_rule(self, calls: Iterable[CallForm]) -> str:
-        later_calls = [
-            f"{_token_rule(self.encode(call.opening))} call{index}"
-            for index, call in enumerate(calls)
-        ]
-        return f"(BLANKS? ({' | '.join(later_calls)}))*"
-
-    def json_rule(self, *, can_call: bool, after_call_start: str = "<[*]>*") -> str:
-        """JSON of the schema; or calls, if the reply `can_call`.
-
-        (BLANKS? @json | BLANKS? <[9]> <[*]>*)
-        gpt-oss:  ((<[3]>)? <[4]> @json | (<[3]>)? <[9]> <[*]>*)
-        """
-        lead = "BLANKS?"
-        if self.before_text:
-            lead = f"({_token_rule(self.encode(self.before_call))})?"
-        rule = f"{lead} {_token_rule(self.encode(self.before_text))} @json"
-        if can_call and self.call_start:
-            call_start = _token_rule(self.call_start)
-            rule += f" | {lead} {call_start} {after_call_start}"
-        return f"({rule})"
+        return f"({_tokens(self.think_start)} {thinking})?"
 
 
-def _token_rule(ids: Iterable[int]) -> str:
-    """[7, 9] -> "<[7]> <[9]>"."""
-    return " ".join(f"<[{token_id}]>" for token_id in ids)
+# -- 3 text ----------------------------------------------------------------------------
+
+# What is markup if it is one token: <arg_key>, [TOOL_CALLS]
+_MARKUP: Final = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
+
+# Without "no_forcing" llguidance itself writes what is certain to come. It would spell
+# <tool_call> in a JSON string, where it is text, by the token of the tag.
+_GRAMMAR_HEAD: Final = '%llguidance {"no_forcing": true}'
+_BLANKS_RULE: Final = r"/[ \t\r\n]{1,8}/"
 
 
-# Terminals of a text and its end, for str.format().
-_LAZY_VALUE: Final = "{0}_TEXT {0}_END"
-_LAZY_LINES: Final = r"{0}_TEXT /\n/ {0}_END | {0}_LINE {0}_END"
-_NO_BREAK_AT_END: Final = r"{0}_TEXT & /(?s:(.*[^\n])?)/"
+def _write_grammar(
+    start: str,
+    calls: Sequence[CallForm],
+    *,
+    schema: JsonObject | None,
+    encode: Callable[[str], list[int]],
+) -> str:
+    """The text of a grammar. In `start`, "calls" are these and "json" is the schema."""
+    grammar = _GrammarText(start, encode)
+    if calls:
+        grammar.add_calls(calls)
+    if schema is not None:
+        grammar.rules["json"] = f"%json {json.dumps(schema)}"
+    rules = {**grammar.rules, "BLANKS": _BLANKS_RULE}
+    return "\n".join([_GRAMMAR_HEAD, *(f"{name}: {rules[name]}" for name in rules)])
 
 
-class _CallGrammar:
-    """Rules and schemas for the parts of calls, named as they are added."""
+class _GrammarText:
+    """The rules of one grammar, by name, each before those that it is made of."""
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self.rules: dict[str, str] = {}  # by name
-        self.schemas: dict[str, JsonObject] = {}  # by name
+    def __init__(self, start: str, encode: Callable[[str], list[int]]) -> None:
+        self.rules = {"start": start}
         self._encode = encode
+        self._numbers = count()
 
-    def add(self, parts: CallParts) -> str:
-        """The rule of these parts, in their order."""
-        return " ".join(map(self._add_part, parts))
+    def add_calls(self, calls: Sequence[CallForm]) -> None:
+        """Add the rule "calls": one call or more."""
+        self.rules["calls"] = "call (BLANKS? call)*"
+        openings = [_tokens(self._encode(call.opening)) for call in calls]
+        self.rules["call"] = " | ".join(
+            f"{opening} arguments{index}" for index, opening in enumerate(openings)
+        )
+        for index, call in enumerate(calls):
+            name = f"arguments{index}"
+            self.rules[name] = "<[*]>*"
+            if call.parts is not None:
+                self.rules[name] = self._sequence(call.parts)
 
-    def _add_part(self, part: CallPart) -> str:
+    def _sequence(self, parts: Iterable[CallPart]) -> str:
+        """These parts in their order, for a rule."""
+        return " ".join(map(self._part, parts))
+
+    def _part(self, part: CallPart) -> str:
         match part:
             case str(text):
                 return self._spell(text)
             case Blanks():
                 return "BLANKS?"
             case JsonValue():
-                name = f"schema{len(self.schemas)}"
-                self.schemas[name] = _guide(part.schema, is_lenient=part.is_lenient)
-                return f"@{name}"
+                name = f"schema{next(self._numbers)}"
+                schema = _guide(part.schema, is_lenient=part.is_lenient)
+                self.rules[name] = f"%json {json.dumps(schema)}"
+                return name
             case TextValue():
-                return self._add_text(part)
+                return self._text_value(part)
             case OneOf(choices):
-                rules = [self.add(choice) for choice in choices]
-                return f"({' | '.join(rules)})"
+                return f"({' | '.join(map(self._sequence, choices))})"
 
     def _spell(self, text: str) -> str:
         """A certain text: <arg_key> that is a token has to be that token."""
-        rules = []
-        for piece in filter(None, _MARKUP.split(text)):
-            ids = self._encode(piece) if _MARKUP.fullmatch(piece) else []
-            is_token = len(ids) == 1
-            rules.append(
-                _token_rule(ids) if is_token else json.dumps(piece, ensure_ascii=False)
-            )
-        return " ".join(rules)
+        return " ".join(
+            _tokens(self._encode(piece))
+            if self._is_token(piece)
+            else json.dumps(piece, ensure_ascii=False)
+            for piece in _MARKUP.split(text)
+            if piece
+        )
 
-    def _add_text(self, value: TextValue) -> str:
-        """The text may contain anything but its end."""
-        name = f"VALUE{len(self.rules)}"
+    def _is_token(self, piece: str) -> bool:
+        return bool(_MARKUP.fullmatch(piece)) and len(self._encode(piece)) == 1
+
+    def _text_value(self, value: TextValue) -> str:
+        """A text that may contain anything but its end, and the end."""
+        # "</arg_value>\n" is a token: VALUE0_TEXT <[11]> BLANKS?
+        # "</parameter>\n<" is text:   value0, the shortest that ends with VALUE0_END
+        name = f"VALUE{next(self._numbers)}"
         self.rules[f"{name}_TEXT"] = _text_terminal(value)
-        tag, *others = filter(None, _MARKUP.split(value.end))
-        if len(self._encode(tag)) > 1:
-            return self._add_lazy_rule(name, value)
-        blanks = "BLANKS?" if others else ""
-        return f"{name}_TEXT {self._spell(tag)} {blanks}"
+        tag = _MARKUP.match(value.end)
+        if tag is not None and self._is_token(tag[0]):
+            end = " BLANKS? ".join(map(self._spell, value.end.split("\n")))
+            return f"{name}_TEXT {end}"
+        return self._lazy_value(name, value)
 
-    def _add_lazy_rule(self, name: str, value: TextValue) -> str:
-        """The end is text as well, so the shortest match ends the value."""
+    def _lazy_value(self, name: str, value: TextValue) -> str:
+        """The same where the end is text as well."""
         end_lines = map(re.escape, value.end.split("\n"))
         end_pattern = r"[ \t\r\n]{0,400}".join(end_lines)
         self.rules[f"{name}_END"] = _lark_pattern(end_pattern)
-        rule = _LAZY_VALUE
+        choices = f"{name}_TEXT {name}_END"
         if value.drops_line_break:
-            self.rules[f"{name}_LINE"] = _NO_BREAK_AT_END.format(name)
-            rule = _LAZY_LINES
-        self.rules[name] = rule.format(name)
+            # A text that itself ends with a line break comes with a second one.
+            self.rules[f"{name}_LINE"] = rf"{name}_TEXT & /(?s:(.*[^\n])?)/"
+            choices = rf"{name}_TEXT /\n/ {name}_END | {name}_LINE {name}_END"
 
         lazy_name = name.lower()
-        self.rules[f"{lazy_name}[lazy]"] = name
+        self.rules[f"{lazy_name}[lazy]"] = choices
         return lazy_name
+
+
+def _tokens(ids: Iterable[int]) -> str:
+    """[7, 9] -> "<[7]> <[9]>"."""
+    return " ".join(f"<[{token_id}]>" for token_id in ids)
 
 
 def _text_terminal(value: TextValue) -> str:
@@ -11557,15 +11621,27 @@ def _text_terminal(value: TextValue) -> str:
     length = f"{{{value.min_length or 0},{max_length}}}"
     patterns = [f"(?s:.{length})"]
     if value.pattern is not None:
-        # In JSON schema a pattern fits anywhere, unless it is anchored.
-        before = "" if value.pattern.startswith("^") else "(?s:.*)"
-        after = "" if value.pattern.endswith("$") else "(?s:.*)"
-        inner = value.pattern.removeprefix("^").removesuffix("$")
-        patterns.append(f"{before}({inner}){after}")
+        patterns.append(_whole_pattern(value.pattern))
     terminal = " & ".join(_lark_pattern(pattern) for pattern in patterns)
     if value.is_no_container:
         terminal += r" & ~/\s*[\[\{](?s:.*)/"
     return terminal
+
+
+_ANCHORED_END: Final = re.compile(r"(?s:(?:[^\\]|\\.)*)\$")
+
+
+def _whole_pattern(pattern: str) -> str:
+    """A pattern of JSON schema, which fits a part of a text, for the whole of it."""
+    # "^a" -> "(a)(?s:.*)". What ends with an escaped dollar sign is not anchored there.
+    before = after = "(?s:.*)"
+    if pattern.startswith("^"):
+        before = ""
+        pattern = pattern[1:]
+    if _ANCHORED_END.fullmatch(pattern):
+        after = ""
+        pattern = pattern[:-1]
+    return f"{before}({pattern}){after}"
 
 
 def _lark_pattern(source: str) -> str:
@@ -11576,62 +11652,7 @@ def _lark_pattern(source: str) -> str:
     return f"/{slashed}/"
 
 
-def make_constraints(
-    loaded: LoadedModel,
-    request: ChatRequest,
-    *,
-    in_reasoning: bool,
-    can_call: bool,
-    call_forms: Sequence[CallForm] = (),
-) -> tuple[Constraint, ...]:
-    """What a request demands of its reply.
-
-    `in_reasoning`: the prompt has opened thinking. `call_forms`: how a tool call may be
-    written; given if the reply must be one, or if some tool is strict. Raises
-    BadRequest: a schema cannot be compiled, or the call cannot be forced.
-    """
-    if request.kind == "completion":
-        return ()  # its body has no field that demands anything of the reply
-    form = _ReplyForm.of(loaded, request, in_reasoning=in_reasoning)
-    constraints: list[Constraint] = []
-
-    if request.tool_choice.mode == "none" and form.call_id:
-        # The prompt keeps its tools: without them the KV of all that follows is lost.
-        constraints.append(partial(forbid_tokens, form.call_id))
-
-    thinking_limit = _make_thinking_limit(request, form)
-    if thinking_limit is not None:
-        constraints.append(thinking_limit)
-
-    if not (call_forms or request.json_schema):
-        return tuple(constraints)
-    writer = _GrammarWriter(loaded, form, call_forms)
-    must_call = request.tool_choice.mode in ("required", "named")
-    is_strict = any(call.parts and call.schema_path for call in call_forms)
-    if must_call and call_forms:
-        constraints.append(partial(follow_grammar, writer.compile_forced_call()))
-    elif request.json_schema is not None:
-        has_strict_calls = is_strict and bool(form.call_id)
-        grammar = writer.compile_schema(
-            request.json_schema, can_call=can_call, has_strict_calls=has_strict_calls
-        )
-        constraints.append(partial(follow_grammar, grammar))
-    elif is_strict and form.call_id:
-        grammar = writer.compile_opened_call()
-        constraints.append(partial(watch_for_call, form.call_id[0], grammar))
-    return tuple(constraints)
-
-
-def _make_thinking_limit(request: ChatRequest, form: _ReplyForm) -> Constraint | None:
-    """The thinking budget of a request; None if nothing has to be done to keep it."""
-    if request.thinking_budget is None or not form.may_think:
-        return None
-    budget = max(request.thinking_budget, 1)
-    can_end_it = len(form.think_end) == 1
-    if budget >= request.max_tokens or not can_end_it:
-        return None
-    ends = [*form.think_end, *form.call_id]
-    return partial(limit_thinking, budget, start=form.think_start, ends=ends)
+# -- 4 compiler ------------------------------------------------------------------------
 
 
 class _GrammarCompiler:
@@ -11669,38 +11690,98 @@ class _GrammarCompiler:
             self.MEMO_BYTES, lambda text, _matcher: self.MATCHER_BYTES * len(text)
         )
 
-    def compile(self, rules: str, *, schemas: str, tenant: str) -> Any:
-        """An LLMatcher of the replies that the rule "start" describes.
-
-        It may be in error. `schemas`: JSON of an object; in a rule "@name" stands for
-        JSON of schema "name".
-        """
+    def compile(self, grammar: str, *, tenant: str) -> Any:
+        """An LLMatcher of the replies that a grammar describes. It may be in error."""
         return self.memo.get_or_make(
-            f"{rules}\n{schemas}",
-            lambda: self._compile(rules, schemas),
-            tenant=tenant,
+            grammar, lambda: self._compile(grammar), tenant=tenant
         )
 
-    def _compile(self, rules: str, schemas: str) -> Any:
-        # Without "no_forcing" it spells what is certain to come by the tokenizer, which
-        # takes a quoted tag for the tag itself.
-        lark = rf"""%llguidance {{"no_forcing": true}}
-{rules}
-BLANKS: /[ \t\r\n]{{1,8}}/"""
-        grammars = [{"lark_grammar": lark}]
-        for name, schema in json.loads(schemas).items():
-            grammars.append({"name": name, "json_schema": schema})
-        return self._make_matcher(json.dumps({"grammars": grammars}))
+    def _compile(self, grammar: str) -> Any:
+        return self._make_matcher(grammar)
 
 
 _grammar_compiler: Final = lru_cache(maxsize=1)(_GrammarCompiler)
 
 
-class _GrammarWriter:
-    """Makes the grammar of a reply.
+# -- 5 constraints ---------------------------------------------------------------------
 
-    A tool whose schema cannot be compiled may be called with any arguments, unless it
-    is strict: then the request is refused, as one with too many tools is.
+# What is compiled: of one schema, of all calls together, and of a regular expression.
+MAX_SCHEMA_CHARACTERS: Final = 100_000
+MAX_CALLS_CHARACTERS: Final = 200_000
+MAX_PATTERN_CHARACTERS: Final = 10_000
+
+_SCHEMA_FIELD: Final = "response_format.json_schema.schema"
+
+
+def make_constraints(
+    loaded: LoadedModel,
+    request: ChatRequest,
+    *,
+    in_reasoning: bool,
+    can_call: bool,
+    call_forms: Sequence[CallForm] = (),
+) -> tuple[Constraint, ...]:
+    """What a request demands of its reply.
+
+    `in_reasoning`: the prompt has opened thinking. `call_forms`: how a tool call may be
+    written; given if the reply must be one, or if some tool is strict. Raises
+    BadRequest: a schema cannot be compiled, or the call cannot be forced.
+    """
+    if request.kind == "completion":
+        return ()  # its body has no field that demands anything of the reply
+    form = _ReplyForm.of(loaded, request, in_reasoning=in_reasoning)
+    constraints: list[Constraint] = []
+
+    if request.tool_choice.mode == "none" and form.call_id:
+        # The prompt keeps its tools: without them the KV of all that follows is lost.
+        constraints.append(partial(forbid_tokens, form.call_id))
+
+    thinking_limit = _make_thinking_limit(request, form)
+    if thinking_limit is not None:
+        constraints.append(thinking_limit)
+
+    grammars = _ReplyGrammars(loaded, form, call_forms)
+    must_call = request.tool_choice.mode in ("required", "named")
+    has_strict_calls = bool(form.call_id) and any(
+        call.parts and call.schema_path for call in call_forms
+    )
+    if must_call and call_forms:
+        grammar = grammars.compile_calls(form.forced_call())
+        constraints.append(partial(follow_grammar, grammar))
+    elif request.json_schema is not None:
+        grammar = grammars.compile_schema(
+            request.json_schema, can_call=can_call, has_strict_calls=has_strict_calls
+        )
+        constraints.append(partial(follow_grammar, grammar))
+    elif has_strict_calls:
+        grammar = grammars.compile_calls("calls")
+        constraints.append(partial(watch_for_call, form.call_id[0], grammar))
+    return tuple(constraints)
+
+
+def _make_thinking_limit(request: ChatRequest, form: _ReplyForm) -> Constraint | None:
+    """The thinking budget of a request; None if nothing has to be done to keep it."""
+    if request.thinking_budget is None or not form.may_think:
+        return None
+    budget = max(request.thinking_budget, 1)
+    can_end_it = len(form.think_end) == 1
+    if budget >= request.max_tokens or not can_end_it:
+        return None
+    return partial(
+        limit_thinking,
+        budget,
+        start=form.think_start,
+        ends=[*form.think_end, *form.call_id],
+        white_space=form.white_space,
+    )
+
+
+class _ReplyGrammars:
+    """Compiles the grammar of a reply, as strong as it can be.
+
+    What llguidance cannot compile is weakened step by step (`compile_calls`). What is
+    strict is never weakened: the request is refused. That is a schema in
+    `response_format`, and the schema of a tool that is strict.
     """
 
     def __init__(
@@ -11714,15 +11795,6 @@ class _GrammarWriter:
             if call.fault and call.schema_path:
                 raise call.refusal(call.fault)
 
-    def compile_forced_call(self) -> Any:
-        """An LLMatcher of replies that are calls, after thinking. Raises BadRequest."""
-        thinking = self._form.thinking_rule()
-        return self._compile_calls(f"{thinking} {{calls}}", self._form.call_rule)
-
-    def compile_opened_call(self) -> Any:
-        """The same after the token that opens a call."""
-        return self._compile_calls("{calls}", self._form.opened_call_rule)
-
     def compile_schema(
         self, schema: JsonObject, *, can_call: bool, has_strict_calls: bool
     ) -> Any:
@@ -11731,95 +11803,80 @@ class _GrammarWriter:
             raise BadRequest(fault, field=_SCHEMA_FIELD)
         # A client may ask that what cannot be enforced is passed over; nothing else.
         is_lenient = schema.get("x-guidance") == {"lenient": True}
-        schemas = {"json": _guide(schema, is_lenient=is_lenient)}
-        thinking = self._form.thinking_rule()
-        rule = f"{thinking} {self._form.json_rule(can_call=can_call)}"
-        matcher = self._compile({"start": rule}, schemas)
+        guided = _guide(schema, is_lenient=is_lenient)
+        any_call = self._form.any_call() if can_call else ""
+        matcher = self._compile(self._form.json_or_calls(any_call), (), guided)
         if matcher.is_error():
             fault = _describe_fault(matcher.get_error(), schema)
             raise BadRequest(fault, field=_SCHEMA_FIELD, quote=fault)
         if not has_strict_calls:
             return matcher
-        json_rule = self._form.json_rule(can_call=True, after_call_start="{calls}")
-        return self._compile_calls(
-            f"{thinking} {json_rule}", self._form.opened_call_rule, schemas
-        )
+        return self.compile_calls(self._form.json_or_calls("calls"), guided)
 
-    def _compile_calls(
-        self,
-        start_rule: str,
-        calls_rule: Callable[[Sequence[CallForm]], str],
-        schemas: Mapping[str, JsonObject] | None = None,
-    ) -> Any:
-        """The matcher of a rule in which {calls} stands for calls."""
+    def compile_calls(self, start: str, schema: JsonObject | None = None) -> Any:
+        """An LLMatcher of the rule `start`, in which "calls" are calls of the tools.
 
-        def compile_calls(calls: Sequence[CallForm]) -> Any:
-            grammar = _CallGrammar(self._form.encode)
-            grammar.schemas.update(schemas or {})
-            for index, call in enumerate(calls):
-                rule = "<[*]>*" if call.parts is None else grammar.add(call.parts)
-                grammar.rules[f"call{index}"] = rule
-            rule = start_rule.replace("{calls}", calls_rule(calls))
-            return self._compile({"start": rule, **grammar.rules}, grammar.schemas)
+        Tried in this order, until one compiles; raises BadRequest if none does, or if a
+        step would free the arguments of a strict tool:
 
-        if self._are_too_large():
-            return self._compile_names(compile_calls)
-        matcher = compile_calls(self._calls)
-        if not matcher.is_error():
-            return matcher
-        return self._compile_weaker(compile_calls)
+            the arguments of each call fit the schema of its tool
+            a call that does not compile by itself may have any arguments
+            each call may have any arguments, but only these tools may be called
+        """
+        calls = self._calls
+        fault = "it is too large or too many to be enforced"
+        if sum(len(json.dumps(call.parts)) for call in calls) > MAX_CALLS_CHARACTERS:
+            fault = (
+                f"it has more than {MAX_CALLS_CHARACTERS:,} characters, which cannot"
+                " be enforced"
+            )
+        else:
+            matcher = self._compile(start, calls, schema)
+            if not matcher.is_error():
+                return matcher
+            calls = [self._free_if_faulty(call) for call in calls]
+            matcher = self._compile(start, calls, schema)
+            if not matcher.is_error():
+                return matcher
 
-    def _are_too_large(self) -> bool:
-        """Whether the schemas of the calls are, together. Raises: one is strict."""
-        n_characters = sum(len(json.dumps(call.parts)) for call in self._calls)
-        if n_characters <= MAX_CALLS_CHARACTERS:
-            return False
-        for call in self._calls:
-            if call.schema_path:
-                raise call.refusal(
-                    f"with the other tools it has more than {MAX_CALLS_CHARACTERS:,}"
-                    " characters, which cannot be enforced"
-                )
-        return True
-
-    def _compile_names(self, compile_calls: Callable[[Sequence[CallForm]], Any]) -> Any:
-        """The matcher of calls with any arguments. Raises BadRequest: too many."""
-        free_calls = [call._replace(parts=None) for call in self._calls]
-        n_characters = sum(len(call.opening) for call in free_calls)
-        if n_characters <= MAX_CALLS_CHARACTERS:
-            matcher = compile_calls(free_calls)
+        calls = [self._free(call, f"with the other tools {fault}") for call in calls]
+        if sum(len(call.opening) for call in calls) <= MAX_CALLS_CHARACTERS:
+            matcher = self._compile(start, calls, schema)
             if not matcher.is_error():
                 return matcher
         sentence = "the tools are too many for a call to be forced"
         raise BadRequest(sentence, field="tool_choice")
 
-    def _compile_weaker(
-        self, compile_calls: Callable[[Sequence[CallForm]], Any]
-    ) -> Any:
-        """The matcher that demands as much as llguidance can read of these calls."""
-        checked_calls = []
-        for call in self._calls:
-            fault = compile_calls([call]).get_error()
-            if fault and call.schema_path:
-                raise call.refusal(_describe_fault(fault))
-            checked_calls.append(call._replace(parts=None) if fault else call)
-        matcher = compile_calls(checked_calls)
-        if not matcher.is_error():
-            return matcher
-        return self._compile_names(compile_calls)
+    def _free_if_faulty(self, call: CallForm) -> CallForm:
+        """The call with any arguments, if it does not compile. Raises: it is strict."""
+        error = self._compile("calls", [call]).get_error()
+        return self._free(call, _describe_fault(error)) if error else call
+
+    def _free(self, call: CallForm, fault: str) -> CallForm:
+        """The call with any arguments. Raises BadRequest with `fault`: it is strict."""
+        if call.schema_path and call.parts is not None:
+            raise call.refusal(fault)
+        return call._replace(parts=None)
 
     def _compile(
-        self, rules: Mapping[str, str], schemas: Mapping[str, JsonObject]
+        self, start: str, calls: Sequence[CallForm], schema: JsonObject | None = None
     ) -> Any:
+        template = self._loaded.template
+        grammar = _write_grammar(start, calls, schema=schema, encode=template.encode)
         compiler = _grammar_compiler(self._loaded.tokenizer)
-        return compiler.compile(
-            "\n".join(f"{name}: {rule}" for name, rule in rules.items()),
-            schemas=json.dumps(schemas),
-            tenant=self._loaded.template.tenant,
-        )
+        return compiler.compile(grammar, tenant=template.tenant)
 
 
-_SCHEMA_FIELD: Final = "response_format.json_schema.schema"
+# -- 6 faults --------------------------------------------------------------------------
+
+
+def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
+    """A schema with what the compiler is told about it."""
+    guidance = {
+        "whitespace_pattern": r"[ \t\r\n]{1,64}",  # a model gets out of no more
+        "lenient": is_lenient,
+    }
+    return {**schema, "x-guidance": guidance}
 
 
 def find_excess(schema: Mapping[str, Any]) -> str:
@@ -11834,17 +11891,13 @@ def find_excess(schema: Mapping[str, Any]) -> str:
             f"a schema of {n_characters:,} characters cannot be enforced, one of"
             f" {MAX_SCHEMA_CHARACTERS:,} can"
         )
-    places: deque[tuple[str, object]] = deque([("", schema)])
-    while places:
-        path, value = places.popleft()
+    for path, value in _walk_schema(schema):
         for pattern in _patterns_of(value):
             if len(pattern) > MAX_PATTERN_CHARACTERS:
                 return (
-                    f"a pattern of {len(pattern):,} characters ({path[1:]:.100}) cannot"
+                    f"a pattern of {len(pattern):,} characters ({path:.100}) cannot"
                     f" be enforced, one of {MAX_PATTERN_CHARACTERS:,} can"
                 )
-        for step, part in _schema_parts(value):
-            places.append((path + step, part))
     return ""
 
 
@@ -11857,23 +11910,54 @@ def _patterns_of(schema: object) -> list[str]:
     return [pattern for pattern in patterns if isinstance(pattern, str)]
 
 
-def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
-    """A schema with what the compiler is told about it."""
-    guidance = {
-        "whitespace_pattern": r"[ \t\r\n]{1,64}",  # a model gets out of no more
-        "lenient": is_lenient,
-    }
-    return {**schema, "x-guidance": guidance}
-
-
-# What llguidance says of keywords such as "uniqueItems".
-_UNKNOWN_KEYWORDS: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
 # In a schema: what has schemas by names that somebody chose, and what has none.
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES: Final = ("enum", "const", "default", "examples")
 
 
-# What else llguidance says, and what a client is told.
+def _walk_schema(schema: object) -> Iterator[tuple[str, object]]:
+    """A schema and all that is in it, each after its path: "properties.tags.anyOf[1]".
+
+    What is less deep comes first.
+    """
+    places: deque[tuple[str, object]] = deque([("", schema)])
+    while places:
+        path, value = places.popleft()
+        yield path.removeprefix("."), value
+        for step, part in _schema_parts(value):
+            places.append((path + step, part))
+
+
+def _schema_parts(value: object) -> Iterator[tuple[str, object]]:
+    """The parts of a schema, or of a list of schemas, each after its step to it."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield f"[{index}]", item
+    if not isinstance(value, dict):
+        return
+    for name, part in value.items():
+        if name in _NAMED_SCHEMAS and isinstance(part, dict):
+            for key, schema in part.items():
+                yield f".{name}.{key}", schema
+        elif name not in _VALUES:
+            yield f".{name}", part
+
+
+# An error of llguidance says where it is, and quotes these lines of the grammar:
+#     at 7(10): failed to compile JSON schema: Invalid type: objekt
+#        6 | schema0: %json {"type": "objekt"}
+#                     ^
+_ERROR_PLACE: Final = re.compile(
+    r"""(?xs:
+        \A .*? failed\ to\ compile\ JSON\ schema:\ # for a pattern of ours there is none
+      | \n \ + \d+ \ \| .*
+    )"""
+)
+
+# What it says of keywords such as "uniqueItems".
+_UNKNOWN_KEYWORDS: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+# What else it says, and what a client is told.
 _SCHEMA_FAULTS: Final[Mapping[str, str]] = {
     r"Resource '(?:json-schema:///)?(.*?)' is not present": (
         "{} is another document, and none is fetched: put what it says into $defs"
@@ -11895,6 +11979,7 @@ _SCHEMA_FAULTS: Final[Mapping[str, str]] = {
 
 def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
     """What cannot be enforced, and where in the schema, in one sentence of ours."""
+    error = _ERROR_PLACE.sub("", error)
     match = _UNKNOWN_KEYWORDS.search(error)
     if match is not None:
         keywords = match[1]
@@ -11910,29 +11995,10 @@ def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
 
 def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
     """Where the first of these keywords stands: "properties.tags"; "": at the top."""
-    places: deque[tuple[str, object]] = deque([("", schema)])
-    while places:
-        path, value = places.popleft()
+    for path, value in _walk_schema(schema):
         if isinstance(value, dict) and keywords & value.keys():
-            return path.removeprefix(".")
-        for step, part in _schema_parts(value):
-            places.append((path + step, part))
+            return path
     return ""
-
-
-def _schema_parts(value: object) -> Iterator[tuple[str, object]]:
-    """The parts of a schema, or of a list of schemas, each after its step to it."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield f"[{index}]", item
-    if not isinstance(value, dict):
-        return
-    for name, part in value.items():
-        if name in _NAMED_SCHEMAS and isinstance(part, dict):
-            for key, schema in part.items():
-                yield f".{name}.{key}", schema
-        elif name not in _VALUES:
-            yield f".{name}", part
 
 
 # region SCHEDULER =============================================================
@@ -17253,7 +17319,7 @@ class ReplyParser:
 # formats and of MiniCPM's syntax no more than the opening of a call is known.
 #
 # Public   call_forms
-# Uses     SAMPLING, CALL TEXT, CALL SYNTAXES
+# Uses     REPLY GRAMMAR, CALL TEXT, CALL SYNTAXES
 # Thread   any; pure
 
 # Keywords that say more of the arguments than which there are: not between tags.

@@ -99,8 +99,8 @@ def compile_forms(served: Served, forms: list[s.CallForm]) -> Any:
     body = {"messages": ASKED, "enable_thinking": False}
     request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
     reply_form = s._ReplyForm.of(loaded, request, in_reasoning=False)
-    writer = s._GrammarWriter(loaded, reply_form, forms)
-    return writer.compile_forced_call().deep_copy()
+    grammars = s._ReplyGrammars(loaded, reply_form, forms)
+    return grammars.compile_calls(reply_form.forced_call()).deep_copy()
 
 
 def read_calls(text: str, tool_format: s.ToolCallFormat, tools: Any) -> list[Any]:
@@ -278,12 +278,27 @@ def test_a_strict_tool_binds_no_text_and_no_call_of_another(dense):
     steps = constraint()
     allowed = next(steps)
     for token_id in dense.scribe.ids("I look. <tool_call>")[:-1]:
-        assert (allowed.flags, allowed.only) == (None, None)
+        assert allowed.others and not allowed.flags.size
         allowed = steps.send([token_id])
     free_call = "<tool_call>\n<function=free>\n<parameter=x>\n1\n</parameter>"
     for token_id in dense.scribe.ids(free_call):
-        assert allowed.flags is None or allowed.flags[token_id]
+        assert allowed.others or allowed.flags[token_id]
         allowed = steps.send([token_id])
+
+
+def test_a_strict_tool_is_bound_after_a_call_of_another(dense):
+    loose = offered({"type": "object"})
+    loose["function"]["name"] = "free"
+    (constraint,) = prepare(dense, tools=[offered(NARROW, strict=True), loose])
+    free_call = "<tool_call>\n<function=free>\n</function>\n</tool_call>\n"
+    opening = "<tool_call>\n<function=turn>\n"
+    steps = constraint()
+    next(steps)
+    for token_id in dense.scribe.ids(free_call + opening):
+        allowed = steps.send([token_id])
+
+    (wrong_id,) = dense.scribe.ids("</tool_call>")
+    assert not allowed.flags[wrong_id]
 
 
 def prepare(served: Served, **fields: Any) -> Any:

@@ -6,6 +6,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -68,6 +69,61 @@ def self_opening(tmp_path_factory):
     served = Served(folder)
     yield served
     served.close()
+
+
+# -- grammars --------------------------------------------------------------------------------------
+
+
+def printed_grammar() -> str:
+    """The grammar at the head of REPLY GRAMMAR; an indented line goes on with a rule."""
+    source = Path(s.__file__).read_text()
+    section = source.partition("\n# region REPLY GRAMMAR ")[2]
+    lines = section.partition("%llguidance")[2].partition("\n#\n")[0].split("\n#     ")
+    return f"%llguidance{'\n'.join(lines)}".replace("\n    ", " ")
+
+
+def test_the_printed_grammar_is_that_of_a_forced_call(dense, compiled):
+    parameters = {"properties": {"path": {"type": "string"}}, "required": ["path"]}
+    tool = {"function": {"name": "ls", "parameters": parameters}}
+
+    constraints(dense, tools=[tool], tool_choice="required")
+
+    assert compiled == [printed_grammar()]
+
+
+def write(*parts: s.CallPart, token_ids: dict[str, int]) -> list[str]:
+    """The rules of a call that consists of these parts."""
+
+    def encode(text):
+        return [token_ids[text]] if text in token_ids else [1, 2]
+
+    form = s.CallForm("<tool_call>", parts)
+    return s._write_grammar("calls", [form], schema=None, encode=encode).split("\n")
+
+
+def test_the_end_of_a_text_is_written_whole_if_it_begins_with_a_token():
+    """Behind </parameter> comes the first character of the next tag."""
+    value = s.TextValue(end="</parameter>\n<")
+
+    rules = write(value, token_ids={"</parameter>": 11})
+
+    assert 'arguments0: VALUE0_TEXT <[11]> BLANKS? "<"' in rules
+
+
+@pytest.mark.parametrize(
+    ("pattern", "whole"),
+    [
+        ("^a$", "(a)"),
+        ("a", "(?s:.*)(a)(?s:.*)"),
+        (r"^\d+\$", r"(\d+\$)(?s:.*)"),
+        (r"a\\$", r"(?s:.*)(a\\)"),
+    ],
+)
+def test_a_pattern_is_anchored_only_where_it_says_so(pattern, whole):
+    """An escaped dollar sign is a character."""
+    rules = write(s.TextValue(end="</arg>", pattern=pattern), token_ids={"</arg>": 11})
+
+    assert f"VALUE0_TEXT: /(?s:.{{0,}})/ & /{whole}/" in rules
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -153,6 +209,19 @@ def test_every_whole_reply_is_of_the_schema(dense, schema, temperature, thinks, 
 
     jsonschema.validate(json.loads(content), schema)
     assert bool(exchange.answer.get("reasoning_content")) == thinks
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_an_empty_schema_demands_json(dense, kind):
+    empty = {**form({}), "schema": {}, "type": kind}
+    *_, constraint = constraints(dense, response_format=empty)
+    (matcher,) = constraint.args
+    (end,) = dense.scribe.ids("</think>")
+
+    for text, is_json in (("[1]", True), ("hello", False)):
+        ids = [end, *dense.scribe.ids(text)]
+        is_accepted = matcher.deep_copy().validate_tokens(ids) == len(ids)
+        assert is_accepted == is_json
 
 
 def test_json_object_is_any_object_and_max_tokens_may_cut_it(dense):
@@ -378,12 +447,36 @@ def test_schemas_that_are_too_large_together_leave_a_forced_call_free(
         constraints(dense, tools=tools, tool_choice="required")
 
 
+def test_strict_tools_that_compile_only_one_by_one_are_refused(dense, monkeypatch):
+    """Their arguments are not freed: a client counts on them."""
+    compile_grammar = s._GrammarCompiler._compile
+
+    def compile_one_schema(compiler, grammar):
+        n_values = grammar.count("[lazy]")
+        return compile_grammar(compiler, "start: (" if n_values > 1 else grammar)
+
+    monkeypatch.setattr(s._GrammarCompiler, "_compile", compile_one_schema)
+    schema = {"properties": {"p": {"type": "string"}}, "required": ["p"]}
+    functions = [{"name": f"one_by_one{n}", "parameters": schema} for n in range(2)]
+    free = [{"type": "function", "function": function} for function in functions]
+    (constraint,) = constraints(dense, tools=free, tool_choice="required")
+    assert constraint
+
+    strict = [free[0], {**free[1], "function": {**functions[1], "strict": True}}]
+    for choice in ("required", "auto"):
+        if choice == "auto":
+            strict = [
+                {**t, "function": {**t["function"], "strict": True}} for t in strict
+            ]
+        with pytest.raises(s.BadRequest, match="with the other tools"):
+            constraints(dense, tools=strict, tool_choice=choice)
+
+
 def test_compiled_schemas_are_bounded_in_bytes(dense):
     compiler = s._grammar_compiler(dense.state.engine.model.tokenizer)
-    rule = "start: @json"
     for n in range(20):
-        schema = json.dumps({"json": {"enum": [f"{n}" * 20_000]}})
-        compiler.compile(rule, schemas=schema, tenant="")
+        schema = json.dumps({"enum": [f"{n}" * 20_000]})
+        compiler.compile(f"start: %json {schema}", tenant="")
         assert compiler.memo.nbytes <= compiler.MEMO_BYTES
     assert len(compiler.memo.entries) < 20
 
@@ -424,13 +517,13 @@ def test_a_schema_may_ask_to_be_enforced_as_far_as_it_can_be(dense, reason):
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[str]:
-    """The schemas that were compiled."""
+    """The grammars that were compiled."""
     noted: list[str] = []
     compile_grammar = s._GrammarCompiler._compile
 
-    def note(compiler, rules, schemas):
-        noted.append(schemas)
-        return compile_grammar(compiler, rules, schemas)
+    def note(compiler, grammar):
+        noted.append(grammar)
+        return compile_grammar(compiler, grammar)
 
     monkeypatch.setattr(s._GrammarCompiler, "_compile", note)
     return noted
@@ -593,6 +686,38 @@ def test_thinking_ends_after_its_budget_and_only_if_it_thinks(reply, n, opens):
     assert allowed == expected
 
 
+def test_white_space_before_the_tag_that_opens_thinking_is_no_thinking():
+    def constraint():
+        return s.limit_thinking(2, start=[6], ends=[7], white_space=[1])
+
+    allowed = allowed_ids(constraint, [4], [1, 6, 3, 3, 7])
+    assert allowed == [EVERY, EVERY, EVERY, EVERY, {7}, EVERY]
+    for reply in ([1, 3, 6, 3, 3], [3, 6, 3, 3, 3]):  # something else comes first
+        assert allowed_ids(constraint, [4], reply) == [EVERY] * 6
+
+
+def test_white_space_keeps_no_model_from_thinking_before_json(self_opening):
+    """GLM begins with a line break, and thinks after it."""
+    *_, constraint = constraints(self_opening, response_format=form(TITLE))
+    flags = next(constraint()).flags
+    (start,) = self_opening.scribe.ids("<think>")
+    (line_break,) = self_opening.scribe.ids("\n")
+
+    assert flags[start]
+    assert not flags[line_break]
+
+
+@given(st.sets(st.integers(0, 12), min_size=1))
+def test_an_id_that_the_model_does_not_know_needs_no_mask(ids):
+    (allowed,) = allowed_ids(lambda: s.forbid_tokens(sorted(ids)), [1], [])
+    assert allowed == EVERY - ids
+
+    def constraint():
+        return s.limit_thinking(1, start=[], ends=sorted(ids))
+
+    assert allowed_ids(constraint, [1], [20])[-1] == {min(ids)} & EVERY
+
+
 def test_a_constraint_reads_the_reply_only_when_it_must():
     class Unread:
         def __init__(self, size):
@@ -621,7 +746,7 @@ def test_ids_that_the_model_does_not_know_are_left_out():
     for n_known in (5, 8, 11):
 
         def constraint(n_known=n_known):
-            yield s.AllowedTokens(flags=np.arange(n_known) > 2)
+            yield s.AllowedTokens(np.arange(n_known) > 2, others=False)
 
         allowed = allowed_ids(constraint, [1], [])
         assert allowed == [set(range(3, min(n_known, 8)))]
