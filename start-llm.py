@@ -11334,7 +11334,7 @@ def make_processors(
 # and one call or more. Tags are written as tokens, and so is the opening of a call, as
 # the tokenizer cuts it ("<tool_call>\n<function=ls>\n" in `call`). The arguments may be
 # cut as the model likes. Other demands have another `start`. After thinking, a reply
-# that must be JSON goes on with (json | calls). If a tool is strict, anything is allowed
+# that must be JSON goes on with (json | calls). If a tool is strict, all is allowed
 # up to the token that opens a call; from there on `start: calls` rules the reply.
 #
 #  1 Call forms   What a call consists of; CALL FORMS makes them of a tool's schema.
@@ -14036,10 +14036,15 @@ def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
 # Line breaks after a tag are dropped until text of that kind was emitted, so that a
 # reply of calls alone has no content. All other text is emitted as it was generated.
 #
+# Whoever reads the calls (TOOL CALLS) takes over where one begins: from there on all
+# text is "tool" pieces, until `resume` says where the call has ended. If that was none,
+# its text is given back by `add_text`, and the reply goes on as it was.
+#
 # What looks like a tag may be a quotation: an answer about <think>, a file that
-# contains <tool_call>. Two things tell. A model writes a tag as a token of its own;
-# text without such tokens is fed as `literal`. And a tag in the middle of a line may be
-# a word of the sentence; _find_role() has the rules.
+# contains <tool_call>. Two things tell them apart. A model writes a tag as a token of
+# its own: a chunk without such tokens is fed as `literal`, and only untagged calls are
+# looked for in it. And a tag in the middle of a line may be a word of the sentence:
+# _find_role() has the rules.
 #
 # Public   ReasoningStreamSplitter, Tags, Piece, TextKind, NO_PATTERN, FENCE_START,
 #          think_start_pattern, think_end_pattern
@@ -14047,7 +14052,7 @@ def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
 # Thread   any; pure
 
 TextKind = Literal["reasoning", "content"]
-TagRole = Literal["think_start", "think_end", "call", "fence_end", "text"]
+TagRole = Literal["think_start", "think_end", "tool_start", "fence_end", "text"]
 
 NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
 
@@ -14088,7 +14093,6 @@ _HARMONY_THINK_END: Final = r"""(?x:
   | <\|channel\|> (?= <\|ch )               # it comes twice
   | <\|channel\|> (?: [^<] | <\|con ){0,200} <\|message\|>  # also <|constrain|>
 )"""
-_MESSAGE_BREAK: Final = "\n\n"  # between two messages of one channel
 # A header with a recipient that is no function of ours: one of the tools that gpt-oss
 # was trained with. What follows is code for it, and no answer: it counts as thinking.
 _BUILT_IN: Final = regex.compile(r"to=(?!functions\.|assistant\b|user\b)[\w.]")
@@ -14127,34 +14131,42 @@ class Piece(NamedTuple):
     text: str
 
 
-class CodeFence:
-    """Whether a text that comes in pieces is in a block of code: between ``` lines."""
+_FENCE_LINE: Final = re.compile(r"\s*(?P<fence>`{3,}|~{3,})")
+
+
+class _CodeFence:
+    """Whether a text that comes in pieces is in a block of code: between ``` lines.
+
+    A block that begins with ```` may contain ``` lines.
+    """
 
     def __init__(self) -> None:
-        self._was_open = False  # before the current line
+        self._opening = ""  # of the block before the current line: "```"; "": none
         self._line_start = ""
 
     @property
     def is_open(self) -> bool:
         """Whether what follows is code."""
-        is_fence = self._line_start.lstrip().startswith(("```", "~~~"))
-        return self._was_open != is_fence
+        return bool(self._opening_after_line())
 
     def read(self, text: str) -> None:
         """Read on in the text."""
         first, *lines = text.split("\n")
         self._line_start = (self._line_start + first[:20])[:20]
         for line in lines:
-            self._was_open = self.is_open
+            self._opening = self._opening_after_line()
             self._line_start = line[:20]
 
+    def _opening_after_line(self) -> str:
+        match = _FENCE_LINE.match(self._line_start)
+        if match is None:
+            return self._opening
+        fence = match["fence"]
+        if not self._opening:
+            return fence
+        return "" if fence.startswith(self._opening) else self._opening
 
-_TAG_ROLES: Final[Mapping[str, TagRole]] = {
-    "think_start": "think_start",
-    "think_end": "think_end",  # dropped also if it ends nothing (L-07)
-    "tool_start": "call",
-    "fence_end": "fence_end",
-}
+
 _FENCED_TAG: Final = regex.compile(rf"{FENCE_START}(?P<tag>(?s:.+))")
 
 
@@ -14166,12 +14178,14 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
     fence = f"(?:{FENCE_START})?"
     groups = []
     for name, tag in tags._asdict().items():
-        if tag and name in {"tool_start", "untagged_call"}:
-            groups.append(f"(?P<{name}>{fence}(?:{tag}))")
-        elif tag:
-            groups.append(f"(?P<{name}>{tag})")
+        if tag:
+            lead = fence if name in {"tool_start", "untagged_call"} else ""
+            groups.append(f"(?P<{name}>{lead}(?:{tag}))")
     any_tag = "|".join(groups) or NO_PATTERN
-    # \0 never comes: the line before a tag is held back, since the tag is not literal.
+
+    # Literal text has no tag of a call, but perhaps the ``` line before one. That line
+    # is held back until the tag comes: no text contains \0, so the second pattern fits
+    # the line only in part, as the beginning of something longer.
     untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
     if tags.tool_start:
         untagged += rf"|{FENCE_START}\0"
@@ -14206,10 +14220,10 @@ class ReasoningStreamSplitter:
         self._held = ""  # white space, then perhaps half a tag
         self._emitted_kinds: set[TextKind] = set()  # of which there was some text
         self._is_quoting = False  # the text ends with a quote, or a tag spoken of
-        self._fence = CodeFence()  # in the content
+        self._fence = _CodeFence()  # in the content
         self._is_call_fenced = False  # the end of the block around a call may come
         self._has_quoted_think = False  # an answer has spoken of <think>
-        self._is_behind_call = False  # one that was text, of a tool nobody offered
+        self._follows_false_call = False  # what began as a call was text
 
     @property
     def is_thinking(self) -> bool:
@@ -14242,7 +14256,7 @@ class ReasoningStreamSplitter:
         if called:
             self._begin("content")
         self._is_call_fenced &= called
-        self._is_behind_call = not called
+        self._follows_false_call = not called
         return self._scan(rest, literal=False)
 
     def add_text(self, text: str) -> list[Piece]:
@@ -14257,11 +14271,11 @@ class ReasoningStreamSplitter:
         if not solid_text:
             return []
         if begins_message and self._kind in self._emitted_kinds:
-            solid_text = _MESSAGE_BREAK + solid_text
+            solid_text = "\n\n" + solid_text  # a new message of the same channel
         if self._kind == "content":
             self._fence.read(solid_text)
         self.after_tag = False
-        self._is_behind_call = False
+        self._follows_false_call = False
         self._is_quoting = solid_text[-1] in "`'\""
         self._emitted_kinds.add(self._kind)
         return [Piece(self._kind, solid_text)]
@@ -14300,7 +14314,7 @@ class ReasoningStreamSplitter:
                 # The line ends another block of code: it is text, the tag comes next.
                 pieces += self.add_text(match[0].removesuffix(tag))
                 text = tag + text
-            elif role == "call":
+            elif role == "tool_start":
                 call_text = self._held + tag + text
                 self._held = ""
                 self.in_call = True
@@ -14326,21 +14340,25 @@ class ReasoningStreamSplitter:
     def _find_role(self, match: Any) -> TagRole:
         """What a tag does. The text before it was emitted, except white space.
 
-        One in the middle of a line may be a word, and a call without its tag is one.
+        At the start of a line a tag is one, unless it is misplaced. In the middle of a
+        line it may be a word of the sentence; there an untagged call is always text,
+        but for Kimi's, which begins with a token.
         """
+        tag: str = match[0]
         begins_line = self.after_tag or not self._emitted_kinds or "\n" in self._held
-        begins_line |= match[0].startswith("```") or self._is_behind_call
-        is_spoken_of = not begins_line and self._is_spoken_of(match[0])
-        if is_spoken_of or self._is_misplaced(match[0]):
+        begins_line |= tag.startswith("```") or self._follows_false_call
+        is_spoken_of = not begins_line and self._is_spoken_of(tag)
+        if is_spoken_of or self._is_misplaced(tag):
             return "text"
-        if self._has_channels and match.lastgroup == "think_end":
-            is_built_in = _BUILT_IN.search(match[0]) is not None
+        if match.lastgroup == "untagged_call":
+            is_token = tag.startswith(_KIMI_CALL_STARTS)
+            is_call = begins_line or (is_token and not self._is_quoting)
+            return "tool_start" if is_call else "text"
+        if match.lastgroup == "think_end" and self._has_channels:
+            is_built_in = _BUILT_IN.search(tag) is not None
             return "think_start" if is_built_in else "think_end"
-        if match.lastgroup in _TAG_ROLES:
-            return _TAG_ROLES[match.lastgroup]
-        is_token = match[0].startswith(_KIMI_CALL_STARTS)
-        is_call = begins_line or (is_token and not self._is_quoting)
-        return "call" if is_call else "text"
+        role: TagRole = match.lastgroup
+        return role  # "think_end" also if it ends nothing: it is dropped (L-07)
 
     def _is_spoken_of(self, tag: str) -> bool:
         """Whether a tag in the middle of a line is a word of the sentence."""

@@ -231,6 +231,17 @@ def test_what_may_belong_to_a_tag_is_held_back_until_it_is_certain() -> None:
     assert splitter.feed("box>") == [Piece("content", "\n\n<toolbox>")]
 
 
+def test_a_block_of_code_may_contain_the_fences_of_another() -> None:
+    """Only the fence that opened a block closes it."""
+    for fence, inner in (("````", "```"), ("~~~", "```"), ("```", "~~~")):
+        example = f"{fence}md\n{inner}\n</think>\n{inner}\n<think>\n{fence}\n"
+        reply = f"So:\n{example}Done."
+        assert content(reply) == reply
+        assert (
+            content(f"So:\n{fence}\n{fence}\n<think>\nWhy") == f"So:\n{fence}\n{fence}"
+        )
+
+
 def test_a_model_without_tags_has_only_content() -> None:
     assert content("<think>a</think><tool_call>") == "" == reasoning("b")
     plain = split(["<think>a</think>", "<tool_call>"], tags=Tags())
