@@ -3897,8 +3897,8 @@ def _fetch_image(url: str, *, field: str) -> bytes:
 #
 # Public   Canonicalizer, CanonicalMessage, VolatileField, PinnedValue, Note, Memo,
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
-#          wrap_reminder, reply_digest, canonical_json, private_owner, text_parts,
-#          keeps_most_text, find_masking_rule
+#          wrap_reminder, reply_digest, canonical_json, text_parts, keeps_most_text,
+#          find_masking_rule
 # Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any; pure, but for memos
 
@@ -4227,26 +4227,6 @@ class CanonicalMessage:
     def notes(self) -> tuple[Note, ...]:
         """All its notes, in the order in which the model reads them."""
         return (*self.notes_above, *self.inline_notes, *self.notes_below)
-
-
-def private_owner(owner: bytes, message: CanonicalMessage, session_id: str) -> bytes:
-    """Whose private values a conversation has, once this message is part of it.
-
-    `owner` is that of the messages before; b"" of none, as nobody owns a conversation
-    without private values. The owner is the session or, if the client sends no session
-    id, whoever has the same private values. What was remembered of one owner is used
-    for no other (L-106).
-    """
-    private_values = [pinned for pinned in message.pinned if pinned.is_private]
-    if not private_values:
-        return owner
-    if session_id:
-        return sha256(session_id.encode()).digest()
-
-    digest = sha256(owner)
-    for pinned in private_values:
-        digest.update(f"\0{pinned.rule}\0{pinned.value}".encode())
-    return digest.digest()
 
 
 def count_rules(messages: Iterable[CanonicalMessage]) -> dict[str, int]:
@@ -4839,52 +4819,109 @@ def find_masking_rule(old_text: str, new_text: str) -> str | None:
 
 
 # region THINKING RESTORE ======================================================
-# Puts the thinking back that a client has stripped from a reply. LEDGER replays most
-# replies with their thinking; this is for those that it renders again.
+# Puts the thinking back that a client has stripped from a reply.
 #
-# Thinking is found by its signature, if the client keeps that, or by the reply and what
-# it answered: a bare "yes" may follow from anything (L-76). What a client sends itself
-# is never replaced. The messages are originals of CANONICALIZATION: content is text.
+# LEDGER replays the recorded tokens of most replies, with their thinking. This section
+# is for replies that have to be rendered again.
 #
-# Public   HealingStore, ReplyContext, heal_messages, reply_contexts
+#     the model wrote        [thinking: "2 + 2"] "4"
+#     the client sends       user "sum of 2 and 2?", assistant "4", user "and 3?"
+#     the model is shown     the same, with the thinking "2 + 2" before "4"
+#
+# Thinking is found by its signature, if the client keeps that. Otherwise it is found by
+# the text and calls of the reply together with what the reply answered: "yes" alone
+# may follow from any thinking (L-76). Thinking that a client sends is never replaced.
+#
+# A message here is a CanonicalMessage: `original` is what the client sent, its content
+# one text; `digest` names it without what changes by itself, such as ids and dates;
+# `pinned` are such values, of which some are private to a session (`is_private`).
+#
+# Public   HealingStore, ReplyContext, Session, ANONYMOUS, heal_messages,
+#          private_owner, reply_contexts
 # Uses     API TYPES, ANTHROPIC API, CANONICALIZATION
 # Thread   any
 
-ReplyContext = tuple[bytes, bytes]  # of all before a reply; of its last message
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """Who sends a conversation: a session that its client has named, or nobody known.
+
+    Sessions are compared by is_same() alone. Two anonymous ones are never known to be
+    the same one.
+    """
+
+    name: str | None = None  # the session id as sent; None: anonymous
+
+    @classmethod
+    def of(cls, request: ChatRequest) -> Session:
+        """The session of a request; an empty id is none."""
+        return cls(request.session.session_id or None)
+
+    def is_same(self, other: Session) -> bool:
+        """Whether both have a name, and it is one."""
+        return self.name is not None and self.name == other.name
+
+
+ANONYMOUS: Final = Session()
+
+
+def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> bytes:
+    """Whose private values a conversation has, once `message` is added to it.
+
+    `owner` is whose it had before: b"" while it has no private value. An owner is a
+    named session or, of an anonymous one, all that send the same private values. What
+    was remembered of one owner is used for no other (L-106).
+    """
+    private_values = [pinned for pinned in message.pinned if pinned.is_private]
+    if not private_values:
+        return owner
+    if session.name is not None:
+        return sha256(session.name.encode()).digest()
+
+    digest = sha256(owner)
+    for pinned in private_values:
+        digest.update(f"\0{pinned.rule}\0{pinned.value}".encode())
+    return digest.digest()
+
+
+class ReplyContext(NamedTuple):
+    """What a reply answers, as two digests. Each covers private_owner(), too (L-106).
+
+    By `last_message` thinking is found where a client has edited older messages.
+    """
+
+    all_messages: bytes  # without the contents of tool results: clients shorten them
+    last_message: bytes
 
 
 def reply_contexts(
-    messages: Iterable[CanonicalMessage], session_id: str
+    messages: Iterable[CanonicalMessage], session: Session
 ) -> list[ReplyContext]:
-    """What a reply at each place would answer: before each message, and after the last.
-
-    The first name covers all messages before, but not the contents of tool results,
-    which clients shorten later. The second covers only the message right before: it
-    finds thinking in a conversation whose older messages were edited. Both hold whose
-    private values the conversation has (L-106). `session_id`: the client's, or "".
-    """
+    """What a reply would answer in the place of each message, and after the last."""
     chain = b""
     owner = b""
-    contexts = [(chain, b"")]
+    contexts = [ReplyContext(chain, b"")]
     for message in messages:
         link = b"" if message.role == "tool" else message.digest
         chain = sha256(chain + link).digest()
-        owner = private_owner(owner, message, session_id)
-        contexts.append((chain + owner, message.digest + owner))
+        owner = private_owner(owner, message, session)
+        contexts.append(ReplyContext(chain + owner, message.digest + owner))
     return contexts
 
 
 class HealingStore:
     """The thinking of replies. For any thread; the least recently used goes first."""
 
-    CAP: Final = 4000  # entries of each cache; a reply takes two in _by_context
-    MAX_BYTES: Final = 64_000_000  # of texts: emptied, if more were kept since it was
+    CAP: Final = 4000  # entries of each cache; a reply has two in _by_context
+    MAX_BYTES: Final = 64_000_000  # of thinking; once so much was added, all is dropped
 
     def __init__(self) -> None:
-        self._nbytes = 0
+        self._nbytes = 0  # added since all was dropped
         # Jinja's LRUCache has a lock of its own.
-        self._by_context = LRUCache(self.CAP)  # by a name and a reply's digest
-        self._by_signature = LRUCache(self.CAP)  # no owner: a hash of the thinking
+        self._by_context = LRUCache(
+            self.CAP
+        )  # by a digest of the context and the reply
+        self._by_signature = LRUCache(self.CAP)  # the signature is a hash of thinking
 
     def remember(self, reply: Message, context: Iterable[bytes]) -> None:
         """Keep the thinking of a reply, if it has any. `context`: a ReplyContext."""
@@ -4893,20 +4930,22 @@ class HealingStore:
             return
         self._nbytes += sys.getsizeof(thinking)
         if self._nbytes > self.MAX_BYTES:
-            self.clear()  # why(L-128)
+            self.clear()  # why(L-128): what outlives a request is bounded in bytes
         self._by_signature[thinking_signature(thinking)] = thinking
         digest = reply_digest(reply)
-        for name in context:
-            self._by_context[name, digest] = thinking
+        for context_digest in context:
+            self._by_context[context_digest, digest] = thinking
 
     def find_thinking(self, reply: Message, context: Iterable[bytes]) -> str:
         """The thinking that led to this reply; "" if it is not known."""
+        if not len(self):
+            return ""
         thinking = self._by_signature.get(str(reply.get("thought_id")))
         if thinking:
             return str(thinking)
         digest = reply_digest(reply)
-        for name in context:
-            thinking = self._by_context.get((name, digest))
+        for context_digest in context:
+            thinking = self._by_context.get((context_digest, digest))
             if thinking:
                 return str(thinking)
         return ""
@@ -4926,18 +4965,19 @@ def heal_messages(
     store: HealingStore,
     *,
     contexts: Iterable[Iterable[bytes]],
-) -> Iterator[Message]:
+) -> list[Message]:
     """The same messages; replies that were sent without their thinking have it again.
 
-    `contexts`: that of each message, from reply_contexts().
+    `contexts`: one for each message, in order; more are ignored.
     """
-    has_thinking = len(store) > 0
+    healed = []
     for message, context in zip(messages, contexts, strict=False):
-        is_reply = message["role"] == "assistant"
         thinking = ""
-        if has_thinking and is_reply and not message.get("reasoning_content"):
+        if message["role"] == "assistant" and not message.get("reasoning_content"):
             thinking = store.find_thinking(message, context)
-        yield {**message, "reasoning_content": thinking} if thinking else message
+        restored = {"reasoning_content": thinking} if thinking else {}
+        healed.append({**message, **restored})
+    return healed
 
 
 # region TOKENIZER =============================================================
@@ -6750,17 +6790,21 @@ def block_hashes(
 # Replay what was fed and generated before, token by token; render only what is new.
 # A prompt then begins with exactly the tokens whose KV is in the cache.
 #
-# Example: a client puts another message id (A, then B) into its system prompt with
-# each request, and drops the thinking of past replies.
+# Example: an agent in a tool loop. Its client drops thinking and prints the arguments
+# of calls in its own way; `call+` is the call as it was generated.
 #
-#     the client sends             the prompt: replayed            | rendered
-#  1  sys(A) hi                                                    | sys(A) hi
-#  2  sys(B) hi R1 next            sys(A) hi R1+                   | next [id is now B]
-#  3  sys(B) hi R1 next R2 bye     sys(A) hi R1+ next [..B] R2+    | bye
+#     the client sends        the prompt: replayed           | rendered
+#  1  system user                                            | system user
+#  2  ... call result         system user call+              | result
+#  3  ... call result         system user call+ result call+ | result
 #
-# R1+ and R2+ are the replies as generated, thinking included. sys(A) stays as it was
-# first rendered; that the id is now B is restated once, in the newest message of
-# request 2. Request 3 restates nothing: the model has read about B.
+# Example: a client puts another message id, A, then B, into its system prompt.
+#
+#  1  system(A) user                                         | system(A) user
+#  2  system(B) ... user      system(A) user reply+          | user [id is now B]
+#
+# system(A) stays as it was first rendered. That the id is now B is restated once, in
+# the newest message. A third request with B restates nothing: the model has read it.
 #
 #  1 Keys       A conversation is recognized by its canonical messages, in which A and B
 #               are the same placeholder. Each prefix of it has a key: a hash chained
@@ -6768,19 +6812,24 @@ def block_hashes(
 #  2 Restating  Pinned values (ids, dates) stay as first rendered; notes (reminders,
 #               late system messages) come and go. Where the replayed prompt is out of
 #               date, the newest message states what holds now.
-#  3 Store      A transcript, the tokens of a conversation up to a reply, is recorded
+#  3 Records    A transcript, the tokens of a conversation up to a reply, is recorded
 #               after each reply under the key of that conversation. (A prompt needs
-#               none: rendered again, it gives the same tokens.)
-#  4 Planner    Replay the longest transcript that fits and render the remaining
+#               none: rendered again, it gives the same tokens.) System messages and
+#               tools are recorded as they were first rendered.
+#  4 Whose      Conversations of several people may have the same key. Which records may
+#               be used for whom is decided here.
+#  5 Store      Finds records by key, and drops those used least recently.
+#  6 Planner    Replay the longest transcript that fits and render the remaining
 #               messages after it. Where that cannot be done, render all as sent.
 #
-# Used from above: of a CanonicalMessage the `original` is rendered and the `digest`
+# From other sections: of a CanonicalMessage the `original` is rendered and the `digest`
 # compared; `pinned` are its PinnedValues (`value`, or a whole `block`), `notes` its
 # Notes (`text`), each with the name of its `rule`. A ChatTemplate renders whole
-# prompts, a Splice what follows recorded tokens; it may raise SpliceRefused.
+# prompts, a Splice what follows recorded tokens; it may raise SpliceRefused. A Session
+# has a name, or is anonymous.
 #
-# Public   Ledger, PromptPlanner, PromptPlan, GeneratedReply, ShownEnd
-# Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, THINKING RESTORE, CANONICALIZATION,
+# Public   Ledger, PromptPlanner, PromptPlan, Conversation, GeneratedReply, ShownEnd
+# Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, CANONICALIZATION, THINKING RESTORE,
 #          CHAT TEMPLATE
 # Owns     _ledger_lock
 # Thread   any
@@ -6796,12 +6845,17 @@ class Conversation(NamedTuple):
 
     messages: tuple[CanonicalMessage, ...] = ()
     prefix_keys: tuple[bytes, ...] = ()  # [n] is the key of the first n messages
-    session_id: str = ""  # as sent by the client; "" if it sent none
+    session: Session = ANONYMOUS
 
     @property
     def context_key(self) -> bytes:
         """Stands for all else that the prompt depends on: template, tools, switches."""
         return self.prefix_keys[0]
+
+    @property
+    def head_key(self) -> bytes:
+        """Of its head: the system messages that it begins with."""
+        return self.prefix_keys[self.n_system]
 
     @property
     def n_system(self) -> int:
@@ -6813,9 +6867,16 @@ class Conversation(NamedTuple):
             n_system += 1
         return n_system
 
-    def reply_contexts(self) -> list[ReplyContext]:
-        """By these HealingStore finds thinking: see THINKING RESTORE."""
-        return reply_contexts(self.messages, self.session_id)
+    def transcript_keys(self, n_messages: int) -> tuple[bytes, ...]:
+        """The keys of transcripts that end with the last of the first `n_messages`.
+
+        None, if that is no reply. The second key is for a reply that its client has
+        left: what it sends back may be shorter than what is recorded.
+        """
+        if self.messages[n_messages - 1].role != "assistant":
+            return ()
+        prompt_key, key = self.prefix_keys[n_messages - 1 : n_messages + 1]
+        return key, _left_reply_key(prompt_key)
 
 
 def _chain_keys(root: bytes, messages: Iterable[CanonicalMessage]) -> tuple[bytes, ...]:
@@ -6830,8 +6891,8 @@ def _extend_key(key: bytes, message: CanonicalMessage) -> bytes:
     return sha256(key + message.role.encode() + message.digest).digest()
 
 
-def _key_of_left_reply(prompt_key: bytes) -> bytes:
-    """Of a reply to this prompt that its client has left; which part it has is open."""
+def _left_reply_key(prompt_key: bytes) -> bytes:
+    """The key of all replies to a prompt that their clients have left, wherever."""
     return sha256(prompt_key + b"left").digest()
 
 
@@ -6845,8 +6906,8 @@ def _newest_input(messages: Sequence[CanonicalMessage]) -> int:
 
 # -- 2 restating -----------------------------------------------------------------------
 # Pure functions. A new class of volatile fields needs a place in StatedValues, to know
-# what the model has read of it, and a step in restate_messages() that uses it. These
-# decide by class whose transcript or head is used: fits(), mismatch(), choose_head().
+# what the model has read of it, a step in restate_messages() that uses it, and a column
+# in the table of part 4.
 
 
 class FieldPlace(NamedTuple):
@@ -6868,14 +6929,20 @@ class StatedValues(NamedTuple):
 
     pinned: Mapping[FieldPlace, set[str]] = {}  # the last ones at each place
     notes: tuple[str, ...] = ()  # in the order in which they were stated
-    private: frozenset[PrivateValue] = frozenset()  # all that it has ever stated
+    private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
 
     def has_pinned(self, place: FieldPlace, value: str) -> bool:
         return value in self.pinned.get(place, ())
 
 
 NOTHING_STATED: Final = StatedValues()
-Restated = tuple[list[Message], StatedValues]  # messages, and what is stated after them
+
+
+class Restated(NamedTuple):
+    """Messages to render, and what the prompt states once they are rendered."""
+
+    messages: list[Message]
+    stated: StatedValues
 
 
 def restate_messages(
@@ -6885,25 +6952,23 @@ def restate_messages(
 
     `stated` is what that prompt states. The client may have changed messages[:start]
     since, so the newest input states whatever the prompt lacks or has wrong. A note
-    that only moved to a new message is left out there. Returns the copies, and what
-    the prompt and the copies state together.
+    that only moved to a new message is left out there.
     """
     past_messages = messages[:start]
     newest_index = _newest_input(messages)
-    n_moved = _count_moved_notes(messages, start, stated)
-    stated_notes = set(stated.notes)
+    moved_notes = _find_moved_notes(messages, start, stated)
     missing_notes = [
-        text for text in _note_texts(past_messages) if text not in stated_notes
+        text for text in _note_texts(past_messages) if text not in stated.notes
     ]
 
     copies: list[Message] = []
     new_notes: list[str] = []
     for index, message in enumerate(messages[start:], start):
-        texts = _note_texts([message])
-        moved_notes = {text for text in texts if n_moved[text] > 0}
-        n_moved.subtract(moved_notes)
-        paragraphs = _paragraphs(message, moved_notes)
-        stated_here = [text for text in texts if text not in moved_notes]
+        moved_here = moved_notes[index - start]
+        paragraphs = _paragraphs(message, moved_here)
+        stated_here = [
+            text for text in _note_texts([message]) if text not in moved_here
+        ]
         if index == newest_index:
             paragraphs += [*missing_notes, _corrections(past_messages, stated)]
             stated_here += missing_notes
@@ -6914,11 +6979,14 @@ def restate_messages(
 
     old_notes = stated.notes
     if missing_notes:
-        old_notes = _still_sent(old_notes, messages)
+        # why(L-98): this client exchanges notes in past messages. A stated note that is
+        # in the request no more is news if it returns. Without such an exchange it
+        # still counts as stated: clients drop notes as they grow old.
+        sent_notes = set(_note_texts(messages))
+        old_notes = tuple(text for text in old_notes if text in sent_notes)
     pinned = _merge_pinned(messages, stated)
-    notes = (*old_notes, *new_notes)
     private = stated.private | _private_values(messages)
-    return copies, StatedValues(pinned, notes, private)
+    return Restated(copies, StatedValues(pinned, (*old_notes, *new_notes), private))
 
 
 def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
@@ -6933,45 +7001,45 @@ def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
     return [*notes_above, text, *notes_below]
 
 
-def _still_sent(
-    texts: Iterable[str], messages: Iterable[CanonicalMessage]
-) -> tuple[str, ...]:
-    """Those stated notes that are in some message of the request.
-
-    why(L-98): called when a past message has a note that was never stated. So the
-    client exchanges notes in past messages, and one that is gone is news if it returns.
-    Otherwise notes that are gone still count: clients drop them as they grow old.
-    """
-    current_texts = set(_note_texts(messages))
-    return tuple(text for text in texts if text in current_texts)
-
-
-def _count_moved_notes(
+def _find_moved_notes(
     messages: Sequence[CanonicalMessage], start: int, stated: StatedValues
-) -> Counter[str]:
-    """How often each stated note has merely moved to messages[start:].
+) -> list[set[str]]:
+    """For each of messages[start:], its notes that have only moved there.
 
-    A reminder that a client carries from message to message is stated only once. A note
-    has moved if it is in messages[start:] and no longer before, and nothing of its rule
-    (L-96) was stated after it that has stayed in messages[:start]. Otherwise it is
-    news: after "plan" and then "edit", a second "plan" is stated again (L-84).
+    They are not stated again. A client that hangs a reminder on its newest message:
 
-    A stated note that is in no message any more may have been of any rule, which is
-    not recorded. So notes stated before it count as news, whatever their rule.
+        stated                     "plan"
+        past messages, before      user "plan", assistant
+        past messages, now         user, assistant
+        new messages               user "plan"               moved
+
+    A stated note has moved if it is in a new message, in no past message, and no note
+    of its rule (L-96) was stated after it that is in a past message. Otherwise it is
+    news: after "plan" and "edit", both still there, a second "plan" is stated again
+    (L-84).
+
+    Of a stated note that is in no message of the request any more the rule is unknown,
+    as rules are not recorded. It may have been any, so what was stated before it is
+    news.
     """
     rule_of = {note.text: note.rule for message in messages for note in message.notes}
     past_notes = set(_note_texts(messages[:start]))
     rules_that_stayed: set[str] = set()
-    n_moved: Counter[str] = Counter()
+    n_moved: Counter[str] = Counter()  # a note that was stated twice may move twice
     for text in reversed(stated.notes):
         if text not in rule_of:
             break
-        rule = rule_of[text]
         if text in past_notes:
-            rules_that_stayed.add(rule)
-        elif rule not in rules_that_stayed:
+            rules_that_stayed.add(rule_of[text])
+        elif rule_of[text] not in rules_that_stayed:
             n_moved[text] += 1
-    return n_moved
+
+    moved_notes = []
+    for message in messages[start:]:
+        moved_here = {text for text in _note_texts([message]) if n_moved[text] > 0}
+        n_moved.subtract(moved_here)
+        moved_notes.append(moved_here)
+    return moved_notes
 
 
 def _corrections(messages: Sequence[CanonicalMessage], stated: StatedValues) -> str:
@@ -7015,7 +7083,16 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
     )
 
 
-# -- 3 store: what is recorded ---------------------------------------------------------
+# -- 3 records -------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
+class LedgerRecord:
+    """What the ledger has under a key. Its lock guards the last two, which change."""
+
+    nbytes: int  # estimated, without what other records hold as well
+    session_id: str = ""  # for Ledger.forget(): see GeneratedReply
+    last_used: float = 0.0  # seconds
 
 
 class ShownEnd(NamedTuple):
@@ -7028,85 +7105,64 @@ class ShownEnd(NamedTuple):
 class GeneratedReply(NamedTuple):
     """The tokens of a reply, and for whom they were generated."""
 
-    ids: Sequence[int]  # the last one is the end token, unless the reply is cut
+    ids: TokenIds  # the last one is the end token, unless the reply is cut
     is_cut: bool  # it ends before its end token
     block_hashes: Sequence[bytes]  # of the prompt
-    session_id: str  # the client's, or a digest of how the conversation begins
+    session_id: str  # as people see it: the client's, or made by session_id_for()
     finished_at: float  # seconds, on the clock of PromptPlanner.plan()
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: Sequence[ShownEnd] = ()  # and where it may have; ascending
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Transcript:
-    """The tokens of a conversation up to a reply. Only `last_used` changes.
+class Transcript(LedgerRecord):
+    """The tokens of a conversation up to a reply.
 
     The end token of the reply is not among them: templates print it before the next
     message. Before the end token of a cut reply they may print more (a line break),
-    which a whole reply has generated itself. `is_cut` tells Splice to render it.
+    which a whole reply has generated itself. `reply.is_cut` tells Splice to render it.
     """
 
-    segments: tuple[TokenIds, ...]  # of each request; shared with other transcripts
+    # Of each request its new prompt tokens, then the tokens of its reply. Transcripts
+    # that continue this one share them.
+    segments: tuple[TokenIds, ...]
     positions: PromptPositions  # of the last prompt
-    is_cut: bool
-    block_hashes: Sequence[bytes]  # of the last prompt
+    reply: GeneratedReply
     stated: StatedValues
     thinking: tuple[str, ...]  # of each message and the reply; "" where there is none
-    session_id: str
+    session: Session
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    last_used: float  # seconds; the ledger's lock guards it
-    nbytes: int  # estimated, without what is shared
-    shown_text: str = ""  # see GeneratedReply
-    shown_ends: Sequence[ShownEnd] = ()
-    n_reply: int = 0  # how many tokens the reply has
 
     @classmethod
     def of(
         cls, plan: PromptPlan, reply: CanonicalMessage, generated: GeneratedReply
     ) -> Transcript:
         """What to record of a prompt and its reply."""
-        parent = plan.transcript
         segments: tuple[TokenIds, ...] = ()
         thinking: tuple[str, ...] = ()
         last_call_id = ""
-        n_pinned = len(plan.stated.pinned) + len(plan.stated.private)
-        if parent is not None:
-            segments = parent.segments
-            thinking = parent.thinking
-            last_call_id = parent.last_call_id
-            if parent.stated.pinned is plan.stated.pinned:
-                n_pinned = 0  # shared
+        if plan.transcript is not None:
+            segments = plan.transcript.segments
+            thinking = plan.transcript.thinking
+            last_call_id = plan.transcript.last_call_id
 
+        prompt_ids = plan.rendered.ids[plan.n_replayed :].copy()
+        reply_ids = generated.ids if generated.is_cut else generated.ids[:-1]
         new_messages = [*plan.conversation.messages[len(thinking) :], reply]
         new_thinking = tuple(message.thinking for message in new_messages)
-        thinking += new_thinking
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
-
-        prompt_ids = plan.rendered.ids[plan.n_replayed :]
-        reply_ids = np.array(generated.ids, np.int32)
-        new_ids = np.concatenate([prompt_ids, reply_ids])
-        # The texts are taken to be as large as the tokens that spell them.
-        n_pointers = len(generated.block_hashes) + 2 * len(thinking)
-        n_pointers += 20 * len(generated.shown_ends)
-        nbytes = 2 * new_ids.nbytes + 8 * n_pointers + 300 * n_pinned + 1_000
-        nbytes += memory_bytes(new_thinking)  # templates may leave it out
-        if not generated.is_cut:
-            new_ids = new_ids[:-1]
         return cls(
-            segments=(*segments, new_ids),
-            positions=plan.rendered.positions,
-            is_cut=generated.is_cut,
-            block_hashes=generated.block_hashes,
-            stated=plan.stated,
-            thinking=thinking,
+            nbytes=_transcript_bytes(plan, generated, new_thinking),
             session_id=generated.session_id,
-            last_call_id=last_call_id,
             last_used=generated.finished_at,
-            nbytes=nbytes,
-            shown_text=generated.shown_text,
-            shown_ends=generated.shown_ends,
-            n_reply=len(reply_ids),
+            segments=(*segments, prompt_ids, reply_ids),
+            positions=plan.rendered.positions,
+            reply=generated,
+            stated=plan.stated,
+            thinking=thinking + new_thinking,
+            session=plan.conversation.session,
+            last_call_id=last_call_id,
         )
 
     @property
@@ -7114,168 +7170,229 @@ class Transcript:
         return len(self.thinking)
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
-        """The same up to where the client left the reply; None if this is another one.
+        """It, ending where the client's copy of the reply ends; None: no token does.
 
-        why(L-121): it may have a few deltas less than were generated.
+        A client that leaves a reply may have some deltas less than were generated
+        (L-121). White space at the end does not count:
+
+            shown_text          I have looked. \\n\\n It is four
+            tokens, up to       2    4             6     7         = shown_ends
+            the client sends    I have looked.                     -> 4 tokens
+                                I have loo                         -> None
         """
+        if not self.reply.shown_ends:
+            return self  # nobody left it
         text = reply.original["content"].rstrip()
+        shown_text = self.reply.shown_text
         has_calls = "tool_calls" in reply.original
-        if not text or has_calls or not self.shown_text.startswith(text):
+        if not text or has_calls or not shown_text.startswith(text):
             return None
-        index = bisect_left(self.shown_ends, len(text), key=lambda end: end.n_letters)
-        if index == len(self.shown_ends):
-            return None
-        end = self.shown_ends[index]
-        if self.shown_text[len(text) : end.n_letters].strip():
-            return None
-        *segments, last_segment = self.segments
-        n_kept = len(last_segment) - self.n_reply + end.n_tokens
-        return replace(self, segments=(*segments, last_segment[:n_kept]))
+        for end in self.reply.shown_ends:
+            is_same_text = not shown_text[len(text) : end.n_letters].strip()
+            if end.n_letters >= len(text) and is_same_text:
+                *segments, reply_ids = self.segments
+                return replace(self, segments=(*segments, reply_ids[: end.n_tokens]))
+        return None
 
-    def as_prompt(self) -> RenderedPrompt:
-        """All its tokens, for new messages to be rendered after them."""
-        ids = np.concatenate(self.segments)
-        return RenderedPrompt(ids=ids, positions=self.positions)
 
-    def fits(self, conversation: Conversation) -> bool:
-        """Whether it may be replayed for a conversation that has its key.
+def _transcript_bytes(
+    plan: PromptPlan, generated: GeneratedReply, new_thinking: tuple[str, ...]
+) -> int:
+    """About how many bytes a transcript takes that the one it continues does not."""
+    n_tokens = len(plan.rendered.ids) - plan.n_replayed + len(generated.ids)
+    n_messages = len(plan.conversation.messages) + 1
+    n_pointers = len(generated.block_hashes) + 2 * n_messages
+    n_pointers += 20 * len(generated.shown_ends)
+    stated = plan.stated
+    n_stated = len(stated.pinned) + len(stated.private)
+    if plan.transcript is not None and plan.transcript.stated.pinned is stated.pinned:
+        n_stated = 0  # shared
 
-        All conversations that begin with the same words have that key. What is not part
-        of it, thinking, notes and private values, is compared here.
-        """
-        messages = conversation.messages
-        for message, thinking in zip(messages, self.thinking, strict=False):
-            if message.thinking not in ("", thinking):
-                # A client may drop thinking, but not change it. (Whether the template
-                # may be given this thinking again: PromptPlanner._replay.)
-                return False
-        if self.session_id == conversation.session_id:
-            return True
+    # 4 bytes a token, and the texts are taken to be as large as their tokens. Thinking
+    # is counted for itself: templates may leave it out.
+    n_bytes = 8 * n_tokens + 8 * n_pointers + 300 * n_stated + 1_000
+    return n_bytes + memory_bytes(new_thinking)
 
-        # why(L-85): a transcript that lacks one of the notes is somebody else's.
-        start = self._last_call_index(messages)
-        notes = _note_texts(messages[start : self.n_messages])
-        if not set(notes).issubset(self.stated.notes):
+
+_START_BYTES: Final = 600  # of one of the records below, but for what it has rendered
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RenderedHead(LedgerRecord):
+    """The system messages that prompts begin with, as they were first rendered."""
+
+    restated: Restated
+
+    @classmethod
+    def of(cls, restated: Restated) -> RenderedHead:
+        n_bytes = _START_BYTES + memory_bytes(*restated)
+        return cls(nbytes=n_bytes, restated=restated)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RenderedTools(LedgerRecord):
+    """The tools that prompts begin with, as they were first rendered."""
+
+    text: bytes  # as JSON: a tenth of the memory of what it stands for
+    digest: bytes  # of the tools, in this order and with members in theirs
+
+    @classmethod
+    def of(cls, tools: tuple[JsonObject, ...], digest: bytes) -> RenderedTools:
+        text = json.dumps(tools, ensure_ascii=False).encode()
+        return cls(nbytes=_START_BYTES + len(text), text=text, digest=digest)
+
+    def read(self) -> tuple[JsonObject, ...]:
+        return tuple(from_json(self.text))
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class StartReference(LedgerRecord):
+    """The key of the head that a session has, or of a conversation's tools."""
+
+    nbytes: int = _START_BYTES
+    start_key: bytes
+
+
+PromptStart = RenderedHead | RenderedTools | StartReference
+
+
+# -- 4 whose is it? --------------------------------------------------------------------
+# Pure functions. All conversations that begin with the same words have the same keys:
+# Ann and Bob both say "hi" and are told "Hello!". May the transcript of Bob's greeting
+# be replayed for Ann? What is not part of the key decides: sessions, thinking, notes
+# and private values. By the session of the request:
+#
+#                                  notes of the request     private values stated by
+#                                  that the transcript      the transcript that the
+#                                  must have stated         request must send
+#     the transcript's session     none                     none
+#     another one that has a name  from the call on         all
+#     anonymous                    from the call on         from the call on
+#     anonymous, another head      from the call on         all
+#
+# "The call" is the last one that was generated in the transcript. Its id is random, so
+# a client that sends it was given it in this conversation, and may have changed notes
+# and values since (L-103). If the request does not send it: from the first message on.
+# "Another head": a private value in the system prompt that the transcript has never
+# stated. Whoever clones a chat has the ids of its calls, too (L-106).
+#
+# Thinking is alike for all four: the client may drop it, but not change it.
+#
+# Of other records the key says for whom they are:
+#
+#     heads       for all that send the same private values and notes; a session with a
+#                 name has its first head again, whatever values it sends
+#     tools       of a conversation up to its first call: for the same private_owner()
+#     thinking    the same: see THINKING RESTORE
+
+
+def may_replay(transcript: Transcript, conversation: Conversation) -> bool:
+    """Whether a transcript with a key of this conversation may be replayed for it."""
+    messages = conversation.messages
+    session = conversation.session
+    for message, thinking in zip(messages, transcript.thinking, strict=False):
+        if message.thinking not in ("", thinking):
             return False
+    if session.is_same(transcript.session):
+        return True
 
-        # why(L-106): and so is one with a private value that is not in the request. But
-        # a client without a session id that sends the call generated here is the same
-        # client: it may have changed values before that call.
-        unsent = self.stated.private - _private_values(messages)
-        if conversation.session_id or self._has_other_head(conversation):
-            return not unsent
-        return all(private.place.message_index < start for private in unsent)
+    # why(L-85): without one of the request's notes it is somebody else's. It may have
+    # stated more: clients drop notes as they grow old.
+    call_index = _find_last_call(transcript, messages)
+    notes = _note_texts(messages[call_index : transcript.n_messages])
+    if not set(notes).issubset(transcript.stated.notes):
+        return False
 
-    def _has_other_head(self, conversation: Conversation) -> bool:
-        """Whether the system prompt states a private value that was not stated here.
-
-        why(L-106): whoever clones a chat has the ids of its calls, too.
-        """
-        head = conversation.messages[: conversation.n_system]
-        return not _private_values(head).issubset(self.stated.private)
-
-    def _last_call_index(self, messages: Sequence[CanonicalMessage]) -> int:
-        """The index of the message with the last call generated here; 0 if none has it.
-
-        why(L-103): call ids are random. A client that sends this one was given it in
-        this conversation, even if the notes before the call are others now.
-        """
-        if not self.last_call_id:
-            return 0
-        for index in reversed(range(self.n_messages)):
-            calls = messages[index].original.get("tool_calls", ())
-            if any(call.get("id") == self.last_call_id for call in calls):
-                return index
-        return 0
-
-    def mismatch(self, conversation: Conversation) -> tuple[bool, int, int, float]:
-        """How badly it fits a conversation; of several, the smallest fits best.
-
-        Compared are the session, then pinned values that the model has not read (L-99),
-        then notes that it has read and the client does not send (L-96), then age.
-        """
-        is_foreign = self.session_id != conversation.session_id
-        n_unstated = 0
-        for place, pinned in _pinned_fields(conversation.messages):
-            if not self.stated.has_pinned(place, pinned.value):
-                n_unstated += 1
-        notes = _note_texts(conversation.messages)
-        n_foreign_notes = len(set(self.stated.notes).difference(notes))
-        return is_foreign, n_unstated, n_foreign_notes, -self.last_used
+    # why(L-106): no prompt has a private value that somebody else has sent.
+    unsent = transcript.stated.private - _private_values(messages)
+    head_values = _private_values(messages[: conversation.n_system])
+    has_other_head = not head_values.issubset(transcript.stated.private)
+    if session.name is not None or has_other_head:
+        return not unsent
+    return all(private.place.message_index < call_index for private in unsent)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
-class RenderedStart:
-    """How prompts begin: system messages, or tools, as they were first rendered.
+def _find_last_call(
+    transcript: Transcript, messages: Sequence[CanonicalMessage]
+) -> int:
+    """The index of the message with the last call generated in it; 0 if none has it."""
+    call_id = transcript.last_call_id
+    for index in reversed(range(transcript.n_messages)):
+        calls = messages[index].original.get("tool_calls", ())
+        if call_id and any(call.get("id") == call_id for call in calls):
+            return index
+    return 0
 
-    Or, in the place of both, the key of another one: of that which a session has, or
-    a conversation had last. Only `last_used` changes.
+
+class Mismatch(NamedTuple):
+    """How badly a transcript fits a conversation that it may be replayed for.
+
+    Of several the smallest is replayed: what is compared first is named first.
     """
 
-    head: Restated | None = None
-    tools: bytes = b""  # as JSON: a tenth of the memory of what it stands for
-    tools_digest: bytes = b""  # of the tools, in this order and with members in theirs
-    start_key: bytes = b""
-    nbytes: int
-    session_id: str = ""  # whose request was the first; set when it is recorded
-    last_used: float = 0.0  # seconds; the ledger's lock guards it
-
-    @property
-    def is_reference(self) -> bool:
-        return self.head is None and not self.tools
+    is_foreign: bool  # of another session, or of one that is not known
+    n_unstated: int  # pinned values of the request that it has not stated (L-99)
+    n_unsent: int  # notes that it has stated and the request does not send (L-96)
+    age: float  # its last use as a negative time: the later, the smaller
 
 
-_START_BYTES: Final = 600  # of a RenderedStart with its key, but for what it stands for
+def find_mismatch(transcript: Transcript, conversation: Conversation) -> Mismatch:
+    """How badly this one fits."""
+    n_unstated = 0
+    for place, pinned in _pinned_fields(conversation.messages):
+        if not transcript.stated.has_pinned(place, pinned.value):
+            n_unstated += 1
+    sent_notes = _note_texts(conversation.messages)
+    n_unsent = len(set(transcript.stated.notes).difference(sent_notes))
+    is_foreign = not conversation.session.is_same(transcript.session)
+    return Mismatch(is_foreign, n_unstated, n_unsent, -transcript.last_used)
 
 
-def _head_start(head: Restated) -> RenderedStart:
-    messages, stated = head
-    return RenderedStart(
-        head=head, nbytes=_START_BYTES + memory_bytes(messages, stated)
-    )
+def _shared_head_key(conversation: Conversation, stated: StatedValues) -> bytes:
+    """The key of a head for all that may have it in common. `stated`: by the head.
+
+    why(L-93): a head with other fields in other places is another head. why(L-106): so
+    is one with other private values or notes.
+    """
+    key = conversation.head_key
+    places = tuple(stated.pinned)
+    return _digest("head", key, places, sorted(stated.private), stated.notes)
 
 
-def _tools_start(tools: tuple[JsonObject, ...], tools_digest: bytes) -> RenderedStart:
-    text = json.dumps(tools, ensure_ascii=False).encode()
-    n_bytes = _START_BYTES + len(text)
-    return RenderedStart(tools=text, tools_digest=tools_digest, nbytes=n_bytes)
+def _session_head_key(conversation: Conversation, stated: StatedValues) -> bytes:
+    """The key under which a session has its head; b"" if it is anonymous."""
+    name = conversation.session.name
+    if name is None:
+        return b""
+    return _digest("session", name, conversation.head_key, tuple(stated.pinned))
 
 
-def _reference(start_key: bytes) -> RenderedStart:
-    return RenderedStart(start_key=start_key, nbytes=_START_BYTES)
+def _conversation_tools_key(
+    messages: Iterable[CanonicalMessage], session: Session
+) -> bytes:
+    """The key under which a conversation has its tools; b"" before its first call."""
+    key = b""
+    owner = b""
+    for message in messages:
+        key = _extend_key(key, message)
+        owner = private_owner(owner, message, session)
+        if "tool_calls" in message.original:
+            return key + owner
+    return b""
 
 
 def _digest(*parts: object) -> bytes:
     return sha256(repr(parts).encode("utf-8", "surrogatepass")).digest()
 
 
-def _first_call_key(messages: Iterable[CanonicalMessage], session_id: str) -> bytes:
-    """The key of a conversation up to its first tool call; b"" if it has none.
-
-    It holds whose private values these messages have (L-106). No other key is as long.
-    """
-    key = b""
-    owner = b""
-    for message in messages:
-        key = _extend_key(key, message)
-        owner = private_owner(owner, message, session_id)
-        if "tool_calls" in message.original:
-            return key + owner
-    return b""
+# -- 5 store ---------------------------------------------------------------------------
 
 
-class ChosenHead(NamedTuple):
-    """System messages to render, and what to remember if the request is accepted."""
+class Chosen[Value](NamedTuple):
+    """What a prompt begins with, and what to remember if the request is accepted."""
 
-    head: Restated
-    starts: Mapping[bytes, RenderedStart]
-
-
-class ChosenTools(NamedTuple):
-    """Tools to show, and what to remember if the request is accepted."""
-
-    tools: tuple[JsonObject, ...]
-    starts: Mapping[bytes, RenderedStart]
+    value: Value
+    starts: Mapping[bytes, PromptStart]  # by key
 
 
 class Ledger:
@@ -7293,96 +7410,76 @@ class Ledger:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # Guards the three below, and `last_used` of all that they hold.
+        # Guards the three below, and what changes in the records.
         self._ledger_lock = threading.Lock()
-        # By the key of the conversation, or of a start; the least recently used first.
-        self._records: OrderedDict[bytes, Sequence[Transcript | RenderedStart]]
-        self._records = OrderedDict()
+        # By key; those used least recently first.
+        self._records: OrderedDict[bytes, Sequence[LedgerRecord]] = OrderedDict()
         self._nbytes = 0
-        self._planned: WeakValueDictionary[bytes, RenderedStart]  # by key
-        self._planned = WeakValueDictionary()
+        self._planned: WeakValueDictionary[bytes, LedgerRecord] = WeakValueDictionary()
 
     def choose_head(
-        self, key: bytes, head: Restated, *, session_id: str, now: float
-    ) -> ChosenHead:
+        self, conversation: Conversation, head: Restated, now: float
+    ) -> Chosen[Restated]:
         """The head to render: the first that may stand for `head`, or `head` itself.
 
-        `key` is that of the canonical system messages. why(L-38): a new id in one of
-        them would change the prompt from there on. why(L-93): a head with other fields
-        in other places is another head. why(L-106): so is one with other private values
-        or notes, except in the session that has it already.
+        why(L-38): a new id in one of its messages would change all that follows it.
         """
-        _, stated = head
-        places = tuple(stated.pinned)
-        start_key = _digest("head", key, places, sorted(stated.private), stated.notes)
-        session_key = _digest("session", session_id, key, places)
-
-        start = None
-        if session_id:
-            session_start_key = self._find_reference(session_key, now)
-            start = self._find_start(session_start_key, now)
+        session_key = _session_head_key(conversation, head.stated)
+        start_key = self._find_reference(session_key, now)
+        start = self._find_start(start_key, RenderedHead, now)
         if start is None:
-            start = self._find_or_plan(start_key, now, lambda: _head_start(head))
-        else:
-            start_key = session_start_key
+            start_key = _shared_head_key(conversation, head.stated)
+            start = self._find_or_plan(
+                start_key, RenderedHead, lambda: RenderedHead.of(head), now
+            )
 
-        starts = {start_key: start}
-        if session_id:
-            starts[session_key] = _reference(start_key)
-        assert start.head is not None
-        return ChosenHead(start.head, starts)
+        starts: dict[bytes, PromptStart] = {start_key: start}
+        if session_key:
+            starts[session_key] = StartReference(start_key=start_key)
+        return Chosen(start.restated, starts)
 
     def choose_tools(
-        self,
-        tools: tuple[JsonObject, ...],
-        messages: Iterable[CanonicalMessage],
-        *,
-        session_id: str,
-        now: float,
-    ) -> ChosenTools:
-        """The tools to show for a request that sends `tools`.
+        self, request: ChatRequest, messages: Iterable[CanonicalMessage], now: float
+    ) -> Chosen[tuple[JsonObject, ...]]:
+        """The tools to show for a request that has these messages.
 
         Templates print them first: after another list of tools nothing can be replayed.
         why(L-89): lists that differ only in order are shown in the order seen first.
         why(L-91): a request without tools, but with calls in its history, is shown the
         tools of its conversation. Clients ask for summaries like this.
         """
-        last_key = _first_call_key(messages, session_id)
-        start: RenderedStart | None
+        conversation_key = _conversation_tools_key(messages, Session.of(request))
+        tools = request.tools
+        start: RenderedTools | None
         if tools:
             texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
             start_key = sha256("\0".join(["tools", *texts]).encode()).digest()
             # Version 2: equal bytes for equal tools with the same order of members.
-            sent_digest = sha256(marshal.dumps(tools, 2)).digest()
+            digest = sha256(marshal.dumps(tools, 2)).digest()
             start = self._find_or_plan(
-                start_key, now, lambda: _tools_start(tools, sent_digest)
+                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest), now
             )
-            if start.tools_digest != sent_digest:
-                tools = tuple(from_json(start.tools))
+            shown_tools = tools if start.digest == digest else start.read()
         else:
-            start_key = self._find_reference(last_key, now)
-            start = self._find_start(start_key, now)
-            if start is not None:
-                tools = tuple(from_json(start.tools))
+            start_key = self._find_reference(conversation_key, now)
+            start = self._find_start(start_key, RenderedTools, now)
+            if start is None:
+                return Chosen((), {})
+            shown_tools = start.read()
 
-        if start is None:
-            return ChosenTools((), {})
-        starts = {start_key: start}
-        if last_key:
-            starts[last_key] = _reference(start_key)
-        return ChosenTools(tools, starts)
-
-    def choose_no_tools(
-        self, messages: Iterable[CanonicalMessage], session_id: str
-    ) -> ChosenTools:
-        """None, nor any for this conversation until it sends some again."""
-        return ChosenTools((), {_first_call_key(messages, session_id): _reference(b"")})
+        starts: dict[bytes, PromptStart] = {start_key: start}
+        if conversation_key:
+            starts[conversation_key] = StartReference(start_key=start_key)
+        return Chosen(shown_tools, starts)
 
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
-        """Keep what the prompt of an accepted request begins with."""
+        """Keep what the prompt of an accepted request begins with.
+
+        `session_id`: see GeneratedReply.
+        """
         with self._ledger_lock:
             for key, start in plan.starts.items():
-                if start.is_reference or key not in self._records:
+                if isinstance(start, StartReference) or key not in self._records:
                     start.session_id = session_id
                     self._put(key, [start])
                 start.last_used = now
@@ -7397,14 +7494,14 @@ class Ledger:
         If the client has left it, what it sends back may be shorter.
         """
         transcript = Transcript.of(plan, reply, generated)
-        prefix_keys = plan.conversation.prefix_keys
-        key = _extend_key(prefix_keys[-1], reply)
+        prompt_key = plan.conversation.prefix_keys[-1]
+        key = _extend_key(prompt_key, reply)
         if generated.shown_ends:
-            key = _key_of_left_reply(prefix_keys[-1])
+            key = _left_reply_key(prompt_key)
         with self._ledger_lock:
             alternatives = [*self._find_transcripts(key), transcript]
             self._put(key, alternatives[-self.MAX_ALTERNATIVES :])
-            self._mark_used((*prefix_keys, key))
+            self._mark_past_used(plan.conversation)
             self._expire(transcript.last_used)
 
     def candidates(
@@ -7417,16 +7514,16 @@ class Ledger:
         newest_index = _newest_input(conversation.messages)
         with self._ledger_lock:
             self._expire(now)
-            self._mark_used(conversation.prefix_keys)
+            self._mark_past_used(conversation)
             groups = [
-                [*self._find_whole(conversation, n), *self._find_left(conversation, n)]
+                self._find_ending_at(conversation, n)
                 for n in range(newest_index, 0, -1)
             ]
 
         for group in groups:
-            fitting = [t for t in group if t.fits(conversation)]
+            fitting = [t for t in group if may_replay(t, conversation)]
             if fitting:
-                transcript = min(fitting, key=lambda t: t.mismatch(conversation))
+                transcript = min(fitting, key=lambda t: find_mismatch(t, conversation))
                 with self._ledger_lock:
                     transcript.last_used = now
                 yield transcript
@@ -7434,23 +7531,23 @@ class Ledger:
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
-        Heads and tools that it has sent first become another session's that is shown
-        them, if there is one.
+        `session_id`: see GeneratedReply. Heads and tools that it has sent first become
+        another session's that is shown them, if there is one.
         """
         with self._ledger_lock:
-            if session_id is not None:
-                self._hand_over_starts(session_id)
+            if session_id is None:
+                self._records.clear()
+                self._nbytes = 0
+                return
+            self._hand_over_starts(session_id)
             for key, records in list(self._records.items()):
-                others = [r for r in records if r.session_id != session_id]
-                self._put(key, [] if session_id is None else others)
+                self._put(key, [r for r in records if r.session_id != session_id])
 
     def _hand_over_starts(self, session_id: str) -> None:
-        all_records = list(chain.from_iterable(self._records.values()))
-        starts = [r for r in all_records if isinstance(r, RenderedStart)]
         heirs = {
-            start.start_key: start.session_id
-            for start in starts
-            if start.is_reference and start.session_id != session_id
+            record.start_key: record.session_id
+            for record in chain.from_iterable(self._records.values())
+            if isinstance(record, StartReference) and record.session_id != session_id
         }
         for key in heirs.keys() & self._records.keys():
             for record in self._records[key]:
@@ -7482,35 +7579,38 @@ class Ledger:
     def snapshot(self) -> dict[str, int]:
         """Counts for the status page."""
         with self._ledger_lock:
-            records = [*chain.from_iterable(self._records.values())]
-        starts = [record for record in records if isinstance(record, RenderedStart)]
+            n_records = Counter(map(type, chain.from_iterable(self._records.values())))
         return {
-            "transcripts": len(records) - len(starts),
-            "heads": sum(start.head is not None for start in starts),
-            "tools": sum(bool(start.tools) for start in starts),
+            "transcripts": n_records[Transcript],
+            "heads": n_records[RenderedHead],
+            "tools": n_records[RenderedTools],
             "bytes": self._nbytes,
         }
 
-    def _find_or_plan(
-        self, key: bytes, now: float, make: Callable[[], RenderedStart]
-    ) -> RenderedStart:
+    def _find_or_plan[Start: LedgerRecord](
+        self, key: bytes, kind: type[Start], make: Callable[[], Start], now: float
+    ) -> Start:
         """The start under a key, recorded or planned; if there is none, a new one."""
-        start = self._find_start(key, now)
-        if start is None:
-            own_start = make()
-            with self._ledger_lock:
-                start = self._planned.setdefault(key, own_start)
-        return start
+        start = self._find_start(key, kind, now)
+        if start is not None:
+            return start
+        own_start = make()
+        with self._ledger_lock:
+            planned = self._planned.setdefault(key, own_start)
+        assert isinstance(planned, kind)
+        return planned
 
     def _find_reference(self, key: bytes, now: float) -> bytes:
         """The key of the start that is meant here; b"" if there is none."""
-        start = self._find_start(key, now)
-        return b"" if start is None else start.start_key
+        reference = self._find_start(key, StartReference, now)
+        return b"" if reference is None else reference.start_key
 
-    def _find_start(self, key: bytes, now: float) -> RenderedStart | None:
+    def _find_start[Start: LedgerRecord](
+        self, key: bytes, kind: type[Start], now: float
+    ) -> Start | None:
         with self._ledger_lock:
             for record in self._records.get(key, ()):
-                if isinstance(record, RenderedStart):
+                if isinstance(record, kind):
                     record.last_used = now
                     self._records.move_to_end(key)
                     return record
@@ -7522,43 +7622,36 @@ class Ledger:
         records = self._records.get(key, ())
         return [record for record in records if isinstance(record, Transcript)]
 
-    def _find_whole(
+    def _find_ending_at(
         self, conversation: Conversation, n_messages: int
-    ) -> Sequence[Transcript]:
-        """The transcripts of the first messages."""
-        return self._find_transcripts(conversation.prefix_keys[n_messages])
-
-    def _find_left(
-        self, conversation: Conversation, n_messages: int
-    ) -> Iterator[Transcript]:
-        """The same where the last of these messages is a reply that a client has left.
-
-        They are copies, not marked as used: what goes on from one is recorded itself.
-        """
+    ) -> list[Transcript]:
+        """The transcripts of the first messages, as far as the client has them."""
         reply = conversation.messages[n_messages - 1]
-        if reply.role != "assistant":
-            return
-        key = _key_of_left_reply(conversation.prefix_keys[n_messages - 1])
-        for transcript in self._find_transcripts(key):
-            if part := transcript.cut_to(reply):
-                yield part
+        transcripts = []
+        for key in conversation.transcript_keys(n_messages):
+            for transcript in self._find_transcripts(key):
+                part = transcript.cut_to(reply)
+                if part is not None:
+                    transcripts.append(part)
+        return transcripts
 
-    def _put(self, key: bytes, records: Sequence[Transcript | RenderedStart]) -> None:
-        """Replace the records under a key; [] removes it. All changes come here."""
+    def _put(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
+        """Replace the records under a key; [] removes it."""
         previous = self._records.pop(key, ())
         self._nbytes -= sum(record.nbytes for record in previous)
         self._nbytes += sum(record.nbytes for record in records)
         if records:
             self._records[key] = records
 
-    def _mark_used(self, prefix_keys: Sequence[bytes]) -> None:
-        """Move transcripts to the end, the shortest last.
+    def _mark_past_used(self, conversation: Conversation) -> None:
+        """Move the transcripts of a conversation to the end, the shortest last.
 
         So a transcript expires after those that continue it and share its segments.
         """
-        for key in reversed(prefix_keys):
-            if key in self._records:
-                self._records.move_to_end(key)
+        for n_messages in range(len(conversation.messages), 0, -1):
+            for key in conversation.transcript_keys(n_messages):
+                if key in self._records:
+                    self._records.move_to_end(key)
 
     def _expire(self, now: float) -> None:
         """Drop the least recently used while they are too old, or all are too large."""
@@ -7572,7 +7665,7 @@ class Ledger:
             self._put(key, [])
 
 
-# -- 4 planner: what becomes of a request ----------------------------------------------
+# -- 6 planner -------------------------------------------------------------------------
 
 _MAX_TRIES: Final = 3  # transcripts per request
 
@@ -7589,15 +7682,11 @@ class PromptPlan:
     n_replayed: int = 0  # tokens of the transcript, at the start of `rendered`
     refusal: str = ""  # why the longest transcript was not replayed
     unverified: Splice | None = None  # set if `rendered` is its guess
-    starts: Mapping[bytes, RenderedStart] = field(default_factory=dict)  # to remember
+    starts: Mapping[bytes, PromptStart] = field(default_factory=dict)  # to remember
 
     @property
     def can_be_recorded(self) -> bool:
         return bool(self.conversation.prefix_keys)  # has none if it is no chat
-
-
-class _ThinkingIsDropped(SpliceRefused):
-    """A transcript has thinking that PRESERVE_THINKING=false drops: no fault."""
 
 
 @dataclass(eq=False, slots=True)
@@ -7627,25 +7716,24 @@ class PromptPlanner:
         self.metrics.bump("telemetry_dropped", n_dropped)
 
         sent_tools = request.tools
-        session_id = request.session.session_id or ""
-        chosen = self.ledger.choose_tools(
-            sent_tools, messages, session_id=session_id, now=now
-        )
-        request = replace(request, tools=chosen.tools)
+        chosen = self.ledger.choose_tools(request, messages, now)
+        request = replace(request, tools=chosen.value)
         plan = self._plan_unlimited(request, template, messages, now=now)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
         is_tight = len(plan.rendered.ids) + reply_room > room
-        if is_tight and chosen.tools and not sent_tools:
-            chosen = self.ledger.choose_no_tools(messages, session_id)
+        if is_tight and chosen.value and not sent_tools:
+            chosen = Chosen((), {})
             request = replace(request, tools=())
             plan = self._plan_unlimited(request, template, messages, now=now)
 
         if len(plan.rendered.ids) > room:
-            shorter_plan = self._without_past_thinking(request, template, plan)
+            shorter_plan = self._render_as_sent(
+                request, template, plan.conversation, now=now, drops_thinking=True
+            )
             if shorter_plan.rendered.n_tokens < plan.rendered.n_tokens:
-                plan = shorter_plan
+                plan = replace(shorter_plan, refusal=plan.refusal)
         starts = {**plan.starts, **chosen.starts}
         return replace(plan, tools=request.tools, starts=starts)
 
@@ -7677,21 +7765,24 @@ class PromptPlanner:
     ) -> PromptPlan:
         """Replay the longest transcript that can be, or render all as sent."""
         keys = _chain_keys(template.render_context_key(request), messages)
-        conversation = Conversation(messages, keys, request.session.session_id or "")
-        candidates = self.ledger.candidates(conversation, now)
-
+        conversation = Conversation(messages, keys, Session.of(request))
         plan = None
         refusals: list[str] = []
-        for transcript in islice(candidates, _MAX_TRIES):
+        n_tries = 0
+        for transcript in self.ledger.candidates(conversation, now):
+            if not self._may_show_thinking(transcript, messages):
+                refusals.append("thinking is not preserved")
+                continue  # as configured: no fault, and soon found
             try:
                 plan = self._replay(request, template, conversation, transcript)
                 break
-            except _ThinkingIsDropped as error:
-                refusals.append(str(error))
             except SpliceRefused as error:
                 # The metric has an old name; it counts refused replays.
                 self.metrics.bump("exact_key_rejected_by_model_lcp")
                 refusals.append(str(error))
+            n_tries += 1
+            if n_tries == _MAX_TRIES:
+                break
         if plan is None:
             plan = self._render_as_sent(request, template, conversation, now=now)
         if not refusals:
@@ -7699,6 +7790,18 @@ class PromptPlanner:
 
         self.metrics.bump("ledger_seam_fallback")  # counts plans with a refused replay
         return replace(plan, refusal=refusals[0])
+
+    def _may_show_thinking(
+        self, transcript: Transcript, messages: Sequence[CanonicalMessage]
+    ) -> bool:
+        """Whether the prompt may have the thinking of this transcript, if it has any.
+
+        With PRESERVE_THINKING=false thinking goes with the next message of the user.
+        """
+        if self.config.preserve_thinking or not any(transcript.thinking):
+            return True
+        new_messages = messages[transcript.n_messages :]
+        return all(message.role != "user" for message in new_messages)
 
     def _replay(
         self,
@@ -7708,24 +7811,17 @@ class PromptPlanner:
         transcript: Transcript,
     ) -> PromptPlan:
         """Continue a transcript with the remaining messages. Raises SpliceRefused."""
-        messages = conversation.messages
         n_past = transcript.n_messages
+        messages = conversation.messages
         new_messages, stated = restate_messages(messages, n_past, transcript.stated)
-        is_new_turn = any(message["role"] == "user" for message in new_messages)
-        keeps_thinking = self.config.preserve_thinking or not is_new_turn
-        if any(transcript.thinking) and not keeps_thinking:
-            raise _ThinkingIsDropped("thinking is not preserved")
-
-        contexts = conversation.reply_contexts()[n_past:]
-        healed = heal_messages(new_messages, self.healing, contexts=contexts)
-        request = replace(request, messages=OriginalMessages(tuple(healed)))
-        past_messages = [message.original for message in messages[:n_past]]
+        healed = self._heal(new_messages, conversation)
+        recorded_ids = np.concatenate(transcript.segments)
         splice = Splice(
             template,
-            request,
-            recorded=transcript.as_prompt(),
-            is_cut=transcript.is_cut,
-            past_messages=past_messages,
+            replace(request, messages=OriginalMessages(tuple(healed))),
+            recorded=RenderedPrompt(ids=recorded_ids, positions=transcript.positions),
+            is_cut=transcript.reply.is_cut,
+            past_messages=[message.original for message in messages[:n_past]],
         )
         guess = None
         if conversation.context_key not in self.unguessable:
@@ -7735,7 +7831,7 @@ class PromptPlanner:
             conversation=conversation,
             stated=stated,
             transcript=transcript,
-            n_replayed=sum(map(len, transcript.segments)),
+            n_replayed=len(recorded_ids),
             unverified=None if guess is None else splice,
         )
 
@@ -7746,52 +7842,44 @@ class PromptPlanner:
         conversation: Conversation,
         *,
         now: float,
+        drops_thinking: bool = False,
     ) -> PromptPlan:
         """Render all messages as they were sent, but for the system's pinned values.
 
         These stay as they were first rendered, where that may be used, and where a
-        newer message can restate them.
+        newer message can restate them. `drops_thinking`: without the thinking that was
+        sent from before the newest user message. None is put back then, either.
         """
         messages = conversation.messages
         n_system = conversation.n_system
         head = restate_messages(messages[:n_system], 0, NOTHING_STATED)
-        _, head_stated = head
         can_restate = _newest_input(messages) >= 0
-        starts: Mapping[bytes, RenderedStart] = {}
-        if head_stated.pinned and can_restate:
-            key = conversation.prefix_keys[n_system]
-            head, starts = self.ledger.choose_head(
-                key, head, session_id=conversation.session_id, now=now
-            )
+        starts: Mapping[bytes, PromptStart] = {}
+        if head.stated.pinned and can_restate:
+            head, starts = self.ledger.choose_head(conversation, head, now)
 
-        system_messages, stated = head
-        later_messages, stated = restate_messages(messages, n_system, stated)
-        contexts = conversation.reply_contexts()
-        healed = heal_messages(
-            [*system_messages, *later_messages], self.healing, contexts=contexts
-        )
-        rendered = template.render_prompt(request, list(healed))
+        later_messages, stated = restate_messages(messages, n_system, head.stated)
+        if drops_thinking:
+            user_indices = [n for n, m in enumerate(messages) if m.role == "user"]
+            n_past = max(user_indices, default=n_system) - n_system
+            for past_message in later_messages[:n_past]:
+                past_message.pop("reasoning_content", None)
+        else:
+            later_messages = self._heal(later_messages, conversation)
         return PromptPlan(
-            rendered=rendered, conversation=conversation, stated=stated, starts=starts
-        )
-
-    def _without_past_thinking(
-        self, request: ChatRequest, template: ChatTemplate, plan: PromptPlan
-    ) -> PromptPlan:
-        """Render as sent, without thinking from before the newest user message."""
-        messages = plan.conversation.messages
-        copies, stated = restate_messages(messages, 0, NOTHING_STATED)
-        user_indices = [
-            n for n, message in enumerate(messages) if message.role == "user"
-        ]
-        for past_message in copies[: max(user_indices, default=0)]:
-            past_message.pop("reasoning_content", None)
-        return PromptPlan(
-            rendered=template.render_prompt(request, copies),
-            conversation=plan.conversation,
+            rendered=template.render_prompt(request, [*head.messages, *later_messages]),
+            conversation=conversation,
             stated=stated,
-            refusal=plan.refusal,
+            starts=starts,
         )
+
+    def _heal(
+        self, newest: Sequence[Message], conversation: Conversation
+    ) -> list[Message]:
+        """Put the thinking back into copies of the newest messages."""
+        contexts = reply_contexts(conversation.messages, conversation.session)
+        start = len(conversation.messages) - len(newest)
+        return heal_messages(newest, self.healing, contexts=contexts[start:])
 
 
 # region UPSTREAM ==============================================================
@@ -18074,7 +18162,8 @@ def _make_token_key(state: ServerState, planned: PlannedRequest) -> TokenKey:
     block_size = state.config.prompt_cache_block_size
     first_hashes: Sequence[bytes] = ()
     if plan.transcript is not None:
-        first_hashes = plan.transcript.block_hashes[: plan.n_replayed // block_size]
+        first_hashes = plan.transcript.reply.block_hashes
+        first_hashes = first_hashes[: plan.n_replayed // block_size]
 
     salt = sha256(repr((planned.model.revision, state.tenant)).encode()).digest()
     hashes = block_hashes(ids, block_size, root=salt, first_hashes=first_hashes)
@@ -18559,8 +18648,9 @@ class ReplyRecorder:
             generated = self._generated_reply(ending, is_cut=not ending.has_end_token)
             stores.LEDGER.record(plan, reply=reply, generated=generated)
         if recording.in_healing_store:
-            contexts = plan.conversation.reply_contexts()[-1]
-            stores.HEALING_STORE.remember(reply.original, contexts)
+            conversation = plan.conversation
+            contexts = reply_contexts(conversation.messages, conversation.session)
+            stores.HEALING_STORE.remember(reply.original, contexts[-1])
 
     def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
         original = {**message, "content": message["content"] or ""}
@@ -18569,7 +18659,7 @@ class ReplyRecorder:
 
     def _generated_reply(self, ending: ReplyEnding, *, is_cut: bool) -> GeneratedReply:
         return GeneratedReply(
-            ids=ending.token_ids,
+            ids=np.asarray(ending.token_ids, np.int32),
             is_cut=is_cut,
             block_hashes=self._prepared.engine_request.key.block_hashes,
             session_id=self._prepared.session_id,

@@ -1537,7 +1537,7 @@ class Desk:
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
         ids = [token for piece in script.split(CUT_HERE) for token in encode(piece)]
         generated = s.GeneratedReply(
-            ids=[*ids, self._end],
+            ids=np.array([*ids, self._end], np.int32),
             is_cut=False,
             session_id="",
             finished_at=1.0,
@@ -1545,7 +1545,9 @@ class Desk:
         )
         [turn] = self._template.canonicalize([message])
         self._ledger.record(draft, reply=turn, generated=generated)
-        self._healing.remember(turn.original, draft.conversation.reply_contexts()[-1])
+        conversation = draft.conversation
+        contexts = s.reply_contexts(conversation.messages, conversation.session)
+        self._healing.remember(turn.original, contexts[-1])
 
 
 @cache

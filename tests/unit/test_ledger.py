@@ -157,7 +157,9 @@ def generated(
     ids: Iterable[int], *, is_cut: bool = False, **more: Any
 ) -> start_llm.GeneratedReply:
     facts = {"session_id": "", "finished_at": 0.0, "block_hashes": (), **more}
-    return start_llm.GeneratedReply(ids=list(ids), is_cut=is_cut, **facts)
+    return start_llm.GeneratedReply(
+        ids=np.array([*ids], np.int32), is_cut=is_cut, **facts
+    )
 
 
 # -- the table of LEDGER.md ----------------------------------------------------------------
@@ -295,13 +297,13 @@ class Conversation:
         fields = self.shape.fields
         request = chat(old[:-1], **fields)
         plan = maker.plan(request, template, room=PLENTY, now=0.0)
-        rendered = replace(plan.rendered, ids=np.array(reply_ids, np.int32))
+        rendered = replace(plan.rendered, ids=np.array(reply_ids[:-1], np.int32))
         [reply] = template.canonicalize(chat([old[-1]]).messages)
 
         maker.ledger.record(
             replace(plan, rendered=rendered),
             reply=reply,
-            generated=generated((), is_cut=ended is None),
+            generated=generated(reply_ids[-1:], is_cut=ended is None),
         )
         return maker.plan(self.request, template, room=PLENTY, now=0.0)
 
@@ -473,8 +475,9 @@ class Server:
 
         record = generated(ids, session_id=session, finished_at=self.now)
         self.planner.ledger.record(draft, reply=turn, generated=record)
-        context = draft.conversation.reply_contexts()[-1]
-        self.planner.healing.remember(turn.original, context)
+        conversation = draft.conversation
+        contexts = start_llm.reply_contexts(conversation.messages, conversation.session)
+        self.planner.healing.remember(turn.original, contexts[-1])
         return [*ids_of(draft), *ids]
 
     def answer(
@@ -623,8 +626,9 @@ def test_a_note_in_force_again_at_its_own_place_is_told_again(place: str) -> Non
         first = [said("user", "hello"), said(place, f"MODE {mode}")]
         if place == "reminder":
             first = [said("user", f"{note(f'MODE {mode}')}\n\nhello")]
-        draft = server.draft([SYSTEM, *first, FINE, *past, said("user", f"task {n}")])
-        server.say(draft, FINE)
+        task = said("user", f"task {n}")
+        draft = server.draft([SYSTEM, *first, FINE, *past, task], user="s")
+        server.say(draft, FINE, session="s")
         past += [said("user", f"task {n}"), FINE]
 
     assert draft.transcript
@@ -970,10 +974,10 @@ def test_another_world_is_another_past() -> None:
 def test_one_key_has_up_to_four_pasts() -> None:
     server = Server()
     messages = [SYSTEM, USER, FINE, NEXT]
-    draft = server.draft([SYSTEM, USER])
     pasts = []
     for n in range(6):
         server.now += 1
+        draft = server.draft([SYSTEM, USER], user=f"s{n}")
         past = server.say(draft, FINE, words=f"version {n}", session=f"s{n}")
         pasts.append(past)
         assert server.planner.ledger.snapshot()["transcripts"] == min(n + 1, 4)
@@ -1006,6 +1010,13 @@ def leave(server: Server, draft: start_llm.PromptPlan, **more: Any) -> list[list
     record = generated(ids, is_cut=True, shown_text=text, shown_ends=ends, **more)
     server.planner.ledger.record(draft, reply=reply, generated=record)
     return [[*ids_of(draft), *ids[: end.n_tokens]] for end in ends]
+
+
+def holds_tokens(record: start_llm.LedgerRecord, ids: list[int]) -> bool:
+    """Whether it is a transcript that begins with these tokens."""
+    if not isinstance(record, start_llm.Transcript):
+        return False
+    return record.segments[0][: len(ids)].tolist() == ids
 
 
 def test_a_left_reply_is_replayed_as_far_as_its_client_has_it(model: str) -> None:
@@ -1057,6 +1068,25 @@ def test_a_left_reply_to_another_persons_note_is_not_replayed() -> None:
     server.planner.ledger.forget("bob")
     assert server.draft([*asked, *echo], user="bob").transcript is None
     assert server.n_bytes() == 0
+
+
+def test_a_left_reply_is_not_forgotten_before_what_goes_on_from_it() -> None:
+    """Its tokens are shared by all that follows, and counted in its record alone."""
+    server = Server(ledger_max_bytes=40_000)
+    asked = [SYSTEM, said("user", "a long question " * 100)]
+    [prompt_and_reply, *_] = leave(server, server.draft(asked))
+    messages = [*asked, said("assistant", "I have"), NEXT]
+    for n in range(3):
+        assert starts_with(server.draft(messages), prompt_and_reply)
+        server.answer(messages, said("assistant", f"reply {n}"))
+        messages += [said("assistant", f"reply {n}"), NEXT]
+
+    for n in range(40):
+        fill(server, n)
+        records = chain.from_iterable(server.planner.ledger._records.values())
+        holders = [r for r in records if holds_tokens(r, prompt_and_reply[:100])]
+        assert not holders or any(holder.reply.shown_ends for holder in holders)
+    assert not holders
 
 
 # -- thinking ---------------------------------------------------------------------------
@@ -1181,6 +1211,22 @@ def test_thinking_is_not_preserved_when_so_configured(name: str) -> None:
     assert counts["exact_key_rejected_by_model_lcp"] == 0  # it was set, so is no fault
 
 
+def test_transcripts_whose_thinking_may_not_be_shown_are_not_tried() -> None:
+    """However many they are, the one before them is replayed."""
+    server = Server("chatml/tiny", preserve_thinking=False)
+    messages = [SYSTEM, USER]
+    past = server.answer(messages, FINE, tools=TOOLS)
+    messages += [FINE, said("user", "look")]
+    for n in range(5):
+        thinks = asks(f"x{n}", reasoning_content="why I look")
+        server.answer(messages, thinks, tools=TOOLS)
+        messages += [asks(f"x{n}"), result("r")]
+
+    draft = server.draft([*messages, NEXT], tools=TOOLS)
+    assert draft.refusal == "thinking is not preserved"
+    assert starts_with(draft, past)
+
+
 def test_without_past_thinking_a_past_is_replayed_even_then() -> None:
     server = Server("chatml/tiny", preserve_thinking=False)
     past = server.answer([SYSTEM, USER], FINE)
@@ -1221,6 +1267,24 @@ def test_a_prompt_that_does_not_fit_goes_without_past_thinking() -> None:
     past = server.say(bare, said("assistant", "done"))
     again = server.draft([*messages, said("assistant", "done"), NEXT])
     assert starts_with(again, past)
+
+
+def test_a_prompt_without_past_thinking_begins_as_all_others_do() -> None:
+    """Its head stays as first rendered, so a new id in it moves nothing (L-38)."""
+    server = Server()
+    reply = said("assistant", "fine", reasoning_content=LONG)
+    server.answer([head_with("id-1"), USER], reply, words=LONG)
+    messages = [head_with("id-1"), USER, FINE, NEXT]
+    room = server.draft(messages).rendered.n_tokens - 1
+    plans = [
+        server.draft([head_with(value), USER, FINE, NEXT], room=room)
+        for value in ("id-1", "id-2")
+    ]
+
+    assert all(LONG not in server.text(plan) for plan in plans)
+    texts = [server.text(plan).partition("[message_id")[0].strip() for plan in plans]
+    assert texts[0].startswith(texts[1])
+    assert restated(server.text(plans[1])) == ["id-2"]
 
 
 @pytest.mark.parametrize("thought", ["a long thought " * 30, "思考🙂" * 50])
@@ -1374,7 +1438,8 @@ def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
 
     past = server.say(tight, FINE)
     follow_up = [*ask, FINE, NEXT]
-    assert starts_with(server.draft(follow_up, tools=[]), past)
+    n_whole = len(Server(model).draft(follow_up, tools=offered).rendered.ids)
+    assert starts_with(server.draft(follow_up, tools=[], room=n_whole), past)
     with_tools = server.draft(
         follow_up, tools=offered
     )  # not behind a past that has none
@@ -1409,16 +1474,16 @@ def test_a_section_that_comes_and_goes_moves_nothing() -> None:
     for first, second in (("", "chat"), ("chat", ""), ("chat", "wake")):
         server = Server()
         messages = [USER]
-        past = server.answer([heads[first], *messages], FINE)
+        past = server.answer([heads[first], *messages], FINE, user="s", session="s")
         for n in range(2):
             messages = [*messages, FINE if n == 0 else said("assistant", "so"), NEXT]
-            draft = server.draft([heads[second], *messages])
+            draft = server.draft([heads[second], *messages], user="s")
             assert starts_with(draft, past)
             text = server.text(draft)
             assert sections[second].strip() in text
             n_sections = bool(sections[first]) + bool(sections[second])
             assert text.count("## Inbound") == n_sections
-            past = server.say(draft, said("assistant", "so"))
+            past = server.say(draft, said("assistant", "so"), session="s")
 
 
 def test_who_has_no_section_is_told_nobody_elses() -> None:
@@ -1507,6 +1572,79 @@ def test_nothing_of_one_sender_is_in_the_prompt_of_another(
         assert first not in server.text(draft)
         assert second in server.text(draft)
         assert ids_of(draft) == ids_of(cold)
+
+
+def test_the_name_of_an_anonymous_session_is_no_session_id() -> None:
+    """The status page shows it, so anybody may send it."""
+    server = Server()
+    hello = say_to(server, begun_by("alice", "inbound context"), "alice", "")
+    messages = [*begun_by("bob", "inbound context"), hello, NEXT]
+    draft = server.draft(messages, user="sha1:x")
+    assert draft.transcript is None
+    assert "alice" not in server.text(draft)
+
+
+# The call of the transcript stands between two notes and two private values.
+BEFORE_CALL = ["a note", "a value"]
+ALL = [*BEFORE_CALL, "a later note", "a later value"]
+WHOSE = [
+    # session of the request, ids are those generated, what it has otherwise, may replay
+    ("own", False, ALL, True),
+    ("other", True, ["a note"], True),
+    ("other", True, ["a later note"], False),
+    ("other", False, ["a note"], False),
+    ("other", True, ["a value"], False),
+    (None, True, BEFORE_CALL, True),
+    (None, True, ["a later note"], False),
+    (None, True, ["a later value"], False),
+    (None, True, ["the head"], False),
+    (None, False, ["a note"], False),
+    (None, False, ["a value"], False),
+    (None, False, [], True),
+    ("other", False, [], True),
+    ("own", True, ["the thinking"], False),
+]
+
+
+@pytest.mark.parametrize(("session", "has_id", "changes", "may_replay"), WHOSE)
+def test_whose_transcript_may_be_replayed(
+    session: str | None, has_id: bool, changes: list[str], may_replay: bool
+) -> None:
+    """The table of LEDGER, part 4."""
+    server = Server()
+
+    def messages_with(call_id: str, changes: list[str]) -> list:
+        def one_or_other(name: str) -> str:
+            return f"{name} {'of another' if name in changes else 'as it was'}"
+
+        head = f"Be brief.\nRuntime: agent={one_or_other('the head')} | host=vm\n"
+        called = asks("ls", reasoning_content="")
+        called["tool_calls"][0]["id"] = call_id
+        if "the thinking" in changes:
+            called["reasoning_content"] = "I think otherwise"
+        texts = [
+            f"hello\n{note(one_or_other(name))}\nStats: runtime {one_or_other(value)}\n"
+            for name, value in (("a note", "a value"), ALL[2:])
+        ]
+        return [
+            *(said("system", head), said("user", texts[0]), called),
+            *(said("tool", "r", tool_call_id=call_id), said("user", texts[1])),
+        ]
+
+    messages = messages_with("5e1e438e4", [])
+    called = {**messages[2], "reasoning_content": "I think"}
+    server.answer(messages[:2], called, user="own", session="own")
+    draft = server.draft(messages, user="own")
+    assert draft.transcript
+    server.say(draft, FINE, session="own")
+    key = server.draft([*messages, FINE], user="own").conversation.prefix_keys[6]
+
+    sent = messages_with("5e1e438e4" if has_id else "another", changes)
+    fields = {"user": session} if session else {}
+    draft = server.draft([*sent, FINE, NEXT], **fields)
+    assert draft.conversation.prefix_keys[6] == key
+    n_messages = draft.transcript.n_messages if draft.transcript else 0
+    assert (n_messages == 6) == may_replay
 
 
 @pytest.mark.parametrize("ids", IDS)
@@ -1761,17 +1899,18 @@ def test_a_reminder_that_moves_along_is_told_once(words: str) -> None:
     block = "<system-reminder>\nplan mode\n</system-reminder>"
     server = Server()
     texts = [{"type": "text", "text": text} for text in (words, block)]
-    past = server.answer([SYSTEM, said("user", texts)], FINE)
+    past = server.answer([SYSTEM, said("user", texts)], FINE, user="s", session="s")
     next_with_block = said("user", f"next\n\n{block}")
-    draft = server.draft([SYSTEM, said("user", words), FINE, next_with_block])
+    draft = server.draft([SYSTEM, said("user", words), FINE, next_with_block], user="s")
     assert starts_with(draft, past)
     assert server.text(draft).count("plan mode") == 1
 
-    draft = server.draft([SYSTEM, said("user", "hello"), FINE, NEXT])
+    draft = server.draft([SYSTEM, said("user", "hello"), FINE, NEXT], user="s")
     assert starts_with(draft, past)
 
     changed = block.replace("plan", "build")
-    draft = server.draft([SYSTEM, said("user", f"hello\n\n{changed}"), FINE, NEXT])
+    hello = said("user", f"hello\n\n{changed}")
+    draft = server.draft([SYSTEM, hello, FINE, NEXT], user="s")
     assert starts_with(draft, past)
     assert f"next\n\n{changed}" in server.text(draft)
 
@@ -1875,9 +2014,9 @@ def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
         fill(server, n, turns=3 + n % 5)
         pasts = chain.from_iterable(server.planner.ledger._records.values())
         segment_lists = [past.segments for past in pasts]
-        last_segments = {id(segments[-1]) for segments in segment_lists}
+        own_segments = {id(own) for parts in segment_lists for own in parts[-2:]}
         for segments in segment_lists:
-            assert last_segments.issuperset(map(id, segments))
+            assert own_segments.issuperset(map(id, segments))
 
 
 EMPTY = {"transcripts": 0, "heads": 0, "tools": 0, "bytes": 0}
