@@ -1438,8 +1438,9 @@ def test_tools_that_do_not_fit_are_not_told_unasked(model: str) -> None:
 
     past = server.say(tight, FINE)
     follow_up = [*ask, FINE, NEXT]
-    n_whole = len(Server(model).draft(follow_up, tools=offered).rendered.ids)
-    assert starts_with(server.draft(follow_up, tools=[], room=n_whole), past)
+    if n_whole > len(cold.rendered.ids):  # the template prints tools
+        n_whole = len(Server(model).draft(follow_up, tools=offered).rendered.ids)
+        assert starts_with(server.draft(follow_up, tools=[], room=n_whole), past)
     with_tools = server.draft(
         follow_up, tools=offered
     )  # not behind a past that has none
