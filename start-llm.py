@@ -6707,12 +6707,14 @@ def _excerpt(messages: list[Message]) -> list[Message]:
 # region TOKEN HASHES ==========================================================
 # Names for the tokens of a prompt: hashes of its blocks. PREFIX CACHE finds KV by them.
 #
-# The name of a block is sha256(name of the block before, or root; its tokens), so it
-# stands for all tokens up to the end of that block. The root stands for whatever else
-# changes KV: model and tenant.
+#     block 0 = sha256(root    + tokens 0 to 255)      of blocks of 256 tokens
+#     block 1 = sha256(block 0 + tokens 256 to 511)
 #
-# Every image has the same token ids, so markers take their place, made of the image's
-# digest: from there on, another image is another prefix (L-57). Markers are negative.
+# So a name stands for all tokens up to the end of its block. The root stands for what
+# else changes KV: model and tenant.
+#
+# The model has the same token ids for every image. So that another image is another
+# prefix (L-57), negative markers made of the image's digest stand in their place:
 #
 #     ids as rendered    12   7  900  900  900   5        900: one patch of an image
 #     ids with markers   12   7  -13  -88  -40   5        odd: an image begins here
@@ -6732,17 +6734,17 @@ def common_prefix_length(first: TokenIds, second: TokenIds) -> int:
 
 
 def inject_image_markers(ids: TokenIds, image: slice, *, digest: str) -> TokenIds:
-    """A copy with markers in place of an image's tokens, of which there are some.
+    """A copy of `ids` with markers at the positions of an image: at least one.
 
-    `digest`: 64 hex digits. Its eight words are all in the markers of an image of eight
-    tokens or more; models make dozens.
+    `digest`: of the image, 64 hex digits, which are eight words of 32 bits. Each token
+    gets a word, in turn; models make dozens of tokens of an image, so all are used.
     """
     n_tokens = image.stop - image.start
     digest_words = np.frombuffer(bytes.fromhex(digest), "<u4")
     words = np.resize(digest_words, n_tokens)  # repeated as often as needed
 
-    # 30 bits of a word, as an even number from -2 to -2**31, the least int32. The first
-    # marker is one more: odd.
+    # 30 bits of each word become an even number from -2 down to -2**31, the least
+    # int32. The first marker is one more, so it is odd.
     numbers = (words & 0x3FFFFFFF).astype(np.int64)
     marked_ids = ids.copy()
     marked_ids[image] = -2 - 2 * numbers
@@ -6757,7 +6759,10 @@ def image_starts(tokens: TokenIds) -> list[int]:
 
 
 def is_inside_image(tokens: TokenIds, position: int) -> bool:
-    """Whether a cut before the token at `position` would part an image."""
+    """Whether the token at `position` is of an image, but not its first.
+
+    Then a cut before it would part the image.
+    """
     if position >= len(tokens):
         return False
     token = int(tokens[position])
@@ -6771,7 +6776,7 @@ def block_hashes(
     root: bytes,
     first_hashes: Sequence[bytes] = (),
 ) -> list[bytes]:
-    """The names of all full blocks. `first_hashes`: those already known, in order."""
+    """The names of all full blocks. `first_hashes`: of the first ones, if known."""
     token_bytes = np.asarray(tokens, dtype="<i4").tobytes()
     block_bytes = 4 * block_size
     n_blocks = len(token_bytes) // block_bytes
@@ -9889,6 +9894,7 @@ class CacheLease:
 # From other sections: a CanonicalMessage is a message without what changes by itself,
 # and its digest; a context key stands for the template, the tools and the settings that
 # the template renders before the messages.
+#
 # Public   SessionIndex, SessionRow, session_id_for, SessionTurnStore, RequestHistory,
 #          SentRequest, MissReason, count_reread_tokens, explain_miss, message_diff
 # Uses     CONFIG, API TYPES, CANONICALIZATION, TOKEN HASHES
@@ -9904,8 +9910,8 @@ def session_id_for(
 ) -> str:
     """The client's session id, or else a digest of how the conversation begins.
 
-    `start_key` names the messages up to the first one of the user. Without it, the
-    digest is that of the first 128 tokens of the prompt.
+    `start_key` stands for the messages up to the first one of the user. Where there is
+    none (a completion), the digest is that of the first 128 tokens of the prompt.
     """
     if context.session_id:
         return context.session_id
@@ -9924,7 +9930,7 @@ class SessionRow(TypedDict):
     turns: list[Mapping[str, object]]  # figures of its last requests, the oldest first
 
 
-class _Session(NamedTuple):
+class _SessionTurns(NamedTuple):
     last_used: float
     turns: list[Mapping[str, object]]
 
@@ -9939,7 +9945,7 @@ class SessionIndex:
         max_idle_seconds = config.prompt_cache_session_max_idle_seconds
         self._max_idle_seconds = max_idle_seconds or math.inf
         self._sessions_lock = threading.Lock()
-        # _Session by id. items() is a list, that used last first.
+        # _SessionTurns by id. items() is a list, that used last first.
         self._sessions = LRUCache(self.MAX_SESSIONS)
 
     def note(self, session_id: str, facts: Mapping[str, object], *, now: float) -> None:
@@ -9947,7 +9953,7 @@ class SessionIndex:
         with self._sessions_lock:
             session = self._sessions.get(session_id)
             turns = [*session.turns, facts] if session else [facts]
-            self._sessions[session_id] = _Session(now, turns[-self._max_turns :])
+            self._sessions[session_id] = _SessionTurns(now, turns[-self._max_turns :])
 
     def expire(self, now: float) -> None:
         """Drop sessions that were idle for longer than the setting allows."""
@@ -9973,31 +9979,37 @@ class SessionIndex:
 class SessionTurnStore:
     """The messages that each session has sent, as digests.
 
-    For a session there are two records. The conversation is only ever extended, since
-    clients send other requests under the same id: for a title, or for a summary. So it
-    stays as it was once a client has edited or compacted what it contains. The last
-    request is whatever came last, which is what the session log builds on.
+    A session has several conversations: beside the main one, clients send requests for
+    a title, for a summary and for sub-agents under the same id. Apart from these, the
+    last request is kept, of whichever: the session log has only what is new in a next.
     """
 
     MAX_SESSIONS: Final = 1_000  # beyond it, the least recently used is dropped
+    MAX_CONVERSATIONS: Final = 4  # of a session
 
     def __init__(self) -> None:
         self._turns_lock = threading.Lock()
-        # Digests of messages, by session id.
+        # By session id: a list of conversations, the newest last; a request. Each of
+        # these is the digests of its messages.
         self._conversations = LRUCache(self.MAX_SESSIONS)
         self._last_requests = LRUCache(self.MAX_SESSIONS)
 
     def advance(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record what extends the conversation; how many messages agree with it."""
+        """Record a request; how many of its first messages the session had sent."""
+        n_stable = 0
+        others = []  # conversations that this request does not continue
         with self._turns_lock:
-            conversation = self._conversations.get(session_id, ())
-            n_stable = message_diff(conversation, digests)
-            if n_stable == len(conversation):
-                self._conversations[session_id] = digests
+            for conversation in self._conversations.get(session_id, ()):
+                n_common = message_diff(conversation, digests)
+                n_stable = max(n_stable, n_common)
+                if n_common < len(conversation):
+                    others.append(conversation)
+            conversations = [*others, digests][-self.MAX_CONVERSATIONS :]
+            self._conversations[session_id] = conversations
         return n_stable
 
     def exchange_last(self, session_id: str, digests: Sequence[object]) -> int:
-        """Record a request; how many messages agree with the one before."""
+        """Record a request; how many messages it has in common with the one before."""
         with self._turns_lock:
             last_request = self._last_requests.get(session_id, ())
             self._last_requests[session_id] = digests
@@ -10034,11 +10046,12 @@ class SentRequest(NamedTuple):
 
 
 class RequestHistory:
-    """The last answered request of each conversation. Completions are in none."""
+    """The last answered request of each conversation; no completions."""
 
-    MAX_COST: Final = 2_000_000  # beyond it, the oldest go first
-    # And 1 a token, as each request is compared with all; or for each 4 bytes of its
-    # messages if that is more: what no template prints takes memory, too (L-128).
+    MAX_COST: Final = 2_000_000  # of all; beyond it, the oldest go first
+    # A request costs this and 1 a token, for each new request is compared with all of
+    # them; or 1 for 4 bytes of its messages, if that is more: what no template prints
+    # takes memory, too (L-128).
     REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
@@ -10100,10 +10113,12 @@ class RequestHistory:
 def count_reread_tokens(
     earlier: SentRequest, request: SentRequest, *, cached_tokens: int
 ) -> int:
-    """About how many tokens of messages that were sent before had to be read again.
+    """About how many tokens were read again, though their messages were sent before.
 
-    Exact as far as the two requests have the same tokens. What follows is counted by
-    the share of its characters that are in messages of the earlier request.
+        tokens of the request   [ cached | the same, but not cached | all that follows ]
+        read again                0        all of them                a share
+
+    The share is that of characters in messages that the earlier request had, too.
     """
     n_common = common_prefix_length(earlier.tokens, request.tokens)
     n_stable = 0
@@ -10182,7 +10197,7 @@ def explain_miss(
 
 
 def _find_difference(earlier: SentRequest, request: SentRequest) -> MissReason | None:
-    """Where the messages differ; None if they do not."""
+    """Where the messages first differ; None if the earlier request has them all."""
     if earlier.context_key != request.context_key:
         return MissReason("other tools, or other settings of the chat template")
 
@@ -10202,7 +10217,7 @@ def _find_difference(earlier: SentRequest, request: SentRequest) -> MissReason |
 
 
 def _compare_texts(earlier: Message, current: Message) -> ChangedText:
-    """The difference in the contents of two messages, or else in all of them."""
+    """The first difference of two contents; if they are equal, of whole messages."""
     text = current["content"]
     earlier_text = earlier["content"]
     if text == earlier_text:

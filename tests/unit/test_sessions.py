@@ -137,19 +137,26 @@ def test_a_diff_counts_the_leading_messages_that_agree(
     assert n_same == shorter or old[n_same] != new[n_same]
 
 
-def test_only_a_strict_append_advances_the_record_of_a_session() -> None:
+def test_messages_count_that_a_session_has_sent_in_any_of_its_conversations() -> None:
     store = SessionTurnStore()
     advance = partial(store.advance, "s")
     first = ["sys", "u"]
     second = [*first, "a", "t"]
 
+    assert advance(digests=["title", "u"]) == 0  # a title, often answered first
     assert advance(digests=first) == 0
     assert advance(digests=second) == 2
-    assert advance(digests=["title", "u"]) == 0  # a title request under the same id
+    assert advance(digests=["title", "u2"]) == 1
     assert advance(digests=[*first, "b"]) == 2  # an edit
+    assert advance(digests=[*first, "b", "c"]) == 3
     assert advance(digests=second) == 4  # a retry
     assert store.exchange_last("s", ["sys"]) == 0  # of another record
     assert advance(digests=[*second, "b"]) == 4
+    assert store.advance("other", second) == 0
+
+    for n in range(store.MAX_CONVERSATIONS):
+        assert advance(digests=[f"task {n}"]) == 0
+    assert advance(digests=second) == 0  # forgotten
 
 
 def test_the_last_request_is_what_the_next_is_compared_with() -> None:
