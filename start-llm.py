@@ -6962,8 +6962,9 @@ def restate_messages(
     past_messages = messages[:start]
     newest_index = _newest_input(messages)
     moved_notes = _find_moved_notes(messages, start, stated)
+    stated_notes = set(stated.notes)
     missing_notes = [
-        text for text in _note_texts(past_messages) if text not in stated.notes
+        text for text in _note_texts(past_messages) if text not in stated_notes
     ]
 
     copies: list[Message] = []
@@ -7093,11 +7094,11 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class LedgerRecord:
-    """What the ledger has under a key. Its lock guards the last two, which change."""
+    """What the ledger has under a key. Its lock guards the two fields that change."""
 
     nbytes: int  # estimated, without what other records hold as well
-    session_id: str = ""  # for Ledger.forget(): see GeneratedReply
-    last_used: float = 0.0  # seconds
+    session_id: str = ""  # for Ledger.forget(), see GeneratedReply; it changes
+    last_used: float = 0.0  # seconds; it changes
 
 
 class ShownEnd(NamedTuple):
@@ -7175,15 +7176,17 @@ class Transcript(LedgerRecord):
         return len(self.thinking)
 
     def cut_to(self, reply: CanonicalMessage) -> Transcript | None:
-        """It, ending where the client's copy of the reply ends; None: no token does.
+        """The transcript up to where the client's copy of the reply ends.
+
+        It is None if no delta ended there.
 
         A client that leaves a reply may have some deltas less than were generated
         (L-121). White space at the end does not count:
 
-            shown_text          I have looked. \\n\\n It is four
-            tokens, up to       2    4             6     7         = shown_ends
-            the client sends    I have looked.                     -> 4 tokens
-                                I have loo                         -> None
+            deltas shown          I have | looked. | It is | four
+            tokens so far         2        4         6       7
+            the client sends      I have looked.     -> ends after 4 tokens
+            the client sends      I have loo         -> None
         """
         if not self.reply.shown_ends:
             return self  # nobody left it
@@ -7192,12 +7195,12 @@ class Transcript(LedgerRecord):
         has_calls = "tool_calls" in reply.original
         if not text or has_calls or not shown_text.startswith(text):
             return None
-        for end in self.reply.shown_ends:
-            is_same_text = not shown_text[len(text) : end.n_letters].strip()
-            if end.n_letters >= len(text) and is_same_text:
-                *segments, reply_ids = self.segments
-                return replace(self, segments=(*segments, reply_ids[: end.n_tokens]))
-        return None
+        ends = self.reply.shown_ends
+        index = bisect_left(ends, len(text), key=lambda end: end.n_letters)
+        if index == len(ends) or shown_text[len(text) : ends[index].n_letters].strip():
+            return None
+        *segments, reply_ids = self.segments
+        return replace(self, segments=(*segments, reply_ids[: ends[index].n_tokens]))
 
 
 def _transcript_bytes(
