@@ -12134,8 +12134,8 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
 #
 # Public   EngineRequest, RequestHandle, RequestTimes, RequestState, StateSeconds,
-#          WaitReason, WaitCause, WaitTimes, TokenEvent, SecondTryEvent, FinishedEvent,
-#          EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
+#          WaitReason, WaitCause, Activity, Reuse, TokenEvent, SecondTryEvent,
+#          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
 #          PREFIX CACHE, VISION MODEL, MODEL LOADING, SAMPLING
 # Thread   model, mlx; RequestHandle: any
@@ -12181,6 +12181,14 @@ class TokenEvent(NamedTuple):
     logprob: Logprob | None = None  # if it was asked for
 
 
+class Reuse(NamedTuple):
+    """What of a prompt was in the cache when the model began with it."""
+
+    hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
+    cached_tokens: int = 0
+    matched_tokens: int = 0  # leading tokens with KV, be it without usable state
+
+
 class StateSeconds(NamedTuple):
     """How long a request was in each state."""
 
@@ -12193,9 +12201,7 @@ class FinishedEvent(NamedTuple):
     """The request is over; the KV that was computed for it is in the cache."""
 
     reason: EndReason
-    cached_tokens: int = 0
-    hit_kind: HitKind | Literal["-"] = "miss"
-    matched_tokens: int = 0  # leading tokens with KV, be it without usable state
+    reuse: Reuse = Reuse()
     seconds: StateSeconds = StateSeconds()
 
 
@@ -12205,36 +12211,6 @@ class SecondTryEvent(NamedTuple):
 
 # An int: KV of so many tokens of the prompt is there. An error ends the request.
 type EngineEvent = int | TokenEvent | SecondTryEvent | FinishedEvent | ServerError
-
-
-class RequestTimes(NamedTuple):
-    """When a request entered its states, by time.monotonic()."""
-
-    submitted: float
-    started: float | None = None  # the model reads for it; None: it waits
-    decoding: float | None = None  # None: it waits or prefills
-
-    @property
-    def state(self) -> RequestState:
-        """The state that it entered last."""
-        if self.decoding is not None:
-            return "decoding"
-        return "waiting" if self.started is None else "prefilling"
-
-    @property
-    def state_since(self) -> float:
-        """When it entered this state."""
-        if self.decoding is not None:
-            return self.decoding
-        return self.submitted if self.started is None else self.started
-
-    def seconds(self, now: float) -> StateSeconds:
-        """How long it has been in each state."""
-        started = now if self.started is None else self.started
-        decoding = now if self.decoding is None else self.decoding
-        return StateSeconds(
-            started - self.submitted, decoding - started, now - decoding
-        )
 
 
 class WaitCause(NamedTuple):
@@ -12249,73 +12225,104 @@ class WaitCause(NamedTuple):
     request_id: str | None = None  # whose prefix it waits for
 
 
-class WaitTimes(NamedTuple):
-    """What a request waits for, and for how long it did so; never changed in place."""
+# None: the request has just come, or come again, and the scheduler has not seen it yet.
+type Activity = WaitCause | Literal["prefilling", "decoding"] | None
 
-    since: float  # when it began to wait, or to wait for `cause`; time.monotonic()
-    cause: WaitCause | None = None  # None: it was not looked at yet, or waits no more
-    ended: Mapping[WaitCause, float] = {}  # seconds, for what it waited before
 
-    def switch(self, cause: WaitCause | None, now: float) -> WaitTimes:
-        """The times when from `now` on it waits for another cause, or for nothing.
+class RequestTimes(NamedTuple):
+    """What a request does, and for how long it did what; never changed in place.
 
-        The time until it is looked at first belongs to the cause that is found then.
+    It waits, for one cause after another; then its prompt is read; then it decodes. A
+    second try waits and is read once more.
+    """
+
+    since: float  # when `activity` began; time.monotonic()
+    activity: Activity = None
+    ended: Mapping[Activity, float] = {}  # seconds of what it did before
+
+    @property
+    def state(self) -> RequestState:
+        """The state that it is in."""
+        if self.activity is None or isinstance(self.activity, WaitCause):
+            return "waiting"
+        return self.activity
+
+    @property
+    def cause(self) -> WaitCause | None:
+        """What it waits for; None: it does not wait, or nobody knows yet for what."""
+        return self.activity if isinstance(self.activity, WaitCause) else None
+
+    def begin(self, activity: Activity, now: float) -> RequestTimes:
+        """The times when from `now` on it does something else.
+
+        The time until the scheduler sees it belongs to the cause that is found then.
         """
-        if self.cause == cause:
+        if self.activity is None and isinstance(activity, WaitCause):
+            return self._replace(activity=activity)
+        if self.activity == activity:
             return self
-        if self.cause is None and not self.ended:
-            return self._replace(cause=cause)
-        return WaitTimes(now, cause, self.seconds(now))
+        return RequestTimes(now, activity, self._until(now))
 
-    def seconds(self, now: float) -> dict[WaitCause, float]:
+    def seconds(self, now: float) -> StateSeconds:
+        """How long it has been in each state."""
+        seconds = self._until(now)
+        prefilling = seconds.pop("prefilling", 0.0)
+        decoding = seconds.pop("decoding", 0.0)
+        return StateSeconds(sum(seconds.values()), prefilling, decoding)
+
+    def wait_seconds(self, now: float) -> dict[WaitCause, float]:
         """How long it has waited for each cause."""
+        return {
+            activity: seconds
+            for activity, seconds in self._until(now).items()
+            if isinstance(activity, WaitCause)
+        }
+
+    def _until(self, now: float) -> dict[Activity, float]:
         seconds = dict(self.ended)
-        if self.cause is not None:
-            seconds[self.cause] = seconds.get(self.cause, 0.0) + now - self.since
+        seconds[self.activity] = seconds.get(self.activity, 0.0) + now - self.since
         return seconds
 
 
 class RequestHandle:
     """A submitted request, for its connection: events come out, a stop reason goes in.
 
-    Any thread may use it. Only the scheduler sets `times`, `waits`, `hit_kind`,
-    `cached_tokens` and `is_second_try`.
+    Any thread may use it. Only the scheduler changes `times`, `reuse` and
+    `is_second_try`.
     """
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
-        self.times = RequestTimes(submitted=time.monotonic())
-        self.waits = WaitTimes(since=self.times.submitted)
-        self.hit_kind: HitKind | Literal["-"] = "-"  # "-": nothing was looked up yet
-        self.cached_tokens = 0
+        self.submitted_at = time.monotonic()
+        self.times = RequestTimes(self.submitted_at)
+        self.reuse = Reuse()
         self.is_second_try = False  # without the cache, after an error
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
 
-    def wait_for(self, cause: WaitCause, now: float) -> None:
-        """Note for what it waits from now on."""
-        self.waits = self.waits.switch(cause, now)
-
-    def note_prefill(self, now: float) -> None:
-        """Note that the model begins to read for it, so it waits for nothing more."""
-        self.waits = self.waits.switch(None, now)
-        self.times = self.times._replace(started=now)
-
-    def note_decode(self, now: float) -> None:
-        """Note that its prompt is read, and its reply begins."""
-        self.times = self.times._replace(decoding=now)
+    def begin(self, activity: Activity, now: float) -> None:
+        """Note what it does from now on."""
+        self.times = self.times.begin(activity, now)
 
     def begin_again(self) -> None:
         """Note that its second try begins, as if it had just come."""
         self.is_second_try = True
-        self.times = RequestTimes(self.times.submitted)
-        self.hit_kind = "-"
-        self.cached_tokens = 0
+        self.begin(None, time.monotonic())
+        self.reuse = Reuse()
         self.put(SecondTryEvent())
+
+    def finished_event(self, reason: EndReason) -> FinishedEvent:
+        """What is known of the request when it ends, now."""
+        seconds = self.times.seconds(time.monotonic())
+        return FinishedEvent(reason, self.reuse, seconds)
 
     def put(self, event: EngineEvent) -> None:
         """Add an event."""
         self._events.put(event)
+
+    def put_end(self, end: EndReason | ServerError) -> None:
+        """Add the last event: it is over, or it has failed."""
+        self.put(end if isinstance(end, ServerError) else self.finished_event(end))
 
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
@@ -12519,6 +12526,8 @@ class RunningRequest:
         self.output_ids: list[int] = []
         self.slice_ends: list[int] = []  # where a slice must end, ascending
         self.prefill_speed = prefill_speed  # tokens a second of the last slice
+        self.submitted_at = handle.submitted_at
+        self.started_at = math.inf  # when the model began to read for it, in this try
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.lease = cache.start(
@@ -12528,19 +12537,6 @@ class RunningRequest:
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
         )
-        # why(L-105): with its state, a checkpoint would outlive its eviction.
-        self.match = match._replace(state=None)
-
-    @property
-    def submitted_at(self) -> float:
-        """When the request was submitted."""
-        return self.handle.times.submitted
-
-    @property
-    def started_at(self) -> float:
-        """When the model began to read for it; infinite until then."""
-        started = self.handle.times.started
-        return math.inf if started is None else started
 
     @property
     def n_to_prefill(self) -> int:
@@ -13154,7 +13150,7 @@ class PromptReader:
         now = time.monotonic()
         with ExitStack() as taking:
             for running in requests:
-                running.handle.note_decode(now)
+                running.handle.begin("decoding", now)
                 end = running.request.n_prompt
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
@@ -13366,10 +13362,10 @@ class Scheduler:
         for handle in list(self.waiting):
             if handle.stop_reason is not None:
                 self.waiting.remove(handle)
-                handle.put(FinishedEvent("cancelled"))
+                handle.put_end("cancelled")
             elif handle.is_second_try:
                 continue  # the model had time for it before
-            elif now - handle.times.submitted > max_seconds:
+            elif now - handle.submitted_at > max_seconds:
                 self.waiting.remove(handle)
                 setting = f"{max_seconds:g} s (QUEUE_TIMEOUT_SECONDS)"
                 handle.put(Overloaded(f"the model had no time for {setting}"))
@@ -13412,7 +13408,7 @@ class Scheduler:
                 self._take_out(running, running.batch, at_risk)
             self._put_back(running)
             self.running.remove(running)
-            running.handle.put(_end_event(running, end))
+            running.handle.put_end(end)
 
     def _take_out(
         self, running: RunningRequest, batch: DecodeBatch, at_risk: AtRisk
@@ -13463,7 +13459,7 @@ class Scheduler:
         for index, handle in enumerate(list(self.waiting)):
             has_place = len(self.running) < self.config.batch_max_rows
             if not can_go_on or not has_place or index >= MAX_LOOKUPS:
-                handle.wait_for(_QUEUE, time.monotonic())
+                handle.begin(_QUEUE, time.monotonic())
                 continue
             try:
                 can_go_on = self._admit(handle)
@@ -13482,7 +13478,7 @@ class Scheduler:
         match = self._find_prefix(handle)
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
             request_id = self._let_slice_end_at(match)
-            handle.wait_for(WaitCause("prefix", request_id), time.monotonic())
+            handle.begin(WaitCause("prefix", request_id), time.monotonic())
             return True
 
         n_prompt = handle.request.n_prompt
@@ -13492,8 +13488,8 @@ class Scheduler:
             return True
         if self.running:
             now = time.monotonic()
-            handle.wait_for(_MEMORY, now)
-            return now - handle.times.submitted < MAX_PASSED_SECONDS
+            handle.begin(_MEMORY, now)
+            return now - handle.submitted_at < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
         handle.put(self.budget.shortage(n_prompt, self.running))
         return True
@@ -13529,7 +13525,7 @@ class Scheduler:
         Beside others it waits on, for its turn; alone it is next.
         """
         if self.running:
-            handle.wait_for(_QUEUE, time.monotonic())
+            handle.begin(_QUEUE, time.monotonic())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
         try:
@@ -13552,8 +13548,8 @@ class Scheduler:
             else:
                 running.lease.drop_with_source()
             raise
-        handle.hit_kind = match.hit_kind
-        handle.cached_tokens = match.cached_tokens
+        # Not the match itself: a checkpoint would outlive its eviction there (L-105).
+        handle.reuse = Reuse(match.hit_kind, match.cached_tokens, match.matched_tokens)
         self.running.append(running)
         handle.put(offset)
 
@@ -13612,8 +13608,8 @@ class Scheduler:
     def _note_prefill(self, requests: Sequence[RunningRequest], now: float) -> None:
         """Note that the model reads for them now, if it did not before."""
         for running in requests:
-            if running.handle.times.started is None:
-                running.handle.note_prefill(now)
+            running.started_at = min(running.started_at, now)
+            running.handle.begin("prefilling", now)
 
     def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
         """Charge the turn of these requests to the account of the oldest."""
@@ -13727,7 +13723,8 @@ class Scheduler:
             failed = [running for running in self.running if at_risk.includes(running)]
             logger.exception("the model failed on %d request(s)", len(failed))
             self._free_memory(error)
-            self._fail(failed, _explain_failure(error))
+            for running in failed:
+                self._fail(running, _explain_failure(error))
 
     def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:
         """End one request of a batch whose KV is wrong; the others go on."""
@@ -13735,23 +13732,22 @@ class Scheduler:
             if running.batch is not None:
                 with at_risk.with_batch(running.batch):
                     running.batch.remove(running)
-            self._fail([running], error)
+            self._fail(running, error)
 
-    def _fail(self, requests: Iterable[RunningRequest], error: ServerError) -> None:
-        """End requests whose KV is or may be wrong; what builds on it goes, too.
+    def _fail(self, running: RunningRequest, error: ServerError) -> None:
+        """End a request whose KV is or may be wrong; what builds on it goes, too.
 
-        One without a token yet is tried again, once.
+        Without a token yet it is tried again, once.
         """
-        for running in requests:
-            self.running.remove(running)
-            running.layer_caches = []
-            running.batch = None
-            if not running.has_replied and _may_try_again(running.handle, error):
-                running.lease.drop_with_source()
-                self._try_again(running.handle)
-            else:
-                running.lease.drop()
-                running.handle.put(error)
+        self.running.remove(running)
+        running.layer_caches = []
+        running.batch = None
+        if not running.has_replied and _may_try_again(running.handle, error):
+            running.lease.drop_with_source()
+            self._try_again(running.handle)
+        else:
+            running.lease.drop()
+            running.handle.put(error)
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -13772,21 +13768,11 @@ class Scheduler:
             self.cache.evict_to_fit(self.cache.max_bytes // 2)
 
 
-def _end_event(running: RunningRequest, end: EndReason | ServerError) -> EngineEvent:
-    """The last event of a request whose KV the cache has."""
-    if isinstance(end, ServerError):
-        return end
-    return FinishedEvent(
-        end,
-        cached_tokens=running.match.cached_tokens,
-        hit_kind=running.match.hit_kind,
-        matched_tokens=running.match.matched_tokens,
-        seconds=running.handle.times.seconds(time.monotonic()),
-    )
-
-
 def _explain_failure(error: Exception) -> ServerError:
-    """What a client is told of an exception of the model."""
+    """What a client is told of an exception of the model: an error of its own.
+
+    Each connection raises its error, on its own thread.
+    """
     if _is_out_of_memory(error):
         return Overloaded(
             "memory ran out on this request; with fewer at once it may fit"
@@ -18734,7 +18720,7 @@ class ReplyRecorder:
         if earlier is None:
             return
         n_reread = count_reread_tokens(
-            earlier, request, cached_tokens=end.cached_tokens
+            earlier, request, cached_tokens=end.reuse.cached_tokens
         )
         if n_reread < MIN_REPORTED_TOKENS:
             return
@@ -18742,8 +18728,8 @@ class ReplyRecorder:
         reason = explain_miss(
             earlier,
             request,
-            cached_tokens=end.cached_tokens,
-            matched_tokens=end.matched_tokens,
+            cached_tokens=end.reuse.cached_tokens,
+            matched_tokens=end.reuse.matched_tokens,
         )
         reason = self._prepared.in_client_terms(reason)
         sentence = (
@@ -18805,8 +18791,8 @@ class ReplyRecorder:
             "session": self._prepared.session_id,
             "prompt": self._prepared.engine_request.n_prompt,
             "out": len(ending.token_ids),
-            "cached": end.cached_tokens,
-            "match": end.hit_kind,
+            "cached": end.reuse.cached_tokens,
+            "match": end.reuse.hit_kind,
             "finish": end.reason,
             "prefill": round(end.seconds.prefilling, 3),
             "decode": round(end.seconds.decoding, 3),
@@ -18983,14 +18969,14 @@ class ReplyGeneration:
         """Where it is by now. For any thread."""
         now = time.monotonic()
         times = self._handle.times
-        cause = self._handle.waits.cause
+        cause = times.cause
         if cause is None and times.state == "waiting":
             cause = WaitCause("queue")  # the scheduler has not looked at it yet
         phase = "queued" if cause else _PHASES[times.state]
         n_out = len(self._decoder.token_ids)
         decode_speed = None
         if phase == "decode":
-            decode_speed = round(n_out / max(now - times.state_since, 1e-3), 1)
+            decode_speed = round(n_out / max(now - times.since, 1e-3), 1)
         return {
             "id": _shown_id(self._request),
             "api": self._request.kind,
@@ -18998,10 +18984,10 @@ class ReplyGeneration:
             "prompt": self._prepared.engine_request.n_prompt,
             "out": n_out,
             "max_tokens": self._prepared.engine_request.max_tokens,
-            "cached": self._handle.cached_tokens,
+            "cached": self._handle.reuse.cached_tokens,
             "done": self._n_read or 0,
             "phase": phase,
-            "match": self._handle.hit_kind,
+            "match": self._handle.reuse.hit_kind,
             "tokens_per_second": decode_speed,
             "seconds": round(now - self._began_at, 1),
             "first_token_seconds": self._first_token_seconds(),
@@ -19028,9 +19014,9 @@ class ReplyGeneration:
         """
         n_read = self._n_read or 0
         n_left = self._prepared.engine_request.n_prompt - n_read
-        n_new = n_read - self._handle.cached_tokens
+        n_new = n_read - self._handle.reuse.cached_tokens
         if n_new > 0:
-            pace = n_new / max(now - self._handle.times.state_since, 1e-3)
+            pace = n_new / max(now - self._handle.times.since, 1e-3)
             return round(n_left / pace, 1)
         speed = self._state.engine.report.get("prefill_tokens_per_second")
         return round(n_left / speed, 1) if speed else None
@@ -19104,13 +19090,7 @@ class ReplyGeneration:
 
     def _cut_short(self, reason: Literal["cancelled", "failed"]) -> ReplyEnding:
         """End a reply that nobody waits for, or that failed, as it is now."""
-        handle = self._handle
-        event = FinishedEvent(
-            reason,
-            cached_tokens=handle.cached_tokens,
-            hit_kind=handle.hit_kind,
-            seconds=handle.times.seconds(time.monotonic()),
-        )
+        event = self._handle.finished_event(reason)
         return self._end_with(event, was_over=False)
 
     def _end_with(self, event: FinishedEvent, *, was_over: bool) -> ReplyEnding:
@@ -19129,7 +19109,7 @@ class ReplyGeneration:
             is_thinking=decoder.splitter.is_thinking,
             ends_with_call=was_over and decoder.ends_with_call,
             first_token_seconds=self._first_token_seconds(),
-            waits=self._handle.waits.seconds(time.monotonic()),
+            waits=self._handle.times.wait_seconds(time.monotonic()),
         )
         self._ending = ending
         self._recorder.record(ending)
@@ -19150,7 +19130,7 @@ class ReplyGeneration:
         _, prefill_seconds, _ = self._handle.times.seconds(time.monotonic())
         return PromptProgress(
             total=self._prepared.engine_request.n_prompt,
-            cache=self._handle.cached_tokens,
+            cache=self._handle.reuse.cached_tokens,
             processed=self._n_read or 0,
             time_ms=round(1000 * prefill_seconds),
         )
@@ -19165,7 +19145,7 @@ class ReplyGeneration:
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prepared.engine_request.n_prompt,
-            cached_tokens=self._handle.cached_tokens,
+            cached_tokens=self._handle.reuse.cached_tokens,
             completion_tokens=len(self._decoder.token_ids),
             reasoning_tokens=self._decoder.n_reasoning_tokens,
         )

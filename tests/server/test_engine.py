@@ -110,7 +110,7 @@ def cancelled(b, rng):
     ticket.stop_reason = "cancelled"
     b.finish(ticket)
     ids, end, ticket = b.ask(past, boundaries=[1000, 2000])
-    assert end.cached_tokens >= 500 or not end.cached_tokens, "it is kept"
+    assert end.reuse.cached_tokens >= 500 or not end.reuse.cached_tokens, "it is kept"
 
     return [(ticket, ids, end)]
 
@@ -159,7 +159,7 @@ def long_beside_short(b, rng):
 
     (past, *_) = continue_all(b, rng, replies[:1], 12)
     ids, end, ticket = b.ask(past)
-    assert end.cached_tokens == len(past) - 12
+    assert end.reuse.cached_tokens == len(past) - 12
 
     return [*replies, (ticket, ids, end)]
 
@@ -194,7 +194,7 @@ def test_warm_logits_are_cold_logits(bench, kind, scenario):
     worst = max(b.largest_difference(ticket, ids) for ticket, ids, _ in results)
     assert worst <= TOLERANCE.get(kind, 0.0)
     if len(results) > 1:
-        assert any(end.cached_tokens for _, _, end in results), (
+        assert any(end.reuse.cached_tokens for _, _, end in results), (
             "nothing was reused: this tested nothing"
         )
 
@@ -211,7 +211,7 @@ def test_only_what_mla_has_decoded_differs_from_what_it_prefills(bench):
         cold_ids, _, cold_ticket = cold.ask(prompt)
         assert ids == cold_ids
         both = np.array(warm.seen[ticket]), np.array(cold.seen[cold_ticket])
-        return end.cached_tokens, np.abs(both[0] - both[1]).max()
+        return end.reuse.cached_tokens, np.abs(both[0] - both[1]).max()
 
     reply, _, _ = warm.ask(past)
     assert difference(past[:200] + words(rng, 30)) == (200, 0.0)
@@ -374,7 +374,7 @@ def test_short_cold_prompts_are_read_in_one_call(bench):
         next_reply, end, ticket = b.ask(
             prompt + reply + words(np.random.default_rng(9), 9)
         )
-        assert end.cached_tokens >= len(prompt) + len(reply) - 1
+        assert end.reuse.cached_tokens >= len(prompt) + len(reply) - 1
         assert b.largest_difference(ticket, next_reply) == 0.0
 
 

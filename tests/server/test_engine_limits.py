@@ -73,7 +73,7 @@ def test_a_reply_ends_at_its_deadline_and_what_it_computed_is_kept(bench, kind):
     assert is_exact(b, kind, ticket, ids)
 
     more_ids, end, ticket = b.ask(prompt + ids, n=3)
-    assert end.cached_tokens >= len(prompt + ids) - 2
+    assert end.reuse.cached_tokens >= len(prompt + ids) - 2
     assert is_exact(b, kind, ticket, more_ids)
 
 
@@ -92,7 +92,7 @@ def test_retries_of_a_prompt_too_long_for_one_deadline_finish_it(bench, kind):
     assert len(ends) > 1
     assert len(ids) == 1
 
-    n_cached = [end.cached_tokens for end in ends]
+    n_cached = [end.reuse.cached_tokens for end in ends]
     assert n_cached == sorted(set(n_cached)), (
         "an attempt did not go on from where the last one was"
     )
@@ -228,7 +228,7 @@ def test_who_parts_from_a_large_line_takes_its_buffers(bench):
     past = words(rng, int(b.engine.report["capacity_tokens"] * 0.7))
     ids, _, _ = b.ask(past, n=20)
     ids, end, ticket = b.ask(past + ids[:-10] + words(rng, 20), n=4)
-    assert end.cached_tokens >= len(past)
+    assert end.reuse.cached_tokens >= len(past)
     assert is_exact(b, "qwen3", ticket, ids)
 
 
@@ -245,7 +245,7 @@ def test_nothing_is_evicted_for_a_join_that_cannot_be(bench):
     check_all_finish(b, tickets)
 
     _, end, _ = b.ask(idle_prompt + words(rng, 10), n=2)
-    assert end.cached_tokens == n_idle
+    assert end.reuse.cached_tokens == n_idle
 
 
 def test_nothing_is_evicted_for_who_does_not_fit_beside_running_checkpoints(bench):
@@ -281,7 +281,7 @@ def test_nothing_is_evicted_for_who_does_not_fit_beside_running_checkpoints(benc
     wait_until(lambda: b.engine.report["queued"])
     for prompt in idle_prompts:
         _, end, _ = b.ask([*prompt, 5, 6, 7], n=1)
-        assert end.cached_tokens >= 500
+        assert end.reuse.cached_tokens >= 500
 
     running.stop_reason = "cancelled"
     check_all_finish(b, [large])
@@ -350,7 +350,7 @@ def test_checkpoints_of_a_row_being_read_keep_to_their_share(bench, monkeypatch)
     assert max(shares) <= s.CHECKPOINT_SHARE
 
     ids, end, ticket = b.ask(prompt + words(rng, 5), n=4)
-    assert end.cached_tokens >= 1400
+    assert end.reuse.cached_tokens >= 1400
     assert is_exact(b, "qwen3_5", ticket, ids)
 
 
@@ -369,7 +369,7 @@ def test_the_end_of_the_head_is_there_for_another_session_when_checkpoints_are_f
 
     b.engine.call(thin)
     _, end, _ = b.ask(head + words(rng, 50), n=2, boundaries=[280])
-    assert end.cached_tokens == 280
+    assert end.reuse.cached_tokens == 280
 
 
 def test_memory_that_runs_out_while_room_is_made_ends_one_request_only(
@@ -475,7 +475,7 @@ def test_who_goes_on_from_a_line_waits_for_room_and_the_line_waits_too(bench):
     continued = b.submit(past + words(rng, capacity * 22 // 100), n=8)
     ids, end = b.outcome(continued, 60)
     assert isinstance(end, s.FinishedEvent), end
-    assert end.cached_tokens == len(past), end
+    assert end.reuse.cached_tokens == len(past), end
     assert is_exact(b, "qwen3", continued, ids)
     check_all_finish(b, [running], 60)
 
@@ -512,7 +512,7 @@ def test_two_agents_that_hardly_fit_keep_most_of_their_pasts(bench, kind, limit)
     for turn in range(3):
         for i, past in enumerate(pasts):
             ids, end, ticket = b.ask(past, n=8, boundaries=[1000, len(past) - 3])
-            n_cached = end.cached_tokens
+            n_cached = end.reuse.cached_tokens
             if turn > 0:
                 assert n_cached > len(past) // 2, (turn, i, n_cached, len(past))
             if turn == 2:
@@ -543,7 +543,7 @@ def test_a_conversation_that_outgrows_its_buffers_is_not_held_twice(bench, monke
     ids, _, _ = b.ask(prompt)
     _, end, _ = b.ask(prompt + ids + words(rng, 700))
 
-    assert end.cached_tokens >= 3000
+    assert end.reuse.cached_tokens >= 3000
     assert len(copies) == 2
     assert copies[-1] < 0.6, "what it grows by, and one layer of twelve"
 
@@ -590,7 +590,7 @@ def test_nothing_is_kept_beside_rows_and_what_is_at_rest(bench, monkeypatch):
 
 
 def test_a_row_does_not_keep_the_state_that_it_began_with(bench):
-    """Else a checkpoint that its line gives up stays in memory, and nothing counts it."""
+    """Else a checkpoint that its entry gives up stays in memory, and nothing counts it."""
     b = bench("qwen3_5")
     rng = np.random.default_rng(0)
     prompt = words(rng, 600)
@@ -598,9 +598,13 @@ def test_a_row_does_not_keep_the_state_that_it_began_with(bench):
     ticket = b.submit(prompt + ids + words(rng, 30), n=3000)
     wait_until(lambda: b.engine.report["decoding"] == 1)
 
-    (match,) = b.engine.call(lambda scheduler: [row.match for row in scheduler.running])
-    assert match.cached_tokens > 0
-    assert match.state is None
+    def kept_values(scheduler):
+        (running,) = scheduler.running
+        return [*vars(running).values(), *vars(running.handle).values()]
+
+    assert ticket.reuse.cached_tokens > 0
+    values = b.engine.call(kept_values)
+    assert not any(isinstance(v, s.PrefixMatch | s.StateCheckpoint) for v in values)
 
     ticket.stop_reason = "cancelled"
     b.finish(ticket)
@@ -633,7 +637,7 @@ def test_a_running_branch_keeps_no_second_copy_of_its_prefix(bench):
     assert largest_bytes <= 1.02 * b.engine.report["cache_max_bytes"]
 
     ids, end, ticket = b.ask(past[:cut] + words(rng, 10), n=4)
-    assert end.cached_tokens == cut
+    assert end.reuse.cached_tokens == cut
     assert is_exact(b, "qwen3", ticket, ids)
 
 
@@ -747,7 +751,7 @@ def test_branches_that_go_on_at_once_wait_for_the_copies_of_their_prefix(bench):
     for ticket in tickets:
         _, end = b.outcome(ticket, 60)
         assert isinstance(end, s.FinishedEvent), end
-        assert end.cached_tokens >= len(head), end
+        assert end.reuse.cached_tokens >= len(head), end
 
 
 def test_a_model_that_leaves_no_room_for_kv_is_refused_in_a_sentence(

@@ -1,13 +1,14 @@
 """A request that fails before its first token is tried again, once, without the cache."""
 
 import threading
+import time
 from contextlib import closing
 
 import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import TOLERANCE, words
-from server_fixture import MAX_WAIT_SECONDS, SYSTEM, Served, user
+from server_fixture import MAX_WAIT_SECONDS, SYSTEM, Served, user, wait_until
 from tiny_models import DENSE, tiny_model
 
 KINDS = ["qwen3", "qwen3_5", "gemma3_text"]  # attention, state, sliding windows
@@ -51,6 +52,11 @@ class FailingOnce:
             raise self.error
 
 
+def n_seconds_waited(ticket):
+    """Seconds by what a request has waited for."""
+    return ticket.times.wait_seconds(time.monotonic())
+
+
 def planted():
     return RuntimeError("planted")
 
@@ -71,7 +77,7 @@ def test_a_request_whose_cached_kv_cannot_be_loaded_is_answered_cold(
     ids, end, ticket = b.ask(past + reply + words(rng, 30))
 
     assert b.largest_difference(ticket, ids) <= TOLERANCE.get(kind, 0.0)
-    assert (end.cached_tokens, end.hit_kind) == (0, "miss")
+    assert (end.reuse.cached_tokens, end.reuse.hit_kind) == (0, "miss")
     assert n_second_tries(b) == 1
     assert entry not in entries_of(b, past)
 
@@ -126,6 +132,65 @@ def test_there_is_no_third_try(bench):
 
     assert (ids, type(end), n_calls) == ([], s.GenerationFailed, 2)
     assert n_second_tries(b) == 1
+
+
+def test_what_a_first_try_reads_is_no_wait(bench):
+    b = bench("qwen3")
+
+    def read_and_fail(_rows):
+        b.model.before_call = lambda _rows: None
+        time.sleep(0.4)
+        raise planted()
+
+    b.model.before_call = read_and_fail
+    _, end, _ = b.ask(words(np.random.default_rng(10), 100))
+
+    assert n_second_tries(b) == 1
+    assert end.seconds.waiting < 0.2
+    assert end.seconds.prefilling >= 0.4
+
+
+def test_a_second_try_beside_others_waits_from_then_on(bench):
+    """It began alone and never waited; what the model read for it at first is no wait."""
+    b = bench("qwen3", prefill_step_size=64)
+    rng = np.random.default_rng(11)
+    other_prompt = words(rng, 20)
+    others = []
+
+    def read_on(rows):
+        is_slice = any(len(row.tokens) == 64 for row in rows)
+        if is_slice and not others:
+            others.append(b.submit(other_prompt, n=2000))
+            time.sleep(0.4)
+        elif is_slice and b.engine.report["decoding"]:
+            b.model.before_call = lambda _rows: None
+            raise planted()
+
+    b.model.before_call = read_on
+    _, _, ticket = b.ask(words(rng, 2000))
+
+    assert n_second_tries(b) == 1
+    waited = n_seconds_waited(ticket)
+    assert [cause.reason for cause in waited] == ["queue"]
+    assert sum(waited.values()) < 0.3
+    others[0].stop_reason = "cancelled"
+    b.outcome(others[0])
+
+
+def test_each_request_that_a_failure_ends_has_an_error_of_its_own(bench):
+    """Connections raise theirs, each on a thread of its own; a traceback has one."""
+    b = bench("qwen3")
+    rng = np.random.default_rng(12)
+    prompts = [words(rng, 60) for _ in range(2)]
+    tickets = [b.submit(prompt, n=2000) for prompt in prompts]
+    wait_until(lambda: b.engine.report["groups"] == 1)
+    wait_until(lambda: b.engine.report["decoding"] == 2)
+    b.model.before_call = FailingOnce(planted())
+
+    errors = [b.outcome(ticket)[1] for ticket in tickets]
+
+    assert [type(error) for error in errors] == [s.GenerationFailed] * 2
+    assert errors[0] is not errors[1]
 
 
 def test_after_the_first_token_an_error_is_an_error(bench):

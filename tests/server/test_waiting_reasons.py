@@ -204,17 +204,18 @@ def test_a_request_alone_waits_for_nothing(served):
 def test_the_first_cause_counts_from_the_beginning_and_the_longest_is_known():
     queue = s.WaitCause("queue")
     prefix = s.WaitCause("prefix", "a")
-    waits = s.WaitTimes(since=10.0)
-    assert waits.seconds(11.0) == {}
+    times = s.RequestTimes(10.0)
+    assert times.wait_seconds(11.0) == {}
 
-    waits = waits.switch(prefix, 12.0)
-    assert waits.seconds(13.0) == {prefix: 3.0}
-    assert waits.switch(prefix, 14.0) is waits
+    times = times.begin(prefix, 12.0)
+    assert times.wait_seconds(13.0) == {prefix: 3.0}
+    assert times.begin(prefix, 14.0) is times
 
-    waits = waits.switch(queue, 15.0)
-    waits = waits.switch(prefix, 16.0)
-    waits = waits.switch(None, 18.0)
-    assert waits.seconds(99.0) == {prefix: 7.0, queue: 1.0}
+    times = times.begin(queue, 15.0)
+    times = times.begin(prefix, 16.0)
+    times = times.begin("prefilling", 18.0)
+    assert times.cause is None
+    assert times.wait_seconds(99.0) == {prefix: 7.0, queue: 1.0}
 
 
 # -- requests that were cut ------------------------------------------------------------

@@ -277,13 +277,30 @@ def test_memory_shares_add_up_to_what_the_model_leaves():
 
 
 def test_request_times_name_the_state_and_the_seconds_in_each():
-    waiting = s.RequestTimes(submitted=10.0)
-    prefilling = waiting._replace(started=12.0)
-    decoding = prefilling._replace(decoding=17.0)
+    queue = s.WaitCause("queue")
+    unseen = s.RequestTimes(10.0)
+    waiting = unseen.begin(queue, 11.0)
+    prefilling = waiting.begin("prefilling", 12.0)
+    decoding = prefilling.begin("decoding", 17.0)
 
-    times = [waiting, prefilling, decoding]
-    assert [t.state for t in times] == ["waiting", "prefilling", "decoding"]
-    assert [t.state_since for t in times] == [10, 12, 17]
-    assert waiting.seconds(20.0) == (10.0, 0.0, 0.0)
+    times = [unseen, waiting, prefilling, decoding]
+    states = ["waiting", "waiting", "prefilling", "decoding"]
+    assert [t.state for t in times] == states
+    assert [t.since for t in times] == [10, 10, 12, 17]
+    assert unseen.seconds(20.0) == waiting.seconds(20.0) == (10.0, 0.0, 0.0)
     assert prefilling.seconds(20.0) == (2.0, 8.0, 0.0)
     assert decoding.seconds(20.0) == (2.0, 5.0, 3.0)
+
+
+def test_request_times_of_a_second_try_add_up():
+    """What was read at first is no wait, also if the request had never waited before."""
+    queue = s.WaitCause("queue")
+    times = s.RequestTimes(10.0).begin("prefilling", 10.5)
+
+    times = times.begin(None, 14.0)
+    assert (times.state, times.cause) == ("waiting", None)
+    times = times.begin(queue, 14.5)
+    times = times.begin("prefilling", 15.0)
+
+    assert times.wait_seconds(16.0) == {queue: 1.0}
+    assert times.seconds(16.0) == (1.5, 4.5, 0.0)
