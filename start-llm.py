@@ -12560,7 +12560,7 @@ class RunningRequest:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the model computed no numbers for the last token."""
+        """Whether the model computed no numbers for a token: it is the last one."""
         return self.output_ids[-1:] == [NO_TOKEN]
 
     def load_kv(self, span: KVSpan, state: StateCheckpoint | None) -> None:
@@ -12613,13 +12613,14 @@ class RunningRequest:
     def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
         """Add a generated token. `logprobs`: `(vocab,)`, computed, it was sampled of.
 
-        If the model computed no numbers, NO_TOKEN takes its place, and the connection
-        gets no further token.
+        If the model computed no numbers, NO_TOKEN takes its place, and is the last.
         """
-        is_number = _is_finite_at(logprobs, token_id)
-        self.output_ids.append(token_id if is_number else NO_TOKEN)
         if self.has_failed:
             return
+        if not _is_finite_at(logprobs, token_id):
+            self.output_ids.append(NO_TOKEN)
+            return
+        self.output_ids.append(token_id)
         n_top = self.request.top_logprobs
         logprob = read_logprobs(logprobs, token_id, n_top) if n_top >= 0 else None
         self.handle.put(TokenEvent(token_id, logprob))
@@ -12701,10 +12702,21 @@ HANDOVER_SECONDS: Final = 0.0005
 
 
 class AcceptedTokens(NamedTuple):
-    """What a step has added to the reply of a request: one token, for now."""
+    """What a step has added to the reply of a request: one token, for now.
+
+    With drafts there may be more. Since a state cannot be rewound, only the last one
+    may be an end token, one of `checkpoint_ids`, or the last of `max_tokens`.
+    """
 
     running: RunningRequest
     token_ids: list[int]
+
+
+class PreviousState(NamedTuple):
+    """The state of a request before the last step of its batch."""
+
+    position: int
+    state: StateCheckpoint
 
 
 class DecodeBatch:
@@ -12726,7 +12738,9 @@ class DecodeBatch:
         """
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
-        self._previous_state: LayerCaches | None = None  # before the last step
+        # Before the last step: the state of all requests, and where each of them was.
+        self._previous_state: LayerCaches | None = None
+        self._previous_positions: list[int] = []
 
         model = _model_call(loaded, self.requests)
         if joint_caches is None:
@@ -12783,6 +12797,7 @@ class DecodeBatch:
     def step(self) -> list[AcceptedTokens]:
         """Feed and report the next token of each request; returns what was accepted."""
         self._previous_state = hold_recurrent_state(self.layer_caches)
+        self._previous_positions = [row.num_computed_tokens for row in self.requests]
         fed_tokens = self._generator.step()
 
         accepted: list[AcceptedTokens] = []
@@ -12823,15 +12838,16 @@ class DecodeBatch:
         for running in joining_batch.requests:
             running.batch = self
 
-    def remove(self, running: RunningRequest) -> StateCheckpoint | None:
+    def remove(self, running: RunningRequest) -> PreviousState | None:
         """Give a request its KV back, and take it out of the batch.
 
-        Returns its state before its last token, if the model has any and it is known.
+        None: the model has no state, or none is known from before the last step.
         """
         row = self.requests.index(running)
-        state = None
+        previous = None
         if self._previous_state is not None:
             state = copy_state(self._previous_state, row=row)
+            previous = PreviousState(self._previous_positions[row], state)
         self._previous_state = None
 
         running.layer_caches = self.layer_caches
@@ -12845,7 +12861,7 @@ class DecodeBatch:
             # Into buffers of its own, which can be put back without a copy.
             self._generator.layer_caches = extract_row(self.layer_caches, 0)
         running.batch = None
-        return state
+        return previous
 
 
 def _token_choice(request: EngineRequest) -> TokenChoice:
@@ -13415,10 +13431,9 @@ class Scheduler:
     ) -> None:
         """Take a request out of its batch; its state before the last step is kept."""
         with at_risk.with_batch(batch):
-            previous_state = batch.remove(running)
-        if previous_state is not None:
-            position = running.num_computed_tokens - 1
-            running.lease.add_checkpoint(position, previous_state)
+            previous = batch.remove(running)
+        if previous is not None:
+            running.lease.add_checkpoint(previous.position, previous.state)
 
     def _put_back(self, running: RunningRequest) -> None:
         """Let the cache have the KV.
