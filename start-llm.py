@@ -12119,8 +12119,16 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # prompt, and nobody waits long to be noticed. Between two steps the ENGINE has it hold
 # the memory limit, four times a second.
 #
+# For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
+#
+#     1st step   C is admitted; A gets a token; C is read, since it ends before B, and
+#                joins the decode batch of A
+#     2nd step   A and C get a token; then B reads a slice
+#     3rd ...    A and C get tokens, until decoding had twice the time of that slice
+#     later      B reads its next slice, and so on; at its end it decodes, too
+#
 #  1 Requests      what is asked of the model; its events; handles for connections
-#  2 Policy        pure functions and accounts: who prefills next, and how much
+#  2 Policy        who prefills next, how much, and whether decoding waits for it
 #  3 Running       one request: its KV, its tokens, its entry in the cache
 #  4 Decode batch  requests that decode together
 #  5 Memory        who fits, what is evicted, who must end
@@ -12336,36 +12344,22 @@ class RequestHandle:
 
 
 # -- 2 policy --------------------------------------------------------------------------
-# Pure: no model, no thread, no clock; tests/unit/test_scheduler_policy.py runs it.
+# Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
+# `n_to_prefill` and `prefill_speed`; tests/unit/test_scheduler_policy.py stands in.
 
 SLICE_SECONDS: Final = 0.2  # of prefill at a stretch, while others wait or decode
 LONE_SLICE_SECONDS: Final = 0.4  # and with nobody else, until a cancel is noticed
 MIN_SLICE_TOKENS: Final = 64
 MIN_WAIT_GAIN_TOKENS: Final = 64  # a longer pending prefix is worth waiting for
-# The end of a prompt that the first decode step may feed, and a prompt that is read in
-# one call with others.
-MAX_JOINT_TOKENS: Final = 64
+# A rest of a prompt so short gets no slice: the first decode step feeds it. Several
+# prompts that are no longer are read in one call (L-123).
+MAX_REST_TOKENS: Final = 64
 
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
 SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before decoding goes on
-MAX_BORROWED_SECONDS: Final = 3.0  # that decoding waits for such prompts
+MAX_SOON_DEBT: Final = 3.0  # seconds of decoding that may be owed then
+MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts; nobody decodes
 OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
-
-
-class PrefillCandidate(Protocol):
-    """A request that is prefilling, as the policy sees it."""
-
-    @property
-    def submitted_at(self) -> float:
-        """When it was submitted, in seconds."""
-
-    @property
-    def n_to_prefill(self) -> int:
-        """How many tokens of its prompt are left."""
-
-    @property
-    def prefill_speed(self) -> float:
-        """How many tokens a second it prefills."""
 
 
 class SchedulingPolicy:
@@ -12374,18 +12368,18 @@ class SchedulingPolicy:
     Two accounts, in seconds of model time:
 
         decode_debt    what prefill owes to requests that decode. A second of prefill
-                       adds DECODE_SHARE, and decoding pays it off. Nobody prefills
-                       beside decoding before it is paid, except who can join soon.
-        oldest_credit  what prefills owe to the oldest one. Each adds its seconds, the
-                       oldest's too. While it is positive, the oldest is next, and
-                       pays OTHERS_SHARE times its seconds.
+                       adds DECODE_SHARE, and decoding pays it off. Beside decoding,
+                       nobody prefills before it is paid, unless the prompt ends soon.
+        oldest_credit  what prefills owe to the oldest one. Each adds its seconds. As
+                       long as it is positive the oldest is next, and pays for its
+                       seconds OTHERS_SHARE times.
     """
 
     def __init__(self) -> None:
         self.decode_debt = 0.0
         self.oldest_credit = 0.0
 
-    def next_prefill[C: PrefillCandidate](self, candidates: Sequence[C]) -> C:
+    def next_prefill(self, candidates: Sequence[RunningRequest]) -> RunningRequest:
         """The candidate that ends first, or the oldest one if it is its turn.
 
         why(L-71): prompts that come together are not all answered last, and a long one
@@ -12395,16 +12389,16 @@ class SchedulingPolicy:
             return min(candidates, key=lambda candidate: candidate.submitted_at)
         return min(candidates, key=lambda candidate: candidate.n_to_prefill)
 
-    def may_prefill(self, candidate: PrefillCandidate, *, is_decoding: bool) -> bool:
+    def may_prefill(self, candidate: RunningRequest, *, is_decoding: bool) -> bool:
         """Whether this one may prefill a slice now. `is_decoding`: others decode.
 
-        why(L-68): a step of a batch costs the same for one request more, so decoding
-        waits for a request that can join soon.
+        They wait for a prompt that ends soon: a step of a batch costs the same with one
+        request more (L-68).
         """
         if not is_decoding:
             return True
         seconds_left = candidate.n_to_prefill / candidate.prefill_speed
-        max_debt = MAX_BORROWED_SECONDS if seconds_left < SOON_SECONDS else 0.0
+        max_debt = MAX_SOON_DEBT if seconds_left < SOON_SECONDS else 0.0
         return self.decode_debt <= max_debt
 
     def charge_decode(self, seconds: float) -> None:
@@ -12412,9 +12406,14 @@ class SchedulingPolicy:
         self.decode_debt = max(0.0, self.decode_debt - seconds)
 
     def charge_slice(self, seconds: float, *, is_decoding: bool) -> None:
-        """A slice was prefilled, and what decodes has waited."""
-        old_debt = self.decode_debt if is_decoding else 0.0
-        self.decode_debt = old_debt + seconds * DECODE_SHARE
+        """A slice was prefilled. `is_decoding`: others decode, and have waited for it.
+
+        If nobody does, older debts are owed to nobody. This slice is: to the request
+        whose prompt it may have ended, and which decodes from now on.
+        """
+        if not is_decoding:
+            self.decode_debt = 0.0
+        self.decode_debt += seconds * DECODE_SHARE
 
     def charge_prefill(self, seconds: float, *, is_alone: bool) -> None:
         """A request had its turn to prefill. `is_alone`: no other one is prefilling.
@@ -12430,20 +12429,24 @@ class SchedulingPolicy:
             self.oldest_credit += seconds
 
 
-def choose_companions[C: PrefillCandidate](
-    chosen: C, candidates: Iterable[C], *, max_tokens: float, max_padding: float
-) -> list[C]:
+def choose_companions(
+    chosen: RunningRequest,
+    candidates: Iterable[RunningRequest],
+    *,
+    max_tokens: float,
+    max_padding: float,
+) -> list[RunningRequest]:
     """Who is read in one call with `chosen`, those of the most similar length first.
 
     A call costs its rows times the longest of them: so much is at most `max_tokens`,
     and padding at most this share of real tokens.
     """
 
-    def difference(candidate: C) -> int:
+    def difference(candidate: RunningRequest) -> int:
         return abs(candidate.n_to_prefill - chosen.n_to_prefill)
 
     lengths = [chosen.n_to_prefill]
-    companions: list[C] = []
+    companions: list[RunningRequest] = []
     for candidate in sorted(candidates, key=difference):
         lengths.append(candidate.n_to_prefill)
         n_fed = max(lengths) * len(lengths)
@@ -12463,7 +12466,7 @@ class SliceCost(NamedTuple):
 def affordable_tokens(
     costs: Sequence[SliceCost], position: int, *, working_bytes: int
 ) -> float:
-    """How long a slice from `position` may be, as earlier slices needed memory.
+    """How many tokens a slice from `position` may have, by the memory of earlier ones.
 
     why(L-55): where attention scores are kept, a token costs bytes with its depth. A
     straight line through what was measured predicts it. Infinite if nothing was.
@@ -12544,13 +12547,18 @@ class RunningRequest:
         return self.request.n_prompt - 1 - self.num_computed_tokens
 
     @property
+    def needs_slice(self) -> bool:
+        """Whether a slice of its prompt must be read before it can decode."""
+        return self.n_to_prefill > MAX_REST_TOKENS or bool(self.slice_ends)
+
+    @property
     def can_read_with_others(self) -> bool:
         """Whether its whole prompt may be read in one call with those of others.
 
         A second try may not: what failed may have been another's (L-114).
         """
         is_cold_text = not self.request.images and self.num_computed_tokens == 0
-        is_short = 0 < self.n_to_prefill <= MAX_JOINT_TOKENS and not self.slice_ends
+        is_short = self.n_to_prefill > 0 and not self.needs_slice
         return is_cold_text and is_short and not self.handle.is_second_try
 
     @property
@@ -12611,7 +12619,7 @@ class RunningRequest:
         return TokenKey(salt, tokens, hashes)
 
     def add_token(self, token_id: int, *, logprobs: mx.array) -> None:
-        """Add a generated token. `logprobs`: `(vocab,)`, computed, it was sampled of.
+        """Add a generated token, sampled from `logprobs`, `(vocab,)`: computed ones.
 
         If the model computed no numbers, NO_TOKEN takes its place, and is the last.
         """
@@ -12697,8 +12705,8 @@ def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> Mode
 # State that cannot be rewound is kept from before the last step, too: a client may send
 # the reply back without its last token, which is often an end token.
 
-MIN_LONE_CALL_TOKENS: Final = 16
-HANDOVER_SECONDS: Final = 0.0005
+MIN_LONE_CALL_TOKENS: Final = 16  # a rest of a prompt, to get a call of its own
+HANDOVER_SECONDS: Final = 0.0005  # in which connections send their first tokens
 
 
 class AcceptedTokens(NamedTuple):
@@ -12882,11 +12890,6 @@ def _batches_of(requests: Iterable[RunningRequest]) -> list[DecodeBatch]:
     return batches
 
 
-def _prefilling_of(requests: Iterable[RunningRequest]) -> list[RunningRequest]:
-    """Those of these requests that do not decode yet."""
-    return [running for running in requests if running.batch is None]
-
-
 # -- 5 memory --------------------------------------------------------------------------
 #
 #     memory limit = weights + KV + image features + working memory
@@ -12951,8 +12954,9 @@ class MemoryBudget:
     def running_bytes(self, requests: Sequence[RunningRequest]) -> int:
         """What running requests hold, or will when their prompts are read."""
         n_bytes = sum(batch.nbytes for batch in _batches_of(requests))
-        for running in _prefilling_of(requests):
-            n_bytes += self.prompt_bytes(running.request.n_prompt)
+        for running in requests:
+            if running.batch is None:
+                n_bytes += self.prompt_bytes(running.request.n_prompt)
         return n_bytes
 
     def make_room(
@@ -13137,8 +13141,12 @@ class PromptReader:
         has_image = running.find_image(end) is not None
         with self._measure([running], has_image=has_image) as elapsed:
             self._feed(running, end)
-        _reserve(running)  # buffers that the first slice has made grow at once
-        running.handle.put(running.num_computed_tokens)
+        _reserve(running)  # the first slice makes the buffers; later nothing is to do
+        running.handle.put(end)
+
+        if running.slice_ends and running.slice_ends[0] == end:
+            running.slice_ends.pop(0)
+            running.lease.add_checkpoint(end, copy_state(running.layer_caches))
         return elapsed.seconds
 
     def read_together(
@@ -13345,17 +13353,12 @@ class Scheduler:
     @property
     def prefilling(self) -> list[RunningRequest]:
         """Running requests that have no token yet."""
-        return _prefilling_of(self.running)
+        return [running for running in self.running if running.batch is None]
 
     @property
     def batches(self) -> list[DecodeBatch]:
         """All decode batches."""
         return _batches_of(self.running)
-
-    @property
-    def running_bytes(self) -> int:
-        """What running requests hold, or will when their prompts are read."""
-        return self.budget.running_bytes(self.running)
 
     def step(self) -> None:
         """End what is over, admit what fits, decode a step, then prefill."""
@@ -13411,9 +13414,10 @@ class Scheduler:
         return None
 
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
-        """End a request. If that fails it fails, with its batch if need be.
+        """End a request, report it, and let the cache have its KV.
 
-        Does nothing for a request that the failure of another one has ended already.
+        An exception fails it, and all of its batch if it was about to leave that. Does
+        nothing for a request that the failure of another one has ended already.
         """
         if running not in self.running:
             return
@@ -13443,8 +13447,8 @@ class Scheduler:
         lease = running.lease
         n_tokens = running.num_computed_tokens
         if n_tokens == 0 or running.has_failed:
-            # Nothing was read, or its KV is wrong: the first token is looked at only
-            # after the next step, and the client has left before that.
+            # Nothing was read, or the KV is wrong. (A first token without numbers fails
+            # the request after the next step only; its client may leave before that.)
             lease.drop()
         else:
             lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
@@ -13552,7 +13556,7 @@ class Scheduler:
                 prefill_speed=self.reader.expected_speed,
             )
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
                 self.cache.drop_source(match)
             raise
         try:
@@ -13585,27 +13589,21 @@ class Scheduler:
                 return
 
     def _prefill(self, running: RunningRequest) -> None:
-        """Prefill one slice; a short rest then goes with the first decode step."""
+        """Prefill one slice. If no further one is needed, the request decodes then."""
         began = time.monotonic()
         with self.guard(running) as at_risk:
             self._note_prefill([running], began)
-            if running.n_to_prefill > MAX_JOINT_TOKENS or running.slice_ends:
+            if running.needs_slice:
                 self._read_slice(running)
-
-            n_tokens = running.num_computed_tokens
-            if running.slice_ends and running.slice_ends[0] == n_tokens:
-                running.slice_ends.pop(0)
-                running.lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
-            if running.n_to_prefill <= MAX_JOINT_TOKENS and not running.slice_ends:
+            if not running.needs_slice:
                 self._join_best_batch(self.reader.begin_batch([running]), at_risk)
             self._charge_prefill(began, [running])
 
     def _read_slice(self, running: RunningRequest) -> None:
-        is_alone = len(self.running) + len(self.waiting) == 1
-        max_seconds = LONE_SLICE_SECONDS if is_alone else SLICE_SECONDS
-        is_decoding = bool(self.batches)
+        has_company = len(self.running) + len(self.waiting) > 1
+        max_seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
         seconds = self.reader.read_slice(running, seconds=max_seconds)
-        self.policy.charge_slice(seconds, is_decoding=is_decoding)
+        self.policy.charge_slice(seconds, is_decoding=bool(self.batches))
 
     def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
         """Read whole prompts in one call, and let them decode as one batch (L-123)."""
@@ -13613,9 +13611,8 @@ class Scheduler:
         with self.guard(*requests) as at_risk:
             self._note_prefill(requests, began)
             joint_caches = to_batch(*(running.layer_caches for running in requests))
-            is_decoding = bool(self.batches)
             seconds = self.reader.read_together(requests, joint_caches)
-            self.policy.charge_slice(seconds, is_decoding=is_decoding)
+            self.policy.charge_slice(seconds, is_decoding=bool(self.batches))
             batch = self.reader.begin_batch(requests, joint_caches)
             self._join_best_batch(batch, at_risk)
             self._charge_prefill(began, requests)
@@ -13638,17 +13635,15 @@ class Scheduler:
         Only where a layer keeps all tokens: their padding comes after what is read.
         """
         has_attention_alone = self.spec.can_batch and not self.spec.has_state
-        is_text_model = self.loaded.vision is None
-        if not has_attention_alone or not is_text_model:
-            return []
-        if not running.can_read_with_others:
+        can_pad = has_attention_alone and self.loaded.vision is None
+        if not can_pad or not running.can_read_with_others:
             return []
         others = [
             other
             for other in self.prefilling
             if other is not running and other.can_read_with_others
         ]
-        seconds = SOON_SECONDS if self.batches else MAX_BORROWED_SECONDS
+        seconds = SOON_SECONDS if self.batches else MAX_JOINT_SECONDS
         return choose_companions(
             running,
             others,
@@ -13675,7 +13670,7 @@ class Scheduler:
 
     def _decode(self, batch: DecodeBatch) -> None:
         """Decode a step of each request, and end those that are complete."""
-        accepted: list[AcceptedTokens] = []
+        accepted: list[AcceptedTokens] = []  # stays so if the step fails
         with self.guard(*batch.requests):
             accepted = batch.step()
             if self.spec.has_state:
@@ -14084,7 +14079,7 @@ class Engine:
 
         model_bytes = scheduler.loaded.nbytes
         cache_bytes = scheduler.cache.nbytes
-        running_bytes = scheduler.running_bytes
+        running_bytes = scheduler.budget.running_bytes(scheduler.running)
         known_bytes = model_bytes + cache_bytes + feature_bytes + running_bytes
         mlx_bytes = mx.get_active_memory() + mx.get_cache_memory()
         scheduler.reader.note_peak()

@@ -264,7 +264,9 @@ def test_nothing_is_evicted_for_who_does_not_fit_beside_running_checkpoints(benc
 
     def measure_running(scheduler):
         entries = [entry for entry in scheduler.cache.entries if entry.is_running]
-        return scheduler.running_bytes, sum(entry.state_bytes for entry in entries)
+        return scheduler.budget.running_bytes(scheduler.running), sum(
+            entry.state_bytes for entry in entries
+        )
 
     running_bytes, checkpoint_bytes = b.engine.call(measure_running)
     assert checkpoint_bytes > 8 * spec.state_bytes
@@ -304,7 +306,9 @@ def test_checkpoints_of_many_running_rows_do_not_double_what_is_held(bench, tabl
     tickets = [b.submit(prompt, n=100_000, boundaries=ends) for prompt in prompts]
     # a few may have to wait
     wait_until(lambda: b.engine.report["decoding"] > 0.75 * n_rows)
-    kv_bytes = b.engine.call(lambda x: x.cache.nbytes + x.running_bytes)
+    kv_bytes = b.engine.call(
+        lambda x: x.cache.nbytes + x.budget.running_bytes(x.running)
+    )
     share = kv_bytes / max_bytes
     table(f"{n_rows} rows with checkpoints hold {share:.2f} of the KV budget")
 
@@ -621,7 +625,9 @@ def test_a_running_branch_keeps_no_second_copy_of_its_prefix(bench):
 
     def measure_kv(scheduler):
         scheduler.hold_limit()  # as it does every quarter of a second
-        kv_bytes = scheduler.cache.nbytes + scheduler.running_bytes
+        kv_bytes = scheduler.cache.nbytes + scheduler.budget.running_bytes(
+            scheduler.running
+        )
         return kv_bytes, bool(scheduler.running)
 
     wait_until(lambda: b.engine.report["decoding"] == 1)

@@ -164,7 +164,7 @@ def test_policy_lets_decoding_wait_for_who_can_join_soon_but_not_forever():
         policy.charge_slice(0.2, is_decoding=True)
         n_slices += 1
 
-    max_seconds = s.MAX_BORROWED_SECONDS / s.DECODE_SHARE
+    max_seconds = s.MAX_SOON_DEBT / s.DECODE_SHARE
     assert n_slices == math.floor(max_seconds / 0.2) + 1
     assert not policy.may_prefill(Prefill(0.0, 10**6), is_decoding=True)
 
