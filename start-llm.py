@@ -140,6 +140,7 @@ from calendar import day_abbr, day_name, month_abbr, month_name
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -13821,11 +13822,16 @@ def _is_out_of_memory(error: Exception) -> bool:
 # Other threads never touch the scheduler or MLX. They put functions into the inbox,
 # which the model thread runs between two steps; and they read what it publishes.
 #
+# For example submit() puts a function into the inbox that appends a handle to
+# `scheduler.waiting`, and returns the handle. The model thread finds it before its next
+# step, or at once if it rests. The connection waits in handle.next_event().
+#
 # Public   Engine, EngineReport, MemoryReport, RequestLoad
 # Uses     CONFIG, ERRORS, LOGGING, PREFIX CACHE, MODEL LOADING, SCHEDULER
 # Thread   Engine: any; _run and what it calls: model, mlx
 
-IDLE_SECONDS: Final = 1.0  # between two looks around while no request runs
+IDLE_SECONDS: Final = 1.0  # between two reports, and two looks at idle memory, at rest
+CALL_CHECK_SECONDS: Final = 1.0  # between two looks whether the thread of a call lives
 IDLE_SECONDS_WITH_KV: Final = 60.0  # until memory is given back if KV is cached (L-67)
 REPORT_SECONDS: Final = 0.25  # between two reports while requests run
 _GONE: Final = "the model cannot be used any more; the server's log says why"
@@ -13887,8 +13893,8 @@ class Engine:
         self._inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
-        self.state: Literal["loading", "ready", "dead"] = "loading"
-        self.failure: str | None = None  # why it is dead, in one sentence
+        self._has_ended = threading.Event()  # the thread, or it will after this step
+        self.failure: str | None = None  # why it ended, in one sentence
         self.is_closing = False  # set it: what runs may end, nothing more may begin
 
         # What the model thread has published, up to REPORT_SECONDS or IDLE_SECONDS ago.
@@ -13903,19 +13909,26 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after the current step; running requests fail."""
-        self.state = "dead"
+        self._has_ended.set()
         self._inbox.put(lambda _scheduler: None)  # it may be waiting for something
         if self._loaded:  # what loads a model cannot be stopped: nobody waits for it
             self._thread.join(timeout=10)
 
     @property
+    def state(self) -> Literal["loading", "ready", "dead"]:
+        """ "dead": there is no model, or none any more; `failure` may say why."""
+        if self._has_ended.is_set():
+            return "dead"
+        return "ready" if self._loaded else "loading"
+
+    @property
     def model(self) -> LoadedModel:
         """The loaded model. Raises NotReady: it is loading, or the thread ended."""
-        if self.state == "ready" and self._loaded is not None:
-            return self._loaded
-        if self.state == "dead":
+        if self._has_ended.is_set():
             raise self._explain_end()
-        raise NotReady("the model is still loading")
+        if self._loaded is None:
+            raise NotReady("the model is still loading")
+        return self._loaded
 
     def _explain_end(self) -> NotReady:
         """What a client is told once the model thread has ended, or ends."""
@@ -13925,7 +13938,8 @@ class Engine:
     def submit(self, request: EngineRequest) -> RequestHandle:
         """Queue a request. Raises NotReady, or Overloaded at MAX_QUEUED_REQUESTS.
 
-        That limit holds about: the last report and the inbox are counted.
+        How many are queued already is known from the last report and the inbox, so a
+        few more than that may get in.
         """
         assert request.n_prompt and request.max_tokens > 0
         self._check_ready()
@@ -13943,8 +13957,8 @@ class Engine:
     def call[T](self, function: Callable[[Scheduler], T]) -> T:
         """Run a function on the model thread, between two steps; returns its result.
 
-        Raises what the function raises, and NotReady if no model is loaded or the
-        thread ends before.
+        Raises what the function raises. Raises NotReady if no model is loaded, or if
+        the thread ends before it runs the function.
         """
         self._check_ready()  # else the function would run when nobody waits for it
         result: Future[T] = Future()
@@ -13958,8 +13972,8 @@ class Engine:
         self._inbox.put(run)
         while True:
             self._check_ready()
-            with suppress(TimeoutError):
-                return result.result(timeout=IDLE_SECONDS)
+            if wait_for_futures([result], timeout=CALL_CHECK_SECONDS).done:
+                return result.result()
 
     def _check_ready(self) -> None:
         """Raises NotReady, as `model` does."""
@@ -13982,13 +13996,16 @@ class Engine:
             logger.exception("the model thread died")
             self.failure = "the model thread died; the log says why"
         finally:
-            self.state = "dead"
+            self._has_ended.set()
             if scheduler is not None:  # else nobody could submit yet
                 self._refuse_all(scheduler)
             mx.clear_streams()  # why(L-20): else the process may abort at its end
 
     def _open(self, scheduler: Scheduler) -> None:
-        """Let requests in. Raises ModelError if there is hardly room for KV."""
+        """Let requests in: publish what they read, then the model.
+
+        Raises ModelError if there is hardly room for KV.
+        """
         loaded = scheduler.loaded
         capacity_tokens = scheduler.budget.capacity_tokens
         if capacity_tokens < MIN_SLICE_TOKENS:
@@ -14000,13 +14017,12 @@ class Engine:
         self._publish(scheduler)
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
         self._loaded = replace(loaded, max_context_tokens=max_tokens)
-        self.state = "ready" if self.state == "loading" else "dead"  # dead: stop() ran
 
     def _serve(self, scheduler: Scheduler) -> None:
         """Step as long as there is something to do; look around now and then."""
         worked_at = time.monotonic()
         reported_at = worked_at
-        while self.state == "ready":
+        while not self._has_ended.is_set():
             wait_seconds = 0.0 if scheduler.is_busy else IDLE_SECONDS
             self._receive(scheduler, wait_seconds=wait_seconds)
             if scheduler.is_busy:
@@ -14060,38 +14076,31 @@ class Engine:
             "capacity_tokens": budget.capacity_tokens,
             "kv_bytes_per_token": scheduler.spec.token_bytes,
         }
-        if scheduler.reader.measured_speed is not None:
-            report["prefill_tokens_per_second"] = round(
-                scheduler.reader.measured_speed, 1
-            )
+        speed = scheduler.reader.measured_speed
+        if speed is not None:
+            report["prefill_tokens_per_second"] = round(speed, 1)
         self.report = report
         self.memory = self._describe_memory(scheduler)
         self.cache_entries = cache.describe()
         self.loads = _list_loads(scheduler)
 
     def _describe_memory(self, scheduler: Scheduler) -> MemoryReport:
-        features: MemoryReport = {}
-        feature_bytes = 0
-        vision = scheduler.loaded.vision
-        if vision is not None:
-            feature_bytes = vision.feature_bytes
-            features = {"features": feature_bytes}
-
-        model_bytes = scheduler.loaded.nbytes
-        cache_bytes = scheduler.cache.nbytes
-        running_bytes = scheduler.budget.running_bytes(scheduler.running)
-        known_bytes = model_bytes + cache_bytes + feature_bytes + running_bytes
-        mlx_bytes = mx.get_active_memory() + mx.get_cache_memory()
         scheduler.reader.note_peak()
-        return {
+        report: MemoryReport = {
             "limit": scheduler.budget.shares.limit,
-            "model": model_bytes,
-            "cache": cache_bytes,
-            **features,
-            "running": running_bytes,
-            "working": max(0, mlx_bytes - known_bytes),
+            "model": scheduler.loaded.nbytes,
+            "cache": scheduler.cache.nbytes,
+            "running": scheduler.budget.running_bytes(scheduler.running),
             "peak": scheduler.reader.peak_bytes,
         }
+        known_bytes = report["model"] + report["cache"] + report["running"]
+        vision = scheduler.loaded.vision
+        if vision is not None:
+            report["features"] = vision.feature_bytes
+            known_bytes += report["features"]
+        mlx_bytes = mx.get_active_memory() + mx.get_cache_memory()
+        report["working"] = max(0, mlx_bytes - known_bytes)
+        return report
 
     def _refuse_all(self, scheduler: Scheduler) -> None:
         """Tell all requests that there will be no answer."""

@@ -994,6 +994,27 @@ def test_a_call_that_is_refused_while_the_model_loads_never_runs(models):
     assert calls == ["served"]
 
 
+def test_a_call_raises_what_its_function_raises_even_a_timeout(bench):
+    """It is no sign that the function has not run yet."""
+    b = bench("qwen3")
+    raised = []
+
+    def late(_scheduler):
+        raise TimeoutError("planted")
+
+    def call():
+        try:
+            b.engine.call(late)
+        except TimeoutError as error:
+            raised.append(str(error))
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(5)
+
+    assert raised == ["planted"]
+
+
 def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(
     bench, monkeypatch
 ):
