@@ -897,9 +897,15 @@ class ClientGone(Exception):
 #     session logs  files in LOG_ROOT; a JSON object for each request that was answered
 #     metrics       counters, sums and histograms, for /metrics and /v1/status
 #
-# They hold figures. What clients write is logged only if a setting wants it, which
-# REQUEST HANDLING looks at: ENABLE_REQUEST_LOGGING, LOG_PROMPT_TOKENS. Session ids,
-# which clients choose, are on the console and in the names of files anyway.
+# For example a request of PI with 2,003 tokens is
+#
+#     on the console     PI  2,003 tokens, 98 % cached, read 0.1 s, ..., stop
+#     in a session log   {"time": "2026-11-27T09:41:07.250+01:00", "id": "7f3a", ...}
+#     in the metrics     start_llm_requests_total{finish="stop",match="line"} 1.0
+#
+# All of this is figures. What clients write is logged only if ENABLE_REQUEST_LOGGING or
+# LOG_PROMPT_TOKENS wants it, which REQUEST HANDLING sees to. Session ids, which clients
+# choose, are on the console and in the names of files anyway.
 #
 # Public   logger, ConsoleStream, start_logging, RequestFacts, Refusal,
 #          format_request_line, format_summary, format_refusal, name_client, printable,
@@ -935,7 +941,6 @@ class ConsoleStream(io.TextIOBase):
         self._n_characters = 0  # of these texts
         self._n_dropped = 0  # lines that came while there were too many texts
         self._is_writing = False
-        self._n_lost = 0  # lines that no line has reported yet; the thread's own
         thread = threading.Thread(target=self._work, name="console", daemon=True)
         thread.start()
 
@@ -973,6 +978,7 @@ class ConsoleStream(io.TextIOBase):
     # -- the thread that writes --------------------------------------------------------
 
     def _work(self) -> None:
+        n_lost = 0  # lines that are missing, which no line has reported yet
         while True:
             with self._changed:
                 self._is_writing = False
@@ -985,13 +991,12 @@ class ConsoleStream(io.TextIOBase):
                 n_dropped = self._n_dropped  # all of them came after `text`
                 self._n_dropped = 0
 
-            self._n_lost = self._write_after_report(text) + n_dropped
+            n_lost = self._write_after_report(text, n_lost=n_lost) + n_dropped
             if n_dropped:
-                self._n_lost = self._write_after_report("")
+                n_lost = self._write_after_report("", n_lost=n_lost)
 
-    def _write_after_report(self, text: str) -> int:
-        """Write how many lines are lost, then the text; the lines still to report."""
-        n_lost = self._n_lost
+    def _write_after_report(self, text: str, *, n_lost: int) -> int:
+        """Report lost lines, then write the text; returns how many are unreported."""
         try:
             if n_lost:
                 self._write_out(f"{n_lost} lines are missing: nobody could take them\n")
@@ -1223,10 +1228,16 @@ _SUMS: Final = {
 }
 _SECONDS_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SHARE_BUCKETS: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
+_HISTOGRAMS: Final = {  # of requests that were answered
+    "ttft_seconds": ("Seconds from the request to its first token", _SECONDS_BUCKETS),
+    "prefill_seconds": ("Seconds to read the prompt", _SECONDS_BUCKETS),
+    "decode_seconds": ("Seconds to generate the reply", _SECONDS_BUCKETS),
+    "cached_share": ("Cached tokens, as a share of the prompt", _SHARE_BUCKETS),
+}
 
 
 class Totals(TypedDict):
-    """Sums over all requests that have ended, and the number of those refused."""
+    """Sums over all requests that have ended, and how many were refused before."""
 
     requests: int  # that have ended, be it by an error
     refused: int  # before the model was asked; they are no `requests`
@@ -1238,11 +1249,17 @@ class Totals(TypedDict):
     saved_seconds: float  # that cached tokens would have taken to read
 
 
-class RequestTotals:
-    """Adds up requests, since the start."""
+class CacheMetrics:
+    """Counters, sums and histograms since the start.
 
-    def __init__(self) -> None:
-        self._totals_lock = threading.Lock()  # guards _totals
+    What is counted for a tenant is counted for all as well; for "key/user", who is one
+    of several users of a key, also for "key". So there is one of these objects for all,
+    and one for each tenant, whose parent it is, or the parent of whose parent.
+    """
+
+    def __init__(self, parent: CacheMetrics | None = None) -> None:
+        self._CACHE_METRICS_LOCK = threading.Lock()  # guards _counts and _totals
+        self._counts = dict.fromkeys(_COUNTERS, 0)
         self._totals: Totals = {
             "requests": 0,
             "refused": 0,
@@ -1253,44 +1270,6 @@ class RequestTotals:
             "prefill_seconds": 0.0,
             "saved_seconds": 0.0,
         }
-
-    def add(self, facts: RequestFacts, *, saved_seconds: float) -> None:
-        """Count a request that has ended."""
-        with self._totals_lock:
-            totals = self._totals
-            totals["requests"] += 1
-            totals["failed"] += facts["finish"] == "failed"
-            totals["prompt_tokens"] += facts["prompt"]
-            totals["cached_tokens"] += facts["cached"]
-            totals["generated_tokens"] += facts["out"]
-            totals["prefill_seconds"] += facts["prefill"]
-            totals["saved_seconds"] += saved_seconds
-
-    def add_refused(self) -> None:
-        """Count a request that was refused before the model was asked."""
-        with self._totals_lock:
-            self._totals["refused"] += 1
-
-    def snapshot(self) -> Totals:
-        """The sums by now; seconds in milliseconds."""
-        with self._totals_lock:
-            totals = self._totals.copy()
-        totals["prefill_seconds"] = round(totals["prefill_seconds"], 3)
-        totals["saved_seconds"] = round(totals["saved_seconds"], 3)
-        return totals
-
-
-class CacheMetrics:
-    """Counters and histograms since the start.
-
-    A counter at zero is shown, too, but for the one that has labels. What is counted
-    for a tenant is counted for all as well, and for its key if it is a user of one.
-    """
-
-    def __init__(self, parent: CacheMetrics | None = None) -> None:
-        self._CACHE_METRICS_LOCK = threading.Lock()  # guards _counts
-        self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._totals = RequestTotals()
         self._parent = parent
         self._tenants: dict[str, CacheMetrics] = {}  # only of all: by name
 
@@ -1301,20 +1280,12 @@ class CacheMetrics:
             labelnames=("match", "finish"),
             registry=self._registry,
         )
-        self._ttft_seconds = self._make_histogram(
-            "ttft_seconds",
-            "Seconds from the request to its first token",
-            _SECONDS_BUCKETS,
-        )
-        self._prefill_seconds = self._make_histogram(
-            "prefill_seconds", "Seconds to read the prompt", _SECONDS_BUCKETS
-        )
-        self._decode_seconds = self._make_histogram(
-            "decode_seconds", "Seconds to generate the reply", _SECONDS_BUCKETS
-        )
-        self._cached_share = self._make_histogram(
-            "cached_share", "Cached tokens, as a share of the prompt", _SHARE_BUCKETS
-        )
+        self._histograms = {
+            name: prometheus.Histogram(
+                f"start_llm_{name}", sentence, buckets=buckets, registry=self._registry
+            )
+            for name, (sentence, buckets) in _HISTOGRAMS.items()
+        }
         self._waiting_seconds = prometheus.Histogram(
             "start_llm_waiting_seconds",
             "Seconds that requests waited before their prompt was read, by reason",
@@ -1325,29 +1296,27 @@ class CacheMetrics:
         for reason in ("queue", "prefix", "memory"):
             self._waiting_seconds.labels(reason)  # shown at zero, too
 
-    def _make_histogram(
-        self, name: str, sentence: str, buckets: Sequence[float]
-    ) -> prometheus.Histogram:
-        return prometheus.Histogram(
-            f"start_llm_{name}", sentence, buckets=buckets, registry=self._registry
-        )
-
     def make_tenant(self, tenant: str) -> CacheMetrics:
-        """Those of a tenant, new until keep() is called. Call it on those of all."""
+        """The metrics of a tenant; new ones are forgotten unless keep() is called.
+
+        Call it on the metrics of all.
+        """
+        if tenant in self._tenants:
+            return self._tenants[tenant]
         key = key_of_tenant(tenant)
         parent = self
         if key not in ("", tenant):
             parent = self._tenants.setdefault(key, CacheMetrics(self))
-        return self._tenants.get(tenant, CacheMetrics(parent))
+        return CacheMetrics(parent)
 
     def keep(self, tenant: str) -> None:
-        """Let these be the ones of a tenant from now on."""
+        """Let these be the metrics of a tenant from now on."""
         *_, of_all = self._levels()
         if self is not of_all:
             of_all._tenants.setdefault(tenant, self)
 
     def of_tenant(self, tenant: str) -> CacheMetrics:
-        """Those of a tenant; if it has none, what would count for it as well."""
+        """The metrics of a tenant; if it has none, those of its key, or else of all."""
         of_key = self._tenants.get(key_of_tenant(tenant), self)
         return self._tenants.get(tenant, of_key)
 
@@ -1379,26 +1348,46 @@ class CacheMetrics:
         `saved_seconds`: that its cached tokens would have taken to read.
         """
         for level in self._levels():
-            level._totals.add(facts, saved_seconds=saved_seconds)
+            level._add_to_totals(facts, saved_seconds)
             level._observe_times(facts)
 
     def add_refused(self) -> None:
         """Count a request that was refused before the model was asked."""
         for level in self._levels():
-            level._totals.add_refused()
+            with level._CACHE_METRICS_LOCK:
+                level._totals["refused"] += 1
+
+    def _add_to_totals(self, facts: RequestFacts, saved_seconds: float) -> None:
+        with self._CACHE_METRICS_LOCK:
+            totals = self._totals
+            totals["requests"] += 1
+            totals["failed"] += facts["finish"] == "failed"
+            totals["prompt_tokens"] += facts["prompt"]
+            totals["cached_tokens"] += facts["cached"]
+            totals["generated_tokens"] += facts["out"]
+            totals["prefill_seconds"] += facts["prefill"]
+            totals["saved_seconds"] += saved_seconds
 
     def _observe_times(self, facts: RequestFacts) -> None:
         self._requests.labels(facts["match"], facts["finish"]).inc()
         if facts["finish"] in ("cancelled", "failed") or not facts["ttft_ms"]:
             return
-        self._ttft_seconds.observe(facts["ttft_ms"] / 1000)
-        self._prefill_seconds.observe(facts["prefill"])
-        self._decode_seconds.observe(facts["decode"])
-        self._cached_share.observe(facts["cached"] / facts["prompt"])
+        values = {
+            "ttft_seconds": facts["ttft_ms"] / 1000,
+            "prefill_seconds": facts["prefill"],
+            "decode_seconds": facts["decode"],
+            "cached_share": facts["cached"] / facts["prompt"],
+        }
+        for name, value in values.items():
+            self._histograms[name].observe(value)
 
     def totals(self) -> Totals:
-        """The sums by now."""
-        return self._totals.snapshot()
+        """The sums by now; seconds in milliseconds."""
+        with self._CACHE_METRICS_LOCK:
+            totals = self._totals.copy()
+        totals["prefill_seconds"] = round(totals["prefill_seconds"], 3)
+        totals["saved_seconds"] = round(totals["saved_seconds"], 3)
+        return totals
 
     def snapshot(self) -> dict[str, int]:
         """The counters, by name."""
