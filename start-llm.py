@@ -10560,15 +10560,17 @@ class VisionModel(Module):  # type: ignore[misc]
 # region MODEL LOADING =========================================================
 # From MODEL_PATH to a model that can be served, with the facts that others need of it.
 #
-#     choose_model    a name where MODEL_PATH is unset     may ask
-#     resolve_model   MODEL_PATH -> a folder          may fetch it
-#     load_model      a folder -> LoadedModel         on the thread where it stays
-#     Detokenizer     token ids of a reply -> text    one for each reply
-#     banner          what a person reads at the start
+#     choose_model    a name, where MODEL_PATH is unset   may ask a person
+#     resolve_model   MODEL_PATH -> a folder              may fetch it
+#     load_model      a folder -> LoadedModel             on the thread where it stays
+#     Detokenizer     token ids of a reply -> text        one for each reply
+#     banner          the lines that a person reads at the start
 #
-# A model that is not a complete folder is found or fetched by
-# scripts/helpers/fetch_model.py, in a process of its own: what it needs stays out of
-# the server.
+# For example MODEL_PATH=mlx-community/Qwen3-4B-4bit names no folder here. So
+# scripts/helpers/fetch_model.py finds or fetches it, and prints its folder; it is a
+# process of its own, so that what it needs stays out of the server. Then load_model()
+# has mlx-lm read the weights, and teaches the tokenizer the tags that mlx-lm does not
+# know. The model's chat template is probed, and the facts are gathered.
 #
 # Public   LoadedModel, Detokenizer, ModelError, choose_model, resolve_model,
 #          load_or_demo, load_model, banner, write_url, memory_limit
@@ -10581,6 +10583,7 @@ class ModelError(Exception):
     """Why there is no model, in one sentence; main() prints it and exits with 2."""
 
 
+_Kind = Literal["text", "vision"]
 _DEMO_MODEL: Final = "demo"
 
 
@@ -10601,8 +10604,8 @@ class LoadedModel:
     nbytes: int  # of the weights, as loaded
     vocab_size: int  # ids are below this
     context_length: int  # tokens the model was made for
-    # Of prompt and reply: no more than that, and than MAX_KV_SIZE, which is 1 at least.
-    # ENGINE lowers it once it knows how much KV fits into memory.
+    # Tokens that prompt and reply may have: the least of `context_length`, MAX_KV_SIZE
+    # and, once ENGINE knows it, what fits into memory.
     max_context_tokens: int
     eos_ids: frozenset[int]
     hidden_ids: frozenset[int]  # special tokens that mean nothing in a reply's text
@@ -10705,13 +10708,12 @@ def resolve_model(config: Config) -> Path:
         return folder
 
     script = server_folder / "scripts" / "helpers" / "fetch_model.py"
-    if name == _DEMO_MODEL and not script.is_file():
-        raise ModelError("no model is named, and no demo is here: start with --model")
+    command = [sys.executable, "-c", _FETCH_PROGRAM, name]
     if script.is_file():
         limit = f"--memory-bytes={memory_limit(config)}"
         command = [sys.executable, str(script), limit, "--", name]
-    else:
-        command = [sys.executable, "-c", _FETCH_PROGRAM, name]
+    elif name == _DEMO_MODEL:
+        raise ModelError("no model is named, and no demo is here: start with --model")
     return _fetch(name, command)
 
 
@@ -10772,8 +10774,8 @@ def _fetch(name: str, command: list[str]) -> Path:
 
 # -- loading ---------------------------------------------------------------------------
 
-# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS. A model has them if
-# its vocabulary has the last one.
+# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: those of thinking,
+# or those of calls, too. A model has them if its vocabulary has the last one.
 _UNKNOWN_TAGS: Final[tuple[tuple[str, ...], ...]] = (
     ("[THINK]", "[/THINK]"),  # Magistral
     (
@@ -10803,29 +10805,16 @@ def load_model(path: Path, config: Config) -> LoadedModel:
     A model whose images cannot be read is served as a text model, with a warning,
     unless MODEL_KIND insists.
     """
-    if config.model_kind == "auto":
-        kind = "vision" if _has_vision_tower(path) else "text"
-        config = config.model_copy(update={"model_kind": kind})
-        if kind == "vision":
-            return _load_vision_or_text(path, config)
-    return _load_or_explain(path, config)
-
-
-def _has_vision_tower(path: Path) -> bool:
+    if config.model_kind != "auto":
+        return _load_or_explain(path, config, kind=config.model_kind)
+    if not _has_vision_tower(path):
+        return _load_or_explain(path, config, kind="text")
     try:
-        return has_vision_tower(path)
-    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
-        return False
-
-
-def _load_vision_or_text(path: Path, config: Config) -> LoadedModel:
-    try:
-        return _load_or_explain(path, config)
+        return _load_or_explain(path, config, kind="vision")
     except ModelError as error:
         vision_error = str(error)
     try:
-        text_config = config.model_copy(update={"model_kind": "text"})
-        loaded = _load_or_explain(path, text_config)
+        loaded = _load_or_explain(path, config, kind="text")
     except ModelError:
         raise ModelError(vision_error) from None
 
@@ -10837,23 +10826,29 @@ def _load_vision_or_text(path: Path, config: Config) -> LoadedModel:
     return loaded
 
 
-def _load_or_explain(path: Path, config: Config) -> LoadedModel:
-    """Load a model as MODEL_KIND has it: text or vision. Raises ModelError."""
+def _has_vision_tower(path: Path) -> bool:
     try:
-        return _load(path, config)
+        return has_vision_tower(path)
+    except Exception:  # noqa: BLE001 - what loads the model explains what is wrong
+        return False
+
+
+def _load_or_explain(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
+    """Load a model, for text or for images, too. Raises ModelError."""
+    try:
+        return _load(path, config, kind=kind)
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
-        library = f"mlx-lm {mlx_lm.__version__}"
-        if config.model_kind == "vision":
-            library = "mlx-vlm"
+        library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
         sentence = f"The model in {path} cannot be loaded by {library}: {error!r}"
         reason = sentence[:500]
     # Outside, so that the error does not keep the weights that were loaded already.
     raise ModelError(reason)
 
 
-def _load(path: Path, config: Config) -> LoadedModel:
-    model, tokenizer, model_config = _load_parts(path, config)
+def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
+    trust = config.trust_remote_code
+    model, tokenizer, model_config = _load_parts(path, kind=kind, trust=trust)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -10903,11 +10898,13 @@ class _ModelParts(NamedTuple):
     config: dict[str, Any]  # config.json
 
 
-def _load_parts(path: Path, config: Config) -> _ModelParts:
-    """Load with mlx-vlm what reads images, and all else with mlx-lm."""
-    trust = config.trust_remote_code
+def _load_parts(path: Path, *, kind: _Kind, trust: bool) -> _ModelParts:
+    """Load with mlx-vlm what reads images, and all else with mlx-lm.
+
+    `trust`: whether Python files of the model may run.
+    """
     tokenizer_config: JsonObject = {"trust_remote_code": trust}
-    if config.model_kind == "text":
+    if kind == "text":
         parts = mlx_lm.load(
             str(path), tokenizer_config, return_config=True, trust_remote_code=trust
         )
@@ -10995,8 +10992,7 @@ def _as_float32(weights: mx.array) -> mx.array:
 
 def _count_wide_bytes(model: Any) -> int:
     """Bytes of all weights, were they float32."""
-    weights: Any = dict(tree_flatten(model.parameters())).values()
-    n_bytes = sum(map(_wide_bytes, weights))
+    n_bytes = sum(_wide_bytes(array) for array in _weights_of(model))
     modules: Any = tree_flatten(model.leaf_modules(), is_leaf=Module.is_module)
     for _, module in modules:
         if "scales" in module:  # quantized: one array will take the place of three
@@ -11016,7 +11012,7 @@ def _wide_bytes(weights: mx.array) -> int:
 def _find_family(model_names: str, config: Config) -> str:
     """Whose format of tool calls is tried first, by the model's name and type.
 
-    Without the digit: every Qwen is taken for "qwen3", every GLM for "glm4".
+    Whatever its version, a Qwen is taken for "qwen3", and a GLM for "glm4".
     """
     if config.model_family != "auto":
         return config.model_family
@@ -11041,8 +11037,12 @@ def _weights_revision(path: Path) -> str:
 
 
 def _count_bytes(model: Any) -> int:
-    weights: Any = dict(tree_flatten(model.parameters())).values()
-    return sum(array.nbytes for array in weights)
+    return sum(array.nbytes for array in _weights_of(model))
+
+
+def _weights_of(model: Any) -> list[mx.array]:
+    named_weights: Any = tree_flatten(model.parameters())
+    return [array for _, array in named_weights]
 
 
 def _context_length(facts: dict[str, Any], tokenizer_length: int) -> int:
