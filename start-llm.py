@@ -13156,8 +13156,8 @@ class PromptReader:
         self,
         requests: Sequence[RunningRequest],
         joint_caches: LayerCaches | None = None,
-    ) -> DecodeBatch:
-        """A new decode batch, which has read what was left of the prompts.
+    ) -> None:
+        """Let requests decode in a batch of their own, which reads their rests.
 
         `joint_caches`: see DecodeBatch.
         """
@@ -13168,9 +13168,8 @@ class PromptReader:
                 end = running.request.n_prompt
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
-        for running in requests:
+        for running in batch.requests:
             running.lease.advance(running.num_computed_tokens)
-        return batch
 
     def max_slice_tokens(self, running: RunningRequest, *, seconds: float) -> int:
         """How many tokens are read in so many seconds, if memory allows as many.
@@ -13275,35 +13274,6 @@ MAX_PASSED_SECONDS: Final = 30.0  # a request lets smaller ones pass it for so l
 REPLY_CHECKPOINT_SPACING: Final = 64  # tokens, inside replies
 
 
-class AtRisk:
-    """Whose KV an exception would leave in doubt, at this moment.
-
-    a slice is read               the request
-    it joins a batch, or leaves   the request, and all of that batch
-    its KV goes to the cache      the request
-    """
-
-    def __init__(self, requests: Iterable[RunningRequest]) -> None:
-        self._requests = list(requests)
-
-    @contextmanager
-    def with_batch(self, batch: DecodeBatch) -> Iterator[None]:
-        """While this runs, it changes a batch: all of its requests are at risk, too.
-
-        After an exception they stay so, until the guard has read who they are.
-        """
-        own_requests = self._requests
-        self._requests = own_requests + batch.requests
-        yield
-        self._requests = own_requests
-
-    def includes(self, running: RunningRequest) -> bool:
-        """Whether it is at risk: itself, or with a request that shares its batch."""
-        if running in self._requests:
-            return True
-        return any(running in batch.requests for batch in _batches_of(self._requests))
-
-
 class Scheduler:
     """Everything that happens on the model thread, one step at a time."""
 
@@ -13406,28 +13376,32 @@ class Scheduler:
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """End a request, report it, and let the cache have its KV.
 
-        An exception fails it, and all of its batch if it was about to leave that. Does
-        nothing for a request that the failure of another one has ended already.
+        Does nothing for a request that the failure of another one has ended already.
         """
         if running not in self.running:
             return
-        with self.guard(running) as at_risk:
-            if end != "cancelled":
-                running.lease.drop_checkpoint(running.reply_checkpoint)
-            if running.batch is not None:
-                self._take_out(running, running.batch, at_risk)
+        if end != "cancelled":
+            running.lease.drop_checkpoint(running.reply_checkpoint)
+        previous = self._take_out(running)
+        if running not in self.running:
+            return
+        with self.guard(running):
+            if previous is not None:
+                running.lease.add_checkpoint(previous.position, previous.state)
             self._put_back(running)
             self.running.remove(running)
             running.handle.put_end(end)
 
-    def _take_out(
-        self, running: RunningRequest, batch: DecodeBatch, at_risk: AtRisk
-    ) -> None:
-        """Take a request out of its batch; its state before the last step is kept."""
-        with at_risk.with_batch(batch):
-            previous = batch.remove(running)
-        if previous is not None:
-            running.lease.add_checkpoint(previous.position, previous.state)
+    def _take_out(self, running: RunningRequest) -> PreviousState | None:
+        """Take a request out of its batch, if any; its state before the last step.
+
+        After an exception the whole batch has failed.
+        """
+        previous = None
+        if running.batch is not None:
+            with self.guard(*running.batch.requests):
+                previous = running.batch.remove(running)
+        return previous
 
     def _put_back(self, running: RunningRequest) -> None:
         """Let the cache have the KV.
@@ -13581,13 +13555,15 @@ class Scheduler:
     def _prefill(self, running: RunningRequest) -> None:
         """Prefill one slice. If no further one is needed, the request decodes then."""
         began = time.monotonic()
-        with self.guard(running) as at_risk:
+        with self.guard(running):
             self._note_prefill([running], began)
             if running.needs_slice:
                 self._read_slice(running)
             if not running.needs_slice:
-                self._join_best_batch(self.reader.begin_batch([running]), at_risk)
+                self.reader.begin_batch([running])
             self._charge_prefill(began, [running])
+        if running.batch is not None:
+            self._join_best_batch(running.batch)
 
     def _read_slice(self, running: RunningRequest) -> None:
         has_company = len(self.running) + len(self.waiting) > 1
@@ -13598,14 +13574,16 @@ class Scheduler:
     def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
         """Read whole prompts in one call, and let them decode as one batch (L-123)."""
         began = time.monotonic()
-        with self.guard(*requests) as at_risk:
+        with self.guard(*requests):
             self._note_prefill(requests, began)
             joint_caches = to_batch(*(running.layer_caches for running in requests))
             seconds = self.reader.read_together(requests, joint_caches)
             self.policy.charge_slice(seconds, is_decoding=bool(self.batches))
-            batch = self.reader.begin_batch(requests, joint_caches)
-            self._join_best_batch(batch, at_risk)
+            self.reader.begin_batch(requests, joint_caches)
             self._charge_prefill(began, requests)
+        batch = requests[0].batch
+        if batch is not None:
+            self._join_best_batch(batch)
 
     def _note_prefill(self, requests: Sequence[RunningRequest], now: float) -> None:
         """Note that the model reads for them now, if it did not before."""
@@ -13641,20 +13619,28 @@ class Scheduler:
             max_padding=self.config.batch_padding_max,
         )
 
-    def _join_best_batch(self, batch: DecodeBatch, at_risk: AtRisk) -> None:
-        """Merge a new batch into the one whose requests are most alike in length.
+    def _join_best_batch(self, batch: DecodeBatch) -> None:
+        """Merge a new batch into the one that suits it best, if there is any."""
+        host = None
+        with self.guard(*batch.requests):
+            host = self._find_host(batch)
+        if host is not None:
+            with self.guard(*batch.requests, *host.requests):
+                host.merge(batch)
 
-        It decodes alone if padding or the copies would take too much.
+    def _find_host(self, batch: DecodeBatch) -> DecodeBatch | None:
+        """The batch whose requests are most alike in length to those of a new one.
+
+        None: it decodes alone, since padding or the copies would take too much.
         """
         others = [other for other in self.batches if other is not batch]
         if not others or not self.spec.can_batch:
-            return
+            return None
         host = min(others, key=lambda other: other.padding_with(batch))
         if host.padding_with(batch) > self.config.batch_padding_max:
-            return
-        if self.budget.make_room_to_merge(host, batch, self.running):
-            with at_risk.with_batch(host):
-                host.merge(batch)
+            return None
+        has_room = self.budget.make_room_to_merge(host, batch, self.running)
+        return host if has_room else None
 
     # -- decode ------------------------------------------------------------------------
 
@@ -13710,17 +13696,16 @@ class Scheduler:
     # -- failures ----------------------------------------------------------------------
 
     @contextmanager
-    def guard(self, *requests: RunningRequest) -> Iterator[AtRisk]:
-        """If what follows raises, the requests fail that are at risk at that moment.
+    def guard(self, *requests: RunningRequest) -> Iterator[None]:
+        """If what follows raises, these requests fail, and no others.
 
-        These are, from the beginning, and those that share their batches.
-        why(L-17): KV that an exception interrupted may be half written; it is dropped.
+        They are those whose KV it changes: an exception may leave that half written, so
+        it is dropped (L-17). Whoever changes a batch names all requests in it.
         """
-        at_risk = AtRisk(requests)
         try:
-            yield at_risk
+            yield
         except Exception as error:
-            failed = [running for running in self.running if at_risk.includes(running)]
+            failed = [running for running in self.running if running in requests]
             logger.exception("the model failed on %d request(s)", len(failed))
             self._free_memory(error)
             for running in failed:
@@ -13728,10 +13713,8 @@ class Scheduler:
 
     def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:
         """End one request of a batch whose KV is wrong; the others go on."""
-        with self.guard(running) as at_risk:
-            if running.batch is not None:
-                with at_risk.with_batch(running.batch):
-                    running.batch.remove(running)
+        self._take_out(running)
+        if running in self.running:
             self._fail(running, error)
 
     def _fail(self, running: RunningRequest, error: ServerError) -> None:

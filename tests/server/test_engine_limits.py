@@ -867,9 +867,8 @@ STEPS = {
         "_read_slice",
         "_note_prefill",
         "_charge_prefill",
-        "_join_best_batch",
+        "_find_host",
         "_keep_reply_states",
-        "_take_out",
         "_put_back",
     ),
     s.PromptReader: (
