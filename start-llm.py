@@ -149,12 +149,12 @@ from contextlib import (
     suppress,
 )
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime
 from difflib import get_close_matches
 from email.message import Message as HttpHeaders
 from enum import Enum, auto
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import sha1, sha256
 from heapq import heapify, heappop, heappush
 from http.server import BaseHTTPRequestHandler
@@ -19591,17 +19591,20 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # region HTTP SERVER ===========================================================
 # HTTP/1.1: who may send a request, which route answers it, and in which form.
 #
-# It is the server of the standard library with a thread for each connection; only with
-# MAX_CONNECTIONS open a new one waits for another. A request takes this way:
+# It is the server of the standard library with a thread for each connection. With
+# MAX_CONNECTIONS open, a new one waits until another closes. A streamed chat:
 #
-#     handle_one_request   request line and headers are read (standard library)
-#     _answer              the error boundary around all that follows
-#     _pass_gate           four checks before a byte of the body is read
-#     _find_route          method and path -> a row of _ROUTES, at the end
-#     a route              reads the body; answers with JSON, a file or a stream
+#     Handler         a connection; the standard library reads the request line and the
+#                     headers, `POST /v1/chat/completions`
+#     _pass_gate      five checks, before a byte of the body is read -> HttpRequest with
+#                     its route (a row of _ROUTES, at the end), its key and its stores
+#     HttpRequest     the route reads the body, and holds memory for it meanwhile
+#     ResponseWriter  the head, an event for each body of REQUEST HANDLING, the end
 #
-# An error before the headers of the response becomes a status and an error body, in the
-# form of the API that was called; an error after them becomes an event of the stream.
+# Whatever goes wrong on this way is raised, and answered in Handler.error_boundary() in
+# the form of the API that was called: with a status of its own as long as nothing was
+# sent; as the last event of a stream that has begun. A socket that fails raises
+# ClientGone, and nobody is answered.
 #
 # Public   LLMServer, Handler, advice_by_path
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, OPENAI API,
@@ -19667,7 +19670,7 @@ class LLMServer(ThreadingTCPServer):
 
 
 # -- the gate --------------------------------------------------------------------------
-# Pure functions of the headers; Handler._pass_gate() calls them in this order.
+# Pure functions of the headers; _pass_gate() calls them in this order.
 
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -19832,7 +19835,7 @@ def _sent_keys(headers: HttpHeaders) -> list[bytes]:
 
 # -- paths -----------------------------------------------------------------------------
 
-# What to use instead of a path that is not served. It holds for paths below it, too.
+# What to use instead of some paths that are not served, and of all below them.
 _ADVICE: Final[Mapping[str, str]] = {
     "/": "people find a page at {server}/; the base URL of OpenAI's clients is "
     "{server}/v1, that of Anthropic's {server}",
@@ -19844,48 +19847,29 @@ _ADVICE: Final[Mapping[str, str]] = {
     "/v1/complete": "Anthropic's clients find the Messages API at {server}/v1/messages",
     "/v1/messages": "the Messages API is {server}/v1/messages and "
     "{server}/v1/messages/count_tokens, one request at a time",
-    "/v1/threads": "no conversation is stored here: send all of its messages, each "
-    "time, to {server}/v1/chat/completions",
-    "/v1/embeddings": "this server writes text and makes no embeddings: run another "
-    "server for these. Chats are at {server}/v1/chat/completions",
-    "/v1/audio": "this server writes text only, at {server}/v1/chat/completions",
+    "/v1/threads /v1/assistants /v1/conversations": "no conversation is stored here: "
+    "send all of its messages, each time, to {server}/v1/chat/completions",
+    "/v1/embeddings /v1/rerank /api/embed /api/embeddings": "this server writes text "
+    "and makes no embeddings: run another server for these. Chats are at "
+    "{server}/v1/chat/completions",
+    "/v1/audio /v1/images": "this server writes text only, at "
+    "{server}/v1/chat/completions",
     "/api": "this is neither Ollama nor LM Studio. Where the client has the choice, "
     "take `OpenAI compatible` with the base URL {server}/v1",
-    "/api/v0": "this is not LM Studio. OpenAI's API is here: the base URL is "
+    "/api/v0 /api/v1": "this is not LM Studio. OpenAI's API is here: the base URL is "
     "{server}/v1, chats go to {server}/v1/chat/completions, and {server}/v1/models "
     "names the model",
-    "/completion": "this is not llama.cpp's server, but takes OpenAI's requests, as "
-    "that one does: the base URL is {server}/v1",
-    "/api/chat": "this is not Ollama. OpenAI's API is here: the base URL is "
-    "{server}/v1, chats go to {server}/v1/chat/completions",
-    "/api/tags": "this is not Ollama. {server}/v1/models names the model; the base URL "
-    "of OpenAI's clients is {server}/v1",
-    "/api/pull": "this is not Ollama. The one model is that of MODEL_PATH: to change "
-    "it, set MODEL_PATH and start the server again",
-    "/docs": "{server}/openapi.json describes the API, README.md explains it; people "
-    "find a page at {server}/",
-}
-_SAME_ADVICE: Final[Mapping[str, str]] = {
-    "/v1/assistants": "/v1/threads",
-    "/v1/conversations": "/v1/threads",
-    "/v1/rerank": "/v1/embeddings",
-    "/v1/images": "/v1/audio",
-    "/api/v1": "/api/v0",
-    "/props": "/completion",
-    "/slots": "/completion",
-    "/tokenize": "/completion",
-    "/infill": "/completion",
-    "/api/generate": "/api/chat",
-    "/api/show": "/api/tags",
-    "/api/ps": "/api/tags",
-    "/api/create": "/api/pull",
-    "/api/copy": "/api/pull",
-    "/api/push": "/api/pull",
-    "/api/delete": "/api/pull",
-    "/api/embed": "/v1/embeddings",
-    "/api/embeddings": "/v1/embeddings",
-    "/redoc": "/docs",
-    "/swagger": "/docs",
+    "/completion /props /slots /tokenize /infill": "this is not llama.cpp's server, "
+    "but takes OpenAI's requests, as that one does: the base URL is {server}/v1",
+    "/api/chat /api/generate": "this is not Ollama. OpenAI's API is here: the base URL "
+    "is {server}/v1, chats go to {server}/v1/chat/completions",
+    "/api/tags /api/show /api/ps": "this is not Ollama. {server}/v1/models names the "
+    "model; the base URL of OpenAI's clients is {server}/v1",
+    "/api/pull /api/create /api/copy /api/push /api/delete": "this is not Ollama. The "
+    "one model is that of MODEL_PATH: to change it, set MODEL_PATH and start the "
+    "server again",
+    "/docs /redoc /swagger": "{server}/openapi.json describes the API, README.md "
+    "explains it; people find a page at {server}/",
 }
 
 
@@ -19898,8 +19882,7 @@ def _resolve_path(target: str) -> str:
     path = re.sub("/{2,}", "/", target.partition("?")[0]).rstrip("/") or "/"
     while path.startswith("/v1/v1"):
         path = path.removeprefix("/v1")
-    route_paths = {route_path for _, route_path in _ROUTES}
-    if path not in route_paths and _route_path(f"/v1{path}") in route_paths:
+    if path not in _ROUTE_PATHS and _route_path(f"/v1{path}") in _ROUTE_PATHS:
         return f"/v1{path}"
     return path
 
@@ -19913,11 +19896,11 @@ def advice_by_path(config: Config, *, server_url: str = "") -> dict[str, str]:
     """What to use instead of a path that is not served; "/" is for any other."""
     server_url = server_url or _url_of(config.mlx_host, config.mlx_port)
     proxy_url = _url_of(config.proxy_host, config.proxy_port)
-    sources = {**{path: path for path in _ADVICE}, **_SAME_ADVICE}
-    return {
-        path: _ADVICE[source].format(server=server_url, proxy=proxy_url)
-        for path, source in sources.items()
-    }
+    advice_of = {}
+    for paths, sentence in _ADVICE.items():
+        advice = sentence.format(server=server_url, proxy=proxy_url)
+        advice_of.update(dict.fromkeys(paths.split(), advice))
+    return advice_of
 
 
 def _advise(path: str, headers: HttpHeaders, config: Config) -> str:
@@ -20058,7 +20041,7 @@ def wants_stream(payload: bytes) -> bool:
     return is_stream
 
 
-# -- a connection ----------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------
 
 _COMMON_HEADERS: Final = {  # what the page must not do; elsewhere it does no harm
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -20067,17 +20050,126 @@ _COMMON_HEADERS: Final = {  # what the page must not do; elsewhere it does no ha
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+
+
+@contextmanager
+def _noting_loss() -> Iterator[None]:
+    """Raise ClientGone where the socket fails, as nothing of our own does inside."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError) as error:
+        raise ClientGone from error
+
+
+class ResponseWriter:
+    """Sends the response to one request. Raises ClientGone if nobody takes it.
+
+    Its state decides what an error can still become:
+
+    nothing   a response with a status of its own
+    whole     only a line in the log: the response is complete
+    stream    the last event
+    """
+
+    def __init__(self, connection: Handler) -> None:
+        self._connection = connection
+        self.state: Literal["nothing", "whole", "stream"] = "nothing"
+        # For a web page that may read the response; the gate sets them.
+        self.cors_headers: Mapping[str, str] = {}
+
+    def send_json(
+        self, status: int, body: object, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a whole response. Half of a surrogate pair is sent as its escape."""
+        text = json.dumps(body, ensure_ascii=False)
+        payload = text.encode("utf-8", "backslashreplace")
+        self.send(status, payload, content_type="application/json", headers=headers)
+
+    def send_file(self, name: str, content_type: str) -> None:
+        """Send a file of the folder web, read anew each time. Raises NotServed."""
+        try:
+            payload = (Path(__file__).resolve().parent / "web" / name).read_bytes()
+        except OSError:
+            raise NotServed(404, f"web/{name} is missing beside start-llm.py") from None
+        self.send(200, payload, content_type=content_type)
+
+    def send(
+        self,
+        status: int,
+        payload: bytes,
+        *,
+        content_type: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send a whole response."""
+        content_headers = {
+            "Content-Type": content_type,
+            "Content-Length": str(len(payload)),
+        }
+        self.send_head(status, {**content_headers, **(headers or {})})
+        if self._connection.command != "HEAD":
+            self._write(payload)
+
+    def send_head(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send a whole response without a body, or what comes before its body."""
+        if self.state == "nothing":
+            self.state = "whole"
+        connection = self._connection
+        connection.send_response(status)
+        all_headers = {**_COMMON_HEADERS, **headers, **self.cors_headers}
+        for name, value in all_headers.items():
+            connection.send_header(name, value)
+        will_close = connection.close_connection or connection.is_unread
+        if will_close or not connection.is_http_1_1:
+            connection.send_header("Connection", "close")  # http.server then closes it
+        with _noting_loss():
+            connection.end_headers()
+
+    def begin_stream(self) -> None:
+        """Send the head of a stream, unless a ping has begun it already."""
+        if self.state == "stream":
+            return
+        self.state = "stream"
+        headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+        if self._connection.is_http_1_1:
+            headers["Transfer-Encoding"] = "chunked"
+        self.send_head(200, headers)
+
+    def send_event(self, body: Mapping[str, object]) -> None:
+        """Send an event of a stream. Anthropic's have a name, which is their type.
+
+        In ASCII: U+2028 in a text would be the end of a line to some clients.
+        """
+        name = f"event: {body['type']}\n" if "type" in body else ""
+        self.send_chunk(f"{name}data: {json.dumps(body)}\n\n".encode())
+
+    def send_chunk(self, payload: bytes) -> None:
+        """Send a part of a stream; an empty one ends it."""
+        if self._connection.is_http_1_1:
+            payload = b"%x\r\n%s\r\n" % (len(payload), payload)
+        self._write(payload)
+
+    def _write(self, payload: bytes) -> None:
+        with _noting_loss():
+            self._connection.wfile.write(payload)
+
+
+# -- a connection ----------------------------------------------------------------------
+
 _CLIENT_HEADERS: Final[Mapping[str, str]] = {  # that only one client sends
     "x-codex-": "Codex",
     "x-claude-code-": "Claude Code",
 }
 _MAX_REQUEST_LINE_BYTES: Final = 65_536  # as the standard library has it
 _ABSOLUTE_TARGET: Final = re.compile(r"(?i:https?)://([^/?#]+)(.*)")
-_PREFLIGHT: Final = ("OPTIONS", "*")  # a browser asks what a page may send
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection. It answers requests one after another, each in _answer()."""
+    """One connection: what the standard library reads of it, one request after another.
+
+    A request is answered in _answer(). `passed` is the request once it has passed the
+    gate; who is refused before has the stores of everybody.
+    """
 
     server: LLMServer
     server_version = "start-llm"
@@ -20087,39 +20179,28 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     raw_requestline: bytes  # of the standard library
 
-    # Of the request that is being answered. The gate sets limit and length of its body,
-    # and `_state`; who is refused before has the stores of everybody.
-    _is_unread: bool  # of the request; if so when we respond, the connection closes
-    _are_headers_sent: bool  # of the response
-    _cors_headers: dict[str, str]  # for a web page that may read the response
-    _body_limit: _BodyLimit
-    _body_length: int | None
-    _was_submitted: bool  # to the engine
-    _held_memory: ExitStack  # what its body takes, until the response is sent
-    _work_memory: ExitStack  # what is reserved to prepare it
-    _sent_at: float  # when the body was read, or the last ping sent, while it waits
-    _state: ServerState  # the stores that it may use: all, or those of its key
+    # Of the request that is being answered; the first two as the gate finds them.
+    is_unread: bool  # bytes of it may still come; then the response closes
+    passed: HttpRequest | None
+    response: ResponseWriter
 
     def setup(self) -> None:
         """Replace the input of the standard library by one that limits the time."""
         super().setup()
         self.connection.settimeout(self.server.state.config.idle_connection_seconds)
-        self._input = _TimedInput(self.connection, "rb")
-        self.rfile = io.BufferedReader(self._input)
+        self.input = _TimedInput(self.connection, "rb")
+        self.rfile = io.BufferedReader(self.input)
 
     def handle_one_request(self) -> None:
         """Read a request line and headers, and call _answer()."""
         idle_seconds = self.server.state.config.idle_connection_seconds
-        self._input.max_gap_seconds = idle_seconds
+        self.input.max_gap_seconds = idle_seconds
         # At most one idle time until it begins, and three until all of it is there.
-        self._input.deadline = time.monotonic() + 3 * idle_seconds
-        self._input.check_pace = None
-        self._is_unread = True
-        self._are_headers_sent = False
-        self._cors_headers = {}
-        self._was_submitted = False
-        self._state = self.server.state
-        self._key = ""  # of API_KEY, that the request brought
+        self.input.deadline = time.monotonic() + 3 * idle_seconds
+        self.input.check_pace = None
+        self.is_unread = True
+        self.passed = None
+        self.response = ResponseWriter(self)
         self.command = ""
         self.path = ""
         self.requestline = ""
@@ -20147,435 +20228,36 @@ class Handler(BaseHTTPRequestHandler):
             self.path = f"/{match[2].removeprefix('/')}"
         return True
 
+    def handle_expect_100(self) -> bool:
+        """Invite no body yet: invite_body() does, after the gate and with a route."""
+        return True
+
+    def invite_body(self) -> None:
+        """Tell a client to send its body that waits to be told."""
+        if self.is_http_1_1 and _header(self.headers, "Expect") == "100-continue":
+            super().handle_expect_100()
+
     def finish(self) -> None:
         """Wait until the client has read the last response, and close.
 
         Closing while bytes of the client are unread resets the connection, and a reset
         can take a response from a client that has not read it yet.
         """
-        self._input.max_gap_seconds = 1.0
-        self._input.check_pace = None
+        self.input.max_gap_seconds = 1.0
+        self.input.check_pace = None
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            while self._is_unread and self.rfile.read1(1 << 16):
+            while self.is_unread and self.rfile.read1(1 << 16):
                 pass
         super().finish()
 
-    def _answer(self) -> None:
-        with self._error_boundary():
-            self._pass_gate()
-            route = self._find_route()
-            with ExitStack() as self._held_memory, ExitStack() as self._work_memory:
-                body = route.answer(self)
-            if body is not None:
-                self._send_json(200, body)
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
-
-    @contextmanager
-    def _error_boundary(self) -> Iterator[None]:
-        """Send what goes wrong inside to the client. Raises if the client has gone."""
-        try:
-            yield
-        except ServerError as error:
-            self._send_error_body(error)
-        except (ClientGone, ConnectionError, TimeoutError):
-            raise
-        except Exception:
-            logger.exception("unexpected failure in %s", self.requestline)
-            self._send_error_body(ServerError("the server failed on this request"))
-
-    def _pass_gate(self) -> None:
-        """Raise NotServed or BadRequest for a request that is not to be answered.
-
-        The order of the checks matters:
-
-        0 values  a name that is cut at a NUL is another name elsewhere
-        1 host    a page that calls us by its own name learns nothing but that
-        2 origin  an allowed page can read what follows, such as that its key is wrong
-        3 length  from here on a refusal can leave the connection open
-        4 key     last, since it needs the route, and decides whose stores are used
-        """
-        config = self.server.state.config
-        _check_values(self.headers)
-        _check_host(self.headers, config)
-        self._cors_headers = _check_origin(self.headers, config)
-        self._body_limit = _BodyLimit.of(self.server.state)
-        self._body_length = _check_length(self.headers, self._body_limit)
-        self._is_unread = self._body_length != 0
-        if self._body_length is None and "Content-Length" in self.headers:
-            self.close_connection = True  # both: RFC 9112 section 6.3
-
-        route = _ROUTES.get(self._route_key)
-        self._key = ""
-        if route is None or route.needs_key:
-            self._key = _check_key(self.headers, config)
-            self._enter_tenant(self.headers.get(USER_HEADER, "").strip())
-
-    def _enter_tenant(self, user: str) -> None:
-        """Use the stores of the request's tenant from now on."""
-        config = self.server.state.config
-        tenant = name_tenant(config, key=self._key, user=user)
-        self._state = self.server.state.for_tenant(tenant)
-
-    # -- routes ------------------------------------------------------------------------
-    # Each returns a body to be sent as JSON, or sends its response itself.
-
     @property
-    def _route_key(self) -> tuple[str, str]:
-        """Method and path, as in _ROUTES."""
-        if self.command == "OPTIONS" and self._cors_headers:
-            return _PREFLIGHT
-        method = "GET" if self.command == "HEAD" else self.command
-        return method, _route_path(_resolve_path(self.path))
-
-    def _find_route(self) -> _Route:
-        """The route of a request. Raises NotServed: none has its path or method."""
-        route = _ROUTES.get(self._route_key)
-        if route is not None:
-            return route
-        method, path = self._route_key
-        advice = _advise(path, self.headers, self.server.state.config)
-        methods = [method for method, route_path in _ROUTES if route_path == path]
-        if not methods:
-            raise NotServed(404, f"there is nothing at {path[:200]}: {advice}")
-        allowed = ", ".join(methods)
-        sentence = f"{path} takes {allowed}, not {self.command}"
-        if method == "GET":  # a browser
-            sentence += f": {advice}"
-        raise NotServed(405, sentence, headers={"Allow": allowed})
-
-    def _allow_page(self) -> None:
-        self._send_head(204, {})
-
-    def _get_root(self) -> None:
-        """The page for browsers, /health for programs."""
-        if "text/html" in _header(self.headers, "Accept"):
-            self._send_file("index.html", "text/html; charset=utf-8")
-        else:
-            self._get_health()
-
-    def _get_health(self) -> None:
-        status, body = health_body(self._state)
-        self._send_json(status, body)
-
-    def _get_openapi(self) -> None:
-        self._send_file("openapi.json", "application/json")
-
-    def _get_metrics(self) -> None:
-        text = metrics_text(self._state)
-        self._send(200, text, content_type=prometheus.CONTENT_TYPE_LATEST)
-
-    def _get_status(self) -> object:
-        """`?detail=cache` shows more of the cache; any other query is passed over."""
-        if self._query.get("detail") == "cache":
-            return detailed_status_body(self._state)
-        return status_body(self._state)
-
-    def _delete_cache(self) -> object:
-        """Without a query, of all sessions; `?session=ID` of one; any other of none."""
-        has_query = bool(self.path.partition("?")[2])
-        session = self._query.get("session", "") if has_query else None
-        return drop_cache(self._state, session)
-
-    @property
-    def _query(self) -> dict[str, str]:
-        """The parameters of the query; of two with one name the last."""
-        return dict(parse_qsl(self.path.partition("?")[2]))
-
-    def _explain(self) -> object:
-        return explain_body(self._state, self._read_request(parse_any_request))
-
-    def _get_version(self) -> object:
-        return {"version": VERSION}
-
-    def _get_models(self) -> object:
-        return models_body(self._state)
-
-    def _get_model(self) -> object:
-        name = _resolve_path(self.path).removeprefix("/v1/models/")
-        return model_body(self._state, unquote(name))
-
-    def _chat(self) -> None:
-        self._generate(self._read_request(parse_chat_request, can_stream=True))
-
-    def _complete(self) -> None:
-        self._generate(self._read_request(parse_completion_request, can_stream=True))
-
-    def _reply_to_messages(self) -> None:
-        request = self._read_request(parse_anthropic_request, can_stream=True)
-        if request.messages[-1]["role"] == "assistant":
-            raise BadRequest(
-                "the last should be the user's: no reply can be begun here (prefill)",
-                field="messages",
-            )
-        self._generate(request)
-
-    def _count_tokens(self) -> object:
-        request = self._read_request(parse_anthropic_request)
-        return count_tokens_body(self._state, request)
-
-    def _generate(self, request: ChatRequest) -> None:
-        """Send the reply to a request, whole or as a stream.
-
-        The request is under way until its last byte has been sent, even if that is an
-        error: a server that is told to stop waits for it. So errors are sent inside.
-        """
-        generation = ReplyGeneration(self._state, request, client=self._client)
-        with closing(generation), self._error_boundary():
-            self._was_submitted = True
-            self._work_memory.close()
-            if not request.stream:
-                for body in self._while_connected(generation.whole()):
-                    self._send_json(200, body)
-                return
-
-            if not self._are_headers_sent:
-                self._begin_stream()
-            for body in self._while_connected(generation.chunks()):
-                self._send_event(body)
-            if request.kind != "messages":
-                self._write_chunk(b"data: [DONE]\n\n")
-            self._write_chunk(b"")
-
-    def _while_connected(
-        self, bodies: Iterable[JsonObject | None]
-    ) -> Iterator[JsonObject]:
-        """All but the Nones, which come while there is nothing to send.
-
-        At each of them it looks for the client. Raises ClientGone: it has closed.
-        """
-        for body in bodies:
-            if body is not None:
-                yield body
-            else:
-                self._check_client()
-
-    def _check_client(self) -> None:
-        """Raise ClientGone if the end is all that there is to read.
-
-        What there is may also be the next request.
-        """
-        if not _is_readable(self.connection, 0):
-            return
-        if not self.connection.recv(1, socket.MSG_PEEK):
-            raise ClientGone
-
-    # -- the body of a request ---------------------------------------------------------
-
-    def handle_expect_100(self) -> bool:
-        """Invite no body yet. _read_body() does, after the gate and with a route."""
-        return True
-
-    def _read_request(
-        self, parse: Callable[..., ChatRequest], *, can_stream: bool = False
-    ) -> ChatRequest:
-        """The body, parsed, when its turn comes.
-
-        Raises BadRequest, NotServed; ClientGone: it ends early, or nobody waits for the
-        response. `can_stream`: pings may be sent meanwhile if the body wants a stream.
-        """
-        payload = self._read_body()
-        self._sent_at = time.monotonic()
-        memory = self.server.state.body_memory
-        is_stream = cache(lambda: can_stream and wants_stream(payload))
-        work = memory.work.reserve(
-            memory.WORK_BYTES * len(payload), partial(self._keep_waiting, is_stream)
-        )
-        self._work_memory.enter_context(work)
-
-        request = parse(
-            parse_json_body(payload),
-            self.server.state.config,
-            request_id=uuid.uuid4().hex,
-            headers=dict(self.headers),
-        )
-        self._enter_tenant(request.user)
-        self._state = self._state.keep()
-        is_parsed_stream = can_stream and request.stream
-        return replace(
-            request,
-            check_client=partial(self._keep_waiting, lambda: is_parsed_stream),
-        )
-
-    def _read_body(self) -> bytes:
-        """The bytes of the body; what they take is held until the response is sent.
-
-        Who has sent less than _MAX_UNHELD_BYTES holds nothing, whatever length it has
-        announced (L-131).
-        """
-        if self._is_http_1_1 and _header(self.headers, "Expect") == "100-continue":
-            super().handle_expect_100()
-        max_bytes = self._body_length
-        if max_bytes is None:
-            max_bytes = self._body_limit.n_bytes
-            pieces = _read_chunks(self.rfile, self._body_limit)
-        else:
-            pieces = _read_pieces(self.rfile, max_bytes)
-
-        payload = bytearray()
-        for piece in pieces:
-            payload += piece
-            if len(payload) >= _MAX_UNHELD_BYTES:
-                break
-        else:
-            max_bytes = len(payload)
-        held = self._hold(max_bytes)
-        started_at = time.monotonic()
-        self._input.check_pace = lambda: self._check_pace(
-            held, time.monotonic() - started_at, len(payload)
-        )
-        for piece in pieces:
-            payload += piece
-
-        self._is_unread = False
-        self._input.check_pace = None
-        held.shrink(self.server.state.body_memory.HELD_BYTES * len(payload))
-        return bytes(payload)
-
-    def _hold(self, n_bytes: int) -> Reservation:
-        """Memory for so many bytes of the body, when its turn comes."""
-        memory = self.server.state.body_memory
-        asked_at = time.monotonic()
-        reservation = memory.held.reserve(
-            memory.HELD_BYTES * n_bytes, self._check_client
-        )
-        held = self._held_memory.enter_context(reservation)
-        self._input.deadline += time.monotonic() - asked_at  # it was not the client
-        return held
-
-    def _check_pace(self, held: Reservation, seconds: float, n_bytes: int) -> None:
-        """Raise NotServed for a body that comes slowly while others wait for memory."""
-        max_seconds = _GRACE_SECONDS + n_bytes / _BYTES_PER_SECOND
-        if held.is_awaited and seconds > max_seconds:
-            raise NotServed(
-                408, "the body comes too slowly: others wait for the memory it holds"
-            )
-
-    def _keep_waiting(self, is_stream: Callable[[], bool]) -> None:
-        """Look for the client of a request that the model does not have yet.
-
-        A stream gets pings, as comments: no formatter knows yet what it consists of.
-        Raises ClientGone.
-        """
-        self._check_client()
-        silent_seconds = time.monotonic() - self._sent_at
-        if silent_seconds < self.server.state.config.keepalive_seconds:
-            return
-        self._sent_at = time.monotonic()
-        if not is_stream():
-            return
-        if not self._are_headers_sent:
-            self._begin_stream()
-        self._write_chunk(b": the request waits for its turn\n\n")
-
-    # -- responses ---------------------------------------------------------------------
-
-    @property
-    def _is_http_1_1(self) -> bool:
+    def is_http_1_1(self) -> bool:
         """Older clients know no chunks (RFC 9112 section 6.1) and send one request."""
         return self.request_version >= "HTTP/1.1"
 
-    def _send_json(
-        self, status: int, body: object, headers: Mapping[str, str] | None = None
-    ) -> None:
-        payload = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-        self._send(status, payload, content_type="application/json", headers=headers)
-
-    def _send_file(self, name: str, content_type: str) -> None:
-        """A file of the folder web, read anew each time."""
-        try:
-            payload = (Path(__file__).resolve().parent / "web" / name).read_bytes()
-        except OSError:
-            raise NotServed(404, f"web/{name} is missing beside start-llm.py") from None
-        self._send(200, payload, content_type=content_type)
-
-    def _send(
-        self,
-        status: int,
-        payload: bytes,
-        *,
-        content_type: str,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        content_headers = {
-            "Content-Type": content_type,
-            "Content-Length": str(len(payload)),
-        }
-        self._send_head(status, {**content_headers, **(headers or {})})
-        if self.command != "HEAD":
-            self.wfile.write(payload)
-
-    def _begin_stream(self) -> None:
-        headers = {"Content-Type": "text/event-stream; charset=utf-8"}
-        if self._is_http_1_1:
-            headers["Transfer-Encoding"] = "chunked"
-        self._send_head(200, headers)
-
-    def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
-        self._are_headers_sent = True
-        self.send_response(status)
-        for name, value in {**_COMMON_HEADERS, **headers, **self._cors_headers}.items():
-            self.send_header(name, value)
-        if self.close_connection or self._is_unread or not self._is_http_1_1:
-            self.send_header("Connection", "close")  # http.server then closes it
-        self.end_headers()
-
-    def _send_event(self, body: Mapping[str, object]) -> None:
-        """An event of a stream. Anthropic's have a name, which is their type.
-
-        In ASCII: U+2028 in a text would be the end of a line to some clients.
-        """
-        name = f"event: {body['type']}\n" if "type" in body else ""
-        self._write_chunk(f"{name}data: {json.dumps(body)}\n\n".encode())
-
-    def _write_chunk(self, payload: bytes) -> None:
-        """A part of a stream; an empty one ends it."""
-        if self._is_http_1_1:
-            payload = b"%x\r\n%s\r\n" % (len(payload), payload)
-        self.wfile.write(payload)
-
-    def _send_error_body(self, error: ServerError) -> None:
-        """An error in the form of the API that was called; it is logged, too."""
-        self._note_refusal(error)
-        path = _resolve_path(self.path)
-        body: Mapping[str, object] = error.body()
-        if path.startswith("/v1/messages"):
-            body = anthropic_error_body(error)
-        elif path.startswith("/api/"):
-            body = {"error": str(error)}  # as Ollama writes it
-        if not self._are_headers_sent:
-            self._send_json(error.status, body, error.headers)
-            return
-        self.close_connection = True
-        self._send_event(body)
-        self._write_chunk(b"")
-
-    def _note_refusal(self, error: ServerError) -> None:
-        """Log an error, and keep it for the status page.
-
-        What the standard library refuses is quoted in its sentence, behind " (": that
-        may be the rest of a body whose length was wrong.
-        """
-        is_request = hasattr(self, f"do_{self.command}")
-        quotes = self.server.state.config.enable_request_logging
-        sentence = str(error) if quotes else error.without_quote()
-        if not is_request:
-            sentence = sentence.partition(" (")[0]
-        path = self.path.partition("?")[0]
-        refusal: Refusal = {
-            "at": time.time(),
-            "method": self.command if is_request else "",
-            "path": printable(path, max_length=200) if is_request else "",
-            "status": error.status,
-            "client": self._client,
-            "sentence": printable(sentence, max_length=300),
-        }
-        state = self._state.keep()
-        note_refusal(state, refusal, was_submitted=self._was_submitted)
-
     @property
-    def _client(self) -> str:
+    def client(self) -> str:
         """Who sends this request; "" if it has not said.
 
         LiteLLM has a User-Agent of its own, but forwards headers that begin with "x-".
@@ -20590,6 +20272,82 @@ class Handler(BaseHTTPRequestHandler):
             return "OpenClaw"
         return client
 
+    def check_client(self) -> None:
+        """Raise ClientGone if the end is all that there is to read.
+
+        What there is may also be the next request.
+        """
+        if not _is_readable(self.connection, 0):
+            return
+        with _noting_loss():
+            if not self.connection.recv(1, socket.MSG_PEEK):
+                raise ClientGone
+
+    def _answer(self) -> None:
+        with self.error_boundary():
+            self.passed = _pass_gate(self)
+            self.passed.answer()
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer
+
+    @contextmanager
+    def error_boundary(self) -> Iterator[None]:
+        """Send what goes wrong inside to the client. Raises ClientGone: it has left."""
+        try:
+            yield
+        except ServerError as error:
+            self._send_error_body(error)
+        except ClientGone:
+            raise
+        except Exception:
+            logger.exception("unexpected failure in %s", self.requestline)
+            self._send_error_body(ServerError("the server failed on this request"))
+
+    def _send_error_body(self, error: ServerError) -> None:
+        """An error in the form of the API that was called; it is logged, too."""
+        if self.response.state == "whole":
+            logger.warning("failed after the response: %s", error.without_quote())
+            self.close_connection = True
+            return
+        self._note_refusal(error)
+        path = _resolve_path(self.path)
+        body: Mapping[str, object] = error.body()
+        if path.startswith("/v1/messages"):
+            body = anthropic_error_body(error)
+        elif path.startswith("/api/"):
+            body = {"error": str(error)}  # as Ollama writes it
+        if self.response.state == "nothing":
+            self.response.send_json(error.status, body, error.headers)
+            return
+        self.close_connection = True
+        self.response.send_event(body)
+        self.response.send_chunk(b"")
+
+    def _note_refusal(self, error: ServerError) -> None:
+        """Log an error, and keep it for the status page.
+
+        A request line with another method than ours may be the rest of a body whose
+        length was wrong: nothing of it is kept. The standard library quotes such a line
+        in its sentence, after " (".
+        """
+        is_request = self.command in _METHODS
+        quotes = self.server.state.config.enable_request_logging
+        sentence = str(error) if quotes else error.without_quote()
+        if not is_request:
+            sentence = sentence.partition(" (")[0]
+        path = self.path.partition("?")[0]
+        refusal: Refusal = {
+            "at": time.time(),
+            "method": self.command if is_request else "",
+            "path": printable(path, max_length=200) if is_request else "",
+            "status": error.status,
+            "client": self.client,
+            "sentence": printable(sentence, max_length=300),
+        }
+        was_submitted = self.passed is not None and self.passed.was_submitted
+        state = self.passed.state if self.passed else self.server.state
+        note_refusal(state.keep(), refusal, was_submitted=was_submitted)
+
     def send_error(
         self, code: int, message: str | None = None, _explain: str | None = None
     ) -> None:
@@ -20602,28 +20360,349 @@ class Handler(BaseHTTPRequestHandler):
         logger.debug("%s %s", self.client_address[0], pattern % args)
 
 
+# -- a request -------------------------------------------------------------------------
+
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_PREFLIGHT: Final = ("OPTIONS", "*")  # a browser asks what a page may send
+
+
+def _pass_gate(connection: Handler) -> HttpRequest:
+    """The request of a connection. Raises NotServed or BadRequest: it is refused.
+
+    The order of the checks matters:
+
+    0 values  a name that is cut at a NUL is another name elsewhere
+    1 host    a page that calls us by its own name learns nothing but that
+    2 origin  an allowed page can read what follows, such as that its key is wrong
+    3 length  from here on a refusal can leave the connection open
+    4 key     last, since it needs the route, and decides whose stores are used
+    """
+    state = connection.server.state
+    headers = connection.headers
+    _check_values(headers)
+    _check_host(headers, state.config)
+    cors_headers = _check_origin(headers, state.config)
+    connection.response.cors_headers = cors_headers
+    body_limit = _BodyLimit.of(state)
+    body_length = _check_length(headers, body_limit)
+    connection.is_unread = body_length != 0
+    if body_length is None and "Content-Length" in headers:
+        connection.close_connection = True  # both: RFC 9112 section 6.3
+
+    method = "GET" if connection.command == "HEAD" else connection.command
+    path = _resolve_path(connection.path)
+    route = _ROUTES.get((method, _route_path(path)))
+    if method == "OPTIONS" and cors_headers:
+        route = _ROUTES[_PREFLIGHT]
+    key = ""
+    if route is None or route.needs_key:
+        key = _check_key(headers, state.config)
+        user = headers.get(USER_HEADER, "").strip()
+        state = state.for_tenant(name_tenant(state.config, key=key, user=user))
+    return HttpRequest(
+        connection,
+        path=path,
+        route=route,
+        key=key,
+        state=state,
+        body_limit=body_limit,
+        body_length=body_length,
+    )
+
+
+@dataclass(eq=False, slots=True)
+class HttpRequest:
+    """A request that has passed the gate, with the memory that it holds."""
+
+    connection: Handler
+    _: KW_ONLY
+    path: str  # as in _ROUTES, but for the name of a model
+    route: _Route | None  # None: nothing is served there
+    key: str  # of API_KEY, that came with it; "" if none is needed
+    state: ServerState  # the stores that it may use: all, or those of its tenant
+    body_limit: _BodyLimit
+    body_length: int | None  # None: it comes in chunks
+    was_submitted: bool = False  # to the engine
+    _is_stream: bool | None = False  # it gets pings; None: its body was not looked at
+    _sent_at: float = 0.0  # when its body was read, or the last ping sent
+    _held_memory: ExitStack = field(default_factory=ExitStack)  # for its body
+    _work_memory: ExitStack = field(default_factory=ExitStack)  # to prepare it
+
+    @property
+    def response(self) -> ResponseWriter:
+        """What sends the response."""
+        return self.connection.response
+
+    def answer(self) -> None:
+        """Send the response, and give the memory back. Raises NotServed, ClientGone.
+
+        Raises also what the route raises: Handler.error_boundary() answers it.
+        """
+        with self._held_memory, self._work_memory:
+            if self.route is None:
+                raise self._not_found()
+            body = self.route.answer(self)
+            if body is not None:
+                self.response.send_json(200, body)
+
+    def _not_found(self) -> NotServed:
+        """What is wrong with a path or a method that no route has."""
+        method = self.connection.command
+        path = _route_path(self.path)
+        advice = _advise(path, self.connection.headers, self.state.config)
+        methods = [method for method, route_path in _ROUTES if route_path == path]
+        if not methods:
+            sentence = f"there is nothing at {path[:200]}: {advice}"
+            return NotServed(404, sentence)
+        sentence = f"{path} takes {', '.join(methods)}, not {method}"
+        if method in ("GET", "HEAD"):  # a browser
+            sentence += f": {advice}"
+        allowed = ", ".join(methods).replace("GET", "GET, HEAD")
+        return NotServed(405, sentence, headers={"Allow": allowed})
+
+    # -- routes ------------------------------------------------------------------------
+    # Each returns a body to be sent as JSON, or sends its response itself.
+
+    def allow_page(self) -> None:
+        self.response.send_head(204, {})
+
+    def get_root(self) -> None:
+        """The page for browsers, /health for programs."""
+        if "text/html" in _header(self.connection.headers, "Accept"):
+            self.response.send_file("index.html", "text/html; charset=utf-8")
+        else:
+            self.get_health()
+
+    def get_health(self) -> None:
+        status, body = health_body(self.state)
+        self.response.send_json(status, body)
+
+    def get_openapi(self) -> None:
+        self.response.send_file("openapi.json", "application/json")
+
+    def get_metrics(self) -> None:
+        text = metrics_text(self.state)
+        self.response.send(200, text, content_type=prometheus.CONTENT_TYPE_LATEST)
+
+    def get_status(self) -> object:
+        """`?detail=cache` shows more of the cache; any other query is passed over."""
+        if self._parameters().get("detail") == "cache":
+            return detailed_status_body(self.state)
+        return status_body(self.state)
+
+    def delete_cache(self) -> object:
+        """Without a query, of all sessions; `?session=ID` of one; any other of none."""
+        has_query = bool(self._query)
+        session = self._parameters().get("session", "") if has_query else None
+        return drop_cache(self.state, session)
+
+    @property
+    def _query(self) -> str:
+        return self.connection.path.partition("?")[2]
+
+    def _parameters(self) -> dict[str, str]:
+        """Those of the query; of two with one name the last."""
+        return dict(parse_qsl(self._query))
+
+    def explain(self) -> object:
+        request = self._read_request(parse_any_request)
+        return explain_body(self.state, request)
+
+    def get_version(self) -> object:
+        return {"version": VERSION}
+
+    def get_models(self) -> object:
+        return models_body(self.state)
+
+    def get_model(self) -> object:
+        name = self.path.removeprefix("/v1/models/")
+        return model_body(self.state, unquote(name))
+
+    def chat(self) -> None:
+        self._generate(self._read_request(parse_chat_request, can_stream=True))
+
+    def complete(self) -> None:
+        self._generate(self._read_request(parse_completion_request, can_stream=True))
+
+    def reply_to_messages(self) -> None:
+        request = self._read_request(parse_anthropic_request, can_stream=True)
+        if request.messages[-1]["role"] == "assistant":
+            raise BadRequest(
+                "the last should be the user's: no reply can be begun here (prefill)",
+                field="messages",
+            )
+        self._generate(request)
+
+    def count_tokens(self) -> object:
+        request = self._read_request(parse_anthropic_request)
+        return count_tokens_body(self.state, request)
+
+    def _generate(self, request: ChatRequest) -> None:
+        """Send the reply to a request, whole or as a stream.
+
+        The request is under way until its last byte has been sent, even if that is an
+        error: a server that is told to stop waits for it. So errors are sent inside.
+        """
+        generation = ReplyGeneration(self.state, request, client=self.connection.client)
+        with closing(generation), self.connection.error_boundary():
+            self.was_submitted = True
+            self._work_memory.close()
+            if not request.stream:
+                for body in self._while_connected(generation.whole()):
+                    self.response.send_json(200, body)
+                return
+
+            self.response.begin_stream()
+            for body in self._while_connected(generation.chunks()):
+                self.response.send_event(body)
+            if request.kind != "messages":
+                self.response.send_chunk(b"data: [DONE]\n\n")
+            self.response.send_chunk(b"")
+
+    def _while_connected(
+        self, bodies: Iterable[JsonObject | None]
+    ) -> Iterator[JsonObject]:
+        """All but the Nones, which come while there is nothing to send.
+
+        At each of them it looks for the client. Raises ClientGone: it has closed.
+        """
+        for body in bodies:
+            if body is not None:
+                yield body
+            else:
+                self.connection.check_client()
+
+    # -- its body ----------------------------------------------------------------------
+
+    def _read_request(
+        self, parse: Callable[..., ChatRequest], *, can_stream: bool = False
+    ) -> ChatRequest:
+        """The body, parsed, when its turn comes.
+
+        Its user may be named in it, so only now its tenant is certain. Raises
+        BadRequest, NotServed; ClientGone: it ends early, or nobody waits for the
+        response. `can_stream`: pings may be sent meanwhile if the body wants a stream.
+        """
+        payload = self.read_body()
+        self._sent_at = time.monotonic()
+        self._is_stream = None if can_stream else False
+        memory = self.state.body_memory
+        work = memory.work.reserve(
+            memory.WORK_BYTES * len(payload), partial(self._keep_waiting, payload)
+        )
+        self._work_memory.enter_context(work)
+
+        config = self.state.config
+        request = parse(
+            parse_json_body(payload),
+            config,
+            request_id=uuid.uuid4().hex,
+            headers=dict(self.connection.headers),
+        )
+        tenant = name_tenant(config, key=self.key, user=request.user)
+        self.state = self.connection.server.state.for_tenant(tenant).keep()
+        self._is_stream = can_stream and request.stream
+        return replace(request, check_client=self._keep_waiting)
+
+    def read_body(self) -> bytes:
+        """The bytes of the body; what they take is held until the response is sent.
+
+        Who has sent less than _MAX_UNHELD_BYTES holds nothing, whatever length it has
+        announced (L-131).
+        """
+        self.connection.invite_body()
+        stream = self.connection.rfile
+        max_bytes = self.body_length
+        if max_bytes is None:
+            max_bytes = self.body_limit.n_bytes
+            pieces = _read_chunks(stream, self.body_limit)
+        else:
+            pieces = _read_pieces(stream, max_bytes)
+
+        payload = bytearray()
+        with _noting_loss():
+            for piece in pieces:
+                payload += piece
+                if len(payload) >= _MAX_UNHELD_BYTES:
+                    break
+            else:
+                max_bytes = len(payload)
+        held = self._hold(max_bytes)
+        started_at = time.monotonic()
+        self.connection.input.check_pace = lambda: self._check_pace(
+            held, time.monotonic() - started_at, len(payload)
+        )
+        with _noting_loss():
+            for piece in pieces:
+                payload += piece
+
+        self.connection.is_unread = False
+        self.connection.input.check_pace = None
+        held.shrink(self.state.body_memory.HELD_BYTES * len(payload))
+        return bytes(payload)
+
+    def _hold(self, n_bytes: int) -> Reservation:
+        """Memory for so many bytes of the body, when its turn comes."""
+        memory = self.state.body_memory
+        asked_at = time.monotonic()
+        reservation = memory.held.reserve(
+            memory.HELD_BYTES * n_bytes, self.connection.check_client
+        )
+        held = self._held_memory.enter_context(reservation)
+        # It was not the client that took this time.
+        self.connection.input.deadline += time.monotonic() - asked_at
+        return held
+
+    def _check_pace(self, held: Reservation, seconds: float, n_bytes: int) -> None:
+        """Raise NotServed for a body that comes slowly while others wait for memory."""
+        max_seconds = _GRACE_SECONDS + n_bytes / _BYTES_PER_SECOND
+        if held.is_awaited and seconds > max_seconds:
+            raise NotServed(
+                408, "the body comes too slowly: others wait for the memory it holds"
+            )
+
+    def _keep_waiting(self, unparsed: bytes = b"") -> None:
+        """Look for the client of a request that the model does not have yet.
+
+        A stream gets pings, as comments: no formatter knows yet what it consists of.
+        Whether an `unparsed` body wants a stream is looked up when the first is due.
+        Raises ClientGone.
+        """
+        self.connection.check_client()
+        silent_seconds = time.monotonic() - self._sent_at
+        if silent_seconds < self.state.config.keepalive_seconds:
+            return
+        self._sent_at = time.monotonic()
+        if self._is_stream is None:
+            self._is_stream = wants_stream(unparsed)
+        if self._is_stream:
+            self.response.begin_stream()
+            self.response.send_chunk(b": the request waits for its turn\n\n")
+
+
 class _Route(NamedTuple):
-    answer: Callable[[Handler], object]  # the body to send as JSON; None: all is sent
+    answer: Callable[[HttpRequest], object]  # a body to send as JSON; None: all is sent
     needs_key: bool = True
 
 
 _ROUTES: Final = {
-    _PREFLIGHT: _Route(Handler._allow_page, needs_key=False),
-    ("GET", "/"): _Route(Handler._get_root, needs_key=False),
-    ("GET", "/health"): _Route(Handler._get_health, needs_key=False),
-    ("GET", "/openapi.json"): _Route(Handler._get_openapi, needs_key=False),
-    ("GET", "/metrics"): _Route(Handler._get_metrics),
-    ("GET", "/v1/status"): _Route(Handler._get_status),
-    ("DELETE", "/v1/cache"): _Route(Handler._delete_cache),
-    ("POST", "/v1/cache/explain"): _Route(Handler._explain),
-    ("GET", "/version"): _Route(Handler._get_version),
-    ("GET", "/v1/models"): _Route(Handler._get_models),
-    ("GET", "/v1/models/*"): _Route(Handler._get_model),
-    ("POST", "/v1/chat/completions"): _Route(Handler._chat),
-    ("POST", "/v1/completions"): _Route(Handler._complete),
-    ("POST", "/v1/messages"): _Route(Handler._reply_to_messages),
-    ("POST", "/v1/messages/count_tokens"): _Route(Handler._count_tokens),
+    _PREFLIGHT: _Route(HttpRequest.allow_page, needs_key=False),
+    ("GET", "/"): _Route(HttpRequest.get_root, needs_key=False),
+    ("GET", "/health"): _Route(HttpRequest.get_health, needs_key=False),
+    ("GET", "/openapi.json"): _Route(HttpRequest.get_openapi, needs_key=False),
+    ("GET", "/metrics"): _Route(HttpRequest.get_metrics),
+    ("GET", "/v1/status"): _Route(HttpRequest.get_status),
+    ("DELETE", "/v1/cache"): _Route(HttpRequest.delete_cache),
+    ("POST", "/v1/cache/explain"): _Route(HttpRequest.explain),
+    ("GET", "/version"): _Route(HttpRequest.get_version),
+    ("GET", "/v1/models"): _Route(HttpRequest.get_models),
+    ("GET", "/v1/models/*"): _Route(HttpRequest.get_model),
+    ("POST", "/v1/chat/completions"): _Route(HttpRequest.chat),
+    ("POST", "/v1/completions"): _Route(HttpRequest.complete),
+    ("POST", "/v1/messages"): _Route(HttpRequest.reply_to_messages),
+    ("POST", "/v1/messages/count_tokens"): _Route(HttpRequest.count_tokens),
 }
+_ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 
 
 # region MAIN ==================================================================

@@ -53,13 +53,13 @@ def parsed(monkeypatch) -> list[bytes]:
 def looks(monkeypatch) -> list[bool]:
     """An item for each look at a client that waits; after the first a ping is due."""
     noted: list[bool] = []
-    look = s.Handler._keep_waiting
+    look = s.HttpRequest._keep_waiting
 
-    def noted_look(handler, is_stream):
+    def noted_look(*args):
         noted.append(True)
-        look(handler, is_stream)
+        look(*args)
 
-    monkeypatch.setattr(s.Handler, "_keep_waiting", noted_look)
+    monkeypatch.setattr(s.HttpRequest, "_keep_waiting", noted_look)
     return noted
 
 
@@ -193,13 +193,13 @@ def test_who_stalls_gives_way_to_those_who_wait(memory, port, monkeypatch):
 
 def test_nobody_is_hurried_while_nobody_waits(memory, port, monkeypatch):
     n_looks = []
-    check = s.Handler._check_pace
+    check = s.HttpRequest._check_pace
 
     def look(*args):
         n_looks.append(args)
         check(*args)
 
-    monkeypatch.setattr(s.Handler, "_check_pace", look)
+    monkeypatch.setattr(s.HttpRequest, "_check_pace", look)
     monkeypatch.setattr(s, "_GRACE_SECONDS", 0.0)
     payload = json.dumps(LARGE).encode()
     with announced(port, 0, Content_Length=len(payload)) as connection:
@@ -213,20 +213,21 @@ def test_a_body_of_tiny_chunks_takes_no_more_than_its_bytes():
     """An object for each of them would take 18 times as much."""
     n = 60_000
     stream = io.BufferedReader(io.BytesIO(chunks(*[b"abc"] * (n // 3)) + b"0\r\n\r\n"))
-    limit = s._BodyLimit(n, "it")
-    handler = types.SimpleNamespace(
-        _is_http_1_1=False, _body_length=None, _body_limit=limit, rfile=stream
+    connection = types.SimpleNamespace(
+        rfile=stream, invite_body=lambda: None, input=types.SimpleNamespace()
     )
-    handler._hold = lambda n_bytes: held.append(n_bytes) or s.Reservation(budget, 0)
-    handler._input = types.SimpleNamespace()
-    handler.server = types.SimpleNamespace(
-        state=types.SimpleNamespace(body_memory=s.BodyMemory(0))
+    request = types.SimpleNamespace(
+        connection=connection,
+        body_length=None,
+        body_limit=s._BodyLimit(n, "it"),
+        state=types.SimpleNamespace(body_memory=s.BodyMemory(0)),
     )
+    request._hold = lambda n_bytes: held.append(n_bytes) or s.Reservation(budget, 0)
     held: list[int] = []
     budget = s.WorkBudget(0)
 
     tracemalloc.start()
-    payload = s.Handler._read_body(handler)
+    payload = s.HttpRequest.read_body(request)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

@@ -229,8 +229,8 @@ def test_keys_are_in_no_log_and_in_no_repr(locked, caplog, monkeypatch):
 def tenants(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
     """What a handler knows about KEY, OTHER_KEY and KEY again, on one connection."""
 
-    def send_tenant(handler: s.Handler) -> None:
-        handler._send_json(200, handler._state.tenant)
+    def send_tenant(request: s.HttpRequest) -> None:
+        request.response.send_json(200, request.state.tenant)
 
     route = s._Route(send_tenant)
     routes = {("GET", "/v1/tenant"): route, ("DELETE", "/v1/tenant"): route}
@@ -247,9 +247,47 @@ def tenants(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
             names.append(json.loads(read_response(connection)[2]))
         code, headers, _ = answer(port, line="PUT /v1/tenant", x_api_key=KEY)
         assert code == 405
-        assert headers["allow"] == "GET, DELETE"
+        assert headers["allow"] == "GET, HEAD, DELETE"
 
     return names
+
+
+def respond_with(route, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bytes]:
+    """The status of a route's response, and all that comes after its headers."""
+    planted = {("GET", "/v1/planted"): s._Route(route)}
+    monkeypatch.setattr(s, "_ROUTES", {**s._ROUTES, **planted})
+    with listening() as port, open_connection(port) as connection:
+        connection.sendall(
+            request_bytes(port, line="GET /v1/planted", Connection="close")
+        )
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    return int(head.split()[1] if head else 0), body
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError])
+def test_an_error_of_ours_is_not_taken_for_a_client_that_left(error, monkeypatch):
+    def fail(_request: object) -> None:
+        raise error("planted")
+
+    code, body = respond_with(fail, monkeypatch)
+
+    assert code == 500
+    assert message_of(body) == "the server failed on this request"
+
+
+def test_nothing_follows_a_whole_response_that_fails_late(monkeypatch):
+    def fail(request: Any) -> None:
+        request.response.send_json(200, {"sent": True})
+        raise RuntimeError("planted")
+
+    assert respond_with(fail, monkeypatch) == (200, b'{"sent": true}')
+
+
+def test_half_of_a_surrogate_pair_is_sent_as_it_is_in_a_stream(monkeypatch):
+    _, body = respond_with(lambda _request: {"text": "é\ud83d"}, monkeypatch)
+
+    assert json.loads(body) == {"text": "é\ud83d"}
+    assert "é".encode() in body
 
 
 def test_a_key_is_a_tenant_where_caches_are_apart(monkeypatch):

@@ -99,10 +99,10 @@ def test_an_event_is_one_line_to_whoever_reads_lines():
     # Half of a surrogate pair included: models do spell them.
     body = {"text": "a\u2028b\u0085c\ud83d\u00e9"}
     written = []
-    handler = object.__new__(start_llm.Handler)
-    handler._write_chunk = written.append
+    response = start_llm.ResponseWriter(None)
+    response.send_chunk = written.append
 
-    handler._send_event(body)
+    response.send_event(body)
 
     (event,) = written
     assert len(event.decode().splitlines()) == 2
