@@ -17696,11 +17696,11 @@ class TenantStores:
     single steps, which need no lock.
     """
 
-    HEALING_STORE: HealingStore  # thinking that clients strip
-    LEDGER: Ledger  # tokens of conversations, to be replayed
+    healing_store: HealingStore  # thinking that clients strip
+    ledger: Ledger  # tokens of conversations, to be replayed
     planner: PromptPlanner  # makes prompts from these two
-    SESSION_INDEX: SessionIndex  # figures of the last requests
-    SESSION_TURN_STORE: SessionTurnStore  # digests of the last messages
+    session_index: SessionIndex  # figures of the last requests
+    session_turn_store: SessionTurnStore  # digests of the last messages
     history: RequestHistory  # requests to compare the next one with
     live: dict[str, LiveReply]  # that have not ended, by request id
     recent: deque[RecentRequest]  # that have ended, the oldest first
@@ -17713,11 +17713,11 @@ class TenantStores:
         healing_store = HealingStore()
         ledger = Ledger(config)
         return cls(
-            HEALING_STORE=healing_store,
-            LEDGER=ledger,
+            healing_store=healing_store,
+            ledger=ledger,
             planner=PromptPlanner(config, metrics, ledger, healing_store),
-            SESSION_INDEX=SessionIndex(config),
-            SESSION_TURN_STORE=SessionTurnStore(),
+            session_index=SessionIndex(config),
+            session_turn_store=SessionTurnStore(),
             history=RequestHistory(config),
             live={},
             recent=deque(maxlen=MAX_RECENT),
@@ -17727,8 +17727,8 @@ class TenantStores:
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
-        self.LEDGER.expire(now)
-        self.SESSION_INDEX.expire(now)
+        self.ledger.expire(now)
+        self.session_index.expire(now)
         self.history.expire(now)
 
 
@@ -17764,7 +17764,7 @@ class Tenants:
         Keys stay, and who has a request under way. Returns the names of the dropped.
         """
         users = [state for state in self.states() if "/" in state.tenant]
-        ledger_bytes = [state.stores.LEDGER.nbytes for state in users]
+        ledger_bytes = [state.stores.ledger.nbytes for state in users]
         n_left = len(users)
         bytes_left = sum(ledger_bytes)
         dropped: list[str] = []
@@ -17783,7 +17783,7 @@ class Tenants:
 
     def limit_ledgers(self, max_bytes: int) -> None:
         """Drop what the ledgers of all tenants hold for longest without a use."""
-        ledgers = [state.stores.LEDGER for state in self.states()]
+        ledgers = [state.stores.ledger for state in self.states()]
         while sum(ledger.nbytes for ledger in ledgers) > max_bytes:
             min(ledgers, key=lambda ledger: ledger.oldest_use()).drop_oldest()
 
@@ -18630,7 +18630,7 @@ class ReplyRecorder:
         )
         reply = self._canonical_reply(text_alone)
         plan = self._prepared.plan
-        self._state.stores.LEDGER.record(plan, reply=reply, generated=generated)
+        self._state.stores.ledger.record(plan, reply=reply, generated=generated)
 
     def _record_reply(self, ending: ReplyEnding, recording: Recording) -> None:
         """Record the reply in the ledger, and its thinking."""
@@ -18641,11 +18641,11 @@ class ReplyRecorder:
         reply = self._canonical_reply(ending.message)
         if recording.in_ledger:
             generated = self._generated_reply(ending, is_cut=not ending.has_end_token)
-            stores.LEDGER.record(plan, reply=reply, generated=generated)
+            stores.ledger.record(plan, reply=reply, generated=generated)
         if recording.in_healing_store:
             conversation = plan.conversation
             contexts = reply_contexts(conversation.messages, conversation.session)
-            stores.HEALING_STORE.remember(reply.original, contexts[-1])
+            stores.healing_store.remember(reply.original, contexts[-1])
 
     def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
         original = {**message, "content": message["content"] or ""}
@@ -18670,11 +18670,11 @@ class ReplyRecorder:
         turn: SessionTurn = {
             **facts,
             "parent": self._request.session.parent_session_id,
-            "stable_prefix_msg_count": stores.SESSION_TURN_STORE.advance(
+            "stable_prefix_msg_count": stores.session_turn_store.advance(
                 session_id, digests
             ),
         }
-        stores.SESSION_INDEX.note(session_id, turn, now=time.monotonic())
+        stores.session_index.note(session_id, turn, now=time.monotonic())
 
         record: SessionRecord = {
             **turn,
@@ -18682,7 +18682,7 @@ class ReplyRecorder:
             "n_messages": len(self._request.messages),
             "rules": self._found_rules,
         }
-        n_logged = stores.SESSION_TURN_STORE.exchange_last(
+        n_logged = stores.session_turn_store.exchange_last(
             session_id,
             [hash(marshal.dumps(message, 2)) for message in self._request.messages],
         )
@@ -19183,7 +19183,7 @@ def _submit(
         handle = state.engine.submit(prepared.engine_request)
         is_verified = False
         try:
-            state.stores.LEDGER.remember(
+            state.stores.ledger.remember(
                 prepared.plan, session_id=prepared.session_id, now=time.monotonic()
             )
             is_verified = state.stores.planner.verify(prepared.plan)
@@ -19449,7 +19449,7 @@ def _own_entries(
 def _newest_sessions(views: list[TenantStores], now: float) -> list[SessionRow]:
     rows: list[SessionRow] = []
     for stores in views:
-        rows += stores.SESSION_INDEX.snapshot(now, newest=MAX_SESSIONS)
+        rows += stores.session_index.snapshot(now, newest=MAX_SESSIONS)
     rows.sort(key=lambda row: row["idle_seconds"])
     return rows[:MAX_SESSIONS]
 
@@ -19457,8 +19457,8 @@ def _newest_sessions(views: list[TenantStores], now: float) -> list[SessionRow]:
 def _ledger_report(views: list[TenantStores]) -> dict[str, int]:
     report: Counter[str] = Counter()
     for stores in views:
-        report.update(stores.LEDGER.snapshot())
-        report["healing"] += len(stores.HEALING_STORE)
+        report.update(stores.ledger.snapshot())
+        report["healing"] += len(stores.healing_store)
     return dict(report)
 
 
@@ -19578,9 +19578,9 @@ def _explain_match(
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     """DELETE /v1/cache: drop KV that rests, and the ledger; of one session, or all."""
     for view in state.views():
-        view.stores.LEDGER.forget(session)
+        view.stores.ledger.forget(session)
         if session is None:
-            view.stores.HEALING_STORE.clear()
+            view.stores.healing_store.clear()
     tenant = state.tenant
     n_dropped = state.engine.call(
         lambda scheduler: scheduler.cache.evict_session(tenant, session)

@@ -770,14 +770,14 @@ def test_max_tokens_0_reads_the_prompt_into_the_cache_and_says_nothing(
     repeated = ask(sdk, stream=False, **question)
     n_warm = repeated.usage.cache_read_input_tokens  # models with state: a few are left
     served.forget()
-    recorded = served.state.stores.LEDGER.snapshot()
+    recorded = served.state.stores.ledger.snapshot()
 
     warm_up = ask(sdk, stream=False, max_tokens=0, **question)
 
     assert warm_up.content == []
     assert (warm_up.stop_reason, warm_up.usage.output_tokens) == ("max_tokens", 0)
     assert warm_up.usage.cache_creation_input_tokens == total(warm_up.usage) - 1
-    assert served.state.stores.LEDGER.snapshot() == recorded
+    assert served.state.stores.ledger.snapshot() == recorded
     reply = ask(sdk, stream=False, **question)
     assert reply.content
     assert as_chat(reply) == as_chat(repeated)

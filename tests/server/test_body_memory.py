@@ -433,7 +433,7 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered(
     error = json.loads(answer)["error"]
     assert code == 400 and error["code"] == "context_length_exceeded"
     assert not rendered
-    ledgers = [state.stores.LEDGER for state in served.state.tenants.states()]
+    ledgers = [state.stores.ledger for state in served.state.tenants.states()]
     assert not any(ledger.snapshot()["tools"] for ledger in ledgers)
 
 

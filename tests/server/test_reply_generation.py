@@ -39,7 +39,7 @@ def n_running(served):
 
 
 def transcripts(served):
-    return served.state.for_tenant("").stores.LEDGER.snapshot()["transcripts"]
+    return served.state.for_tenant("").stores.ledger.snapshot()["transcripts"]
 
 
 def generate(served, **fields):

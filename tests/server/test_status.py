@@ -112,7 +112,7 @@ def test_the_status_shows_checkpoints_and_kinds_of_layers_to_who_asks(served):
 
 def test_asking_for_the_status_forgets_nothing():
     state = s.build_state(s.Config()).for_tenant("")  # not started: nothing expires
-    state.stores.SESSION_INDEX.note("old", {}, now=time.monotonic() - 1e6)
+    state.stores.session_index.note("old", {}, now=time.monotonic() - 1e6)
     for _ in range(2):
         (session,) = s.status_body(state)["sessions"]
         assert session["id"] == "old"

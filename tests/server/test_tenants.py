@@ -611,7 +611,7 @@ def test_ledgers_of_all_tenants_share_their_bytes(folder):
     with serving(folder, **TWO_KEYS) as served:
         for key in ("anna", "ben", "anna"):
             send(served, key, chat("xylophone"))
-        ledgers = [state.stores.LEDGER for state in served.state.tenants.states()]
+        ledgers = [state.stores.ledger for state in served.state.tenants.states()]
         of_ben, of_anna = ledgers
         served.state.tenants.limit_ledgers(of_anna.nbytes)
         assert of_ben.nbytes == 0 and of_anna.nbytes > 0
