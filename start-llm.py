@@ -8914,8 +8914,13 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #     branch              [start ........... end)   owns the KV from `start` on; the
 #                                                   KV before is its parent's
 #
-# An entry *rests* (its KV lies here) or *runs* (a request holds its KV and extends it;
-# lookups still see the entry, so others can wait for a prefix that is being computed):
+# An entry is in one of three states, and lookups see it in all of them:
+#
+#     running    a request holds its KV and extends it. Others can wait for a prefix
+#                that is being computed
+#     resident   it rests, and its KV is in memory
+#     stored     it rests, and its KV is elsewhere: it is loaded before it is used,
+#                which makes the entry resident. (Nothing here stores any yet.)
 #
 #     find -> start -> the request runs, lease.add_checkpoint -> lease.put_back or drop
 #
@@ -8935,7 +8940,7 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #
 # Positions and depths count tokens from the beginning of the prompt.
 # Public   TokenKey, RequestOwner, NO_OWNER, CacheEntry, PrefixMatch, NO_MATCH,
-#          HitKind, PrefixCache, CacheLease, EntryReport, MIN_CHECKPOINTS
+#          HitKind, PrefixCache, CacheLease, EntryReport, StoredKV, MIN_CHECKPOINTS
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
 # Thread   model
 
@@ -8983,6 +8988,13 @@ class RunningKV(Protocol):
         """A copy of KV [0, end)."""
 
 
+class StoredKV(Protocol):
+    """The KV of an entry, kept elsewhere than in memory."""
+
+    def load(self) -> KVSpan:
+        """KV of exactly [start, end). Raises RuntimeError or MemoryError."""
+
+
 @dataclass(eq=False, slots=True)
 class CacheEntry:
     """The KV of one conversation, except for what its parents own."""
@@ -8991,8 +9003,10 @@ class CacheEntry:
     parent: CacheEntry | None = None
     start: int = 0
     end: int = 0  # while it runs: how far the request has got
-    span: KVSpan | None = None  # KV of [start, end) at rest
-    running_kv: RunningKV | None = None  # KV of [0, end) while it runs
+    # One of these three is set: it says in which state the entry is.
+    span: KVSpan | None = None  # resident: KV of [start, end)
+    stored_kv: StoredKV | None = None  # stored: the same
+    running_kv: RunningKV | None = None  # running: KV of [0, end)
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
     head_end: int = 0  # where system prompt and tools end, which sessions share
@@ -9006,16 +9020,31 @@ class CacheEntry:
         return self.running_kv is not None
 
     @property
+    def is_resident(self) -> bool:
+        """Whether its KV lies in memory, so that to evict it frees some."""
+        return self.span is not None
+
+    def resident_span(self) -> KVSpan:
+        """The KV [start, end) of an entry at rest, which is in memory afterwards.
+
+        Whatever reads KV at rest gets it here. Raises what loading it raises.
+        """
+        if self.span is None:
+            assert self.stored_kv is not None, "it runs, or its KV was taken"
+            self.span = self.stored_kv.load()
+            self.stored_kv = None
+        return self.span
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of its own checkpoints."""
         return sum(checkpoint.nbytes for checkpoint in self.checkpoints.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that lie here; a running request counts its KV itself."""
-        if self.span is None:
-            return self.state_bytes
-        return self.span.nbytes + self.state_bytes
+        """Bytes in memory; a running request counts its KV itself."""
+        kv_bytes = self.span.nbytes if self.span else 0
+        return kv_bytes + self.state_bytes
 
     def own_checkpoints(self, low: int, high: int) -> dict[int, StateCheckpoint]:
         """Its checkpoints at positions in (low, high]."""
@@ -9047,29 +9076,46 @@ class CacheEntry:
         del self.checkpoints[min(gaps, key=gaps.__getitem__)]
         return True
 
-    def movable_tokens(self, depth: int) -> int:
-        """How many tokens of KV [0, depth) a request can take without a copy.
+    def owner_of(self, depth: int) -> CacheEntry | None:
+        """The entry that owns the last token of [0, depth): this one or a parent."""
+        if depth > self.start:
+            return self
+        return self.parent.owner_of(depth) if self.parent else None
 
-        0 if a request runs here already, or if `depth` is not beyond `start`. 0 also if
-        [depth, end), which has to be copied out of the way, is longer than [0, depth).
+    def is_movable(self, depth: int) -> bool:
+        """Whether a request can take over the buffers of KV [start, depth).
+
+        Not if a request runs here already. Not either if [depth, end), which has to be
+        copied out of the way, is longer than [0, depth).
         """
         n_following = self.end - depth
-        if self.is_running or depth <= self.start or n_following > depth:
+        return not self.is_running and self.start < depth >= n_following
+
+    def moved_tokens(self, depth: int) -> int:
+        """How many tokens of KV that is in memory move, if a request takes [0, depth)."""
+        if not self.is_movable(depth):
             return 0
-        n_own = depth - self.start
+        n_own = depth - self.start if self.is_resident else 0
         if self.parent is None:
             return n_own
-        return n_own + self.parent.movable_tokens(self.start)
+        return n_own + self.parent.moved_tokens(self.start)
 
     def copy_kv(self, depth: int) -> KVSpan:
         """A copy of KV [0, depth); `depth` is in (start, end]."""
         if self.running_kv is not None:
             return self.running_kv.read_span(depth)
-        assert self.span is not None
-        own_kv = self.span.cut(0, depth - self.start)
+        own_kv = self.resident_span().cut(0, depth - self.start)
         if self.parent is None:
             return own_kv
         return self.parent.copy_kv(self.start).join(own_kv)
+
+
+class MatchRank(NamedTuple):
+    """How good a match is: the larger the better, the first field counts most."""
+
+    depth: int  # to wait for pending tokens is better than to read them
+    cached_tokens: int  # of two as deep, the one with less to wait for
+    is_whole_entry: bool  # of two that are the same, the one that need not be split
 
 
 class PrefixMatch(NamedTuple):
@@ -9085,10 +9131,12 @@ class PrefixMatch(NamedTuple):
     """
 
     entry: CacheEntry | None = None  # None if nothing is cached or pending
+    kv_owner: CacheEntry | None = None  # of the last cached token: `entry` or a parent
     matched_tokens: int = 0  # of the entry that has most, which may be another one
     cached_tokens: int = 0
     pending_tokens: int = 0
     state: StateCheckpoint | None = None  # after the cached tokens
+    parts_image: bool = False  # more is the same, but ends inside an image (L-57)
     hit_kind: HitKind = "miss"
 
     @property
@@ -9097,23 +9145,21 @@ class PrefixMatch(NamedTuple):
         return max(self.cached_tokens, self.pending_tokens)
 
     @property
-    def rank(self) -> tuple[int, int, bool]:
-        """The larger, the better it is."""
-        return self.depth, self.cached_tokens, self.is_whole_entry
+    def rank(self) -> MatchRank:
+        """By this, lookups compare what they find."""
+        return MatchRank(self.depth, self.cached_tokens, self.is_whole_entry)
 
     @property
-    def kv_owner(self) -> CacheEntry | None:
-        """The entry that owns the KV of the last cached token: `entry` or a parent."""
-        entry = self.entry
-        while entry is not None and self.cached_tokens <= entry.start:
-            entry = entry.parent
-        return entry
-
-    @property
-    def movable_tokens(self) -> int:
-        """How many of the cached tokens `start` moves; it copies the others."""
+    def is_movable(self) -> bool:
+        """Whether `start` moves the last cached tokens; else it copies all of them."""
         owner = self.kv_owner
-        return owner.movable_tokens(self.cached_tokens) if owner else 0
+        return owner is not None and owner.is_movable(self.cached_tokens)
+
+    @property
+    def moved_tokens(self) -> int:
+        """How many tokens of KV that is in memory `start` moves."""
+        owner = self.kv_owner
+        return owner.moved_tokens(self.cached_tokens) if owner else 0
 
     @property
     def is_whole_entry(self) -> bool:
@@ -9129,12 +9175,12 @@ NO_MATCH: Final = PrefixMatch()
 class EntryTree:
     """Which entry owns which KV. The caller decides what to take and what to evict.
 
-    No other class writes `key`, `parent`, `start`, `end`, `span` or `running_kv` of an
-    entry; PrefixCache adds and thins checkpoints, and says whose it is. These hold for
-    every entry between two calls of its methods, except for one whose KV was taken and
-    does not run yet (inside PrefixCache.start):
+    No other class writes `key`, `parent`, `start`, `end`, or where the KV of an entry
+    is (only resident_span() loads it); PrefixCache adds and thins checkpoints, and says
+    whose it is. These hold for every entry between two calls of its methods, except for
+    one whose KV was taken and does not run yet (inside PrefixCache.start):
 
-        at rest, `span` is the KV of exactly [start, end)
+        at rest, `span` or `stored_kv` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
         an entry and its parent have the same first `start` tokens
 
@@ -9150,7 +9196,7 @@ class EntryTree:
 
     @property
     def resting(self) -> list[CacheEntry]:
-        """Entries whose KV lies here."""
+        """Entries at rest: resident or stored."""
         return [entry for entry in self.entries if not entry.is_running]
 
     def branches_of(self, entry: CacheEntry) -> list[CacheEntry]:
@@ -9174,9 +9220,8 @@ class EntryTree:
         return depths
 
     def insert(self, entry: CacheEntry) -> None:
-        """Add an entry, used just now."""
+        """Add an entry, and number it."""
         entry.entry_id = next(self._ids)
-        entry.last_used = self._clock()
         self.entries.append(entry)
 
     def run(
@@ -9186,6 +9231,12 @@ class EntryTree:
         entry.key = key
         entry.end = end
         entry.running_kv = running_kv
+        entry.last_used = self._clock()
+
+    def mark_reused(self, entry: CacheEntry) -> None:
+        """Count that a request goes on from the KV of this entry."""
+        entry.n_uses += 1
+        entry.last_used = self._clock()
 
     def advance(self, entry: CacheEntry, end: int) -> None:
         """The request that extends an entry has KV [0, end) now."""
@@ -9226,8 +9277,7 @@ class EntryTree:
         """
         if depth < entry.end:
             self._split(entry, depth)
-        own_kv = entry.span
-        assert own_kv is not None
+        own_kv = entry.resident_span()
         entry.span = None
         try:
             return self._join_to_parent(entry, own_kv)
@@ -9249,7 +9299,7 @@ class EntryTree:
         parent = entry.parent
         if parent is None:
             return own_kv
-        if not parent.movable_tokens(entry.start):
+        if not parent.is_movable(entry.start):
             return parent.copy_kv(entry.start).join(own_kv)
         parent_kv = self.take_kv(parent, entry.start)
         self._replace_parent(entry, parent)
@@ -9262,16 +9312,18 @@ class EntryTree:
         after     entry  [start .... depth)
                   tail              [depth .... end)    its new branch
         """
-        assert entry.span is not None and entry.start < depth < entry.end
+        assert entry.start < depth < entry.end
+        span = entry.resident_span()
         n_kept = depth - entry.start
+        # why(L-150): the tail is as old as the entry was. The request does not use it.
         tail = replace(entry, parent=entry, start=depth)
-        tail.span = entry.span.cut(n_kept, entry.end - entry.start)
+        tail.span = span.cut(n_kept, span.length)
         tail.checkpoints = entry.own_checkpoints(depth, entry.end)
         for branch in self.branches_of(entry):
             if branch.start > depth:
                 branch.parent = tail
         self.insert(tail)
-        self._shorten(entry, depth, span=entry.span._replace(length=n_kept))
+        self._shorten(entry, depth, span=span._replace(length=n_kept))
 
     def _shorten(self, entry: CacheEntry, end: int, *, span: KVSpan) -> None:
         entry.end = end
@@ -9295,10 +9347,10 @@ class EntryTree:
         for branch in self.branches_of(entry):
             if branch.start > depth:
                 self._reattach(branch, entry, depth=depth)
-        if depth and entry.span is not None:
+        if depth:
             # Without memory for a copy of what stays, the whole entry goes.
             with suppress(RuntimeError, MemoryError):
-                span = entry.span.cut(0, depth - entry.start)
+                span = entry.resident_span().cut(0, depth - entry.start)
                 self._shorten(entry, depth, span=span)
                 return
         self.drop(entry)
@@ -9340,6 +9392,7 @@ class EntryTree:
         self.entries = [other for other in self.entries if other is not entry]
         # A request may still refer to the entry, but must not keep its bytes alive.
         entry.span = None
+        entry.stored_kv = None
         entry.checkpoints = {}
 
 
@@ -9448,7 +9501,7 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that lie here; running requests count their KV themselves."""
+        """Bytes in memory; running requests count their KV themselves."""
         return sum(entry.nbytes for entry in self.entries)
 
     # -- lookup ------------------------------------------------------------------------
@@ -9477,11 +9530,12 @@ class PrefixCache:
     def _can_share(
         self, entry: CacheEntry, key: TokenKey, depth: int, *, best: PrefixMatch
     ) -> bool:
-        """Whether an entry can share more than `depth`, by one hash and one token.
+        """Whether an entry may be better than `best`, by one hash and one token.
 
-        Or just as much, where that may be better than `best`, which has at least
-        `depth`. Many sessions share a head alone: most entries are passed over, and a
-        lookup among 1,000 takes 2 ms where it takes 13 without this.
+        Such an entry shares more than `depth` tokens. Or it shares just `depth`, and
+        ends there, or has them while `best` only waits for them. Many sessions share
+        only a system prompt, so most entries are passed over: a lookup among 1,000 of
+        them takes 2 ms, and 13 ms without this.
         """
         if not self._config.cache_use_block_index:
             return True
@@ -9491,8 +9545,6 @@ class PrefixCache:
             return False
         if n_blocks and hashes[n_blocks - 1] != key.block_hashes[n_blocks - 1]:
             return False
-        # One that ends there may be a whole entry, which is better than a part; and
-        # where `best` is only pending, one that has as much already is better.
         if entry.end <= depth or best.cached_tokens < depth:
             return True
         return bool(entry.key.tokens[depth] == key.tokens[depth])
@@ -9503,17 +9555,19 @@ class PrefixCache:
         # The key of a running entry is its whole prompt, which will have been read.
         n_pending = n_common if entry.is_running and n_common > entry.end else 0
         depth = min(n_common, entry.end)
-        n_matched = self._outside_image(key.tokens, depth, entry.owner)
+        n_matched = _image_start(key.tokens, depth)
 
         # State cannot be rewound: with it, a request can only go on from a checkpoint.
         checkpoints = entry.path_checkpoints(n_matched)
         n_cached = max(checkpoints, default=0) if self._spec.has_state else n_matched
         return PrefixMatch(
             entry,
+            kv_owner=entry.owner_of(n_cached),
             matched_tokens=n_matched,
             cached_tokens=n_cached,
             pending_tokens=n_pending,
             state=checkpoints.get(n_cached),
+            parts_image=n_matched < depth,
         )
 
     def count_common(self, cached: TokenKey, wanted: TokenKey) -> int:
@@ -9533,13 +9587,6 @@ class PrefixCache:
 
     def _metrics_of(self, owner: RequestOwner) -> CacheMetrics:
         return self.metrics.of_tenant(owner.tenant)
-
-    def _outside_image(self, tokens: TokenIds, depth: int, owner: RequestOwner) -> int:
-        """`depth`, or the start of the image that a cut there would part (L-57)."""
-        retreat = _image_start(tokens, depth)
-        if retreat != depth:
-            self._metrics_of(owner).bump("vlm_retreat")
-        return retreat
 
     def _hit_kind(self, match: PrefixMatch, n_prompt: int) -> HitKind:
         if not match.cached_tokens:
@@ -9569,14 +9616,15 @@ class PrefixCache:
         """
         if self._lacks_checkpoint(match):
             self._metrics_of(owner).bump("hybrid_trim_miss")
+        if match.parts_image:
+            self._metrics_of(owner).bump("vlm_retreat")
 
         self._pauses.begin(owner, self._clock())
-        source = match.kv_owner
         entry = self._give_kv(match, key, running)
         self._tree.run(entry, key, end=match.cached_tokens, running_kv=running)
         entry.owner = owner
         entry.head_end = head_end
-        return CacheLease(self, self._tree, entry, source)
+        return CacheLease(self, self._tree, entry, match.kv_owner)
 
     def _lacks_checkpoint(self, match: PrefixMatch) -> bool:
         """Whether much KV is of no use, for want of a state to go on from.
@@ -9598,13 +9646,12 @@ class PrefixCache:
             self._tree.insert(entry)
             return entry
 
-        kv_owner.n_uses += 1
-        kv_owner.last_used = self._clock()
         depth = match.cached_tokens
-        if not match.movable_tokens:
+        if not match.is_movable:
             running.load_kv(kv_owner.copy_kv(depth), match.state)
             branch = CacheEntry(key, parent=kv_owner, start=depth, end=depth)
             self._tree.insert(branch)
+            self._tree.mark_reused(kv_owner)
             return branch
 
         span = self._tree.take_kv(kv_owner, depth)
@@ -9613,6 +9660,7 @@ class PrefixCache:
         except Exception:
             self._tree.drop(kv_owner)
             raise
+        self._tree.mark_reused(kv_owner)
         return kv_owner
 
     def keep_checkpoint(
@@ -9702,7 +9750,7 @@ class PrefixCache:
         Returns False if nothing more can be evicted.
         """
         while True:
-            moved_bytes = keep.movable_tokens * self._spec.token_bytes
+            moved_bytes = keep.moved_tokens * self._spec.token_bytes
             lacking_bytes = self.nbytes - moved_bytes + extra_bytes - self.max_bytes
             if lacking_bytes <= 0:
                 return True
@@ -9748,7 +9796,7 @@ class PrefixCache:
         savings: dict[CacheEntry, float] = {}  # per byte
         for entry in self._tree.resting:
             depth = needed_depths[entry]
-            if depth < entry.end:
+            if entry.is_resident and depth < entry.end:
                 saving = self._expected_saving(entry, max(depth, entry.start))
                 savings[entry] = saving / max(entry.nbytes, 1)
         if not savings:
@@ -9770,7 +9818,7 @@ class PrefixCache:
         owner = keep.kv_owner
         if owner is None:
             return depths
-        if keep.movable_tokens:
+        if keep.is_movable:
             depths[owner] = owner.end  # its buffers are taken over: shortening frees 0
         else:
             depths[owner] = max(depths[owner], keep.cached_tokens)

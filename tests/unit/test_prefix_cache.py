@@ -921,3 +921,149 @@ def test_a_deep_prefix_that_falls_back_to_a_shallow_checkpoint_is_a_miss(
 
     assert reuse.cached_tokens == (checkpoint or 0)
     assert cache.metrics.snapshot()["hybrid_trim_miss"] == n_missed
+
+
+def test_a_tail_that_is_cut_off_stays_as_old_as_it_was():
+    """A request that diverges inside an entry uses its beginning, and not its tail."""
+    clock = StillClock()
+    cache = make_cache(clock=clock)
+    past, _ = converse(cache, list(range(1, 1001)), [1])
+    clock.now += 900
+
+    row, reuse = begin(cache, [*past[:800], *range(2000, 2020)])
+
+    assert reuse.cached_tokens == 800
+    (tail,) = (entry for entry in cache.entries if entry is not row.line)
+    assert (tail.start, tail.end) == (800, len(past))
+    assert (tail.last_used, tail.n_uses) == (0.0, 0)
+    assert (row.line.last_used, row.line.n_uses) == (900.0, 1)
+
+
+def test_a_failed_load_forgets_its_source_and_no_other_request(monkeypatch):
+    """The match was found through a running branch, which becomes a root meanwhile."""
+    cache = make_cache()
+    past = list(range(1, 2001))
+    row, _ = begin(cache, past)
+    advance(cache, row, 2000)
+    branch, _ = begin(cache, [*past[:1500], *range(3000, 3100)])  # a copy: it runs
+    end(cache, row)
+    branch.line.last_used += 10
+    key = prompt_of([*past[:1400], *range(4000, 4100)])
+    match = cache.find(key)
+    assert match.entry is branch.line
+    assert match.is_movable
+
+    def fail(*_):
+        raise ValueError("planted")
+
+    failing = Running(key.tokens.tolist())
+    monkeypatch.setattr(failing, "load_kv", fail, raising=False)
+    with pytest.raises(ValueError, match="planted"):
+        cache.start(match, key, running=failing, owner=s.NO_OWNER)
+    cache.drop_source(match)
+
+    assert cache.entries == [branch.line]
+
+
+def image_markers(n_before, n_image):
+    """Text and an image after it, as a cache key has them."""
+    text = np.arange(1, n_before + n_image + 1, dtype=np.int32)
+    image = slice(n_before, n_before + n_image)
+    return s.inject_image_markers(text, image, digest="ab" * 32).tolist()
+
+
+def test_a_retreat_from_an_image_is_counted_once_by_the_request_that_retreats():
+    """Not by each entry that a lookup reads, nor by one that only asks."""
+    cache = make_cache()
+    tokens = image_markers(300, 200)
+    for _ in range(3):
+        row, _ = begin(cache, tokens)
+        advance(cache, row, 400)  # an image is read whole: this is a fault
+        row.filled = row.tokens[:400]
+        end(cache, row)
+
+    n_before = cache.metrics.snapshot()["vlm_retreat"]
+    found = cache.find(prompt_of(tokens))
+    assert found.cached_tokens == 300
+    assert cache.metrics.snapshot()["vlm_retreat"] == n_before
+    begin(cache, tokens)
+    assert cache.metrics.snapshot()["vlm_retreat"] == n_before + 1
+
+
+# -- entries whose KV is not in memory -------------------------------------------------------------
+
+
+class StoredSpan:
+    """Stands in for a file: it has the KV of an entry, and can lose it."""
+
+    def __init__(self, span, *, is_lost=False):
+        self._tokens = tokens_in(span)
+        self._is_lost = is_lost
+
+    def load(self):
+        if self._is_lost:
+            raise RuntimeError("planted")
+        return span_of(self._tokens)
+
+
+def store(entry, *, is_lost=False):
+    """Move the KV of an entry at rest out of memory."""
+    entry.stored_kv = StoredSpan(entry.span, is_lost=is_lost)
+    entry.span = None
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_stored_kv_is_found_and_loaded_in_any_history(seed):
+    """What is found does not depend on where the KV of an entry at rest lies."""
+    rng = random.Random(seed)
+    history = History(make_cache(has_state=seed % 2 == 0), rng)
+    n_stored = 0
+
+    for _ in range(60):
+        if history.running and rng.random() < 0.5:
+            history.end_one()
+        else:
+            history.begin_one()
+        for entry in history.cache.entries:
+            if entry.is_resident and rng.random() < 0.3:
+                store(entry)
+                n_stored += 1
+
+    for entry in history.cache.entries:
+        if not entry.is_running:
+            entry.resident_span()
+    check(history.cache, history.running)
+    assert n_stored > 5
+
+
+def test_stored_kv_takes_no_memory_and_is_not_evicted_for_any():
+    cache = make_cache(token_bytes=8, max_bytes=8 * 1500)
+    stored_past, _ = converse(cache, list(range(1, 1001)), [1])
+    (stored,) = cache.entries
+    store(stored)
+    assert cache.nbytes == 0
+    converse(cache, list(range(5000, 6000)), [1])
+
+    assert cache.evict_to_fit(8 * 1500)
+
+    assert cache.entries == [stored]
+    row, reuse = begin(cache, [*stored_past, 2])
+    assert reuse.moved_tokens == 0 or row.line.is_running
+    assert reuse.cached_tokens == len(stored_past)
+
+
+def test_kv_that_cannot_be_loaded_leaves_the_entries_whole():
+    cache = make_cache()
+    past, _ = converse(cache, list(range(1, 1001)), [1])
+    (entry,) = cache.entries
+    store(entry, is_lost=True)
+
+    with pytest.raises(RuntimeError, match="planted"):
+        begin(cache, [*past, 2])
+
+    assert cache.entries == [entry]
+    assert not entry.is_running
+    match = cache.find(prompt_of([*past, 2]))
+    assert match.moved_tokens == 0
+    cache.drop_source(match)
+    assert cache.entries == []
