@@ -196,7 +196,7 @@ def test_the_state_of_a_row_of_a_batch_is_that_of_the_row_alone(make):
             layer.extend(other)
     for row in range(len(lengths)):
         alone = s.copy_state(s.extract_row(batch, row))
-        state = s.copy_row_state(batch, row)
+        state = s.copy_state(batch, row=row)
         assert state.nbytes == alone.nbytes
         arrays = zip(
             s._arrays_in(state.leaves), s._arrays_in(alone.leaves), strict=True

@@ -104,18 +104,35 @@ def test_attention_caches_keep_all_tokens():
     assert values is leaf.values
     assert offset == 3
     assert KVCache.step == s.BUFFER_STEP_TOKENS == leaf.keys.shape[2]
-    assert s.is_attention(leaf)
-    assert s.is_attention(BatchKVCache([0]))
+    assert s.leaf_kind(leaf).can_cut
+    assert s.leaf_kind(BatchKVCache([0])).can_cut
 
     lookalikes = [
         RotatingKVCache(8),
         ChunkedKVCache(8),
         ArraysCache(2),
-        QuantizedKVCache(),
         BatchRotatingKVCache(8, [0]),
     ]
     for lookalike in lookalikes:
-        assert not s.is_attention(lookalike)
+        assert not s.leaf_kind(lookalike).can_cut
+
+
+def test_each_class_of_leaves_has_its_kind():
+    for leaf in (RotatingKVCache(8), ChunkedKVCache(8), BatchRotatingKVCache(8, [0])):
+        kind = s.leaf_kind(leaf)
+        assert kind.name == "window"
+        assert not kind.can_hold
+        assert s.window_tokens(leaf) == 8
+
+    merged = type(RotatingKVCache.merge([fill(RotatingKVCache(8), 3)]))
+    assert s.LEAF_KINDS[merged].must_extract
+    assert s.LEAF_KINDS[type(KVCache.merge([fill(KVCache(), 3)]))].can_cut
+
+    class OwnCache(KVCache):
+        """One that a model brings along."""
+
+    with pytest.raises(ValueError, match="OwnCache is not known here"):
+        s.leaf_kind(OwnCache())
 
 
 def test_recurrent_caches_are_lists_of_arrays():
@@ -124,7 +141,7 @@ def test_recurrent_caches_are_lists_of_arrays():
     leaf = s.make_recurrent(arrays)
 
     assert type(leaf) is ArraysCache
-    assert s.is_recurrent(leaf)
+    assert s.leaf_kind(leaf).can_hold
     assert leaf.cache is arrays
     assert leaf.state[0] is arrays
     assert leaf.state[1:] == (None, None)
@@ -132,8 +149,8 @@ def test_recurrent_caches_are_lists_of_arrays():
     leaf[0] = mx.full((1, 2), 7.0)
     assert arrays[0].tolist() == [[7.0, 7.0]], "an item of the list is replaced"
 
-    assert not s.is_recurrent(KVCache())
-    assert not s.is_recurrent(RotatingKVCache(8))
+    assert not s.leaf_kind(KVCache()).can_hold
+    assert not s.leaf_kind(RotatingKVCache(8)).can_hold
 
 
 def test_caches_of_kinds_that_are_not_known_are_refused():
