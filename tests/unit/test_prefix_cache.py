@@ -1048,7 +1048,6 @@ def test_stored_kv_takes_no_memory_and_is_not_evicted_for_any():
 
     assert cache.entries == [stored]
     row, reuse = begin(cache, [*stored_past, 2])
-    assert reuse.moved_tokens == 0 or row.line.is_running
     assert reuse.cached_tokens == len(stored_past)
 
 
