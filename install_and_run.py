@@ -9,8 +9,10 @@
 THE PATH
 
     find Python 3.12 ──► .venv ours and whole ──► pinned packages ──► server (exec), or gates
-    else say how to      else refused, naming      nothing to do
-    get it               the paths, or remade      when the stamp fits
+    else say how to      else refused, naming      for Metal, CUDA
+    get it               the paths, or remade      or the processor;
+                                                   nothing to do
+                                                   when the stamp fits
 
 Another Python that starts this file looks for a 3.12 and hands over to it: the syntax stays what
 Python 3.6 can parse, and everything up to the handing over uses only what 3.6 has.
@@ -41,7 +43,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Iterable, Iterator, Mapping, NamedTuple, NoReturn
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -229,16 +231,23 @@ PIP = "pip==26.3"  # installs all this in half the time that Python 3.12's own t
 
 
 class Packages(NamedTuple):
-    """A set of requirements files, and the stamp in the venv that says they are all installed."""
+    """A set of packages: for the server, or with what the gates need, on one build of MLX."""
 
-    files: "tuple[str, ...]"  # the lock, which pins what the others pull in, comes last
-    stamp: str
+    is_cuda: bool = False  # else MLX's build for Metal, or on Linux for the processor
+    has_dev: bool = False
 
+    @property
+    def files(self) -> "tuple[str, ...]":
+        """Its requirements files; the locks, which pin what the others pull in, come last."""
+        files = ["requirements-cuda.txt" if self.is_cuda else "requirements.txt"]
+        files += ["requirements-dev.txt"] * self.has_dev
+        files += ["requirements.lock"] + ["requirements-cuda.lock"] * self.is_cuda
+        return tuple(files)
 
-RUN = Packages(("requirements.txt", "requirements.lock"), ".installed")
-DEV = Packages(
-    ("requirements.txt", "requirements-dev.txt", "requirements.lock"), ".installed-dev"
-)
+    @property
+    def stamp(self) -> str:
+        """The file in the venv that says that all of them are installed."""
+        return ".installed-dev" if self.has_dev else ".installed"
 
 
 def fingerprint(venv: Path, packages: Packages, *, root: Path = ROOT) -> str:
@@ -376,8 +385,9 @@ def watch_pip(command: "list[str]", *, environ: "Mapping[str, str]") -> str:
 def pip_install(venv: Path, packages: Packages) -> None:
     """Install the set. Raises SetupError when pip fails."""
     arguments: list[str] = []
-    for name in packages.files[:-1]:  # each of these names the lock itself
-        arguments += ["-r", str(ROOT / name)]
+    for name in packages.files:
+        if name.endswith(".txt"):  # which names its locks itself
+            arguments += ["-r", str(ROOT / name)]
     fault = run_pip(venv, arguments)
     if fault:
         raise SetupError(fault)
@@ -402,11 +412,98 @@ def prepare(venv: Path, packages: Packages) -> None:
         make_venv(venv)
     for name in drop_half_installed(venv):
         say("installing again " + name + ", which was left half installed")
-    say("installing {} into {}".format(" and ".join(packages.files[:-1]), venv))
-    say("this takes minutes and 2 GB of disk the first time")
+    drop_other_build(venv, packages)
+    say(f"installing {' and '.join(packages.files)} into {venv}")
+    size = "2 GB to download and 6 GB" if packages.is_cuda else "2 GB"
+    say(f"this takes minutes and {size} of disk the first time")
     pip_install(venv, packages)
-    for done in (RUN, packages):
+    for done in {packages._replace(has_dev=False), packages}:
         write_stamp(venv, done)
+
+
+def drop_other_build(venv: Path, packages: Packages) -> None:
+    """Uninstall MLX's CPU build before its CUDA build comes, and the other way round.
+
+    Both have the file mlx/lib/libmlx.so: whichever is uninstalled later takes it away.
+    """
+    name = "mlx-cpu" if packages.is_cuda else "mlx-cuda-13"
+    pattern = f"lib/python3.12/site-packages/{name.replace('-', '_')}-*.dist-info"
+    if not any(venv.glob(pattern)):
+        return
+    for done in (venv / ".installed", venv / ".installed-dev"):
+        done.unlink(missing_ok=True)
+    say(f"uninstalling {name}")
+    command = [venv_python(venv), "-m", "pip", "uninstall", "--quiet", "--yes", name]
+    if subprocess.call(command) != 0:
+        raise SetupError(f"pip could not uninstall {name}, see above.")
+
+
+# Where MLX computes ------------------------------------------------------------------------------
+
+BACKENDS = ("auto", "cpu", "cuda")
+
+
+def read_setting(
+    name: str, environ: Mapping[str, str], *, root: Path = ROOT
+) -> "str | None":
+    """A setting of the server that the set-up must know: the environment's, else .env's."""
+    if name in environ:
+        return environ[name]
+    try:
+        text = (root / ".env").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # the server says what is wrong with it
+        return None
+    line = rf"^\s*(?:export\s+)?{name}\s*=\s*[\"']?(\w*)"
+    values = re.findall(line, text, re.MULTILINE)
+    return values[-1] if values else None
+
+
+def find_gpu(python: str) -> "dict[str, Any]":
+    """What scripts/helpers/find_gpu.py says: a GPU, or a `problem`.
+
+    It asks the driver, which may hang: then that is the problem.
+    """
+    script = str(ROOT / "scripts" / "helpers" / "find_gpu.py")
+    printed = output_of([python, script])
+    if not printed:
+        return {"problem": "its driver does not answer", "name": "the GPU"}
+    answer: dict[str, Any] = json.loads(printed)
+    return answer
+
+
+class Choice(NamedTuple):
+    """Which build of MLX is installed, and why, in one sentence; "" says nothing."""
+
+    is_cuda: bool
+    reason: str
+    is_surprising: bool = False  # said at each start, and not only at an installation
+
+
+def choose_backend(wanted: str, gpu: "dict[str, Any] | None") -> Choice:
+    """The build for `wanted` (one of BACKENDS), on a machine with this answer of find_gpu().
+
+    `gpu` is None on a Mac. Raises SetupError: a Mac has no CUDA.
+    """
+    if wanted not in BACKENDS:
+        raise SetupError(f"MLX_BACKEND: {wanted!r} is none of {', '.join(BACKENDS)}")
+    if gpu is None:
+        if wanted == "cuda":
+            raise SetupError(
+                "MLX_BACKEND=cuda: a Mac computes with Metal, or MLX_BACKEND=cpu."
+            )
+        return Choice(is_cuda=False, reason="")
+    if wanted == "cpu":
+        return Choice(is_cuda=False, reason="")
+
+    name, problem = gpu["name"], gpu.get("problem")
+    if not problem:
+        return Choice(is_cuda=True, reason=f"{name} is used, with CUDA 13")
+    found = f"{name} cannot be used: {problem}" if name else str(problem)
+    if wanted == "cuda":  # an image for a machine with a GPU is made on one without
+        reason = f"{found}; MLX_BACKEND=cuda installs MLX's CUDA build all the same"
+        return Choice(is_cuda=True, reason=reason, is_surprising=True)
+    reason = f"{found}; the processor is used instead"
+    return Choice(is_cuda=False, reason=reason, is_surprising=bool(name))
 
 
 # OpenBLAS ----------------------------------------------------------------------------------------
@@ -561,7 +658,7 @@ def prepare_openblas(venv: Path) -> "tuple[Path, float]":
     Raises BlasError; what else can go wrong is an OSError, a ValueError or a LookupError.
     """
     stamp = venv / OPENBLAS_STAMP
-    packages = fingerprint(venv, RUN)
+    packages = fingerprint(venv, Packages())
     with contextlib.suppress(OSError, ValueError, LookupError):
         remembered = json.loads(stamp.read_text("utf-8"))
         is_same = (
@@ -686,6 +783,7 @@ def run_gates(venv: Path, pytest_arguments: "list[str]") -> int:
 class Options(NamedTuple):
     mode: str  # "run", "test" or "setup"
     rest: "list[str]"  # for the server or for pytest
+    backend: "str | None" = None  # of BACKENDS; None: as MLX_BACKEND says
 
 
 # Those of start-llm.py with a value; a test holds both programs to the same list.
@@ -694,6 +792,7 @@ SERVER_OPTIONS = (
     ("--port", "N", "TCP port (MLX_PORT, 8080)"),
     ("--host", "ADDRESS", "where to listen (MLX_HOST, 127.0.0.1)"),
     ("--api-key", "KEY", "that each request must bring (API_KEY)"),
+    ("--backend", "NAME", "auto, cpu or cuda: where MLX computes (MLX_BACKEND, auto)"),
 )
 
 
@@ -765,14 +864,30 @@ def read_arguments(arguments: "list[str]") -> Options:
         parser.refuse(unknown_words[0])
     if known.port and not (known.port.isdecimal() and 0 < int(known.port) < 65536):
         parser.error(f"--port: {known.port!r} is no number from 1 to 65535")
+    if known.backend and known.backend not in BACKENDS:
+        parser.error(f"--backend: {known.backend!r} is none of {', '.join(BACKENDS)}")
     rest = [word for word in arguments if word != "--setup-only"]
-    return Options("setup" if known.setup_only else "run", rest)
+    return Options("setup" if known.setup_only else "run", rest, known.backend)
 
 
 def start_launcher(arguments: "list[str]") -> NoReturn:
     """Become the program that starts a client; any Python from 3.12 on runs it."""
     script = str(ROOT / "scripts" / "helpers" / "launch.py")
     os.execv(sys.executable, [sys.executable, script] + arguments)  # noqa: RUF005
+
+
+def choose_packages(options: Options) -> Packages:
+    """The packages for this machine; says why where that is not plain. Raises SetupError."""
+    setting = read_setting("MLX_BACKEND", os.environ) or "auto"
+    wanted = options.backend or setting.lower()
+    is_mac = platform.system() == "Darwin"
+    gpu = None if is_mac else find_gpu(sys.executable)
+    choice = choose_backend(wanted, gpu)
+    packages = Packages(is_cuda=choice.is_cuda, has_dev=options.mode == "test")
+    is_new = not is_installed(VENV, packages)
+    if choice.reason and (choice.is_surprising or is_new):
+        say(choice.reason)
+    return packages
 
 
 def run(arguments: "list[str]") -> int:
@@ -793,7 +908,8 @@ def run(arguments: "list[str]") -> int:
         "PYTHONHOME",
     ):  # what lies there would hide the pinned packages
         os.environ.pop(name, None)
-    prepare(VENV, DEV if options.mode == "test" else RUN)
+    packages = choose_packages(options)
+    prepare(VENV, packages)
     if options.mode == "test":
         return run_gates(VENV, options.rest)
     if options.mode == "run":

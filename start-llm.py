@@ -261,6 +261,13 @@ def read_options(arguments: Sequence[str]) -> dict[str, str]:
         help="that each request must bring (API_KEY)",
     )
     parser.add_argument(
+        "--backend",
+        dest="MLX_BACKEND",
+        metavar="NAME",
+        type=_read_backend,
+        help="auto, cpu or cuda: where MLX computes (MLX_BACKEND, auto)",
+    )
+    parser.add_argument(
         "--no-proxy",
         dest="ENABLE_PROXY",
         action="store_const",
@@ -278,6 +285,12 @@ def read_options(arguments: Sequence[str]) -> dict[str, str]:
 def _read_port(text: str) -> str:
     if not (text.isdecimal() and 0 < int(text) < 65_536):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 65535")
+    return text
+
+
+def _read_backend(text: str) -> str:
+    if text not in {"auto", "cpu", "cuda"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, cpu, cuda")
     return text
 
 
@@ -370,6 +383,7 @@ _Lower = BeforeValidator(str.lower)
 _Upper = BeforeValidator(str.upper)
 _ModelFamily = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
 _AutoOrOff = Annotated[Literal["auto", "off"], _Lower]
+_Backend = Annotated[Literal["auto", "cpu", "cuda"], _Lower]
 _ModelKind = Annotated[Literal["auto", "text", "vision"], _Lower]
 _ImagePolicy = Annotated[Literal["refuse", "placeholder"], _Lower]
 _Isolation = Annotated[Literal["none", "key", "user"], _Lower]
@@ -405,6 +419,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     hf_token: str = Field(default="", repr=False)  # for gated repositories
     trust_remote_code: bool = False  # run Python that comes with a model or tokenizer
     model_kind: _ModelKind = "auto"  # text: load with mlx-lm; vision: with mlx-vlm
+    mlx_backend: _Backend = "auto"  # install_and_run.py installs MLX's build for it
     cpu_float32: _AutoOrOff = "auto"  # on the CPU, compute narrower weights as float32
     strict_model_names: bool = False  # a request for another model is a 404
 
@@ -10913,6 +10928,8 @@ def _load_or_explain(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
 
 
 def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
+    if config.mlx_backend == "cpu":
+        mx.set_default_device(mx.cpu)
     trust = config.trust_remote_code
     model, tokenizer, model_config = _load_parts(path, kind=kind, trust=trust)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:

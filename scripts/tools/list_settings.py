@@ -26,7 +26,7 @@ HEADING: Final = """\
 
 Settings are environment variables, or lines of a file `.env` beside `start-llm.py` (copy
 `.env.example`). The environment wins over `.env`, and the options `--model`, `--port`, `--host`,
-`--api-key` and `--no-proxy` of `install_and_run.py` and `start-llm.py` win over both.
+`--api-key`, `--backend` and `--no-proxy` of `install_and_run.py` and `start-llm.py` win over both.
 
 A value that is not accepted stops the start with a sentence that names the setting and where it
 stands; so does a line of `.env` that sets nothing. A name that is no setting logs a line, with the

