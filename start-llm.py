@@ -15,6 +15,7 @@ THE PATH OF A REQUEST
 
 SECTIONS, in the order in which a request meets them; each uses only sections above it
     OPTIONS           the command line, read before what is slow to import
+    CUDA              what MLX reads from the environment on an NVIDIA GPU
     CONFIG            all settings, read once
     ERRORS            what can go wrong, with the HTTP status of each
     LOGGING           console, session logs, metrics
@@ -138,7 +139,15 @@ import warnings
 from bisect import bisect_left
 from calendar import day_abbr, day_name, month_abbr, month_name
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import (
@@ -158,6 +167,9 @@ from functools import cached_property, lru_cache, partial
 from hashlib import sha1, sha256
 from heapq import heapify, heappop, heappush
 from http.server import BaseHTTPRequestHandler
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of_package
 from importlib.util import find_spec
 from ipaddress import ip_address
 from itertools import (
@@ -300,6 +312,88 @@ if __name__ == "__main__":
         sys.exit(
             f"start-llm: {sys.executable} is no Python 3.12 with what this needs: run "
             "python3 install_and_run.py, which makes one and starts the server"
+        )
+
+
+# region CUDA ==================================================================
+# What MLX's CUDA build reads from the environment when it is imported. That build is
+# installed on Linux with an NVIDIA GPU; where it is not, nothing is set.
+#
+# It compiles each kernel when it is first needed (38 s for a first request on an H200),
+# and keeps it as a file. By default the files lie in /tmp: a reboot deletes them, and
+# where a machine has several users, one of them may put code there that we would run.
+# A file is found by the kernel's name alone: with another GPU, MLX or compiler, what is
+# loaded would not fit. So the user has a folder of their own for each of these:
+#
+#     ~/.cache/start-llm/kernels/mlx-0.32.4-sm_89-nvrtc-13.5.37
+#
+# A variable that the user has set stays as it is.
+#
+# Public   set_cuda_environment
+# Uses     -
+# Thread   main
+
+_CUDA_SETTINGS = {
+    # MLX keeps compiled graphs and attention plans; each length of a prompt's last slice
+    # needs one. It counts those that it has made since it was started, and raises an
+    # exception once they are twice as many as its caches hold.
+    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
+    "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # of 400
+    "MLX_CUDA_SDPA_CACHE_SIZE": "2000",  # of 256: 22 ms to make one
+}
+
+
+def set_cuda_environment(environ: MutableMapping[str, str]) -> None:
+    """Set what MLX's CUDA build should read, where that build is installed."""
+    try:
+        mlx_version = version_of_package("mlx-cuda-13")
+        compiler_version = version_of_package("nvidia-cuda-nvrtc")
+    except PackageNotFoundError:
+        return
+    for name, value in _CUDA_SETTINGS.items():
+        environ.setdefault(name, value)
+    if "MLX_PTX_CACHE_DIR" in environ:
+        return
+    architecture = _find_architecture()
+    if not architecture:
+        return
+    key = f"mlx-{mlx_version}-{architecture}-nvrtc-{compiler_version}"
+    home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "start-llm" / "kernels" / key
+    if _make_private(folder):
+        environ["MLX_PTX_CACHE_DIR"] = str(folder)
+
+
+def _find_architecture() -> str:
+    """As "sm_89"; "" where the driver shows no GPU that MLX can use."""
+    script = Path(__file__).with_name("scripts") / "helpers" / "find_gpu.py"
+    command = [sys.executable, str(script)]
+    try:
+        printed = subprocess.check_output(command, timeout=20)
+        answer: dict[str, str] = json.loads(printed)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ""
+    return answer.get("architecture", "")
+
+
+def _make_private(folder: Path) -> bool:
+    """Make a folder that only this user reads and writes; False: it cannot be."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        return folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    set_cuda_environment(os.environ)
+    try:
+        import_module("mlx.core")
+    except ImportError as problem:  # the CUDA build, without a driver
+        sys.exit(
+            f"start-llm: MLX cannot be loaded ({problem}): run python3 "
+            "install_and_run.py, which installs MLX's build for this machine"
         )
 
 # What is slow to import: seconds of MLX, transformers and others.

@@ -27,7 +27,7 @@ IMPURE_NAMES = {  # packages, and `open`
     *("datetime", "open", "os", "random", "secrets", "shutil", "socket", "subprocess"),
     *("tempfile", "threading", "time", "urllib", "uuid"),
 }
-ENVIRONMENT_SECTIONS = {"CONFIG", "MAIN"}
+ENVIRONMENT_SECTIONS = {"CUDA", "CONFIG", "MAIN"}
 LESSON = re.compile(r"\bL-\d\d+\b")
 # What a top-level statement may be: importing the file does nothing.
 PASSIVE_STATEMENTS = Definition | Import | ast.Assign | ast.AnnAssign | ast.TypeAlias

@@ -497,6 +497,13 @@ def test_a_gpu_is_found_or_what_is_wrong_with_it(driver, monkeypatch, answers, f
         assert gpu == found
 
 
+def test_the_server_asks_for_the_architecture_as_the_set_up_does(driver, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    assert start_llm._find_architecture() == "sm_89"
+    monkeypatch.setenv("FAKE_COUNT", "0")
+    assert not start_llm._find_architecture()
+
+
 def test_a_driver_that_does_not_answer_is_a_problem_like_others(tmp_path):
     hanging = executable(tmp_path / "python", "exit 139\n")
     gpu = install.find_gpu(str(hanging))
