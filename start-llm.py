@@ -334,7 +334,7 @@ if __name__ == "__main__":
 # Thread   main
 
 _CUDA_SETTINGS = {
-    # MLX keeps compiled graphs and attention plans; each length of a prompt's last slice
+    # MLX keeps graphs and attention plans; each length of the last slice of a prompt
     # needs one. It counts those that it has made since it was started, and raises an
     # exception once they are twice as many as its caches hold.
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
@@ -414,6 +414,7 @@ from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -8005,6 +8006,7 @@ class PromptPlanner:
 #  2 Generation  sequences that decode together
 #  3 Tokenizer   the tags of a reply
 #  4 Vision      models of mlx-vlm
+#  5 CUDA        what is slow there
 #
 # Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, check_cache_kinds,
 #          first_slot, window_tokens, drop_outside_window, make_recurrent,
@@ -8012,7 +8014,7 @@ class PromptPlanner:
 #          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
 #          keep_no_words, read_tool_parser_source, LayerInputs, has_vision_class,
 #          load_vision_model, load_image_processor, image_token_id, find_rope_index,
-#          see_images_both_ways, embed_text, embed_image
+#          see_images_both_ways, embed_text, embed_image, read_gated_delta_in_chunks
 # Uses     -
 # Thread   model; the tokenizer's: any; mlx
 
@@ -8488,6 +8490,34 @@ def _present_inputs(features: Any) -> LayerInputs:
         if value is not None:
             inputs[name] = value
     return inputs
+
+
+# -- 5 CUDA ----------------------------------------------------------------------------
+
+
+# Pinned by test_upstream.py::test_gated_delta_layers_read_chunks_as_they_read_tokens
+def read_gated_delta_in_chunks() -> None:
+    """Let the gated-delta layers of mlx-lm's models read a prompt in chunks.
+
+    mlx-lm has a kernel for them on Metal. Elsewhere it reads token by token (Qwen3.5 on
+    CUDA: some 150 tokens a second), which mlx-vlm does 64 tokens at a time, by products
+    of matrices. Both are the same but for rounding.
+    """
+    from mlx_vlm.models.qwen3_5.gated_delta import gated_delta_chunked
+
+    read_tokens = gated_delta.gated_delta_ops
+
+    def read(*args: Any) -> tuple[mx.array, mx.array]:
+        queries, _, _, decay, *_ = args
+        is_prompt = queries.shape[1] > 1
+        has_one_decay = decay.ndim == 3  # for each head; Kimi's has one for each value
+        if is_prompt and has_one_decay:
+            chunked: tuple[mx.array, mx.array] = gated_delta_chunked(*args)
+            return chunked
+        one_by_one: tuple[mx.array, mx.array] = read_tokens(*args)
+        return one_by_one
+
+    gated_delta.gated_delta_ops = read
 
 
 # region KV STATE ==============================================================
@@ -11024,6 +11054,8 @@ def _load_or_explain(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
 def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
     if config.mlx_backend == "cpu":
         mx.set_default_device(mx.cpu)
+    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+        read_gated_delta_in_chunks()
     trust = config.trust_remote_code
     model, tokenizer, model_config = _load_parts(path, kind=kind, trust=trust)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:

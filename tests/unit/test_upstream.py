@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import start_llm as s
 from mlx_lm.generate import GenerationBatch
+from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -27,7 +28,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 from read_layout import read_sections
-from tiny_models import DENSE, HYBRID, SLIDING
+from tiny_models import DENSE, HYBRID, SLIDING, tiny_model
 
 TESTS = Path(__file__).parents[1]
 SOURCE = Path(s.__file__).read_text(encoding="utf-8")
@@ -261,8 +262,6 @@ def same(ours, theirs, kind):
 
 @pytest.fixture(scope="module", params=[DENSE, HYBRID, SLIDING])
 def plain(request, tmp_path_factory):
-    from tiny_models import tiny_model
-
     folder = tiny_model(request.param, tmp_path_factory.getbasetemp())
     return request.param, mlx_lm.load(str(folder))[0]
 
@@ -289,8 +288,6 @@ def test_generation_feeds_what_it_has_sampled(plain):
 
 
 def test_rows_that_are_read_together_have_the_kv_of_each_alone(tmp_path_factory):
-    from tiny_models import tiny_model
-
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
     model = mlx_lm.load(str(folder))[0]
     rng = np.random.default_rng(3)
@@ -369,8 +366,6 @@ def test_a_batch_is_made_of_these_parts():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from tiny_models import tiny_model
-
     return tiny_model(DENSE, tmp_path_factory.getbasetemp())
 
 
@@ -425,3 +420,40 @@ def test_the_tokens_of_an_image_see_each_other(n_cached):
         for column in range(n_cached + n):
             are_of_image = row in image and column - n_cached in image
             assert mask[row, column] == (causal[row, column] or are_of_image)
+
+
+# -- CUDA ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_read", [2, 64, 200])
+def test_gated_delta_layers_read_chunks_as_they_read_tokens(
+    monkeypatch, tmp_path_factory, n_read
+):
+    """Outputs and state after a prompt, and those of a token after it."""
+    monkeypatch.setattr(gated_delta, "gated_delta_ops", gated_delta.gated_delta_ops)
+    folder = tiny_model(HYBRID, tmp_path_factory.getbasetemp())
+    model = mlx_lm.load(str(folder))[0]
+    tokens = mx.array([[*range(1, n_read), 7, 8]]) % 90
+
+    def read():
+        caches = make_prompt_cache(model)
+        outputs = model(tokens[:, :-1], cache=caches)
+        last = model(tokens[:, -1:], cache=caches)
+        mx.eval(outputs, last)
+        return outputs, last
+
+    one_by_one = read()
+    s.read_gated_delta_in_chunks()
+    chunks = []
+    read_chunks = gated_delta.gated_delta_ops
+    monkeypatch.setattr(
+        gated_delta,
+        "gated_delta_ops",
+        lambda *args: chunks.append(args[0].shape[1]) or read_chunks(*args),
+    )
+    chunked = read()
+
+    assert set(chunks) == {n_read, 1}
+    for expected, found in zip(one_by_one, chunked, strict=True):
+        difference = mx.abs(expected - found).max().item()
+        assert difference <= 1e-4 * mx.abs(expected).max().item()
