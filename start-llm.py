@@ -11056,6 +11056,8 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
         mx.set_default_device(mx.cpu)
     if mx.default_device() == mx.gpu and mx.cuda.is_available():
         read_gated_delta_in_chunks()
+    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
+        mx.set_memory_limit(memory_limit(config))
     trust = config.trust_remote_code
     model, tokenizer, model_config = _load_parts(path, kind=kind, trust=trust)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
@@ -11296,17 +11298,17 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
 def memory_limit(config: Config) -> int:
     """Bytes for model, KV and buffers.
 
-    By default 0.9 of what Metal recommends, or of a GPU's memory, or of the RAM.
+    By default 0.9 of what Metal recommends, or of the RAM, or of an NVIDIA GPU's memory
+    as far as no other program holds it.
     """
     if config.memory_limit_bytes:
         return config.memory_limit_bytes
     device = mx.device_info()
-    n_bytes = (
-        device.get("max_recommended_working_set_size")
-        or device.get("total_memory")
-        or psutil.virtual_memory().total
-    )
-    return int(0.9 * int(n_bytes))
+    if "free_memory" in device:
+        n_held_bytes = mx.get_active_memory() + mx.get_cache_memory()
+        return int(0.9 * (int(device["free_memory"]) + n_held_bytes))
+    recommended_bytes = device.get("max_recommended_working_set_size")
+    return int(0.9 * int(recommended_bytes or psutil.virtual_memory().total))
 
 
 def banner(
@@ -13983,7 +13985,8 @@ def _may_try_again(handle: RequestHandle, error: ServerError) -> bool:
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether an exception means that memory ran out. MLX has no type for it.
 
-    It says "attempting to allocate", or on Metal "Insufficient Memory".
+    It says "attempting to allocate", on Metal "Insufficient Memory", on CUDA
+    "cudaMallocAsync(...) failed: out of memory".
     """
     if isinstance(error, MemoryError):
         return True

@@ -595,6 +595,17 @@ def test_the_device_has_memory() -> None:
     assert start_llm.memory_limit(Config(memory_limit_bytes=5)) == 5
 
 
+def test_what_other_programs_hold_of_a_gpu_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the server holds of it already is."""
+    device = {"total_memory": 24_000, "free_memory": 10_000}
+    monkeypatch.setattr(mx, "device_info", lambda: device)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 1_500)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 500)
+    assert start_llm.memory_limit(Config()) == 10_800
+
+
 def test_marks_that_mlx_lm_does_not_know(tmp_path: Path) -> None:
     """Magistral's thoughts: special tokens, which would not be shown either."""
     write_tokenizer(tmp_path)
