@@ -6,7 +6,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-import mac_report as report
+import machine_report as report
 import pytest
 import yaml
 from pi_like_probe import Reply
@@ -22,7 +22,9 @@ STATUS = {
 }
 
 
-def test_mac_report_measures_all_and_warm_equals_cold(models, tmp_path, monkeypatch):
+def test_machine_report_measures_all_and_warm_equals_cold(
+    models, tmp_path, monkeypatch
+):
     monkeypatch.setattr(report, "QUICK", SHORT)
     report_file = tmp_path / "report.json"
     folder = str(models(DENSE))
@@ -41,7 +43,7 @@ def test_mac_report_measures_all_and_warm_equals_cold(models, tmp_path, monkeypa
     assert unknown <= {"wired_peak_bytes", "rewrite_tokens_per_second"}
 
 
-def test_mac_report_is_anonymous(tmp_path, monkeypatch):
+def test_machine_report_is_anonymous(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     folder = tmp_path / "my-private-model"
     folder.mkdir()
@@ -72,18 +74,18 @@ def test_mac_report_is_anonymous(tmp_path, monkeypatch):
         ("scripts/tools/clients", False),  # a folder here
     ],
 )
-def test_mac_report_names_only_repositories(name, is_public, monkeypatch):
+def test_machine_report_names_only_repositories(name, is_public, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert report.is_public_name(name) is is_public
 
 
-def test_mac_report_exits_with_1_where_a_warm_reply_differs(tmp_path, monkeypatch):
+def test_machine_report_exits_with_1_where_a_warm_reply_differs(tmp_path, monkeypatch):
     figures = report.Figures(parity_prompts=7, parity_equal=6)
     monkeypatch.setattr(report, "measure", lambda model, is_quick: (figures, STATUS))
     assert report.main(["--out", str(tmp_path / "x.json"), "--json"]) == 1
 
 
-def test_mac_report_writes_nothing_when_it_is_stopped(tmp_path, monkeypatch):
+def test_machine_report_writes_nothing_when_it_is_stopped(tmp_path, monkeypatch):
     def stop(model, is_quick):
         raise KeyboardInterrupt
 
@@ -93,7 +95,7 @@ def test_mac_report_writes_nothing_when_it_is_stopped(tmp_path, monkeypatch):
     assert not report_file.exists()
 
 
-def test_mac_report_compares_text_and_end_of_replies(monkeypatch):
+def test_machine_report_compares_text_and_end_of_replies(monkeypatch):
     answer = {"choices": [{"text": "a", "finish_reason": "stop"}]}
     longer = {"choices": [{"text": "ab", "finish_reason": "stop"}]}
     cut = {"choices": [{"text": "a", "finish_reason": "length"}]}
@@ -101,7 +103,7 @@ def test_mac_report_compares_text_and_end_of_replies(monkeypatch):
     assert report.shown_reply(answer) != report.shown_reply(cut)
 
 
-def test_mac_report_exits_with_2_where_no_server_starts(tmp_path, monkeypatch):
+def test_machine_report_exits_with_2_where_no_server_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)  # no start-llm.py is here
     report_file = tmp_path / "x.json"
     assert report.main(["--out", str(report_file)]) == 2
@@ -117,36 +119,36 @@ def test_mac_report_exits_with_2_where_no_server_starts(tmp_path, monkeypatch):
         (10, 200_000, (750,)),
     ],
 )
-def test_mac_report_asks_what_fits_into_ten_minutes(speed, most_tokens, prompts):
+def test_machine_report_asks_what_fits_into_ten_minutes(speed, most_tokens, prompts):
     plan = report.make_plan(speed, most_tokens=most_tokens)
     assert plan.prompt_tokens == prompts
     assert sum(prompts) / speed < 200 or len(prompts) == 1
     assert plan.shared_tokens <= prompts[0]
 
 
-def test_mac_report_tells_no_speed_of_a_short_reply():
+def test_machine_report_tells_no_speed_of_a_short_reply():
     reply = Reply(n_out=3, ttft_seconds=1.0, seconds=1.1)
     assert report.decode_speed(reply) is None
     assert report.decode_speed(replace(reply, n_out=21, seconds=3.0)) == 10
 
 
-def test_mac_report_knows_how_much_of_a_file_was_repeated():
+def test_machine_report_knows_how_much_of_a_file_was_repeated():
     text = report.make_program(30)
     renamed = text.replace("greet_0", "welcome_0")
     assert report.repeated_share(text, f"```python\n{renamed}```") == 1
     assert report.repeated_share(text, "Done.") == 0
 
 
-def test_mac_report_has_a_row_for_each_figure():
+def test_machine_report_has_a_row_for_each_figure():
     figures = report.Figures(wired_peak_bytes=10**9)
     rows = dict(report.rows_of(figures))
     assert rows["wired memory of the machine, most"] == "1.00 GB"
     assert rows["decode, one stream"] == "not told"
 
 
-def test_the_issue_template_for_mac_reports_asks_for_table_and_json():
+def test_the_issue_template_for_machine_reports_asks_for_table_and_json():
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"
-    form = yaml.safe_load((folder / "mac_report.yml").read_text("utf-8"))
+    form = yaml.safe_load((folder / "machine_report.yml").read_text("utf-8"))
     fields = {part.get("id") for part in form["body"]}
     assert {"table", "json"} <= fields
-    assert "scripts/mac_report.py" in json.dumps(form)
+    assert "scripts/machine_report.py" in json.dumps(form)
