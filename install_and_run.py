@@ -852,6 +852,11 @@ def read_arguments(arguments: "list[str]") -> Options:
     for name, metavar, text in SERVER_OPTIONS:
         server.add_argument(name, metavar=metavar, help=text)
     server.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="load the model, compile what it needs, and end (KERNEL_WARM_UP=exit)",
+    )
+    server.add_argument(
         "--no-proxy",
         action="store_true",
         help="do not start LiteLLM (ENABLE_PROXY=false)",

@@ -40,6 +40,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     SAMPLING          the next token, among those that the request allows
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
     SCHEDULER         which requests run: admit, prefill, decode, put back
+    WARM-UP           what would be compiled at the first requests, before they come
     ENGINE            the model thread, and what other threads ask of it
     REASONING PARSER  generated text -> reasoning | content | tool call text
     CALL TEXT         text of calls as it is read, schemas of tools, values as JSON
@@ -286,6 +287,13 @@ def read_options(arguments: Sequence[str]) -> dict[str, str]:
         const="false",
         help="do not start LiteLLM (ENABLE_PROXY=false)",
     )
+    parser.add_argument(
+        "--warm-up",
+        dest="KERNEL_WARM_UP",
+        action="store_const",
+        const="exit",
+        help="load the model, compile what it needs, and end (KERNEL_WARM_UP=exit)",
+    )
     parser.add_argument("--version", action="version", version=f"start-llm {VERSION}")
 
     options, unknown_words = parser.parse_known_args(arguments)
@@ -480,6 +488,7 @@ _ModelFamily = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
 _AutoOrOff = Annotated[Literal["auto", "off"], _Lower]
 _Backend = Annotated[Literal["auto", "cpu", "cuda"], _Lower]
 _ModelKind = Annotated[Literal["auto", "text", "vision"], _Lower]
+_WarmUp = Annotated[Literal["auto", "on", "off", "exit"], _Lower]
 _ImagePolicy = Annotated[Literal["refuse", "placeholder"], _Lower]
 _Isolation = Annotated[Literal["none", "key", "user"], _Lower]
 _RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
@@ -552,6 +561,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
     generation_watchdog_seconds: _Seconds = 600.0  # for one request; 0: no limit
     queue_timeout_seconds: _Seconds = 0.0  # of waiting for the model; 0: no limit
+    kernel_warm_up: _WarmUp = "auto"  # auto: on an NVIDIA GPU; exit: warm up, and end
     memory_limit_bytes: _Count = 0  # 0: 0.9 of what the device recommends
 
     # Prompt cache and ledger
@@ -13994,6 +14004,124 @@ def _is_out_of_memory(error: Exception) -> bool:
     return "alloc" in sentence or "insufficient memory" in sentence
 
 
+# region WARM-UP ===============================================================
+# On an NVIDIA GPU each kernel is compiled when it is first needed: the first request
+# took 38 s on an H200, the first batch of eight 9 to 43 s. So the scheduler runs some
+# requests of our own before the server lets others in:
+#
+#     1  a prompt of more than one slice         prefill; a reply, decoded greedily
+#     2  one that parts from it, near its end    KV that is copied, a checkpoint
+#     3  sampled, with penalties                 all that chooses a token
+#     4  held to a constraint                    masks
+#     5  two, four, eight at once                decode batches that grow and shrink
+#
+# Their KV is evicted afterwards. What they measured of the model's speed stays.
+#
+# Public   WarmUpProgress, is_warm_up_wanted, warm_up
+# Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PREFIX CACHE, SAMPLING,
+#          SCHEDULER
+# Thread   model; mlx
+
+_WARM_REPLY_TOKENS: Final = 8
+_WARM_BATCHES: Final = (2, 4, 8)  # requests at once
+_SHORT_PROMPT_TOKENS: Final = 300
+_GREEDY: Final = SamplingParams(top_k=0, repetition_context_size=0, seed=None)
+_SAMPLED: Final = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    repetition_context_size=64,
+    seed=0,
+)
+
+
+class WarmUpProgress(NamedTuple):
+    """How many steps of the warm-up are over."""
+
+    n_done: int
+    n_steps: int
+
+
+def is_warm_up_wanted(config: Config) -> bool:
+    """Whether kernels are compiled when they are needed: on an NVIDIA GPU."""
+    if config.kernel_warm_up == "auto":
+        return mx.default_device() == mx.gpu and mx.cuda.is_available()
+    return config.kernel_warm_up in {"on", "exit"}
+
+
+def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> None:
+    """Run each kind of work once.
+
+    `note` is told how far it is, and says whether to go on.
+    """
+    loaded = scheduler.loaded
+    steps = _warm_up_steps(scheduler)
+    scheduler.loaded = replace(loaded, eos_ids=frozenset())  # replies have their length
+    for number, requests in enumerate(steps):
+        if not note(WarmUpProgress(number, len(steps))):
+            break
+        handles = [RequestHandle(request) for request in requests]
+        scheduler.waiting += handles
+        while scheduler.is_busy:
+            scheduler.step()
+        for handle in handles:
+            _warn_of_failure(handle)
+    scheduler.loaded = loaded
+    scheduler.cache.evict_session(NO_OWNER.tenant, None)
+
+
+def _warn_of_failure(handle: RequestHandle) -> None:
+    """Log why a request of the warm-up failed, if it did: others will, too."""
+    while handle.n_unread():
+        event = handle.next_event(0)
+        if isinstance(event, ServerError):
+            logger.warning("warm-up: %s", event)
+
+
+def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
+    """The requests of each step, which run at once."""
+    n_long = min(
+        scheduler.config.prefill_step_size + _SHORT_PROMPT_TOKENS,
+        scheduler.budget.capacity_tokens // 2,
+    )
+    n_short = min(_SHORT_PROMPT_TOKENS, n_long)
+    n_vocab = scheduler.loaded.vocab_size
+    block_size = scheduler.config.prompt_cache_block_size
+
+    def request(
+        number: int,
+        n_tokens: int,
+        *,
+        sampling: SamplingParams = _GREEDY,
+        constraints: tuple[Constraint, ...] = (),
+    ) -> EngineRequest:
+        """One whose prompt parts from all others after their first half."""
+        ids = np.arange(n_tokens, dtype=np.int32) % min(n_vocab, 1_000)
+        ids[n_tokens // 2 :] = (ids[n_tokens // 2 :] + number) % n_vocab
+        hashes = block_hashes(ids, block_size, root=b"")
+        return EngineRequest(
+            key=TokenKey(b"", ids, hashes),
+            checkpoint_positions=(n_tokens // 2, n_tokens - 1),
+            max_tokens=_WARM_REPLY_TOKENS,
+            sampling=sampling,
+            constraints=constraints,
+        )
+
+    masked: tuple[Constraint, ...] = (partial(forbid_tokens, [0]),)
+    steps = [
+        [request(0, n_long)],
+        [request(1, n_long)],
+        [request(2, n_short, sampling=_SAMPLED)],
+        [request(3, n_short, constraints=masked)],
+    ]
+    for n_requests in _WARM_BATCHES:
+        numbers = range(10 * n_requests, 11 * n_requests)
+        steps.append([request(number, n_short) for number in numbers])
+    return steps
+
+
 # region ENGINE ================================================================
 # The model thread, and what other threads may ask of it.
 #
@@ -14009,7 +14137,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # step, or at once if it rests. The connection waits in handle.next_event().
 #
 # Public   Engine, EngineReport, MemoryReport, RequestLoad
-# Uses     CONFIG, ERRORS, LOGGING, PREFIX CACHE, MODEL LOADING, SCHEDULER
+# Uses     CONFIG, ERRORS, LOGGING, PREFIX CACHE, MODEL LOADING, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # between two reports, and two looks at idle memory, at rest
@@ -14076,6 +14204,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
         self._has_ended = threading.Event()  # the thread, or it will after this step
+        self.warm_up: WarmUpProgress | None = None  # while it lasts, in "loading"
         self.failure: str | None = None  # why it ended, in one sentence
         self.is_closing = False  # set it: what runs may end, nothing more may begin
 
@@ -14169,6 +14298,8 @@ class Engine:
         try:
             loaded = self._load()
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
+            if is_warm_up_wanted(self._config):
+                self._warm_up(scheduler)
             self._open(scheduler)
             with wired_limit(loaded.model):
                 self._serve(scheduler)
@@ -14182,6 +14313,17 @@ class Engine:
             if scheduler is not None:  # else nobody could submit yet
                 self._refuse_all(scheduler)
             mx.clear_streams()  # why(L-20): else the process may abort at its end
+
+    def _warm_up(self, scheduler: Scheduler) -> None:
+        began = time.monotonic()
+
+        def note(progress: WarmUpProgress) -> bool:
+            self.warm_up = progress
+            return self.state == "loading"
+
+        warm_up(scheduler, note=note)
+        self.warm_up = None
+        logger.info("warmed up in %.1f s", time.monotonic() - began)
 
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model.
@@ -19470,8 +19612,16 @@ class HealthBody(TypedDict):
     """The body of GET /health."""
 
     status: Literal["ok", "loading", "error"]
+    warm_up: NotRequired[WarmUpBody]
     error: NotRequired[str]
     proxy: ProxyBody
+
+
+class WarmUpBody(TypedDict):
+    """How far the warm-up is; the model is loaded already."""
+
+    done: int
+    steps: int
 
 
 def health_body(state: ServerState) -> tuple[int, HealthBody]:
@@ -19481,7 +19631,11 @@ def health_body(state: ServerState) -> tuple[int, HealthBody]:
         case "ready":
             return 200, {"status": "ok", "proxy": proxy}
         case "loading":
-            return 503, {"status": "loading", "proxy": proxy}
+            progress = state.engine.warm_up
+            if progress is None:
+                return 503, {"status": "loading", "proxy": proxy}
+            steps: WarmUpBody = {"done": progress.n_done, "steps": progress.n_steps}
+            return 503, {"status": "loading", "warm_up": steps, "proxy": proxy}
     sentence = "the model cannot be used; the server's log says why"
     return 503, {"status": "error", "error": sentence, "proxy": proxy}
 
@@ -19534,6 +19688,7 @@ class StatusBody(TypedDict):
     """The body of GET /v1/status; web/openapi.json describes all of it."""
 
     status: Literal["ok", "loading", "error"]
+    warm_up: NotRequired[WarmUpBody]
     error: NotRequired[str]
     proxy: ProxyBody
     version: str  # of this program
@@ -21138,11 +21293,12 @@ def _serve(
     name = state.config.model_path or "demo"
     _print_line(f"start-llm {VERSION}: loading {name} ...")
     state.engine.start()
-    while state.engine.state == "loading" and not stop.wait(0.1):
-        pass
+    _wait_until_loaded(state, stop)
 
     is_loaded = state.engine.state == "ready"
-    if is_loaded:
+    if is_loaded and state.config.kernel_warm_up == "exit":
+        stop.set()
+    if is_loaded and not stop.is_set():
         # why(L-36): a full collection would visit all that the libraries keep.
         gc.collect()
         gc.freeze()
@@ -21161,6 +21317,15 @@ def _serve(
         return _STOPPED
     status = _MODEL_DIED if is_loaded else _CANNOT_START
     return _fail(state.engine.failure, status=status)
+
+
+def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
+    """Return when the model can be used, or cannot, or `stop` is set."""
+    is_warming_up = False
+    while state.engine.state == "loading" and not stop.wait(0.1):
+        if state.engine.warm_up is not None and not is_warming_up:
+            is_warming_up = True
+            _print_line("warming up: kernels are compiled, minutes the first time ...")
 
 
 def _print_banner(state: ServerState) -> None:

@@ -774,6 +774,7 @@ OPTIONS = [
     "--api-key",
     "k",
     "--backend=cpu",
+    "--warm-up",
     "--no-proxy",
 ]
 
@@ -793,6 +794,7 @@ def test_options_stand_for_settings_and_are_the_same_in_both_programs():
         "MLX_HOST": "::1",
         "API_KEY": "k",
         "MLX_BACKEND": "cpu",
+        "KERNEL_WARM_UP": "exit",
         "ENABLE_PROXY": "false",
     }
     assert start_llm.read_options([]) == {}

@@ -35,6 +35,7 @@ class Loaded:
     vision: None = None
     eos_ids: frozenset[int] = frozenset()
     nbytes: int = 1 << 20
+    vocab_size: int = VOCAB
     # What an idle engine tells it.
     template: Any = field(
         default_factory=lambda: SimpleNamespace(clear_memos=lambda: None)

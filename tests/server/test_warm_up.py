@@ -1,0 +1,99 @@
+"""WARM-UP: each kind of work runs once before requests are let in, and leaves nothing."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import Bench, words
+from tiny_models import DENSE, HYBRID, SLIDING
+
+
+@pytest.fixture
+def bench(models, monkeypatch):
+    started = []
+
+    def start(kind, **settings):
+        # As small as a slice may be, so that a tiny context has more than one.
+        settings = {"kernel_warm_up": "on", "prefill_step_size": 256, **settings}
+        started.append(Bench(models(kind), monkeypatch, **settings))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.engine.stop()
+
+
+@pytest.mark.parametrize("kind", [DENSE, HYBRID, SLIDING])
+def test_each_kind_of_work_runs_and_nothing_of_it_is_left(bench, kind, monkeypatch):
+    batch_sizes, hit_kinds, samplings = set(), set(), []
+    step, start = s.DecodeBatch.step, s.PrefixCache.start
+
+    def note_step(batch, *args, **fields):
+        batch_sizes.add(len(batch.requests))
+        return step(batch, *args, **fields)
+
+    def note_start(cache, match, *args, **fields):
+        hit_kinds.add(match.hit_kind)
+        return start(cache, match, *args, **fields)
+
+    monkeypatch.setattr(s.DecodeBatch, "step", note_step)
+    monkeypatch.setattr(s.PrefixCache, "start", note_start)
+    put = s.RequestHandle.put
+    endings = []
+
+    def note_end(handle, event):
+        if isinstance(event, s.FinishedEvent | s.ServerError):
+            endings.append(event)
+            samplings.append(handle.request.sampling.temperature)
+        put(handle, event)
+
+    monkeypatch.setattr(s.RequestHandle, "put", note_end)
+    engine = bench(kind).engine
+
+    assert {1, 8} <= batch_sizes
+    assert {"miss", "branch" if kind == DENSE else "checkpoint"} <= hit_kinds
+    assert len(set(samplings)) == 2
+    assert len(endings) == 4 + 2 + 4 + 8
+    assert {ending.reason for ending in endings} == {"length"}
+    assert engine.warm_up is None
+    assert engine.call(lambda scheduler: scheduler.cache.entries) == []
+
+
+def test_what_comes_after_it_is_exact(bench):
+    b = bench(DENSE)
+    prompt = words(np.random.default_rng(1), 300)
+    ids, end, ticket = b.ask(prompt)
+    assert end.cached_tokens == 0
+    assert b.largest_difference(ticket, ids) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_wanted"),
+    [("on", True), ("exit", True), ("off", False), ("auto", False)],
+)
+def test_on_a_processor_it_is_left_out_unless_it_is_wanted(setting, is_wanted):
+    assert s.is_warm_up_wanted(s.Config(kernel_warm_up=setting)) == is_wanted
+
+
+def test_a_request_that_fails_is_logged_and_the_server_starts(
+    bench, monkeypatch, caplog
+):
+    def fail(*_args, **_fields):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(s.DecodeBatch, "step", fail)
+    engine = bench(DENSE).engine
+    assert engine.state == "ready"
+    assert "warm-up: " in caplog.text
+
+
+def test_health_says_how_far_it_is():
+    engine = SimpleNamespace(state="loading", warm_up=s.WarmUpProgress(3, 7))
+    proxy = SimpleNamespace(body=lambda: {"state": "off", "url": None})
+
+    code, body = s.health_body(SimpleNamespace(engine=engine, proxy=proxy))
+
+    assert code == 503
+    assert body["status"] == "loading"
+    assert body["warm_up"] == {"done": 3, "steps": 7}
