@@ -64,7 +64,7 @@ def test_what_comes_after_it_is_exact(bench):
     b = bench(DENSE)
     prompt = words(np.random.default_rng(1), 300)
     ids, end, ticket = b.ask(prompt)
-    assert end.cached_tokens == 0
+    assert end.reuse.cached_tokens == 0
     assert b.largest_difference(ticket, ids) == 0
 
 

@@ -1047,7 +1047,7 @@ def test_stored_kv_takes_no_memory_and_is_not_evicted_for_any():
     assert cache.evict_to_fit(8 * 1500)
 
     assert cache.entries == [stored]
-    row, reuse = begin(cache, [*stored_past, 2])
+    _, reuse = begin(cache, [*stored_past, 2])
     assert reuse.cached_tokens == len(stored_past)
 
 
