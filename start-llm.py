@@ -16,8 +16,8 @@ THE PATH OF A REQUEST
 SECTIONS, in the order in which a request meets them; each uses only sections above it
     OPTIONS           the command line, read before what is slow to import
     CUDA              what MLX reads from the environment on an NVIDIA GPU
-    CONFIG            all settings, read once
     ERRORS            what can go wrong, with the HTTP status of each
+    CONFIG            all settings, read once
     LOGGING           console, session logs, metrics
     WORK BUDGET       how much is prepared at once, before the model has it
     API TYPES         a request as all APIs mean it; the figures of a reply
@@ -454,20 +454,226 @@ from rich.logging import RichHandler
 from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerBase
 
-# region CONFIG ================================================================
-# All settings, read once at the start and never changed.
+# region ERRORS ================================================================
+# What can go wrong while a request is answered; each error knows its HTTP status.
 #
-# The field `max_kv_size` of Config is the variable MAX_KV_SIZE, in the environment or
-# in .env; the environment wins. (MAIN reads both, and check_names() finds what was
-# misspelt.) Defaults and allowed values are written only here. .env.example and
-# docs/settings.md (made by scripts/tools/list_settings.py) explain each setting at more
-# length, and tests hold them to the same list: a new setting is a line in Config and
-# one in .env.example.
+#     class               status    type                   code
+#     ServerError         500       server_error           -
+#       GenerationFailed  500       server_error           generation_failed
+#       NotReady          503       server_error           model_not_ready
+#       Overloaded        503       server_error           queue_full
+#       BadRequest        400       invalid_request_error  -
+#         ContextTooLong  400       invalid_request_error  context_length_exceeded
+#         NotServed       4xx, 501  invalid_request_error  given where it is raised
+#     ClientGone          none: nobody is left to read an answer
 #
-# Public   Config, ConfigError, describe_fault, OUR_FAULT, check_names, split_list,
-#          has_tenants, name_tenant, key_of_tenant, is_seen_by, is_loopback,
-#          Temperature, TopP, MinP, RepetitionPenalty
+# For example BadRequest("should be a text", field="messages[3].content") is sent as
+#
+#     status   400
+#     message  "messages[3].content: should be a text"
+#     type     "invalid_request_error"
+#     param    "messages[3].content"
+#
+# Any section raises them. Handler (HTTP SERVER) sends the status and the body; in a
+# stream that has begun, an event with the body. After any other exception the log has
+# the traceback, and the client gets a 500 without it. The form and the types are
+# OpenAI's. So is the code context_length_exceeded, at which agents compact; most other
+# codes are our own. For the Messages API anthropic_error_body() translates them.
+#
+# Public   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Overloaded,
+#          GenerationFailed, ClientGone, describe_fault, OUR_FAULT
 # Uses     -
+# Thread   any; pure
+
+
+class _ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _ErrorBody(TypedDict):
+    error: _ErrorObject
+
+
+class ServerError(Exception):
+    """A request that gets an error instead of an answer; str() of it is the message."""
+
+    status: int = 500
+    type: str = "server_error"
+    code: str | None = None
+    param: str | None = None  # the field at fault, as in "messages[3].content"
+    quote: str = ""  # the part of the message that may be what the client wrote
+    headers: Mapping[str, str] = {}  # that the response has besides the usual ones
+
+    def without_quote(self) -> str:
+        """The message for those who did not write the request: log and status page."""
+        return str(self).replace(self.quote, "...") if self.quote else str(self)
+
+    def body(self) -> _ErrorBody:
+        """The body of the response, as OpenAI writes it."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class GenerationFailed(ServerError):
+    """The model failed on this request. The traceback is in the log only."""
+
+    code = "generation_failed"
+
+
+class NotReady(ServerError):
+    """The model is still loading, or the model thread is dead."""
+
+    status = 503
+    code = "model_not_ready"
+    headers: Mapping[str, str] = {"Retry-After": "5"}
+
+
+class Overloaded(ServerError):
+    """No place for this request now. A 429 would mean a quota to clients."""
+
+    status = 503
+    code = "queue_full"
+    headers: Mapping[str, str] = {"Retry-After": "2"}
+
+
+class BadRequest(ServerError):
+    """The request cannot be answered as it is.
+
+    With `field`, the field at fault, the message begins with its path. With `param`
+    instead, the message stays as it is. `quote` is the part of the message that the
+    client may have written.
+    """
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        param: str | None = None,
+        quote: str = "",
+    ) -> None:
+        if field:
+            message = f"{field}: {message}"
+            param = field
+        super().__init__(message)
+        self.param = param
+        self.quote = quote
+
+
+class ContextTooLong(BadRequest):
+    """The prompt leaves no room for a reply.
+
+    In OpenAI's words: agents look for "maximum context length is", and then compact.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, n_prompt: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. "
+            f"However, your messages resulted in {n_prompt} tokens. "
+            "Please reduce the length of the messages.",
+            param="messages",
+        )
+        self.n_prompt = n_prompt
+        self.limit = limit
+
+
+class NotServed(BadRequest):
+    """Refused by its path, headers or model name, with a status of its own.
+
+    401 key, 403 host or web page, 404 path or model, 405 method, 408 a body that comes
+    too slowly, 413 one that is too large, 415 its encoding, 501 its transfer coding.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = headers or {}
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+# -- wrong values ----------------------------------------------------------------------
+# pydantic checks requests and settings. A client reads our sentences, not pydantic's.
+
+# The type of a fault whose sentence is written where the fault is found.
+OUR_FAULT: Final = "ours"
+# A sentence for each type of pydantic's; in braces are values of the fault's context.
+_FAULTS: Final[Mapping[str, str]] = {
+    "missing": "is missing",
+    "bool_type": "should be true or false",
+    "bool_parsing": "should be true or false",
+    "dict_type": "should be an object",
+    "float_type": "should be a number",
+    "float_parsing": "should be a number",
+    "finite_number": "should be a number, and finite",
+    "int_type": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "int_parsing_size": "should be a whole number with fewer digits",
+    "list_type": "should be a list",
+    "tuple_type": "should be a list",
+    "string_type": "should be a text",
+    "literal_error": "should be {expected}",
+    "greater_than": "should be more than {gt}",
+    "greater_than_equal": "should be {ge} or more",
+    "less_than": "should be less than {lt}",
+    "less_than_equal": "should be {le} or less",
+    "too_short": "should not be empty",
+    "too_long": "should have {max_length} items or fewer",
+    "string_too_short": "should not be empty",
+    "string_too_long": "should have {max_length} characters or fewer",
+}
+
+
+def describe_fault(details: ErrorDetails) -> str:
+    """What is wrong with a value, in our words: "should be 1 or more"."""
+    if details["type"] == OUR_FAULT:
+        return details["msg"]
+    sentence = _FAULTS.get(details["type"], "has a value that cannot be used")
+    return sentence.format_map(details.get("ctx", {}))
+
+
+# region CONFIG ================================================================
+# All settings, read once at the start and never changed. Three parts:
+#
+#     settings            Config: one line for each, with its default and its range
+#     tenants             who shares nothing with whom, by CACHE_ISOLATION
+#     misspelt settings   names in .env or the environment that nothing acts on
+#
+# For example MAX_KV_SIZE=32768, a variable of the environment or a line of .env, is the
+# field max_kv_size of Config; the environment wins. (MAIN reads both.) To add a
+# setting, write a line in Config and one in .env.example, then run
+# scripts/tools/list_settings.py, which writes docs/settings.md: tests hold the three to
+# the same list. Only .env.example explains a setting at length.
+#
+# Public   Config, ConfigError, check_names, split_list, is_loopback, write_url,
+#          has_tenants, name_tenant, key_of_tenant, is_seen_by,
+#          Temperature, TopP, MinP, RepetitionPenalty
+# Uses     ERRORS
 # Thread   any; pure
 
 _Count = Annotated[int, Field(ge=0)]
@@ -514,8 +720,15 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def write_url(host: str, port: int) -> str:
+    """A URL that works on this machine; an address of all networks has loopback's."""
+    openable = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
+    host = openable.get(host.lower(), host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """The settings of the server. Made by from_env(); tests pass fields by keyword."""
+    """The settings of the server. from_env() makes it; tests pass fields by keyword."""
 
     # Model
     model_path: str = ""  # repository or folder; empty: choose_model() chooses one
@@ -527,7 +740,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     cpu_float32: _AutoOrOff = "auto"  # on the CPU, compute narrower weights as float32
     strict_model_names: bool = False  # a request for another model is a 404
 
-    # HTTP server. The keys come before the settings that need one: see _require_key().
+    # HTTP server. Keys stand above the settings that need one: see _require_key().
     api_key: str = Field(default="", repr=False)  # a list; each request must send one
     mlx_host: str = "127.0.0.1"  # loopback means both 127.0.0.1 and ::1
     mlx_port: _Port = 8080
@@ -600,9 +813,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     default_top_p: TopP = 0.9  # 1: off
     default_top_k: _Count = 40  # 0: off
     default_min_p: MinP = 0.05  # 0: off
-    default_repetition_penalty: RepetitionPenalty = (
-        1.0  # 1: off; a penalty harms tool calls
-    )
+    default_repetition_penalty: RepetitionPenalty = 1.0  # off; more harms tool calls
     default_repetition_context_size: _Count = 256  # tokens that the penalty looks at
     default_max_tokens: _Positive = 2048  # of one reply
     default_thinking: bool = True  # the model thinks before it replies
@@ -616,18 +827,23 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     log_keep_days: _Count = 14  # of session logs; 0: for ever
     vlm_cache_debug: bool = False  # log where the images of a prompt are
 
-    @field_validator("mlx_host", "proxy_host")
+    @field_validator("mlx_host", "proxy_host", "cache_isolation")
     @classmethod
-    def _refuse_open_address(cls, host: str, info: ValidationInfo) -> str:
-        if not is_loopback(host):
-            _require_key(info)
-        return host
+    def _require_key(cls, value: str, info: ValidationInfo) -> str:
+        """Without a key, refuse an address that others can reach, and isolation by key.
 
-    @field_validator("cache_isolation")
-    @classmethod
-    def _refuse_isolation_without_key(cls, value: str, info: ValidationInfo) -> str:
-        if value == "key":
-            _require_key(info)
+        pydantic validates the fields in their order, and info.data has those above. So
+        MLX_HOST and CACHE_ISOLATION need API_KEY; PROXY_HOST, which stands below both
+        keys, needs one of the two.
+        """
+        if info.field_name == "cache_isolation":
+            needs_key = value == "key"
+        else:
+            needs_key = not is_loopback(value)
+        keys = [info.data.get(name, "") for name in ("api_key", "proxy_api_key")]
+        if needs_key and not any(split_list(key) for key in keys):
+            sentence = "should be used only where API_KEY is set"
+            raise PydanticCustomError(OUR_FAULT, sentence)
         return value
 
     @classmethod
@@ -636,9 +852,9 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     ) -> Config:
         """Settings from variables by name; an empty variable counts as not set.
 
-        Other variables are passed over: for them there is check_names().
-        Raises ConfigError, which names every variable with a bad value, and its place
-        where `places` has one, such as {"MLX_PORT": "in /home/me/start-llm/.env"}.
+        Variables that are no settings are passed over: check_names() is for them.
+        Raises ConfigError with a line for each bad value; `places` says where each
+        variable stands, such as {"MLX_PORT": "in /home/me/start-llm/.env"}.
         """
         texts = {}
         for name in cls.model_fields:
@@ -653,76 +869,26 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
         lines = []
         for fault in faults:
-            name = str(fault["loc"][0])
-            place = (places or {}).get(name.upper())
-            setting = f"{name.upper()}={texts[name]!r}"
-            if place:
-                setting = f"{setting} {place}"
+            field_name = str(fault["loc"][0])
+            name = field_name.upper()
+            place = f" {places[name]}" if places else ""
+            setting = f"{name}={texts[field_name]!r}{place}"
             lines.append(f"{setting}: {describe_fault(fault)}")
         raise ConfigError("\n".join(lines))
 
 
-# What is wrong with a value, by pydantic's type of the fault: its own words reach no
-# client. In braces are values of its context.
-_FAULTS: Final[Mapping[str, str]] = {
-    "missing": "is missing",
-    "bool_type": "should be true or false",
-    "bool_parsing": "should be true or false",
-    "dict_type": "should be an object",
-    "float_type": "should be a number",
-    "float_parsing": "should be a number",
-    "finite_number": "should be a number, and finite",
-    "int_type": "should be a whole number",
-    "int_parsing": "should be a whole number",
-    "int_from_float": "should be a whole number",
-    "int_parsing_size": "should be a whole number with fewer digits",
-    "list_type": "should be a list",
-    "tuple_type": "should be a list",
-    "string_type": "should be a text",
-    "literal_error": "should be {expected}",
-    "greater_than": "should be more than {gt}",
-    "greater_than_equal": "should be {ge} or more",
-    "less_than": "should be less than {lt}",
-    "less_than_equal": "should be {le} or less",
-    "too_short": "should not be empty",
-    "too_long": "should have {max_length} items or fewer",
-    "string_too_short": "should not be empty",
-    "string_too_long": "should have {max_length} characters or fewer",
-}
-OUR_FAULT: Final = (
-    "ours"  # the type of faults whose sentence we write where we find them
-)
-
-
-def describe_fault(details: ErrorDetails) -> str:
-    """What is wrong with a value, in our words: "should be 1 or more"."""
-    if details["type"] == OUR_FAULT:
-        return details["msg"]
-    sentence = _FAULTS.get(details["type"], "has a value that cannot be used")
-    return sentence.format_map(details.get("ctx", {}))
-
-
-def _require_key(info: ValidationInfo) -> None:
-    """Raise if no key is set among the fields above the one that is validated.
-
-    Fields are validated in their order. So MLX_HOST and CACHE_ISOLATION need API_KEY,
-    and PROXY_HOST, which stands below both keys, needs one of the two.
-    """
-    for name in ("api_key", "proxy_api_key"):
-        if split_list(info.data.get(name, "")):
-            return
-    raise PydanticCustomError(OUR_FAULT, "should be used only where API_KEY is set")
-
-
 # -- tenants ---------------------------------------------------------------------------
-# A tenant is who shares nothing with others: everybody, a key, or a user of a key.
+# A tenant is who shares nothing with others: everybody, a key, or a user of a key. Each
+# has a name, made of digests:
 #
-#     CACHE_ISOLATION=none    ""       all requests
-#     key                     "K"      K: 16 hex digits; "" if there is one key only
-#     user                    "K/U"    U: the same for a user; "K" if none was named
+#     ""                                   everybody
+#     "8d1f5c0ab3e27946"                   a key
+#     "8d1f5c0ab3e27946/41b6e09f7ad2c385"  a user of that key
 #
-# A tenant sees what is its own, and that of the tenants below it: "" of all, "K" of its
-# users.
+# CACHE_ISOLATION=none has the first only, =key the first two, =user all three. Where
+# API_KEY is a single key, its name is "", and that of its user "/41b6e09f7ad2c385". A
+# request belongs to the lowest tenant that it names. A tenant sees what is its own, and
+# what belongs to those below it: "" sees everything, a key what its users have.
 
 
 def has_tenants(config: Config) -> bool:
@@ -744,12 +910,12 @@ def name_tenant(config: Config, *, key: str, user: str) -> str:
 
 
 def key_of_tenant(tenant: str) -> str:
-    """The tenant that a user belongs to; of a key, or of everybody, itself."""
+    """The key that a user belongs to: "K" of "K/U", and of "K" itself."""
     return tenant.partition("/")[0]
 
 
 def is_seen_by(viewer: str, tenant: str) -> bool:
-    """Whether one tenant may see what is another's: all do, who are above it."""
+    """Whether `viewer` may see what is `tenant`'s: it is the same or stands above."""
     return viewer in ("", tenant, key_of_tenant(tenant))
 
 
@@ -757,7 +923,7 @@ def _short_digest(text: str) -> str:
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-# -- names that are nearly a setting's -------------------------------------------------
+# -- misspelt settings -----------------------------------------------------------------
 
 # Settings of other programs that a shell may have, each a letter or two from one of
 # ours: GitHub's token, a level of many programs, LocalAI's folder.
@@ -770,6 +936,7 @@ _IDLE_NAMES: Final = {
     "KV_QUANT_SCHEME",
     "QUANTIZED_KV_START",
 }
+_SETTING_NAMES: Final = {name.upper() for name in Config.model_fields}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
 _KIN_RATIO: Final = 0.6  # difflib's default
 
@@ -800,38 +967,36 @@ def check_names(
     """
     unknown = [*_unknown_in_file(env_file), *_unknown_in_environment(environ)]
     values = {**env_file, **environ}
-    if not values.get("MODEL_PATH"):
-        for variable in unknown:
-            if variable.setting == "MODEL_PATH" and values[variable.name]:
-                sentence = (
-                    "Rename or remove it: as it is, another model would be served"
-                )
-                raise ConfigError(f"{variable.describe()} {sentence}")
+    has_model = bool(values.get("MODEL_PATH"))
+    for variable in unknown:
+        is_model = variable.setting == "MODEL_PATH" and values[variable.name]
+        if is_model and not has_model:
+            advice = "Rename or remove it: as it is, another model would be served"
+            raise ConfigError(f"{variable.describe()} {advice}")
     return [variable.describe() for variable in unknown]
 
 
 def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownName]:
     """All that is unknown in .env, where each name is meant for us.
 
-    A name that begins with MODEL, as MODEL_NAME, means MODEL_PATH; nothing else that is
-    not a typing error means it, since that would stop the start.
+    MODEL_PATH is meant by its typing errors and by names that begin with MODEL, such as
+    MODEL_NAME. No other name is taken for it, since it would stop the start.
     """
-    settings = {name.upper() for name in Config.model_fields}
-    for name in sorted(env_file.keys() - settings):
-        setting = _find_typo(name, settings)
+    for name in sorted(env_file.keys() - _SETTING_NAMES):
+        setting = _find_typo(name, _SETTING_NAMES)
         if not setting and name.upper().startswith("MODEL"):
             setting = "MODEL_PATH"
         if not setting:
-            setting = _find_similar(name, settings - {"MODEL_PATH"}, ratio=_KIN_RATIO)
+            others = _SETTING_NAMES - {"MODEL_PATH"}
+            setting = _find_similar(name, others, ratio=_KIN_RATIO)
         yield _UnknownName(name, ".env", setting)
 
 
 def _unknown_in_environment(environ: Mapping[str, str]) -> Iterator[_UnknownName]:
-    """Typing errors and what is ours: other variables of a shell are no mistakes."""
-    settings = {name.upper() for name in Config.model_fields}
-    for name in sorted(environ.keys() - settings - _FOREIGN_NAMES):
-        setting = _find_typo(name, settings - environ.keys())
-        if name == "MODEL":  # for whom else should it be, beside this program's name?
+    """Typing errors, MODEL and idle settings; other variables are no mistakes."""
+    for name in sorted(environ.keys() - _SETTING_NAMES - _FOREIGN_NAMES):
+        setting = _find_typo(name, _SETTING_NAMES - environ.keys())
+        if name == "MODEL":  # no other program is known to read it
             setting = "MODEL_PATH"
         if environ[name] and (setting or name in _IDLE_NAMES):
             yield _UnknownName(name, "the environment", setting)
@@ -853,160 +1018,6 @@ def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
     spelling = name.upper().replace("-", "_")
     matches = get_close_matches(spelling, sorted(settings), n=1, cutoff=ratio)
     return matches[0] if matches else ""
-
-
-# region ERRORS ================================================================
-# What can go wrong while a request is answered; each error knows its HTTP status.
-#
-#     class               status  type                   code
-#     ServerError         500     server_error           -
-#       GenerationFailed  500     server_error           generation_failed
-#       NotReady          503     server_error           model_not_ready
-#       Overloaded        503     server_error           queue_full
-#       BadRequest        400     invalid_request_error  -
-#         ContextTooLong  400     invalid_request_error  context_length_exceeded
-#         NotServed       4xx     invalid_request_error  where it is raised
-#     ClientGone          nobody is left to read an answer
-#
-# Any section raises them. Handler (HTTP SERVER) turns them into a status and an error
-# object, or into an event if a stream has begun; any other exception is a traceback in
-# the log, and a 500 that says nothing of it. The form and the types are OpenAI's, as is
-# context_length_exceeded, by which agents compact; most other codes are our own. For
-# the Messages API anthropic_error_body() translates them.
-#
-# Public   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Overloaded,
-#          GenerationFailed, ClientGone
-# Uses     -
-# Thread   any; pure
-
-
-class _ErrorObject(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class _ErrorBody(TypedDict):
-    error: _ErrorObject
-
-
-class ServerError(Exception):
-    """A request that gets an error instead of an answer; str() of it is the message."""
-
-    status: int = 500
-    type: str = "server_error"
-    code: str | None = None
-    param: str | None = None  # the field at fault, as in "messages[3].content"
-    quote: str = ""  # the part of the message that may be what the client wrote
-    headers: Mapping[str, str] = {}  # that the response has besides the usual ones
-
-    def without_quote(self) -> str:
-        """The message for those who did not write the request: log and status page."""
-        return str(self).replace(self.quote, "...") if self.quote else str(self)
-
-    def body(self) -> _ErrorBody:
-        """The body of the response, as OpenAI writes it."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-
-class GenerationFailed(ServerError):
-    """The model failed on this request. The traceback is in the log only."""
-
-    code = "generation_failed"
-
-
-class NotReady(ServerError):
-    """The model is still loading, or the model thread is dead."""
-
-    status = 503
-    code = "model_not_ready"
-    headers: Mapping[str, str] = {"Retry-After": "5"}
-
-
-class Overloaded(ServerError):
-    """No place for this request now. A 429 would mean a quota to clients."""
-
-    status = 503
-    code = "queue_full"
-    headers: Mapping[str, str] = {"Retry-After": "2"}
-
-
-class BadRequest(ServerError):
-    """The request cannot be answered as it is.
-
-    The message begins with `field`, the field at fault. A message that names it itself
-    has it as `param` instead. `quote`: the part of it that the client may have written.
-    """
-
-    status = 400
-    type = "invalid_request_error"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str = "",
-        param: str | None = None,
-        quote: str = "",
-    ) -> None:
-        if field:
-            message = f"{field}: {message}"
-            param = field
-        super().__init__(message)
-        self.param = param
-        self.quote = quote
-
-
-class ContextTooLong(BadRequest):
-    """The prompt leaves no room for a reply.
-
-    In OpenAI's words: agents look for "maximum context length is", and then compact.
-    """
-
-    code = "context_length_exceeded"
-
-    def __init__(self, n_prompt: int, limit: int) -> None:
-        super().__init__(
-            f"This model's maximum context length is {limit} tokens. "
-            f"However, your messages resulted in {n_prompt} tokens. "
-            "Please reduce the length of the messages.",
-            param="messages",
-        )
-        self.n_prompt = n_prompt
-        self.limit = limit
-
-
-class NotServed(BadRequest):
-    """Refused by its path, headers or model name, with a status of its own.
-
-    401 key, 403 host or web page, 404 path or model, 405 method, 408 a body that comes
-    too slowly, 413 one that is too large, 415 its encoding, 501 its transfer coding.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.headers = headers or {}
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
 
 
 # region LOGGING ===============================================================
@@ -10788,7 +10799,7 @@ class VisionModel(Module):  # type: ignore[misc]
 # know. The model's chat template is probed, and the facts are gathered.
 #
 # Public   LoadedModel, Detokenizer, ModelError, choose_model, resolve_model,
-#          load_or_demo, load_model, banner, write_url, memory_limit
+#          load_or_demo, load_model, banner, memory_limit
 # Uses     OPTIONS, CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, UPSTREAM, VISION MODEL
 # Thread   model: resolve_model, load_or_demo, load_model, memory_limit;
 #          choose_model: main; the rest any; mlx
@@ -11363,14 +11374,6 @@ def banner(
     lines = [f"  {name:<11}{text}" for name, text in rows.items()]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
     return "\n".join([f"start-llm {VERSION} serves {served}", *lines])
-
-
-def write_url(host: str, port: int) -> str:
-    """A URL that works on this machine; an address of all networks has loopback's."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(
-        host, host
-    )
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 # region SAMPLING ==============================================================
