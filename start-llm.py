@@ -21249,14 +21249,16 @@ def _read_env_file(path: Path) -> dict[str, str | None]:
 
 
 def _listen(config: Config, state: ServerState) -> list[LLMServer]:
-    """Bind MLX_HOST; if it is loopback, both: clients take `localhost` for either.
+    """Bind MLX_HOST: for 127.0.0.1, ::1 or localhost both, as clients try either.
 
-    The other one may be missing. Raises ConfigError if an address cannot be bound.
+    A machine may lack the one that was not named. Raises ConfigError if another address
+    cannot be bound.
     """
-    is_localhost = config.mlx_host == "localhost"
-    hosts = [_LOOPBACK_HOSTS[0] if is_localhost else config.mlx_host]
-    if hosts[0] in _LOOPBACK_HOSTS:
-        hosts += [host for host in _LOOPBACK_HOSTS if host != hosts[0]]
+    hosts = [config.mlx_host]
+    if config.mlx_host.lower() == "localhost":
+        hosts = [*_LOOPBACK_HOSTS]
+    elif config.mlx_host in _LOOPBACK_HOSTS:
+        hosts += [host for host in _LOOPBACK_HOSTS if host != config.mlx_host]
     slots = threading.BoundedSemaphore(config.max_connections)
 
     servers: list[LLMServer] = []

@@ -122,6 +122,15 @@ def test_only_the_loopback_address_that_was_not_asked_for_may_be_missing(
         listen_without(host)
 
 
+@pytest.mark.parametrize("host", ["localhost", "LocalHost"])
+def test_localhost_in_any_case_is_both_loopback_addresses(monkeypatch, host):
+    monkeypatch.setattr(s, "LLMServer", lambda address, *_, **__: address[0])
+    config = s.Config(mlx_host=host)
+
+    assert s._listen(config, s.build_state(config)) == ["127.0.0.1", "::1"]
+    assert s.write_url(host, 9) == "http://127.0.0.1:9"
+
+
 UNLIMITED = resource.RLIM_INFINITY
 
 
