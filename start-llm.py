@@ -195,7 +195,7 @@ from typing import (
     Protocol,
     TextIO,
     TypedDict,
-    get_args,
+    cast,
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
@@ -10790,7 +10790,6 @@ class VisionModel(Module):  # type: ignore[misc]
 #     resolve_model   MODEL_PATH -> a folder              may fetch it
 #     load_model      a folder -> LoadedModel             on the thread where it stays
 #     Detokenizer     token ids of a reply -> text        one for each reply
-#     banner          the lines that a person reads at the start
 #
 # For example MODEL_PATH=mlx-community/Qwen3-4B-4bit names no folder here. So
 # scripts/helpers/fetch_model.py finds or fetches it, and prints its folder; it is a
@@ -10799,8 +10798,8 @@ class VisionModel(Module):  # type: ignore[misc]
 # know. The model's chat template is probed, and the facts are gathered.
 #
 # Public   LoadedModel, Detokenizer, ModelError, choose_model, resolve_model,
-#          load_or_demo, load_model, banner, memory_limit
-# Uses     OPTIONS, CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, UPSTREAM, VISION MODEL
+#          load_or_demo, load_model, memory_limit
+# Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, UPSTREAM, VISION MODEL
 # Thread   model: resolve_model, load_or_demo, load_model, memory_limit;
 #          choose_model: main; the rest any; mlx
 
@@ -11330,50 +11329,6 @@ def memory_limit(config: Config) -> int:
         return int(0.9 * (int(device["free_memory"]) + n_held_bytes))
     recommended_bytes = device.get("max_recommended_working_set_size")
     return int(0.9 * int(recommended_bytes or psutil.virtual_memory().total))
-
-
-def banner(
-    model: LoadedModel,
-    config: Config,
-    *,
-    limit_bytes: int,
-    cache_bytes: int,
-    responses: str,
-) -> str:
-    """The lines that a person reads once the server answers: 9 to 12 of them.
-
-    `limit_bytes` are for weights, KV and buffers, `cache_bytes` the most of KV.
-    `responses`: where the Responses API is, or why it is not; empty: nothing is said.
-    """
-    url = write_url(config.mlx_host, config.mlx_port)
-    rows = {
-        "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(cache_bytes)} of it",
-        "context": f"{model.max_context_tokens:,} tokens"
-        f" (the model: {model.context_length:,})",
-        "device": model.device,
-        "page, chat": f"{url}/",
-        "OpenAI": f"{url}/v1",
-        "Anthropic": url,
-    }
-    if responses:
-        rows["Responses"] = responses
-    launch = "python3.12 install_and_run.py launch claude"
-    if url != "http://127.0.0.1:8080":
-        launch += f" --url {url}"
-    if not model.is_demo:  # which is too small for an agent's instructions
-        rows["an agent"] = launch
-    log_root = os.path.expanduser(config.log_root)
-    rows["log"] = str(Path(__file__).resolve().parent / log_root)
-    rows["to stop"] = "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env"
-    if model.is_demo:
-        rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
-        rows["its garden"] = (
-            "in examples/garden, ask scripts/chat.py: Which files are here?"
-        )
-
-    lines = [f"  {name:<11}{text}" for name, text in rows.items()]
-    served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
-    return "\n".join([f"start-llm {VERSION} serves {served}", *lines])
 
 
 # region SAMPLING ==============================================================
@@ -21081,8 +21036,14 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 #               LiteLLM runs beside; wait for a signal      1 if the model thread dies
 #     _drain    running replies may end                     0
 #
-# Addresses are bound before the model is loaded, so /health answers while it loads. It
-# is loaded on the model thread: arrays cannot change threads before they are computed.
+# Addresses are bound before the model is loaded, so /health answers while it loads. The
+# model is loaded on the model thread: arrays cannot change threads before they are
+# computed.
+#
+# For example Ctrl-C while two replies are generated: the handler sets `stop`; _serve
+# calls _drain, which closes the addresses, waits SHUTDOWN_GRACE_SECONDS for the two
+# replies and has the engine cut what is left; LiteLLM ends with its `with` block; main
+# returns 0. A second Ctrl-C ends the process at once.
 #
 # Public   build_state, run_proxy, main, end_process
 # Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, MODEL LOADING, ENGINE,
@@ -21090,23 +21051,24 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # Thread   main
 
 _STOPPED: Final = 0
-_MODEL_DIED: Final = 1  # with EXIT_ON_ENGINE_DEATH alone
+_MODEL_DIED: Final = 1  # with EXIT_ON_ENGINE_DEATH only
 _CANNOT_START: Final = 2
 
-_WANTED_DESCRIPTORS: Final = 4096
+_WANTED_DESCRIPTORS: Final = 4096  # more than MAX_CONNECTIONS can need
 _SPARE_DESCRIPTORS: Final = 64  # for all but connections: weights, logs, LiteLLM
 _LOOPBACK_HOSTS: Final = ("127.0.0.1", "::1")
-_LEDGER_PART: Final = 16  # the ledgers take this part of memory at most
-_LAST_WORDS_SECONDS: Final = 1.0  # for the last lines of the log to be read
-_FIRST_REPORT_SECONDS: Final = 2.0  # for LiteLLM's keeper to find its port taken
-_CUT_SECONDS: Final = 5.0  # for replies that were cut to send their last event
+_LEDGER_PART: Final = 16  # all ledgers take at most a 16th of memory
+_LAST_WORDS_SECONDS: Final = 1.0  # for somebody to read the last lines of the log
+_FIRST_REPORT_SECONDS: Final = 2.0  # in which LiteLLM's keeper finds its port taken
+_CUT_SECONDS: Final = 5.0  # for cut replies to send their last event
+_KEEPER_SECONDS: Final = 5.0  # for the last lines of LiteLLM's keeper to be logged
 _M_ARENA_MAX: Final = -8  # of mallopt(), from malloc.h of glibc
 
 
 def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
-    """Everything that outlives a request, not yet started.
+    """Everything that outlives a request; nothing runs yet.
 
-    `can_be_demo`: the demo stands in for a model that cannot be had.
+    With `can_be_demo`, the demo is loaded if the model of `config` cannot be.
     """
     limit_bytes = memory_limit(config)
     ledger_bytes = min(config.ledger_max_bytes, limit_bytes // _LEDGER_PART)
@@ -21176,7 +21138,7 @@ def _raise_descriptor_limit(config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
     n_needed = config.max_connections + _SPARE_DESCRIPTORS
-    if max(soft, limit) < n_needed:
+    if limit < n_needed:
         raise ConfigError(
             f"{n_needed} open files are needed, and {limit} are allowed: raise the hard"
             " limit (ulimit -Hn), or lower MAX_CONNECTIONS"
@@ -21184,7 +21146,10 @@ def _raise_descriptor_limit(config: Config) -> None:
 
 
 def _limit_arenas() -> None:
-    """why(L-53): glibc keeps what is freed, in an arena for each thread."""
+    """Have all threads share one arena of glibc's malloc; macOS has no such setting.
+
+    why(L-53): each arena keeps what is freed in it, and each thread has its own.
+    """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_ARENA_MAX, 1)
@@ -21210,7 +21175,7 @@ def _stop_on_signals() -> threading.Event:
 def _read_config(options: Mapping[str, str]) -> Config:
     """Settings of options, which win, of the environment and of .env; starts the log.
 
-    Raises ConfigError; OSError if .env cannot be read.
+    Raises ConfigError, or OSError if .env cannot be read.
     """
     path = Path(__file__).resolve().parent / ".env"
     env_file = _read_env_file(path)
@@ -21230,7 +21195,11 @@ def _read_config(options: Mapping[str, str]) -> Config:
 
 
 def _read_env_file(path: Path) -> dict[str, str | None]:
-    """The settings in .env. Raises ConfigError for a line that is none; OSError."""
+    """The settings in .env; none if there is no such file.
+
+    dotenv_values() passes over a line that it cannot read. Here it raises ConfigError
+    with its number. Raises OSError if the file cannot be read.
+    """
     if not path.is_file():
         return {}  # Docker makes a folder where a file is missing
     content = path.read_bytes()
@@ -21241,7 +21210,7 @@ def _read_env_file(path: Path) -> dict[str, str | None]:
         raise ConfigError(f"{path}, line {number}: it is no UTF-8 text") from error
     for line in lines:
         if line.error:
-            text = line.original.string  # with the empty lines before it
+            text = line.original.string  # the empty lines before it are part of it
             n_empty = text[: len(text) - len(text.lstrip())].count("\n")
             number = line.original.line + n_empty
             raise ConfigError(f"{path}, line {number}: it is no NAME=value")
@@ -21288,7 +21257,7 @@ def _serve(
     state: ServerState, servers: list[LLMServer], *, stop: threading.Event
 ) -> int:
     """Load the model and serve until `stop` is set. Returns the exit status."""
-    if _find_proxy(state.config) is not None:
+    if _find_proxy(state.config) is not None:  # /health says so while the model loads
         state.proxy.state = "starting"
     for server in servers:
         accept = threading.Thread(
@@ -21309,7 +21278,7 @@ def _serve(
         gc.freeze()
         with run_proxy(state.config, models_body(state)["data"][0], state.proxy):
             state.proxy.was_reported.wait(_FIRST_REPORT_SECONDS)
-            _print_banner(state)
+            _print_line(_write_banner(state))
             _wait_until_stop(state, stop)
             if stop.is_set():
                 _print_line("Stopping ... (a second Ctrl-C does not wait for replies)")
@@ -21333,19 +21302,43 @@ def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
             _print_line("warming up: kernels are compiled, minutes the first time ...")
 
 
-def _print_banner(state: ServerState) -> None:
-    text = banner(
-        state.engine.model,
-        state.config,
-        limit_bytes=state.engine.memory.get("limit", 0),
-        cache_bytes=state.engine.report.get("cache_max_bytes", 0),
-        responses=_describe_proxy(state),
-    )
-    _print_line(text)
+def _write_banner(state: ServerState) -> str:
+    """What a person reads once the server answers: 9 to 12 lines."""
+    model = state.engine.model
+    limit_bytes = state.engine.memory.get("limit", 0)  # of weights, KV and buffers
+    kv_bytes = state.engine.report.get("cache_max_bytes", 0)
+    url = write_url(state.config.mlx_host, state.config.mlx_port)
+    launch = "python3.12 install_and_run.py launch claude"
+    if url != "http://127.0.0.1:8080":
+        launch += f" --url {url}"
+    log_root = os.path.expanduser(state.config.log_root)
+
+    rows = {
+        "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(kv_bytes)} of it",
+        "context": f"{model.max_context_tokens:,} tokens"
+        f" (the model: {model.context_length:,})",
+        "device": model.device,
+        "page, chat": f"{url}/",
+        "OpenAI": f"{url}/v1",
+        "Anthropic": url,
+        "Responses": _describe_proxy(state),
+        "an agent": launch,
+        "log": str(Path(__file__).resolve().parent / log_root),
+        "to stop": "Ctrl-C; another model: --model NAME, or MODEL_PATH in .env",
+    }
+    if model.is_demo:
+        rows["an agent"] = ""  # the demo is too small for an agent's instructions
+        rows["demo"] = "it knows sums of two numbers below 100: What is 17 + 25?"
+        rows["its garden"] = (
+            "in examples/garden, ask scripts/chat.py: Which files are here?"
+        )
+    lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
+    served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
+    return "\n".join([f"start-llm {VERSION} serves {served}", *lines])
 
 
 def _describe_proxy(state: ServerState) -> str:
-    """Where the Responses API is, for the banner; "" without LiteLLM."""
+    """Where the Responses API is, or why it is not; "" if LiteLLM is not to run."""
     proxy = state.proxy.body()
     match proxy["state"]:
         case "starting":
@@ -21398,11 +21391,11 @@ def _find_proxy(config: Config) -> _ProxyCommand | None:
 def run_proxy(
     config: Config, model: Mapping[str, object], proxy: Proxy
 ) -> Iterator[None]:
-    """Inside, LiteLLM starts and serves beside us; outside, nothing of it is left.
+    """Have LiteLLM run beside us inside the `with` block; it has ended after it.
 
-    `model` is the model's entry in /v1/models; `proxy` is kept up to date.
-    scripts/helpers/litellm_beside.py runs LiteLLM: it gets its order on stdin, and ends
-    when stdin closes, however we end.
+    `model` is the model's entry in /v1/models; `proxy` is kept up to date. The keeper,
+    scripts/helpers/litellm_beside.py, runs LiteLLM. It reads its order on stdin, and
+    ends when stdin closes, so also when this process is killed.
     """
     command = _find_proxy(config)
     if command is None:
@@ -21416,7 +21409,7 @@ def run_proxy(
         **config.model_dump(mode="json"),
         "program": str(command.program),
         "model_id": model["id"],
-        **model,
+        "context_length": model["context_length"],
         "api_key": keys[0] if keys else "",
         "advice": advice_by_path(config),
     }
@@ -21440,25 +21433,26 @@ def run_proxy(
     finally:
         keeper.stdin.close()  # it ends; a second signal ends the wait
         keeper.wait()
-        relay.join(_CUT_SECONDS)
+        relay.join(_KEEPER_SECONDS)
 
 
 def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
-    """Log the lines of litellm_beside.py: each is a level and a sentence.
+    """Log what the keeper prints, and keep the state of LiteLLM, until the keeper ends.
 
-    But "STATE" and a word is the state of LiteLLM. After the last line it has none.
+    INFO LiteLLM is up at ...    a level and a sentence: a line of the log
+    STATE up                     the state of LiteLLM
+    KeyError: 'program'          anything else is a line of the keeper's traceback
     """
     levels = logging.getLevelNamesMapping()
-    phases: dict[str, ProxyPhase] = {phase: phase for phase in get_args(ProxyPhase)}
     for line in lines:
         text = line.decode(errors="replace").rstrip()
         word, _, sentence = text.partition(" ")
-        if word == "STATE" and sentence in phases:
-            proxy.state = phases[sentence]
+        if word == "STATE":
+            proxy.state = cast(ProxyPhase, sentence)
             proxy.was_reported.set()
         elif word in levels:
             logger.log(levels[word], "proxy: %s", sentence)
-        else:  # of a traceback
+        else:
             logger.warning("proxy: %s", text)
     if proxy.state != "port_taken":
         proxy.state = "given_up"
@@ -21481,9 +21475,9 @@ def _drain(state: ServerState, servers: list[LLMServer]) -> None:
 
 
 def _wait_until_idle(state: ServerState, seconds: float) -> None:
-    """Return when no tenant has a request under way, at the latest in `seconds`.
+    """Return when no request of any tenant is running, or after `seconds`.
 
-    One that is not submitted yet does not count: Engine.submit() refuses it by now.
+    A request that is not submitted yet does not count: Engine.submit() refuses it.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -21495,10 +21489,10 @@ def _wait_until_idle(state: ServerState, seconds: float) -> None:
 def end_process(status: int) -> NoReturn:
     """End with a status, whatever other threads are doing.
 
-    why(L-20): Python's own end stops threads wherever they are, and one that is inside
-    MLX, or inside a tokenizer, then aborts the process.
+    why(L-20): Python's own end stops threads wherever they are, and a thread that is
+    inside MLX, or inside a tokenizer, then aborts the process.
     """
-    atexit._run_exitfuncs()  # as Python would; then, what is left to be written
+    atexit._run_exitfuncs()  # as Python would
     if isinstance(sys.stderr, ConsoleStream):
         sys.stderr.drain(seconds=_LAST_WORDS_SECONDS)
     os._exit(status)

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -546,12 +547,16 @@ def test_special_tokens_that_a_tool_parser_reads_are_not_hidden() -> None:
 
 
 def write_banner(
-    model: LoadedModel, *, responses: str = "http://127.0.0.1:4000/v1", **settings: Any
+    model: LoadedModel, *, proxy_state: str = "up", **settings: Any
 ) -> str:
     config = Config(**settings)
-    return start_llm.banner(
-        model, config, limit_bytes=2 * 10**9, cache_bytes=10**9, responses=responses
+    proxy = start_llm.Proxy(config)
+    proxy.state = proxy_state
+    engine = SimpleNamespace(
+        model=model, memory={"limit": 2 * 10**9}, report={"cache_max_bytes": 10**9}
     )
+    state = SimpleNamespace(config=config, engine=engine, proxy=proxy)
+    return start_llm._write_banner(state)
 
 
 def test_the_banner_has_what_a_first_day_needs_in_at_most_twelve_lines(
@@ -563,7 +568,7 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_twelve_lines(
     for part in (
         *("tiny-qwen3: ", "4,096 tokens", "2.0 GB", "1.0 GB", loaded.device),
         *("http://127.0.0.1:8080/\n", "http://127.0.0.1:8080/v1\n"),
-        *("http://127.0.0.1:8080\n", "http://127.0.0.1:4000/v1\n"),
+        *("http://127.0.0.1:8080\n", "http://127.0.0.1:4000/v1 (LiteLLM)\n"),
         *("python3.12 install_and_run.py launch claude\n", "Ctrl-C", "--model"),
         str(SOURCE.parent / "logs"),
     ):
@@ -574,8 +579,8 @@ def test_the_banner_has_what_a_first_day_needs_in_at_most_twelve_lines(
     assert "What is 17 + 25?" in demo_text
     assert "Which files are here?" in demo_text
     assert "launch" not in demo_text  # an agent's instructions are too long for it
-    for shown, responses in ((loaded, ""), (loaded, "here"), (demo, "here")):
-        n_lines = write_banner(shown, responses=responses).count("\n") + 1
+    for shown, proxy_state in ((loaded, "off"), (loaded, "up"), (demo, "up")):
+        n_lines = write_banner(shown, proxy_state=proxy_state).count("\n") + 1
         assert 8 <= n_lines <= 12
 
 
@@ -584,7 +589,7 @@ def test_the_addresses_of_the_banner_can_be_opened_here(loaded: LoadedModel) -> 
     assert "http://[::1]:9/v1\n" in text
     assert "launch claude --url http://[::1]:9\n" in text
 
-    text = write_banner(loaded, mlx_host="0.0.0.0", api_key="k", responses="")
+    text = write_banner(loaded, mlx_host="0.0.0.0", api_key="k", proxy_state="off")
     assert "http://127.0.0.1:8080/v1\n" in text
     assert "0.0.0.0" not in text
     assert "Responses" not in text
