@@ -3652,7 +3652,13 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 
 
 # region REQUEST IMAGES ========================================================
-# Images are taken out of a request; a marker is left where each was.
+# Images are taken out of a request; a marker is left where each was. Three parts:
+#
+#     out of a request   extract_images: the files, and the markers in their place
+#     pixels             SentImage.decode: a file -> an RGB image of bounded size
+#     parts of a file    files that would take too long are refused unread
+#
+# For example
 #
 #     before   part of type "image_url", with "data:image/png;base64,iVBORw0KGgo..."
 #     after    part of type "text", with "\ufdd1" + digest of the image + "\ufdd2"
@@ -3666,14 +3672,127 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
 # Uses     CONFIG, ERRORS, API TYPES
 # Thread   connection
 
+
+# -- out of a request ------------------------------------------------------------------
+
+
+def extract_images(
+    request: ChatRequest, config: Config, *, has_vision: bool, salt: bytes
+) -> tuple[ChatRequest, dict[str, SentImage]]:
+    """The request with a marker for each image, and the images by digest.
+
+    `salt` goes into the digests, so that no client can name another tenant's image. If
+    the model has no vision, IMAGES_ON_TEXT_MODEL decides whether an image is refused or
+    replaced by a line of text. Raises BadRequest.
+    """
+    extractor = _ImageExtractor(config, has_vision, salt)
+    messages: list[Message] = []
+    for index, message in enumerate(request.messages):
+        content = message["content"]
+        if isinstance(content, list):
+            field = f"messages[{index}].content"
+            content = extractor.replace_images(content, field=field)
+        messages.append({**message, "content": content})
+    originals = OriginalMessages(tuple(messages))
+    return replace(request, messages=originals), extractor.images
+
+
+@dataclass(slots=True)
+class _ImageExtractor:
+    """Replaces images by text, and collects them."""
+
+    config: Config
+    has_vision: bool
+    salt: bytes
+    images: dict[str, SentImage] = field(default_factory=dict)  # by digest
+
+    def replace_images(
+        self, parts: Iterable[JsonObject], *, field: str
+    ) -> list[JsonObject]:
+        """The parts of a message without images; `field` is their path in the body."""
+        texts: list[JsonObject] = []
+        for index, part in enumerate(parts):
+            if part["type"] == "text":
+                texts.append(part)
+                continue
+            # A request of the Messages API had the part at another path of its body.
+            part_field = part.get("request_field", f"{field}[{index}]")
+            replace_image = self._mark if self.has_vision else self._describe
+            text = replace_image(part["image_url"], field=part_field)
+            texts.append({"type": "text", "text": text})
+        return texts
+
+    def _mark(self, image_url: Any, *, field: str) -> str:
+        """Collect an image. Returns its marker."""
+        if isinstance(image_url, dict):  # as in the chat completions of OpenAI
+            image_url = image_url.get("url")
+        data = _read_image(str(image_url), self.config, field=field)
+        digest = self._digest(data)
+        self.images.setdefault(digest, SentImage(data, field))
+        return f"\ufdd1{digest}\ufdd2"
+
+    def _describe(self, image_url: Any, *, field: str) -> str:
+        """A line about an image that the model cannot see.
+
+        Its number, made of the salt and of the URL as sent, tells one from another.
+        """
+        if self.config.images_on_text_model == "refuse":
+            fault = "this model reads only text (see IMAGES_ON_TEXT_MODEL)"
+            raise BadRequest(fault, field=field)
+        digest = self._digest(repr(image_url).encode())
+        name = f"sha256 {digest[:12]}"
+        return f"[an image, {name}, that this model cannot see: it only reads text]"
+
+    def _digest(self, data: bytes) -> str:
+        return sha256(self.salt + data).hexdigest()
+
+
+def _read_image(url: str, config: Config, *, field: str) -> bytes:
+    """The file that a URL contains or names. Raises BadRequest."""
+    head, comma, encoded = url.partition(",")
+    if comma and head.startswith("data:"):
+        with suppress(ValueError):
+            # Padding that is missing is added; more than is needed does no harm.
+            return binascii.a2b_base64(unquote(encoded) + "==")
+
+    if not config.allow_remote_images:
+        raise BadRequest("should be a data: URL in base64", field=field)
+    if not url.startswith(("http:", "https:")):
+        raise BadRequest("should be a data: URL in base64, or http(s)", field=field)
+    return _fetch_image(url, field=field)
+
+
+def _fetch_image(url: str, *, field: str) -> bytes:
+    """The file at an http(s) URL, fetched by a process of its own.
+
+    The script asks public addresses only, and keeps to limits of bytes and time; its
+    alarm works in the main thread of a process only. Raises BadRequest, with the
+    sentence that it prints.
+    """
+    script = Path(__file__).resolve().parent / "scripts/helpers/fetch_image.py"
+    process = subprocess.run(
+        [sys.executable, str(script)],
+        input=url.encode(),
+        capture_output=True,
+        check=False,
+    )
+    if process.returncode != 0:
+        complaint = process.stderr.decode()[:200].strip()
+        sentence = f"cannot be fetched: {complaint}"
+        raise BadRequest(sentence, field=field, quote=complaint)
+    return process.stdout
+
+
+# -- pixels ----------------------------------------------------------------------------
+
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 _MAX_PIXELS: Final = 64_000_000  # of an image: a few kB can unpack to 256 MB
 _MAX_WEBP_PIXELS: Final = 32_000_000  # each takes 16 bytes while Pillow unpacks it
 # As many as any model sees (Qwen3-VL: 16 million): what is shrunk to it loses nothing.
 _MAX_SEEN_PIXELS: Final = 1 << 24
-_MAX_STRIP_PIXELS: Final = 1 << 18  # of what is shrunk at once, after that
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-_MAX_SCANS: Final = 64  # of a JPEG, and so many compressed texts of a PNG
-_MAX_PARTS: Final = 4_000  # of a file, beside those that are pixels
+_MAX_STRIP_PIXELS: Final = 1 << 18  # of a shrunk image, made at once
+_UNREADABLE: Final = "is no PNG, JPEG, WEBP, GIF that can be read"
+_TOO_LARGE: Final = "has more than {:,} pixels"
 
 
 class SentImage(NamedTuple):
@@ -3683,41 +3802,40 @@ class SentImage(NamedTuple):
     field: str  # the path of its part in the body
 
     def check_header(self) -> None:
-        """Raise BadRequest as decode() would, as far as that is known before it."""
-        with self._opened():
-            pass
+        """Raise BadRequest where decode() would, as far as the header shows it."""
+        self._open()
 
     def decode(self) -> Image.Image:
         """RGB pixels, upright, on white; of a GIF the first frame.
 
-        A large image is shrunk to _MAX_SEEN_PIXELS. Raises BadRequest: it is no image
-        that can be read, it is too large, or it takes too long to unpack.
+        A large image is shrunk to _MAX_SEEN_PIXELS. Raises BadRequest: the file is no
+        image that can be read, is too large, or would take too long to unpack.
         """
-        with self._opened() as image:
+        image = self._open()
+        try:
             return _normalize(image)
+        except Exception as error:  # Pillow's readers raise errors of any kind
+            raise self._refusal(_UNREADABLE) from error
 
-    @contextmanager
-    def _opened(self) -> Iterator[Image.Image]:
-        """The image, of which only the header is read, for what reads its pixels."""
+    def _open(self) -> Image.Image:
+        """The image, of which only the header is read so far."""
         fault = _find_costly_parts(self.data)
         if fault:
-            raise BadRequest(f"{fault}; save it anew", field=self.field)
-        max_pixels = _MAX_PIXELS
+            raise self._refusal(f"{fault}; save it anew")
         try:
             image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
-            if image.format == "WEBP":
-                max_pixels = _MAX_WEBP_PIXELS
-            is_too_large = math.prod(image.size) > max_pixels
-            if not is_too_large:
-                yield image
-        except Image.DecompressionBombError:
-            is_too_large = True  # a limit of Pillow's own, above ours
-        except Exception as error:  # Pillow's readers raise errors of any kind
-            raise BadRequest(
-                "is no PNG, JPEG, WEBP, GIF that can be read", field=self.field
-            ) from error
-        if is_too_large:
-            raise BadRequest(f"has more than {max_pixels:,} pixels", field=self.field)
+        except Image.DecompressionBombError as error:  # Pillow's limit is above ours
+            raise self._refusal(_TOO_LARGE.format(_MAX_PIXELS)) from error
+        except Exception as error:
+            raise self._refusal(_UNREADABLE) from error
+
+        max_pixels = _MAX_WEBP_PIXELS if image.format == "WEBP" else _MAX_PIXELS
+        if math.prod(image.size) > max_pixels:
+            raise self._refusal(_TOO_LARGE.format(max_pixels))
+        return image
+
+    def _refusal(self, fault: str) -> BadRequest:
+        return BadRequest(fault, field=self.field)
 
 
 def _normalize(image: Image.Image) -> Image.Image:
@@ -3737,7 +3855,8 @@ def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:
     """A smaller copy: RGB pixels on white.
 
     why(L-112): an image of 64 million pixels has 256 MB, and so has each copy. So it is
-    shrunk in strips. Each is cut with the rows around it that bicubic filtering reads.
+    shrunk in strips. For example 8,000 x 8,000 pixels become 4,096 x 4,096 in strips of
+    64 rows; rows 64 to 128 are made of the rows 125 to 250 of the image.
     """
     shrunk = Image.new("RGB", (width, height))
     shrunk.info = {**image.info}  # which says how the camera was held
@@ -3761,17 +3880,12 @@ def _shrink_strip(
 ) -> Image.Image:
     """Rows [source_start, source_end) of an image, shrunk to `size`, on white."""
     ratio = (source_end - source_start) / size[1]
-    margin = math.ceil(2 * ratio) + 1
-    first_row = math.floor(source_start) - margin
-    end_row = math.ceil(source_end) + margin
-    top = max(0, first_row)
-    bottom = min(end_row, image.height)
+    margin = math.ceil(2 * ratio) + 1  # rows around them that bicubic filtering reads
+    top = max(0, math.floor(source_start) - margin)
+    bottom = min(math.ceil(source_end) + margin, image.height)
     strip = image.crop((0, top, image.width, bottom))
 
-    mode = "RGB"
-    if strip.has_transparency_data:
-        mode = "RGBA"
-    strip = strip.convert(mode)
+    strip = strip.convert("RGBA" if strip.has_transparency_data else "RGB")
     strip = strip.resize(
         size,
         Image.Resampling.BICUBIC,
@@ -3790,8 +3904,11 @@ def _put_on_white(image: Image.Image) -> Image.Image:
 
 # -- the parts of a file ---------------------------------------------------------------
 # why(L-130): a part of a few bytes can take as long as an image. So parts are counted
-# before anything is read. Each format has a list of parts with their kinds.
+# before Pillow sees the file. A file of any format is a sequence of parts, each of a
+# kind: a marker of a JPEG, a chunk of a PNG or WEBP, a block of a GIF.
 
+_MAX_PARTS: Final = 4_000  # of a file, without those that are pixels
+_MAX_SCANS: Final = 64  # of a JPEG, or compressed texts of a PNG
 # A scan of a JPEG is a pass over its pixels; progressive ones have 6 to 30. A text or a
 # profile of a PNG unpacks to up to a megabyte.
 _SCANS: Final = (b"\xda", b"zTXt", b"iTXt", b"iCCP")
@@ -3802,7 +3919,7 @@ _MIN_PIXEL_BYTES: Final = 256  # of a part of a PNG that costs no more than its 
 
 
 def _find_costly_parts(data: bytes) -> str:
-    """What is wrong with an image of too many parts; "" if it has not too many."""
+    """What is wrong with a file of too many parts; "" if there are not too many."""
     kinds: Iterator[bytes] = iter(())
     if data.startswith(b"\xff\xd8"):
         kinds = _jpeg_parts(data)
@@ -3861,131 +3978,28 @@ def _webp_parts(data: bytes) -> Iterator[bytes]:
 
 
 def _gif_parts(data: bytes) -> Iterator[bytes]:
-    """The blocks before the first frame; only that is read."""
+    """The blocks before the first frame, which is all that is read:
+
+    21 fe              an extension and its label
+    03 61 62 63        a piece of it, after its length
+    00                 the end of the extension
+    2c                 the first frame
+    """
     flags = data[10:11] or b"\0"
     position = 13
-    if flags[0] & 128:
+    if flags[0] & 128:  # a table of colours comes first
         position += 3 << ((flags[0] & 7) + 1)
     while position < len(data) and data[position] not in b",;":
         yield b"block"
-        is_extension = data[position : position + 1] == b"!"
-        position += 2 if is_extension else 1
-        while is_extension and position < len(data):
+        if data[position] != ord("!"):  # Pillow passes over such a byte
+            position += 1
+            continue
+        position += 2
+        n_bytes = -1
+        while n_bytes != 0 and position < len(data):
             yield b"block"
             n_bytes = data[position]
             position += 1 + n_bytes
-            is_extension = n_bytes > 0
-
-
-def extract_images(
-    request: ChatRequest, config: Config, *, has_vision: bool, salt: bytes
-) -> tuple[ChatRequest, dict[str, SentImage]]:
-    """The request with a marker for each image, and the images by digest.
-
-    `salt` goes into the digests, so that no client can name another tenant's image. If
-    the model has no vision, IMAGES_ON_TEXT_MODEL decides whether an image is refused or
-    replaced by a line of text. Raises BadRequest.
-    """
-    extractor = _ImageExtractor(config, has_vision, salt)
-    messages: list[Message] = []
-    for index, message in enumerate(request.messages):
-        field = f"messages[{index}].content"
-        content = extractor.extract(message["content"], field=field)
-        messages.append({**message, "content": content})
-    originals = OriginalMessages(tuple(messages))
-    return replace(request, messages=originals), extractor.images
-
-
-@dataclass(slots=True)
-class _ImageExtractor:
-    """Replaces images by text, and collects them."""
-
-    config: Config
-    has_vision: bool
-    salt: bytes
-    images: dict[str, SentImage] = field(default_factory=dict)  # by digest
-
-    def extract(self, content: Any, *, field: str) -> Any:
-        """The content of a message without images; `field` is its path in the body."""
-        if not isinstance(content, list):
-            return content
-        texts: list[JsonObject] = []
-        for index, part in enumerate(content):
-            if part["type"] == "text":
-                texts.append(part)
-                continue
-            # In a body of the Messages API, the part has another path than here.
-            part_field = part.get("request_field", f"{field}[{index}]")
-            replace_image = self._mark if self.has_vision else self._describe
-            text = replace_image(part, field=part_field)
-            texts.append({"type": "text", "text": text})
-        return texts
-
-    def _mark(self, part: JsonObject, *, field: str) -> str:
-        """Collect an image. Returns its marker."""
-        url = _image_url(part)
-        data = _read_image(url, self.config, field=field)
-        digest = self._digest(data)
-        self.images.setdefault(digest, SentImage(data, field))
-        return f"\ufdd1{digest}\ufdd2"
-
-    def _describe(self, part: JsonObject, *, field: str) -> str:
-        """A line about an image that the model cannot see.
-
-        Its number, made of the salt and of the URL as sent, tells one from another.
-        """
-        if self.config.images_on_text_model == "refuse":
-            fault = "this model reads only text (see IMAGES_ON_TEXT_MODEL)"
-            raise BadRequest(fault, field=field)
-        url = repr(part["image_url"])
-        digest = self._digest(url.encode())
-        name = f"sha256 {digest[:12]}"
-        return f"[an image, {name}, that this model cannot see: it only reads text]"
-
-    def _digest(self, data: bytes) -> str:
-        return sha256(self.salt + data).hexdigest()
-
-
-def _image_url(part: JsonObject) -> str:
-    url = part["image_url"]
-    if isinstance(url, dict):  # as in the chat completions of OpenAI
-        url = url.get("url")
-    return str(url)
-
-
-def _read_image(url: str, config: Config, *, field: str) -> bytes:
-    """The file that a URL contains or names. Raises BadRequest."""
-    head, comma, encoded = url.partition(",")
-    if comma and head.startswith("data:"):
-        with suppress(ValueError):
-            # Padding that is missing is added; more than is needed does no harm.
-            return binascii.a2b_base64(unquote(encoded) + "==")
-
-    if not config.allow_remote_images:
-        raise BadRequest("should be a data: URL in base64", field=field)
-    if not url.startswith(("http:", "https:")):
-        raise BadRequest("should be a data: URL in base64, or http(s)", field=field)
-    return _fetch_image(url, field=field)
-
-
-def _fetch_image(url: str, *, field: str) -> bytes:
-    """The file at an address of the web, fetched by a process of its own.
-
-    The script keeps to public addresses and to limits of bytes and time, by an alarm,
-    which no thread of ours could have. Raises BadRequest, with what it says.
-    """
-    script = Path(__file__).resolve().parent / "scripts/helpers/fetch_image.py"
-    process = subprocess.run(
-        [sys.executable, str(script)],
-        input=url.encode(),
-        capture_output=True,
-        check=False,
-    )
-    if process.returncode != 0:
-        complaint = process.stderr.decode()[:200].strip()
-        sentence = f"cannot be fetched: {complaint}"
-        raise BadRequest(sentence, field=field, quote=complaint)
-    return process.stdout
 
 
 # region CANONICALIZATION ======================================================
