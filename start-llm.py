@@ -205,14 +205,15 @@ from weakref import WeakValueDictionary
 # The command line. It is read before anything that is slow to import, so that --help,
 # --version and a wrong option are answered at once.
 #
-# Each option stands for a setting, and wins over the environment and .env. The program
+# Each option stands for a setting, and wins over the environment and .env. For example
+# `--port 9000 --no-proxy` is {"MLX_PORT": "9000", "ENABLE_PROXY": "false"}. The program
 # install_and_run.py has the same options; a test holds them equal.
 #
 # Public   VERSION, read_options
 # Uses     -
 # Thread   main; pure
 
-# The first line that an older Python cannot read: it ends there, and shows the line.
+# An older Python stops at this line, which it cannot parse, and prints it.
 type _Needs = Literal["start-llm needs Python 3.12: run python3 install_and_run.py"]
 
 VERSION: Final = "1.0.0"  # a test holds pyproject.toml to it
@@ -228,16 +229,15 @@ class _OptionParser(argparse.ArgumentParser):
         """End with a sentence about a word that is no option, and the one meant."""
         if not word.startswith("-"):
             self.error(f"{word} stands alone: --model {word} is meant?")
-        known_options = [name for name in self._option_string_actions if len(name) > 2]
         name = word.split("=")[0]
-        near = get_close_matches(name, known_options, n=1)
-        if near:
-            self.error(f"{name} is no option: {near[0]} is meant?")
-        self.error(f"{name} is no option")
+        long_names = [known for known in self._option_string_actions if known != "-h"]
+        near = get_close_matches(name, long_names, n=1)
+        advice = f": {near[0]} is meant?" if near else ""
+        self.error(f"{name} is no option{advice}")
 
 
 def read_options(arguments: Sequence[str]) -> dict[str, str]:
-    """The settings that a command line names: {"MLX_PORT": "9000"}.
+    """The settings that the options of a command line stand for.
 
     Raises SystemExit: after --help or --version, or with status 2 and a sentence.
     """
@@ -924,6 +924,14 @@ def _short_digest(text: str) -> str:
 
 
 # -- misspelt settings -----------------------------------------------------------------
+# .env is ours alone, so every unknown name in it is a mistake. The environment has the
+# variables of other programs, too: there, only what is nearly a setting's name is one.
+#
+#     .env         LOG_PATH=x   "... nothing acts on it; did you mean LOG_ROOT?"
+#     environment  LOG_PATH=x   nothing is said
+#                  MLX_PROT=9   "... nothing acts on it; did you mean MLX_PORT?"
+#     both         KV_BITS=8    "... nothing acts on it yet"
+#                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
 
 # Settings of other programs that a shell may have, each a letter or two from one of
 # ours: GitHub's token, a level of many programs, LocalAI's folder.
@@ -938,7 +946,7 @@ _IDLE_NAMES: Final = {
 }
 _SETTING_NAMES: Final = {name.upper() for name in Config.model_fields}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
-_KIN_RATIO: Final = 0.6  # difflib's default
+_SIMILAR_RATIO: Final = 0.6  # difflib's default
 
 
 class _UnknownName(NamedTuple):
@@ -960,8 +968,6 @@ def check_names(
 ) -> list[str]:
     """A sentence for each variable that is probably meant as a setting, but is none.
 
-    In .env that is every unknown name. Of the environment it is MODEL, a setting that
-    does not act yet, or a name that is nearly that of a setting which is not set there.
     Raises ConfigError if MODEL_PATH is meant and is not set: the server would load
     another model.
     """
@@ -977,10 +983,10 @@ def check_names(
 
 
 def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownName]:
-    """All that is unknown in .env, where each name is meant for us.
+    """All unknown names in .env, each with the setting that is most like it.
 
-    MODEL_PATH is meant by its typing errors and by names that begin with MODEL, such as
-    MODEL_NAME. No other name is taken for it, since it would stop the start.
+    That is MODEL_PATH only for its typing errors and names that begin with MODEL, such
+    as MODEL_NAME: a name that is taken for MODEL_PATH stops the start.
     """
     for name in sorted(env_file.keys() - _SETTING_NAMES):
         setting = _find_typo(name, _SETTING_NAMES)
@@ -988,12 +994,12 @@ def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownNam
             setting = "MODEL_PATH"
         if not setting:
             others = _SETTING_NAMES - {"MODEL_PATH"}
-            setting = _find_similar(name, others, ratio=_KIN_RATIO)
+            setting = _find_similar(name, others, ratio=_SIMILAR_RATIO)
         yield _UnknownName(name, ".env", setting)
 
 
 def _unknown_in_environment(environ: Mapping[str, str]) -> Iterator[_UnknownName]:
-    """Typing errors, MODEL and idle settings; other variables are no mistakes."""
+    """Idle settings, MODEL, and typing errors of settings that are not set there."""
     for name in sorted(environ.keys() - _SETTING_NAMES - _FOREIGN_NAMES):
         setting = _find_typo(name, _SETTING_NAMES - environ.keys())
         if name == "MODEL":  # no other program is known to read it
@@ -1005,12 +1011,12 @@ def _unknown_in_environment(environ: Mapping[str, str]) -> Iterator[_UnknownName
 def _find_typo(name: str, settings: Iterable[str]) -> str:
     """The setting that differs by a letter or two; "" if there is none."""
     n_letters = len(name.replace("_", ""))
-    as_long = [
+    candidates = [
         setting
         for setting in settings
         if abs(len(setting.replace("_", "")) - n_letters) <= 1
     ]
-    return _find_similar(name, as_long, ratio=_TYPO_RATIO)
+    return _find_similar(name, candidates, ratio=_TYPO_RATIO)
 
 
 def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
