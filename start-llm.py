@@ -21398,9 +21398,7 @@ class _ProxyCommand(NamedTuple):
 
 def _find_proxy(config: Config) -> _ProxyCommand | None:
     """LiteLLM and the script that runs it; None if ENABLE_PROXY is off or one lacks."""
-    script = (
-        Path(__file__).resolve().parent / "scripts" / "helpers" / "litellm_beside.py"
-    )
+    script = Path(__file__).resolve().parent / "scripts/helpers/litellm_beside.py"
     program = Path(sys.executable).with_name("litellm")
     if config.enable_proxy and program.exists() and script.exists():
         return _ProxyCommand(script, program)
