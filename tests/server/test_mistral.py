@@ -79,15 +79,9 @@ def test_an_agent_loop_prefills_only_what_is_new(served, monkeypatch):
     ]
 
     messages = [{"role": "system", "content": "Be brief."}, user("What is there?")]
-    replies = []
-    for news in ([], [], [user("And now?")], []):
-        reply = served.ask(messages)
-        replies.append(reply)
-        messages.append(reply.answer)
-        for call in reply.answer.get("tool_calls") or ():
-            result = {"role": "tool", "content": "hi", "tool_call_id": call["id"]}
-            messages.append(result)
-        messages += news
+    replies = scripted_replies.run_agent_loop(served, messages, n=3)
+    messages.append(user("And now?"))
+    replies += scripted_replies.run_agent_loop(served, messages, n=1)
 
     first, second, third, fourth = replies
     assert (first.answer["content"], first.finish_reason) == ("I look.", "tool_calls")

@@ -61,14 +61,7 @@ def test_calls_of_glm_are_read_and_their_tokens_are_reused(glm_folder, monkeypat
             "It is done.<|observation|>",
         ]
         messages = [user("What is there?")]
-        replies = []
-        for _ in range(3):
-            reply = served.ask(messages)
-            replies.append(reply)
-            messages.append(reply.answer)
-            for call in reply.answer.get("tool_calls") or ():
-                result = {"role": "tool", "content": "hi", "tool_call_id": call["id"]}
-                messages.append(result)
+        replies = scripted_replies.run_agent_loop(served, messages, n=3)
 
     read = {"name": "read", "arguments": '{"path": "a b.md"}'}
     write = {"name": "write", "arguments": '{"path": "b.md", "content": "1 < 2\\n"}'}

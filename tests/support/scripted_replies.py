@@ -19,7 +19,7 @@ import server_fixture
 import start_llm as s
 from minimum_prefill import Fed
 from mlx_lm.utils import load_tokenizer
-from server_fixture import Scribe, Served
+from server_fixture import Exchange, Scribe, Served
 
 
 @dataclass(slots=True)
@@ -211,6 +211,22 @@ def script_replies(served: Served, patch: pytest.MonkeyPatch) -> list[str]:
         return with_processor(token_choice(request), request, processor)
 
     patch.setattr(s, "_token_choice", choose_scripted)
+    return replies
+
+
+def run_agent_loop(served: Served, messages: list[Any], *, n: int) -> list[Exchange]:
+    """n replies, each with all before; every call has the result "hi".
+
+    They are added to the messages.
+    """
+    replies = []
+    for _ in range(n):
+        reply = served.ask(messages)
+        replies.append(reply)
+        messages.append(reply.answer)
+        for call in reply.answer.get("tool_calls") or ():
+            result = {"role": "tool", "content": "hi", "tool_call_id": call["id"]}
+            messages.append(result)
     return replies
 
 

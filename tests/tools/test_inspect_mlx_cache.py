@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import chat
+import inspect_mlx_cache
 import pytest
 from rich.console import Console
 from server_fixture import SYSTEM, Served, Talk, user
@@ -71,8 +72,6 @@ def test_nobody_there_is_a_sentence(tmp_path):
 
 
 def test_the_server_is_where_the_settings_say(tmp_path, monkeypatch):
-    import inspect_mlx_cache
-
     (tmp_path / ".env").write_text("MLX_PORT=9\nAPI_KEY=first,second\n")
     monkeypatch.setattr(chat, "SETTINGS", tmp_path / ".env")
     for name in ("MLX_HOST", "MLX_PORT", "API_KEY"):
@@ -90,10 +89,7 @@ def test_the_server_is_where_the_settings_say(tmp_path, monkeypatch):
     assert asked == [("http://127.0.0.1:9", "first")]
 
 
-def test_lines_without_a_parent_any_more_are_shown(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import inspect_mlx_cache
-
+def test_lines_without_a_parent_any_more_are_shown():
     figures = {
         "tokens": 5,
         "shared": 2,
@@ -112,10 +108,7 @@ def test_lines_without_a_parent_any_more_are_shown(monkeypatch):
     assert all(f"s{n}" in text for n in range(3))
 
 
-def test_layers_of_one_kind_are_named_once(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import inspect_mlx_cache
-
+def test_layers_of_one_kind_are_named_once():
     kinds = ["recurrent"] * 3 + ["attention"] + ["window of 8"] * 2
 
     line = inspect_mlx_cache.describe_layers(kinds)
@@ -123,10 +116,7 @@ def test_layers_of_one_kind_are_named_once(monkeypatch):
     assert line == "0-2 recurrent, 3 attention, 4-5 window of 8"
 
 
-def test_checkpoints_stand_below_their_entry(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import inspect_mlx_cache
-
+def test_checkpoints_stand_below_their_entry():
     entry = {
         "tokens": 2000,
         "shared": 0,

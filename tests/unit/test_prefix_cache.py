@@ -746,18 +746,25 @@ def test_a_request_that_has_read_nothing_pushes_out_no_other_entry():
 
 
 class Sessions:
-    """Conversations that each send one more message when it is their turn."""
+    """Conversations that each send one more message when it is their turn.
 
-    def __init__(self, cache, clock, *, n_tokens=600):
-        self._cache = cache
-        self._clock = clock
+    Their cache has room for `n_fitting` of them with `n_tokens` each, of 8 bytes.
+    """
+
+    def __init__(self, n_fitting, *, n_tokens=700, has_state=False):
+        self.clock = StillClock()
+        self._cache = make_cache(
+            has_state=has_state,
+            max_bytes=8 * n_fitting * n_tokens,
+            token_bytes=8,
+            clock=self.clock,
+        )
         self._pasts = {}
-        self._n_tokens = n_tokens
 
     def take_turn(self, name, *, seconds):
         """After so many seconds; returns how much of its past was found, 0 to 1."""
-        self._clock.now += seconds
-        first = [100_000 * (name + 1) + j for j in range(self._n_tokens)]
+        self.clock.now += seconds
+        first = [100_000 * (name + 1) + j for j in range(600)]
         past = self._pasts.get(name, first)
         tokens = [*past, 15_000_000 + len(past)]
 
@@ -776,13 +783,8 @@ def test_of_twice_as_many_agents_in_turn_as_fit_nearly_half_find_their_past(
     has_state, seconds, jitter
 ):
     rng = random.Random(1)
-    clock = StillClock()
     # A state of 8 bytes counts, too; a little room for what is read meanwhile.
-    max_bytes = 8 * 8 * 700
-    cache = make_cache(
-        has_state=has_state, max_bytes=max_bytes, token_bytes=8, clock=clock
-    )
-    sessions = Sessions(cache, clock)
+    sessions = Sessions(8, has_state=has_state)
     found = []
 
     for _round in range(9):
@@ -795,9 +797,7 @@ def test_of_twice_as_many_agents_in_turn_as_fit_nearly_half_find_their_past(
 
 
 def test_one_agent_more_than_fits_does_not_cost_all_the_others_their_past():
-    clock = StillClock()
-    cache = make_cache(max_bytes=8 * 8 * 640, token_bytes=8, clock=clock)
-    sessions = Sessions(cache, clock)
+    sessions = Sessions(8, n_tokens=640)
     found = []
 
     for _round in range(10):
@@ -809,9 +809,7 @@ def test_one_agent_more_than_fits_does_not_cost_all_the_others_their_past():
 
 def test_who_works_keeps_its_past_while_others_take_turns():
     """Every few seconds, among twelve that return every two minutes; six fit."""
-    clock = StillClock()
-    cache = make_cache(max_bytes=8 * 6 * 700, token_bytes=8, clock=clock)
-    sessions = Sessions(cache, clock)
+    sessions = Sessions(6)
     found = []
 
     for turn in range(100):
@@ -823,14 +821,12 @@ def test_who_works_keeps_its_past_while_others_take_turns():
 
 def test_who_has_left_gives_way_to_those_who_return():
     """Four conversations that paused for a minute each time, and are over now."""
-    clock = StillClock()
-    cache = make_cache(max_bytes=8 * 5 * 700, token_bytes=8, clock=clock)
-    sessions = Sessions(cache, clock)
+    sessions = Sessions(5)
     for _ in range(4):
         for name in range(4):
             sessions.take_turn(name, seconds=15)
 
-    clock.now += 3600
+    sessions.clock.now += 3600
     found = []
     for _ in range(4):
         found += [sessions.take_turn(name, seconds=15) for name in range(10, 14)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -155,16 +156,20 @@ def test_a_prompt_within_the_limit_is_counted_exactly(template, tokenized):
     assert template.render_prompt(limited).ids.tolist() == unlimited.ids.tolist()
 
 
-def test_tokenizing_is_left_when_the_client_has_gone(template, tokenized):
-    n_looks = 0
+def leave_at_look(number: int) -> Callable[[], None]:
+    """A client that is gone when it is looked at for this time."""
+    looks = count(1)
 
-    def leave():
-        nonlocal n_looks
-        n_looks += 1
-        if n_looks == 8:
+    def check_client() -> None:
+        if next(looks) == number:
             raise s.ClientGone
 
-    request = replace(chat([said("user", SOURCE[::-1])]), check_client=leave)
+    return check_client
+
+
+def test_tokenizing_is_left_when_the_client_has_gone(template, tokenized):
+    conversation = chat([said("user", SOURCE[::-1])])
+    request = replace(conversation, check_client=leave_at_look(8))
     with pytest.raises(s.ClientGone):
         template.render_prompt(request)
     assert 0 < len(tokenized) <= 8
@@ -239,16 +244,8 @@ def test_of_texts_without_cuts_one_is_tokenized_at_a_time(
 ):
     """Who leaves while it waits has tokenized pieces alone."""
     monkeypatch.setattr(s, "CLIENT_LOOK_SECONDS", 0.001)
-    n_looks = 0
-
-    def leave():
-        nonlocal n_looks
-        n_looks += 1
-        if n_looks == 200:
-            raise s.ClientGone
-
     text = NO_WORDS[:50_000]
-    request = ask(kind, text, check_client=leave)
+    request = ask(kind, text, check_client=leave_at_look(200))
     with (
         uncut._encoder._long_texts.reserve(1, s.assume_client),
         pytest.raises(s.ClientGone),
@@ -280,15 +277,7 @@ def test_a_completion_far_over_the_context_is_not_tokenized_to_its_end(
 
 
 def test_tokenizing_a_completion_is_left_when_the_client_has_gone(template, tokenized):
-    n_looks = 0
-
-    def leave():
-        nonlocal n_looks
-        n_looks += 1
-        if n_looks == 5:
-            raise s.ClientGone
-
-    request = ask("completion", SOURCE[::-1], check_client=leave)
+    request = ask("completion", SOURCE[::-1], check_client=leave_at_look(5))
     with pytest.raises(s.ClientGone):
         template.render_prompt(request)
     assert 0 < len(tokenized) <= 7
