@@ -21,12 +21,18 @@ KINDS = ("qwen3", "qwen3_5", "gemma3_text")
 # -- scenarios: each returns its replies, [(ticket, ids, end)]
 
 
+def ask(b, replies, prompt, **options):
+    """Add the reply to a prompt to the replies; its ids."""
+    ids, end, ticket = b.ask(prompt, **options)
+    replies.append((ticket, ids, end))
+    return ids
+
+
 def append_only(b, rng):
     past = words(rng, 300)
     replies = []
     for _ in range(4):
-        ids, end, ticket = b.ask(past, boundaries=[len(past) - 20])
-        replies.append((ticket, ids, end))
+        ids = ask(b, replies, past, boundaries=[len(past) - 20])
         past = past + ids + words(rng, 40)
     return replies
 
@@ -36,13 +42,11 @@ def branch_and_return(b, rng):
     main = head + words(rng, 100)
     replies = []
     for turn in range(3):
-        ids, end, ticket = b.ask(main, boundaries=[400])
-        replies.append((ticket, ids, end))
+        ids = ask(b, replies, main, boundaries=[400])
         main = main + ids + words(rng, 30)
         for _ in range(2):
             sub = head + words(rng, 60 + turn)
-            ids, end, ticket = b.ask(sub, boundaries=[400])
-            replies.append((ticket, ids, end))
+            ask(b, replies, sub, boundaries=[400])
 
     return replies
 
@@ -53,13 +57,11 @@ def edits_everywhere(b, rng):
     replies = []
     for _ in range(6):
         cuts.append(len(past))
-        ids, end, ticket = b.ask(past, boundaries=cuts[-2:])
-        replies.append((ticket, ids, end))
+        ids = ask(b, replies, past, boundaries=cuts[-2:])
         past = past + ids + words(rng, 30)
 
     for cut in cuts:
-        ids, end, ticket = b.ask(past[:cut] + words(rng, 25), boundaries=[cut])
-        replies.append((ticket, ids, end))
+        ask(b, replies, past[:cut] + words(rng, 25), boundaries=[cut])
     return replies
 
 
@@ -69,8 +71,7 @@ def early_branch(b, rng):
     replies = []
     for _ in range(3):
         for prompt in (main, main[:300] + words(rng, 40)):
-            ids, end, ticket = b.ask(prompt, boundaries=[300])
-            replies.append((ticket, ids, end))
+            ids = ask(b, replies, prompt, boundaries=[300])
             if prompt is main:
                 main = main + ids + words(rng, 20)
 
@@ -80,12 +81,10 @@ def early_branch(b, rng):
 def one_more_token(b, rng):
     """The reply's own end is the point of reuse, three times: decoding goes on from it at once."""
     past = words(rng, 150)
-    ids, end, ticket = b.ask(past, n=20)
-    replies = [(ticket, ids, end)]
-    past = past + ids
+    replies = []
+    past = past + ask(b, replies, past, n=20)
     for word in (20, 30, 40):
-        ids, end, ticket = b.ask([*past, word], n=20)
-        replies.append((ticket, ids, end))
+        ask(b, replies, [*past, word], n=20)
     return replies
 
 
@@ -93,8 +92,7 @@ def resent(b, rng):
     past = words(rng, 350)
     replies = []
     for _ in range(3):
-        ids, end, ticket = b.ask(past, boundaries=[len(past)])
-        replies.append((ticket, ids, end))
+        ask(b, replies, past, boundaries=[len(past)])
     return replies
 
 
