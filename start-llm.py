@@ -742,7 +742,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     # HTTP server. Keys stand above the settings that need one: see _require_key().
     api_key: str = Field(default="", repr=False)  # a list; each request must send one
-    mlx_host: str = "127.0.0.1"  # loopback means both 127.0.0.1 and ::1
+    mlx_host: str = "127.0.0.1"  # this, ::1 and localhost: both loopback addresses
     mlx_port: _Port = 8080
     max_connections: Annotated[int, Field(ge=1, le=900)] = 256  # open at once
     max_queued_requests: _Positive = 256  # waiting for the model; one more is a 503
@@ -21144,7 +21144,7 @@ def _fail(cause: object, *, status: int) -> int:
 
 
 def _raise_descriptor_limit(config: Config) -> None:
-    """Make room for MAX_CONNECTIONS: macOS starts with 256 descriptors.
+    """Have this process open as many files as MAX_CONNECTIONS needs; macOS allows 256.
 
     Raises ConfigError if the hard limit leaves too little.
     """
@@ -21193,9 +21193,10 @@ def _stop_on_signals() -> threading.Event:
 
 
 def _read_config(options: Mapping[str, str]) -> Config:
-    """Settings of options, which win, of the environment and of .env; starts the log.
+    """The settings; options win over the environment, that over .env. Starts the log.
 
-    Raises ConfigError, or OSError if .env cannot be read.
+    An empty variable of the environment hides one of .env, so the default holds. Raises
+    ConfigError, or OSError if .env cannot be read.
     """
     path = Path(__file__).resolve().parent / ".env"
     env_file = _read_env_file(path)
@@ -21381,7 +21382,10 @@ def _print_line(text: str) -> None:
 
 
 def _wait_until_stop(state: ServerState, stop: threading.Event) -> None:
-    """Return when `stop` is set, or with EXIT_ON_ENGINE_DEATH if the model is dead."""
+    """Return when `stop` is set, or with EXIT_ON_ENGINE_DEATH if the model is dead.
+
+    Meanwhile drop, twice a second, what was not used for too long.
+    """
     while not stop.is_set():
         if state.engine.state != "ready" and state.config.exit_on_engine_death:
             return
@@ -21483,7 +21487,7 @@ def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
 def _drain(state: ServerState, servers: list[LLMServer]) -> None:
     """Accept nothing new; give running replies time to end, then cut them."""
     state.engine.is_closing = True
-    for server in servers:  # open connections stay open
+    for server in servers:  # their open connections stay open, for these replies
         server.shutdown()
         server.server_close()
 

@@ -402,3 +402,5 @@ def test_an_option_wins_over_the_environment_and_the_env_file(monkeypatch):
 
     assert (config.mlx_port, config.model_path) == (3, "file")
     assert start_llm._read_config({}).mlx_port == 2
+    monkeypatch.setenv("MLX_PORT", "")
+    assert start_llm._read_config({}).mlx_port == 8080  # an empty variable hides .env's
