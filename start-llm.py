@@ -12540,9 +12540,9 @@ SLICE_SECONDS: Final = 0.2  # of prefill at a stretch, while others wait or deco
 LONE_SLICE_SECONDS: Final = 0.4  # and with nobody else, until a cancel is noticed
 MIN_SLICE_TOKENS: Final = 64
 MIN_WAIT_GAIN_TOKENS: Final = 64  # a longer pending prefix is worth waiting for
-# A rest of a prompt so short gets no slice: the first decode step feeds it. Several
-# prompts that are no longer are read in one call (L-123).
+# A rest of a prompt so short gets no slice: the first decode step feeds it.
 MAX_REST_TOKENS: Final = 64
+MAX_JOINT_TOKENS: Final = 256  # longer prompts are not read with others (L-123)
 
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
 SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before decoding goes on
@@ -12747,7 +12747,7 @@ class RunningRequest:
         A second try may not: what failed may have been another's (L-114).
         """
         is_cold_text = not self.request.images and self.num_computed_tokens == 0
-        is_short = self.n_to_prefill > 0 and not self.needs_slice
+        is_short = 0 < self.n_to_prefill <= MAX_JOINT_TOKENS and not self.slice_ends
         return is_cold_text and is_short and not self.handle.is_second_try
 
     @property
@@ -13741,7 +13741,11 @@ class Scheduler:
             running = self.policy.next_prefill(self.prefilling)
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
-            companions = self._find_companions(running)
+            companions: list[RunningRequest] = []
+            with self.guard(running):
+                companions = self._find_companions(running)
+            if running not in self.running:  # it failed
+                return
             if companions:
                 self._prefill_together([running, *companions])
             else:
