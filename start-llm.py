@@ -1685,17 +1685,21 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 # region WORK BUDGET ===========================================================
-# What requests take before the model has them is limited, as is what the model takes.
+# How much memory requests may take before the model has them, all together.
 #
 # A body of a few bytes can ask for much: an image unpacks to gigabytes, and tokens take
-# more than the text that they spell. So the memory of each step is reserved before it
-# is done. Whoever finds too little left waits, and looks for its client meanwhile.
+# more memory than the text that they spell. So memory is reserved before each step, and
+# a request that finds too little left waits in a queue. While it waits, it looks now
+# and then whether its client is still there.
 #
-#     held    from the first 64 kB of a body until its reply has ended
-#     work    while it is parsed, canonicalized, rendered and tokenized; held as well
-#     others  an image that is unpacked, a text that is tokenized as a whole: one each
+# A body of 1 MB, for example, reserves
 #
-# A body that is read holds no memory for work: its client may take a minute to send it.
+#     3 MB   "held"   once 64 kB of it have come, until its reply has ended
+#     48 MB  "work"   once all of it has come, until the engine has its tokens
+#
+# Its client may take a minute to send it, so no work is reserved meanwhile. Two steps
+# more have a WorkBudget of one unit each, where they are: one image at a time is
+# unpacked, and one text at a time is tokenized as a whole.
 #
 # Public   WorkBudget, Reservation, BodyBudget, BodyMemory, CLIENT_LOOK_SECONDS,
 #          memory_bytes
@@ -1706,25 +1710,27 @@ CLIENT_LOOK_SECONDS: Final = 0.25  # the longest time between two looks at the c
 
 
 class WorkBudget:
-    """Units of work that may be done at once, such as bytes; first come, first served.
+    """Units that may be reserved at once, such as bytes; first come, first served.
 
-    A piece of work that is larger than all of it is done alone.
+    Who asks for more than there are waits for all of them.
     """
 
     def __init__(self, n_units: int) -> None:
         self.n_units = n_units
         self.n_free = n_units
-        self._budget_lock = threading.Lock()  # guards these
-        self._waiting: deque[threading.Event] = deque()  # each is set for a new try
+        self._budget_lock = threading.Lock()  # guards `n_free` and the queue
+        # One event for each that waits, the oldest first. It is set when units may be
+        # free for it.
+        self._waiting: deque[threading.Event] = deque()
 
     @contextmanager
     def reserve(
         self, n_units: int, check_client: Callable[[], None]
     ) -> Iterator[Reservation]:
-        """Reserve units for the time inside; waits for them, in turn.
+        """Reserve units for the time inside; waits until they are free, in turn.
 
-        `check_client` is called now and then while it waits, and ends the wait if it
-        raises.
+        `check_client` is called at least every CLIENT_LOOK_SECONDS of the wait. What it
+        raises ends the wait.
         """
         n_units = min(n_units, self.n_units)
         self._acquire(n_units, check_client)
@@ -1735,33 +1741,36 @@ class WorkBudget:
             reservation.shrink(0)
 
     def _acquire(self, n_units: int, check_client: Callable[[], None]) -> None:
+        """Take the units: at once where nobody waits, else at the head of the queue."""
+        turn = threading.Event()
         with self._budget_lock:
-            if not self._waiting and n_units <= self.n_free:
-                self.n_free -= n_units
+            if not self._waiting and self._take(n_units):
                 return
-            turn = threading.Event()
             self._waiting.append(turn)
         try:
-            while not self._try_acquire(n_units, turn):
+            while not self._take_in_turn(n_units, turn):
                 turn.wait(CLIENT_LOOK_SECONDS)
                 check_client()
         finally:
             with self._budget_lock:
                 self._waiting.remove(turn)
-                self._wake_next()
+                self._wake_first()  # what is left may be enough for the next
 
-    def _try_acquire(self, n_units: int, turn: threading.Event) -> bool:
-        """Whether the units are reserved now."""
+    def _take_in_turn(self, n_units: int, turn: threading.Event) -> bool:
         with self._budget_lock:
+            # What is released from now on sets the event again, so that wait() returns.
             turn.clear()
-            is_next = self._waiting[0] is turn
-            if not is_next or n_units > self.n_free:
-                return False
-            self.n_free -= n_units
+            return self._waiting[0] is turn and self._take(n_units)
+
+    def _take(self, n_units: int) -> bool:
+        """Take the units if they are free, and say whether; the lock is held."""
+        if n_units > self.n_free:
+            return False
+        self.n_free -= n_units
         return True
 
-    def _wake_next(self) -> None:
-        """Let the first that waits try again; others would only find it before them."""
+    def _wake_first(self) -> None:
+        """Let the oldest that waits try; any other would find that it is not first."""
         if self._waiting:
             self._waiting[0].set()
 
@@ -1771,14 +1780,14 @@ class WorkBudget:
         return bool(self._waiting)
 
     def release(self, n_units: int) -> None:
-        """Give back units that were reserved: Reservation does."""
+        """Give units back; only a Reservation calls it, with units of its own."""
         with self._budget_lock:
             self.n_free += n_units
-            self._wake_next()
+            self._wake_first()
 
 
 class Reservation:
-    """Units of a budget that are reserved."""
+    """Units of a budget that are taken, until they are given back."""
 
     def __init__(self, budget: WorkBudget, n_units: int) -> None:
         self._budget = budget
@@ -1786,7 +1795,7 @@ class Reservation:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for these, or for others of the same budget."""
+        """Whether somebody waits for units of the same budget."""
         return self._budget.is_awaited
 
     def shrink(self, n_units: int) -> None:
@@ -1818,7 +1827,10 @@ def memory_bytes(*values: object) -> int:
 
 
 class BodyBudget:
-    """Memory for the bodies of requests, in bytes. Small ones wait for no large one."""
+    """Memory for the bodies of requests, in bytes.
+
+    A quarter is for small bodies alone, so that they wait for no large one.
+    """
 
     def __init__(self, n_bytes: int) -> None:
         self.for_small = WorkBudget(n_bytes // 4)
@@ -1837,14 +1849,14 @@ class BodyBudget:
 class BodyMemory:
     """What the bodies of all requests may take beside KV and the model (L-122).
 
-    That is a tenth of the limit, nearly: what is not foreseen has a tenth, too. A body
-    that is larger than its share is prepared alone, up to `max_body_bytes`: more would
-    take memory that KV has.
+    That is 1/16 of the memory limit for work and 1/32 to hold them. A body whose work
+    needs more than its budget has is prepared alone. One whose work needs more than 1/4
+    of the limit is refused: it would take memory that KV has.
     """
 
-    # For each byte of a body. As measured, it takes 31 in 10 MB of a tool's schema
-    # until it is tokenized, 21 as calls or messages of one letter, and as text 3 to 16.
-    # What is left after that is an estimate.
+    # For each byte of a body. Until it is tokenized, a body of 10 MB was measured to
+    # take 31 as the schema of a tool, 21 as calls or messages of one letter, 3 to 16 as
+    # text. The rest of the 48, and what is held after that, are estimates.
     WORK_BYTES: Final = 48
     HELD_BYTES: Final = 3
     MIN_BYTES: Final = 1 << 26
