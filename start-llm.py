@@ -21,6 +21,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     LOGGING           console, session logs, metrics
     WORK BUDGET       how much is prepared at once, before the model has it
     API TYPES         a request as all APIs mean it; the figures of a reply
+    REQUEST BODIES    JSON -> checked fields, or an error that names the field
     OPENAI API        request bodies -> ChatRequest; response bodies
     ANTHROPIC API     the same for the Messages API
     REQUEST IMAGES    images taken out of a request, markers left in their place
@@ -637,6 +638,9 @@ _FAULTS: Final[Mapping[str, str]] = {
     "list_type": "should be a list",
     "tuple_type": "should be a list",
     "string_type": "should be a text",
+    "model_attributes_type": "should be an object",
+    "union_tag_not_found": "should have a type",
+    "union_tag_invalid": "should be of type {expected_tags}",
     "literal_error": "should be {expected}",
     "greater_than": "should be more than {gt}",
     "greater_than_equal": "should be {ge} or more",
@@ -1868,21 +1872,20 @@ class BodyMemory:
 
 
 # region API TYPES =============================================================
-# What all sections share: a request in the one form that they know, whichever API it
-# came through, and what a formatter needs to write the reply.
+# The types that the sections below share: a request in one form, whichever API it came
+# through, and what the writer of a response needs to know of a reply.
 #
-#     body  -> parse_json_body -> parser of an API -> ChatRequest
-#     reply -> deltas, Usage, ReplyEnd -> ResponseFormatter of an API -> bodies
+#     body   -> REQUEST BODIES -> parser of an API -> ChatRequest
+#     reply  -> deltas, Usage, ReplyEnd -> ResponseFormatter of an API -> bodies
 #
-# An API is a parser, a formatter and a route in HTTP SERVER. Its parser checks types
-# and ranges with pydantic, which is strict: "1" is no number. Null means absent.
-# Messages stay plain dicts, so that fields we do not know reach the chat template.
+# An API is a parser, a formatter and a route in HTTP SERVER. Messages stay plain dicts,
+# so that fields we do not know reach the chat template.
+#
 # Public   JsonObject, Message, OriginalMessages, TokenIds, KvOffset, TokenId, ListOf,
-#          MapOf, NonEmptyText, parse_json_body, present_fields, drop_nulls,
-#          validate_fields, refuse_unless, SamplingParams, ToolChoice, SessionContext,
-#          assume_client, ChatRequest, FinishReason, Usage, PromptProgress, ReplyEnd,
+#          MapOf, SamplingParams, ToolChoice, SessionContext, assume_client,
+#          ChatRequest, FinishReason, Usage, PromptProgress, ReplyEnd,
 #          ResponseFormatter
-# Uses     CONFIG, ERRORS
+# Uses     CONFIG
 # Thread   any; pure
 
 JsonObject = dict[str, Any]
@@ -1904,174 +1907,11 @@ TokenIds = npt.NDArray[np.int32]  # of a prompt or a part of one, `(n,)`
 # Depth of a KV cache in tokens, as its layers report it. kv_cache_offset() makes it.
 KvOffset = NewType("KvOffset", int)
 
-# -- bodies of requests ----------------------------------------------------------------
-
-MAX_CONTAINERS: Final = 250_000  # arrays and objects of a body
-NonEmptyText = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# A list or an object of which the first fault is reported: a million cost no more.
+# A list and an object of a body. Only the first fault in them is looked for: a million
+# faults cost no more than one.
 type ListOf[T] = Annotated[list[T], Field(fail_fast=True)]
 type MapOf[K, V] = Annotated[dict[K, V], Field(fail_fast=True)]
-
-# A step in the path of a field: an index or a name. In the paths of pydantic there are
-# also the branches of unions, such as `str`, `_TextPart` or `list[...]`: no match. (The
-# first union with a `float` adds that to the three.)
-_PATH_STEP: Final = re.compile(r"\d+|(?!(str|int|bool)$)[a-z][a-z_]*")
-
-
-def parse_json_body(raw: bytes) -> object:
-    """The JSON value in `raw`. Raises BadRequest if it is none.
-
-    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half. Few bytes of JSON
-    make an array or object of a hundred, so their number is limited (L-122).
-    """
-    if _count_containers(raw) > MAX_CONTAINERS:
-        raise BadRequest(
-            f"the body has more than {MAX_CONTAINERS:,} arrays and objects: no context"
-            " has the room for them"
-        )
-    with suppress(ValueError):
-        return from_json(raw, allow_inf_nan=False)
-    # Of the two readers, only the standard library's accepts a lone surrogate.
-    try:
-        value = json.loads(raw.decode())
-        text = json.dumps(value, ensure_ascii=False)
-        whole_text = re.sub(r"[\ud800-\udfff]", "\ufffd", text)
-        return from_json(whole_text, allow_inf_nan=False)
-    except (ValueError, RecursionError) as error:
-        fault = _describe_json_fault(error, raw)
-    raise BadRequest(f"the body is not valid JSON: {fault}")
-
-
-# A string, or what is left of it, and a bracket. No text is searched twice.
-_BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])', re.DOTALL)
-
-
-def _count_containers(raw: bytes) -> int:
-    """How many arrays and objects a JSON value has, at most; it ends over the limit."""
-    n_brackets = raw.count(b"[") + raw.count(b"{")
-    if n_brackets <= MAX_CONTAINERS:
-        return n_brackets
-    marks = _BRACKET.finditer(raw)
-    brackets = (mark for mark in marks if mark[1])
-    return sum(1 for _ in islice(brackets, MAX_CONTAINERS + 1))
-
-
-# What json.JSONDecodeError says, and what a client is told.
-_JSON_FAULTS: Final[Mapping[str, str]] = {
-    "Expecting value": "a value is missing",
-    "Expecting property name enclosed in double quotes": (
-        "a name in double quotes is missing"
-    ),
-    "Expecting ':' delimiter": "a colon is missing after a name",
-    "Expecting ',' delimiter": "a comma or a closing bracket is missing",
-    "Extra data": "something follows its end",
-    "Unterminated string starting at": "a string has no end",
-    "Invalid control character at": "a control character in a string is not escaped",
-    "Invalid \\escape": "no character is escaped like this",
-    "Invalid \\uXXXX escape": "four hexadecimal digits must follow \\u",
-    "Unexpected UTF-8 BOM (decode using utf-8-sig)": "it begins with a byte order mark",
-}
-
-
-def _describe_json_fault(error: ValueError | RecursionError, raw: bytes) -> str:
-    """What is wrong with a body, and where."""
-    if not raw.strip():
-        return "it is empty"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start} is no UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        fault = _JSON_FAULTS.get(error.msg.removesuffix(": "), "it cannot be read")
-        return f"{fault} (line {error.lineno}, column {error.colno})"
-    return "a number is NaN or infinite, or has too many digits"
-
-
-def present_fields(body: object) -> JsonObject:
-    """The fields of a body that are not null. Raises BadRequest if it is no object.
-
-    The fields of an object `extra_body` are added, unless the body has them itself:
-    OpenAI's SDK unpacks `extra_body`, but some clients send it as it is.
-    """
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    extra_body = body.get("extra_body")
-    extra_fields = extra_body if isinstance(extra_body, dict) else {}
-    return {**drop_nulls(extra_fields), **drop_nulls(body)}
-
-
-def drop_nulls(fields: Mapping[str, Any]) -> JsonObject:
-    """A copy without the fields that are null."""
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def validate_fields[T: BaseModel](model: type[T], fields: JsonObject) -> T:
-    """The fields as a model. Raises BadRequest, which names the first wrong field."""
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        faults = [_Fault.of(details) for details in error.errors()]
-    raise _describe_first(faults)
-
-
-def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
-    """Refuse with a sentence all values but those that ask for nothing."""
-
-    def check(value: object) -> object:
-        if not any(value == item and type(value) is type(item) for item in harmless):
-            raise PydanticCustomError(OUR_FAULT, sentence)
-        return value
-
-    return BeforeValidator(check)
-
-
-class _Fault(NamedTuple):
-    """A wrong value. Of a union, pydantic reports one for each branch."""
-
-    path: tuple[int | str, ...]
-    message: str
-    is_of_type: bool  # the value is none of this branch at all
-
-    @classmethod
-    def of(cls, details: ErrorDetails) -> _Fault:
-        path = [step for step in details["loc"] if _PATH_STEP.fullmatch(str(step))]
-        kind = details["type"]
-        is_of_type = kind.endswith("_type") or kind == "literal_error"
-        return cls(tuple(path), describe_fault(details), is_of_type)
-
-
-def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
-    """The error for the first fault; of a union's branches, for the deepest one.
-
-    `content: 3` is neither a text nor a list: it "should be a text or a list". The
-    fault of `content: [{"type": "text"}]` is in content[0].text: the list is the branch
-    meant. So it is of `prompt: []`, which should not be empty.
-    """
-    first_path = faults[0].path
-    deepest_path = first_path
-    for fault in faults:
-        is_inside = fault.path[: len(first_path)] == first_path
-        if is_inside and len(fault.path) > len(deepest_path):
-            deepest_path = fault.path
-
-    deepest = [fault for fault in faults if fault.path == deepest_path]
-    meant = [fault for fault in deepest if not fault.is_of_type] or deepest
-    first_message, *messages = dict.fromkeys(fault.message for fault in meant)
-    text = first_message
-    for message in messages:
-        text += f" or {message.removeprefix('should be ')}"
-    return BadRequest(text, field=_spell_path(deepest_path))
-
-
-def _spell_path(path: Iterable[int | str]) -> str:
-    """A path as clients know it: messages[3].content."""
-    text = ""
-    for step in path:
-        is_index = isinstance(step, int)
-        text += f"[{step}]" if is_index else f".{step}"
-    return text.removeprefix(".")
-
 
 # -- requests --------------------------------------------------------------------------
 
@@ -2110,7 +1950,7 @@ class SessionContext(NamedTuple):
 
 
 def assume_client() -> None:
-    """Take it that the client is there, as where there is none to look for."""
+    """Raise nothing: the `check_client` of a request that has no client to look for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2222,6 +2062,229 @@ class ResponseFormatter(Protocol):
         """The body of a whole reply; `message` is all of its deltas together."""
 
 
+# region REQUEST BODIES ========================================================
+# A body as bytes -> a JSON value -> the fields of a pydantic model, or a BadRequest.
+#
+#     body     {"messages": [{"role": "user", "content": 3}]}
+#     error    messages[0].content: should be a text or a list
+#
+# The models stand in the sections of the APIs. They are strict: "1" is no number. Null
+# means absent. Pydantic finds the faults. Its words and its paths become those that a
+# client knows.
+#
+# Public   NonEmptyText, parse_json_body, present_fields, drop_nulls, value_at,
+#          validate_fields, refuse_unless
+# Uses     CONFIG, ERRORS, API TYPES
+# Thread   any; pure
+
+# -- JSON ------------------------------------------------------------------------------
+
+MAX_CONTAINERS: Final = 250_000  # arrays and objects of a body
+
+
+def parse_json_body(raw: bytes) -> object:
+    """The JSON value in `raw`. Raises BadRequest if it is none.
+
+    A lone surrogate becomes U+FFFD: JavaScript cuts emoji in half. An array of two
+    bytes of JSON takes a hundred in memory, so the number of arrays and objects is
+    limited (L-122).
+    """
+    if _count_containers(raw) > MAX_CONTAINERS:
+        raise BadRequest(
+            f"the body has more than {MAX_CONTAINERS:,} arrays and objects: no context"
+            " has the room for them"
+        )
+    with suppress(ValueError):
+        return from_json(raw, allow_inf_nan=False)
+    # Pydantic's reader, which is faster, refuses lone surrogates. The reader of the
+    # standard library accepts them, and says what is wrong and where.
+    try:
+        value = json.loads(raw.decode())
+        text = json.dumps(value, ensure_ascii=False)
+        whole_text = re.sub(r"[\ud800-\udfff]", "\ufffd", text)
+        return from_json(whole_text, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
+        fault = _describe_json_fault(error, raw)
+    raise BadRequest(f"the body is not valid JSON: {fault}")
+
+
+# A string, with its end if it has one, or an opening bracket outside of strings. It
+# never steps back, so that no byte is looked at twice.
+_BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])', re.DOTALL)
+
+
+def _count_containers(raw: bytes) -> int:
+    """How many arrays and objects a JSON value has, or a number that it cannot exceed.
+
+    Nothing is counted beyond the limit.
+    """
+    n_brackets = raw.count(b"[") + raw.count(b"{")  # those in strings, too
+    if n_brackets <= MAX_CONTAINERS:
+        return n_brackets
+    brackets = (match for match in _BRACKET.finditer(raw) if match[1])
+    return sum(1 for _ in islice(brackets, MAX_CONTAINERS + 1))
+
+
+# What json.JSONDecodeError says, and what a client is told.
+_JSON_FAULTS: Final[Mapping[str, str]] = {
+    "Expecting value": "a value is missing",
+    "Expecting property name enclosed in double quotes": (
+        "a name in double quotes is missing"
+    ),
+    "Expecting ':' delimiter": "a colon is missing after a name",
+    "Expecting ',' delimiter": "a comma or a closing bracket is missing",
+    "Extra data": "something follows its end",
+    "Unterminated string starting at": "a string has no end",
+    "Invalid control character at": "a control character in a string is not escaped",
+    "Invalid \\escape": "no character is escaped like this",
+    "Invalid \\uXXXX escape": "four hexadecimal digits must follow \\u",
+    "Unexpected UTF-8 BOM (decode using utf-8-sig)": "it begins with a byte order mark",
+}
+
+
+def _describe_json_fault(error: ValueError | RecursionError, raw: bytes) -> str:
+    """What is wrong with a body, and where."""
+    if not raw.strip():
+        return "it is empty"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is no UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        fault = _JSON_FAULTS.get(error.msg.removesuffix(": "), "it cannot be read")
+        return f"{fault} (line {error.lineno}, column {error.colno})"
+    return "a number is NaN or infinite, or has too many digits"
+
+
+# -- fields ----------------------------------------------------------------------------
+
+NonEmptyText = Annotated[str, Field(min_length=1)]
+
+
+def present_fields(body: object) -> JsonObject:
+    """The fields of a body that are not null. Raises BadRequest if it is no object.
+
+    The fields of an object `extra_body` are added, unless the body has them itself:
+    OpenAI's SDK unpacks `extra_body`, but some clients send it as it is. Any other
+    value of it is passed over, as is a field that we do not know.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    extra_body = body.get("extra_body")
+    extra_fields = extra_body if isinstance(extra_body, dict) else {}
+    return {**drop_nulls(extra_fields), **drop_nulls(body)}
+
+
+def drop_nulls(fields: Mapping[str, Any]) -> JsonObject:
+    """A copy without the fields that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def value_at(fields: JsonObject, path: str) -> object:
+    """The value at a path such as "metadata.user_id"; None if there is none."""
+    value: object = fields
+    for name in path.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(name)
+    return value
+
+
+def validate_fields[T: BaseModel](model: type[T], fields: JsonObject) -> T:
+    """The fields as a model. Raises BadRequest, which names the first wrong field."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        faults = [_Fault.of(details, fields) for details in error.errors()]
+    raise _describe_first(faults)
+
+
+def refuse_unless(*harmless: object, sentence: str) -> BeforeValidator:
+    """A check of a field: the values that ask for nothing pass, others are refused."""
+
+    def check(value: object) -> object:
+        if not any(value == item and type(value) is type(item) for item in harmless):
+            raise PydanticCustomError(OUR_FAULT, sentence)
+        return value
+
+    return BeforeValidator(check)
+
+
+# -- faults ----------------------------------------------------------------------------
+
+
+# A name that is no plain word ends the path of a fault: it may be a megabyte long, or
+# break a line of the log.
+_PLAIN_NAME: Final = re.compile(r"[\w-]{1,64}")
+
+
+class _Fault(NamedTuple):
+    """A wrong value, and where it is."""
+
+    path: tuple[int | str, ...]  # ("messages", 3, "content")
+    message: str
+    is_of_type: bool  # it has the wrong type, or is none of a few texts
+
+    @classmethod
+    def of(cls, details: ErrorDetails, fields: JsonObject) -> _Fault:
+        kind = details["type"]
+        is_of_type = kind.endswith("_type") or kind == "literal_error"
+        path = _find_path(details, fields)
+        return cls(path, describe_fault(details), is_of_type)
+
+
+def _find_path(details: ErrorDetails, fields: JsonObject) -> tuple[int | str, ...]:
+    """The path of a fault in the fields that were sent.
+
+    Pydantic's path has the branches of unions, too: ("stop", "list[...]", 1). So it is
+    followed through the values: no value has a part with the name of its branch.
+    """
+    path: list[int | str] = []
+    value: Any = fields
+    for step in details["loc"]:
+        if value is details["input"]:
+            break  # the rest names a branch or a missing field
+        is_index = isinstance(value, list) and isinstance(step, int)
+        is_name = isinstance(value, dict) and step in value
+        if is_name and not _PLAIN_NAME.fullmatch(str(step)):
+            break
+        if is_index or is_name:
+            path.append(step)
+            value = value[step]
+
+    if details["type"] == "missing":
+        path.append(details["loc"][-1])
+    return tuple(path)
+
+
+def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
+    """The error for the first wrong field. Of a union, each branch reports a fault.
+
+    `content: 3` is neither a text nor a list: it "should be a text or a list". In
+    `stop: ["a", 3]`, the branch of lists finds its fault deeper, in stop[1]: a list was
+    meant. In `prompt: []`, it is not one of type: the list "should not be empty".
+    """
+    first_path = faults[0].path
+    inside = [fault for fault in faults if fault.path[: len(first_path)] == first_path]
+    deepest_path = max((fault.path for fault in inside), key=len)
+
+    deepest = [fault for fault in inside if fault.path == deepest_path]
+    meant = [fault for fault in deepest if not fault.is_of_type] or deepest
+    first_message, *messages = dict.fromkeys(fault.message for fault in meant)
+    text = first_message
+    for message in messages:
+        text += f" or {message.removeprefix('should be ')}"
+    return BadRequest(text, field=_spell_path(deepest_path))
+
+
+def _spell_path(path: Iterable[int | str]) -> str:
+    """A path as clients know it: messages[3].content."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return text.removeprefix(".")
+
+
 # region OPENAI API ============================================================
 # Chat completions and completions: bodies -> ChatRequest, reply -> bodies.
 #
@@ -2232,9 +2295,9 @@ class ResponseFormatter(Protocol):
 # A completion is parsed as a chat, whose message its prompt then replaces; what only
 # chats have is ignored there.
 #
-# Public   StopText, parse_chat_request, parse_completion_request, value_at,
+# Public   StopText, parse_chat_request, parse_completion_request,
 #          OpenAIFormatter, USER_HEADER
-# Uses     CONFIG, ERRORS, API TYPES
+# Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES
 # Thread   any; pure
 
 # -- what a body may contain -----------------------------------------------------------
@@ -2258,6 +2321,11 @@ class _ImagePart(TypedDict):
     request_field: NotRequired[str]  # ours: its path in the body of a Messages API
 
 
+_ContentPart = Annotated[
+    _TextPart | _ThinkingPart | _ImagePart, Field(discriminator="type")
+]
+
+
 class _Function(TypedDict):  # offered, called or chosen
     name: NonEmptyText
     description: NotRequired[str | None]
@@ -2276,7 +2344,7 @@ class _Tool(TypedDict):  # or a tool call, or the choice of a tool
 
 class _ChatMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[str | ListOf[_TextPart | _ThinkingPart | _ImagePart] | None]
+    content: NotRequired[str | ListOf[_ContentPart] | None]
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
@@ -2478,16 +2546,6 @@ def _json_schema(response_format: JsonObject) -> JsonObject | None:
     if not isinstance(schema, dict):
         raise BadRequest("should have a JSON schema", field="response_format")
     return schema
-
-
-def value_at(fields: JsonObject, path: str) -> object:
-    """The value at a path such as "metadata.user_id"; None if there is none."""
-    value: object = fields
-    for name in path.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(name)
-    return value
 
 
 # -- thinking --------------------------------------------------------------------------
@@ -3003,7 +3061,7 @@ def _usage_body(usage: Usage) -> JsonObject:
 # changes (L-48).
 # Public   parse_any_request, parse_anthropic_request, thinking_signature,
 #          AnthropicFormatter, anthropic_error_body
-# Uses     CONFIG, ERRORS, API TYPES, OPENAI API
+# Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES, OPENAI API
 # Thread   any; pure
 
 # -- what a body may contain -----------------------------------------------------------
@@ -5995,8 +6053,8 @@ def compute_msg_token_boundaries(
 #  3 Splicing  New messages after recorded tokens, for LEDGER.
 #
 # Public   ChatTemplate, RenderedPrompt, PromptPositions, Splice, SpliceRefused
-# Uses     CONFIG, ERRORS, LOGGING, API TYPES, CANONICALIZATION, TOKENIZER,
-#          TEMPLATE TRAITS
+# Uses     CONFIG, ERRORS, LOGGING, API TYPES, REQUEST BODIES, CANONICALIZATION,
+#          TOKENIZER, TEMPLATE TRAITS
 # Thread   any
 
 
@@ -19966,8 +20024,8 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
 # ClientGone, and nobody is answered.
 #
 # Public   LLMServer, Handler, advice_by_path
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, OPENAI API,
-#          ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, WORK BUDGET, API TYPES, REQUEST BODIES,
+#          OPENAI API, ANTHROPIC API, TENANTS, REQUEST HANDLING, STATUS
 # Thread   connection
 
 # -- listening -------------------------------------------------------------------------

@@ -218,6 +218,9 @@ WRONG = [
     ("stream", 1),
     ("stream_options", []),
     ("stream_options.include_usage", 1),
+    ("stream_options.includeUsage", 1),
+    ("stream_options.usage2", 1),
+    ("stream_options.str", 1),
     ("max_tokens", 0),
     ("max_tokens", True),
     ("max_tokens", 1.5),
@@ -258,7 +261,6 @@ WRONG = [
     ("messages[2].content", {"str": 1}),
     ("messages[2].content", []),
     ("messages[2].content[1]", "text"),
-    ("messages[2].content[1].type", "image_url"),
     ("messages[2].content[1].text", None),
     ("messages[3].tool_calls", {}),
     ("messages[3].tool_calls[1].type", "custom"),
@@ -1096,6 +1098,33 @@ def test_a_block_that_is_none_is_refused_without_names_of_python(block, sentence
     assert sentence in f"{place.rpartition('.')[2]}: {fault}"
 
 
+@pytest.mark.parametrize("name", ["x" * 100_000, "a\nb", "", "a.b"])
+def test_a_name_that_is_no_word_is_not_repeated(name):
+    with pytest.raises(BadRequest) as refusal:
+        chat(stream_options={name: 1})
+    assert str(refusal.value) == "stream_options: should be true or false"
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        (
+            {"type": "image_url", "image_url": 3},
+            ".image_url: should be a text or an object",
+        ),
+        ({"type": "image_url"}, ".image_url: is missing"),
+        ({"type": "thinking", "thinking": 3}, ".thinking: should be a text"),
+        ({"type": "text", "text": {"text": "x"}}, ".text: should be a text"),
+        ({"type": "smell"}, ": should be of type 'text', 'thinking', 'image_url', 'in"),
+        ({}, ": should have a type"),
+    ],
+)
+def test_a_fault_of_a_part_is_that_of_its_type(part, sentence):
+    with pytest.raises(BadRequest) as refusal:
+        chat(messages=[{"role": "user", "content": [part]}])
+    assert str(refusal.value).startswith(f"messages[0].content[0]{sentence}")
+
+
 @pytest.mark.parametrize("prompt", [[], "", [[]]])
 def test_an_empty_prompt_is_said_to_be_empty(prompt):
     with pytest.raises(BadRequest, match=r"^prompt: should not be empty$"):
@@ -1122,8 +1151,8 @@ def test_a_million_faults_cost_no_more_than_one(body, faulty):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("logit_bias", "logit_bias: should be a whole number"),
-        ("stream_options", "stream_options: should be true or false"),
+        ("logit_bias", "logit_bias.x0: should be a whole number"),
+        ("stream_options", "stream_options.x0: should be true or false"),
     ],
 )
 def test_the_sentence_of_an_object_with_many_faults_is_short(name, fault):
