@@ -2164,15 +2164,17 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 def present_fields(body: object) -> JsonObject:
     """The fields of a body that are not null. Raises BadRequest if it is no object.
 
-    The fields of an object `extra_body` are added, unless the body has them itself:
-    OpenAI's SDK unpacks `extra_body`, but some clients send it as it is. Any other
-    value of it is passed over, as is a field that we do not know.
+    `extra_body` is replaced by its fields, of which those count that the body lacks:
+    OpenAI's SDK unpacks it, but some clients send it as it is. If it is no object, it
+    is passed over, as is any field that we do not know.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     extra_body = body.get("extra_body")
     extra_fields = extra_body if isinstance(extra_body, dict) else {}
-    return {**drop_nulls(extra_fields), **drop_nulls(body)}
+    fields = {**drop_nulls(extra_fields), **drop_nulls(body)}
+    fields.pop("extra_body", None)
+    return fields
 
 
 def drop_nulls(fields: Mapping[str, Any]) -> JsonObject:
@@ -2288,12 +2290,17 @@ def _spell_path(path: Iterable[int | str]) -> str:
 # region OPENAI API ============================================================
 # Chat completions and completions: bodies -> ChatRequest, reply -> bodies.
 #
-# Unknown fields pass. A field that we cannot honour, and that would change the reply,
-# is refused. Clients have many spellings for three things: whether to think, for how
-# many tokens, and the id of their session. Each has a table of places, of which the
-# first with a value counts.
-# A completion is parsed as a chat, whose message its prompt then replaces; what only
-# chats have is ignored there.
+#     body       "reasoning": {"effort": "low"}, "user": "u"
+#     request    thinking=True, template_kwargs={"reasoning_effort": "low"},
+#                session=SessionContext("u"), user="u"
+#
+# Unknown fields pass. A field that we cannot honour is refused if it would change the
+# reply. Clients have many spellings for three things: whether to think, how many tokens
+# of it, and the id of their session. Each has a table of places: the first place that
+# has a value counts.
+#
+# A completion is parsed as a chat with one empty message, which its prompt then
+# replaces. Fields that only chats have are ignored there.
 #
 # Public   StopText, parse_chat_request, parse_completion_request,
 #          OpenAIFormatter, USER_HEADER
@@ -2425,7 +2432,7 @@ class _CompletionBody(BaseModel, strict=True):
 
 # -- bodies -> requests ----------------------------------------------------------------
 
-# Fields of a chat that a completion ignores. (`extra_body` is unpacked already.)
+# Fields of a chat that a completion ignores.
 _CHAT_ONLY_FIELDS: Final = (
     "tools",
     "tool_choice",
@@ -2435,7 +2442,6 @@ _CHAT_ONLY_FIELDS: Final = (
     "thinking",
     "thinking_budget",
     "chat_template_kwargs",
-    "extra_body",
 )
 
 
@@ -2444,6 +2450,7 @@ def parse_chat_request(
 ) -> ChatRequest:
     """POST /v1/chat/completions. Raises BadRequest, which names the wrong field."""
     fields = present_fields(body)
+    lower_headers = {name.lower(): value for name, value in headers.items()}
     parsed = validate_fields(_ChatBody, fields)
     if parsed.top_logprobs and not parsed.logprobs:
         raise BadRequest("it needs logprobs to be true", field="top_logprobs")
@@ -2463,8 +2470,8 @@ def parse_chat_request(
         kind="chat",
         request_id=request_id,
         model=parsed.model,
-        session=_find_session(fields, headers),
-        user=_find_user(fields, headers),
+        session=_find_session(fields, lower_headers),
+        user=_find_user(fields, lower_headers),
         sampling=sampling,
         max_tokens=max_tokens or config.default_max_tokens,
         stop=tuple(stop),
@@ -2648,9 +2655,9 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
 
 
 def _find_thinking_budget(fields: JsonObject) -> int | None:
-    """The tokens that a reply may think. Raises BadRequest: that is no number of them.
+    """The number of tokens that a reply may think; None: as many as it likes.
 
-    None: as many as it likes.
+    Raises BadRequest if the value at one of the places is no such number.
     """
     budgets: list[int] = []
     for place in _BUDGET_PLACES:
@@ -2671,13 +2678,12 @@ def _check_template_kwargs(template_kwargs: JsonObject) -> None:
 
 
 def _template_kwargs(sent_kwargs: JsonObject, effort: str | None) -> JsonObject:
-    """What a chat template gets besides enable_thinking, for which see `thinking`.
+    """What a chat template gets, but for enable_thinking: ChatRequest.thinking is that.
 
-    A `reasoning_effort` among the kwargs that were sent passes as it is.
+    A `reasoning_effort` among the kwargs that were sent counts before `effort`.
     """
-    template_kwargs = drop_nulls(
-        {"reasoning_effort": effort, **drop_nulls(sent_kwargs)}
-    )
+    template_kwargs = drop_nulls({"reasoning_effort": effort})
+    template_kwargs.update(drop_nulls(sent_kwargs))
     template_kwargs.pop("enable_thinking", None)
     return template_kwargs
 
@@ -2721,15 +2727,14 @@ _MAX_ID_LENGTH: Final = 256
 
 
 def _find_session(fields: JsonObject, headers: Mapping[str, str]) -> SessionContext:
-    """The ids of the conversation; header names are compared without case."""
-    lower_headers = {name.lower(): value for name, value in headers.items()}
-    session_id = _find_id(_SESSION_PLACES, fields, lower_headers)
-    agent_id = _find_id(_AGENT_PLACES, fields, lower_headers)
+    """The ids of the conversation; the names of `headers` are in lower case."""
+    session_id = _find_id(_SESSION_PLACES, fields, headers)
+    agent_id = _find_id(_AGENT_PLACES, fields, headers)
     # A sub-agent sends the session id of its parent. Its own id alone names no session:
     # it is unique only within that of its parent.
     if session_id is not None and agent_id is not None:
         return SessionContext(f"{session_id}/{agent_id}", session_id)
-    return SessionContext(session_id, _find_id(_PARENT_PLACES, fields, lower_headers))
+    return SessionContext(session_id, _find_id(_PARENT_PLACES, fields, headers))
 
 
 def _find_id(
@@ -2740,7 +2745,7 @@ def _find_id(
         value = value_at(fields, place)
         if value is None:
             value = headers.get(place)
-        if place == "metadata.user_id":  # a person's, but for what Claude Code adds
+        if place == "metadata.user_id":  # a person; Claude Code adds the session to it
             value = _claude_session_id(str(value))
         is_id = isinstance(value, str | int) and not isinstance(value, bool)
         if value and is_id:
@@ -2749,12 +2754,13 @@ def _find_id(
 
 
 def _find_user(fields: JsonObject, headers: Mapping[str, str]) -> str:
-    """The user that a request names, at full length; "" if it names none."""
-    lower_headers = {name.lower(): value for name, value in headers.items()}
+    """The user that a request names, at full length; "" if it names none.
+
+    USER_HEADER is looked for among the headers alone, the others in the body alone.
+    """
     for place in _USER_PLACES:
-        value = value_at(fields, place)
-        if place == USER_HEADER:
-            value = lower_headers.get(place)
+        is_header = place == USER_HEADER
+        value = headers.get(place) if is_header else value_at(fields, place)
         if isinstance(value, bool) or not isinstance(value, str | int):
             continue
         user = str(value).strip()
@@ -2787,8 +2793,8 @@ def _claude_session_id(user_id: str) -> str | None:
 def _normalize_message(sent: _ChatMessage, *, field: str) -> Message:
     """A message as all sections know it; `field` is its path in the body.
 
-    Raises BadRequest: it lacks text that it needs, or has thinking among its parts and
-    is not the assistant's.
+    Raises BadRequest: a message that needs text has none, or one that is not of the
+    assistant has thinking among its parts.
     """
     message: Message = {
         name: value for name, value in sent.items() if value not in (None, [])
@@ -2916,7 +2922,7 @@ class OpenAIFormatter(NamedTuple):
 
     @property
     def closes_cut_calls(self) -> bool:
-        """Its clients parse all arguments, and look at the finish reason."""
+        """Yes: clients parse any arguments, and then look at the finish reason."""
         return True
 
     def start_events(self, _usage: Usage) -> list[JsonObject]:
@@ -3049,16 +3055,19 @@ def _usage_body(usage: Usage) -> JsonObject:
 #     user: tool_result                   a tool message
 #
 # parse_chat_request() reads the translated body, so prompt and cache are the same by
-# either API. What it finds wrong has its name in a chat, until anthropic_error_body()
-# gives it that of the Messages API. The content of messages is checked before, since
-# they have other places in a chat. What only Anthropic's own machines can do is left
-# out: server tools that are offered, encrypted thinking. A history in which server
-# tools were used is refused.
+# either API. The content of messages is checked while it is translated, since a fault
+# must be named where it is in the body that was sent. The other fields have the same
+# path in a chat, or anthropic_error_body() puts the path of the Messages API into the
+# error.
 #
-# A tool with `defer_loading` is not among the tools of the prompt (unless the request
-# offers tool search, which runs at Anthropic only). The client finds it later and sends
-# a `tool_reference`. There the prompt has its definition, so that nothing before it
-# changes (L-48).
+# Left out is what only Anthropic's own machines can do: server tools that are offered,
+# and encrypted thinking. A history in which server tools were used is refused.
+#
+# A tool with `defer_loading` is not among the tools of the prompt. The client finds it
+# later and sends a `tool_reference`; the prompt has its definition there, so that
+# nothing before it changes (L-48). If the request offers Anthropic's tool search, which
+# does not run here, no tool is deferred.
+#
 # Public   parse_any_request, parse_anthropic_request, thinking_signature,
 #          AnthropicFormatter, anthropic_error_body
 # Uses     CONFIG, ERRORS, API TYPES, REQUEST BODIES, OPENAI API
@@ -3262,7 +3271,7 @@ _UNREAD_DOCUMENT: Final = (
 
 
 def _heading(block: JsonObject) -> str:
-    """What a document or a search result says of itself, a line for each field."""
+    """Title, source and context of a document or search result, a line for each."""
     lines = [
         f"{name}: {block[name]}"
         for name in ("title", "source", "context")
@@ -3271,7 +3280,7 @@ def _heading(block: JsonObject) -> str:
     return "\n".join(lines)
 
 
-# What is checked of the blocks that become a call and its result.
+# The types of the fields of the blocks that become a call and its result.
 _CALL_TYPES: Final = {
     "id": (str, NoneType),
     "name": (str,),
@@ -3283,7 +3292,7 @@ _RESULT_TYPES: Final = {"tool_use_id": (str, NoneType)}
 def _check_types(
     block: JsonObject, types: Mapping[str, tuple[type, ...]], *, field: str
 ) -> None:
-    """Raise BadRequest for a field of a block that has none of its types."""
+    """Raise BadRequest if a field of a block has another type than those in `types`."""
     for name, allowed in types.items():
         if not isinstance(block.get(name), allowed):
             type_name = "an object" if dict in allowed else "a text"
@@ -3291,18 +3300,31 @@ def _check_types(
 
 
 def _mark_error(parts: list[JsonObject]) -> None:
-    """Let the text of a result contain the word: a chat has no field for is_error."""
+    """Put "Error:" before a result without that word: a chat has no `is_error`."""
     texts = [part.get("text", "").lower() for part in parts]
     if not any("error" in text for text in texts):
         parts.insert(0, {"type": "text", "text": "Error:"})
 
 
+def _refuse_block(block: object, *, field: str) -> BadRequest:
+    """The error for a block that cannot be read, or not in a message of this role."""
+    if not isinstance(block, dict):
+        return BadRequest("should be a content block, an object", field=field)
+    if not isinstance(block.get("type"), str):
+        return BadRequest("should be a text", field=f"{field}.type")
+    quote = f"{block['type']!r:.60}"
+    sentence = f"a block of type {quote} cannot be read"
+    return BadRequest(sentence, field=field, quote=quote)
+
+
 class _MessageBuilder:
     """Builds the chat messages that stand for one message of the Messages API.
 
-    append_content() once, then finish(). What is appended goes into the newest message,
-    except for a tool result: it is a message of its own, and the next message begins
-    after it. Its content is built in the same way, with the role "tool". `field` is
+        sent     user: text "a", tool_result, text "b", image
+        chat     user: "a" | tool: the result | user: "b", image
+
+    append_content() is called once, then finish(). A tool result is a message of its
+    own; the content of it is built in the same way, with the role "tool". `field` is
     always the path in the body.
     """
 
@@ -3320,7 +3342,7 @@ class _MessageBuilder:
             self._append_block(block, field=f"{field}[{index}]")
 
     def finish(self) -> list[Message]:
-        """The messages, at least one. A reply or a tool result is exactly one."""
+        """The messages: at least one; of an assistant or a tool, exactly one."""
         if self._role == "assistant":
             return [self._finish_reply()]
         messages = [
@@ -3331,7 +3353,10 @@ class _MessageBuilder:
         return messages or [{"role": self._role, "content": ""}]
 
     def _finish_reply(self) -> Message:
-        """The text as one, as it was generated; nothing that is empty."""
+        """The one message of an assistant, without fields that are empty.
+
+        Its texts are joined: they were generated as one.
+        """
         (reply,) = self._messages
         text = "".join(part["text"] for part in reply["content"])
         fields = {**reply, "content": text}
@@ -3349,23 +3374,34 @@ class _MessageBuilder:
                 self._append_tool_call(block, field=field)
             case "user", {"type": "tool_result"}:
                 self._append_tool_result(block, field=field)
-            case "user" | "tool", {"type": "image", "source": dict() as source}:
-                self._append_image(source, field=field)
-            case "user" | "tool", {
-                "type": "document",
-                "source": {"type": "content", "content": str() | list() as content},
-            }:
-                self._append_titled(block, content, field=f"{field}.source.content")
+            case "user" | "tool", {"type": "image", "source": dict()}:
+                self._append_image(block["source"], field=field)
+            case _, {"type": "document"}:
+                self._append_document(block, field=field)
             case "user" | "tool", {"type": "search_result", "content": list(content)}:
                 self._append_titled(block, content, field=f"{field}.content")
+            case _, {"type": "tool_reference", "tool_name": str(name)}:
+                self._append_definition(name)
             case _:
-                self._append_text(self._describe(block, field=field))
+                raise _refuse_block(block, field=field)
 
     def _begin_message(self) -> None:
         self._messages.append({"role": self._role, "content": []})
 
     def _append_text(self, text: str) -> None:
         self._messages[-1]["content"].append({"type": "text", "text": text})
+
+    def _append_document(self, block: JsonObject, *, field: str) -> None:
+        match block.get("source"):
+            case {"type": "content", "content": str() | list() as content}:
+                self._append_titled(block, content, field=f"{field}.source.content")
+            case {"type": "text", "data": str(text)}:
+                heading = _heading(block)
+                self._append_text(f"{heading}\n\n{text}" if heading else text)
+            case {"type": "base64" | "url" | "file"}:
+                self._append_text(_UNREAD_DOCUMENT)
+            case _:
+                raise _refuse_block(block, field=field)
 
     def _append_titled(self, block: JsonObject, content: Any, *, field: str) -> None:
         """Append the content of a document or a search result, after its title."""
@@ -3388,7 +3424,7 @@ class _MessageBuilder:
         message = self._messages[-1]
         earlier = message.get("reasoning_content", "")
         message["reasoning_content"] = earlier + block["thinking"]
-        message["thought_id"] = str(block.get("signature", ""))
+        message["thought_id"] = str(drop_nulls(block).get("signature", ""))
 
     def _append_tool_call(self, block: JsonObject, *, field: str) -> None:
         _check_types(block, _CALL_TYPES, field=field)
@@ -3413,46 +3449,29 @@ class _MessageBuilder:
         self._messages.append(result)
         self._begin_message()
 
-    def _describe(self, block: Any, *, field: str) -> str:
-        """The text that stands for a block in the prompt. Raises BadRequest."""
-        match block:
-            case {"type": "tool_reference", "tool_name": str(name)}:
-                return self._define_tool(name)
-            case {"type": "document", "source": {"type": "text", "data": str(text)}}:
-                heading = _heading(block)
-                return f"{heading}\n\n{text}" if heading else text
-            case {"type": "document", "source": {"type": "base64" | "url" | "file"}}:
-                return _UNREAD_DOCUMENT
-        raise self._refuse_block(block, field=field)
-
-    def _refuse_block(self, block: object, *, field: str) -> BadRequest:
-        if not isinstance(block, dict):
-            return BadRequest("should be a content block, an object", field=field)
-        if not isinstance(block.get("type"), str):
-            return BadRequest("should be a text", field=f"{field}.type")
-        quote = f"{block['type']!r:.60}"
-        sentence = f"a block of type {quote} cannot be read"
-        return BadRequest(sentence, field=field, quote=quote)
-
-    def _define_tool(self, name: str) -> str:
-        """The definition of a tool, or its name if the client does not offer it."""
+    def _append_definition(self, name: str) -> None:
+        """Append the definition of a tool, or its name if it is not offered."""
         tool = self._tools.get(name, {"function": {"name": name}})
         definition = json.dumps(tool["function"], ensure_ascii=False)
-        return f"<tool>\n{definition}\n</tool>"
+        self._append_text(f"<tool>\n{definition}\n</tool>")
 
 
 # -- reply -> events and bodies --------------------------------------------------------
 
 
 def thinking_signature(thinking: str) -> str:
-    """The signature of a thinking block, by which its text is found if left out."""
+    """The signature of a thinking block: it finds the text that a client leaves out."""
     return f"start-llm-{sha256(thinking.encode()).hexdigest()[:32]}"
 
 
-# The blocks of a reply while they are generated. Each kind writes itself as it begins
-# (content_block_start), more of its text (content_block_delta), deltas that follow the
-# text, and the whole block. A new kind is a class here, one of _Block, and a case in
-# delta_events().
+# The blocks of a reply while they are generated. A block becomes parts of events:
+#
+#     start_body()     of content_block_start
+#     delta_body()     of content_block_delta, for each piece of its text
+#     last_deltas()    of content_block_delta, after its text
+#     full_body()      the whole block, in a body that is no stream
+#
+# A new kind is a class here, one of _Block, and a case in delta_events().
 
 
 @dataclass(slots=True)
@@ -3541,7 +3560,7 @@ class AnthropicFormatter:
 
     @property
     def closes_cut_calls(self) -> bool:
-        """why(L-86): Claude Code runs each call that it can parse."""
+        """No. why(L-86): Claude Code runs each call that it can parse."""
         return False
 
     def start_events(self, usage: Usage) -> list[JsonObject]:
@@ -3663,9 +3682,10 @@ def _stop_reason(ending: ReplyEnd) -> str:
 
 
 def _messages_usage(usage: Usage) -> JsonObject:
-    """The counts of the API, which has each token of the prompt in one of three.
+    """The counts of the API. Each token of the prompt is in one of the first three.
 
-    New tokens are written to the cache, but for the last: decoding begins with it.
+    Of 100 tokens, 60 of them cached: 60 are read from the cache, 39 are written to it,
+    and 1 is input. It is the last, with which decoding begins.
     """
     n_new = usage.prompt_tokens - usage.cached_tokens
     n_input = min(n_new, 1)
@@ -3679,7 +3699,8 @@ def _messages_usage(usage: Usage) -> JsonObject:
 
 # -- errors ----------------------------------------------------------------------------
 
-_ERROR_TYPES: Final[Mapping[int, str]] = {  # by status; of others it is that of OpenAI
+# By status. Errors of any other status have the type that they have in OpenAI's API.
+_ERROR_TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -3687,9 +3708,7 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {  # by status; of others it is that of
     500: "api_error",
     503: "overloaded_error",
 }
-
-
-# What a chat calls a field, and the Messages API.
+# The path of a field in a chat, and in the Messages API.
 _MESSAGES_NAMES: Final = (
     ("reasoning_effort", "output_config.effort"),
     ("response_format.json_schema", "output_config.format"),
@@ -3698,9 +3717,9 @@ _MESSAGES_NAMES: Final = (
 
 
 def _messages_path(path: str) -> str:
-    """The path of a field as Anthropic writes it: messages.3.content.
+    """A path as Anthropic writes it: messages[3].content -> messages.3.content.
 
-    `path`: as BadRequest has it; it may be that of the chat that was made of the body.
+    A path in the chat that was made of the body becomes that in the body.
     """
     for chat_name, name in _MESSAGES_NAMES:
         match = re.fullmatch(rf"{re.escape(chat_name)}([.\[].*)?", path)

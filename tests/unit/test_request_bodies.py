@@ -1098,6 +1098,32 @@ def test_a_block_that_is_none_is_refused_without_names_of_python(block, sentence
     assert sentence in f"{place.rpartition('.')[2]}: {fault}"
 
 
+@pytest.mark.parametrize(
+    "fields", [{"reasoning_effort": "high"}, {"response_format": {"type": "xml"}}]
+)
+def test_extra_body_of_the_messages_api_counts_like_its_fields_in_the_body(fields):
+    messages = [{"role": "user", "content": "x"}]
+    direct, nested = (
+        start_llm.parse_anthropic_request(
+            {"messages": messages, "thinking": {"type": "enabled"}, **more},
+            CONFIG,
+            request_id="r",
+            headers={},
+        )
+        for more in (fields, {"extra_body": fields})
+    )
+    assert direct == nested
+
+
+def test_a_signature_that_is_null_is_none():
+    thinking = {"type": "thinking", "thinking": "x", "signature": None}
+    body = {"messages": [{"role": "assistant", "content": [thinking]}]}
+    request = start_llm.parse_anthropic_request(
+        body, CONFIG, request_id="r", headers={}
+    )
+    assert "thought_id" not in request.messages[0]
+
+
 @pytest.mark.parametrize("name", ["x" * 100_000, "a\nb", "", "a.b"])
 def test_a_name_that_is_no_word_is_not_repeated(name):
     with pytest.raises(BadRequest) as refusal:
