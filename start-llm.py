@@ -3174,11 +3174,11 @@ def parse_anthropic_request(
     request = parse_chat_request(
         chat_body, config, request_id=request_id, headers=headers
     )
-    schema_paths = {
+    strict_tools = {
         tool["name"]: f"tools[{index}].input_schema"
         for index, tool in enumerate(parsed.tools)
+        if tool["name"] in request.strict_tools
     }
-    strict_tools = {name: schema_paths[name] for name in request.strict_tools}
     return replace(
         request,
         kind="messages",
