@@ -2074,7 +2074,7 @@ class ResponseFormatter(Protocol):
 #
 # Public   NonEmptyText, parse_json_body, present_fields, drop_nulls, value_at,
 #          validate_fields, refuse_unless
-# Uses     CONFIG, ERRORS, API TYPES
+# Uses     ERRORS, API TYPES
 # Thread   any; pure
 
 # -- JSON ------------------------------------------------------------------------------

@@ -197,15 +197,15 @@ def largest_growth(pattern: re.Pattern[str], example: str) -> float:
     return growth
 
 
+@pytest.mark.usefixtures("deep_recursion")
 @pytest.mark.parametrize(("pattern", "example"), LINEAR)
 def test_each_rule_reads_a_hostile_text_in_linear_work(
-    pattern: re.Pattern[str], example: str, deep_recursion: None
+    pattern: re.Pattern[str], example: str
 ) -> None:
     assert largest_growth(pattern, example) < 2.3
 
 
+@pytest.mark.usefixtures("deep_recursion")
 @pytest.mark.parametrize(("pattern", "example"), QUADRATIC)
-def test_a_pattern_that_is_not_linear_is_found(
-    pattern: str, example: str, deep_recursion: None
-) -> None:
+def test_a_pattern_that_is_not_linear_is_found(pattern: str, example: str) -> None:
     assert largest_growth(re.compile(pattern), example) > 2.3
