@@ -7106,8 +7106,8 @@ class Conversation(NamedTuple):
     def transcript_keys(self, n_messages: int) -> tuple[bytes, ...]:
         """The keys of transcripts that end with the last of the first `n_messages`.
 
-        None, if that is no reply. The second key is for a reply that its client has
-        left: what it sends back may be shorter than what is recorded.
+        Two keys: of the reply as it was recorded whole, and of any reply here that its
+        client has left. Empty if the last message is no reply.
         """
         if self.messages[n_messages - 1].role != "assistant":
             return ()
@@ -7124,6 +7124,7 @@ def _chain_keys(root: bytes, messages: Iterable[CanonicalMessage]) -> tuple[byte
 
 
 def _extend_key(key: bytes, message: CanonicalMessage) -> bytes:
+    # The ids of calls are not part of the digest: clients change them.
     return sha256(key + message.role.encode() + message.digest).digest()
 
 
@@ -7163,7 +7164,8 @@ class PrivateValue(NamedTuple):
 class StatedValues(NamedTuple):
     """The volatile values that the model has read by the end of a prompt."""
 
-    pinned: Mapping[FieldPlace, set[str]] = {}  # the last ones at each place
+    # The last ones at each place: a message has one place for all fields of a rule.
+    pinned: Mapping[FieldPlace, set[str]] = {}
     notes: tuple[str, ...] = ()  # in the order in which they were stated
     private: frozenset[PrivateValue] = frozenset()  # all that were ever stated
 
@@ -7193,10 +7195,12 @@ def restate_messages(
     past_messages = messages[:start]
     newest_index = _newest_input(messages)
     moved_notes = _find_moved_notes(messages, start, stated)
-    stated_notes = set(stated.notes)
-    missing_notes = [
-        text for text in _note_texts(past_messages) if text not in stated_notes
+    unstated_notes = [
+        text for text in _note_texts(past_messages) if text not in stated.notes
     ]
+    sent_anyway = set(_note_texts(messages[start : newest_index + 1]))
+    missing_notes = [text for text in unstated_notes if text not in sent_anyway]
+    missing_notes = list(dict.fromkeys(missing_notes))  # each once
 
     copies: list[Message] = []
     new_notes: list[str] = []
@@ -7215,10 +7219,11 @@ def restate_messages(
         new_notes += dict.fromkeys(stated_here)  # each once
 
     old_notes = stated.notes
-    if missing_notes:
-        # why(L-98): this client exchanges notes in past messages. A stated note that is
-        # in the request no more is news if it returns. Without such an exchange it
-        # still counts as stated: clients drop notes as they grow old.
+    client_replaces_notes = bool(unstated_notes)
+    if client_replaces_notes:
+        # why(L-98): it put a note into a past message that we have not stated, so notes
+        # it no longer sends are withdrawn: if one returns, state it again. Otherwise a
+        # note that it no longer sends is only an old one.
         sent_notes = set(_note_texts(messages))
         old_notes = tuple(text for text in old_notes if text in sent_notes)
     pinned = _merge_pinned(messages, stated)
@@ -7234,6 +7239,7 @@ def _paragraphs(message: CanonicalMessage, moved_notes: set[str]) -> list[str]:
     notes_above = [n.text for n in message.notes_above if n.text not in moved_notes]
     notes_below = [n.text for n in message.notes_below if n.text not in moved_notes]
     moved_inside = [note for note in message.inline_notes if note.text in moved_notes]
+    # To mask a note is to remove it, with the line breaks around it.
     text = mask_volatile(message.original["content"], moved_inside)
     return [*notes_above, text, *notes_below]
 
@@ -7250,14 +7256,16 @@ def _find_moved_notes(
         past messages, now         user, assistant
         new messages               user "plan"               moved
 
-    A stated note has moved if it is in a new message, in no past message, and no note
-    of its rule (L-96) was stated after it that is in a past message. Otherwise it is
-    news: after "plan" and "edit", both still there, a second "plan" is stated again
-    (L-84).
+    The stated notes are read from the last one back. Of one rule, in the order stated:
 
-    Of a stated note that is in no message of the request any more the rule is unknown,
-    as rules are not recorded. It may have been any, so what was stated before it is
-    news.
+        stated         past, now   new      the new "plan" is
+        "plan"         -           "plan"   moved
+        "plan" "edit"  "edit"      "plan"   news: "edit" came after it and stayed (L-96)
+        "plan"         "plan"      "plan"   news: the first one is still there (L-84)
+        "plan" "edit"  -           "plan"   news: "edit" is gone, and with it its rule
+
+    Rules are not recorded, so that of a note in no message is unknown. It may have been
+    any, so all that was stated before such a note is news.
     """
     rule_of = {note.text: note.rule for message in messages for note in message.notes}
     past_notes = set(_note_texts(messages[:start]))
@@ -7265,7 +7273,7 @@ def _find_moved_notes(
     n_moved: Counter[str] = Counter()  # a note that was stated twice may move twice
     for text in reversed(stated.notes):
         if text not in rule_of:
-            break
+            break  # gone, and its rule unknown: what was stated before it is news
         if text in past_notes:
             rules_that_stayed.add(rule_of[text])
         elif rule_of[text] not in rules_that_stayed:
@@ -7325,11 +7333,19 @@ def _private_values(messages: Sequence[CanonicalMessage]) -> frozenset[PrivateVa
 
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class LedgerRecord:
-    """What the ledger has under a key. Its lock guards the two fields that change."""
+    """What the ledger has under a key. The ledger's lock guards what changes."""
 
-    nbytes: int  # estimated, without what other records hold as well
+    nbytes: int  # estimated, without shared_parts()
     session_id: str = ""  # for Ledger.forget(), see GeneratedReply; it changes
     last_used: float = 0.0  # seconds; it changes
+
+    def shared_parts(self) -> Iterable[object]:
+        """What other records may hold as well."""
+        return ()
+
+    def total_bytes(self) -> int:
+        """About how many bytes it takes alone."""
+        return self.nbytes + sum(map(sys.getsizeof, self.shared_parts()))
 
 
 class ShownEnd(NamedTuple):
@@ -7342,8 +7358,10 @@ class ShownEnd(NamedTuple):
 class GeneratedReply(NamedTuple):
     """The tokens of a reply, and for whom they were generated."""
 
-    ids: TokenIds  # the last one is the end token, unless the reply is cut
-    is_cut: bool  # it ends before its end token
+    # The last one is the end token, unless the reply is cut. Those of a reply that its
+    # client has left may go on to an end token, and to calls: cut_to() drops these.
+    ids: TokenIds
+    is_cut: bool  # it is replayed without its end token; always, if its client left it
     block_hashes: Sequence[bytes]  # of the prompt
     session_id: str  # as people see it: the client's, or made by session_id_for()
     finished_at: float  # seconds, on the clock of PromptPlanner.plan()
@@ -7366,9 +7384,13 @@ class Transcript(LedgerRecord):
     positions: PromptPositions  # of the last prompt
     reply: GeneratedReply
     stated: StatedValues
-    thinking: tuple[str, ...]  # of each message and the reply; "" where there is none
+    # Of each message and the reply: as sent, or as it was put back (L-137), or "".
+    thinking: tuple[str, ...]
     session: Session
     last_call_id: str  # of the last tool call generated here; "" if there is none
+    part_of: Transcript | None = (
+        None  # the record from which cut_to() has made this one
+    )
 
     @classmethod
     def of(
@@ -7376,28 +7398,24 @@ class Transcript(LedgerRecord):
     ) -> Transcript:
         """What to record of a prompt and its reply."""
         segments: tuple[TokenIds, ...] = ()
-        thinking: tuple[str, ...] = ()
         last_call_id = ""
         if plan.transcript is not None:
             segments = plan.transcript.segments
-            thinking = plan.transcript.thinking
             last_call_id = plan.transcript.last_call_id
 
         prompt_ids = plan.rendered.ids[plan.n_replayed :].copy()
         reply_ids = generated.ids if generated.is_cut else generated.ids[:-1]
-        new_messages = [*plan.conversation.messages[len(thinking) :], reply]
-        new_thinking = tuple(message.thinking for message in new_messages)
         for call in reply.original.get("tool_calls", ()):
             last_call_id = call["id"]
         return cls(
-            nbytes=_transcript_bytes(plan, generated, new_thinking),
+            nbytes=_transcript_bytes(plan, generated),
             session_id=generated.session_id,
             last_used=generated.finished_at,
             segments=(*segments, prompt_ids, reply_ids),
             positions=plan.rendered.positions,
             reply=generated,
             stated=plan.stated,
-            thinking=thinking + new_thinking,
+            thinking=(*plan.thinking, reply.thinking),
             session=plan.conversation.session,
             last_call_id=last_call_id,
         )
@@ -7431,29 +7449,47 @@ class Transcript(LedgerRecord):
         if index == len(ends) or shown_text[len(text) : ends[index].n_letters].strip():
             return None
         *segments, reply_ids = self.segments
-        return replace(self, segments=(*segments, reply_ids[: ends[index].n_tokens]))
+        shown_ids = reply_ids[: ends[index].n_tokens]
+        return replace(self, segments=(*segments, shown_ids), part_of=self)
+
+    def is_same(self, other: Transcript) -> bool:
+        """Whether both serve the same requests, with the same tokens."""
+        return (
+            self.session_id == other.session_id
+            and self.session.name == other.session.name
+            and self.stated == other.stated
+            and self.thinking == other.thinking
+            and self.last_call_id == other.last_call_id
+            and self.reply.shown_ends == other.reply.shown_ends
+            and self.reply.is_cut == other.reply.is_cut
+            and np.array_equal(
+                np.concatenate(self.segments), np.concatenate(other.segments)
+            )
+        )
+
+    def shared_parts(self) -> Iterable[object]:
+        """Its tokens and thinking: transcripts that continue this one hold them too."""
+        for segment in self.segments:
+            yield segment if segment.base is None else segment.base
+        yield from self.thinking
 
 
-def _transcript_bytes(
-    plan: PromptPlan, generated: GeneratedReply, new_thinking: tuple[str, ...]
-) -> int:
-    """About how many bytes a transcript takes that the one it continues does not."""
+def _transcript_bytes(plan: PromptPlan, generated: GeneratedReply) -> int:
+    """About how many bytes a transcript takes, without its shared parts."""
     n_tokens = len(plan.rendered.ids) - plan.n_replayed + len(generated.ids)
     n_messages = len(plan.conversation.messages) + 1
     n_pointers = len(generated.block_hashes) + 2 * n_messages
     n_pointers += 20 * len(generated.shown_ends)
     stated = plan.stated
-    n_stated = len(stated.pinned) + len(stated.private)
-    if plan.transcript is not None and plan.transcript.stated.pinned is stated.pinned:
-        n_stated = 0  # shared
+    n_stated = len(stated.private)
+    if plan.transcript is None or plan.transcript.stated.pinned is not stated.pinned:
+        n_stated += len(stated.pinned)  # else the other transcript counts them
 
-    # 4 bytes a token, and the texts are taken to be as large as their tokens. Thinking
-    # is counted for itself: templates may leave it out.
-    n_bytes = 8 * n_tokens + 8 * n_pointers + 300 * n_stated + 1_000
-    return n_bytes + memory_bytes(new_thinking)
+    # The texts (of notes, and what was shown) are taken to be as large as their tokens.
+    return 4 * n_tokens + 8 * n_pointers + 300 * n_stated + 1_000
 
 
-_START_BYTES: Final = 600  # of one of the records below, but for what it has rendered
+_START_BYTES: Final = 600  # of each record below, without what it has rendered
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -7499,21 +7535,22 @@ PromptStart = RenderedHead | RenderedTools | StartReference
 # Pure functions. All conversations that begin with the same words have the same keys:
 # Ann and Bob both say "hi" and are told "Hello!". May the transcript of Bob's greeting
 # be replayed for Ann? What is not part of the key decides: sessions, thinking, notes
-# and private values. By the session of the request:
+# and private values.
 #
-#                                  notes of the request     private values stated by
-#                                  that the transcript      the transcript that the
-#                                  must have stated         request must send
-#     the transcript's session     none                     none
-#     another one that has a name  from the call on         all
-#     anonymous                    from the call on         from the call on
-#     anonymous, another head      from the call on         all
+# "The last call" is the last one that was generated in the transcript. Its id is random
+# and not part of the key, so a client that sends it was given it in this conversation,
+# and may have changed notes and values since (L-103). If the request does not send it,
+# "the last call" is message 0. "Another head" has a private value in the system prompt
+# that the transcript has never stated: whoever clones a chat has the ids of its calls,
+# too (L-106). By the session of the request:
 #
-# "The call" is the last one that was generated in the transcript. Its id is random, so
-# a client that sends it was given it in this conversation, and may have changed notes
-# and values since (L-103). If the request does not send it: from the first message on.
-# "Another head": a private value in the system prompt that the transcript has never
-# stated. Whoever clones a chat has the ids of its calls, too (L-106).
+#                                  request -> transcript:   transcript -> request:
+#                                  every note must have     every private value must
+#                                  been stated, from        be sent, from
+#     the transcript's session     not checked              not checked
+#     another one that has a name  the last call            message 0
+#     anonymous                    the last call            the last call
+#     anonymous, another head      the last call            message 0
 #
 # Thinking is alike for all four: the client may drop it, but not change it.
 #
@@ -7641,19 +7678,20 @@ class Ledger:
     PromptPlanner. A model of its own needs a ledger of its own: no key names the model.
 
     why(L-128): all of it is counted in bytes, and of a request that is refused nothing
-    is remembered. Until a request is accepted its plan alone holds what it begins with,
-    for others that are planned at the same time to begin alike.
+    is remembered. Until a request is accepted, only its plan holds what it begins with.
+    The ledger finds it there, so that requests planned at the same time begin alike.
     """
 
     MAX_ALTERNATIVES: Final = 4  # transcripts under one key
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # Guards the three below, and what changes in the records.
+        # Guards the four below, and what changes in the records.
         self._ledger_lock = threading.Lock()
         # By key; those used least recently first.
         self._records: OrderedDict[bytes, Sequence[LedgerRecord]] = OrderedDict()
         self._nbytes = 0
+        self._holders: Counter[int] = Counter()  # of each shared part, by its id()
         self._planned: WeakValueDictionary[bytes, LedgerRecord] = WeakValueDictionary()
 
     def choose_head(
@@ -7714,15 +7752,21 @@ class Ledger:
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
         """Keep what the prompt of an accepted request begins with.
 
+        why(L-136): this is the use of the transcript that it replays; to be found, or
+        to be tried, is none.
         `session_id`: see GeneratedReply.
         """
+        transcript = plan.transcript
         with self._ledger_lock:
+            if transcript is not None:
+                (transcript.part_of or transcript).last_used = now
             for key, start in plan.starts.items():
+                start.last_used = now
                 if isinstance(start, StartReference) or key not in self._records:
                     start.session_id = session_id
                     self._put(key, [start])
-                start.last_used = now
-                self._records.move_to_end(key)
+                else:
+                    self._records.move_to_end(key)
             self._expire(now)
 
     def record(
@@ -7738,8 +7782,12 @@ class Ledger:
         if generated.shown_ends:
             key = _left_reply_key(prompt_key)
         with self._ledger_lock:
-            alternatives = [*self._find_transcripts(key), transcript]
-            self._put(key, alternatives[-self.MAX_ALTERNATIVES :])
+            others = [
+                t for t in self._find_transcripts(key) if not t.is_same(transcript)
+            ]
+            others.sort(key=lambda other: other.last_used)
+            kept = others[-(self.MAX_ALTERNATIVES - 1) :]
+            self._put(key, [*kept, transcript])
             self._mark_past_used(plan.conversation)
             self._expire(transcript.last_used)
 
@@ -7762,20 +7810,19 @@ class Ledger:
         for group in groups:
             fitting = [t for t in group if may_replay(t, conversation)]
             if fitting:
-                transcript = min(fitting, key=lambda t: find_mismatch(t, conversation))
-                with self._ledger_lock:
-                    transcript.last_used = now
-                yield transcript
+                yield min(fitting, key=lambda t: find_mismatch(t, conversation))
 
     def forget(self, session_id: str | None) -> None:
         """Drop what was recorded of a session; None: all.
 
         `session_id`: see GeneratedReply. Heads and tools that it has sent first become
-        another session's that is shown them, if there is one.
+        another session's that has a reference to them, if there is one. (Conversations
+        without a session have none to heads.)
         """
         with self._ledger_lock:
             if session_id is None:
                 self._records.clear()
+                self._holders.clear()
                 self._nbytes = 0
                 return
             self._hand_over_starts(session_id)
@@ -7800,17 +7847,21 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is recorded."""
+        """Bytes of all that is recorded. (One integer is read: that needs no lock.)"""
         return self._nbytes
 
     def oldest_use(self) -> float:
-        """When the record was used that was not used for longest."""
+        """When the record was used that was not used for longest.
+
+        TENANTS compares ledgers by it, and then calls drop_oldest(). If that record is
+        used in between, another is dropped, which costs no more than rendering it anew.
+        """
         with self._ledger_lock:
             oldest = next(iter(self._records.values()), ())
             return max((record.last_used for record in oldest), default=math.inf)
 
     def drop_oldest(self) -> None:
-        """Drop that record."""
+        """Drop the record that was not used for longest."""
         with self._ledger_lock:
             key = next(iter(self._records), b"")
             self._put(key, ())
@@ -7875,12 +7926,36 @@ class Ledger:
         return transcripts
 
     def _put(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
-        """Replace the records under a key; [] removes it."""
-        previous = self._records.pop(key, ())
-        self._nbytes -= sum(record.nbytes for record in previous)
-        self._nbytes += sum(record.nbytes for record in records)
-        if records:
-            self._records[key] = records
+        """Replace the records under a key; [] removes it.
+
+        why(L-136): a record that alone is too large is not kept, or all others would go
+        for it.
+        """
+        max_bytes = self._config.ledger_max_bytes
+        kept = [record for record in records if record.total_bytes() <= max_bytes]
+        for record in kept:
+            self._count(record)
+        for record in self._records.pop(key, ()):
+            self._uncount(record)
+        if kept:
+            self._records[key] = kept
+
+    def _count(self, record: LedgerRecord) -> None:
+        """Add its bytes; why(L-135): those of a shared part with its first holder."""
+        self._nbytes += record.nbytes
+        for part in record.shared_parts():
+            if not self._holders[id(part)]:
+                self._nbytes += sys.getsizeof(part)
+            self._holders[id(part)] += 1
+
+    def _uncount(self, record: LedgerRecord) -> None:
+        """Subtract its bytes; those of a shared part with its last holder."""
+        self._nbytes -= record.nbytes
+        for part in record.shared_parts():
+            self._holders[id(part)] -= 1
+            if not self._holders[id(part)]:
+                del self._holders[id(part)]
+                self._nbytes -= sys.getsizeof(part)
 
     def _mark_past_used(self, conversation: Conversation) -> None:
         """Move the transcripts of a conversation to the end, the shortest last.
@@ -7893,7 +7968,11 @@ class Ledger:
                     self._records.move_to_end(key)
 
     def _expire(self, now: float) -> None:
-        """Drop the least recently used while they are too old, or all are too large."""
+        """Drop the least recently used while they are too old, or all are too large.
+
+        The order is that of conversations, `last_used` that of single transcripts: an
+        older one may stand after a younger one that continues it, and goes with it.
+        """
         max_idle_seconds = self._config.ledger_ttl_seconds or math.inf
         while self._records:
             key, oldest = next(iter(self._records.items()))
@@ -7920,6 +7999,7 @@ class PromptPlan:
     transcript: Transcript | None = None  # that is replayed
     n_replayed: int = 0  # tokens of the transcript, at the start of `rendered`
     refusal: str = ""  # why the longest transcript was not replayed
+    thinking: tuple[str, ...] = ()  # of each message, see Transcript
     unverified: Splice | None = None  # set if `rendered` is its guess
     starts: Mapping[bytes, PromptStart] = field(default_factory=dict)  # to remember
 
@@ -7961,13 +8041,13 @@ class PromptPlanner:
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
-        is_tight = len(plan.rendered.ids) + reply_room > room
+        is_tight = plan.rendered.n_tokens + reply_room > room
         if is_tight and chosen.value and not sent_tools:
             chosen = Chosen((), {})
             request = replace(request, tools=())
             plan = self._plan_unlimited(request, template, messages, now=now)
 
-        if len(plan.rendered.ids) > room:
+        if plan.rendered.n_tokens > room:
             shorter_plan = self._render_as_sent(
                 request, template, plan.conversation, now=now, drops_thinking=True
             )
@@ -7979,15 +8059,16 @@ class PromptPlanner:
     def verify(self, plan: PromptPlan) -> bool:
         """Whether a prompt is what it would be without a guess.
 
-        If not, the caller cancels it and plans again: this conversation's template and
-        tools are never guessed at again. This renders all messages, so it is called
-        when the model is at work on the prompt already.
+        If not, the caller cancels it and plans again: guesses are over for this
+        template with these tools (the last 256 such pairs are noted). This renders all
+        messages, so it is called when the model is at work on the prompt already.
         """
         if plan.unverified is None:
             return True
         time.sleep(0.0005)  # why(L-63): lets the model thread begin
         with suppress(SpliceRefused):
             exact = plan.unverified.render()
+            # == compares all but the ids: an array has no single truth value.
             has_same_ids = np.array_equal(exact.ids, plan.rendered.ids)
             if has_same_ids and exact == plan.rendered:
                 return True
@@ -8027,7 +8108,8 @@ class PromptPlanner:
         if not refusals:
             return plan
 
-        self.metrics.bump("ledger_seam_fallback")  # counts plans with a refused replay
+        # Counts plans without the longest transcript, as configured or for a fault.
+        self.metrics.bump("ledger_seam_fallback")
         return replace(plan, refusal=refusals[0])
 
     def _may_show_thinking(
@@ -8062,7 +8144,7 @@ class PromptPlanner:
             is_cut=transcript.reply.is_cut,
             past_messages=[message.original for message in messages[:n_past]],
         )
-        guess = None
+        guess = None  # then render() tells whether this can be replayed at all
         if conversation.context_key not in self.unguessable:
             guess = splice.guess()
         return PromptPlan(
@@ -8071,6 +8153,7 @@ class PromptPlanner:
             stated=stated,
             transcript=transcript,
             n_replayed=len(recorded_ids),
+            thinking=transcript.thinking + _thinking_of(healed),
             unverified=None if guess is None else splice,
         )
 
@@ -8103,13 +8186,17 @@ class PromptPlanner:
             n_past = max(user_indices, default=n_system) - n_system
             for past_message in later_messages[:n_past]:
                 past_message.pop("reasoning_content", None)
+            # Recorded as if it were there: who sends it again may have this replayed.
+            thinking = tuple(message.thinking for message in messages)
         else:
             later_messages = self._heal(later_messages, conversation)
+            thinking = _thinking_of([*head.messages, *later_messages])
         return PromptPlan(
             rendered=template.render_prompt(request, [*head.messages, *later_messages]),
             conversation=conversation,
             stated=stated,
             starts=starts,
+            thinking=thinking,
         )
 
     def _heal(
@@ -8119,6 +8206,16 @@ class PromptPlanner:
         contexts = reply_contexts(conversation.messages, conversation.session)
         start = len(conversation.messages) - len(newest)
         return heal_messages(newest, self.healing, contexts=contexts[start:])
+
+
+def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
+    """The thinking of each message; "" for all that are no replies."""
+    thinking = []
+    for message in messages:
+        is_reply = message["role"] == "assistant"
+        text = message.get("reasoning_content", "") if is_reply else ""
+        thinking.append(text.strip())
+    return tuple(thinking)
 
 
 # region UPSTREAM ==============================================================

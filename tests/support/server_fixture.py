@@ -71,10 +71,7 @@ def clear_cache(engine: s.Engine) -> None:
 
 
 def forget_pasts(state: s.ServerState) -> None:
-    ledger = state.stores.ledger
-    with ledger._ledger_lock:
-        ledger._records.clear()
-        ledger._nbytes = 0
+    state.stores.ledger.forget(None)
 
 
 class Recorder:

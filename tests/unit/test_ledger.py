@@ -541,6 +541,27 @@ def modes_in(server: Server, draft: start_llm.PromptPlan) -> list[str]:
     return re.findall(r"MODE (\w+)", server.text(draft))
 
 
+def test_a_note_that_is_missing_in_several_messages_is_told_once() -> None:
+    server = Server()
+    mode = note("MODE on")
+    messages: list = [SYSTEM]
+    for text in ("one", "two"):
+        messages.append(said("user", text))
+        server.answer(messages, FINE, user="s")
+        messages.append(FINE)
+
+    noted = [
+        said("user", f"{mode}\n{message['content']}")
+        if message["role"] == "user"
+        else message
+        for message in [*messages, said("user", "three")]
+    ]
+    for newest in (noted[-1], said("user", "three")):
+        draft = server.draft([*noted[:-1], newest], user="s")
+        assert draft.transcript
+        assert modes_in(server, draft) == ["on"]
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_note_said_again_after_another_is_told_again(is_late: bool) -> None:
     """The client keeps all three where they are: the mode that holds is the last (L-84)."""
@@ -990,6 +1011,28 @@ def test_one_key_has_up_to_four_pasts() -> None:
     assert starts_with(server.draft(messages, user="nobody"), newest)
 
 
+def test_of_several_alternatives_the_one_used_least_recently_goes() -> None:
+    server = Server()
+    past = server.answer([SYSTEM, USER], FINE, words="own", session="own", user="own")
+    for n in range(6):
+        server.now += 1
+        draft = server.draft([SYSTEM, USER, FINE, NEXT], user="own")
+        assert starts_with(draft, past)
+        server.now += 1
+        server.answer([SYSTEM, USER], FINE, words=f"version {n}", session=f"s{n}")
+
+
+def test_equal_alternatives_are_one() -> None:
+    """Whoever says "hi" four times pushes nobody's transcript out."""
+    server = Server()
+    past = server.answer([SYSTEM, USER], FINE, words="own", session="own", user="own")
+    for _ in range(6):
+        server.now += 1
+        server.answer([SYSTEM, USER], FINE, words="the same")
+    assert server.planner.ledger.snapshot()["transcripts"] == 2
+    assert starts_with(server.draft([SYSTEM, USER, FINE, NEXT], user="own"), past)
+
+
 # -- replies that their clients have left -------------------------------------------------
 
 PIECES = ["I have", " looked.", " It is", "\n\n", "four,", " and more"]
@@ -1087,6 +1130,16 @@ def test_a_left_reply_is_not_forgotten_before_what_goes_on_from_it() -> None:
         holders = [r for r in records if holds_tokens(r, prompt_and_reply[:100])]
         assert not holders or any(holder.reply.shown_ends for holder in holders)
     assert not holders
+
+
+def test_a_left_reply_that_is_replayed_stays_young() -> None:
+    """A part of it is replayed: the record is what was used."""
+    server = Server(ledger_ttl_seconds=100.0)
+    asked = [SYSTEM, USER]
+    leave(server, server.draft(asked))
+    for _ in range(3):
+        server.now += 90
+        assert server.draft([*asked, said("assistant", "I have"), NEXT]).transcript
 
 
 # -- thinking ---------------------------------------------------------------------------
@@ -1225,6 +1278,44 @@ def test_transcripts_whose_thinking_may_not_be_shown_are_not_tried() -> None:
     draft = server.draft([*messages, NEXT], tools=TOOLS)
     assert draft.refusal == "thinking is not preserved"
     assert starts_with(draft, past)
+
+
+def test_a_transcript_that_may_not_be_shown_is_not_used() -> None:
+    server = Server("chatml/tiny", preserve_thinking=False)
+    server.answer([SYSTEM, USER], THOUGHT)
+    server.now = 90.0
+    assert server.draft(SECOND_REQUEST).refusal == "thinking is not preserved"
+    records = chain.from_iterable(server.planner.ledger._records.values())
+    uses = [r.last_used for r in records if isinstance(r, start_llm.Transcript)]
+    assert uses == [0.0]
+
+
+def test_thinking_that_was_put_back_is_in_the_transcript() -> None:
+    """The prompt has it, so a client that sends it after all may have it replayed."""
+    server = Server("demo/tiny")
+    server.answer([SYSTEM, USER], THOUGHT)
+    server.planner.ledger.forget(None)
+    past = server.answer(SECOND_REQUEST, said("assistant", "done"))
+    assert "because of it" in server.speaker.text(past)
+
+    messages = [SYSTEM, USER, THOUGHT, NEXT, said("assistant", "done"), NEXT]
+    assert starts_with(server.draft(messages), past)
+    messages[2] = {**THOUGHT, "reasoning_content": "of something else"}
+    assert not server.draft(messages).transcript
+
+
+def test_thinking_that_was_put_back_is_not_preserved_either() -> None:
+    server = Server("demo/tiny", preserve_thinking=False)
+    thinks = asks("x", reasoning_content="why I look")
+    server.answer([SYSTEM, USER], thinks, tools=TOOLS)
+    server.planner.ledger.forget(None)
+    messages = [SYSTEM, USER, asks("x"), result("r")]
+    past = server.answer(messages, FINE, tools=TOOLS)
+    assert "why I look" in server.speaker.text(past)
+
+    draft = server.draft([*messages, FINE, NEXT], tools=TOOLS)
+    assert draft.refusal == "thinking is not preserved"
+    assert "why I look" not in server.text(draft)
 
 
 def test_without_past_thinking_a_past_is_replayed_even_then() -> None:
@@ -1975,9 +2066,11 @@ def fill(server: Server, n: int, *, turns: int = 3) -> list:
 
 def counted(book: start_llm.Ledger) -> int:
     n_bytes = 0
-    for records in book._records.values():
-        n_bytes += sum(record.nbytes for record in records)
-    return n_bytes
+    parts = {}
+    for record in chain.from_iterable(book._records.values()):
+        n_bytes += record.nbytes
+        parts.update({id(part): part for part in record.shared_parts()})
+    return n_bytes + sum(map(sys.getsizeof, parts.values()))
 
 
 def test_the_ledger_is_bounded_and_forgets_what_was_used_least_recently() -> None:
@@ -2007,6 +2100,39 @@ def test_what_a_fifth_alternative_pushes_out_counts_no_more() -> None:
     server.now += 10**6
     assert not server.draft([*base, FINE, NEXT]).transcript
     assert server.n_bytes() == counted(server.planner.ledger) == 0
+
+
+def test_what_transcripts_share_counts_until_the_last_of_them_is_gone() -> None:
+    """Each question is shared by what goes on from it, which outlives its first record."""
+    server = Server()
+    base = [SYSTEM, said("user", "a long question " * 1_000)]
+    for n in range(12):
+        server.now += 1
+        server.answer(base, FINE, words=f"version {n}")
+        draft = server.draft([*base, FINE, said("user", f"go on {n}")])
+        server.say(draft, said("assistant", f"done {n}"))
+
+    parts = {}
+    for record in chain.from_iterable(server.planner.ledger._records.values()):
+        for segment in getattr(record, "segments", ()):
+            owner = segment if segment.base is None else segment.base
+            parts[id(owner)] = owner.nbytes
+    assert len(parts) > 24
+    assert sum(parts.values()) < server.n_bytes()
+    server.planner.ledger.forget("")
+    assert server.n_bytes() == 0
+
+
+def test_a_record_that_is_too_large_leaves_the_others() -> None:
+    server = Server(ledger_max_bytes=40_000)
+    messages = fill(server, 0)
+    huge = [SYSTEM, said("user", "a long question " * 5_000)]
+    server.answer(huge, FINE)
+    assert server.draft(messages).transcript
+    plan = started(server, 1, size=100_000)
+    server.planner.ledger.remember(plan, session_id="", now=server.now)
+    assert server.draft(messages).transcript
+    assert server.n_bytes() == counted(server.planner.ledger) < 40_000
 
 
 def test_no_past_is_forgotten_before_those_that_go_on_from_it() -> None:
