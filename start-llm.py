@@ -144,6 +144,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import (
     Callable,
     Generator,
+    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -5063,13 +5064,15 @@ def find_masking_rule(old_text: str, new_text: str) -> str | None:
 # the text and calls of the reply together with what the reply answered: "yes" alone
 # may follow from any thinking (L-76). Thinking that a client sends is never replaced.
 #
-# A message here is a CanonicalMessage: `original` is what the client sent, its content
-# one text; `digest` names it without what changes by itself, such as ids and dates;
-# `pinned` are such values, of which some are private to a session (`is_private`).
+# Thinking is kept with and put back into plain Messages, whose content is one text.
+# What a reply answers is named by CanonicalMessages: `original` is such a Message;
+# `digest` names it without what changes by itself, such as ids and dates; `pinned` are
+# such values, of which some are private to a session (`is_private`).
 #
 # Public   HealingStore, ReplyContext, Session, ANONYMOUS, heal_messages,
 #          private_owner, reply_contexts
 # Uses     API TYPES, ANTHROPIC API, CANONICALIZATION
+# Owns     _healing_lock
 # Thread   any
 
 
@@ -5099,9 +5102,10 @@ ANONYMOUS: Final = Session()
 def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> bytes:
     """Whose private values a conversation has, once `message` is added to it.
 
-    `owner` is whose it had before: b"" while it has no private value. An owner is a
-    named session or, of an anonymous one, all that send the same private values. What
-    was remembered of one owner is used for no other (L-106).
+    `owner` is whose it had before: b"" while it has no private value. If the session
+    has a name, it is the owner; if not, all that send the same private values are one
+    owner. What was remembered of one owner is found for no other by its context
+    (L-106).
     """
     private_values = [pinned for pinned in message.pinned if pinned.is_private]
     if not private_values:
@@ -5116,12 +5120,11 @@ def private_owner(owner: bytes, message: CanonicalMessage, session: Session) -> 
 
 
 class ReplyContext(NamedTuple):
-    """What a reply answers, as two digests. Each covers private_owner(), too (L-106).
+    """What a reply answers, as two digests. Both cover private_owner() (L-106)."""
 
-    By `last_message` thinking is found where a client has edited older messages.
-    """
-
-    all_messages: bytes  # without the contents of tool results: clients shorten them
+    # Without the contents of tool results: clients shorten them.
+    all_messages: bytes
+    # The one that it answers: finds thinking where a client has edited older messages.
     last_message: bytes
 
 
@@ -5140,62 +5143,115 @@ def reply_contexts(
     return contexts
 
 
-class HealingStore:
-    """The thinking of replies. For any thread; the least recently used goes first."""
+class _Thought(NamedTuple):
+    """The thinking of a reply."""
 
-    CAP: Final = 4000  # entries of each cache; a reply has two in _by_context
-    MAX_BYTES: Final = 64_000_000  # of thinking; once so much was added, all is dropped
+    thinking: str
+    session_id: str  # as people see it, see GeneratedReply
+
+
+class HealingStore:
+    """The thinking of replies. For any thread; the least recently used goes first.
+
+    A reply is found under three keys: two for its context, one for its signature.
+    """
+
+    CAP: Final = 4000  # keys of each kind
+    MAX_BYTES: Final = 64_000_000  # of thinking
 
     def __init__(self) -> None:
-        self._nbytes = 0  # added since all was dropped
-        # Jinja's LRUCache has a lock of its own.
-        self._by_context = LRUCache(
-            self.CAP
-        )  # by a digest of the context and the reply
-        self._by_signature = LRUCache(self.CAP)  # the signature is a hash of thinking
+        self._healing_lock = threading.Lock()  # guards what follows
+        # By a digest of the context and that of the reply. Those used last are last.
+        self._by_context: OrderedDict[Hashable, _Thought] = OrderedDict()
+        # By a hash of the thinking, whosever it is: a client has the hash only from a
+        # reply with that thinking.
+        self._by_signature: OrderedDict[Hashable, _Thought] = OrderedDict()
+        self._n_keys: Counter[int] = Counter()  # of each thought, by its id()
+        self._nbytes = 0  # of the thoughts that have a key
 
-    def remember(self, reply: Message, context: Iterable[bytes]) -> None:
-        """Keep the thinking of a reply, if it has any. `context`: a ReplyContext."""
+    def remember(
+        self, reply: Message, context: ReplyContext, *, session_id: str = ""
+    ) -> None:
+        """Keep the thinking of a reply, if it has any."""
         thinking = reply.get("reasoning_content")
         if not thinking:
             return
-        self._nbytes += sys.getsizeof(thinking)
-        if self._nbytes > self.MAX_BYTES:
-            self.clear()  # why(L-128): what outlives a request is bounded in bytes
-        self._by_signature[thinking_signature(thinking)] = thinking
+        thought = _Thought(thinking, session_id)
         digest = reply_digest(reply)
-        for context_digest in context:
-            self._by_context[context_digest, digest] = thinking
+        with self._healing_lock:
+            for context_digest in context:
+                self._put(self._by_context, (context_digest, digest), thought)
+            self._put(self._by_signature, thinking_signature(thinking), thought)
+            # why(L-128): what outlives a request is bounded in bytes.
+            while self._nbytes > self.MAX_BYTES:
+                self._drop(self._by_context, next(iter(self._by_context), None))
+                self._drop(self._by_signature, next(iter(self._by_signature), None))
 
-    def find_thinking(self, reply: Message, context: Iterable[bytes]) -> str:
+    def find_thinking(self, reply: Message, context: ReplyContext) -> str:
         """The thinking that led to this reply; "" if it is not known."""
         if not len(self):
             return ""
-        thinking = self._by_signature.get(str(reply.get("thought_id")))
-        if thinking:
-            return str(thinking)
         digest = reply_digest(reply)
-        for context_digest in context:
-            thinking = self._by_context.get((context_digest, digest))
-            if thinking:
-                return str(thinking)
+        signature = reply.get("thought_id")
+        with self._healing_lock:
+            if isinstance(signature, str) and signature in self._by_signature:
+                self._by_signature.move_to_end(signature)
+                return self._by_signature[signature].thinking
+            for context_digest in context:
+                thought = self._by_context.get((context_digest, digest))
+                if thought is not None:
+                    self._by_context.move_to_end((context_digest, digest))
+                    return thought.thinking
         return ""
 
-    def clear(self) -> None:
-        """Forget all of it."""
-        self._by_context.clear()
-        self._by_signature.clear()
-        self._nbytes = 0
+    def forget(self, session_id: str | None) -> None:
+        """Drop the thinking of the replies to a session; None: all of it."""
+        with self._healing_lock:
+            for thoughts in (self._by_context, self._by_signature):
+                forgotten = [
+                    key
+                    for key, thought in thoughts.items()
+                    if session_id in (None, thought.session_id)
+                ]
+                for key in forgotten:
+                    self._drop(thoughts, key)
 
     def __len__(self) -> int:
         return len(self._by_context)
+
+    # The methods below are called with the lock held.
+
+    def _put(
+        self,
+        thoughts: OrderedDict[Hashable, _Thought],
+        key: Hashable,
+        thought: _Thought,
+    ) -> None:
+        """Replace the thought under a key; drop the oldest if there are too many."""
+        self._drop(thoughts, key)
+        thoughts[key] = thought
+        if not self._n_keys[id(thought)]:
+            self._nbytes += sys.getsizeof(thought.thinking)
+        self._n_keys[id(thought)] += 1
+        if len(thoughts) > self.CAP:
+            self._drop(thoughts, next(iter(thoughts)))
+
+    def _drop(self, thoughts: OrderedDict[Hashable, _Thought], key: Hashable) -> None:
+        """Remove a key, if it is there, and the thought's bytes with its last key."""
+        if key not in thoughts:
+            return
+        thought = thoughts.pop(key)
+        self._n_keys[id(thought)] -= 1
+        if not self._n_keys[id(thought)]:
+            del self._n_keys[id(thought)]
+            self._nbytes -= sys.getsizeof(thought.thinking)
 
 
 def heal_messages(
     messages: Iterable[Message],
     store: HealingStore,
     *,
-    contexts: Iterable[Iterable[bytes]],
+    contexts: Iterable[ReplyContext],
 ) -> list[Message]:
     """The same messages; replies that were sent without their thinking have it again.
 
@@ -6941,14 +6997,16 @@ def _excerpt(messages: list[Message]) -> list[Message]:
 #     block 0 = sha256(root    + tokens 0 to 255)      of blocks of 256 tokens
 #     block 1 = sha256(block 0 + tokens 256 to 511)
 #
-# So a name stands for all tokens up to the end of its block. The root stands for what
-# else changes KV: model and tenant.
+# So a name stands for all tokens up to the end of its block. The root stands for all
+# else that must be the same: the model, whose KV it is, and the tenant, who alone may
+# use it.
 #
 # The model has the same token ids for every image. So that another image is another
-# prefix (L-57), negative markers made of the image's digest stand in their place:
+# prefix (L-57), negative markers made of the image's digest stand in their place. The
+# first marker of an image is odd, all others are even:
 #
-#     ids as rendered    12   7  900  900  900   5        900: one patch of an image
-#     ids with markers   12   7  -13  -88  -40   5        odd: an image begins here
+#     ids as rendered    12   7  900  900  900   5        900: a patch of the image
+#     ids with markers   12   7  -13  -88  -40   5        -13: the image begins
 #
 # Public   common_prefix_length, inject_image_markers, image_starts, is_inside_image,
 #          block_hashes
@@ -6958,7 +7016,8 @@ def _excerpt(messages: list[Message]) -> list[Message]:
 
 def common_prefix_length(first: TokenIds, second: TokenIds) -> int:
     """How many leading tokens are the same."""
-    differs = first[: len(second)] != second[: len(first)]
+    n_shorter = min(len(first), len(second))
+    differs = first[:n_shorter] != second[:n_shorter]
     if not differs.any():
         return len(differs)
     return int(differs.argmax())
@@ -6971,6 +7030,7 @@ def inject_image_markers(ids: TokenIds, image: slice, *, digest: str) -> TokenId
     gets a word, in turn; models make dozens of tokens of an image, so all are used.
     """
     n_tokens = image.stop - image.start
+    assert n_tokens > 0
     digest_words = np.frombuffer(bytes.fromhex(digest), "<u4")
     words = np.resize(digest_words, n_tokens)  # repeated as often as needed
 
@@ -7007,7 +7067,11 @@ def block_hashes(
     root: bytes,
     first_hashes: Sequence[bytes] = (),
 ) -> list[bytes]:
-    """The names of all full blocks. `first_hashes`: of the first ones, if known."""
+    """The names of all full blocks.
+
+    `first_hashes`: of the first ones, if known. They must be of the same tokens, root
+    and block size, which is not checked.
+    """
     token_bytes = np.asarray(tokens, dtype="<i4").tobytes()
     block_bytes = 4 * block_size
     n_blocks = len(token_bytes) // block_bytes
@@ -10322,11 +10386,11 @@ class CacheLease:
 #
 # Public   SessionIndex, SessionRow, session_id_for, SessionTurnStore, RequestHistory,
 #          SentRequest, MissReason, count_reread_tokens, explain_miss, message_diff
-# Uses     CONFIG, API TYPES, CANONICALIZATION, TOKEN HASHES
+# Uses     CONFIG, API TYPES, CANONICALIZATION, TEMPLATE TRAITS, TOKEN HASHES
 # Owns     _sessions_lock, _turns_lock, _history_lock
 # Thread   any
 
-MIN_LOST_TOKENS: Final = 16  # fewer are a generation prompt, or part of a block
+MIN_LOST_TOKENS: Final = 16  # so many, or fewer, are as a rule a generation prompt
 EXCERPT_MARGIN: Final = 40  # characters before a difference; twice as many after it
 
 
@@ -10366,6 +10430,7 @@ class SessionIndex:
     MAX_SESSIONS: Final = 10_000  # beyond it, the least recently used is dropped
 
     def __init__(self, config: Config) -> None:
+        # One setting for both: a session has as many rows here as cache entries.
         self._max_turns = max(1, config.prompt_cache_max_entries_per_session)
         max_idle_seconds = config.prompt_cache_session_max_idle_seconds
         self._max_idle_seconds = max_idle_seconds or math.inf
@@ -10405,8 +10470,9 @@ class SessionTurnStore:
     """The messages that each session has sent, as digests.
 
     A session has several conversations: beside the main one, clients send requests for
-    a title, for a summary and for sub-agents under the same id. Apart from these, the
-    last request is kept, of whichever: the session log has only what is new in a next.
+    a title, for a summary and for sub-agents under the same id. In a record of its own,
+    the last request of a session is kept, whatever it was for: of the next request the
+    session log has only the messages that are new.
     """
 
     MAX_SESSIONS: Final = 1_000  # beyond it, the least recently used is dropped
@@ -10440,6 +10506,15 @@ class SessionTurnStore:
             self._last_requests[session_id] = digests
         return message_diff(last_request, digests)
 
+    def forget(self, session_id: str | None) -> None:
+        """Drop what a session has sent; None: what all have."""
+        with self._turns_lock:
+            for sessions in (self._conversations, self._last_requests):
+                if session_id is None:
+                    sessions.clear()
+                elif session_id in sessions:
+                    del sessions[session_id]
+
 
 def message_diff(earlier: Sequence[object], current: Sequence[object]) -> int:
     """How many leading items of two sequences are the same."""
@@ -10462,7 +10537,13 @@ class SentRequest(NamedTuple):
     messages: Sequence[CanonicalMessage]
     context_key: bytes
     answered_at: float = 0.0  # seconds, on the clock of RequestHistory.expire()
+    n_reply_tokens: int = 0  # the last ones of `tokens`
     cost: int = 0  # see RequestHistory
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        return len(self.tokens) - self.n_reply_tokens
 
     @property
     def digests(self) -> list[bytes]:
@@ -10474,9 +10555,9 @@ class RequestHistory:
     """The last answered request of each conversation; no completions."""
 
     MAX_COST: Final = 2_000_000  # of all; beyond it, the oldest go first
-    # A request costs this and 1 a token, for each new request is compared with all of
-    # them; or 1 for 4 bytes of its messages, if that is more: what no template prints
-    # takes memory, too (L-128).
+    # What each request costs, beside the larger of two figures. One is time: a new
+    # request is compared with all the others, token by token. One is memory, in words
+    # of 4 bytes: what no template prints takes some, too (L-128).
     REQUEST_COST: Final = 4_000
 
     def __init__(self, config: Config) -> None:
@@ -10485,10 +10566,15 @@ class RequestHistory:
         self._requests: list[SentRequest] = []  # the oldest first
 
     def add(self, request: SentRequest) -> None:
-        """Keep an answered chat, and drop those of its session that it continues."""
+        """Keep an answered chat, and drop those of its session that it continues.
+
+        One that is too large for all of the history is not kept, nor drops any other.
+        """
         digests = request.digests
         n_bytes = len(marshal.dumps([m.original for m in request.messages], 2))
         cost = self.REQUEST_COST + max(len(request.tokens), n_bytes // 4)
+        if cost > self.MAX_COST:
+            return
         request = request._replace(cost=cost)
 
         def is_continued(earlier: SentRequest) -> bool:
@@ -10509,6 +10595,13 @@ class RequestHistory:
         oldest = now - self._max_age_seconds
         with self._history_lock:
             self._requests = [r for r in self._requests if r.answered_at >= oldest]
+
+    def forget(self, session_id: str | None) -> None:
+        """Drop the requests of a session; None: all."""
+        with self._history_lock:
+            if session_id is None:
+                self._requests = []
+            self._requests = [r for r in self._requests if r.session_id != session_id]
 
     def find_nearest(
         self, request: SentRequest, *, session_only: bool
@@ -10543,12 +10636,21 @@ def count_reread_tokens(
         tokens of the request   [ cached | the same, but not cached | all that follows ]
         read again                0        all of them                a share
 
-    The share is that of characters in messages that the earlier request had, too.
+    The share is that of characters in messages that the earlier request had, too. The
+    first messages are left out of it, as far as both requests have the same: as a rule
+    their tokens are those that are the same. If all messages of the earlier request
+    are among them, what is left of its prompt was rendered otherwise: so many of the
+    tokens that follow are read again in any case.
     """
     n_common = common_prefix_length(earlier.tokens, request.tokens)
     n_stable = 0
     if earlier.context_key == request.context_key:
         n_stable = message_diff(earlier.digests, request.digests)
+
+    n_known = max(n_common, cached_tokens)
+    n_rerendered = 0
+    if earlier.messages and n_stable == len(earlier.messages):
+        n_rerendered = max(0, earlier.n_prompt_tokens - n_known)
 
     earlier_digests = set(earlier.digests)
     n_characters = 0
@@ -10560,8 +10662,9 @@ def count_reread_tokens(
             n_repeated_characters += size
 
     repeated_share = n_repeated_characters / max(1, n_characters)
-    n_following = len(request.tokens) - max(n_common, cached_tokens)
-    return max(0, n_common - cached_tokens) + int(repeated_share * n_following)
+    n_following = max(0, len(request.tokens) - n_known - n_rerendered)
+    n_reread = max(0, n_common - cached_tokens) + n_rerendered
+    return n_reread + int(repeated_share * n_following)
 
 
 class ChangedText(NamedTuple):
@@ -10611,11 +10714,13 @@ def explain_miss(
     if n_common - cached_tokens <= MIN_LOST_TOKENS:
         return reason
 
-    sentence = f"of {n_common} tokens that are the same {cached_tokens} are cached: "
+    causes = []
     if matched_tokens - cached_tokens > MIN_LOST_TOKENS:
-        sentence += "layers with state can only continue from a checkpoint"
-    else:
-        sentence += "the KV of the others was evicted, or dropped after a failure"
+        causes.append("layers with state can only continue from a checkpoint")
+    if n_common - matched_tokens > MIN_LOST_TOKENS or not causes:
+        causes.append("the KV of the others was evicted, or dropped after a failure")
+    sentence = f"of {n_common} tokens that are the same {cached_tokens} are cached: "
+    sentence += ", and ".join(causes)
     if reason is None:
         return MissReason(sentence)
     return reason._replace(sentence=f"{reason.sentence}; {sentence}")
@@ -10631,14 +10736,25 @@ def _find_difference(earlier: SentRequest, request: SentRequest) -> MissReason |
         return None
     message = request.messages[index]
     if index == len(earlier.messages):
-        sentence = "the last reply came back changed, or is now rendered differently"
-        return MissReason(sentence, index, message.role)
+        return MissReason(_judge_reply(earlier, request, message), index, message.role)
 
     change = _compare_texts(earlier.messages[index].canonical, message.canonical)
     sentence = f"a {message.role} message differs"
     if change.rule:
         sentence += f", which {change.rule} could mask"
     return MissReason(sentence, index, message.role, change)
+
+
+def _judge_reply(
+    earlier: SentRequest, request: SentRequest, message: CanonicalMessage
+) -> str:
+    """Why tokens are lost though all earlier messages came back; `message` is next."""
+    n_common = common_prefix_length(earlier.tokens, request.tokens)
+    if earlier.n_prompt_tokens - n_common > MIN_LOST_TOKENS:
+        return "messages before it are now rendered differently"
+    if message.role != "assistant":
+        return "the last reply did not come back before it"
+    return "the last reply came back changed, or is now rendered differently"
 
 
 def _compare_texts(earlier: Message, current: Message) -> ChangedText:
@@ -10649,7 +10765,7 @@ def _compare_texts(earlier: Message, current: Message) -> ChangedText:
         text = str(current)
         earlier_text = str(earlier)
 
-    start = max(0, message_diff(earlier_text, text) - EXCERPT_MARGIN)
+    start = max(0, count_common(earlier_text, text) - EXCERPT_MARGIN)
     excerpt = slice(start, start + 3 * EXCERPT_MARGIN)
     rule = find_masking_rule(earlier_text, text)
     return ChangedText(earlier_text[excerpt], text[excerpt], rule)
@@ -18557,6 +18673,7 @@ class PreparedRequest(NamedTuple):
             conversation.messages,
             conversation.context_key,
             time.monotonic(),
+            n_reply_tokens=len(reply_ids),
         )
 
     def in_client_terms(self, reason: MissReason | None) -> MissReason | None:
@@ -19165,7 +19282,9 @@ class ReplyRecorder:
         if recording.in_healing_store:
             conversation = plan.conversation
             contexts = reply_contexts(conversation.messages, conversation.session)
-            stores.healing_store.remember(reply.original, contexts[-1])
+            stores.healing_store.remember(
+                reply.original, contexts[-1], session_id=self._prepared.session_id
+            )
 
     def _canonical_reply(self, message: JsonObject) -> CanonicalMessage:
         original = {**message, "content": message["content"] or ""}
@@ -20109,11 +20228,13 @@ def _explain_match(
 
 
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
-    """DELETE /v1/cache: drop KV that rests, and the ledger; of one session, or all."""
+    """DELETE /v1/cache: drop KV and what was recorded; of one session, or all."""
     for view in state.views():
-        view.stores.ledger.forget(session)
-        if session is None:
-            view.stores.healing_store.clear()
+        stores = view.stores
+        stores.ledger.forget(session)
+        stores.healing_store.forget(session)
+        stores.history.forget(session)
+        stores.session_turn_store.forget(session)
     tenant = state.tenant
     n_dropped = state.engine.call(
         lambda scheduler: scheduler.cache.evict_session(tenant, session)

@@ -15,6 +15,8 @@ from start_llm import (
     SessionContext,
     SessionIndex,
     SessionTurnStore,
+    count_reread_tokens,
+    explain_miss,
     message_diff,
     session_id_for,
 )
@@ -215,3 +217,91 @@ def test_without_a_limit_no_request_is_forgotten() -> None:
     history.add(answered(0))
     history.expire(1e9)
     assert len(history._requests) == 1
+
+
+def test_a_request_that_is_too_large_leaves_the_others() -> None:
+    history = RequestHistory(Config())
+    history.add(answered(1))
+    huge = np.zeros(RequestHistory.MAX_COST, np.int32)
+    history.add(answered(2)._replace(session_id="huge", tokens=huge))
+    assert [request.answered_at for request in history._requests] == [1.0]
+
+
+def test_a_session_that_is_forgotten_leaves_no_request() -> None:
+    history = RequestHistory(Config())
+    store = SessionTurnStore()
+    for session_id in ("one", "two"):
+        history.add(answered(1)._replace(session_id=session_id))
+        store.advance(session_id, ["a"])
+        store.exchange_last(session_id, ["a"])
+
+    history.forget("one")
+    store.forget("one")
+    assert [request.session_id for request in history._requests] == ["two"]
+    assert [store.advance("one", ["a"]), store.exchange_last("one", ["a"])] == [0, 0]
+    assert [store.advance("two", ["a"]), store.exchange_last("two", ["a"])] == [1, 1]
+
+    history.forget(None)
+    store.forget(None)
+    assert history._requests == []
+    assert [store.advance("two", ["a"]), store.exchange_last("two", ["a"])] == [0, 0]
+
+
+# -- why not more --------------------------------------------------------------------------
+
+
+def sent(*roles: str, tokens: np.ndarray, n_reply_tokens: int = 0) -> SentRequest:
+    """A request whose messages have these roles; with the same index they are the same."""
+    messages = []
+    for index, role in enumerate(roles):
+        message = {"role": role, "content": f"{role} {index}"}
+        digest = f"{role} {index}".encode()
+        messages.append(CanonicalMessage(role, message, message, digest))
+    return SentRequest(
+        "s", tokens, tuple(messages), b"head", n_reply_tokens=n_reply_tokens
+    )
+
+
+EARLIER = sent("system", "user", tokens=np.arange(2_050), n_reply_tokens=50)
+
+
+def rendered(n_same: int) -> np.ndarray:
+    """A prompt that begins like the earlier one."""
+    return np.concatenate([np.arange(n_same), np.full(2_200 - n_same, 9_999)])
+
+
+def why(request: SentRequest, *, cached_tokens: int, matched_tokens: int) -> str:
+    reason = explain_miss(
+        EARLIER, request, cached_tokens=cached_tokens, matched_tokens=matched_tokens
+    )
+    return reason.sentence if reason else ""
+
+
+def test_tokens_of_the_same_messages_are_read_again_if_rendered_otherwise() -> None:
+    roles = ("system", "user", "assistant", "user")
+    for n_same, n_reread in ((100, 1_900), (2_000, 0), (2_050, 0)):
+        request = sent(*roles, tokens=rendered(n_same))
+        assert count_reread_tokens(EARLIER, request, cached_tokens=n_same) == n_reread
+
+
+def test_a_reply_is_blamed_only_for_its_own_tokens() -> None:
+    came_back = ("system", "user", "assistant", "user")
+    deleted = ("system", "user", "user")
+    for roles, n_same, words in (
+        (came_back, 2_000, "the last reply came back changed"),
+        (came_back, 100, "messages before it are now rendered differently"),
+        (deleted, 2_000, "the last reply did not come back"),
+    ):
+        request = sent(*roles, tokens=rendered(n_same))
+        assert words in why(request, cached_tokens=n_same, matched_tokens=n_same)
+
+
+def test_of_two_causes_both_are_given() -> None:
+    request = sent("system", "user", "assistant", tokens=np.arange(2_200))
+    for cached, matched, is_state, is_kv in (
+        (100, 2_050, True, False),
+        (100, 100, False, True),
+        (100, 1_000, True, True),
+    ):
+        sentence = why(request, cached_tokens=cached, matched_tokens=matched)
+        assert ("checkpoint" in sentence, "evicted" in sentence) == (is_state, is_kv)

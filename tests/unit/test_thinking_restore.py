@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -302,6 +303,53 @@ def test_many_threads_share_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(1, 9)))
     assert len(store) == 50
+
+
+def test_the_thinking_used_least_recently_goes_where_there_is_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start_llm.HealingStore, "MAX_BYTES", 10_000)
+    store = start_llm.HealingStore()
+    for n in range(30):
+        for _ in range(3):  # the same again counts once
+            store.remember(reply(f"r{n}", thought=f"{n} " * 300), ASKED)
+        assert store.find_thinking(reply("r0"), ASKED)  # keeps it in use
+        assert store._nbytes <= 10_000
+    assert store.find_thinking(reply("r29"), ASKED)
+    assert not store.find_thinking(reply("r1"), ASKED)
+    assert len(store) > 5
+
+
+def test_threads_leave_the_bytes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_llm.HealingStore, "MAX_BYTES", 30_000)
+    store = start_llm.HealingStore()
+
+    def work(seed: int) -> None:
+        for n in range(300):
+            thought = f"of {n} " * (seed * 7)
+            store.remember(reply(f"r{n % 40}", thought=thought), ASKED)
+            if n % 90 == 89:
+                store.forget(None)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(1, 9)))
+    thoughts = [*store._by_context.values(), *store._by_signature.values()]
+    unique = {id(thought): thought.thinking for thought in thoughts}
+    assert store._nbytes == sum(map(sys.getsizeof, unique.values())) <= 30_000
+    store.forget(None)
+    assert store._nbytes == len(store) == 0
+
+
+def test_the_thinking_of_a_session_is_forgotten_with_it() -> None:
+    store = start_llm.HealingStore()
+    for session_id in ("one", "two"):
+        answer = reply(session_id, thought=f"of {session_id}")
+        store.remember(answer, ASKED, session_id=session_id)
+
+    store.forget("one")
+    signature = start_llm.thinking_signature("of one")
+    assert store.find_thinking(reply("one", thought_id=signature), ASKED) == ""
+    assert store.find_thinking(reply("two"), ASKED) == "of two"
 
 
 # -- healing ------------------------------------------------------------------------
