@@ -7452,9 +7452,7 @@ class Transcript(LedgerRecord):
     thinking: tuple[str, ...]
     session: Session
     last_call_id: str  # of the last tool call generated here; "" if there is none
-    part_of: Transcript | None = (
-        None  # the record from which cut_to() has made this one
-    )
+    part_of: Transcript | None = None  # the record that cut_to() has cut
 
     @classmethod
     def of(
@@ -10612,7 +10610,7 @@ class RequestHistory:
         the nearest may have nothing in common.
         """
         with self._history_lock:
-            candidates = list(self._requests)
+            candidates = self._requests[::-1]  # of equal ones max() takes the newest
         if session_only:
             candidates = [r for r in candidates if r.session_id == request.session_id]
         digests = set(request.digests)

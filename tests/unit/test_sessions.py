@@ -247,6 +247,14 @@ def test_a_session_that_is_forgotten_leaves_no_request() -> None:
     assert [store.advance("two", ["a"]), store.exchange_last("two", ["a"])] == [0, 0]
 
 
+def test_of_equally_near_requests_the_newest_is_compared_with() -> None:
+    history = RequestHistory(Config())
+    for n in range(3):
+        history.add(answered(n))
+    nearest = history.find_nearest(answered(9), session_only=True)
+    assert nearest and nearest.answered_at == 2.0
+
+
 # -- why not more --------------------------------------------------------------------------
 
 
