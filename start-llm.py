@@ -14848,13 +14848,18 @@ class Piece(NamedTuple):
     text: str
 
 
-_FENCE_LINE: Final = re.compile(r"\s*(?P<fence>`{3,}|~{3,})")
+# Finds:      ```python    Finds not:  ```an inline span```
+_FENCE_LINE: Final = re.compile(
+    r"\s*(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<language>.*)", re.DOTALL
+)
+_FENCE_LINE_LENGTH: Final = 200  # characters of a line that are looked at
 
 
 class _CodeFence:
     """Whether a text that comes in pieces is in a block of code: between ``` lines.
 
-    A block that begins with ```` may contain ``` lines.
+    A block that begins with ```` may contain ``` lines, and any block ```python: a
+    line that ends a block names no language.
     """
 
     def __init__(self) -> None:
@@ -14869,10 +14874,10 @@ class _CodeFence:
     def read(self, text: str) -> None:
         """Read on in the text."""
         first, *lines = text.split("\n")
-        self._line_start = (self._line_start + first[:20])[:20]
+        self._line_start = (self._line_start + first)[:_FENCE_LINE_LENGTH]
         for line in lines:
             self._opening = self._opening_after_line()
-            self._line_start = line[:20]
+            self._line_start = line[:_FENCE_LINE_LENGTH]
 
     def _opening_after_line(self) -> str:
         match = _FENCE_LINE.match(self._line_start)
@@ -14881,7 +14886,8 @@ class _CodeFence:
         fence = match["fence"]
         if not self._opening:
             return fence
-        return "" if fence.startswith(self._opening) else self._opening
+        is_end = fence.startswith(self._opening) and not match["language"].strip()
+        return "" if is_end else self._opening
 
 
 _FENCED_TAG: Final = regex.compile(rf"{FENCE_START}(?P<tag>(?s:.+))")
@@ -14906,6 +14912,8 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
     untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
     if tags.tool_start:
         untagged += rf"|{FENCE_START}\0"
+    if _GEMMA_THOUGHT in (tags.think_start or ""):  # a word, and no token
+        untagged += f"|(?P<think_start>{_GEMMA_THOUGHT})"
 
     patterns = {}
     for literal, source in ((False, any_tag), (True, untagged)):
@@ -15079,9 +15087,9 @@ class ReasoningStreamSplitter:
 
     def _is_spoken_of(self, tag: str) -> bool:
         """Whether a tag in the middle of a line is a word of the sentence."""
-        if tag.startswith("assistant"):
-            return True
         is_quoted = self._is_quoting and not self._held
+        if tag.startswith("assistant"):  # "the assistant", not "Why?assistant"
+            return is_quoted or bool(self._held)
         if tag.startswith(("<|start|>", "<|channel|>")):
             return is_quoted
         if self._kind == "reasoning":

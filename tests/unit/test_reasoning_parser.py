@@ -7,7 +7,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from start_llm import Piece, ReasoningStreamSplitter, Tags
+from start_llm import (
+    Piece,
+    ReasoningStreamSplitter,
+    Tags,
+    think_end_pattern,
+    think_start_pattern,
+)
 
 TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
 TAGGED = {
@@ -263,3 +269,27 @@ def test_tags_of_other_models() -> None:
         "content": "ok",
         "tool": "<|tool_call>call:f{}",
     }
+
+
+def test_a_header_without_its_start_tag_ends_thinking() -> None:
+    tags = Tags(think_end=think_end_pattern("<|end|>"))
+    reply = "Why?assistant<|channel|>final<|message|>Hi"
+    for chunks in ([reply], list(reply)):
+        texts = split(chunks, in_reasoning=True, tags=tags)
+        assert (texts["reasoning"], texts["content"]) == ("Why?", "Hi")
+
+
+def test_the_word_thought_begins_thinking_without_a_token() -> None:
+    tags = Tags(
+        think_start=think_start_pattern("<|channel>thought"),
+        think_end=think_end_pattern("<channel|>"),
+    )
+    splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
+    pieces = splitter.feed("thought\nWhy?", literal=True)
+    pieces += splitter.feed("<channel|>Hi") + splitter.finish()
+    assert pieces == [Piece("reasoning", "Why?"), Piece("content", "Hi")]
+
+
+def test_an_inline_span_begins_no_block_and_a_language_ends_none() -> None:
+    assert reasoning("```foo``` is short.\n<think>a</think>b") == "a"
+    assert reasoning("```md\n```python\n<think>a</think>b") == ""
