@@ -12578,7 +12578,8 @@ def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
     match = _UNKNOWN_KEYWORDS.search(error)
     if match is not None:
         keywords = match[1]
-        place = _find_keyword(schema or {}, set(json.loads(f"[{keywords}]")))
+        names = {_read_rust_string(text) for text in _RUST_STRING.findall(keywords)}
+        place = _find_keyword(schema or {}, names)
         where = f" of {place:.100}" if place else ""
         return f"{keywords:.100}{where} cannot be enforced: leave it out"
     for pattern, sentence in _SCHEMA_FAULTS.items():
@@ -12586,6 +12587,21 @@ def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
         if match is not None:
             return sentence.format(*(f"{text:.100}" for text in match.groups()))
     return "it cannot be enforced as it is: make it simpler"
+
+
+# As Rust prints a string: "a\u{200b}b". JSON has no such escape.
+_RUST_STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_RUST_ESCAPE: Final = re.compile(r"\\(?:u\{(?P<code>\w+)\}|(?P<letter>.))")
+
+
+def _read_rust_string(text: str) -> str:
+    def unescape(match: re.Match[str]) -> str:
+        if match["code"]:
+            return chr(int(match["code"], 16))
+        control = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
+        return control.get(match["letter"], match["letter"])
+
+    return _RUST_ESCAPE.sub(unescape, text)
 
 
 def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
