@@ -11679,7 +11679,7 @@ def memory_limit(config: Config) -> int:
 
 # -- 1 sampler -------------------------------------------------------------------------
 
-_MIN_TEMPERATURE: Final = 1e-6  # below, float32 cannot hold its inverse: greedy
+_MIN_TEMPERATURE: Final = 1e-6  # below, noise is lost beside logits: greedy
 _MIN_TOP_P: Final = 1e-6  # with 0, apply_top_p would leave no token at all
 _BLOCK_SIZE: Final = 128
 _gumbel_for_each: Final = mx.vmap(lambda key: mx.random.gumbel(key=key))
@@ -12076,8 +12076,10 @@ class _ReplyForm:
     def _thinking(self, after: str) -> str:
         """A rule: thinking, the tag that ends it, then the rule `after`.
 
-        No call is in it, since something must follow it. Thinking that the prompt has
-        opened, and thinking that the reply may open as its first token:
+        Thinking may not contain a call: that would end the reply before what is
+        demanded. Let <[6]> open thinking, <[7]> end it, <[9]> open a call, and <[2]>
+        end the reply. The first rule is for thinking that the prompt has opened, the
+        second for thinking that the reply may open as its first token:
 
             <[^7,9,2]>* <[7]> BLANKS?
             (<[6]> <[^7,9,2]>* <[7]> BLANKS?)?
