@@ -14755,9 +14755,9 @@ def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
 # Generated text -> reasoning, content and the text of calls, while it is generated.
 #
 #     <think>\nWhy?\n</think>\n\nI look.\n\n<tool_call>...</tool_call>\nDone.
-#              ----                                                         reasoning
-#                               -------                            ------ content
-#                                      ---------------------------        tool
+#              ----                                                            reasoning
+#                                -------                              -------  content
+#                                       ------------------------------         tool
 #
 # The texts are the same however the reply is cut into chunks. So what may belong to a
 # tag is held back until that is certain: half a tag; and white space at the end, which
