@@ -21626,9 +21626,7 @@ def _serve(
     _wait_until_loaded(state, stop)
 
     is_loaded = state.engine.state == "ready"
-    if is_loaded and state.config.kernel_warm_up == "exit":
-        stop.set()
-    if is_loaded and not stop.is_set():
+    if is_loaded and state.config.kernel_warm_up != "exit":
         # why(L-36): a full collection would visit all that the libraries keep.
         gc.collect()
         gc.freeze()
