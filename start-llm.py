@@ -12621,18 +12621,18 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #              admit      slice by slice     step by step
 #
 # One step of the scheduler: end what is over, admit what fits, decode one step in each
-# batch, then prefill one slice: more if each ends a prompt, none while decoding has to
-# catch up. A step takes about SLICE_SECONDS, so that what decodes goes on beside a long
-# prompt, and nobody waits long to be noticed. Between two steps the ENGINE has it hold
-# the memory limit, four times a second.
+# batch, then prefill. One slice of one prompt is read; more slices, if each ends its
+# prompt; none, while decoding has to catch up. A step takes about SLICE_SECONDS: others
+# decode on beside a long prompt, and nobody waits long to be noticed. Four times a
+# second, between two steps, ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
-#     1st step   C is admitted; A gets a token; C is read, since it ends before B, and
-#                joins the decode batch of A
-#     2nd step   A and C get a token; then B reads a slice
-#     3rd ...    A and C get tokens, until decoding had twice the time of that slice
-#     later      B reads its next slice, and so on; at its end it decodes, too
+#     1st step    C is admitted. A gets a token. C is read, since it ends before B, and
+#                 decodes from now on. It took 0.1 s, so decoding is owed 0.2 s.
+#     some steps  A and C get tokens, until decoding has had its 0.2 s
+#     next step   A and C get a token; B reads a slice of 0.2 s, so 0.4 s are owed
+#     and so on   until B has read its prompt, and decodes, too
 #
 #  1 Requests      what is asked of the model; its events; handles for connections
 #  2 Policy        who prefills next, how much, and whether decoding waits for it
@@ -12854,32 +12854,40 @@ class RequestHandle:
 # Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
 # `n_to_prefill` and `prefill_speed`; tests/unit/test_scheduler_policy.py stands in.
 
-SLICE_SECONDS: Final = 0.2  # of prefill at a stretch, while others wait or decode
-LONE_SLICE_SECONDS: Final = 0.4  # and with nobody else, until a cancel is noticed
+# How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
+SLICE_SECONDS: Final = 0.2  # if others wait or run
+LONE_SLICE_SECONDS: Final = 0.4  # if nobody else does
 MIN_SLICE_TOKENS: Final = 64
-MIN_WAIT_GAIN_TOKENS: Final = 64  # a longer pending prefix is worth waiting for
-# A rest of a prompt so short gets no slice: the first decode step feeds it.
-MAX_REST_TOKENS: Final = 64
-MAX_JOINT_TOKENS: Final = 256  # longer prompts are not read with others (L-123)
+MAX_REST_TOKENS: Final = 64  # if no more is left, the first decode step reads it, too
+MAX_JOINT_TOKENS: Final = 256  # a longer prompt is not read with others (L-123)
+MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
 
+# Who reads next, and whether that may be now.
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
-SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before decoding goes on
-MAX_SOON_DEBT: Final = 3.0  # seconds of decoding that may be owed then
-MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts; nobody decodes
+SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before that decoding
+MAX_SOON_DEBT: Final = 3.0  # unless more seconds of it are owed
 OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
+# If another request is reading so many more tokens of the same prompt than are cached,
+# a request waits for them.
+MIN_WAIT_GAIN_TOKENS: Final = 64
 
 
 class SchedulingPolicy:
     """Which request prefills next, and whether it may while others decode.
 
-    Two accounts, in seconds of model time:
+    There are two accounts, in seconds of model time:
 
-        decode_debt    what prefill owes to requests that decode. A second of prefill
-                       adds DECODE_SHARE, and decoding pays it off. Beside decoding,
-                       nobody prefills before it is paid, unless the prompt ends soon.
-        oldest_credit  what prefills owe to the oldest one. Each adds its seconds. As
-                       long as it is positive the oldest is next, and pays for its
-                       seconds OTHERS_SHARE times.
+        decode_debt    How long others must decode before the next slice is read. Each
+                       second of prefill adds DECODE_SHARE seconds, each second of
+                       decoding takes one off. A prompt that ends soon may be read
+                       before the debt is paid.
+        oldest_credit  While it is positive, the oldest request is next: else the one
+                       that ends first. What is read of others adds its seconds; what
+                       is then read of the oldest takes off OTHERS_SHARE times its own.
+
+    For example a short prompt has been read for 0.2 s: the credit is 0.2. The oldest
+    reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now short prompts have
+    1.4 s before the oldest reads again.
     """
 
     def __init__(self) -> None:
@@ -12913,10 +12921,10 @@ class SchedulingPolicy:
         self.decode_debt = max(0.0, self.decode_debt - seconds)
 
     def charge_slice(self, seconds: float, *, is_decoding: bool) -> None:
-        """A slice was prefilled. `is_decoding`: others decode, and have waited for it.
+        """A request has read, for so long. `is_decoding`: others decode, and waited.
 
-        If nobody does, older debts are owed to nobody. This slice is: to the request
-        whose prompt it may have ended, and which decodes from now on.
+        If nobody does, older debts are owed to nobody. This one is owed to the request
+        itself, which decodes from now on if its prompt has ended.
         """
         if not is_decoding:
             self.decode_debt = 0.0
@@ -13047,6 +13055,11 @@ class RunningRequest:
             owner=request.owner,
             head_end=min(request.checkpoint_positions, default=0),
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has begun to read for it, in this try."""
+        return self.started_at < math.inf
 
     @property
     def n_to_prefill(self) -> int:
@@ -13253,9 +13266,10 @@ class DecodeBatch:
         """
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
-        # Before the last step: the state of all requests, and where each of them was.
+        # Before the last step: the state of all requests, in which row each of them
+        # was, and at which position.
         self._previous_state: LayerCaches | None = None
-        self._previous_positions: list[int] = []
+        self._previous_rows: dict[RunningRequest, tuple[int, int]] = {}
 
         model = _model_call(loaded, self.requests)
         if joint_caches is None:
@@ -13312,7 +13326,10 @@ class DecodeBatch:
     def step(self) -> list[AcceptedTokens]:
         """Feed and report the next token of each request; returns what was accepted."""
         self._previous_state = hold_recurrent_state(self.layer_caches)
-        self._previous_positions = [row.num_computed_tokens for row in self.requests]
+        self._previous_rows = {
+            running: (row, running.num_computed_tokens)
+            for row, running in enumerate(self.requests)
+        }
         fed_tokens = self._generator.step()
 
         accepted: list[AcceptedTokens] = []
@@ -13356,13 +13373,13 @@ class DecodeBatch:
 
         None: the model has no state, or none is known from before the last step.
         """
-        row = self.requests.index(running)
         previous = None
         if self._previous_state is not None:
-            state = copy_state(self._previous_state, row=row)
-            previous = PreviousState(self._previous_positions[row], state)
-        self._previous_state = None
+            previous_row, position = self._previous_rows[running]
+            state = copy_state(self._previous_state, row=previous_row)
+            previous = PreviousState(position, state)
 
+        row = self.requests.index(running)
         running.layer_caches = self.layer_caches
         if len(self.requests) > 1:
             running.layer_caches = extract_row(self.layer_caches, row)
@@ -13542,9 +13559,10 @@ def _find_slice_ends(
 ) -> list[int]:
     """Where slices of a prompt must end, after `offset` and inside it; ascending.
 
-    At the end of each image: a slice has one image, and ends with it. For a model with
-    state before each image, too, and wherever a checkpoint is worth it, unless the
-    model can take it inside a slice (L-61).
+    after each image    a slice has one image at most, and ends with it
+    before each image   if the model has state: a checkpoint is taken there
+    at each checkpoint  if the model has state, and cannot take it inside a slice
+                        (L-61)
     """
     positions = [start + len(image.marker_ids) for start, image in request.images]
     if spec.has_state:
@@ -13570,18 +13588,20 @@ def _find_checkpoints(request: EngineRequest, start: int, *, end: int) -> list[i
 
 @contextmanager
 def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
-    """While the model reads a prompt up to `end`, states on the way are kept (L-61).
+    """Keep states on the way, while the model reads a prompt up to `end` (L-61).
 
-    This does nothing for models that cannot take states inside a call.
+    For example from 4,096 to 4,999, where a checkpoint at 4,990 is worth it: the state
+    is taken after 894 tokens of the call. Models that cannot do this get no states
+    here: their slices end at each checkpoint (`_find_slice_ends`).
     """
     start = running.num_computed_tokens
-    # The same objects afterwards, though they may be a decode batch's by then.
-    layer_caches = running.layer_caches
+    layer_caches = running.layer_caches  # a decode batch may have them after the call
     positions = _find_checkpoints(running.request, start, end=end)
     request_tapped_states(layer_caches, [position - start for position in positions])
     yield  # after an exception the caches are dropped, and what was asked with them
     states = take_tapped_states(layer_caches)
-    # Without a tap there is no state; with one perhaps one more, at the call's end.
+    # Without a tap there are none. With one there may be one more than was asked for,
+    # at the end of the call.
     for position, state in zip(positions, states, strict=False):
         running.lease.add_checkpoint(position, state)
 
@@ -13590,11 +13610,6 @@ def _reserve(running: RunningRequest) -> None:
     n_prompt = running.request.n_prompt
     capacity = _with_headroom(n_prompt)
     reserve_tokens(running.layer_caches, n_prompt, capacity=capacity)
-
-
-@dataclass(slots=True)
-class _Elapsed:
-    seconds: float = 0.0  # once the slice has been read
 
 
 class PromptReader:
@@ -13640,11 +13655,11 @@ class PromptReader:
             running.image_shifts[start] = positions.shift
         return offset
 
-    def read_slice(self, running: RunningRequest, *, seconds: float) -> float:
-        """Read the next slice, of about so many seconds; returns how many it took."""
+    def read_slice(self, running: RunningRequest, *, seconds: float) -> None:
+        """Read the next slice, of about so many seconds."""
         end = self._choose_slice_end(running, seconds=seconds)
         has_image = running.find_image(end) is not None
-        with self._measure([running], has_image=has_image) as elapsed:
+        with self._measure([running], has_image=has_image):
             self._feed(running, end)
         _reserve(running)  # the first slice makes the buffers; later nothing is to do
         running.handle.put(end)
@@ -13652,20 +13667,18 @@ class PromptReader:
         if running.slice_ends and running.slice_ends[0] == end:
             running.slice_ends.pop(0)
             running.lease.add_checkpoint(end, copy_state(running.layer_caches))
-        return elapsed.seconds
 
     def read_together(
         self, requests: Sequence[RunningRequest], joint_caches: LayerCaches
-    ) -> float:
+    ) -> None:
         """Read whole prompts in one call, each but its last token (L-123).
 
-        `joint_caches`: theirs, in batch form. Returns the seconds that it took.
+        `joint_caches`: theirs, in batch form.
         """
-        with self._measure(requests) as elapsed:
+        with self._measure(requests):
             self._feed_together(requests, joint_caches)
         for running in requests:
             running.handle.put(running.num_computed_tokens)
-        return elapsed.seconds
 
     def begin_batch(
         self,
@@ -13716,20 +13729,19 @@ class PromptReader:
     @contextmanager
     def _measure(
         self, requests: Sequence[RunningRequest], *, has_image: bool = False
-    ) -> Iterator[_Elapsed]:
+    ) -> Iterator[None]:
         """Measure what a slice costs that these requests read in one call."""
-        elapsed = _Elapsed()
         began = time.monotonic()
         active_bytes = mx.get_active_memory()
         self.note_peak()
         mx.reset_peak_memory()
         starts = [running.num_computed_tokens for running in requests]
-        yield elapsed
-        elapsed.seconds = time.monotonic() - began
+        yield
+        seconds = time.monotonic() - began
         ends = [running.num_computed_tokens for running in requests]
         n_tokens = sum(ends) - sum(starts)
         if n_tokens >= MIN_SLICE_TOKENS and not has_image:  # less measures the call
-            speed = n_tokens / max(elapsed.seconds, 1e-6)
+            speed = n_tokens / max(seconds, 1e-6)
             for running in requests:
                 running.prefill_speed = speed
             self.measured_speed = speed
@@ -13827,7 +13839,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> list[RunningRequest]:
-        """Running requests that have no token yet."""
+        """Running requests whose prompts are not read yet, or not to their end."""
         return [running for running in self.running if running.batch is None]
 
     @property
@@ -13852,33 +13864,43 @@ class Scheduler:
     def _end_waiting(self) -> None:
         """End waiting requests that are cancelled, or that have waited too long."""
         now = time.monotonic()
-        max_seconds = self.config.queue_timeout_seconds or math.inf
         for handle in list(self.waiting):
+            end: EndReason | ServerError | None = self._find_timeout(handle, now)
             if handle.stop_reason is not None:
+                end = "cancelled"
+            if end is not None:
                 self.waiting.remove(handle)
-                handle.put_end("cancelled")
-            elif handle.is_second_try:
-                continue  # the model had time for it before
-            elif now - handle.submitted_at > max_seconds:
-                self.waiting.remove(handle)
-                setting = f"{max_seconds:g} s (QUEUE_TIMEOUT_SECONDS)"
-                handle.put(Overloaded(f"the model had no time for {setting}"))
+                handle.put_end(end)
+
+    def _find_timeout(self, handle: RequestHandle, now: float) -> Overloaded | None:
+        """The error for a request that the model has not begun; None: it may wait."""
+        max_seconds = self.config.queue_timeout_seconds or math.inf
+        is_late = now - handle.submitted_at > max_seconds
+        if not is_late or handle.is_second_try:  # the model had time for it before
+            return None
+        setting = f"{max_seconds:g} s (QUEUE_TIMEOUT_SECONDS)"
+        return Overloaded(f"the model had no time for {setting}")
 
     def _end_running(self) -> None:
         """End running requests that are cancelled, overdue or not read any more."""
         now = time.monotonic()
         for running in list(self.running):
-            reason = self._find_end_reason(running, now)
-            if reason is not None:
-                self._finish(running, reason)
+            end = self._find_end(running, now)
+            if end is not None:
+                self._finish(running, end)
 
-    def _find_end_reason(self, running: RunningRequest, now: float) -> EndReason | None:
+    def _find_end(
+        self, running: RunningRequest, now: float
+    ) -> EndReason | ServerError | None:
+        """Why a request must end now; None: it goes on."""
         handle = running.handle
         if handle.n_unread() > MAX_UNREAD_EVENTS:
             logger.warning("a client is dropped that does not read its reply")
             return "cancelled"
         if handle.stop_reason is not None:
             return handle.stop_reason
+        if not running.has_begun:
+            return self._find_timeout(handle, now)
 
         # why(L-87): the deadline does not count the wait for the first slice.
         max_seconds = self.config.generation_watchdog_seconds
@@ -13891,26 +13913,23 @@ class Scheduler:
     def _finish(self, running: RunningRequest, end: EndReason | ServerError) -> None:
         """End a request, report it, and let the cache have its KV.
 
-        Does nothing for a request that the failure of another one has ended already.
+        Does nothing if a failure of its batch has ended it already.
         """
         if running not in self.running:
             return
         if end != "cancelled":
+            # Its client sends the whole reply back: no state inside it will be needed.
             running.lease.drop_checkpoint(running.reply_checkpoint)
         previous = self._take_out(running)
-        if running not in self.running:
+        if running not in self.running:  # the batch failed when it was taken out
             return
-        with self.guard(running):
-            if previous is not None:
-                running.lease.add_checkpoint(previous.position, previous.state)
-            self._put_back(running)
-            self.running.remove(running)
-            running.handle.put_end(end)
+        self._leave(running, previous)
+        running.handle.put_end(end)
 
     def _take_out(self, running: RunningRequest) -> PreviousState | None:
         """Take a request out of its batch, if any; its state before the last step.
 
-        After an exception the whole batch has failed.
+        An exception ends the whole batch: the request does not run any more then.
         """
         previous = None
         if running.batch is not None:
@@ -13918,8 +13937,23 @@ class Scheduler:
                 previous = running.batch.remove(running)
         return previous
 
-    def _put_back(self, running: RunningRequest) -> None:
-        """Let the cache have the KV.
+    def _leave(
+        self, running: RunningRequest, previous: PreviousState | None = None
+    ) -> None:
+        """Let a request run no more. If its KV cannot be kept, that is all it loses."""
+        try:
+            self._put_back(running, previous)
+        except Exception as error:
+            logger.exception("the KV of a request is lost")
+            running.layer_caches = []
+            running.lease.drop()
+            self._free_memory(error)
+        self.running.remove(running)
+
+    def _put_back(
+        self, running: RunningRequest, previous: PreviousState | None
+    ) -> None:
+        """Let the cache have the KV, and the state before the last step.
 
         This comes before the end is reported: the client's next request must find it.
         """
@@ -13929,21 +13963,29 @@ class Scheduler:
             # Nothing was read, or the KV is wrong. (A first token without numbers fails
             # the request after the next step only; its client may leave before that.)
             lease.drop()
-        else:
-            lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
-            key = running.computed_key(self.config.prompt_cache_block_size)
-            lease.put_back(key, take_span(running.layer_caches, n_tokens))
+            return
+        if previous is not None:
+            lease.add_checkpoint(previous.position, previous.state)
+        lease.add_checkpoint(n_tokens, copy_state(running.layer_caches))
+        key = running.computed_key(self.config.prompt_cache_block_size)
+        lease.put_back(key, take_span(running.layer_caches, n_tokens))
 
     def hold_limit(self) -> None:
         """Keep running requests within memory: they grow while they decode (L-79).
 
-        As long as they alone have too much, the newest ends, and its KV is kept.
-        ENGINE calls this before each of its reports.
+        As long as they alone have too much, the newest ends; or it waits again, if the
+        model has not begun with it. Its KV is kept. ENGINE calls this before it looks
+        at the cache and reports.
         """
         with self.guard():  # ends nobody: _finish has a guard of its own
             while running := self.budget.find_excess(self.running):
-                n_tokens = running.num_computed_tokens
-                self._finish(running, self.budget.shortage(n_tokens, self.running))
+                if running.has_begun:
+                    n_tokens = running.num_computed_tokens
+                    error = self.budget.shortage(n_tokens, self.running)
+                    self._finish(running, error)
+                else:
+                    self._leave(running)
+                    self.waiting.insert(0, running.handle)
             self.budget.evict_for_running(self.running)
 
     # -- admit -------------------------------------------------------------------------
@@ -13987,7 +14029,8 @@ class Scheduler:
         if self.running:
             now = time.monotonic()
             handle.begin(_MEMORY, now)
-            return now - handle.submitted_at < MAX_PASSED_SECONDS
+            passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
+            return passed_seconds < MAX_PASSED_SECONDS
         self.waiting.remove(handle)
         handle.put(self.budget.shortage(n_prompt, self.running))
         return True
@@ -14060,10 +14103,8 @@ class Scheduler:
             if not self.policy.may_prefill(running, is_decoding=bool(self.batches)):
                 return
             companions: list[RunningRequest] = []
-            with self.guard(running):
+            with self.guard():  # it changes no KV: if it fails, this one reads alone
                 companions = self._find_companions(running)
-            if running not in self.running:  # it failed
-                return
             if companions:
                 self._prefill_together([running, *companions])
             else:
@@ -14087,8 +14128,7 @@ class Scheduler:
     def _read_slice(self, running: RunningRequest) -> None:
         has_company = len(self.running) + len(self.waiting) > 1
         max_seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-        seconds = self.reader.read_slice(running, seconds=max_seconds)
-        self.policy.charge_slice(seconds, is_decoding=bool(self.batches))
+        self.reader.read_slice(running, seconds=max_seconds)
 
     def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
         """Read whole prompts in one call, and let them decode as one batch (L-123)."""
@@ -14096,8 +14136,7 @@ class Scheduler:
         with self.guard(*requests):
             self._note_prefill(requests, began)
             joint_caches = to_batch(*(running.layer_caches for running in requests))
-            seconds = self.reader.read_together(requests, joint_caches)
-            self.policy.charge_slice(seconds, is_decoding=bool(self.batches))
+            self.reader.read_together(requests, joint_caches)
             self.reader.begin_batch(requests, joint_caches)
             self._charge_prefill(began, requests)
         batch = requests[0].batch
@@ -14111,8 +14150,11 @@ class Scheduler:
             running.handle.begin("prefilling", now)
 
     def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
-        """Charge the turn of these requests to the account of the oldest."""
+        """Charge the turn of these requests to both accounts, rests included."""
         seconds = time.monotonic() - began
+        own_batch = requests[0].batch
+        is_decoding = any(batch is not own_batch for batch in self.batches)
+        self.policy.charge_slice(seconds, is_decoding=is_decoding)
         others = [running for running in self.prefilling if running not in requests]
         self.policy.charge_prefill(seconds, is_alone=not others)
 
@@ -14141,7 +14183,7 @@ class Scheduler:
     def _join_best_batch(self, batch: DecodeBatch) -> None:
         """Merge a new batch into the one that suits it best, if there is any."""
         host = None
-        with self.guard(*batch.requests):
+        with self.guard():  # it changes no KV: if it fails, the batch decodes alone
             host = self._find_host(batch)
         if host is not None:
             with self.guard(*batch.requests, *host.requests):
@@ -14263,11 +14305,12 @@ class Scheduler:
         self.waiting.insert(0, handle)
 
     def _free_memory(self, error: Exception) -> None:
-        """If memory ran out, half of the cache goes."""
+        """If memory ran out, half of what is cached goes."""
         if not _is_out_of_memory(error):
             return
+        kept_bytes = self.cache.nbytes // 2
         with suppress(RuntimeError, MemoryError):  # to shorten an entry takes a copy
-            self.cache.evict_to_fit(self.cache.max_bytes // 2)
+            self.cache.evict_to_fit(self.cache.max_bytes - kept_bytes)
 
 
 def _explain_failure(error: Exception) -> ServerError:
@@ -14292,16 +14335,16 @@ def _may_try_again(handle: RequestHandle, error: ServerError) -> bool:
     return isinstance(error, GenerationFailed)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that memory ran out. MLX has no type for it.
+# What MLX writes; the last two on Metal, and on CUDA.
+_OUT_OF_MEMORY: Final = ("to allocate", "insufficient memory", "out of memory")
 
-    It says "attempting to allocate", on Metal "Insufficient Memory", on CUDA
-    "cudaMallocAsync(...) failed: out of memory".
-    """
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an exception means that memory ran out. MLX has no type for it."""
     if isinstance(error, MemoryError):
         return True
     sentence = str(error).lower()
-    return "alloc" in sentence or "insufficient memory" in sentence
+    return any(phrase in sentence for phrase in _OUT_OF_MEMORY)
 
 
 # region WARM-UP ===============================================================

@@ -1038,3 +1038,178 @@ def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(
 
     assert b.engine.state == "dead"
     assert "planted" not in str(error)
+
+
+# -- what a request is not told of -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("planted"), RuntimeError("[malloc] Unable to allocate")]
+)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_scheduler_ends_a_reply_as_usual_if_its_kv_cannot_be_kept(
+    bench, monkeypatch, kind, error
+):
+    b = bench(kind)
+    prompt = words(np.random.default_rng(1), 200)
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s.CacheLease, "put_back", fail)
+        ids, end, _ = b.ask(prompt, n=5)
+
+    assert (len(ids), end.reason) == (5, "length")
+    assert not b.engine.call(lambda scheduler: scheduler.cache.entries)
+    check_it_still_works(b, kind, [prompt])
+
+
+def test_scheduler_lets_batches_decode_apart_if_no_host_can_be_found(
+    bench, monkeypatch
+):
+    b = bench("qwen3")
+    rng = np.random.default_rng(1)
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s.MemoryBudget, "make_room_to_merge", fail)
+    first = b.submit(words(rng, 200), n=3000)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    ids, end, ticket = b.ask(words(rng, 200), n=5)
+
+    assert end.reason == "length"
+    assert is_exact(b, "qwen3", ticket, ids)
+    first.stop_reason = "cancelled"
+    _, end = b.outcome(first)
+    assert end.reason == "cancelled"
+
+
+def test_scheduler_frees_half_of_what_is_cached_if_memory_runs_out(bench):
+    b = bench("qwen3")
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        b.ask(words(rng, 500), n=2)
+
+    def free_memory(scheduler):
+        n_before = scheduler.cache.nbytes
+        scheduler._free_memory(MemoryError())
+        return scheduler.cache.nbytes / n_before
+
+    assert b.engine.call(lambda x: x.cache.nbytes < x.cache.max_bytes // 2)
+    assert 0 < b.engine.call(free_memory) <= 0.5
+
+
+def test_scheduler_counts_only_the_wait_for_memory_before_none_may_pass(bench):
+    b = bench("qwen3", memory_limit_bytes=8 << 20)
+    rng = np.random.default_rng(1)
+    capacity = b.engine.report["capacity_tokens"]
+    b.model.before_call = slow_decode(0.01, n_rows=4)
+    running = b.submit(words(rng, capacity * 45 // 100), n=200)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    large = b.submit(words(rng, capacity * 55 // 100), n=4)
+    large.submitted_at -= 60  # as if it had waited for a place until now
+    small = b.submit(words(rng, 60), n=4)
+
+    check_all_finish(b, [small])
+    assert b.engine.call(lambda x: [row.handle for row in x.running]) == [running]
+    check_all_finish(b, [running, large], 60)
+
+
+@pytest.fixture
+def no_prefill(monkeypatch):
+    """Nobody prefills beside requests that decode."""
+    monkeypatch.setattr(
+        s.SchedulingPolicy,
+        "may_prefill",
+        lambda _policy, _candidate, *, is_decoding: not is_decoding,
+    )
+
+
+def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(
+    bench, no_prefill
+):
+    b = bench("qwen3", queue_timeout_seconds=0.2)
+    rng = np.random.default_rng(1)
+    running = b.submit(words(rng, 200), n=100_000)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+
+    ids, error = b.outcome(b.submit(words(rng, 200)))
+
+    assert ids == []
+    assert isinstance(error, s.Overloaded)
+    assert "QUEUE_TIMEOUT_SECONDS" in str(error)
+    running.stop_reason = "cancelled"
+    b.finish(running)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
+    bench, monkeypatch, no_prefill, kind
+):
+    b = bench(kind)
+    rng = np.random.default_rng(1)
+    past = words(rng, 300)
+    reply, _, _ = b.ask(past)
+    running = b.submit(words(rng, 200), n=100_000)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    admitted = b.submit(past + reply + words(rng, 100))
+    wait_until(lambda: b.engine.report["prefilling"] == 1)
+
+    def hold_limit(scheduler):
+        excess = [None, scheduler.running[1]]
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler.budget, "find_excess", lambda _: excess.pop())
+            scheduler.hold_limit()
+        return list(scheduler.waiting)
+
+    assert b.engine.call(hold_limit) == [admitted]
+    running.stop_reason = "cancelled"
+    ids, end = b.finish(admitted)
+    assert end.reuse.cached_tokens >= len(past)
+    assert is_exact(b, kind, admitted, ids)
+
+
+def test_scheduler_charges_rests_that_need_no_slice(bench, monkeypatch):
+    b = bench("qwen3")
+    rng = np.random.default_rng(1)
+    charges = []
+    charge_slice = s.SchedulingPolicy.charge_slice
+
+    def charge_and_note(policy, seconds, *, is_decoding):
+        charge_slice(policy, seconds, is_decoding=is_decoding)
+        charges.append(is_decoding)
+
+    monkeypatch.setattr(s.SchedulingPolicy, "charge_slice", charge_and_note)
+    running = b.submit(words(rng, 30), n=3000)
+    wait_until(lambda: b.engine.report["decoding"] == 1)
+    b.ask(words(rng, 30), n=1)
+
+    assert charges == [False, True]
+    running.stop_reason = "cancelled"
+    b.finish(running)
+
+
+def test_scheduler_keeps_the_previous_state_of_all_that_end_in_one_step(bench):
+    b = bench("qwen3_5")
+    rng = np.random.default_rng(1)
+    may_read = threading.Event()
+    widths = []
+
+    def note_width(fed):
+        may_read.wait(MAX_WAIT_SECONDS)
+        widths.append(len(fed))
+
+    b.model.before_call = note_width
+    prompts = [words(rng, 100) for _ in range(3)]
+    tickets = [b.submit(prompt, n=6) for prompt in prompts]
+    may_read.set()
+    replies = [b.finish(ticket)[0] for ticket in tickets]
+
+    assert max(widths) == 3
+    for prompt, reply in zip(prompts, replies, strict=True):
+        part = prompt + reply[:-1]
+        ids, end, ticket = b.ask(part + words(rng, 9), n=3)
+        assert end.reuse.cached_tokens == len(part)
+        assert is_exact(b, "qwen3_5", ticket, ids)

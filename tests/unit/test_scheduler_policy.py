@@ -304,3 +304,21 @@ def test_request_times_of_a_second_try_add_up():
 
     assert times.wait_seconds(16.0) == {queue: 1.0}
     assert times.seconds(16.0) == (1.5, 4.5, 0.0)
+
+
+# -- memory that ran out ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_memory"),
+    [
+        ("[metal::malloc] Attempting to allocate 9 bytes which is greater", True),
+        ("[malloc] Unable to allocate 9 bytes.", True),
+        ("[METAL] Command buffer execution failed: Insufficient Memory", True),
+        ("cudaMallocAsync(&data, size, stream) failed: out of memory", True),
+        ("the buffer was deallocated while it was read", False),
+        ("unknown allocation kind", False),
+    ],
+)
+def test_scheduler_knows_the_sentences_that_mean_memory_ran_out(sentence, is_memory):
+    assert s._is_out_of_memory(RuntimeError(sentence)) is is_memory
