@@ -8505,10 +8505,11 @@ class SampledToken(NamedTuple):
 def feed_padded(
     model: ModelCall, token_rows: Sequence[list[int]], layer_caches: LayerCaches
 ) -> None:
-    """Let the model read prompts of unlike lengths, from their beginning, in one call.
+    """Let the model read rows of unlike lengths in one call.
 
-    `layer_caches`: attention alone, empty, in batch form. Padding comes after a prompt,
-    where none of its tokens sees it; then it is moved to where a batch has padding.
+    `layer_caches`: attention alone, in batch form, with what comes before, if anything.
+    Padding comes after a row, where none of its tokens sees it; then it is moved to
+    where a batch has padding.
     """
     longest = max(map(len, token_rows))
     padding = [longest - len(token_ids) for token_ids in token_rows]
@@ -12644,7 +12645,8 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #
 # A request that decodes alone does so in its own buffers. Requests of similar length
 # decode as one batch; a short one never pays for padding to the length of a long one.
-# A request is merged when it begins to decode; two batches never are later.
+# A request is merged when it begins to decode; two batches never are later. Those that
+# have only a short rest to read are merged before, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
 # tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
 #
@@ -12713,7 +12715,7 @@ class StateSeconds(NamedTuple):
 
 
 class FinishedEvent(NamedTuple):
-    """The request is over; the KV that was computed for it is in the cache."""
+    """The request is over; its KV is in the cache, unless that failed."""
 
     reason: EndReason
     reuse: Reuse = Reuse()
@@ -12852,7 +12854,7 @@ class RequestHandle:
 
 # -- 2 policy --------------------------------------------------------------------------
 # Pure: no model, no thread, no clock. Of a running request it reads `submitted_at`,
-# `n_to_prefill` and `prefill_speed`; tests/unit/test_scheduler_policy.py stands in.
+# `n_prompt`, `n_to_prefill` and `prefill_speed`: test_scheduler_policy.py stands in.
 
 # How much is read in one call. While it lasts, nobody decodes, and nothing is noticed.
 SLICE_SECONDS: Final = 0.2  # if others wait or run
@@ -12951,24 +12953,30 @@ def choose_companions(
     max_tokens: float,
     max_padding: float,
 ) -> list[RunningRequest]:
-    """Who is read in one call with `chosen`, those of the most similar length first.
+    """Who is read in one call with `chosen`, those with as much left to read first.
 
-    A call costs its rows times the longest of them: so much is at most `max_tokens`,
-    and padding at most this share of real tokens.
+    A call costs its rows times the longest of them: so much is at most `max_tokens`.
+    Padding is at most a share of what is read, and of whole prompts: `max_padding`.
     """
 
     def difference(candidate: RunningRequest) -> int:
         return abs(candidate.n_to_prefill - chosen.n_to_prefill)
 
-    lengths = [chosen.n_to_prefill]
-    companions: list[RunningRequest] = []
+    group = [chosen]
     for candidate in sorted(candidates, key=difference):
-        lengths.append(candidate.n_to_prefill)
-        n_fed = max(lengths) * len(lengths)
-        if n_fed > min(max_tokens, (1 + max_padding) * sum(lengths)):
+        wider_group = [*group, candidate]
+        n_to_prefill = [member.n_to_prefill for member in wider_group]
+        n_prompt = [member.n_prompt for member in wider_group]
+        if max(n_to_prefill) * len(wider_group) > max_tokens:
             break
-        companions.append(candidate)
-    return companions
+        if max(_padding(n_to_prefill), _padding(n_prompt)) <= max_padding:
+            group = wider_group
+    return group[1:]
+
+
+def _padding(lengths: Sequence[int]) -> float:
+    """Padding of rows of these lengths, as a share of real tokens."""
+    return max(lengths) * len(lengths) / sum(lengths) - 1
 
 
 class SliceCost(NamedTuple):
@@ -13062,6 +13070,11 @@ class RunningRequest:
         return self.started_at < math.inf
 
     @property
+    def n_prompt(self) -> int:
+        """Number of tokens of the prompt."""
+        return self.request.n_prompt
+
+    @property
     def n_to_prefill(self) -> int:
         """Tokens of the prompt that are left, but the last: decoding feeds it."""
         return self.request.n_prompt - 1 - self.num_computed_tokens
@@ -13073,13 +13086,12 @@ class RunningRequest:
 
     @property
     def can_read_with_others(self) -> bool:
-        """Whether its whole prompt may be read in one call with those of others.
+        """Whether the rest of its prompt may be read in one call with those of others.
 
         A second try may not: what failed may have been another's (L-114).
         """
-        is_cold_text = not self.request.images and self.num_computed_tokens == 0
         is_short = 0 < self.n_to_prefill <= MAX_JOINT_TOKENS and not self.slice_ends
-        return is_cold_text and is_short and not self.handle.is_second_try
+        return is_short and not self.handle.is_second_try
 
     @property
     def has_replied(self) -> bool:
@@ -13284,7 +13296,7 @@ class DecodeBatch:
             [_token_choice(running.request) for running in requests],
         )
         for running in requests:
-            running.num_computed_tokens = running.request.n_prompt
+            running.num_computed_tokens = running.n_prompt
             running.batch = self
             running.layer_caches = []
 
@@ -13334,7 +13346,7 @@ class DecodeBatch:
 
         accepted: list[AcceptedTokens] = []
         for running, token in zip(self.requests, fed_tokens, strict=True):
-            is_first_token = running.num_computed_tokens == running.request.n_prompt
+            is_first_token = running.num_computed_tokens == running.n_prompt
             if not is_first_token:  # which __init__ has reported
                 running.add_token(token.token_id, logprobs=token.logprobs)
             running.num_computed_tokens += 1
@@ -13352,8 +13364,7 @@ class DecodeBatch:
         """
         requests = self.requests + joining_batch.requests
         lengths = [running.num_computed_tokens for running in requests]
-        filled_places = [max(length, BUFFER_STEP_TOKENS) for length in lengths]
-        return max(filled_places) * len(filled_places) / sum(filled_places) - 1
+        return _padding([max(length, BUFFER_STEP_TOKENS) for length in lengths])
 
     def merge(self, joining_batch: DecodeBatch) -> None:
         """Take over the requests of another batch, which must not be used any more."""
@@ -13478,7 +13489,7 @@ class MemoryBudget:
         n_bytes = sum(batch.nbytes for batch in _batches_of(requests))
         for running in requests:
             if running.batch is None:
-                n_bytes += self.prompt_bytes(running.request.n_prompt)
+                n_bytes += self.prompt_bytes(running.n_prompt)
         return n_bytes
 
     def make_room(
@@ -13505,12 +13516,11 @@ class MemoryBudget:
 
     def make_room_to_merge(
         self,
-        batch: DecodeBatch,
-        joining_batch: DecodeBatch,
+        n_bytes: int,
         requests: Sequence[RunningRequest],
     ) -> bool:
-        """Make room for the copies of a merge: two of each batch (L-69)."""
-        copy_bytes = 2 * (batch.nbytes + joining_batch.nbytes)
+        """Make room to merge so many bytes of KV: for two copies of them (L-69)."""
+        copy_bytes = 2 * n_bytes
         return self.make_room(max(0, copy_bytes - self.shares.working), requests)
 
     def find_excess(self, requests: Sequence[RunningRequest]) -> RunningRequest | None:
@@ -13607,7 +13617,7 @@ def _taking_checkpoints(running: RunningRequest, end: int) -> Iterator[None]:
 
 
 def _reserve(running: RunningRequest) -> None:
-    n_prompt = running.request.n_prompt
+    n_prompt = running.n_prompt
     capacity = _with_headroom(n_prompt)
     reserve_tokens(running.layer_caches, n_prompt, capacity=capacity)
 
@@ -13658,8 +13668,8 @@ class PromptReader:
     def read_slice(self, running: RunningRequest, *, seconds: float) -> None:
         """Read the next slice, of about so many seconds."""
         end = self._choose_slice_end(running, seconds=seconds)
-        has_image = running.find_image(end) is not None
-        with self._measure([running], has_image=has_image):
+        is_text = running.find_image(end) is None
+        with self._measure([running], is_usual=is_text):
             self._feed(running, end)
         _reserve(running)  # the first slice makes the buffers; later nothing is to do
         running.handle.put(end)
@@ -13668,17 +13678,17 @@ class PromptReader:
             running.slice_ends.pop(0)
             running.lease.add_checkpoint(end, copy_state(running.layer_caches))
 
-    def read_together(
-        self, requests: Sequence[RunningRequest], joint_caches: LayerCaches
-    ) -> None:
-        """Read whole prompts in one call, each but its last token (L-123).
+    def read_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
+        """Read the rests of prompts in one call, each but its last token (L-123).
 
-        `joint_caches`: theirs, in batch form.
+        Returns the KV of all, in batch form: they have none of their own any more.
         """
-        with self._measure(requests):
-            self._feed_together(requests, joint_caches)
+        is_cold = not any(running.num_computed_tokens for running in requests)
+        with self._measure(requests, is_usual=is_cold):
+            joint_caches = self._feed_together(requests)
         for running in requests:
             running.handle.put(running.num_computed_tokens)
+        return joint_caches
 
     def begin_batch(
         self,
@@ -13693,7 +13703,7 @@ class PromptReader:
         with ExitStack() as taking:
             for running in requests:
                 running.handle.begin("decoding", now)
-                end = running.request.n_prompt
+                end = running.n_prompt
                 taking.enter_context(_taking_checkpoints(running, end))
             batch = DecodeBatch(self._loaded, requests, joint_caches)
         for running in batch.requests:
@@ -13718,7 +13728,7 @@ class PromptReader:
         self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
 
     def _choose_slice_end(self, running: RunningRequest, *, seconds: float) -> int:
-        stop = min([running.request.n_prompt - 1, *running.slice_ends])
+        stop = min([running.n_prompt - 1, *running.slice_ends])
         return slice_end(
             running.request.key.tokens,
             running.num_computed_tokens,
@@ -13728,9 +13738,12 @@ class PromptReader:
 
     @contextmanager
     def _measure(
-        self, requests: Sequence[RunningRequest], *, has_image: bool = False
+        self, requests: Sequence[RunningRequest], *, is_usual: bool
     ) -> Iterator[None]:
-        """Measure what a slice costs that these requests read in one call."""
+        """Measure what a slice costs that these requests read in one call.
+
+        Not `is_usual`: an image, or KV that is merged, costs more than the tokens read.
+        """
         began = time.monotonic()
         active_bytes = mx.get_active_memory()
         self.note_peak()
@@ -13740,7 +13753,7 @@ class PromptReader:
         seconds = time.monotonic() - began
         ends = [running.num_computed_tokens for running in requests]
         n_tokens = sum(ends) - sum(starts)
-        if n_tokens >= MIN_SLICE_TOKENS and not has_image:  # less measures the call
+        if n_tokens >= MIN_SLICE_TOKENS and is_usual:  # less measures the call
             speed = n_tokens / max(seconds, 1e-6)
             for running in requests:
                 running.prefill_speed = speed
@@ -13749,22 +13762,27 @@ class PromptReader:
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
 
-    def _feed_together(
-        self, requests: Sequence[RunningRequest], joint_caches: LayerCaches
-    ) -> None:
-        """Let the model read whole prompts, each but its last token."""
+    def _feed_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
+        """Let the model read the rests of prompts, each but its last token."""
         token_rows: list[list[int]] = []
         for running in requests:
-            offset = kv_cache_offset(running.layer_caches, recorded=0)
-            tokens = _remaining_prefill(running.request.key.tokens, offset)
-            token_rows.append(tokens.tolist())
+            n_computed = running.num_computed_tokens
+            offset = kv_cache_offset(running.layer_caches, recorded=n_computed)
+            rest = _remaining_prefill(running.request.key.tokens, offset)
+            token_rows.append(rest.tolist())
+
+        joint_caches = to_batch(*(running.layer_caches for running in requests))
+        evaluate_caches(joint_caches)
+        for running in requests:
+            running.layer_caches = []  # else the KV would be there twice
         feed_padded(_model_call(self._loaded, requests), token_rows, joint_caches)
         evaluate_caches(joint_caches)
 
-        lengths = [len(token_ids) for token_ids in token_rows]
-        assert row_offsets(joint_caches).tolist() == lengths, "rows of another depth"
-        for running, length in zip(requests, lengths, strict=True):
-            running.num_computed_tokens = length
+        for running in requests:
+            running.num_computed_tokens = running.n_prompt - 1
+        depths = [running.num_computed_tokens for running in requests]
+        assert row_offsets(joint_caches).tolist() == depths, "rows of another depth"
+        return joint_caches
 
     def _feed(self, running: RunningRequest, end: int) -> None:
         """Let the model read a prompt up to `end`, and keep states on the way."""
@@ -14048,7 +14066,7 @@ class Scheduler:
         """
         for running in self.running:
             if running.lease.entry is match.entry:
-                last_position = running.request.n_prompt - 1
+                last_position = running.n_prompt - 1
                 running.add_slice_ends([min(match.pending_tokens, last_position)])
                 return running.request.request_id
         return None
@@ -14131,12 +14149,11 @@ class Scheduler:
         self.reader.read_slice(running, seconds=max_seconds)
 
     def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
-        """Read whole prompts in one call, and let them decode as one batch (L-123)."""
+        """Read rests of prompts in one call; they decode as one batch then (L-123)."""
         began = time.monotonic()
         with self.guard(*requests):
             self._note_prefill(requests, began)
-            joint_caches = to_batch(*(running.layer_caches for running in requests))
-            self.reader.read_together(requests, joint_caches)
+            joint_caches = self.reader.read_together(requests)
             self.reader.begin_batch(requests, joint_caches)
             self._charge_prefill(began, requests)
         batch = requests[0].batch
@@ -14159,9 +14176,10 @@ class Scheduler:
         self.policy.charge_prefill(seconds, is_alone=not others)
 
     def _find_companions(self, running: RunningRequest) -> list[RunningRequest]:
-        """Other prompts to read in the same call: short ones that have nothing cached.
+        """Others whose prompts are read in the same call: few tokens of them are left.
 
-        Only where a layer keeps all tokens: their padding comes after what is read.
+        For example sub-agents, with one system prompt that is cached. Only where every
+        layer keeps all tokens: the padding comes after what is read.
         """
         has_attention_alone = self.spec.can_batch and not self.spec.has_state
         can_pad = has_attention_alone and self.loaded.vision is None
@@ -14173,12 +14191,18 @@ class Scheduler:
             if other is not running and other.can_read_with_others
         ]
         seconds = SOON_SECONDS if self.batches else MAX_JOINT_SECONDS
-        return choose_companions(
+        companions = choose_companions(
             running,
             others,
             max_tokens=self.reader.max_slice_tokens(running, seconds=seconds),
             max_padding=self.config.batch_padding_max,
         )
+        if not companions:
+            return []
+        group = [running, *companions]
+        n_bytes = sum(self.budget.prompt_bytes(member.n_prompt) for member in group)
+        has_room = self.budget.make_room_to_merge(n_bytes, self.running)
+        return companions if has_room else []
 
     def _join_best_batch(self, batch: DecodeBatch) -> None:
         """Merge a new batch into the one that suits it best, if there is any."""
@@ -14200,7 +14224,8 @@ class Scheduler:
         host = min(others, key=lambda other: other.padding_with(batch))
         if host.padding_with(batch) > self.config.batch_padding_max:
             return None
-        has_room = self.budget.make_room_to_merge(host, batch, self.running)
+        n_bytes = host.nbytes + batch.nbytes
+        has_room = self.budget.make_room_to_merge(n_bytes, self.running)
         return host if has_room else None
 
     # -- decode ------------------------------------------------------------------------
@@ -14242,7 +14267,7 @@ class Scheduler:
         """
         for running, token_ids in accepted:
             position = running.num_computed_tokens
-            n_replied = position - running.request.n_prompt
+            n_replied = position - running.n_prompt
             n_spaces = n_replied // REPLY_CHECKPOINT_SPACING
             n_spaces_before = (n_replied - len(token_ids)) // REPLY_CHECKPOINT_SPACING
             if token_ids[-1] in running.request.checkpoint_ids:

@@ -376,6 +376,80 @@ def test_short_cold_prompts_are_read_in_one_call(bench):
         assert b.largest_difference(ticket, next_reply) == 0.0
 
 
+def test_scheduler_reads_rests_after_one_cached_prefix_in_one_call(bench):
+    b = bench("qwen3")
+    rng = np.random.default_rng(1)
+    prefix = words(rng, 600)
+    b.ask(prefix, n=1)
+    prompts = [prefix + words(rng, n) for n in (40, 41, 70, 45)]
+    calls = note_calls(b)
+
+    tickets = submit_at_once(b, prompts)
+    replies = [b.finish(ticket) for ticket in tickets]
+
+    assert (3, 44) in calls, "these are alike"
+    assert max(n_rows for n_rows, _ in calls) == 4, "all decode together"
+    for ticket, (reply, end) in zip(tickets, replies, strict=True):
+        assert end.reuse.cached_tokens >= len(prefix) - 1
+        assert b.largest_difference(ticket, reply) == 0.0
+    for prompt, (reply, _) in zip(prompts, replies, strict=True):
+        more, end, ticket = b.ask(prompt + reply + words(rng, 9))
+        assert end.reuse.cached_tokens >= len(prompt) + len(reply) - 1
+        assert b.largest_difference(ticket, more) == 0.0
+
+
+def test_scheduler_learns_no_slice_cost_where_kv_is_merged(bench):
+    b = bench("qwen3")
+    rng = np.random.default_rng(1)
+    prefix = words(rng, 600)
+    b.ask(prefix, n=1)
+    calls = note_calls(b)
+
+    def costs(scheduler):
+        return list(scheduler.reader._slice_costs)
+
+    costs_before = b.engine.call(costs)
+    tickets = submit_at_once(b, [prefix + words(rng, n) for n in (40, 41, 45)])
+    for ticket in tickets:
+        b.finish(ticket)
+
+    assert (3, 44) in calls
+    assert b.engine.call(costs) == costs_before
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_text"])
+def test_scheduler_reads_rests_one_by_one_where_layers_keep_state(bench, kind):
+    b = bench(kind)
+    rng = np.random.default_rng(1)
+    prefix = words(rng, 600)
+    b.ask(prefix, n=1, boundaries=[599])
+    calls = note_calls(b)
+
+    tickets = submit_at_once(b, [prefix + words(rng, n) for n in (40, 41, 45)])
+
+    for ticket in tickets:
+        reply, end = b.finish(ticket)
+        assert end.reuse.cached_tokens >= len(prefix) - 1
+        difference = b.largest_difference(ticket, reply)
+        assert difference <= TOLERANCE.get(kind, 0.0)
+    assert {n_rows for n_rows, n_tokens in calls if n_tokens > 1} == {1}
+
+
+def test_scheduler_reads_rests_one_by_one_without_memory_for_copies(bench, monkeypatch):
+    b = bench("qwen3")
+    rng = np.random.default_rng(1)
+    prefix = words(rng, 600)
+    b.ask(prefix, n=1)
+    calls = note_calls(b)
+    monkeypatch.setattr(s.MemoryBudget, "make_room_to_merge", lambda *_: False)
+
+    tickets = submit_at_once(b, [prefix + words(rng, n) for n in (40, 41, 45)])
+
+    for ticket in tickets:
+        assert b.largest_difference(ticket, b.finish(ticket)[0]) == 0.0
+    assert {n_rows for n_rows, _ in calls} == {1}
+
+
 def test_prompts_of_unlike_lengths_are_read_apart_and_decode_together(bench):
     b = bench("qwen3")
     calls = note_calls(b)

@@ -19,6 +19,11 @@ class Prefill:
     submitted_at: float
     n_to_prefill: int
     prefill_speed: float = SPEED
+    n_cached: int = 0
+
+    @property
+    def n_prompt(self):
+        return self.n_cached + self.n_to_prefill + 1
 
 
 def run_slice(policy, candidates, *, seconds, is_decoding=False):
@@ -44,6 +49,16 @@ def companions(chosen, *others, max_tokens=400, max_padding=0.25):
 def test_prompts_of_like_lengths_are_read_together():
     assert companions(40, 300, 44, 41, 47) == [41, 44, 47]
     assert companions(40) == []
+
+
+def test_policy_reads_rests_together_only_of_prompts_of_like_lengths():
+    chosen = Prefill(0.0, 40, n_cached=2000)
+    cold = Prefill(0.0, 40)
+    alike = Prefill(0.0, 44, n_cached=2100)
+
+    found = s.choose_companions(chosen, [cold, alike], max_tokens=400, max_padding=0.25)
+
+    assert found == [alike]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -287,15 +287,23 @@ def test_generation_feeds_what_it_has_sampled(plain):
         tokens.append(following.token_id)
 
 
-def test_rows_that_are_read_together_have_the_kv_of_each_alone(tmp_path_factory):
+@pytest.mark.parametrize("n_read", [(0, 0, 0, 0), (9, 20, 0, 13)])
+def test_rows_that_are_read_together_have_the_kv_of_each_alone(
+    tmp_path_factory, n_read
+):
     folder = tiny_model(DENSE, tmp_path_factory.getbasetemp())
     model = mlx_lm.load(str(folder))[0]
     rng = np.random.default_rng(3)
     prompts = [rng.integers(10, 300, n).tolist() for n in (31, 40, 17, 40)]
 
     rows = [make_prompt_cache(model) for _ in prompts]
+    rests = []
+    for prompt, cache, n in zip(prompts, rows, n_read, strict=True):
+        if n:
+            model(mx.array([prompt[:n]]), cache=cache)
+        rests.append(prompt[n:])
     joint_caches = s.to_batch(*rows)
-    s.feed_padded(model, prompts, joint_caches)
+    s.feed_padded(model, rests, joint_caches)
 
     assert s.row_offsets(joint_caches).tolist() == list(map(len, prompts))
     for row, prompt in enumerate(prompts):
