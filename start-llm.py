@@ -12676,7 +12676,7 @@ class EngineRequest:
 
     key: TokenKey  # the prompt
     checkpoint_positions: tuple[int, ...]  # where other prompts may part from this one
-    checkpoint_ids: frozenset[int] = frozenset()  # of the reply: its end may be there
+    checkpoint_ids: frozenset[int] = frozenset()  # a reply may be over after these
     max_tokens: int
     sampling: SamplingParams
     images: tuple[tuple[int, ImageTokens], ...] = ()  # by position, ascending
@@ -13237,7 +13237,7 @@ def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> Mode
 # State that cannot be rewound is kept from before the last step, too: a client may send
 # the reply back without its last token, which is often an end token.
 
-MIN_LONE_CALL_TOKENS: Final = 16  # a rest of a prompt, to get a call of its own
+MIN_LONE_CALL_TOKENS: Final = 16  # a shorter rest is fed together with the last token
 HANDOVER_SECONDS: Final = 0.0005  # in which connections send their first tokens
 
 
@@ -13501,9 +13501,9 @@ class MemoryBudget:
     ) -> bool:
         """Evict until so much more fits beside what runs, but nothing of `keep`.
 
-        Returns False if it cannot fit. Where even an empty cache would not help, since
-        what runs takes the room, nothing is evicted in vain (L-97). To what runs belong
-        a few checkpoints of each request: the cache does not evict those.
+        Returns False if it cannot fit. If what runs leaves too little even with an
+        empty cache, nothing is evicted in vain (L-97). A few checkpoints of each of
+        these requests count as running: the cache does not evict those.
         """
         needed_bytes = self.running_bytes(requests) + extra_bytes
         few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
@@ -13534,7 +13534,7 @@ class MemoryBudget:
         return max(requests, key=lambda one: (one.started_at, one.submitted_at))
 
     def evict_for_running(self, requests: Sequence[RunningRequest]) -> None:
-        """Evict what running requests have grown into, with room to copy a batch."""
+        """Evict as much as running requests have grown by, and a copy of one needs."""
         copy_bytes = max((batch.nbytes for batch in _batches_of(requests)), default=0)
         lacking_bytes = max(0, copy_bytes - self.shares.working)
         self._cache.evict_to_fit(self.running_bytes(requests) + lacking_bytes)
@@ -14072,7 +14072,7 @@ class Scheduler:
         return None
 
     def _make_room_to_start(self, n_prompt: int, match: PrefixMatch) -> bool:
-        """Make room for a prompt: if nothing runs, at the cost of its own prefix."""
+        """Make room for a prompt. Its own cached prefix goes only if nothing runs."""
         n_bytes = self.budget.prompt_bytes(n_prompt)
         if self.budget.make_room(n_bytes, self.running, keep=match):
             return True
@@ -14081,7 +14081,7 @@ class Scheduler:
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
-        Beside others it waits on, for its turn; alone it is next.
+        If others run, it goes on waiting, for its turn; else it is read next.
         """
         if self.running:
             handle.begin(_QUEUE, time.monotonic())
@@ -14262,8 +14262,9 @@ class Scheduler:
     ) -> None:
         """Keep states from which a part of a reply can be gone on with.
 
-        Where it may be over, though the model goes on (L-120); and the last of every
-        REPLY_CHECKPOINT_SPACING tokens, for a client that leaves it (L-121).
+        One after each token that may end it, though the model goes on (L-120). And one
+        every REPLY_CHECKPOINT_SPACING tokens, of which only the newest stays, for a
+        client that cancels the reply (L-121).
         """
         for running, token_ids in accepted:
             position = running.num_computed_tokens
