@@ -26,6 +26,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     ANTHROPIC API     the same for the Messages API
     REQUEST IMAGES    images taken out of a request, markers left in their place
     CANONICALIZATION  a second copy of the messages, without what changes by itself
+    SAVED RECORDS     what is remembered of conversations, in a file
     THINKING RESTORE  thinking that a client has stripped, put back
     TOKENIZER         text -> tokens; markup that a client sends is text
     TEMPLATE TRAITS   what the model's own chat template can print, found by probing
@@ -35,6 +36,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     UPSTREAM          what we use of mlx-lm and mlx-vlm undocumented
     KV STATE          what the layers of a model keep, moved and copied
     PREFIX CACHE      KV of past requests, found by their tokens
+    DISK CACHE        the same in files, for what a restart would forget
     SESSIONS          what each session sent last; why not more could be reused
     VISION MODEL      images as tokens, positions and embeddings
     MODEL LOADING     weights, tokenizer, and facts about them
@@ -115,6 +117,7 @@ import atexit
 import binascii
 import ctypes
 import errno
+import fcntl
 import gc
 import hmac
 import inspect
@@ -130,6 +133,7 @@ import resource
 import select
 import shutil
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -138,13 +142,14 @@ import threading
 import time
 import uuid
 import warnings
+import zlib
 from bisect import bisect_left
 from calendar import day_abbr, day_name, month_abbr, month_name
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import (
     Callable,
+    Container,
     Generator,
-    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -161,7 +166,15 @@ from contextlib import (
     suppress,
 )
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass, replace
+from dataclasses import (
+    KW_ONLY,
+    asdict,
+    dataclass,
+    field,
+    fields,
+    is_dataclass,
+    replace,
+)
 from datetime import date, datetime
 from difflib import get_close_matches
 from email.message import Message as HttpHeaders
@@ -188,6 +201,7 @@ from types import NoneType
 from typing import (
     Annotated,
     Any,
+    BinaryIO,
     Final,
     Literal,
     NamedTuple,
@@ -699,6 +713,7 @@ _ModelFamily = Annotated[Literal["auto", "qwen3", "glm4", "generic"], _Lower]
 _AutoOrOff = Annotated[Literal["auto", "off"], _Lower]
 _Backend = Annotated[Literal["auto", "cpu", "cuda"], _Lower]
 _ModelKind = Annotated[Literal["auto", "text", "vision"], _Lower]
+_AutoOnOff = Annotated[Literal["auto", "on", "off"], _Lower]
 _WarmUp = Annotated[Literal["auto", "on", "off", "exit"], _Lower]
 _ImagePolicy = Annotated[Literal["refuse", "placeholder"], _Lower]
 _Isolation = Annotated[Literal["none", "key", "user"], _Lower]
@@ -796,6 +811,12 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     normalize_write_tool_content_for_prompt: bool = False  # shorten written contents
     ledger_max_bytes: _Count = 268_435_456  # 256 MiB; at most 1/16 of all memory
     ledger_ttl_seconds: _Seconds = 86_400.0  # since last use; 0: for ever
+
+    # Cache on disk: what was read before a restart need not be read again
+    cache_disk: _AutoOnOff = "auto"  # auto: on for one person, on this machine
+    cache_disk_folder: str = ""  # empty: ~/.cache/start-llm
+    cache_disk_max_bytes: _Count = 0  # 0: 32 GiB, but a tenth of the free disk at most
+    cache_disk_max_bytes_per_day: _Count = 0  # written; 0: four times the one above
 
     # Classes of volatile fields: see CANONICALIZATION
     rule_billing_header: _RuleClass = "telemetry"  # x-anthropic-billing-header: ...
@@ -1346,6 +1367,8 @@ _COUNTERS: Final = {  # of what should be rare, or is worth watching
     "evicted_idle": "Cache entries evicted after PROMPT_CACHE_TTL_SECONDS",
     "vlm_tower_runs": "Images read by the vision tower",
     "vlm_feature_hits": "Images whose features were kept from an earlier request",
+    "disk_hits": "Requests for which KV was loaded from the disk",
+    "disk_tokens": "Tokens whose KV was loaded from the disk",
 }
 _GAUGES: Final = {
     "queued": "Requests that wait for the model",
@@ -1360,6 +1383,8 @@ _GAUGES: Final = {
     "memory_working_bytes": "Bytes of all other buffers of MLX",
     "memory_peak_bytes": "Most bytes that MLX had in use since the start",
     "memory_process_bytes": "Bytes of the process, as the system counts them",
+    "disk_bytes": "Bytes of KV on the disk",
+    "disk_written_today_bytes": "Bytes of KV that were written to the disk today",
 }
 _SUMS: Final = {
     "refused": "Requests that were answered with an error before the model was asked",
@@ -2376,6 +2401,10 @@ _TEXT_ONLY: Final = "this server writes text alone: leave it out"
 _SEND_TOOLS: Final = "this is the older form: send `tools` and `tool_choice`"
 
 
+class _PromptCacheOptions(TypedDict):
+    prewarm: NotRequired[bool]  # ours: the prompt is read, for the cache alone
+
+
 class _ChatBody(BaseModel, strict=True, extra="allow"):
     """The fields that have one spelling, except for those of SamplingParams.
 
@@ -2397,6 +2426,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     chat_template_kwargs: JsonObject = {}
     response_format: JsonObject = {}
+    prompt_cache_options: _PromptCacheOptions = {}
     # What we cannot do, with the values that do not ask for it.
     n: _One = 1
     best_of: _One = 1
@@ -2466,6 +2496,10 @@ def parse_chat_request(
     json_schema = _json_schema(parsed.response_format)
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop
     max_tokens = parsed.max_completion_tokens or parsed.max_tokens
+    max_tokens = max_tokens or config.default_max_tokens
+    if parsed.prompt_cache_options.get("prewarm"):
+        max_tokens = 0
+        _check_prewarm(parsed)
 
     return ChatRequest(
         kind="chat",
@@ -2474,7 +2508,7 @@ def parse_chat_request(
         session=_find_session(fields, lower_headers),
         user=_find_user(fields, lower_headers),
         sampling=sampling,
-        max_tokens=max_tokens or config.default_max_tokens,
+        max_tokens=max_tokens,
         stop=tuple(stop),
         stream=parsed.stream,
         include_usage=bool(parsed.stream_options.get("include_usage")),
@@ -2492,6 +2526,19 @@ def parse_chat_request(
         json_schema=json_schema,
         template_kwargs=_template_kwargs(parsed.chat_template_kwargs, thinking.effort),
     )
+
+
+def _check_prewarm(parsed: _ChatBody) -> None:
+    """Raise BadRequest for what is asked of a reply that will not be generated."""
+    is_asked_for = {
+        "stream": parsed.stream,
+        "response_format": bool(parsed.response_format),
+        "tool_choice": parsed.tool_choice not in ("none", "auto"),
+    }
+    for place, is_asked in is_asked_for.items():
+        if is_asked:
+            sentence = "prompt_cache_options.prewarm is true, which makes no reply"
+            raise BadRequest(sentence, field=place)
 
 
 def parse_completion_request(
@@ -5050,6 +5097,287 @@ def find_masking_rule(old_text: str, new_text: str) -> str | None:
     return None
 
 
+# region SAVED RECORDS =========================================================
+# What is remembered of conversations, in a file that the next start reads.
+#
+#     put --> queue --> thread "records", one transaction for all that came in 50 ms
+#                            |
+#     load  <----------------+-- a database of SQLite, with a journal (WAL): what was
+#                                committed is there, however the process ended
+#
+# The file is a copy: whoever puts records keeps its own in memory, and reads the file
+# once, at its beginning. A record has a value, as JSON, and parts: large texts and
+# tokens that records share. A part is stored once, under its digest, and goes with the
+# last record that has it:
+#
+#     records   tenant, kind, key -> session, last use, value, digests of parts
+#     parts     digest -> bytes
+#
+# Nothing is lost but what the last 50 ms brought. A row whose checksum is wrong is left
+# out. A file that SQLite cannot read is deleted, and begun anew.
+#
+# Public   RecordFile, TenantRecords, SavedRecord
+# Uses     LOGGING
+# Thread   any; the database: a thread of its own, load(): its caller's
+
+_SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
+_RECORD_FORMAT: Final = 1  # of values; another number: the file is begun anew
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS records (
+    tenant TEXT, kind TEXT, key BLOB, number INTEGER,
+    session_id TEXT, used_at REAL, value BLOB, digests BLOB, checksum INTEGER,
+    PRIMARY KEY (tenant, kind, key, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS parts (digest BLOB PRIMARY KEY, data BLOB) WITHOUT ROWID;
+"""
+_DIGEST_BYTES: Final = 32
+
+
+class SavedRecord(NamedTuple):
+    """A record in its saved form."""
+
+    session_id: str
+    last_used: float  # seconds, on the clock of time.monotonic()
+    value: Any  # as JSON has it
+    parts: Sequence[bytes] = ()  # that other records may have, too; none is empty
+
+
+class RecordFile:
+    """The file of all tenants. Until open() nothing is saved, and nothing is there."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._orders: queue.SimpleQueue[Callable[[sqlite3.Connection], None]]
+        self._orders = queue.SimpleQueue()
+        self._failure = ""  # why nothing is saved any more
+
+    def open(self, path: Path, *, ttl_seconds: float) -> None:
+        """Read and write this file from now on; drop what was not used for so long.
+
+        `ttl_seconds`: 0 for ever. Without a usable file nothing is saved.
+        """
+        try:
+            try:
+                self._prepare(path, ttl_seconds)
+            except sqlite3.DatabaseError as fault:
+                logger.warning("records: %s is begun anew: %s", path, fault)
+                for file in path.parent.glob(path.name + "*"):
+                    file.unlink()
+                self._prepare(path, ttl_seconds)
+        except (sqlite3.Error, OSError) as fault:
+            logger.warning("records: nothing is saved: %s", fault)
+            return
+        self._path = path
+        threading.Thread(target=self._run, name="records", daemon=True).start()
+
+    def _prepare(self, path: Path, ttl_seconds: float) -> None:
+        """Make the tables, or check them. Raises sqlite3.Error, OSError."""
+        path.touch(mode=0o600)
+        with closing(_connect(path)) as database:
+            (file_format,) = database.execute("PRAGMA user_version").fetchone()
+            if file_format not in (0, _RECORD_FORMAT):
+                raise sqlite3.DatabaseError(f"its format is {file_format}")
+            database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
+            database.executescript(_SCHEMA)
+            if ttl_seconds:
+                oldest = time.time() - ttl_seconds
+                database.execute("DELETE FROM records WHERE used_at < ?", (oldest,))
+            _delete_unused_parts(database)
+            database.commit()
+
+    def of_tenant(self, tenant: str) -> TenantRecords:
+        """The records of a tenant."""
+        return TenantRecords(self, tenant)
+
+    def order(self, function: Callable[[sqlite3.Connection], None]) -> None:
+        """Run a function on the database, soon."""
+        if self._path is not None and not self._failure:
+            self._orders.put(function)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until what was ordered is in the file; whether it was in time."""
+        if self._path is None or self._failure:
+            return True
+        is_done = threading.Event()
+        self._orders.put(lambda database: _commit_and_set(database, is_done))
+        return is_done.wait(timeout)
+
+    def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
+        """See TenantRecords. Nothing, if there is no file or it cannot be read."""
+        if self._path is None:
+            return []
+        try:
+            with closing(_connect(self._path)) as database:
+                return list(_read_records(database, tenant, kind))
+        except sqlite3.Error as fault:
+            logger.warning("records: they cannot be read: %s", fault)
+            return []
+
+    def _run(self) -> None:
+        assert self._path is not None
+        try:
+            with closing(_connect(self._path)) as database:
+                while True:
+                    self._save_next(database)
+        except (sqlite3.Error, OSError) as fault:
+            self._failure = str(fault)
+            logger.warning("records: nothing is saved any more: %s", fault)
+
+    def _save_next(self, database: sqlite3.Connection) -> None:
+        """Wait for an order, and carry out all that come within 50 ms."""
+        orders = [self._orders.get()]
+        time.sleep(_SAVE_DELAY_SECONDS)
+        with suppress(queue.Empty):
+            while True:
+                orders.append(self._orders.get_nowait())
+        for order in orders:
+            order(database)
+        database.commit()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open the database. What is deleted is overwritten. Raises sqlite3.Error."""
+    database = sqlite3.connect(path, timeout=10.0)
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "secure_delete=ON"):
+        database.execute(f"PRAGMA {pragma}")
+    return database
+
+
+def _commit_and_set(database: sqlite3.Connection, is_done: threading.Event) -> None:
+    database.commit()
+    is_done.set()
+
+
+def _delete_unused_parts(database: sqlite3.Connection) -> None:
+    """Delete the parts that no record has."""
+    used: set[bytes] = set()
+    for (digests,) in database.execute("SELECT digests FROM records"):
+        used.update(_split_digests(digests))
+    stored = database.execute("SELECT digest FROM parts").fetchall()
+    unused = [(digest,) for (digest,) in stored if digest not in used]
+    database.executemany("DELETE FROM parts WHERE digest = ?", unused)
+
+
+def _split_digests(digests: bytes) -> list[bytes]:
+    starts = range(0, len(digests), _DIGEST_BYTES)
+    return [digests[start : start + _DIGEST_BYTES] for start in starts]
+
+
+def _read_records(
+    database: sqlite3.Connection, tenant: str, kind: str
+) -> Iterator[tuple[bytes, SavedRecord]]:
+    shared: dict[bytes, bytes] = {}  # by digest, so that each part is one object
+    rows = database.execute(
+        "SELECT key, session_id, used_at, value, digests, checksum FROM records"
+        " WHERE tenant = ? AND kind = ? ORDER BY used_at, key, number",
+        (tenant, kind),
+    )
+    for key, session_id, used_at, value, digests, checksum in rows:
+        if zlib.crc32(value + digests) != checksum:
+            continue
+        parts: list[bytes] = []
+        for digest in _split_digests(digests):
+            part = shared.get(digest) or _find_part(database, digest)
+            shared[digest] = part
+            parts.append(part)
+        if all(parts):
+            last_used = time.monotonic() - (time.time() - used_at)
+            yield key, SavedRecord(session_id, last_used, json.loads(value), parts)
+
+
+def _find_part(database: sqlite3.Connection, digest: bytes) -> bytes:
+    """The part under a digest; b"" if it is not there, or damaged."""
+    query = "SELECT data FROM parts WHERE digest = ?"
+    for (data,) in database.execute(query, (digest,)):
+        if sha256(data).digest() == digest:
+            return bytes(data)
+    return b""
+
+
+class TenantRecords:
+    """The records of one tenant in the file."""
+
+    def __init__(self, file: RecordFile, tenant: str) -> None:
+        self._file = file
+        self._tenant = tenant
+
+    def put(self, kind: str, key: bytes, pack: Callable[[], list[SavedRecord]]) -> None:
+        """Replace the records under a key. `pack` is called on the file's thread."""
+
+        def save(database: sqlite3.Connection) -> None:
+            self._delete(database, kind, key)
+            for number, record in enumerate(pack()):
+                self._insert(database, kind, key, number, record)
+
+        self._file.order(save)
+
+    def remove(self, kind: str, key: bytes) -> None:
+        """Remove the records under a key."""
+        self._file.order(lambda database: self._delete(database, kind, key))
+
+    def touch(self, kind: str, key: bytes) -> None:
+        """Note that the records under a key are used now."""
+        used_at = time.time()
+
+        def update(database: sqlite3.Connection) -> None:
+            database.execute(
+                "UPDATE records SET used_at = ?"
+                " WHERE tenant = ? AND kind = ? AND key = ?",
+                (used_at, self._tenant, kind, key),
+            )
+
+        self._file.order(update)
+
+    def forget_parts(self) -> None:
+        """Delete what no record has any more, in the journal, too."""
+
+        def clean(database: sqlite3.Connection) -> None:
+            _delete_unused_parts(database)
+            database.commit()
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+        self._file.order(clean)
+
+    def load(self, kind: str) -> list[tuple[bytes, SavedRecord]]:
+        """All whole records of a kind with their keys, those used last as the last.
+
+        A part that several records have is one object.
+        """
+        return self._file.load(self._tenant, kind)
+
+    def _delete(self, database: sqlite3.Connection, kind: str, key: bytes) -> None:
+        database.execute(
+            "DELETE FROM records WHERE tenant = ? AND kind = ? AND key = ?",
+            (self._tenant, kind, key),
+        )
+
+    def _insert(
+        self,
+        database: sqlite3.Connection,
+        kind: str,
+        key: bytes,
+        number: int,
+        record: SavedRecord,
+    ) -> None:
+        digests = b""
+        for part in record.parts:
+            digest = sha256(part).digest()
+            database.execute(
+                "INSERT OR IGNORE INTO parts VALUES (?, ?)", (digest, part)
+            )
+            digests += digest
+        # A lone surrogate, which UTF-8 has not, is written as \ud800.
+        value = json.dumps(record.value).encode()
+        used_at = time.time() - (time.monotonic() - record.last_used)
+        database.execute(
+            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(self._tenant, kind, key, number, record.session_id, used_at),
+                *(value, digests, zlib.crc32(value + digests)),
+            ),
+        )
+
+
 # region THINKING RESTORE ======================================================
 # Puts the thinking back that a client has stripped from a reply.
 #
@@ -5071,7 +5399,7 @@ def find_masking_rule(old_text: str, new_text: str) -> str | None:
 #
 # Public   HealingStore, ReplyContext, Session, ANONYMOUS, heal_messages,
 #          private_owner, reply_contexts
-# Uses     API TYPES, ANTHROPIC API, CANONICALIZATION
+# Uses     API TYPES, ANTHROPIC API, CANONICALIZATION, SAVED RECORDS
 # Owns     _healing_lock
 # Thread   any
 
@@ -5149,6 +5477,17 @@ class _Thought(NamedTuple):
     thinking: str
     session_id: str  # as people see it, see GeneratedReply
 
+    def pack(self) -> list[SavedRecord]:
+        """It, to be saved; the text is stored once for all its keys."""
+        text = self.thinking.encode("utf-8", "surrogatepass")
+        return [SavedRecord(self.session_id, time.monotonic(), None, [text])]
+
+
+# The kinds of keys. The second is a hash of the thinking, whosever it is: a client has
+# the hash only from a reply with that thinking.
+_BY_CONTEXT: Final = "thinking by context"  # of digests of the context and the reply
+_BY_SIGNATURE: Final = "thinking by signature"
+
 
 class HealingStore:
     """The thinking of replies. For any thread; the least recently used goes first.
@@ -5159,15 +5498,27 @@ class HealingStore:
     CAP: Final = 4000  # keys of each kind
     MAX_BYTES: Final = 64_000_000  # of thinking
 
-    def __init__(self) -> None:
+    def __init__(self, saved: TenantRecords | None = None) -> None:
+        self._saved = saved or RecordFile().of_tenant("")
         self._healing_lock = threading.Lock()  # guards what follows
-        # By a digest of the context and that of the reply. Those used last are last.
-        self._by_context: OrderedDict[Hashable, _Thought] = OrderedDict()
-        # By a hash of the thinking, whosever it is: a client has the hash only from a
-        # reply with that thinking.
-        self._by_signature: OrderedDict[Hashable, _Thought] = OrderedDict()
+        # By kind and key. Those used last are last.
+        self._thoughts: dict[str, OrderedDict[bytes, _Thought]] = {
+            _BY_CONTEXT: OrderedDict(),
+            _BY_SIGNATURE: OrderedDict(),
+        }
         self._n_keys: Counter[int] = Counter()  # of each thought, by its id()
         self._nbytes = 0  # of the thoughts that have a key
+
+    def load(self) -> None:
+        """Remember what an earlier server has saved."""
+        thoughts: dict[bytes, _Thought] = {}  # each once, whatever keys it has
+        for kind in self._thoughts:
+            for key, saved in self._saved.load(kind):
+                (text,) = saved.parts
+                thinking = text.decode("utf-8", "surrogatepass")
+                thought = _Thought(thinking, saved.session_id)
+                with self._healing_lock:
+                    self._keep(kind, key, thoughts.setdefault(text, thought))
 
     def remember(
         self, reply: Message, context: ReplyContext, *, session_id: str = ""
@@ -5180,12 +5531,12 @@ class HealingStore:
         digest = reply_digest(reply)
         with self._healing_lock:
             for context_digest in context:
-                self._put(self._by_context, (context_digest, digest), thought)
-            self._put(self._by_signature, thinking_signature(thinking), thought)
+                self._put(_BY_CONTEXT, context_digest + digest, thought)
+            self._put(_BY_SIGNATURE, thinking_signature(thinking).encode(), thought)
             # why(L-128): what outlives a request is bounded in bytes.
             while self._nbytes > self.MAX_BYTES:
-                self._drop(self._by_context, next(iter(self._by_context), None))
-                self._drop(self._by_signature, next(iter(self._by_signature), None))
+                for kind, thoughts in self._thoughts.items():
+                    self._drop(kind, next(iter(thoughts), b""))
 
     def find_thinking(self, reply: Message, context: ReplyContext) -> str:
         """The thinking that led to this reply; "" if it is not known."""
@@ -5194,53 +5545,63 @@ class HealingStore:
         digest = reply_digest(reply)
         signature = reply.get("thought_id")
         with self._healing_lock:
-            if isinstance(signature, str) and signature in self._by_signature:
-                self._by_signature.move_to_end(signature)
-                return self._by_signature[signature].thinking
-            for context_digest in context:
-                thought = self._by_context.get((context_digest, digest))
+            if isinstance(signature, str):
+                thought = self._use(_BY_SIGNATURE, signature.encode())
                 if thought is not None:
-                    self._by_context.move_to_end((context_digest, digest))
+                    return thought.thinking
+            for context_digest in context:
+                thought = self._use(_BY_CONTEXT, context_digest + digest)
+                if thought is not None:
                     return thought.thinking
         return ""
 
     def forget(self, session_id: str | None) -> None:
         """Drop the thinking of the replies to a session; None: all of it."""
         with self._healing_lock:
-            for thoughts in (self._by_context, self._by_signature):
+            for kind, thoughts in self._thoughts.items():
                 forgotten = [
                     key
                     for key, thought in thoughts.items()
                     if session_id in (None, thought.session_id)
                 ]
                 for key in forgotten:
-                    self._drop(thoughts, key)
+                    self._drop(kind, key)
+        self._saved.forget_parts()
 
     def __len__(self) -> int:
-        return len(self._by_context)
+        return len(self._thoughts[_BY_CONTEXT])
 
     # The methods below are called with the lock held.
 
-    def _put(
-        self,
-        thoughts: OrderedDict[Hashable, _Thought],
-        key: Hashable,
-        thought: _Thought,
-    ) -> None:
+    def _use(self, kind: str, key: bytes) -> _Thought | None:
+        thoughts = self._thoughts[kind]
+        if key not in thoughts:
+            return None
+        thoughts.move_to_end(key)
+        return thoughts[key]
+
+    def _put(self, kind: str, key: bytes, thought: _Thought) -> None:
+        """Replace the thought under a key, in the file, too."""
+        self._keep(kind, key, thought)
+        self._saved.put(kind, key, thought.pack)
+
+    def _keep(self, kind: str, key: bytes, thought: _Thought) -> None:
         """Replace the thought under a key; drop the oldest if there are too many."""
-        self._drop(thoughts, key)
+        thoughts = self._thoughts[kind]
+        self._drop(kind, key)
         thoughts[key] = thought
         if not self._n_keys[id(thought)]:
             self._nbytes += sys.getsizeof(thought.thinking)
         self._n_keys[id(thought)] += 1
         if len(thoughts) > self.CAP:
-            self._drop(thoughts, next(iter(thoughts)))
+            self._drop(kind, next(iter(thoughts)))
 
-    def _drop(self, thoughts: OrderedDict[Hashable, _Thought], key: Hashable) -> None:
+    def _drop(self, kind: str, key: bytes) -> None:
         """Remove a key, if it is there, and the thought's bytes with its last key."""
-        if key not in thoughts:
+        thought = self._thoughts[kind].pop(key, None)
+        if thought is None:
             return
-        thought = thoughts.pop(key)
+        self._saved.remove(kind, key)
         self._n_keys[id(thought)] -= 1
         if not self._n_keys[id(thought)]:
             del self._n_keys[id(thought)]
@@ -7129,8 +7490,8 @@ def block_hashes(
 # has a name, or is anonymous.
 #
 # Public   Ledger, PromptPlanner, PromptPlan, Conversation, GeneratedReply, ShownEnd
-# Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, CANONICALIZATION, THINKING RESTORE,
-#          CHAT TEMPLATE
+# Uses     CONFIG, LOGGING, WORK BUDGET, API TYPES, CANONICALIZATION, SAVED RECORDS,
+#          THINKING RESTORE, CHAT TEMPLATE
 # Owns     _ledger_lock
 # Thread   any
 
@@ -7407,6 +7768,10 @@ class LedgerRecord:
         """What other records may hold as well."""
         return ()
 
+    def pack(self) -> SavedRecord:
+        """It, to be saved. Its class has its inverse, unpack()."""
+        raise NotImplementedError
+
     def total_bytes(self) -> int:
         """About how many bytes it takes alone."""
         return self.nbytes + sum(map(sys.getsizeof, self.shared_parts()))
@@ -7529,6 +7894,67 @@ class Transcript(LedgerRecord):
             )
         )
 
+    def pack(self) -> SavedRecord:
+        arrays = [*self.segments, self.reply.ids]
+        texts = [text.encode("utf-8", "surrogatepass") for text in self.thinking]
+        parts = [array.astype("<i4").tobytes() for array in arrays] + texts
+        value = {
+            "nbytes": self.nbytes,
+            "n_segments": len(self.segments),
+            "part_bytes": [len(part) for part in parts],  # an empty one is not saved
+            "positions": asdict(self.positions),
+            "is_cut": self.reply.is_cut,
+            "shown_text": self.reply.shown_text,
+            "shown_ends": list(self.reply.shown_ends),
+            "stated": _pack_stated(self.stated),
+            "session": self.session.name,
+            "last_call_id": self.last_call_id,
+        }
+        saved_parts = [part for part in parts if part]
+        return SavedRecord(
+            self.session_id, self.last_used, {"transcript": value}, saved_parts
+        )
+
+    @classmethod
+    def unpack(cls, saved: SavedRecord, texts: dict[bytes, str]) -> Transcript:
+        """The transcript of a record. `texts`: those unpacked before, by their bytes.
+
+        Raises LookupError, TypeError or ValueError if it is no transcript.
+        """
+        value = saved.value["transcript"]
+        saved_parts = iter(saved.parts)
+        parts = [next(saved_parts) if n else b"" for n in value["part_bytes"]]
+        n_segments = value["n_segments"]
+        arrays = [np.frombuffer(part, "<i4") for part in parts[: n_segments + 1]]
+        for part in parts[n_segments + 1 :]:
+            texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
+        positions = value["positions"]
+        reply = GeneratedReply(
+            ids=arrays[-1],
+            is_cut=value["is_cut"],
+            block_hashes=(),
+            session_id=saved.session_id,
+            finished_at=saved.last_used,
+            shown_text=value["shown_text"],
+            shown_ends=[ShownEnd(*end) for end in value["shown_ends"]],
+        )
+        return cls(
+            nbytes=value["nbytes"],
+            session_id=saved.session_id,
+            last_used=saved.last_used,
+            segments=tuple(arrays[:-1]),
+            positions=PromptPositions(
+                message_starts=tuple(positions.pop("message_starts")),
+                note_ends=tuple(positions.pop("note_ends")),
+                **positions,
+            ),
+            reply=reply,
+            stated=_unpack_stated(value["stated"]),
+            thinking=tuple(texts[part] for part in parts[n_segments + 1 :]),
+            session=Session(value["session"]),
+            last_call_id=value["last_call_id"],
+        )
+
     def shared_parts(self) -> Iterable[object]:
         """Its tokens and thinking: transcripts that continue this one hold them too."""
         for segment in self.segments:
@@ -7565,6 +7991,17 @@ class RenderedHead(LedgerRecord):
         n_bytes = _START_BYTES + memory_bytes(*restated)
         return cls(nbytes=n_bytes, restated=restated)
 
+    def pack(self) -> SavedRecord:
+        messages, stated = self.restated
+        value = {"messages": messages, "stated": _pack_stated(stated)}
+        return SavedRecord(self.session_id, self.last_used, {"head": value})
+
+    @classmethod
+    def unpack(cls, saved: SavedRecord) -> RenderedHead:
+        value = saved.value["head"]
+        stated = _unpack_stated(value["stated"])
+        return cls.of(Restated(value["messages"], stated))
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RenderedTools(LedgerRecord):
@@ -7581,6 +8018,18 @@ class RenderedTools(LedgerRecord):
     def read(self) -> tuple[JsonObject, ...]:
         return tuple(from_json(self.text))
 
+    def pack(self) -> SavedRecord:
+        value = {"digest": self.digest.hex()}
+        return SavedRecord(
+            self.session_id, self.last_used, {"tools": value}, [self.text]
+        )
+
+    @classmethod
+    def unpack(cls, saved: SavedRecord) -> RenderedTools:
+        (text,) = saved.parts
+        digest = bytes.fromhex(saved.value["tools"]["digest"])
+        return cls(nbytes=_START_BYTES + len(text), text=text, digest=digest)
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class StartReference(LedgerRecord):
@@ -7589,8 +8038,52 @@ class StartReference(LedgerRecord):
     nbytes: int = _START_BYTES
     start_key: bytes
 
+    def pack(self) -> SavedRecord:
+        value = {"start_key": self.start_key.hex()}
+        return SavedRecord(self.session_id, self.last_used, {"reference": value})
+
+    @classmethod
+    def unpack(cls, saved: SavedRecord) -> StartReference:
+        return cls(start_key=bytes.fromhex(saved.value["reference"]["start_key"]))
+
 
 PromptStart = RenderedHead | RenderedTools | StartReference
+
+
+def _pack_stated(stated: StatedValues) -> JsonObject:
+    return {
+        "pinned": [[*place, sorted(values)] for place, values in stated.pinned.items()],
+        "notes": stated.notes,
+        "private": [[*place, value] for place, value in stated.private],
+    }
+
+
+def _unpack_stated(packed: JsonObject) -> StatedValues:
+    pinned = {
+        FieldPlace(index, rule): set(values) for index, rule, values in packed["pinned"]
+    }
+    private = {
+        PrivateValue(FieldPlace(index, rule), value)
+        for index, rule, value in packed["private"]
+    }
+    return StatedValues(pinned, tuple(packed["notes"]), frozenset(private))
+
+
+def _unpack_record(saved: SavedRecord, texts: dict[bytes, str]) -> LedgerRecord:
+    """A record as it was. Raises LookupError, TypeError, ValueError: it is none."""
+    record: LedgerRecord
+    match saved.value:
+        case {"transcript": _}:
+            return Transcript.unpack(saved, texts)
+        case {"head": _}:
+            record = RenderedHead.unpack(saved)
+        case {"tools": _}:
+            record = RenderedTools.unpack(saved)
+        case _:
+            record = StartReference.unpack(saved)
+    record.session_id = saved.session_id
+    record.last_used = saved.last_used
+    return record
 
 
 # -- 4 whose is it? --------------------------------------------------------------------
@@ -7726,6 +8219,9 @@ def _digest(*parts: object) -> bytes:
 # -- 5 store ---------------------------------------------------------------------------
 
 
+_LEDGER: Final = "ledger"  # the kind of its saved records
+
+
 class Chosen[Value](NamedTuple):
     """What a prompt begins with, and what to remember if the request is accepted."""
 
@@ -7746,8 +8242,10 @@ class Ledger:
 
     MAX_ALTERNATIVES: Final = 4  # transcripts under one key
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, saved: TenantRecords | None = None) -> None:
+        """What `saved` has from an earlier server is here after load()."""
         self._config = config
+        self._saved = saved or RecordFile().of_tenant("")
         # Guards the four below, and what changes in the records.
         self._ledger_lock = threading.Lock()
         # By key; those used least recently first.
@@ -7755,6 +8253,19 @@ class Ledger:
         self._nbytes = 0
         self._holders: Counter[int] = Counter()  # of each shared part, by its id()
         self._planned: WeakValueDictionary[bytes, LedgerRecord] = WeakValueDictionary()
+
+    def load(self) -> None:
+        """Remember what an earlier server has saved."""
+        records: dict[bytes, list[LedgerRecord]] = {}
+        texts: dict[bytes, str] = {}
+        for key, saved in self._saved.load(_LEDGER):
+            with suppress(LookupError, TypeError, ValueError, StopIteration):
+                record = _unpack_record(saved, texts)
+                records.setdefault(key, []).append(record)
+        with self._ledger_lock:
+            for key, found in records.items():
+                self._keep(key, found)
+            self._expire(time.monotonic())
 
     def choose_head(
         self, conversation: Conversation, head: Restated, now: float
@@ -7829,6 +8340,7 @@ class Ledger:
                     self._put(key, [start])
                 else:
                     self._records.move_to_end(key)
+                    self._saved.touch(_LEDGER, key)
             self._expire(now)
 
     def record(
@@ -7882,14 +8394,13 @@ class Ledger:
         without a session have none to heads.)
         """
         with self._ledger_lock:
-            if session_id is None:
-                self._records.clear()
-                self._holders.clear()
-                self._nbytes = 0
-                return
-            self._hand_over_starts(session_id)
+            if session_id is not None:
+                self._hand_over_starts(session_id)
             for key, records in list(self._records.items()):
-                self._put(key, [r for r in records if r.session_id != session_id])
+                left = [r for r in records if session_id not in (None, r.session_id)]
+                if len(left) < len(records):
+                    self._put(key, left)
+        self._saved.forget_parts()
 
     def _hand_over_starts(self, session_id: str) -> None:
         heirs = {
@@ -7988,6 +8499,15 @@ class Ledger:
         return transcripts
 
     def _put(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
+        """Replace the records under a key, in the file, too; [] removes it."""
+        self._keep(key, records)
+        kept = self._records.get(key, ())
+        if kept:
+            self._saved.put(_LEDGER, key, lambda: [record.pack() for record in kept])
+        else:
+            self._saved.remove(_LEDGER, key)
+
+    def _keep(self, key: bytes, records: Sequence[LedgerRecord]) -> None:
         """Replace the records under a key; [] removes it.
 
         why(L-136): a record that alone is too large is not kept, or all others would go
@@ -8851,7 +9371,8 @@ def read_gated_delta_in_chunks() -> None:
 #
 # Public   KVSpec, KVSpan, StateCheckpoint, BUFFER_STEP_TOKENS,
 #          measure_kv, kv_cache_offset, evaluate_caches, reserve_tokens, load_span,
-#          take_span, copy_span, copy_state, restore_state, hold_recurrent_state,
+#          take_span, copy_span, copy_state, make_checkpoint, restore_state,
+#          hold_recurrent_state,
 #          to_batch, extract_row, row_offsets, request_tapped_states,
 #          take_tapped_states
 # Uses     API TYPES, UPSTREAM
@@ -9092,10 +9613,14 @@ def copy_state(layer_caches: LayerCaches, *, row: int = 0) -> StateCheckpoint:
 
     # why(L-06): contiguous, or a view would keep the arrays of all rows. (Of the arrays
     # of a single row no copy is made until the cache writes into its own.)
-    leaves = _map_arrays(views, mx.contiguous)
-    mx.eval(leaves)
-    n_bytes = sum(array.nbytes for array in _arrays_in(leaves))
-    return StateCheckpoint(leaves, n_bytes)
+    return make_checkpoint(_map_arrays(views, mx.contiguous))
+
+
+def make_checkpoint(leaves: Sequence[Any]) -> StateCheckpoint:
+    """A checkpoint of states whose arrays nobody else has; they are evaluated."""
+    arrays = _arrays_in(leaves)
+    mx.eval(arrays)
+    return StateCheckpoint(leaves, sum(array.nbytes for array in arrays))
 
 
 def restore_state(layer_caches: LayerCaches, checkpoint: StateCheckpoint) -> None:
@@ -9361,13 +9886,8 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #     branch              [start ........... end)   owns the KV from `start` on; the
 #                                                   KV before is its parent's
 #
-# An entry is in one of three states, and lookups see it in all of them:
-#
-#     running    a request holds its KV and extends it. Others can wait for a prefix
-#                that is being computed
-#     resident   it rests, and its KV is in memory
-#     stored     it rests, and its KV is elsewhere: it is loaded before it is used,
-#                which makes the entry resident. (Nothing here stores any yet.)
+# Lookups see an entry while it rests, and while it runs: then a request holds its KV
+# and extends it, and others can wait for a prefix that is being computed.
 #
 #     find -> start -> the request runs, lease.add_checkpoint -> lease.put_back or drop
 #
@@ -9387,7 +9907,8 @@ def _is_close(array: mx.array, expected: mx.array) -> bool:
 #
 # Positions and depths count tokens from the beginning of the prompt.
 # Public   TokenKey, RequestOwner, NO_OWNER, CacheEntry, PrefixMatch, NO_MATCH,
-#          HitKind, PrefixCache, CacheLease, EntryReport, StoredKV, MIN_CHECKPOINTS
+#          HitKind, PrefixCache, CacheLease, EntryReport, MIN_CHECKPOINTS,
+#          MIN_PREFIX_TOKENS, DOUBLE_COST_DEPTH
 # Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE
 # Thread   model
 
@@ -9435,13 +9956,6 @@ class RunningKV(Protocol):
         """A copy of KV [0, end)."""
 
 
-class StoredKV(Protocol):
-    """The KV of an entry, kept elsewhere than in memory."""
-
-    def load(self) -> KVSpan:
-        """KV of exactly [start, end). Raises RuntimeError or MemoryError."""
-
-
 @dataclass(eq=False, slots=True)
 class CacheEntry:
     """The KV of one conversation, except for what its parents own."""
@@ -9450,9 +9964,8 @@ class CacheEntry:
     parent: CacheEntry | None = None
     start: int = 0
     end: int = 0  # while it runs: how far the request has got
-    # One of these three is set: it says in which state the entry is.
-    span: KVSpan | None = None  # resident: KV of [start, end)
-    stored_kv: StoredKV | None = None  # stored: the same
+    # One of these two is set: it says in which state the entry is.
+    span: KVSpan | None = None  # at rest: KV of [start, end)
     running_kv: RunningKV | None = None  # running: KV of [0, end)
     checkpoints: dict[int, StateCheckpoint] = field(default_factory=dict)  # by position
     owner: RequestOwner = NO_OWNER  # of the last request
@@ -9466,20 +9979,9 @@ class CacheEntry:
         """Whether a request holds its KV."""
         return self.running_kv is not None
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether its KV lies in memory, so that to evict it frees some."""
-        return self.span is not None
-
-    def resident_span(self) -> KVSpan:
-        """The KV [start, end) of an entry at rest, which is in memory afterwards.
-
-        Whatever reads KV at rest gets it here. Raises what loading it raises.
-        """
-        if self.span is None:
-            assert self.stored_kv is not None, "it runs, or its KV was taken"
-            self.span = self.stored_kv.load()
-            self.stored_kv = None
+    def rested_span(self) -> KVSpan:
+        """The KV [start, end) of an entry at rest."""
+        assert self.span is not None, "it runs, or its KV was taken"
         return self.span
 
     @property
@@ -9539,10 +10041,10 @@ class CacheEntry:
         return not self.is_running and self.start < depth >= n_following
 
     def moved_tokens(self, depth: int) -> int:
-        """How many tokens of KV in memory move, if a request takes [0, depth)."""
+        """How many tokens of KV move, if a request takes [0, depth)."""
         if not self.is_movable(depth):
             return 0
-        n_own = depth - self.start if self.is_resident else 0
+        n_own = depth - self.start
         if self.parent is None:
             return n_own
         return n_own + self.parent.moved_tokens(self.start)
@@ -9551,7 +10053,7 @@ class CacheEntry:
         """A copy of KV [0, depth); `depth` is in (start, end]."""
         if self.running_kv is not None:
             return self.running_kv.read_span(depth)
-        own_kv = self.resident_span().cut(0, depth - self.start)
+        own_kv = self.rested_span().cut(0, depth - self.start)
         if self.parent is None:
             return own_kv
         return self.parent.copy_kv(self.start).join(own_kv)
@@ -9604,7 +10106,7 @@ class PrefixMatch(NamedTuple):
 
     @property
     def moved_tokens(self) -> int:
-        """How many tokens of KV that is in memory `start` moves."""
+        """How many tokens of KV `start` moves."""
         owner = self.kv_owner
         return owner.moved_tokens(self.cached_tokens) if owner else 0
 
@@ -9622,12 +10124,12 @@ NO_MATCH: Final = PrefixMatch()
 class EntryTree:
     """Which entry owns which KV. The caller decides what to take and what to evict.
 
-    No other class writes `key`, `parent`, `start`, `end`, or where the KV of an entry
-    is (only resident_span() loads it); PrefixCache adds and thins checkpoints, and says
-    whose it is. These hold for every entry between two calls of its methods, except for
-    one whose KV was taken and does not run yet (inside PrefixCache.start):
+    No other class writes `key`, `parent`, `start`, `end`, `span` or `running_kv` of an
+    entry; PrefixCache adds and thins checkpoints, and says whose it is. These hold for
+    every entry between two calls of its methods, except for one whose KV was taken and
+    does not run yet (inside PrefixCache.start):
 
-        at rest, `span` or `stored_kv` is the KV of exactly [start, end)
+        at rest, `span` is the KV of exactly [start, end)
         parent.start < start <= parent.end; for a root, start == 0
         an entry and its parent have the same first `start` tokens
 
@@ -9643,7 +10145,7 @@ class EntryTree:
 
     @property
     def resting(self) -> list[CacheEntry]:
-        """Entries at rest: resident or stored."""
+        """Entries at rest."""
         return [entry for entry in self.entries if not entry.is_running]
 
     def branches_of(self, entry: CacheEntry) -> list[CacheEntry]:
@@ -9724,7 +10226,7 @@ class EntryTree:
         """
         if depth < entry.end:
             self._split(entry, depth)
-        own_kv = entry.resident_span()
+        own_kv = entry.rested_span()
         entry.span = None
         try:
             return self._join_to_parent(entry, own_kv)
@@ -9760,7 +10262,7 @@ class EntryTree:
                   tail              [depth .... end)    its new branch
         """
         assert entry.start < depth < entry.end
-        span = entry.resident_span()
+        span = entry.rested_span()
         n_kept = depth - entry.start
         # why(L-150): the tail is as old as the entry was. The request does not use it.
         tail = replace(entry, parent=entry, start=depth)
@@ -9797,7 +10299,7 @@ class EntryTree:
         if depth:
             # Without memory for a copy of what stays, the whole entry goes.
             with suppress(RuntimeError, MemoryError):
-                span = entry.resident_span().cut(0, depth - entry.start)
+                span = entry.rested_span().cut(0, depth - entry.start)
                 self._shorten(entry, depth, span=span)
                 return
         self.drop(entry)
@@ -9839,7 +10341,6 @@ class EntryTree:
         self.entries = [other for other in self.entries if other is not entry]
         # A request may still refer to the entry, but must not keep its bytes alive.
         entry.span = None
-        entry.stored_kv = None
         entry.checkpoints = {}
 
 
@@ -10046,6 +10547,11 @@ class PrefixCache:
 
     # -- what a request gets -----------------------------------------------------------
 
+    def add_loaded(self, entry: CacheEntry) -> None:
+        """Add an entry at rest, whose KV was loaded from elsewhere."""
+        entry.last_used = self._clock()
+        self._tree.insert(entry)
+
     def start(
         self,
         match: PrefixMatch,
@@ -10243,7 +10749,7 @@ class PrefixCache:
         savings: dict[CacheEntry, float] = {}  # per byte
         for entry in self._tree.resting:
             depth = needed_depths[entry]
-            if entry.is_resident and depth < entry.end:
+            if depth < entry.end:
                 saving = self._expected_saving(entry, max(depth, entry.start))
                 savings[entry] = saving / max(entry.nbytes, 1)
         if not savings:
@@ -10357,6 +10863,1159 @@ class CacheLease:
         self.drop()
         if self._source is not None:
             self._tree.drop(self._source)
+
+
+# region DISK CACHE ============================================================
+# KV in files, for what a restart, an update or a crash would forget.
+#
+# A file is a segment: the KV of tokens [start, end) of one conversation, with these
+# tokens, and the states that were kept between them. What comes before `start` is in
+# the segment's parent. Of an entry that has grown only what is new is written:
+#
+#     10:00  a conversation of 9,000 tokens rests   root    [0 ........ 9,000)
+#     10:01  it has grown to 9,700                  second  [9,000 .. 9,700)
+#     10:05  another one parts from it at 8,200     third   [8,200 .... 8,900)
+#
+# To continue the second, the 9,000 tokens of the root are loaded, and its own 700.
+#
+# A name stands for the tenant, the weights and all tokens from the beginning to `end`:
+# it is a hash over them. So are landmarks, the names of every 256 tokens. A prompt is
+# looked up by its landmarks, and its tokens are compared with those in the file.
+#
+#     ~/.cache/start-llm/<identity>/     of weights, versions and device; 0700
+#         lock                           held by the server that uses it
+#         written                        bytes that were written today
+#         secret                         that is in the names of images
+#         <name>.safetensors             a segment; 0600
+#
+# A segment is written under another name, and renamed once the disk has it: there is no
+# half of one. A file that is damaged, or of another format, is deleted, and its tokens
+# are read again. Each array has a checksum: the format has none, and one flipped bit
+# would be another KV.
+#
+#     writing    between two steps of the model, DiskTier copies some arrays out of an
+#                entry that rests; a thread of its own brings them to the disk
+#     reading    when a request starts and the disk has more of its prompt than memory,
+#                the rest is loaded into an entry that the request then continues
+#
+# Public   DiskTier, DiskReport, open_disk_cache, wants_disk_cache
+# Uses     CONFIG, LOGGING, API TYPES, TOKEN HASHES, KV STATE, PREFIX CACHE
+# Thread   model, mlx; SegmentWriter: a thread of its own
+
+LANDMARK_TOKENS: Final = 256  # between the positions at which a lookup finds a segment
+MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
+MIN_SAVED_TOKENS: Final = 512  # fewer are written once they have rested for long
+MIN_SEGMENT_TOKENS: Final = 16  # fewer are not worth a file
+MAX_SEGMENT_BYTES: Final = 128 << 20  # what is interrupted loses no more than that
+SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
+SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
+SAVE_SHORT_SECONDS: Final = 30.0  # of rest, for less than MIN_SAVED_TOKENS
+SAVE_PIECE_SECONDS: Final = 0.01  # for what is copied between two steps
+WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwhile
+SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
+MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
+_DISK_FORMAT: Final = 1  # of the files; another number: other files
+_SEGMENT_SUFFIX: Final = ".safetensors"
+_NEW_SUFFIX: Final = ".new"  # of a file that is being written
+_MAX_HEADER_BYTES: Final = 16 << 20
+_SECONDS_A_DAY: Final = 86_400
+_DEFAULT_DISK_BYTES: Final = 32 << 30  # by default, but at most a ...
+_DISK_PART: Final = 10  # ... tenth of the free disk
+_DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
+
+_Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+_SegmentName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_ArrayType = Literal["BF16", "F16", "F32", "U32", "U8", "I32", "I64", "BOOL"]
+
+
+class DiskError(Exception):
+    """A file, or the whole cache on disk, cannot be used; the text says why."""
+
+
+# -- 1 files ---------------------------------------------------------------------------
+
+
+class ArrayInfo(BaseModel, frozen=True, extra="forbid"):
+    """An array of a file, as safetensors describes it."""
+
+    dtype: _ArrayType
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return _ARRAY_TYPES[self.dtype].size * math.prod(self.shape)
+
+
+class Segment(BaseModel, frozen=True, extra="forbid"):
+    """What a file contains, as its metadata describes it."""
+
+    format: int = _DISK_FORMAT
+    name: _SegmentName  # of the tokens [0, end)
+    parent: _SegmentName | Literal[""] = ""  # has the KV before `start`; "": a root
+    start: int = Field(ge=0)
+    end: int = Field(ge=1)
+    landmarks: tuple[_SegmentName, ...]  # names of beginnings that end in (start, end]
+    head_end: int = 0  # where system prompt and tools end
+    tenant: str = ""
+    session: str = ""
+    # By position, in (start, end]: the states there. In the place of each array is
+    # {"array": its name}.
+    states: dict[int, Any] = {}
+    arrays: dict[str, ArrayInfo]  # in the order of the file; "tokens" is the first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(info.nbytes for info in self.arrays.values())
+
+
+class _SegmentHeader(NamedTuple):
+    """The beginning of a file, checked."""
+
+    segment: Segment
+    checksums: dict[str, str]  # by the name of the array
+    nbytes: int
+
+
+def _write_header(segment: Segment, checksums: Mapping[str, str]) -> bytes:
+    """The first bytes of a file; as many, whatever the checksums are.
+
+    The metadata of safetensors are texts: ours describe the segment and its checksums,
+    and "own" is the checksum of the two.
+    """
+    description = segment.model_dump_json()
+    sums = json.dumps({name: checksums[name] for name in segment.arrays})
+    own_sum = _checksum((description + sums).encode())
+    table: JsonObject = {
+        "__metadata__": {"segment": description, "checksums": sums, "own": own_sum}
+    }
+    offset = 0
+    for name, info in segment.arrays.items():
+        table[name] = {
+            "dtype": info.dtype,
+            "shape": info.shape,
+            "data_offsets": [offset, offset + info.nbytes],
+        }
+        offset += info.nbytes
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(path: Path) -> _SegmentHeader:
+    """What a file contains. Raises DiskError: it is not whole or not ours; OSError."""
+    with path.open("rb") as file:
+        length_bytes = file.read(8)
+        length = int.from_bytes(length_bytes, "little")
+        if length > _MAX_HEADER_BYTES:
+            raise DiskError("its header is too long")
+        text = file.read(length)
+        n_bytes = os.fstat(file.fileno()).st_size
+    try:
+        metadata = from_json(text)["__metadata__"]
+        segment = Segment.model_validate_json(metadata["segment"])
+        checksums: dict[str, str] = from_json(metadata["checksums"])
+        header = _write_header(segment, checksums)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DiskError("its header cannot be read") from error
+    if header != length_bytes + text:
+        raise DiskError("its header is damaged, or of another format")
+    if n_bytes != len(header) + segment.nbytes:
+        raise DiskError("it is too short or too long")
+    if path.name != segment.name + _SEGMENT_SUFFIX:
+        raise DiskError("it has the name of another one")
+    return _SegmentHeader(segment, checksums, len(header))
+
+
+def _read_arrays(path: Path, names: Container[str]) -> dict[str, npt.NDArray[Any]]:
+    """The bytes of arrays, with right checksums. Raises DiskError, OSError."""
+    header = _read_header(path)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    with path.open("rb") as file:
+        file.seek(header.nbytes)
+        for name, info in header.segment.arrays.items():
+            if name not in names:
+                file.seek(info.nbytes, os.SEEK_CUR)
+                continue
+            data = np.empty(info.nbytes, dtype=np.uint8)
+            if file.readinto(memoryview(data)) < info.nbytes:
+                raise DiskError("it is too short")
+            if _checksum(data) != header.checksums[name]:
+                raise DiskError(f"its array {name} is damaged")
+            arrays[name] = data
+    return arrays
+
+
+def _checksum(data: bytes | npt.NDArray[Any]) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+class SegmentWriter:
+    """Writes one file after another, on a thread of its own.
+
+        begin -> add, add ... -> finish     the file is there, and take_written() has it
+                              -> abandon    there is none
+
+    Nobody waits for the disk: whoever adds looks at `unwritten_bytes` before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[Segment] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the two counts
+        self.unwritten_bytes = 0  # that the disk does not have yet
+        self.n_unwritten_files = 0  # that were begun, and are not there yet
+        self.failure = ""  # why nothing is written any more, in words
+        self._file: _NewFile | None = None  # of the thread alone
+        threading.Thread(target=self._run, name="disk", daemon=True).start()
+
+    def begin(self, segment: Segment) -> None:
+        """Begin a file; the one before is finished or abandoned."""
+        with self._lock:
+            self.n_unwritten_files += 1
+
+        def begin() -> None:
+            self._file = _NewFile(self._folder, segment)
+
+        self._orders.put(begin)
+
+    def add(self, data: npt.NDArray[Any]) -> None:
+        """Add the next array. It belongs to the writer from now on."""
+        with self._lock:
+            self.unwritten_bytes += data.nbytes
+
+        def add() -> None:
+            if self._file is not None:
+                self._file.add(data)
+            with self._lock:
+                self.unwritten_bytes -= data.nbytes
+
+        self._orders.put(add)
+
+    def finish(self) -> None:
+        """Let the file appear under its name, once the disk has it."""
+
+        def finish() -> None:
+            if self._file is not None:
+                self._file.finish()
+                self._written.put(self._file.segment)
+            self._end_file()
+
+        self._orders.put(finish)
+
+    def abandon(self) -> None:
+        """Forget the file that was begun."""
+
+        def abandon() -> None:
+            if self._file is not None:
+                self._file.drop()
+            self._end_file()
+
+        self._orders.put(abandon)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until everything is done that was asked; whether it was in time."""
+        is_done = threading.Event()
+        self._orders.put(is_done.set)
+        return is_done.wait(timeout)
+
+    def take_written(self) -> list[Segment]:
+        """The segments whose files have appeared since the last call."""
+        segments: list[Segment] = []
+        with suppress(queue.Empty):
+            while True:
+                segments.append(self._written.get_nowait())
+        return segments
+
+    def _end_file(self) -> None:
+        self._file = None
+        with self._lock:
+            self.n_unwritten_files -= 1
+
+    def _run(self) -> None:
+        while True:
+            order = self._orders.get()
+            try:
+                order()
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """Write nothing any more. What is there can still be read."""
+        if not self.failure:
+            self.failure = error.strerror or str(error)
+            logger.warning("disk cache: nothing is written any more: %s", self.failure)
+        if self._file is not None:
+            self._file.drop()
+        self._file = None
+
+
+class _NewFile:
+    """A file that is being written."""
+
+    def __init__(self, folder: Path, segment: Segment) -> None:
+        """Raises OSError."""
+        self.segment = segment
+        self._path = folder / (segment.name + _SEGMENT_SUFFIX)
+        self._new_path = folder / (segment.name + _NEW_SUFFIX)
+        self._checksums = dict.fromkeys(segment.arrays, "0" * 8)
+        self._names = iter(segment.arrays)  # of the arrays that are not written yet
+        self._file = _open_private(self._new_path)
+        self._file.write(_write_header(segment, self._checksums))
+
+    def add(self, data: npt.NDArray[Any]) -> None:
+        """Write the next array. Raises OSError."""
+        name = next(self._names)
+        assert data.nbytes == self.segment.arrays[name].nbytes
+        self._checksums[name] = _checksum(data)
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Give the file its checksums and its name. Raises OSError."""
+        self._file.seek(0)
+        self._file.write(_write_header(self.segment, self._checksums))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._new_path.replace(self._path)
+        _sync_folder(self._path.parent)
+
+    def drop(self) -> None:
+        """Leave nothing of it."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._new_path.unlink()
+
+
+def _open_private(path: Path) -> BinaryIO:
+    """A new file that nobody else can read. Raises OSError."""
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the disk have the names in a folder. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- 2 which segments there are --------------------------------------------------------
+
+
+class _PromptNames:
+    """The names of the beginnings of a prompt."""
+
+    def __init__(self, key: TokenKey) -> None:
+        self._key = key
+        self._hashes = block_hashes(key.tokens, LANDMARK_TOKENS, root=key.salt)
+        self.landmarks = [name.hex()[:32] for name in self._hashes]  # of 256, 512 ...
+
+    def name_of(self, end: int) -> str:
+        """Of the first `end` tokens."""
+        n_landmarks = end // LANDMARK_TOKENS
+        before = self._hashes[n_landmarks - 1] if n_landmarks else self._key.salt
+        rest = self._key.tokens[n_landmarks * LANDMARK_TOKENS : end]
+        return sha256(before + rest.astype("<i4").tobytes() + b".").hexdigest()[:32]
+
+    def landmarks_in(self, start: int, end: int) -> tuple[str, ...]:
+        """Of the beginnings whose length is in (start, end]."""
+        first = start // LANDMARK_TOKENS
+        return tuple(self.landmarks[first : end // LANDMARK_TOKENS])
+
+
+class DiskMatch(NamedTuple):
+    """What the disk has of a prompt.
+
+    The KV of each segment counts up to the start of the next one, that of the last one
+    up to `depth`.
+    """
+
+    segments: tuple[Segment, ...] = ()  # from the root on
+    depth: int = 0  # leading tokens with KV
+
+    def parts(self) -> Iterator[tuple[Segment, int]]:
+        """Each segment, with the position up to which its KV counts."""
+        starts_of_next = [segment.start for segment in self.segments[1:]]
+        yield from zip(self.segments, [*starts_of_next, self.depth], strict=False)
+
+    def positions(self) -> list[int]:
+        """Where states are known, ascending."""
+        return [
+            position
+            for segment, end in self.parts()
+            for position in sorted(segment.states)
+            if position <= end
+        ]
+
+
+NO_DISK_MATCH: Final = DiskMatch()
+
+
+class LoadedKV(NamedTuple):
+    """KV [start, end) of a prompt from the disk, and states at positions in it."""
+
+    span: KVSpan
+    states: dict[int, StateCheckpoint]
+
+
+class DiskReport(TypedDict):
+    """The cache on disk, as GET /v1/status shows it."""
+
+    folder: str
+    files: int
+    bytes: int
+    max_bytes: int
+    written_today_bytes: int
+    max_bytes_per_day: int
+    off: NotRequired[str]  # why nothing is written any more
+
+
+class DiskCache:
+    """The segments of one model, and which of them a prompt can use."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        max_bytes_per_day: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take a folder, and read the headers of its files.
+
+        Raises DiskError: another server has the folder, or it cannot be used.
+        """
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.max_bytes_per_day = max_bytes_per_day
+        self.nbytes = 0
+        self._read_speed: float | None = None  # bytes a second, of the last load
+        self._clock = clock
+        self._segments: dict[str, Segment] = {}  # by name, as all that follow
+        self._used_at: dict[str, float] = {}  # Unix seconds
+        self._by_landmark: defaultdict[str, list[Segment]] = defaultdict(list)
+        self._children: defaultdict[str, list[Segment]] = defaultdict(list)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            self._lock_file = (folder / "lock").open("a")
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(folder / "lock")  # see _drop_other_folders
+            self._scan()
+            self.image_secret = self._read_secret()
+        except BlockingIOError as error:
+            raise DiskError("another server uses it") from error
+        except OSError as error:
+            raise DiskError(error.strerror or str(error)) from error
+        self._written_day, self._written_bytes = self._read_written()
+        self.writer = SegmentWriter(folder)
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        self._lock_file.close()
+
+    # -- the folder --------------------------------------------------------------------
+
+    def _scan(self) -> None:
+        """Read what there is; delete what is damaged, half written or alone."""
+        for path in self.folder.glob("*" + _NEW_SUFFIX):
+            path.unlink()
+        found: list[Segment] = []
+        for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
+            try:
+                segment = _read_header(path).segment
+            except DiskError as fault:
+                self._delete_file(path, fault)
+                continue
+            self._used_at[segment.name] = path.stat().st_mtime
+            found.append(segment)
+        # A parent begins before its children do, so it is there first.
+        for segment in sorted(found, key=lambda segment: segment.start):
+            self._add(segment)
+        self._make_room()
+
+    def _read_secret(self) -> bytes:
+        """What is in the names of images: always the same. Raises OSError."""
+        path = self.folder / "secret"
+        with suppress(FileNotFoundError):
+            secret = path.read_bytes()
+            if len(secret) == 16:
+                return secret
+        secret = os.urandom(16)
+        with _open_private(path) as file:
+            file.write(secret)
+        return secret
+
+    def _read_written(self) -> tuple[int, int]:
+        """The day that was written on last, and how many bytes."""
+        with suppress(OSError, ValueError):
+            day, n_bytes = (self.folder / "written").read_text().split()
+            return int(day), int(n_bytes)
+        return 0, 0
+
+    @property
+    def written_today_bytes(self) -> int:
+        """Bytes of files since midnight UTC, also of earlier servers."""
+        is_today = self._written_day == self._today()
+        return self._written_bytes if is_today else 0
+
+    def _today(self) -> int:
+        return int(self._clock() // _SECONDS_A_DAY)
+
+    def _count_written(self, segment: Segment) -> None:
+        self._written_bytes = self.written_today_bytes + segment.nbytes
+        self._written_day = self._today()
+        with suppress(OSError):
+            text = f"{self._written_day} {self._written_bytes}\n"
+            (self.folder / "written").write_text(text)
+
+    def may_write(self, n_bytes: int) -> bool:
+        """Whether so many bytes more may be written today."""
+        if self.writer.failure or n_bytes > self.max_bytes:
+            return False
+        return self.written_today_bytes + n_bytes <= self.max_bytes_per_day
+
+    def _path_of(self, segment: Segment) -> Path:
+        return self.folder / (segment.name + _SEGMENT_SUFFIX)
+
+    def _delete_file(self, path: Path, reason: object) -> None:
+        logger.warning("disk cache: %s is deleted: %s", path.name, reason)
+        with suppress(OSError):
+            path.unlink()
+
+    # -- the index ---------------------------------------------------------------------
+
+    def _add(self, segment: Segment) -> None:
+        """Add a segment whose file is there; without its parent, it is deleted."""
+        parent = self._segments.get(segment.parent)
+        has_parent = parent is not None and parent.start < segment.start <= parent.end
+        if segment.start and not has_parent:
+            self._delete_file(self._path_of(segment), "what comes before it is gone")
+            return
+        self.nbytes += segment.nbytes
+        self._segments[segment.name] = segment
+        self._used_at.setdefault(segment.name, self._clock())
+        self._children[segment.parent].append(segment)
+        for landmark in segment.landmarks:
+            self._by_landmark[landmark].append(segment)
+
+    def collect(self) -> None:
+        """Take over the files that were written since the last call, and make room."""
+        for segment in self.writer.take_written():
+            self._count_written(segment)
+            if segment.name not in self._segments:
+                self._add(segment)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while self.nbytes > self.max_bytes:
+            leaves = [
+                s for s in self._segments.values() if not self._children.get(s.name)
+            ]
+            self.remove(min(leaves, key=self._value_of))
+
+    def _value_of(self, segment: Segment) -> float:
+        """The prefill that a segment saves for each of its bytes, less by its age."""
+        age_days = (
+            max(0.0, self._clock() - self._used_at[segment.name]) / _SECONDS_A_DAY
+        )
+        n_tokens = segment.end - segment.start
+        work = n_tokens * (1.0 + segment.end / DOUBLE_COST_DEPTH)
+        return work / segment.nbytes / (1.0 + age_days)
+
+    def remove(self, segment: Segment) -> None:
+        """Delete a segment, and those that continue it."""
+        for child in list(self._children.pop(segment.name, ())):
+            self.remove(child)
+        if self._segments.pop(segment.name, None) is None:
+            return
+        self.nbytes -= segment.nbytes
+        self._used_at.pop(segment.name)
+        if segment in self._children.get(segment.parent, ()):
+            self._children[segment.parent].remove(segment)
+        for landmark in segment.landmarks:
+            self._by_landmark[landmark].remove(segment)
+            if not self._by_landmark[landmark]:
+                del self._by_landmark[landmark]
+        with suppress(OSError):
+            self._path_of(segment).unlink()
+
+    def remove_session(self, tenant: str, session: str | None) -> None:
+        """Delete what is of a session, or of a tenant (None), and what continues it."""
+        self._remove_all(
+            segment
+            for segment in self._segments.values()
+            if is_seen_by(tenant, segment.tenant) and session in (None, segment.session)
+        )
+
+    def remove_idle(self, ttl_seconds: float) -> None:
+        """Delete what was not used for so long."""
+        oldest = self._clock() - ttl_seconds
+        self._remove_all(
+            segment
+            for segment in self._segments.values()
+            if self._used_at[segment.name] < oldest
+        )
+
+    def remove_prompt(self, key: TokenKey) -> None:
+        """Delete what would be loaded for a prompt: it may be faulty (L-114)."""
+        self._remove_all(self.find(key).segments)
+
+    def _remove_all(self, segments: Iterable[Segment]) -> None:
+        for segment in list(segments):
+            self.remove(segment)
+
+    # -- lookup ------------------------------------------------------------------------
+
+    def find(self, key: TokenKey) -> DiskMatch:
+        """The segments that have most of a prompt. Their tokens are compared."""
+        landmarks = _PromptNames(key).landmarks
+
+        def is_missing(number: int) -> bool:
+            return landmarks[number] not in self._by_landmark
+
+        # Where a beginning is known, so are all shorter ones.
+        n_known = bisect_left(range(len(landmarks)), True, key=is_missing)
+        if not n_known:
+            return NO_DISK_MATCH
+        segments = list(self._by_landmark[landmarks[n_known - 1]])
+        matches = [self._follow(segment, key) for segment in segments]
+        return max(matches, key=lambda match: match.depth)
+
+    def _follow(self, segment: Segment, key: TokenKey) -> DiskMatch:
+        """What a segment, its parents and those that continue it have of a prompt."""
+        depth = self._common_depth(segment, key)
+        if depth <= segment.start:
+            return NO_DISK_MATCH
+        path = [segment]
+        while True:
+            children = [
+                child
+                for child in list(self._children.get(path[-1].name, ()))
+                if child.start <= depth
+            ]
+            depths = [self._common_depth(child, key) for child in children]
+            deepest = max(depths, default=0)
+            if deepest <= depth:
+                break
+            path.append(children[depths.index(deepest)])
+            depth = deepest
+        while path[0].parent:
+            path.insert(0, self._segments[path[0].parent])
+        return DiskMatch(tuple(path), depth)
+
+    def _common_depth(self, segment: Segment, key: TokenKey) -> int:
+        """Up to where a segment has the tokens of a prompt; 0 if it is damaged."""
+        try:
+            data = _read_arrays(self._path_of(segment), {"tokens"})["tokens"]
+        except (DiskError, OSError) as fault:
+            self._drop_damaged(segment, fault)
+            return 0
+        tokens = data.view("<i4")
+        wanted = key.tokens[segment.start : segment.end]
+        return segment.start + common_prefix_length(tokens, wanted)
+
+    def _drop_damaged(self, segment: Segment, fault: Exception) -> None:
+        reason = fault.strerror if isinstance(fault, OSError) else fault
+        logger.warning("disk cache: %s is deleted: %s", segment.name, reason)
+        self.remove(segment)
+
+    def expected_seconds(self, match: DiskMatch) -> float:
+        """How long it takes to load a match, by the last load; 0.0 before the first."""
+        if self._read_speed is None:
+            return 0.0
+        n_bytes = sum(segment.nbytes for segment in match.segments)
+        return n_bytes / self._read_speed
+
+    def read(self, match: DiskMatch, start: int, end: int) -> LoadedKV | None:
+        """KV [start, end) of a match, with the states where requests will go on.
+
+        Those are the one at `end`, and the one where system prompt and tools end. None
+        if a file is damaged: it is deleted.
+        """
+        began = time.monotonic()
+        spans: list[KVSpan] = []
+        states: dict[int, StateCheckpoint] = {}
+        n_bytes = 0
+        for segment, part_end in match.parts():
+            low, high = max(start, segment.start), min(end, part_end)
+            if low >= high:
+                continue
+            positions = [
+                position
+                for position in segment.states
+                if low < position <= high and position in (end, segment.head_end)
+            ]
+            try:
+                arrays = _load_arrays(self._path_of(segment), segment, positions)
+            except (DiskError, OSError) as fault:
+                self._drop_damaged(segment, fault)
+                return None
+            n_bytes += sum(array.nbytes for array in arrays.values())
+            spans.append(_read_span(segment, arrays, low, high))
+            for position in positions:
+                leaves = _restore_state(segment.states[position], arrays)
+                states[position] = make_checkpoint(leaves)
+            self._note_use(segment)
+        self._read_speed = n_bytes / max(time.monotonic() - began, 1e-6)
+        span = spans[0]
+        for tail in spans[1:]:
+            span = span.join(tail)
+        return LoadedKV(span, states)
+
+    def _note_use(self, segment: Segment) -> None:
+        """Remember that a segment is used now, beyond a restart, too."""
+        now = self._clock()
+        self._used_at[segment.name] = now
+        with suppress(OSError):
+            os.utime(self._path_of(segment), (now, now))
+
+    def report(self) -> DiskReport:
+        """The cache on disk, for people."""
+        report: DiskReport = {
+            "folder": str(self.folder),
+            "files": len(self._segments),
+            "bytes": self.nbytes,
+            "max_bytes": self.max_bytes,
+            "written_today_bytes": self.written_today_bytes,
+            "max_bytes_per_day": self.max_bytes_per_day,
+        }
+        if self.writer.failure:
+            report["off"] = self.writer.failure
+        return report
+
+
+# -- 3 KV to bytes, and back -----------------------------------------------------------
+
+
+class _ArrayKind(NamedTuple):
+    """A type of arrays: in MLX, in numpy, which has no bfloat16, and its size."""
+
+    mlx_type: mx.Dtype
+    numpy_type: str
+    size: int  # bytes of one number
+
+
+_ARRAY_TYPES: Final[Mapping[str, _ArrayKind]] = {
+    "BF16": _ArrayKind(mx.bfloat16, "<u2", 2),
+    "F16": _ArrayKind(mx.float16, "<f2", 2),
+    "F32": _ArrayKind(mx.float32, "<f4", 4),
+    "U32": _ArrayKind(mx.uint32, "<u4", 4),
+    "U8": _ArrayKind(mx.uint8, "<u1", 1),
+    "I32": _ArrayKind(mx.int32, "<i4", 4),
+    "I64": _ArrayKind(mx.int64, "<i8", 8),
+    "BOOL": _ArrayKind(mx.bool_, "|b1", 1),
+}
+_NAMES_OF_TYPES: Final = {kind.mlx_type: name for name, kind in _ARRAY_TYPES.items()}
+
+
+class _PlannedSegment(NamedTuple):
+    """A segment to be written, and what its arrays are, in their order."""
+
+    segment: Segment
+    # Each function returns one array of the entry. It is called between two steps, when
+    # the array is copied: an array that is held longer would be copied by a request
+    # that writes into it (L-03).
+    readers: list[Callable[[], mx.array]]
+
+
+def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegment:
+    """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
+    start = match.depth
+    assert entry.start <= start < end <= entry.end
+    states, state_arrays = _describe_states(entry, start, end)
+    readers = _find_readers(entry, start, end)
+    for name, array in state_arrays.items():
+        readers[name] = partial(_same, array)
+
+    names = _PromptNames(entry.key._replace(tokens=entry.key.tokens[:end]))
+    segment = Segment(
+        name=names.name_of(end),
+        parent=match.segments[-1].name if match.segments else "",
+        start=start,
+        end=end,
+        landmarks=names.landmarks_in(start, end),
+        head_end=entry.head_end,
+        tenant=entry.owner.tenant,
+        session=entry.owner.session,
+        states=states,
+        arrays={name: _describe_array(read()) for name, read in readers.items()},
+    )
+    return _PlannedSegment(segment, list(readers.values()))
+
+
+def _find_readers(
+    entry: CacheEntry, start: int, end: int
+) -> dict[str, Callable[[], mx.array]]:
+    """What returns the tokens, and the KV of each layer, of [start, end)."""
+    readers: dict[str, Callable[[], mx.array]] = {}
+    tokens = entry.key.tokens[start:end]
+    readers["tokens"] = partial(mx.array, tokens)
+    n_arrays = len(entry.rested_span().arrays)
+    for number in range(n_arrays):
+        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
+    return readers
+
+
+class _DescribedStates(NamedTuple):
+    """States by position as JSON, and their arrays by name."""
+
+    states: dict[int, Any]
+    arrays: dict[str, mx.array]
+
+
+def _describe_states(entry: CacheEntry, start: int, end: int) -> _DescribedStates:
+    described = _DescribedStates({}, {})
+    for position in _states_to_write(entry, start, end):
+        leaves = entry.checkpoints[position].leaves
+        name = f"state.{position}"
+        described.states[position] = _describe_state(leaves, name, described.arrays)
+    return described
+
+
+def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
+    """Keys or values of one layer, of the tokens [start, end)."""
+    array = entry.rested_span().arrays[number]
+    return array[..., start - entry.start : end - entry.start, :]
+
+
+def _same(array: mx.array) -> mx.array:
+    return array
+
+
+def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
+    """The positions in (start, end] whose states are worth their bytes.
+
+    The last one always, and where system prompt and tools end: there requests continue.
+    Of the others the last ones, if all take no more than the KV: in a hybrid model the
+    state of one position can be as large as the KV of 3,000 tokens.
+    """
+    span = entry.rested_span()
+    left_bytes = span.nbytes * (end - start) // span.length
+    states = entry.own_checkpoints(start, end)
+    positions: list[int] = []
+    for position in sorted(states, reverse=True):
+        left_bytes -= states[position].nbytes
+        is_needed = not positions or position == entry.head_end
+        if is_needed or left_bytes >= 0:
+            positions.append(position)
+    return sorted(positions)
+
+
+def _describe_array(array: mx.array) -> ArrayInfo:
+    return ArrayInfo(
+        dtype=cast(_ArrayType, _NAMES_OF_TYPES[array.dtype]), shape=tuple(array.shape)
+    )
+
+
+def _copy_array(array: mx.array) -> npt.NDArray[Any]:
+    """The bytes of an array.
+
+    why(L-124): what the processor reads of an array in use moves out of a GPU's memory.
+    So it is copied by the device first.
+    """
+    device_copy = mx.where(mx.array(True), array, array)
+    if device_copy.dtype == mx.bfloat16:
+        device_copy = device_copy.view(mx.uint16)
+    return np.array(device_copy).reshape(-1).view(np.uint8)
+
+
+def _describe_state(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
+    """A state as JSON; its arrays are put into `arrays`, under names of their own.
+
+    (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}.
+    """
+    if isinstance(part, mx.array):
+        arrays[name] = part
+        return {"array": name}
+    if isinstance(part, (list, tuple)):
+        parts = [
+            _describe_state(inner_part, f"{name}.{number}", arrays)
+            for number, inner_part in enumerate(part)
+        ]
+        return {type(part).__name__: parts}
+    assert part is None or isinstance(part, (int, float, str)), type(part)
+    return part
+
+
+def _restore_state(described: Any, arrays: Mapping[str, mx.array]) -> Any:
+    """The state of which _describe_state made JSON."""
+    match described:
+        case {"array": name}:
+            return arrays[name]
+        case {"list": parts}:
+            return [_restore_state(part, arrays) for part in parts]
+        case {"tuple": parts}:
+            return tuple(_restore_state(part, arrays) for part in parts)
+    return described
+
+
+def _load_arrays(
+    path: Path, segment: Segment, positions: Sequence[int]
+) -> dict[str, mx.array]:
+    """The KV of a file and its states at some positions. Raises DiskError, OSError."""
+    prefixes = ("kv.", *(f"state.{position}." for position in positions))
+    names = {name for name in segment.arrays if name.startswith(prefixes)}
+    arrays = _read_arrays(path, names)
+    return {name: _to_mlx(arrays[name], segment.arrays[name]) for name in arrays}
+
+
+def _to_mlx(data: npt.NDArray[Any], info: ArrayInfo) -> mx.array:
+    """The array of these bytes."""
+    kind = _ARRAY_TYPES[info.dtype]
+    numbers = data.view(kind.numpy_type)
+    array = mx.array(numbers.reshape(info.shape))
+    return array.view(kind.mlx_type) if info.dtype == "BF16" else array
+
+
+def _read_span(
+    segment: Segment, arrays: Mapping[str, mx.array], low: int, high: int
+) -> KVSpan:
+    """KV [low, high) out of the arrays of a segment."""
+    n_kv = sum(name.startswith("kv.") for name in arrays)
+    views = [arrays[f"kv.{number}"] for number in range(n_kv)]
+    span = KVSpan(views, segment.end - segment.start)
+    return span.cut(low - segment.start, high - segment.start)
+
+
+# -- 4 what the model thread does ------------------------------------------------------
+
+
+def wants_disk_cache(config: Config) -> bool:
+    """Whether KV may be written to the disk: it is what people have said.
+
+    By default only where one person uses the server, on this machine.
+    """
+    if not config.prompt_cache_max_entries_global:
+        return False
+    if config.cache_disk != "auto":
+        return config.cache_disk == "on"
+    is_local = is_loopback(config.mlx_host) and is_loopback(config.proxy_host)
+    return is_local and config.cache_isolation == "none"
+
+
+def open_disk_cache(config: Config, identity: str) -> DiskCache | None:
+    """The cache on disk of a model; None, and a line in the log, if there is none.
+
+    `identity` stands for all that makes KV of the same tokens another one, but tenants.
+    """
+    root = Path(config.cache_disk_folder or "~/.cache/start-llm").expanduser()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        max_bytes = _find_disk_limit(config, root)
+        folder = root / identity
+        _drop_other_folders(folder, max_bytes // 2)
+        max_daily_bytes = config.cache_disk_max_bytes_per_day
+        disk = DiskCache(
+            folder,
+            max_bytes=max_bytes,
+            max_bytes_per_day=max_daily_bytes or _DAILY_FACTOR * max_bytes,
+        )
+    except (DiskError, OSError) as fault:
+        reason = fault.strerror if isinstance(fault, OSError) else fault
+        logger.warning("disk cache: %s is not used: %s", root, reason)
+        return None
+    logger.info(
+        "disk cache: %d files, %s of %s, in %s",
+        len(disk._segments),
+        in_bytes(disk.nbytes),
+        in_bytes(max_bytes),
+        folder,
+    )
+    return disk
+
+
+def _find_disk_limit(config: Config, root: Path) -> int:
+    """CACHE_DISK_MAX_BYTES or its default, for which files of the cache count as free.
+
+    Raises OSError.
+    """
+    if config.cache_disk_max_bytes:
+        return config.cache_disk_max_bytes
+    free_bytes = shutil.disk_usage(root).free + _count_files(root)
+    return min(_DEFAULT_DISK_BYTES, free_bytes // _DISK_PART)
+
+
+def _count_files(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*" + _SEGMENT_SUFFIX))
+
+
+def _drop_other_folders(folder: Path, max_bytes: int) -> None:
+    """Delete the folders of other models, the one used first first, beyond a limit.
+
+    Raises OSError.
+    """
+    locks = [lock for lock in folder.parent.glob("*/lock") if lock.parent != folder]
+    locks.sort(key=lambda lock: lock.stat().st_mtime, reverse=True)
+    n_bytes = 0
+    for lock in locks:
+        n_bytes += _count_files(lock.parent)
+        if n_bytes <= max_bytes:
+            continue
+        with lock.open("a") as file, suppress(BlockingIOError):  # it is used
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+class DiskTier:
+    """Loads what only the disk has, and writes what only memory has.
+
+    Entries that rest are written, some arrays between two steps. Nothing is written of
+    one that runs. If a request continues the entry that is being written, the file is
+    abandoned: what is new is written when the entry rests again.
+    """
+
+    def __init__(self, disk: DiskCache, cache: PrefixCache, spec: KVSpec) -> None:
+        self.files = disk
+        self._cache = cache
+        self._spec = spec
+        self._clock = time.monotonic
+        max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
+        self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
+        self._saved_ends: dict[CacheEntry, int] = {}  # tokens that the disk has
+        self._job: Iterator[None] | None = None
+        self._not_before = 0.0  # when more may be copied beside running requests
+
+    def load(
+        self,
+        key: TokenKey,
+        match: PrefixMatch,
+        *,
+        owner: RequestOwner,
+        prefill_speed: float | None,
+    ) -> int:
+        """Load what the disk has of a prompt beyond `match` into an entry at rest.
+
+        There must be memory for the whole prompt. Returns how many tokens were loaded:
+        0 if the disk has hardly more, or if reading them is faster. `prefill_speed`:
+        tokens a second; None: not known.
+        """
+        found = self.files.find(key)
+        depth = min(found.depth, len(key.tokens) - 1)
+        if self._spec.has_state:
+            depth = max((p for p in found.positions() if p <= depth), default=0)
+        n_more = depth - match.depth
+        if n_more < MIN_LOADED_TOKENS:
+            return 0
+        load_seconds = self.files.expected_seconds(found)
+        if prefill_speed and load_seconds > n_more / prefill_speed:
+            return 0
+
+        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
+        start = match.cached_tokens if is_branch else 0
+        loaded = self.files.read(found, start, depth)
+        if loaded is None:
+            return 0
+        entry = CacheEntry(
+            key,
+            parent=match.kv_owner if is_branch else None,
+            start=start,
+            end=depth,
+            span=loaded.span,
+            checkpoints=loaded.states,
+            owner=owner,
+            head_end=found.segments[0].head_end,
+        )
+        self._cache.add_loaded(entry)
+        return n_more
+
+    def save_some(self, *, is_busy: bool, is_closing: bool = False) -> bool:
+        """Copy some arrays, for SAVE_PIECE_SECONDS. Returns False if there is nothing.
+
+        `is_busy`: requests run, and wait for this. `is_closing`: there will be no later
+        chance, so everything is written now.
+        """
+        began = self._clock()
+        if is_busy and began < self._not_before:
+            return True
+        writer = self.files.writer
+        if self._job is None and writer.n_unwritten_files:
+            if not is_busy:  # what comes next may continue the file that is written
+                writer.wait(WRITER_WAIT_SECONDS)
+            return True
+        if self._job is None:
+            self._job = self._find_job(is_busy=is_busy, is_closing=is_closing)
+        if self._job is None or writer.unwritten_bytes > MAX_UNWRITTEN_BYTES:
+            return self._job is not None
+
+        for _ in self._job:
+            if self._clock() - began >= SAVE_PIECE_SECONDS:
+                break
+        else:
+            self._job = None
+        now = self._clock()
+        self._not_before = now + (now - began) / SAVE_SHARE
+        return True
+
+    def save_all(self, seconds: float) -> None:
+        """Write everything that is not written yet, as far as the time is enough."""
+        deadline = self._clock() + seconds
+        while self._clock() < deadline:
+            if not self.save_some(is_busy=False, is_closing=True):
+                break
+
+    def _find_job(self, *, is_busy: bool, is_closing: bool) -> Iterator[None] | None:
+        """Begin to write the newest entry that is due."""
+        self.files.collect()
+        entries = [entry for entry in self._cache.entries if not entry.is_running]
+        self._saved_ends = {
+            entry: self._saved_ends.get(entry, 0) for entry in self._cache.entries
+        }
+        for entry in sorted(entries, key=lambda entry: entry.last_used, reverse=True):
+            if is_closing or self._is_due(entry, is_busy=is_busy):
+                job = self._begin(entry)
+                if job is not None:
+                    return job
+        return None
+
+    def _is_due(self, entry: CacheEntry, *, is_busy: bool) -> bool:
+        """Whether an entry has rested long enough to be written."""
+        n_new = entry.end - self._saved_ends[entry]
+        if n_new <= 0 or entry.end < MIN_SAVED_TOKENS:
+            return False
+        min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
+        if n_new < MIN_SAVED_TOKENS:
+            min_seconds = SAVE_SHORT_SECONDS
+        return self._clock() - entry.last_used >= min_seconds
+
+    def _begin(self, entry: CacheEntry) -> Iterator[None] | None:
+        """Begin to write what the disk lacks of an entry; its parent comes first."""
+        key = entry.key._replace(tokens=entry.key.tokens[: entry.end])
+        match = self.files.find(key)
+        if match.depth < entry.start:
+            parent = entry.parent
+            assert parent is not None
+            return None if parent.is_running else self._begin(parent)
+        self._saved_ends[entry] = match.depth
+        end = min(entry.end, match.depth + self._max_tokens)
+        n_tokens = end - match.depth
+        n_bytes = n_tokens * self._spec.token_bytes
+        if n_tokens < MIN_SEGMENT_TOKENS or not self.files.may_write(n_bytes):
+            return None
+        return self._write(entry, match, end)
+
+    def _write(self, entry: CacheEntry, match: DiskMatch, end: int) -> Iterator[None]:
+        """Hand a segment to the writer, an array at a time."""
+        key, entry_end = entry.key, entry.end
+        segment, readers = _plan_segment(entry, match, end)
+        writer = self.files.writer
+        writer.begin(segment)
+        for read in readers:
+            # A request may have taken the KV since the last step, or it was evicted.
+            if entry.span is None or entry.key is not key or entry.end != entry_end:
+                writer.abandon()
+                return
+            writer.add(_copy_array(read()))
+            yield
+        writer.finish()
+        self._saved_ends[entry] = end
 
 
 # region SESSIONS ==============================================================
@@ -12654,7 +14313,7 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #          WaitReason, WaitCause, Activity, Reuse, TokenEvent, SecondTryEvent,
 #          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, VISION MODEL, MODEL LOADING, SAMPLING
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -13847,6 +15506,7 @@ class Scheduler:
             loaded, config, spec=self.spec, budget=self.budget, metrics=metrics
         )
         self.policy = SchedulingPolicy()
+        self.disk: DiskTier | None = None  # ENGINE opens it
         self.waiting: list[RequestHandle] = []  # in the order they came
         self.running: list[RunningRequest] = []  # in the order they started
 
@@ -13864,6 +15524,21 @@ class Scheduler:
     def batches(self) -> list[DecodeBatch]:
         """All decode batches."""
         return _batches_of(self.running)
+
+    def kv_identity(self) -> str:
+        """What makes KV of the same tokens the same, in 16 hex digits.
+
+        Another version of a library may compute it otherwise.
+        """
+        packages = ("mlx", "mlx-lm", "mlx-vlm")
+        facts = (
+            self.loaded.revision,
+            self.loaded.nbytes,  # tells weights that were made float32
+            self.loaded.device,
+            self.spec,
+            [version_of_package(name) for name in packages],
+        )
+        return sha256(repr(facts).encode()).hexdigest()[:16]
 
     def step(self) -> None:
         """End what is over, admit what fits, decode a step, then prefill."""
@@ -14087,6 +15762,8 @@ class Scheduler:
             handle.begin(_QUEUE, time.monotonic())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
+        if self._load_more(handle, match):
+            match = self._find_prefix(handle)
         try:
             running = RunningRequest(
                 handle,
@@ -14111,6 +15788,23 @@ class Scheduler:
         handle.reuse = Reuse(match.hit_kind, match.cached_tokens, match.matched_tokens)
         self.running.append(running)
         handle.put(offset)
+
+    def _load_more(self, handle: RequestHandle, match: PrefixMatch) -> bool:
+        """Load what only the disk has of a prompt into the cache, if it is much."""
+        if self.disk is None or handle.is_second_try:
+            return False
+        request = handle.request
+        n_tokens = self.disk.load(
+            request.key,
+            match,
+            owner=request.owner,
+            prefill_speed=self.reader.measured_speed,
+        )
+        if n_tokens:
+            metrics = self.metrics.of_tenant(request.owner.tenant)
+            metrics.bump("disk_hits")
+            metrics.bump("disk_tokens", n_tokens)
+        return n_tokens > 0
 
     # -- prefill -----------------------------------------------------------------------
 
@@ -14327,8 +16021,30 @@ class Scheduler:
             " cache",
             handle.request.request_id or "-",
         )
+        if self.disk is not None:
+            self.disk.files.remove_prompt(handle.request.key)
         handle.begin_again()
         self.waiting.insert(0, handle)
+
+    def save_some(self) -> bool:
+        """Bring some KV to the disk; whether there is more to do."""
+        return self.disk is not None and self.disk.save_some(is_busy=self.is_busy)
+
+    def evict_idle(self) -> None:
+        """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
+        self.cache.evict_idle()
+        ttl_seconds = self.config.prompt_cache_ttl_seconds
+        if self.disk is not None and ttl_seconds:
+            self.disk.files.remove_idle(ttl_seconds)
+
+    def drop_kv(self, tenant: str, session: str | None) -> int:
+        """Forget what rests of a session, or of a tenant (None), on the disk, too.
+
+        Returns how many entries of the cache were evicted or shortened.
+        """
+        if self.disk is not None:
+            self.disk.files.remove_session(tenant, session)
+        return self.cache.evict_session(tenant, session)
 
     def _free_memory(self, error: Exception) -> None:
         """If memory ran out, half of what is cached goes."""
@@ -14506,7 +16222,8 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 # step, or at once if it rests. The connection waits in handle.next_event().
 #
 # Public   Engine, EngineReport, MemoryReport, RequestLoad
-# Uses     CONFIG, ERRORS, LOGGING, PREFIX CACHE, MODEL LOADING, SCHEDULER, WARM-UP
+# Uses     CONFIG, ERRORS, LOGGING, PREFIX CACHE, DISK CACHE, MODEL LOADING, SCHEDULER,
+#          WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # between two reports, and two looks at idle memory, at rest
@@ -14562,11 +16279,17 @@ class Engine:
         metrics: CacheMetrics,
         *,
         load: Callable[[], LoadedModel],
+        use_folder: Callable[[Path], None] | None = None,
     ) -> None:
-        """`load` runs on the model thread, and may raise ModelError."""
+        """`load` runs on the model thread, and may raise ModelError.
+
+        With `use_folder`, KV is kept on the disk, too. It is called on the model thread
+        with the folder of this model, before requests are let in.
+        """
         self._config = config
         self._metrics = metrics
         self._load = load
+        self._use_folder = use_folder
         self._loaded: LoadedModel | None = None
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]]
         self._inbox = queue.SimpleQueue()
@@ -14582,6 +16305,7 @@ class Engine:
         self.report: EngineReport = {}
         self.cache_entries: list[tuple[str, EntryReport]] = []  # after their tenants
         self.loads: list[RequestLoad] = []
+        self.disk: DiskReport | None = None  # None: KV is not kept on the disk
 
     def start(self) -> None:
         """Start the model thread, which loads the model."""
@@ -14592,7 +16316,7 @@ class Engine:
         self._has_ended.set()
         self._inbox.put(lambda _scheduler: None)  # it may be waiting for something
         if self._loaded:  # what loads a model cannot be stopped: nobody waits for it
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=10 + self._config.shutdown_grace_seconds)
 
     @property
     def state(self) -> Literal["loading", "ready", "dead"]:
@@ -14669,9 +16393,11 @@ class Engine:
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
             if is_warm_up_wanted(self._config):
                 self._warm_up(scheduler)
+            self._open_disk(scheduler)
             self._open(scheduler)
             with wired_limit(loaded.model):
                 self._serve(scheduler)
+                self._save_all(scheduler)
         except ModelError as error:
             self.failure = str(error)
         except Exception:
@@ -14694,6 +16420,24 @@ class Engine:
         self.warm_up = None
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
+    def _open_disk(self, scheduler: Scheduler) -> None:
+        """Find the KV that earlier servers have left on the disk, if it is kept."""
+        if self._use_folder is None:
+            return
+        disk = open_disk_cache(self._config, scheduler.kv_identity())
+        if disk is None:
+            return
+        self._use_folder(disk.folder)
+        scheduler.disk = DiskTier(disk, scheduler.cache, scheduler.spec)
+        if scheduler.loaded.vision is not None:
+            scheduler.loaded.vision.secret = disk.image_secret
+
+    def _save_all(self, scheduler: Scheduler) -> None:
+        """Write to the disk what only memory has, as far as there is time."""
+        if scheduler.disk is not None:
+            scheduler.disk.save_all(self._config.shutdown_grace_seconds)
+            scheduler.disk.files.close()
+
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model.
 
@@ -14715,20 +16459,22 @@ class Engine:
         """Step as long as there is something to do; look around now and then."""
         worked_at = time.monotonic()
         reported_at = worked_at
+        has_more = False  # of which there is something to do at once
         while not self._has_ended.is_set():
-            wait_seconds = 0.0 if scheduler.is_busy else IDLE_SECONDS
+            wait_seconds = 0.0 if has_more else IDLE_SECONDS
             self._receive(scheduler, wait_seconds=wait_seconds)
             if scheduler.is_busy:
                 scheduler.step()
                 worked_at = time.monotonic()
             else:
                 self._rest(scheduler, idle_seconds=time.monotonic() - worked_at)
+            has_more = scheduler.save_some() or scheduler.is_busy
 
             since_report = time.monotonic() - reported_at
             if not scheduler.is_busy or since_report > REPORT_SECONDS:
                 reported_at = time.monotonic()
                 scheduler.hold_limit()
-                scheduler.cache.evict_idle()
+                scheduler.evict_idle()
                 self._publish(scheduler)
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
@@ -14776,6 +16522,8 @@ class Engine:
         self.memory = self._describe_memory(scheduler)
         self.cache_entries = cache.describe()
         self.loads = _list_loads(scheduler)
+        if scheduler.disk is not None:
+            self.disk = scheduler.disk.files.report()
 
     def _describe_memory(self, scheduler: Scheduler) -> MemoryReport:
         scheduler.reader.note_peak()
@@ -18437,10 +20185,12 @@ class TenantStores:
     refusals: deque[Refusal]  # the oldest first
 
     @classmethod
-    def empty(cls, config: Config, metrics: CacheMetrics) -> TenantStores:
-        """Stores without anything in them."""
-        healing_store = HealingStore()
-        ledger = Ledger(config)
+    def empty(
+        cls, config: Config, metrics: CacheMetrics, saved: TenantRecords
+    ) -> TenantStores:
+        """Stores without anything in them. What they remember is put into `saved`."""
+        healing_store = HealingStore(saved)
+        ledger = Ledger(config, saved)
         return cls(
             healing_store=healing_store,
             ledger=ledger,
@@ -18453,6 +20203,11 @@ class TenantStores:
             divergences=deque(maxlen=MAX_DIVERGENCES),
             refusals=deque(maxlen=MAX_REFUSALS),
         )
+
+    def load(self) -> None:
+        """Remember what an earlier server has saved."""
+        self.ledger.load()
+        self.healing_store.load()
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
@@ -18552,6 +20307,7 @@ class ServerState:
     engine: Engine
     metrics: CacheMetrics
     session_log: SessionLog
+    records: RecordFile  # of all tenants
     started: int  # Unix seconds
     stores: TenantStores
     body_memory: BodyMemory
@@ -18571,7 +20327,9 @@ class ServerState:
         if state is not None:
             return state
         metrics = self.metrics.make_tenant(tenant)
-        stores = TenantStores.empty(self.config, metrics)
+        records = self.records.of_tenant(tenant)
+        stores = TenantStores.empty(self.config, metrics, records)
+        stores.load()
         return replace(self, tenant=tenant, stores=stores, metrics=metrics)
 
     def keep(self) -> ServerState:
@@ -19981,11 +21739,12 @@ def kept_awake(config: Config) -> Iterator[None]:
 #
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
 #          metrics_text, count_tokens_body, explain_body, drop_cache
-# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, SESSIONS, ENGINE,
-#          TENANTS, REQUEST HANDLING
+# Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
+#          SESSIONS, ENGINE, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
 MAX_SESSIONS: Final = 20  # in the status
+_FORGET_SECONDS: Final = 10.0  # until what is forgotten is gone from the disk
 
 
 class HealthBody(TypedDict):
@@ -20083,6 +21842,7 @@ class StatusBody(TypedDict):
     refusals: list[Refusal]  # the oldest first
     totals: Totals
     cache: list[EntryReport]
+    disk: NotRequired[DiskReport]  # if KV is kept there; only who sees all, sees it
     layers: NotRequired[list[str]]  # what each layer keeps, if it was asked for
     sessions: list[SessionRow]
     ledger: dict[str, int]
@@ -20155,6 +21915,8 @@ def status_body(state: ServerState) -> StatusBody:
     }
     if "error" in health:
         body["error"] = health["error"]
+    if engine.disk is not None and not state.tenant:
+        body["disk"] = engine.disk
     with suppress(NotReady):
         model = engine.model
         body["model"] = {
@@ -20257,6 +22019,9 @@ def metrics_text(state: ServerState) -> bytes:
     gauges = {f"memory_{kind}_bytes": size for kind, size in memory.items()}
     for name in ("queued", "prefilling", "decoding", "lines"):
         gauges[name] = status["engine"].get(name, 0)
+    if "disk" in status:
+        gauges["disk_bytes"] = status["disk"]["bytes"]
+        gauges["disk_written_today_bytes"] = status["disk"]["written_today_bytes"]
     return state.metrics.exposition(gauges)
 
 
@@ -20329,9 +22094,8 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
     tenant = state.tenant
-    n_dropped = state.engine.call(
-        lambda scheduler: scheduler.cache.evict_session(tenant, session)
-    )
+    n_dropped = state.engine.call(lambda scheduler: scheduler.drop_kv(tenant, session))
+    state.records.flush(_FORGET_SECONDS)
     return {"dropped": n_dropped}
 
 
@@ -21470,8 +23234,8 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # returns 0. A second Ctrl-C ends the process at once.
 #
 # Public   build_state, run_proxy, main, end_process
-# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, MODEL LOADING, ENGINE,
-#          TENANTS, STATUS, HTTP SERVER
+# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
+#          MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
 
 _STOPPED: Final = 0
@@ -21485,6 +23249,7 @@ _LEDGER_PART: Final = 16  # all ledgers take at most a 16th of memory
 _LAST_WORDS_SECONDS: Final = 1.0  # for somebody to read the last lines of the log
 _FIRST_REPORT_SECONDS: Final = 2.0  # in which LiteLLM's keeper finds its port taken
 _CUT_SECONDS: Final = 5.0  # for cut replies to send their last event
+_FLUSH_SECONDS: Final = 5.0  # for records to be written
 _KEEPER_SECONDS: Final = 5.0  # for the last lines of LiteLLM's keeper to be logged
 _M_ARENA_MAX: Final = -8  # of mallopt(), from malloc.h of glibc
 
@@ -21504,13 +23269,23 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
             return load_or_demo(config)
         return load_model(resolve_model(config), config)
 
+    def use_folder(folder: Path) -> None:
+        records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
+        stores.load()
+
+    records = RecordFile()
+    stores = TenantStores.empty(config, metrics, records.of_tenant(""))
+    has_disk = wants_disk_cache(config)
     return ServerState(
         config=config,
-        engine=Engine(config, metrics, load=load),
+        engine=Engine(
+            config, metrics, load=load, use_folder=use_folder if has_disk else None
+        ),
         metrics=metrics,
         session_log=SessionLog(config),
+        records=records,
         started=int(time.time()),
-        stores=TenantStores.empty(config, metrics),
+        stores=stores,
         body_memory=BodyMemory(limit_bytes),
         proxy=Proxy(config),
     )
@@ -21896,6 +23671,7 @@ def _drain(state: ServerState, servers: list[LLMServer]) -> None:
     _wait_until_idle(state, state.config.shutdown_grace_seconds)
     state.engine.stop()
     _wait_until_idle(state, _CUT_SECONDS)
+    state.records.flush(_FLUSH_SECONDS)
 
 
 def _wait_until_idle(state: ServerState, seconds: float) -> None:

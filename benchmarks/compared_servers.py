@@ -198,6 +198,7 @@ def our_environment(
         **os.environ,
         "MODEL_PATH": str(model),
         "MLX_PORT": str(port),
+        "CACHE_DISK": "off",
         "ENABLE_PROXY": "false",
         "LOG_ROOT": str(scratch / "logs"),
     }

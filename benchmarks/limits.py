@@ -314,6 +314,7 @@ def serving(model: str, memory_bytes: int) -> Iterator[tuple[int, psutil.Process
     settings = {
         "MODEL_PATH": model,
         "MLX_PORT": str(port),
+        "CACHE_DISK": "off",
         "ENABLE_PROXY": "false",
         "MEMORY_LIMIT_BYTES": str(memory_bytes),
     }

@@ -67,7 +67,11 @@ def wait_for_text(path: Path, text: str) -> None:
 
 def run_once(command: list[str], number: int, *, text: str, delay: float) -> End:
     """Start the program, send the signal `delay` seconds after a text, await the end."""
-    settings = {"MLX_PORT": str(free_port()), "ENABLE_PROXY": "false"}
+    settings = {
+        "MLX_PORT": str(free_port()),
+        "ENABLE_PROXY": "false",
+        "CACHE_DISK": "off",
+    }
     with tempfile.NamedTemporaryFile() as file:
         process = subprocess.Popen(
             command,

@@ -40,6 +40,7 @@ class Server:
         settings = {
             "MODEL_PATH": model,
             "MLX_PORT": str(port),
+            "CACHE_DISK": "off",
             "ENABLE_PROXY": "false",
             "LOG_ROOT": str(folder / "logs"),
             "LOG_LEVEL": "WARNING",

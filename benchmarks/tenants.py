@@ -46,6 +46,7 @@ def serving(script: Path, model: str) -> Iterator[int]:
             "MODEL_PATH": model,
             "MLX_HOST": "127.0.0.1",
             "MLX_PORT": str(port),
+            "CACHE_DISK": "off",
             "API_KEY": ",".join(KEYS),
             "CACHE_ISOLATION": "key",
             "ENABLE_PROXY": "false",

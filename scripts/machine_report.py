@@ -134,6 +134,7 @@ def settings_of(model: str, port: int, log_folder: Path) -> dict[str, str]:
     settings = {
         "MLX_HOST": "127.0.0.1",
         "MLX_PORT": str(port),
+        "CACHE_DISK": "off",
         "API_KEY": "",
         "ENABLE_PROXY": "false",
         "LOG_ROOT": str(log_folder),

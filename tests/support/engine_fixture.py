@@ -35,6 +35,8 @@ class Loaded:
     vision: None = None
     eos_ids: frozenset[int] = frozenset()
     nbytes: int = 1 << 20
+    revision: str = "0" * 16
+    device: str = "test"
     vocab_size: int = VOCAB
     # What an idle engine tells it.
     template: Any = field(
@@ -67,7 +69,12 @@ class Bench:
         monkeypatch.setattr(s.RunningRequest, "add_token", recorded)
         config = s.Config(**settings)
         self.metrics = s.CacheMetrics()
-        self.engine = s.Engine(config, self.metrics, load=self._load)
+        self.engine = s.Engine(
+            config,
+            self.metrics,
+            load=self._load,
+            use_folder=(lambda folder: None) if config.cache_disk_folder else None,
+        )
         self.engine.start()
         wait_until(lambda: self.engine.state != "loading")
         assert self.engine.failure is None

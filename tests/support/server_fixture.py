@@ -334,7 +334,8 @@ class RunningServer:
 
     def __init__(self, config: s.Config, load: Callable[[], s.LoadedModel]) -> None:
         state = s.build_state(config)
-        engine = s.Engine(config, state.metrics, load=load)
+        use_folder = state.engine._use_folder if config.cache_disk == "on" else None
+        engine = s.Engine(config, state.metrics, load=load, use_folder=use_folder)
         self.state = replace(state, engine=engine)
 
         self._stop = threading.Event()

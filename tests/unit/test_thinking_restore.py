@@ -333,7 +333,9 @@ def test_threads_leave_the_bytes_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(1, 9)))
-    thoughts = [*store._by_context.values(), *store._by_signature.values()]
+    thoughts = [
+        thought for by_key in store._thoughts.values() for thought in by_key.values()
+    ]
     unique = {id(thought): thought.thinking for thought in thoughts}
     assert store._nbytes == sum(map(sys.getsizeof, unique.values())) <= 30_000
     store.forget(None)

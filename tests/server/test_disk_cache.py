@@ -1,0 +1,615 @@
+"""KV that survives a restart: written while nothing runs, loaded when it is asked for."""
+
+import errno
+import os
+import shutil
+import stat
+
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import TOLERANCE, Bench, words
+from server_fixture import wait_until, wait_until_idle
+from tiny_models import tiny_model
+
+KINDS = ["qwen3", "qwen3_5", "gemma3_text"]
+
+
+@pytest.fixture
+def restart(tmp_path, monkeypatch):
+    """Starts an engine on one folder; the one before has ended."""
+    benches = []
+
+    def start(path, **settings):
+        for bench in benches:
+            bench.engine.stop()
+        folder = str(tmp_path / "kv")
+        bench = Bench(path, monkeypatch, cache_disk_folder=folder, **settings)
+        benches.append(bench)
+        return bench
+
+    yield start
+    for bench in benches:
+        bench.engine.stop()
+
+
+def on_model_thread(bench, function):
+    return bench.engine.call(lambda scheduler: function(scheduler.disk))
+
+
+def save(bench):
+    """Write what rests, as at the end of the program."""
+    on_model_thread(bench, lambda disk: disk.save_all(60.0))
+    on_model_thread(bench, lambda disk: disk.files.collect())
+
+
+def segments(bench):
+    """(start, end) of each file, by position."""
+    found = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    return sorted((segment.start, segment.end) for segment in found)
+
+
+def files_in(folder):
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def difference(bench, prompt, **fields):
+    """(cached tokens, largest difference to a cold run, the reply's ids)."""
+    ids, end, handle = bench.ask(prompt, **fields)
+    return end.reuse.cached_tokens, bench.largest_difference(handle, ids), ids
+
+
+# -- what comes back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_disk_cache_goes_on_after_a_restart_between_any_two_requests(
+    kind, restart, tmp_path
+):
+    rng = np.random.default_rng(5)
+    path = tiny_model(kind, tmp_path)
+    prompt = words(rng, 700)
+    n_known = 0
+
+    for _ in range(5):
+        bench = restart(path)
+        cached, error, ids = difference(
+            bench, prompt, n=12, boundaries=[200, len(prompt) - 2]
+        )
+        assert cached >= n_known - 1
+        assert error <= TOLERANCE.get(kind, 0.0)
+        prompt += ids
+        n_known = len(prompt) - 1
+        prompt += words(rng, 260)
+
+    assert bench.metrics.snapshot()["disk_hits"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_entry_is_branched_edited_and_extended_like_others(
+    kind, restart, tmp_path
+):
+    rng = np.random.default_rng(6)
+    path = tiny_model(kind, tmp_path)
+    head = words(rng, 600)
+    first = head + words(rng, 300)
+    bench = restart(path)
+    _, _, ids = difference(bench, first, n=8, boundaries=[600, 898])
+
+    bench = restart(path)
+    longer = first + ids + words(rng, 30)
+    branch = head + words(rng, 50)
+    edited = first[:800] + words(rng, 60)
+    cached = {}
+    for name, prompt in {"branch": branch, "longer": longer, "edited": edited}.items():
+        cached[name], error, _ = difference(
+            bench, prompt, n=8, boundaries=[len(prompt) - 2]
+        )
+        assert error <= TOLERANCE.get(kind, 0.0), name
+
+    assert cached["branch"] == 600
+    assert cached["longer"] >= 906
+    assert cached["edited"] == (800 if kind == "qwen3" else 600)
+
+
+def test_two_branches_share_their_prefix_on_the_disk(restart, tmp_path):
+    rng = np.random.default_rng(7)
+    path = tiny_model("qwen3", tmp_path)
+    head = words(rng, 2000)
+    prompts = [head + words(rng, 600) for _ in range(3)]
+    bench = restart(path)
+    for prompt in prompts:
+        bench.ask(prompt, n=1)
+    save(bench)
+
+    n_tokens = sum(end - start for start, end in segments(bench))
+
+    assert n_tokens <= 2000 + 3 * 601
+    bench = restart(path)
+    for prompt in reversed(prompts):
+        cached, error, _ = difference(bench, prompt, n=4)
+        assert (cached, error) == (2599, 0.0)
+
+
+def test_grown_entry_writes_only_what_is_new(restart, tmp_path):
+    rng = np.random.default_rng(8)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(rng, 600)
+    written = []
+    for _ in range(6):
+        ids, _, _ = bench.ask(prompt, n=4)
+        save(bench)
+        written.append(sum(end - start for start, end in segments(bench)))
+        prompt += ids + words(rng, 100)
+
+    assert written[-1] == len(prompt) - 100
+    assert [start for start, _ in segments(bench)] == [
+        0,
+        *(end for _, end in segments(bench)[:-1]),
+    ]
+
+
+def test_image_is_found_again_by_its_bytes(restart, tmp_path):
+    """Its digest has a secret in it, so the secret must be the same after a restart."""
+    path = tiny_model("qwen3", tmp_path)
+    secrets = []
+    for _ in range(2):
+        bench = restart(path)
+        secrets.append(on_model_thread(bench, lambda disk: disk.files.image_secret))
+
+    assert secrets[0] == secrets[1]
+    assert len(secrets[0]) == 16
+
+
+def test_small_gain_is_read_and_not_loaded(restart, tmp_path):
+    rng = np.random.default_rng(9)
+    path = tiny_model("qwen3", tmp_path)
+    prompt = words(rng, 600)
+    bench = restart(path)
+    bench.ask(prompt, n=1)
+    bench = restart(path)
+    bench.ask(prompt[:400], n=1)
+    bench.ask(prompt, n=1)
+
+    assert bench.metrics.snapshot()["disk_tokens"] == 399
+
+
+def test_slow_disk_is_not_read(restart, tmp_path):
+    rng = np.random.default_rng(10)
+    path = tiny_model("qwen3", tmp_path)
+    prompt = words(rng, 900)
+    bench = restart(path)
+    bench.ask(prompt, n=1)
+    bench = restart(path)
+    bench.ask(words(rng, 600), n=1)  # measures how fast the model reads
+
+    on_model_thread(bench, lambda disk: setattr(disk.files, "_read_speed", 1.0))
+    _, end, _ = bench.ask(prompt, n=1)
+
+    assert end.reuse.cached_tokens == 0
+
+
+# -- when it is written ---------------------------------------------------------------------------
+
+
+def test_entry_is_written_while_the_engine_is_idle(restart, tmp_path, monkeypatch):
+    monkeypatch.setattr(s, "SAVE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(s, "IDLE_SECONDS", 0.01)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 700), n=2)
+
+    wait_until(lambda: (bench.engine.disk or {}).get("files") == 1)
+
+    assert bench.engine.disk["written_today_bytes"] == bench.engine.disk["bytes"] > 0
+
+
+def test_running_entry_is_not_written_and_a_continued_one_is_abandoned(
+    restart, tmp_path
+):
+    rng = np.random.default_rng(2)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(rng, 700)
+    bench.ask(prompt, n=1)
+
+    def begin_to_write(disk):
+        job = disk._begin(disk._cache.entries[0])
+        next(job)
+        return job
+
+    job = on_model_thread(bench, begin_to_write)
+    cached, error, _ = difference(bench, prompt + words(rng, 40), n=2)
+    on_model_thread(bench, lambda _disk: list(job))
+    on_model_thread(bench, lambda disk: disk.files.writer.wait(10.0))
+
+    assert (cached, error) == (700, 0.0)
+    assert files_in(tmp_path / "kv") == []
+    assert not list(tmp_path.rglob("*.new"))
+    save(bench)
+    assert segments(bench) == [(0, 742)]
+
+
+def test_short_prompts_are_not_written(restart, tmp_path, monkeypatch):
+    monkeypatch.setattr(s, "SAVE_SHORT_SECONDS", 0.0)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 300), n=2)
+
+    def is_due(disk):
+        disk._find_job(is_busy=False, is_closing=False)
+        return [disk._is_due(entry, is_busy=False) for entry in disk._cache.entries]
+
+    assert on_model_thread(bench, is_due) == [False]
+
+
+def test_less_is_written_beside_running_requests(restart, tmp_path):
+    """After each copy as much time passes that copies take SAVE_SHARE of it."""
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 700), n=2)
+
+    def steps(disk):
+        seconds = iter(range(0, 1000, 1))
+        disk._clock = lambda: 1e9 + next(seconds) / 100  # each look takes 10 ms
+        begun = [disk.save_some(is_busy=True) for _ in range(40)]
+        return disk._not_before - disk._clock(), begun
+
+    pause, _ = on_model_thread(bench, steps)
+
+    assert pause > 0.1
+
+
+def test_disk_cache_keeps_within_its_bytes_and_drops_the_least_valuable(
+    restart, tmp_path
+):
+    rng = np.random.default_rng(3)
+    path = tiny_model("qwen3", tmp_path)
+    prompts = [words(rng, 700) for _ in range(4)]
+    bench = restart(path)
+    for prompt in prompts:
+        bench.ask(prompt, n=1)
+        save(bench)
+    n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
+
+    bench = restart(path, cache_disk_max_bytes=n_bytes * 5 // 8)
+    files = files_in(tmp_path / "kv")
+
+    assert len(files) == 2
+    assert sum(file.stat().st_size for file in files) < n_bytes * 5 // 8 + 20_000
+
+
+def test_no_more_is_written_a_day_than_allowed(restart, tmp_path):
+    rng = np.random.default_rng(4)
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path)
+    bench.ask(words(rng, 700), n=1)
+    save(bench)
+    n_bytes = bench.engine.call(lambda scheduler: scheduler.disk.files.nbytes)
+
+    bench = restart(path, cache_disk_max_bytes_per_day=n_bytes + n_bytes // 2)
+    bench.ask(words(rng, 700), n=1)
+    save(bench)
+
+    assert len(segments(bench)) == 1
+    tomorrow = s.time.time() + 86_400
+    on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: tomorrow))
+    save(bench)
+    assert len(segments(bench)) == 2
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written_file(tmp_path_factory):
+    """(model, folder with one file of it, the prompt)"""
+    folder = tmp_path_factory.mktemp("written")
+    path = tiny_model("qwen3_5", folder)
+    prompt = words(np.random.default_rng(11), 600)
+    with pytest.MonkeyPatch.context() as patch:
+        bench = Bench(path, patch, cache_disk_folder=str(folder / "kv"))
+        bench.ask(prompt, n=2, boundaries=[400, 598])
+        bench.engine.stop()
+    return path, folder / "kv", prompt
+
+
+def damage_file(file, damage, rng):
+    data = bytearray(file.read_bytes())
+    if damage == "truncated":
+        data = data[: int(rng.integers(0, len(data)))]
+    elif damage == "flipped":
+        # Every second one in the header, which is small.
+        end = (
+            len(data) if rng.random() < 0.5 else 8 + int.from_bytes(data[:8], "little")
+        )
+        data[int(rng.integers(0, end))] ^= 1 << int(rng.integers(0, 8))
+    elif damage == "longer":
+        data += bytes(8)
+    elif damage == "another format":
+        data = data.replace(b'\\"format\\":1', b'\\"format\\":2')
+    elif damage == "empty":
+        data = bytearray()
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "n"),
+    [
+        ("truncated", 50),
+        ("flipped", 50),
+        ("longer", 1),
+        ("another format", 1),
+        ("empty", 1),
+    ],
+)
+def test_damaged_file_is_a_miss_and_is_deleted(damage, n, written_file, tmp_path):
+    _, folder, prompt = written_file
+    key = s.TokenKey(b"r", np.asarray(prompt, np.int32), [])
+    rng = np.random.default_rng(12)
+    undamaged = read_arrays(next(folder.glob("*/")), key)
+    for number in range(n):
+        copy = tmp_path / str(number)
+        shutil.copytree(next(folder.glob("*/")), copy)
+        (file,) = copy.glob("*.safetensors")
+        damage_file(file, damage, rng)
+
+        arrays = read_arrays(copy, key)
+
+        # The bit may be of an array that nobody asks for: a state in the middle.
+        assert arrays is None or (damage == "flipped" and arrays == undamaged)
+        assert file.exists() == (arrays is not None)
+
+
+def read_arrays(folder, key):
+    """The bytes of all that is loaded for a prompt; None if nothing is."""
+    files = s.DiskCache(folder, max_bytes=1 << 30, max_bytes_per_day=1 << 30)
+    match = files.find(key)
+    loaded = files.read(match, 0, match.depth) if match.segments else None
+    files.close()
+    if loaded is None:
+        return None
+    arrays = list(loaded.span.arrays)
+    for state in loaded.states.values():
+        arrays += s._arrays_in(state.leaves)
+    return [np.array(array).tobytes() for array in arrays]
+
+
+def test_whole_file_is_loaded(written_file, tmp_path):
+    """Else the test above could not fail."""
+    _, folder, prompt = written_file
+    shutil.copytree(next(folder.glob("*/")), tmp_path / "copy")
+
+    arrays = read_arrays(
+        tmp_path / "copy", s.TokenKey(b"r", np.asarray(prompt, np.int32), [])
+    )
+
+    assert arrays is not None
+
+
+def test_flipped_bit_is_prefilled_and_not_answered_wrongly(restart, tmp_path):
+    rng = np.random.default_rng(13)
+    path = tiny_model("qwen3", tmp_path)
+    prompt = words(rng, 900)
+    bench = restart(path)
+    bench.ask(prompt, n=1)
+    bench.engine.stop()
+    (file,) = files_in(tmp_path / "kv")
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 64
+    file.write_bytes(data)
+
+    bench = restart(path)
+    cached, error, _ = difference(bench, prompt, n=4)
+
+    assert (cached, error) == (0, 0.0)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("lost", ["first", "middle"])
+def test_segment_without_its_parent_is_deleted(lost, restart, tmp_path):
+    rng = np.random.default_rng(14)
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path)
+    prompt = words(rng, 600)
+    for _ in range(3):
+        bench.ask(prompt, n=1)
+        save(bench)
+        prompt += words(rng, 300)
+    found = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    found.sort(key=lambda segment: segment.start)
+    segment = found[0 if lost == "first" else 1]
+    bench.engine.stop()
+    next((tmp_path / "kv").rglob(segment.name + ".safetensors")).unlink()
+
+    bench = restart(path)
+
+    assert len(segments(bench)) == (0 if lost == "first" else 1)
+    assert len(files_in(tmp_path / "kv")) == len(segments(bench))
+    _, error, _ = difference(bench, prompt, n=2)
+    assert error == 0.0
+
+
+def test_half_written_file_is_deleted_at_the_start(restart, tmp_path):
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path)
+    folder = on_model_thread(bench, lambda disk: disk.files.folder)
+    bench.engine.stop()
+    (folder / ("0" * 32 + ".new")).write_bytes(b"half")
+
+    restart(path)
+
+    assert not list(folder.glob("*.new"))
+
+
+def test_kv_of_other_weights_is_not_found(restart, tmp_path, monkeypatch):
+    rng = np.random.default_rng(15)
+    path = tiny_model("qwen3", tmp_path)
+    prompt = words(rng, 700)
+    restart(path).ask(prompt, n=1)
+    other = restart(path)
+    identity = other.engine.call(lambda scheduler: scheduler.kv_identity())
+    monkeypatch.setattr(s, "version_of_package", lambda name: "0.0")
+
+    bench = restart(path)
+
+    assert bench.engine.call(lambda scheduler: scheduler.kv_identity()) != identity
+    cached, error, _ = difference(bench, prompt, n=2)
+    assert (cached, error) == (0, 0.0)
+
+
+# -- a folder that cannot be used ------------------------------------------------------------------
+
+
+def test_second_server_goes_without_the_folder(restart, tmp_path, monkeypatch, caplog):
+    path = tiny_model("qwen3", tmp_path)
+    restart(path)
+    second = Bench(path, monkeypatch, cache_disk_folder=str(tmp_path / "kv"))
+
+    assert second.engine.disk is None
+    assert "another server uses it" in caplog.text
+    second.ask(words(np.random.default_rng(1), 600), n=1)
+    second.engine.stop()
+
+
+def test_folder_that_cannot_be_made_is_said_once(restart, tmp_path, caplog):
+    (tmp_path / "kv").write_text("a file in its place")
+    bench = restart(tiny_model("qwen3", tmp_path))
+
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+
+    assert bench.engine.disk is None
+    assert caplog.text.count("disk cache") == 1
+
+
+@pytest.mark.parametrize("trouble", ["full disk", "vanished folder"])
+def test_server_goes_on_where_the_disk_fails(
+    trouble, restart, tmp_path, monkeypatch, caplog
+):
+    rng = np.random.default_rng(16)
+    path = tiny_model("qwen3", tmp_path)
+    bench = restart(path)
+    prompt = words(rng, 700)
+    bench.ask(prompt, n=1)
+    if trouble == "full disk":
+
+        def refuse(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(s, "_open_private", refuse)
+    else:
+        shutil.rmtree(tmp_path / "kv")
+
+    for _ in range(2):
+        save(bench)
+        prompt += words(rng, 600)
+        _, error, _ = difference(bench, prompt, n=1)
+        assert error == 0.0
+
+    wait_until_idle(bench.engine)
+    assert caplog.text.count("nothing is written any more") == 1
+    wait_until(lambda: "off" in bench.engine.disk)
+
+
+def test_files_are_for_their_owner_alone(restart, tmp_path):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    save(bench)
+
+    (file,) = files_in(tmp_path / "kv")
+
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE((file.parent / "secret").stat().st_mode) == 0o600
+
+
+# -- what is forgotten ----------------------------------------------------------------------------
+
+
+def test_forgotten_session_is_gone_from_the_disk(restart, tmp_path):
+    rng = np.random.default_rng(17)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    for session in ("a", "b"):
+        owner = s.RequestOwner("", session)
+        bench.ask(words(rng, 600), n=1, owner=owner)
+    save(bench)
+    assert len(files_in(tmp_path / "kv")) == 2
+
+    bench.engine.call(lambda scheduler: scheduler.drop_kv("", "a"))
+
+    assert len(files_in(tmp_path / "kv")) == 1
+    bench.engine.call(lambda scheduler: scheduler.drop_kv("", None))
+    assert files_in(tmp_path / "kv") == []
+
+
+def test_tenant_forgets_only_its_own(restart, tmp_path):
+    rng = np.random.default_rng(18)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    for tenant in ("one", "two"):
+        bench.ask(words(rng, 600), n=1, owner=s.RequestOwner(tenant, "s"))
+    save(bench)
+
+    bench.engine.call(lambda scheduler: scheduler.drop_kv("one", None))
+
+    left = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    assert [segment.tenant for segment in left] == ["two"]
+
+
+def test_old_kv_is_gone_from_the_disk(restart, tmp_path):
+    bench = restart(tiny_model("qwen3", tmp_path), prompt_cache_ttl_seconds=3600.0)
+    bench.ask(words(np.random.default_rng(1), 600), n=1)
+    save(bench)
+    assert len(files_in(tmp_path / "kv")) == 1
+
+    later = s.time.time() + 4000
+    on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: later))
+    bench.engine.call(lambda scheduler: scheduler.evict_idle())
+
+    assert files_in(tmp_path / "kv") == []
+
+
+def test_kv_that_a_request_failed_on_is_gone_from_the_disk(
+    restart, tmp_path, monkeypatch
+):
+    rng = np.random.default_rng(19)
+    path = tiny_model("qwen3", tmp_path)
+    prompt = words(rng, 700)
+    restart(path).ask(prompt, n=1)
+    bench = restart(path)
+    bench.may_try_again = True
+    load_kv = s.RunningRequest.load_kv
+
+    def fail_once(running, span, state):
+        monkeypatch.setattr(s.RunningRequest, "load_kv", load_kv)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s.RunningRequest, "load_kv", fail_once)
+    cached, error, _ = difference(bench, prompt, n=2)
+
+    assert (cached, error) == (0, 0.0)
+    assert segments(bench) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_wanted"),
+    [
+        ({}, True),
+        ({"cache_disk": "off"}, False),
+        ({"mlx_host": "0.0.0.0", "api_key": "k"}, False),
+        ({"proxy_host": "0.0.0.0", "api_key": "k"}, False),
+        ({"cache_isolation": "user"}, False),
+        ({"cache_isolation": "user", "cache_disk": "on"}, True),
+        ({"prompt_cache_max_entries_global": 0, "cache_disk": "on"}, False),
+    ],
+)
+def test_disk_cache_is_on_for_one_person_on_this_machine(settings, is_wanted):
+    assert s.wants_disk_cache(s.Config(**settings)) is is_wanted
+
+
+def test_folders_of_other_models_go_the_one_used_first_first(tmp_path):
+    for number, name in enumerate(["old", "new", "own"]):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "x.safetensors").write_bytes(bytes(1000))
+        (folder / "lock").touch()
+        os.utime(folder / "lock", (number, number))
+
+    s._drop_other_folders(tmp_path / "own", 1500)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "own"]

@@ -1,0 +1,289 @@
+"""Conversations that go on after a restart, over HTTP: nothing is prefilled twice."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+import start_llm
+import start_llm as s
+from minimum_prefill import common_prefix, fewest, prefilled
+from program import CHAT, Program
+from server_fixture import Served, Talk, user, wait_until
+from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, WORDS, tiny_model
+
+MOST = 1.02  # prefilled / fewest
+WITH_STATE = (HYBRID, SLIDING)
+
+
+class Restarting:
+    """A server that is stopped and started again, with a record of all that was prefilled."""
+
+    def __init__(self, folder, disk, **settings):
+        self._folder = folder
+        self._settings = {
+            "cache_disk": "on",
+            "cache_disk_folder": str(disk),
+            "default_temperature": 0.0,
+            **settings,
+        }
+        self.fed = []
+        self.requests = []
+        self.served = self._start()
+
+    def _start(self):
+        served = Served(self._folder, **self._settings)
+        served.recorder.fed.clear()  # what measures the model
+        return served
+
+    def restart(self):
+        self.close()
+        self.served = self._start()
+        return self.served
+
+    def close(self):
+        self.fed += self.served.recorder.fed
+        self.requests += [self.served.request(e) for e in self.served.exchanges]
+        self.served.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(kind, **settings):
+        server = Restarting(tiny_model(kind, tmp_path), tmp_path / "disk", **settings)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.served.close()
+
+
+def long_system(talk):
+    """An agent's instructions: too long to be read again for nothing."""
+    return {"role": "system", "content": talk.words(400)}
+
+
+@pytest.mark.parametrize("kind", (DENSE, HYBRID, SLIDING))
+def test_restart_between_any_two_requests_costs_no_prefill(kind, start, table):
+    server = start(kind)
+    talk = Talk(server.served, 1)
+    talk.messages[0] = long_system(talk)
+
+    for _ in range(12):
+        talk._client = server.restart()
+        talk.step()
+    server.close()
+
+    turns = server.served.scribe.turns if kind in WITH_STATE else None
+    n_fewest = sum(fewest(server.requests, turns))
+    ratio = prefilled(server.fed, server.requests) / n_fewest
+    table(f"{kind:12} 12 requests, 12 restarts: fewest {n_fewest:6}  ratio {ratio:.4f}")
+    assert ratio <= MOST
+
+
+def strip_thinking(messages):
+    """As clients do that keep no thinking, and number their calls themselves."""
+    stripped = []
+    for message in messages:
+        kept = {
+            key: value for key, value in message.items() if key != "reasoning_content"
+        }
+        stripped.append(kept)
+    return stripped
+
+
+@pytest.mark.parametrize("kind", (DENSE, HYBRID))
+def test_dropped_thinking_is_still_there_after_a_restart(kind, start):
+    server = start(kind)
+    talk = Talk(server.served, 2)
+    talk.messages[0] = long_system(talk)
+    n_known = 0
+
+    for _ in range(5):
+        exchange = talk.step()
+        assert exchange.n_cached >= n_known - 1
+        n_known = exchange.usage["prompt_tokens"] + exchange.n_generated - 1
+        assert "reasoning_content" in exchange.answer
+        talk.messages = strip_thinking(talk.messages)
+        server.served.close()
+        talk._client = server.served = server._start()
+
+
+def test_changed_id_in_the_system_prompt_is_no_reason_to_read_it_again(start):
+    """The head stays as it was rendered before the restart, and the new id is restated."""
+    server = start(DENSE)
+    talk = Talk(server.served, 3)
+    words = talk.words(400)
+    n_known = 0
+
+    for number in range(4):
+        head = f'{words}\n\n"message_id": "{number}f00{number}-beef"\n\n{words}'
+        talk.messages[0] = {"role": "system", "content": head}
+        exchange = talk.step()
+        assert exchange.n_cached >= n_known - 1
+        n_known = exchange.usage["prompt_tokens"] + exchange.n_generated - 1
+        server.served.close()
+        talk._client = server.served = server._start()
+
+
+def test_another_conversation_on_a_known_prefix_is_warm_the_next_day(start):
+    server = start(DENSE)
+    talk = Talk(server.served, 4)
+    talk.messages[0] = long_system(talk)
+    first = talk.step()
+    served = server.restart()
+
+    other = Talk(served, 5, [talk.messages[0], user("A new day has begun.")])
+    exchange = other.step()
+
+    prompts = [served.request(one).prompt for one in (first, exchange)]
+    assert exchange.n_cached >= common_prefix(*prompts) - 1
+
+
+def test_forgotten_conversation_is_not_there_after_a_restart(start, tmp_path):
+    server = start(DENSE)
+    talk = Talk(server.served, 6)
+    talk.messages[0] = long_system(talk)
+    talk.step()
+    s.drop_cache(server.served.state, None)
+    files = [
+        path for path in tmp_path.glob("disk/*/*") if path.suffix == ".safetensors"
+    ]
+    assert files == []
+    everything = b"".join(path.read_bytes() for path in tmp_path.glob("disk/*/*"))
+    assert talk.messages[0]["content"][:40].encode() not in everything
+
+    server.served.close()
+    talk._client = server.served = server._start()
+    exchange = talk.step()
+
+    assert exchange.n_cached == 0
+    assert server.served.state.stores.ledger.snapshot()["transcripts"] == 1
+
+
+# -- prewarm ---------------------------------------------------------------------------------------
+
+
+def test_prewarm_reads_the_prompt_and_writes_no_reply(start):
+    server = start(DENSE)
+    talk = Talk(server.served, 8)
+    prewarm = {"extra_body": {"prompt_cache_options": {"prewarm": True}}}
+
+    completion = server.served._create(talk.messages, tools=TOOLS, **prewarm)
+    exchange = talk.step()
+
+    assert completion.choices[0].message.content in (None, "")
+    assert completion.usage.completion_tokens == 0
+    assert exchange.n_cached == completion.usage.prompt_tokens - 1
+    for place, wish in PREWARM_CANNOT.items():
+        with pytest.raises(openai.BadRequestError, match=place):
+            server.served._create(
+                talk.messages, **{"tools": TOOLS, place: wish}, **prewarm
+            )
+
+
+PREWARM_CANNOT = {
+    "stream": True,
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+}
+
+
+# -- kill -9 ---------------------------------------------------------------------------------------
+
+N_KILLS = int(os.environ.get("KILLS", "4"))
+
+
+class Agent(threading.Thread):
+    """Asks and goes on from the answer, until the server is gone."""
+
+    def __init__(self, port, seed):
+        super().__init__(daemon=True)
+        self._port = port
+        self._random = random.Random(seed)
+
+    def run(self):
+        messages = [{"role": "user", "content": self._words(500)}]
+        while True:
+            try:
+                answer = ask(self._port, messages)
+            except (OSError, ValueError):
+                return
+            messages += [answer, {"role": "user", "content": self._words(60)}]
+            time.sleep(self._random.random())
+
+    def _words(self, n):
+        return " ".join(self._random.choices(WORDS, k=n))
+
+
+def ask(port, messages):
+    """The reply's message; greedy. Raises OSError, ValueError."""
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{CHAT}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        message = json.load(response)["choices"][0]["message"]
+    return {"role": "assistant", "content": message.get("content") or ""}
+
+
+def write_impatient_program(folder):
+    """A copy of the program that writes what rests at once."""
+    source = Path(start_llm.__file__).read_text()
+    for name, seconds in (("AFTER", "2.0"), ("BUSY", "10.0"), ("SHORT", "30.0")):
+        setting = f"SAVE_{name}_SECONDS: Final = {seconds}"
+        assert setting in source
+        source = source.replace(setting, setting.replace(seconds, "0.05"))
+    path = folder / "impatient.py"
+    path.write_text(source)
+    return path
+
+
+@pytest.mark.parametrize("kind", (DENSE, HYBRID))
+def test_killed_server_starts_and_answers_rightly(kind, tmp_path, monkeypatch):
+    """Killed while four agents work and entries are written, as often as KILLS says."""
+    impatient = write_impatient_program(tmp_path)
+    model = tiny_model(kind, tmp_path)
+    rng = random.Random(7)
+    question = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=700))}]
+    cold = Program(tmp_path / "cold", model)
+    cold.wait_until_ready()
+    expected = ask(cold.port, question)
+    cold.end(signal.SIGKILL)
+
+    monkeypatch.setattr(start_llm, "__file__", str(impatient))
+    disk = tmp_path / "disk"
+    settings = {
+        "CACHE_DISK": "on",
+        "CACHE_DISK_FOLDER": str(disk),
+        "PROMPT_CACHE_TTL_SECONDS": "0",
+    }
+    n_loaded = 0
+    for number in range(N_KILLS + 1):
+        program = Program(tmp_path / "program", model, **settings)
+        program.wait_until_ready()
+        assert ask(program.port, question) == expected, number
+        assert "Traceback" not in program.said
+        _, status = program.get("/v1/status")
+        n_loaded += status["counters"]["disk_hits"]
+        if number == N_KILLS:
+            break
+        for seed in range(4):
+            Agent(program.port, number * 4 + seed).start()
+        time.sleep(0.5 + 2 * rng.random())
+        program.end(signal.SIGKILL)
+
+    assert n_loaded > 0
+    wait_until(lambda: not list(disk.rglob("*.new")))
+    assert program.end(signal.SIGTERM) == 0
