@@ -349,7 +349,11 @@ def submit_at_once(b, prompts, fields=()):
 def note_calls(b):
     """Of each call of the model: how many rows, and tokens in a row."""
     calls = []
-    b.model.before_call = lambda fed: calls.append((len(fed), len(fed[0].tokens)))
+
+    def note(fed):
+        calls.append((len(fed), max(len(row.tokens) for row in fed)))
+
+    b.model.before_call = note
     return calls
 
 

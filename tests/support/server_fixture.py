@@ -75,7 +75,7 @@ def forget_pasts(state: s.ServerState) -> None:
 
 
 class Recorder:
-    """A model that notes what every row of every call is given, and where."""
+    """A model that notes what every row of every call is given, and where; no padding."""
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
@@ -86,9 +86,10 @@ class Recorder:
     def __call__(self, inputs: Any, cache: Any = None) -> Any:
         rows = inputs.tolist()
         offsets = _offsets(cache, len(rows))
+        n_padding = _padding_behind(cache, len(rows))
         fed = [
-            Fed(offset, tuple(tokens))
-            for offset, tokens in zip(offsets, rows, strict=True)
+            Fed(offset, tuple(tokens[: len(tokens) - n]))
+            for offset, tokens, n in zip(offsets, rows, n_padding, strict=True)
         ]
         self.before_call(fed)
         self.fed += fed
@@ -104,6 +105,12 @@ def _offsets(cache: Any, n_rows: int) -> list[int]:
     offsets = (layer.offset for layer in cache if hasattr(layer, "offset"))
     offset = next(offsets, 0)
     return [offset] * n_rows if isinstance(offset, int) else offset.tolist()
+
+
+def _padding_behind(cache: Any, n_rows: int) -> list[int]:
+    """How many tokens at the end of each row only pad it to the longest."""
+    padding = getattr(cache[0], "_right_padding", None)
+    return [0] * n_rows if padding is None else padding.tolist()
 
 
 class Scribe:
