@@ -19380,10 +19380,12 @@ class TaggedValue:
         self._end_as_text = text_tags.value_end
         self._next_end = self._end  # the same, or more
         self._later_tag = tags.later_tag
+        self._any_tag = regex.compile(tags.any_tag)
         self._tag_at_start = regex.compile(rf"\s*(?:{tags.any_tag})")
         self._tag_at_end = regex.compile(rf"(?:{tags.any_tag})\s*\Z")
         self._elements = OpenElements()
         self._has_quoted_tag = False
+        self._has_tag_inside = False  # of the format, wherever
         self._types = types
         self._used_keys = used_keys
         self._is_string = types == {"string"}
@@ -19441,6 +19443,9 @@ class TaggedValue:
 
     def _emit(self, text: str) -> str:
         """Take a part of the value; returns what is certain of it."""
+        self._has_tag_inside |= bool(
+            self._any_tag.search(self._text[-TAG_LENGTH:] + text)
+        )
         self._text += text
         self._elements.read(text)
         self._start = (self._start + text)[:TAG_LENGTH]
@@ -19460,7 +19465,9 @@ class TaggedValue:
         is_doubtful = self._has_quoted_tag or has_tag
         match before.kind:
             case "missing":  # the reply was cut in it, perhaps in the tag of a key
-                return is_doubtful or _is_key_tag(before.cut_tag)
+                # </parameter><n>5</tool_call>: after closing tags, one that is none
+                cut_tag = _CLOSING_TAG.sub("", before.cut_tag)
+                return is_doubtful or self._has_tag_inside or _is_key_tag(cut_tag)
             case "next_key" | "unclosed":
                 is_used = before.tag in self._used_keys
                 return is_doubtful or is_used or not self._text.strip()
@@ -19485,6 +19492,9 @@ def _is_key_tag(text: str) -> bool:
     """Whether a text begins with a tag that closes nothing, or with half of one."""
     text = text.lstrip()
     return text.startswith("<") and text[1:2] not in {"", "/"}
+
+
+_CLOSING_TAG: Final = re.compile(r"</[\w:]*>?")
 
 
 class OpenElements:

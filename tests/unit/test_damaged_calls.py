@@ -476,6 +476,15 @@ MINIMAX_END = "</invoke>\n</minimax:tool_call>"
         ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x\n<arg_key>text</"),
         ("qwen", QWEN + "<parameter=path>\nx\n<parameter=te"),
         ("qwen", QWEN),
+        # The reply ends in an argument whose tag is not one.
+        ("qwen", QWEN + "<parameter=path>a.md</parameter><n>5</tool_call>"),
+        ("qwen", QWEN + "<parameter=path>\na.md\n</parameter><n>5"),
+        ("glm", GLM + "<arg_key>path</arg_key><arg_value>a.md</arg_value><n>5</tool_call>"),
+        ("minimax", MINIMAX + '<parameter name="path">a.md</parameter><n>5</invoke>'),
+        ("minicpm", '<function name="read"><param name="path">a.md</param><n>5</function>'),
+        # Prose follows a call whose outer tag is missing: it is no part of the value.
+        ("minimax", MINIMAX + '<parameter name="path">x</parameter>\n</invoke>\n'
+         + "I have asked for the file. " * 100),
         ("hermes", HERMES + "{"),
         ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x"}, "tex'),
         ("harmony", "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"),
