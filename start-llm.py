@@ -1682,8 +1682,12 @@ def _close_root(root: Path) -> None:
 
 
 def _delete_folder(folder: Path) -> None:
+    """Delete the session logs in a folder, and the folder if nothing else is in it."""
     try:
-        shutil.rmtree(folder)
+        for path in folder.glob("cache-session-*.log"):
+            path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
     except OSError as error:
         logger.warning("old session logs %s cannot be deleted: %s", folder, error)
 
@@ -12936,9 +12940,10 @@ def choose_model(config: Config, stop: threading.Event) -> str:
         command.append(f"--memory-bytes={config.memory_limit_bytes}")
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        while process.poll() is None:
-            if stop.wait(0.05):
-                process.terminate()
+        while process.poll() is None and not stop.wait(0.05):
+            pass
+        if stop.is_set():
+            process.terminate()
         output, _ = process.communicate()
     return output.splitlines()[-1] if output else _DEMO_MODEL
 
@@ -19019,8 +19024,9 @@ class ForeignCalls:
         self._end_token: int | None = None  # where it is in the unread text
 
     def note_end(self) -> None:
-        """The end tag comes next, as a token of its own."""
-        self._end_token = len(self._unread.text)
+        """The end tag comes next, as a token of its own. Only the first one counts."""
+        if self._end_token is None:
+            self._end_token = len(self._unread.text)
 
     def read(self) -> list[WholeCall]:
         """All calls, once it is done; none if nothing fits."""
@@ -21043,7 +21049,7 @@ def decide_recording(ending: ReplyEnding, *, is_chat: bool) -> Recording:
 
     `is_chat`: it has messages, and they were canonicalized.
     """
-    if ending.kind in ("left", "failed") or ending.event.reason == "deadline":
+    if ending.kind in ("left", "failed"):
         return Recording()
     if not is_chat:
         return Recording(in_sessions=True)
@@ -21603,7 +21609,10 @@ class ReplyGeneration:
             waits=self._handle.times.wait_seconds(time.monotonic()),
         )
         self._ending = ending
-        self._recorder.record(ending)
+        try:
+            self._recorder.record(ending)
+        except Exception:  # the client has its reply, whatever becomes of our notes
+            logger.exception("a reply could not be recorded")
         return ending
 
     def _finish_reason(self, event: FinishedEvent, *, was_over: bool) -> FinishReason:
@@ -21925,6 +21934,8 @@ def status_body(state: ServerState) -> StatusBody:
     }
     if "error" in health:
         body["error"] = health["error"]
+    if "warm_up" in health:
+        body["warm_up"] = health["warm_up"]
     if engine.disk is not None and not state.tenant:
         body["disk"] = engine.disk
     with suppress(NotReady):
@@ -22756,7 +22767,8 @@ class Handler(BaseHTTPRequestHandler):
     def invite_body(self) -> None:
         """Tell a client to send its body that waits to be told."""
         if self.is_http_1_1 and _header(self.headers, "Expect") == "100-continue":
-            super().handle_expect_100()
+            with _noting_loss():
+                super().handle_expect_100()
 
     def finish(self) -> None:
         """Wait until the client has read the last response, and close.

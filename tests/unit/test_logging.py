@@ -2,9 +2,9 @@
 
 import json
 import logging
-import shutil
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 import start_llm
@@ -138,6 +138,8 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
         "second_tries": 0,
         "evicted_for_room": 0,
         "evicted_idle": 24000,
+        "disk_hits": 0,
+        "disk_tokens": 0,
     }
     metrics.snapshot()["vlm_retreat"] = 0
     assert metrics.snapshot()["vlm_retreat"] == 8000
@@ -197,12 +199,14 @@ def test_days_that_are_too_long_ago_are_deleted_when_a_new_one_begins(tmp_path):
     for name in ("2020-01-01", "2020-13-99", "keep-me"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cache-session-x.log").touch()
+    (tmp_path / "2020-01-02").mkdir()
+    (tmp_path / "2020-01-02" / "letters").touch()
     session_log(tmp_path, log_keep_days=3).write("s", {})
     left = {path.name for path in tmp_path.iterdir()}
 
-    assert (
-        {"2020-13-99", "keep-me"} < left and "2020-01-01" not in left and len(left) == 3
-    )
+    assert {"2020-13-99", "keep-me"} < left and "2020-01-01" not in left
+    assert (tmp_path / "2020-01-02" / "letters").exists()  # a day, and not of ours
+    assert len(left) == 4
 
 
 @pytest.mark.usefixtures("bare_log")
@@ -211,14 +215,14 @@ def test_a_day_that_cannot_be_deleted_costs_no_record_and_is_named(
 ):
     for name in ("2020-01-01", "2020-01-02", "2020-01-03"):
         (tmp_path / name).mkdir()
-    delete = shutil.rmtree
+    delete = Path.rmdir
 
     def refuse(folder):
         if folder.name == "2020-01-02":
             raise PermissionError("not yours")
         delete(folder)
 
-    monkeypatch.setattr(start_llm.shutil, "rmtree", refuse)
+    monkeypatch.setattr(Path, "rmdir", refuse)
     session_log(tmp_path, log_keep_days=3).write("s", {"n": 1})
 
     (path,) = session_files(tmp_path)

@@ -362,7 +362,7 @@ def recording_of(*args, is_chat=True, **fields):
     return s.decide_recording(ending(*args, **fields), is_chat=is_chat)
 
 
-@pytest.mark.parametrize("reason", ["deadline", "cancelled", "failed"])
+@pytest.mark.parametrize("reason", ["cancelled", "failed"])
 def test_a_reply_that_was_not_finished_is_recorded_nowhere(reason):
     assert not any(recording_of(reason))
 
@@ -386,10 +386,11 @@ def test_a_whole_reply_is_recorded_everywhere():
         ({"is_thinking": True, "content": ""}, False, False),
     ],
 )
-def test_a_reply_cut_at_the_token_limit_is_replayed_if_it_was_cut_in_its_text(
+def test_a_reply_cut_at_a_limit_is_replayed_if_it_was_cut_in_its_text(
     fields, in_ledger, in_healing_store
 ):
     recording = recording_of("length", has_end_token=False, **fields)
+    assert recording_of("deadline", has_end_token=False, **fields) == recording
     assert recording.in_ledger == in_ledger
     assert recording.in_healing_store == in_healing_store
 
