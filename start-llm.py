@@ -5125,6 +5125,7 @@ def find_masking_rule(old_text: str, new_text: str) -> str | None:
 # Thread   any; the database: a thread of its own, load(): its caller's
 
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
+_CLEAN_AFTER: Final = 2_000  # changes, until parts that no record has are deleted
 _RECORD_FORMAT: Final = 1  # of values; another number: the file is begun anew
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
@@ -5154,6 +5155,7 @@ class RecordFile:
         self._orders: queue.SimpleQueue[Callable[[sqlite3.Connection], None]]
         self._orders = queue.SimpleQueue()
         self._failure = ""  # why nothing is saved any more
+        self._n_changes = 0  # since unused parts were deleted
 
     def open(self, path: Path, *, ttl_seconds: float) -> None:
         """Read and write this file from now on; drop what was not used for so long.
@@ -5235,7 +5237,14 @@ class RecordFile:
             while True:
                 orders.append(self._orders.get_nowait())
         for order in orders:
-            order(database)
+            try:
+                order(database)
+            except (TypeError, ValueError) as fault:
+                logger.warning("records: one is not saved: %s", fault)
+        self._n_changes += len(orders)
+        if self._n_changes > _CLEAN_AFTER:  # else parts would grow without limit
+            self._n_changes = 0
+            _delete_unused_parts(database)
         database.commit()
 
 
@@ -10916,6 +10925,7 @@ SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
 SAVE_SHORT_SECONDS: Final = 30.0  # of rest, for less than MIN_SAVED_TOKENS
 SAVE_PIECE_SECONDS: Final = 0.01  # for what is copied between two steps
 WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwhile
+FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
 SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
 _DISK_FORMAT: Final = 1  # of the files; another number: other files
@@ -11091,10 +11101,10 @@ class SegmentWriter:
             self.unwritten_bytes += data.nbytes
 
         def add() -> None:
-            if self._file is not None:
-                self._file.add(data)
             with self._lock:
                 self.unwritten_bytes -= data.nbytes
+            if self._file is not None:
+                self._file.add(data)
 
         self._orders.put(add)
 
@@ -11143,13 +11153,13 @@ class SegmentWriter:
             order = self._orders.get()
             try:
                 order()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - the server goes on without it
                 self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         """Write nothing any more. What is there can still be read."""
         if not self.failure:
-            self.failure = error.strerror or str(error)
+            self.failure = getattr(error, "strerror", None) or repr(error)
             logger.warning("disk cache: nothing is written any more: %s", self.failure)
         if self._file is not None:
             self._file.drop()
@@ -11884,7 +11894,7 @@ class DiskTier:
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
         self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
         self._saved_ends: dict[CacheEntry, int] = {}  # tokens that the disk has
-        self._job: Iterator[None] | None = None
+        self._job: Generator[None] | None = None
         self._not_before = 0.0  # when more may be copied beside running requests
 
     def load(
@@ -11965,9 +11975,11 @@ class DiskTier:
             if not self.save_some(is_busy=False, is_closing=True):
                 break
 
-    def _find_job(self, *, is_busy: bool, is_closing: bool) -> Iterator[None] | None:
+    def _find_job(self, *, is_busy: bool, is_closing: bool) -> Generator[None] | None:
         """Begin to write the newest entry that is due."""
         self.files.collect()
+        if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
+            return None
         entries = [entry for entry in self._cache.entries if not entry.is_running]
         self._saved_ends = {
             entry: self._saved_ends.get(entry, 0) for entry in self._cache.entries
@@ -11982,14 +11994,14 @@ class DiskTier:
     def _is_due(self, entry: CacheEntry, *, is_busy: bool) -> bool:
         """Whether an entry has rested long enough to be written."""
         n_new = entry.end - self._saved_ends[entry]
-        if n_new <= 0 or entry.end < MIN_SAVED_TOKENS:
+        if n_new < MIN_SEGMENT_TOKENS or entry.end < MIN_SAVED_TOKENS:
             return False
         min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
         if n_new < MIN_SAVED_TOKENS:
             min_seconds = SAVE_SHORT_SECONDS
         return self._clock() - entry.last_used >= min_seconds
 
-    def _begin(self, entry: CacheEntry) -> Iterator[None] | None:
+    def _begin(self, entry: CacheEntry) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
         key = entry.key._replace(tokens=entry.key.tokens[: entry.end])
         match = self.files.find(key)
@@ -12005,21 +12017,37 @@ class DiskTier:
             return None
         return self._write(entry, match, end)
 
-    def _write(self, entry: CacheEntry, match: DiskMatch, end: int) -> Iterator[None]:
+    def _write(self, entry: CacheEntry, match: DiskMatch, end: int) -> Generator[None]:
         """Hand a segment to the writer, an array at a time."""
         key, entry_end = entry.key, entry.end
         segment, readers = _plan_segment(entry, match, end)
         writer = self.files.writer
         writer.begin(segment)
-        for read in readers:
-            # A request may have taken the KV since the last step, or it was evicted.
-            if entry.span is None or entry.key is not key or entry.end != entry_end:
+        is_whole = False
+        try:
+            for read in readers:
+                # A request may have taken the KV since the last step, or it is evicted.
+                has_changed = entry.key is not key or entry.end != entry_end
+                if entry.span is None or has_changed:
+                    return
+                writer.add(_copy_array(read()))
+                yield
+            is_whole = True
+        finally:
+            if is_whole:
+                writer.finish()
+                self._saved_ends[entry] = end
+            else:
                 writer.abandon()
-                return
-            writer.add(_copy_array(read()))
-            yield
-        writer.finish()
-        self._saved_ends[entry] = end
+
+    def forget(self, tenant: str, session: str | None) -> None:
+        """Delete what is of a session, or of a tenant (None), or is on its way."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
+        self.files.writer.wait(FORGET_SECONDS)
+        self.files.collect()
+        self.files.remove_session(tenant, session)
 
 
 # region SESSIONS ==============================================================
@@ -16033,7 +16061,14 @@ class Scheduler:
 
     def save_some(self) -> bool:
         """Bring some KV to the disk; whether there is more to do."""
-        return self.disk is not None and self.disk.save_some(is_busy=self.is_busy)
+        if self.disk is None:
+            return False
+        try:
+            return self.disk.save_some(is_busy=self.is_busy)
+        except Exception:
+            logger.exception("disk cache: it is not used any more")
+            self.disk = None
+            return False
 
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
@@ -16047,9 +16082,10 @@ class Scheduler:
 
         Returns how many entries of the cache were evicted or shortened.
         """
+        n_evicted = self.cache.evict_session(tenant, session)
         if self.disk is not None:
-            self.disk.files.remove_session(tenant, session)
-        return self.cache.evict_session(tenant, session)
+            self.disk.forget(tenant, session)
+        return n_evicted
 
     def _free_memory(self, error: Exception) -> None:
         """If memory ran out, half of what is cached goes."""
@@ -16402,7 +16438,6 @@ class Engine:
             self._open(scheduler)
             with wired_limit(loaded.model):
                 self._serve(scheduler)
-                self._save_all(scheduler)
         except ModelError as error:
             self.failure = str(error)
         except Exception:
@@ -16412,6 +16447,7 @@ class Engine:
             self._has_ended.set()
             if scheduler is not None:  # else nobody could submit yet
                 self._refuse_all(scheduler)
+                self._save_all(scheduler)
             mx.clear_streams()  # why(L-20): else the process may abort at its end
 
     def _warm_up(self, scheduler: Scheduler) -> None:
@@ -16439,9 +16475,13 @@ class Engine:
 
     def _save_all(self, scheduler: Scheduler) -> None:
         """Write to the disk what only memory has, as far as there is time."""
-        if scheduler.disk is not None:
+        if scheduler.disk is None or self.failure is not None:
+            return
+        try:
             scheduler.disk.save_all(self._config.shutdown_grace_seconds)
-            scheduler.disk.files.close()
+        except Exception:
+            logger.exception("disk cache: not all of it was written")
+        scheduler.disk.files.close()
 
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model.

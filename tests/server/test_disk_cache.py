@@ -538,6 +538,46 @@ def test_forgotten_session_is_gone_from_the_disk(restart, tmp_path):
     assert files_in(tmp_path / "kv") == []
 
 
+def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path):
+    rng = np.random.default_rng(20)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    for session in ("a", "b", "c"):
+        bench.ask(words(rng, 600), n=1, owner=s.RequestOwner("", session))
+
+    def forget_in_the_middle(scheduler):
+        disk = scheduler.disk
+        entries = {entry.owner.session: entry for entry in scheduler.cache.entries}
+        list(disk._begin(entries["a"]))  # wholly on its way, and not in the index
+        disk.files.writer.wait(10.0)
+        disk._job = disk._begin(entries["b"])  # half of it is
+        next(disk._job)
+        scheduler.drop_kv("", "a")
+        scheduler.drop_kv("", "b")
+
+    bench.engine.call(forget_in_the_middle)
+    save(bench)
+
+    left = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    assert [segment.session for segment in left] == ["c"]
+    assert len(files_in(tmp_path / "kv")) == 1
+    assert not list((tmp_path / "kv").rglob("*.new"))
+
+
+def test_fault_of_the_disk_cache_does_not_end_the_server(
+    restart, tmp_path, monkeypatch, caplog
+):
+    bench = restart(tiny_model("qwen3", tmp_path))
+
+    def fail(*_arguments, **_options):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s.DiskTier, "save_some", fail)
+    wait_until(lambda: "not used any more" in caplog.text)
+
+    cached, error, _ = difference(bench, words(np.random.default_rng(1), 600), n=2)
+    assert (cached, error) == (0, 0.0)
+
+
 def test_tenant_forgets_only_its_own(restart, tmp_path):
     rng = np.random.default_rng(18)
     bench = restart(tiny_model("qwen3", tmp_path))

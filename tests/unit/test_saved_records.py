@@ -124,6 +124,36 @@ def test_forgotten_text_is_nowhere_in_the_folder(tmp_path: Path) -> None:
     assert b"a part that stays" in left
 
 
+def test_parts_do_not_pile_up_while_the_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s, "_CLEAN_AFTER", 20)
+    path = tmp_path / "records"
+    file = open_records(path)
+    for number in range(200):
+        put(file.of_tenant(""), b"a", record("text", b"%d" % number * 10_000))
+        if number % 10 == 0:
+            assert file.flush(10.0)
+    assert file.flush(10.0)
+
+    with sqlite3.connect(path) as database:
+        ((n_parts,),) = database.execute("SELECT count(*) FROM parts").fetchall()
+    assert n_parts < 60
+
+
+def test_record_that_cannot_be_written_is_left_out_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "records"
+    file = open_records(path)
+    put(file.of_tenant(""), b"a", s.SavedRecord("s", 0.0, {"text": object()}))
+    put(file.of_tenant(""), b"b", record("whole"))
+    assert file.flush(10.0)
+
+    assert loaded(path) == {b"b": ["whole"]}
+    assert "one is not saved" in caplog.text
+
+
 def test_damaged_row_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "records"
     file = open_records(path)
