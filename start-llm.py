@@ -10928,7 +10928,7 @@ WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwh
 FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
 SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
-_DISK_FORMAT: Final = 1  # of the files; another number: other files
+_DISK_FORMAT: Final = 1  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that is being written
 _MAX_HEADER_BYTES: Final = 16 << 20
@@ -10964,7 +10964,7 @@ class ArrayInfo(BaseModel, frozen=True, extra="forbid"):
 class Segment(BaseModel, frozen=True, extra="forbid"):
     """What a file contains, as its metadata describes it."""
 
-    format: int = _DISK_FORMAT
+    format: Literal[1] = _DISK_FORMAT
     name: _SegmentName  # of the tokens [0, end)
     parent: _SegmentName | Literal[""] = ""  # has the KV before `start`; "": a root
     start: int = Field(ge=0)
@@ -10990,6 +10990,7 @@ class _SegmentHeader(NamedTuple):
     segment: Segment
     checksums: dict[str, str]  # by the name of the array
     nbytes: int
+    used_at: float  # Unix seconds: when the file was written, or loaded last
 
 
 def _write_header(segment: Segment, checksums: Mapping[str, str]) -> bytes:
@@ -11020,26 +11021,25 @@ def _write_header(segment: Segment, checksums: Mapping[str, str]) -> bytes:
 def _read_header(path: Path) -> _SegmentHeader:
     """What a file contains. Raises DiskError: it is not whole or not ours; OSError."""
     with path.open("rb") as file:
-        length_bytes = file.read(8)
-        length = int.from_bytes(length_bytes, "little")
+        length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             raise DiskError("its header is too long")
         text = file.read(length)
-        n_bytes = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
     try:
         metadata = from_json(text)["__metadata__"]
-        segment = Segment.model_validate_json(metadata["segment"])
-        checksums: dict[str, str] = from_json(metadata["checksums"])
-        header = _write_header(segment, checksums)
+        description, sums = metadata["segment"], metadata["checksums"]
+        if _checksum((description + sums).encode()) != metadata["own"]:
+            raise DiskError("its header is damaged")
+        segment = Segment.model_validate_json(description)
+        checksums: dict[str, str] = from_json(sums)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DiskError("its header cannot be read") from error
-    if header != length_bytes + text:
-        raise DiskError("its header is damaged, or of another format")
-    if n_bytes != len(header) + segment.nbytes:
+    if status.st_size != 8 + length + segment.nbytes:
         raise DiskError("it is too short or too long")
     if path.name != segment.name + _SEGMENT_SUFFIX:
         raise DiskError("it has the name of another one")
-    return _SegmentHeader(segment, checksums, len(header))
+    return _SegmentHeader(segment, checksums, 8 + length, status.st_mtime)
 
 
 def _read_arrays(path: Path, names: Container[str]) -> dict[str, npt.NDArray[Any]]:
@@ -11344,12 +11344,12 @@ class DiskCache:
         found: list[Segment] = []
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
-                segment = _read_header(path).segment
+                header = _read_header(path)
             except DiskError as fault:
                 self._delete_file(path, fault)
                 continue
-            self._used_at[segment.name] = path.stat().st_mtime
-            found.append(segment)
+            self._used_at[header.segment.name] = header.used_at
+            found.append(header.segment)
         # A parent begins before its children do, so it is there first.
         for segment in sorted(found, key=lambda segment: segment.start):
             self._add(segment)
