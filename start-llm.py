@@ -16432,6 +16432,7 @@ class Engine:
         try:
             loaded = self._load()
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
+            _check_room(scheduler)
             if is_warm_up_wanted(self._config):
                 self._warm_up(scheduler)
             self._open_disk(scheduler)
@@ -16484,19 +16485,10 @@ class Engine:
         scheduler.disk.files.close()
 
     def _open(self, scheduler: Scheduler) -> None:
-        """Let requests in: publish what they read, then the model.
-
-        Raises ModelError if there is hardly room for KV.
-        """
+        """Let requests in: publish what they read, then the model."""
         loaded = scheduler.loaded
-        capacity_tokens = scheduler.budget.capacity_tokens
-        if capacity_tokens < MIN_SLICE_TOKENS:
-            limit = scheduler.budget.shares.limit
-            raise ModelError(
-                f"the model takes {loaded.nbytes:,} bytes of {limit:,}:"
-                " too little is left for KV (MEMORY_LIMIT_BYTES)"
-            )
         self._publish(scheduler)
+        capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
         self._loaded = replace(loaded, max_context_tokens=max_tokens)
 
@@ -16594,6 +16586,16 @@ class Engine:
         running = [running.handle for running in scheduler.running]
         for handle in [*scheduler.waiting, *running]:
             handle.put(self._explain_end())
+
+
+def _check_room(scheduler: Scheduler) -> None:
+    """Raise ModelError if there is hardly room for KV."""
+    if scheduler.budget.capacity_tokens < MIN_SLICE_TOKENS:
+        limit = scheduler.budget.shares.limit
+        raise ModelError(
+            f"the model takes {scheduler.loaded.nbytes:,} bytes of {limit:,}:"
+            " too little is left for KV (MEMORY_LIMIT_BYTES)"
+        )
 
 
 def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:

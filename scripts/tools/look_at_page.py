@@ -148,7 +148,8 @@ def serving_demo() -> Iterator[str]:
             "MODEL_PATH": "demo",
             "MLX_HOST": "127.0.0.1",
             "MLX_PORT": str(port),
-            "CACHE_DISK": "off",
+            "CACHE_DISK": "on",
+            "CACHE_DISK_FOLDER": log_folder,
             "API_KEY": "",
             "ENABLE_PROXY": "false",
             "ENABLE_REQUEST_LOGGING": "true",  # titles

@@ -17,6 +17,8 @@ from minimum_prefill import common_prefix, fewest, prefilled
 from program import CHAT, Program
 from server_fixture import Served, Talk, user, wait_until
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, WORDS, tiny_model
+from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
+from vision_fixture import Seeing, picture, picture_message
 
 MOST = 1.02  # prefilled / fewest
 WITH_STATE = (HYBRID, SLIDING)
@@ -168,6 +170,39 @@ def test_forgotten_conversation_is_not_there_after_a_restart(start, tmp_path):
 
     assert exchange.n_cached == 0
     assert server.served.state.stores.ledger.snapshot()["transcripts"] == 1
+
+
+@pytest.mark.parametrize("kind", (DENSE_VISION, HYBRID_VISION))
+def test_image_is_not_read_again_after_a_restart(kind, tmp_path):
+    """It is named by its bytes and a secret, which survives; its KV is on the disk."""
+    folder = tiny_vision_model(kind, tmp_path)
+    settings = {
+        "cache_disk": "on",
+        "cache_disk_folder": str(tmp_path / "disk"),
+        "log_root": str(tmp_path / "logs"),
+    }
+    rng = random.Random(9)
+    question = " ".join(rng.choices(WORDS, k=300))
+    messages = [picture_message(question, picture(1), "tell me")]
+    n_known = 0
+
+    for number in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            server = Seeing(folder, patch, **settings)
+            exchange = server.ask(messages, stream=False)
+            cached = exchange.usage["prompt_tokens_details"]["cached_tokens"]
+            tolerance = 1e-4 if kind == HYBRID_VISION else 0.0
+            assert server.largest_difference(exchange) <= tolerance
+            assert cached >= n_known - 1
+            assert server.tower_runs == (number == 0)
+            n_known = len(exchange.prompt) + len(exchange.reply) - 1
+            server.close()
+        reply = {"role": "assistant", "content": None, **exchange.answer}
+        messages = [*messages, reply]
+        for call in exchange.answer.get("tool_calls") or ():
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+            messages.append(result)
+        messages.append(user("And what else is there?"))
 
 
 # -- prewarm ---------------------------------------------------------------------------------------
