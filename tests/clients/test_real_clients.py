@@ -938,3 +938,60 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
         n_fed_before = previous.prompt_tokens + previous.completion_tokens - 1
         assert usage.cached_tokens >= n_fed_before
     assert seeing.tower_runs == 1
+
+
+# -- restarts of the server ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["claude-code-2.1.328", "pi", "openclaw-2026.9.6"])
+def test_a_restart_of_the_server_between_turns_costs_nothing(
+    name, kind, tmp_path, table
+):
+    skip_if_missing(name)
+    port = free_port()
+
+    def serve() -> Served:
+        return Served(
+            tiny_model(kind, tmp_path, **SMALL),
+            mlx_port=port,
+            default_temperature=0,
+            cache_disk="on",
+            cache_disk_folder=str(tmp_path / "disk"),
+        )
+
+    served = serve()
+    client_turns = turns(CLIENT_NAMES[name])
+    replies = [
+        encode_reply(served.scribe, text) for _, texts in client_turns for text in texts
+    ]
+    urls = {kind: f"http://127.0.0.1:{port}"}
+    try:
+        with (
+            running(name, urls, tmp_path / "client") as client,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            Script(patch, served.scribe, {"": replies})
+            tap = Wiretap(patch, served)
+            n_replies = 0
+            for user_text, texts in client_turns:
+                n_replies += len(texts)
+                client.say(kind, user_text)
+                wait_until(lambda n=n_replies: len(tap.told) >= n)
+                served.close()
+                served = serve()
+    finally:
+        served.close()
+
+    shares = []
+    for index, answer in enumerate(tap.told[1:], 1):
+        earlier = [told.tokens for told in tap.told[:index]]
+        wanted = np.array(answer.prompt)
+        n_common = max(common_prefix(wanted, tokens) for tokens in earlier)
+        n_known = max(n_common, len(earlier[-1]))
+        if name.startswith("openclaw"):
+            # It asks on while the server stops, and then again without its last reply.
+            n_known = n_common
+        shares.append(answer.usage.cached_tokens / n_known)
+    table(f"{name:19} {kind:8} restarts: cached {min(shares):.4f}")
+    assert min(shares) >= LEAST_SHARE, shares

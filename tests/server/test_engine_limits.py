@@ -1127,9 +1127,8 @@ def no_prefill(monkeypatch):
     )
 
 
-def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(
-    bench, no_prefill
-):
+@pytest.mark.usefixtures("no_prefill")
+def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(bench):
     b = bench("qwen3", queue_timeout_seconds=0.2)
     rng = np.random.default_rng(1)
     running = b.submit(words(rng, 200), n=100_000)
@@ -1144,9 +1143,10 @@ def test_scheduler_ends_an_admitted_request_that_the_model_has_no_time_for(
     b.finish(running)
 
 
+@pytest.mark.usefixtures("no_prefill")
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_scheduler_lets_an_admitted_request_wait_again_if_memory_grows_short(
-    bench, monkeypatch, no_prefill, kind
+    bench, monkeypatch, kind
 ):
     b = bench(kind)
     rng = np.random.default_rng(1)

@@ -368,7 +368,7 @@ class Served(Client):
     """A running server with its recorded model and an OpenAI client. Close it when done."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        port = free_port()
+        port = settings.pop("mlx_port", None) or free_port()
         super().__init__(port)
         settings = {"enable_request_logging": False, "enable_proxy": False, **settings}
         config = s.Config(model_path=str(folder), mlx_port=port, **settings)
