@@ -96,6 +96,7 @@ THREADS AND LOCKS
     main        starts, waits, stops          model       loads and runs the model
     accept      one for each address          connection  one for each client: parses,
     console     writes the log                            renders, waits, writes
+    disk        writes KV to files            records     saves what is remembered
     Locks guard themselves only: none is held while another is taken, or while waiting.
     (But jinja2's LRUCache has a lock of its own, for one access at a time.)
 """
@@ -5109,12 +5110,12 @@ def find_masking_rule(old_text: str, new_text: str) -> str | None:
 #     load  <----------------+-- a database of SQLite, with a journal (WAL): what was
 #                                committed is there, however the process ended
 #
-# The file is a copy: whoever puts records keeps its own in memory, and reads the file
-# once, at its beginning. A record has a value, as JSON, and parts: large texts and
-# tokens that records share. A part is stored once, under its digest, and goes with the
-# last record that has it:
+# The file is a copy: whoever puts records keeps its own in memory, and calls load()
+# once, when it is made. A record has a value, as JSON, and parts: large texts and
+# tokens that records share. A part is stored once, under its digest; parts that no
+# record has any more are deleted now and then, and at once if something is forgotten:
 #
-#     records   tenant, kind, key -> session, last use, value, digests of parts
+#     records   tenant, kind, key, number -> session, last use, value, digests of parts
 #     parts     digest -> bytes
 #
 # Nothing is lost but what the last 50 ms brought. A row whose checksum is wrong is left
@@ -5122,9 +5123,11 @@ def find_masking_rule(old_text: str, new_text: str) -> str | None:
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
-# Thread   any; the database: a thread of its own, load(): its caller's
+# Thread   any: put, remove, touch; load: its caller's, on a connection of its own;
+#          what is written: "records"
 
 _SAVE_DELAY_SECONDS: Final = 0.05  # in which records are gathered for a transaction
+_LOAD_SECONDS: Final = 10.0  # until what was put before is in the file
 _CLEAN_AFTER: Final = 2_000  # changes, until parts that no record has are deleted
 _RECORD_FORMAT: Final = 1  # of values; another number: the file is begun anew
 _SCHEMA: Final = """
@@ -5136,6 +5139,13 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE TABLE IF NOT EXISTS parts (digest BLOB PRIMARY KEY, data BLOB) WITHOUT ROWID;
 """
 _DIGEST_BYTES: Final = 32
+
+
+_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class _UnusableFile(Exception):
+    """The file is no database of ours; the text says why."""
 
 
 class SavedRecord(NamedTuple):
@@ -5165,10 +5175,10 @@ class RecordFile:
         try:
             try:
                 self._prepare(path, ttl_seconds)
-            except sqlite3.DatabaseError as fault:
+            except _UnusableFile as fault:
                 logger.warning("records: %s is begun anew: %s", path, fault)
-                for file in path.parent.glob(path.name + "*"):
-                    file.unlink()
+                for suffix in ("", "-wal", "-shm"):
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
                 self._prepare(path, ttl_seconds)
         except (sqlite3.Error, OSError) as fault:
             logger.warning("records: nothing is saved: %s", fault)
@@ -5177,12 +5187,23 @@ class RecordFile:
         threading.Thread(target=self._run, name="records", daemon=True).start()
 
     def _prepare(self, path: Path, ttl_seconds: float) -> None:
-        """Make the tables, or check them. Raises sqlite3.Error, OSError."""
+        """Make the tables, or check them.
+
+        Raises _UnusableFile: it is no such database, or damaged; sqlite3.Error;
+        OSError.
+        """
         path.touch(mode=0o600)
+        try:
+            self._prepare_tables(path, ttl_seconds)
+        except sqlite3.DatabaseError as fault:
+            is_damaged = fault.sqlite_errorcode in _DAMAGED
+            raise _UnusableFile(str(fault)) if is_damaged else fault from fault
+
+    def _prepare_tables(self, path: Path, ttl_seconds: float) -> None:
         with closing(_connect(path)) as database:
             (file_format,) = database.execute("PRAGMA user_version").fetchone()
             if file_format not in (0, _RECORD_FORMAT):
-                raise sqlite3.DatabaseError(f"its format is {file_format}")
+                raise _UnusableFile(f"its format is {file_format}")
             database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
             database.executescript(_SCHEMA)
             if ttl_seconds:
@@ -5213,9 +5234,10 @@ class RecordFile:
         if self._path is None:
             return []
         try:
+            self.flush(_LOAD_SECONDS)
             with closing(_connect(self._path)) as database:
                 return list(_read_records(database, tenant, kind))
-        except sqlite3.Error as fault:
+        except (sqlite3.Error, TypeError, ValueError) as fault:
             logger.warning("records: they cannot be read: %s", fault)
             return []
 
@@ -5239,7 +5261,9 @@ class RecordFile:
         for order in orders:
             try:
                 order(database)
-            except (TypeError, ValueError) as fault:
+            except (sqlite3.Error, OSError):
+                raise
+            except Exception as fault:  # noqa: BLE001 - of one record, not of the file
                 logger.warning("records: one is not saved: %s", fault)
         self._n_changes += len(orders)
         if self._n_changes > _CLEAN_AFTER:  # else parts would grow without limit
@@ -5304,6 +5328,8 @@ def _find_part(database: sqlite3.Connection, digest: bytes) -> bytes:
     for (data,) in database.execute(query, (digest,)):
         if sha256(data).digest() == digest:
             return bytes(data)
+        database.execute("DELETE FROM parts WHERE digest = ?", (digest,))
+        database.commit()  # the next record that has it brings it again
     return b""
 
 
@@ -5315,7 +5341,10 @@ class TenantRecords:
         self._tenant = tenant
 
     def put(self, kind: str, key: bytes, pack: Callable[[], list[SavedRecord]]) -> None:
-        """Replace the records under a key. `pack` is called on the file's thread."""
+        """Replace the records under a key.
+
+        `pack` is called later, on the file's thread: it reads nothing that changes.
+        """
 
         def save(database: sqlite3.Connection) -> None:
             self._delete(database, kind, key)
@@ -10918,6 +10947,7 @@ class CacheLease:
 LANDMARK_TOKENS: Final = 256  # between the positions at which a lookup finds a segment
 MIN_LOADED_TOKENS: Final = 256  # fewer are read faster than they are loaded
 MIN_SAVED_TOKENS: Final = 512  # fewer are written once they have rested for long
+MAX_COMPARED: Final = 8  # segments whose tokens are read, of those that go on
 MIN_SEGMENT_TOKENS: Final = 16  # fewer are not worth a file
 MAX_SEGMENT_BYTES: Final = 128 << 20  # what is interrupted loses no more than that
 SAVE_AFTER_SECONDS: Final = 2.0  # of rest, while no request runs
@@ -11112,10 +11142,13 @@ class SegmentWriter:
         """Let the file appear under its name, once the disk has it."""
 
         def finish() -> None:
-            if self._file is not None:
-                self._file.finish()
-                self._written.put(self._file.segment)
-            self._end_file()
+            try:
+                if self._file is not None:
+                    self._file.finish()
+                    self._written.put(self._file.segment)
+                    self._file = None
+            finally:
+                self._count_end()
 
         self._orders.put(finish)
 
@@ -11123,9 +11156,8 @@ class SegmentWriter:
         """Forget the file that was begun."""
 
         def abandon() -> None:
-            if self._file is not None:
-                self._file.drop()
-            self._end_file()
+            self._drop_file()
+            self._count_end()
 
         self._orders.put(abandon)
 
@@ -11143,10 +11175,14 @@ class SegmentWriter:
                 segments.append(self._written.get_nowait())
         return segments
 
-    def _end_file(self) -> None:
-        self._file = None
+    def _count_end(self) -> None:
         with self._lock:
             self.n_unwritten_files -= 1
+
+    def _drop_file(self) -> None:
+        if self._file is not None:
+            self._file.drop()
+        self._file = None
 
     def _run(self) -> None:
         while True:
@@ -11161,9 +11197,7 @@ class SegmentWriter:
         if not self.failure:
             self.failure = getattr(error, "strerror", None) or repr(error)
             logger.warning("disk cache: nothing is written any more: %s", self.failure)
-        if self._file is not None:
-            self._file.drop()
-        self._file = None
+        self._drop_file()
 
 
 class _NewFile:
@@ -11310,7 +11344,7 @@ class DiskCache:
         self.max_bytes = max_bytes
         self.max_bytes_per_day = max_bytes_per_day
         self.nbytes = 0
-        self._read_speed: float | None = None  # bytes a second, of the last load
+        self._read_speed: float | None = None  # bytes a second, of the fastest load
         self._clock = clock
         self._segments: dict[str, Segment] = {}  # by name, as all that follow
         self._used_at: dict[str, float] = {}  # Unix seconds
@@ -11340,7 +11374,8 @@ class DiskCache:
     def _scan(self) -> None:
         """Read what there is; delete what is damaged, half written or alone."""
         for path in self.folder.glob("*" + _NEW_SUFFIX):
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
         found: list[Segment] = []
         for path in self.folder.glob("*" + _SEGMENT_SUFFIX):
             try:
@@ -11348,6 +11383,8 @@ class DiskCache:
             except DiskError as fault:
                 self._delete_file(path, fault)
                 continue
+            except OSError:
+                continue  # it cannot be read now
             self._used_at[header.segment.name] = header.used_at
             found.append(header.segment)
         # A parent begins before its children do, so it is there first.
@@ -11426,6 +11463,7 @@ class DiskCache:
             self._count_written(segment)
             if segment.name not in self._segments:
                 self._add(segment)
+            self._note_use(self._segments.get(segment.name))
         self._make_room()
 
     def _make_room(self) -> None:
@@ -11446,14 +11484,19 @@ class DiskCache:
 
     def remove(self, segment: Segment) -> None:
         """Delete a segment, and those that continue it."""
-        for child in list(self._children.pop(segment.name, ())):
-            self.remove(child)
+        family = [segment]
+        for member in family:  # it grows meanwhile
+            family += self._children.get(member.name, ())
+        for member in reversed(family):
+            self._remove_one(member)
+
+    def _remove_one(self, segment: Segment) -> None:
         if self._segments.pop(segment.name, None) is None:
             return
         self.nbytes -= segment.nbytes
         self._used_at.pop(segment.name)
-        if segment in self._children.get(segment.parent, ()):
-            self._children[segment.parent].remove(segment)
+        self._children.pop(segment.name, None)
+        self._children[segment.parent].remove(segment)
         for landmark in segment.landmarks:
             self._by_landmark[landmark].remove(segment)
             if not self._by_landmark[landmark]:
@@ -11470,7 +11513,7 @@ class DiskCache:
         )
 
     def remove_idle(self, ttl_seconds: float) -> None:
-        """Delete what was not used for so long."""
+        """Delete what was not used for so long. What continues it was not, either."""
         oldest = self._clock() - ttl_seconds
         self._remove_all(
             segment
@@ -11491,30 +11534,31 @@ class DiskCache:
     def find(self, key: TokenKey) -> DiskMatch:
         """The segments that have most of a prompt. Their tokens are compared."""
         landmarks = _PromptNames(key).landmarks
+        known = set(landmarks)
 
         def is_missing(number: int) -> bool:
             return landmarks[number] not in self._by_landmark
 
-        # Where a beginning is known, so are all shorter ones.
+        # A segment is here only with all before it. So where a beginning is known, all
+        # shorter ones are.
         n_known = bisect_left(range(len(landmarks)), True, key=is_missing)
         if not n_known:
             return NO_DISK_MATCH
         segments = list(self._by_landmark[landmarks[n_known - 1]])
-        matches = [self._follow(segment, key) for segment in segments]
+        matches = [self._follow(segment, key, known) for segment in segments]
         return max(matches, key=lambda match: match.depth)
 
-    def _follow(self, segment: Segment, key: TokenKey) -> DiskMatch:
-        """What a segment, its parents and those that continue it have of a prompt."""
+    def _follow(self, segment: Segment, key: TokenKey, known: set[str]) -> DiskMatch:
+        """What a segment, its parents and those that continue it have of a prompt.
+
+        `known`: the landmarks of the prompt.
+        """
         depth = self._common_depth(segment, key)
         if depth <= segment.start:
             return NO_DISK_MATCH
         path = [segment]
         while True:
-            children = [
-                child
-                for child in list(self._children.get(path[-1].name, ()))
-                if child.start <= depth
-            ]
+            children = self._children_before(path[-1], depth, known)
             depths = [self._common_depth(child, key) for child in children]
             deepest = max(depths, default=0)
             if deepest <= depth:
@@ -11525,24 +11569,39 @@ class DiskCache:
             path.insert(0, self._segments[path[0].parent])
         return DiskMatch(tuple(path), depth)
 
+    def _children_before(
+        self, segment: Segment, depth: int, known: set[str]
+    ) -> list[Segment]:
+        """Those that continue a segment from a position up to `depth`.
+
+        Of many, such as sessions on one system prompt, only those that have a whole
+        landmark more of the prompt.
+        """
+        children = self._children.get(segment.name, ())
+        children = [child for child in children if child.start <= depth]
+        if len(children) > MAX_COMPARED:
+            children = [c for c in children if known.intersection(c.landmarks[:1])]
+        return children
+
     def _common_depth(self, segment: Segment, key: TokenKey) -> int:
         """Up to where a segment has the tokens of a prompt; 0 if it is damaged."""
         try:
             data = _read_arrays(self._path_of(segment), {"tokens"})["tokens"]
         except (DiskError, OSError) as fault:
-            self._drop_damaged(segment, fault)
+            self._note_fault(segment, fault)
             return 0
         tokens = data.view("<i4")
         wanted = key.tokens[segment.start : segment.end]
         return segment.start + common_prefix_length(tokens, wanted)
 
-    def _drop_damaged(self, segment: Segment, fault: Exception) -> None:
-        reason = fault.strerror if isinstance(fault, OSError) else fault
-        logger.warning("disk cache: %s is deleted: %s", segment.name, reason)
-        self.remove(segment)
+    def _note_fault(self, segment: Segment, fault: Exception) -> None:
+        """Delete a damaged segment; one that could only not be read stays."""
+        if isinstance(fault, (DiskError, FileNotFoundError)):
+            logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
+            self.remove(segment)
 
     def expected_seconds(self, match: DiskMatch) -> float:
-        """How long it takes to load a match, by the last load; 0.0 before the first."""
+        """How long it takes to load a match, by the fastest load; 0.0 before any."""
         if self._read_speed is None:
             return 0.0
         n_bytes = sum(segment.nbytes for segment in match.segments)
@@ -11552,7 +11611,7 @@ class DiskCache:
         """KV [start, end) of a match, with the states where requests will go on.
 
         Those are the one at `end`, and the one where system prompt and tools end. None
-        if a file is damaged: it is deleted.
+        if a file cannot be read; a damaged one is deleted.
         """
         began = time.monotonic()
         spans: list[KVSpan] = []
@@ -11570,7 +11629,7 @@ class DiskCache:
             try:
                 arrays = _load_arrays(self._path_of(segment), segment, positions)
             except (DiskError, OSError) as fault:
-                self._drop_damaged(segment, fault)
+                self._note_fault(segment, fault)
                 return None
             n_bytes += sum(array.nbytes for array in arrays.values())
             spans.append(_read_span(segment, arrays, low, high))
@@ -11578,18 +11637,21 @@ class DiskCache:
                 leaves = _restore_state(segment.states[position], arrays)
                 states[position] = make_checkpoint(leaves)
             self._note_use(segment)
-        self._read_speed = n_bytes / max(time.monotonic() - began, 1e-6)
+        speed = n_bytes / max(time.monotonic() - began, 1e-6)
+        self._read_speed = max(speed, self._read_speed or 0.0)
         span = spans[0]
         for tail in spans[1:]:
             span = span.join(tail)
         return LoadedKV(span, states)
 
-    def _note_use(self, segment: Segment) -> None:
-        """Remember that a segment is used now, beyond a restart, too."""
+    def _note_use(self, segment: Segment | None) -> None:
+        """Remember, beyond a restart, that a segment and its parents are used now."""
         now = self._clock()
-        self._used_at[segment.name] = now
-        with suppress(OSError):
-            os.utime(self._path_of(segment), (now, now))
+        while segment is not None:
+            self._used_at[segment.name] = now
+            with suppress(OSError):
+                os.utime(self._path_of(segment), (now, now))
+            segment = self._segments.get(segment.parent)
 
     def report(self) -> DiskReport:
         """The cache on disk, for people."""
@@ -11635,8 +11697,8 @@ class _PlannedSegment(NamedTuple):
 
     segment: Segment
     # Each function returns one array of the entry. It is called between two steps, when
-    # the array is copied: an array that is held longer would be copied by a request
-    # that writes into it (L-03).
+    # the array is copied: KV that is held longer would be copied by a request that
+    # writes into it (L-03). States are never written into, so they may be held.
     readers: list[Callable[[], mx.array]]
 
 
@@ -11754,7 +11816,7 @@ def _describe_state(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
             _describe_state(inner_part, f"{name}.{number}", arrays)
             for number, inner_part in enumerate(part)
         ]
-        return {type(part).__name__: parts}
+        return {"list" if isinstance(part, list) else "tuple": parts}
     assert part is None or isinstance(part, (int, float, str)), type(part)
     return part
 
@@ -11862,7 +11924,7 @@ def _count_files(folder: Path) -> int:
 
 
 def _drop_other_folders(folder: Path, max_bytes: int) -> None:
-    """Delete the folders of other models, the one used first first, beyond a limit.
+    """Delete the folders of other models, the least recently used first, to a limit.
 
     Raises OSError.
     """
@@ -11981,39 +12043,48 @@ class DiskTier:
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
         entries = [entry for entry in self._cache.entries if not entry.is_running]
+        # An entry that was cut back has no more saved tokens than it has.
         self._saved_ends = {
-            entry: self._saved_ends.get(entry, 0) for entry in self._cache.entries
+            entry: min(self._saved_ends.get(entry, 0), entry.end)
+            for entry in self._cache.entries
         }
         for entry in sorted(entries, key=lambda entry: entry.last_used, reverse=True):
-            if is_closing or self._is_due(entry, is_busy=is_busy):
+            min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
+            if self._is_due(entry, min_seconds=0.0 if is_closing else min_seconds):
                 job = self._begin(entry)
                 if job is not None:
                     return job
         return None
 
-    def _is_due(self, entry: CacheEntry, *, is_busy: bool) -> bool:
-        """Whether an entry has rested long enough to be written."""
+    def _is_due(self, entry: CacheEntry, *, min_seconds: float) -> bool:
+        """Whether to write an entry: much that is new, or little that has rested long.
+
+        `min_seconds`: of rest; 0.0 if there is no later chance.
+        """
         n_new = entry.end - self._saved_ends[entry]
-        if n_new < MIN_SEGMENT_TOKENS or entry.end < MIN_SAVED_TOKENS:
+        if n_new < MIN_SEGMENT_TOKENS or entry.end < LANDMARK_TOKENS:
+            return False  # too little, or no lookup would find it
+        if min_seconds and entry.end < MIN_SAVED_TOKENS:
             return False
-        min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
-        if n_new < MIN_SAVED_TOKENS:
+        if min_seconds and n_new < MIN_SAVED_TOKENS:
             min_seconds = SAVE_SHORT_SECONDS
         return self._clock() - entry.last_used >= min_seconds
 
-    def _begin(self, entry: CacheEntry) -> Generator[None] | None:
+    def _begin(
+        self, entry: CacheEntry, *, min_tokens: int = MIN_SEGMENT_TOKENS
+    ) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
         key = entry.key._replace(tokens=entry.key.tokens[: entry.end])
         match = self.files.find(key)
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
-            return None if parent.is_running else self._begin(parent)
+            return None if parent.is_running else self._begin(parent, min_tokens=1)
         self._saved_ends[entry] = match.depth
         end = min(entry.end, match.depth + self._max_tokens)
         n_tokens = end - match.depth
         n_bytes = n_tokens * self._spec.token_bytes
-        if n_tokens < MIN_SEGMENT_TOKENS or not self.files.may_write(n_bytes):
+        if n_tokens < min_tokens or not self.files.may_write(n_bytes):
             return None
         return self._write(entry, match, end)
 

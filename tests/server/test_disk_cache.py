@@ -235,9 +235,62 @@ def test_short_prompts_are_not_written(restart, tmp_path, monkeypatch):
 
     def is_due(disk):
         disk._find_job(is_busy=False, is_closing=False)
-        return [disk._is_due(entry, is_busy=False) for entry in disk._cache.entries]
+        return [disk._is_due(entry, min_seconds=2.0) for entry in disk._cache.entries]
 
     assert on_model_thread(bench, is_due) == [False]
+
+
+def test_what_is_too_short_to_be_found_keeps_nothing_else_from_the_disk(
+    restart, tmp_path
+):
+    rng = np.random.default_rng(21)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(rng, 700), n=1)
+    bench.ask(words(rng, 100), n=1)  # newer, and shorter than a landmark
+
+    save(bench)
+
+    assert segments(bench) == [(0, 701)]
+    assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
+
+
+def test_file_that_cannot_be_read_now_is_not_deleted(restart, tmp_path, monkeypatch):
+    rng = np.random.default_rng(22)
+    path = tiny_model("qwen3", tmp_path)
+    prompt = words(rng, 700)
+    restart(path).ask(prompt, n=1)
+    bench = restart(path)
+    read_arrays = s._read_arrays
+
+    def refuse(path, names):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(s, "_read_arrays", refuse)
+    assert difference(bench, prompt[:650], n=1)[:2] == (0, 0.0)
+    monkeypatch.setattr(s, "_read_arrays", read_arrays)
+
+    bench = restart(path)
+    assert difference(bench, prompt, n=1)[0] >= 699
+
+
+def test_parent_of_what_is_used_is_used(restart, tmp_path):
+    rng = np.random.default_rng(23)
+    bench = restart(tiny_model("qwen3", tmp_path), prompt_cache_ttl_seconds=3600.0)
+    prompt = words(rng, 600)
+    bench.ask(prompt, n=1)
+    save(bench)
+
+    later = s.time.time() + 3000
+    on_model_thread(bench, lambda disk: setattr(disk.files, "_clock", lambda: later))
+    bench.ask(prompt + words(rng, 300), n=1)
+    save(bench)
+    much_later = later + 3000
+    on_model_thread(
+        bench, lambda disk: setattr(disk.files, "_clock", lambda: much_later)
+    )
+    bench.engine.call(lambda scheduler: scheduler.evict_idle())
+
+    assert len(segments(bench)) == 2
 
 
 def test_less_is_written_beside_running_requests(restart, tmp_path):

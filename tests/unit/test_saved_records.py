@@ -202,6 +202,43 @@ def test_file_that_cannot_be_read_is_begun_anew(damage: str, tmp_path: Path) -> 
     assert loaded(path) == ({} if damage == "a folder" else {b"a": ["new"]})
 
 
+def test_file_that_is_only_locked_or_full_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records"
+    file = open_records(path)
+    put(file.of_tenant(""), b"a", record("one"))
+    assert file.flush(10.0)
+
+    def refuse(_path: Path) -> sqlite3.Connection:
+        error = sqlite3.OperationalError("database is locked")
+        error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s, "_connect", refuse)
+        locked = open_records(path)
+        put(locked.of_tenant(""), b"b", record("two"))
+        assert locked.flush(1.0)
+
+    assert loaded(path) == {b"a": ["one"]}
+
+
+def test_damaged_part_is_mended_by_the_next_record_that_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    file = open_records(path)
+    put(file.of_tenant(""), b"a", record("one", b"a part"))
+    assert file.flush(10.0)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE parts SET data = ?", (b"damaged",))
+    assert loaded(path) == {}
+
+    put(file.of_tenant(""), b"b", record("two", b"a part"))
+    assert file.flush(10.0)
+
+    assert loaded(path) == {b"a": ["one"], b"b": ["two"]}
+
+
 def test_text_without_utf_8_is_saved_or_left_out_alone(tmp_path: Path) -> None:
     path = tmp_path / "records"
     file = open_records(path)
