@@ -5513,16 +5513,18 @@ def reply_contexts(
     return contexts
 
 
-class _Thought(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Thought:
     """The thinking of a reply."""
 
     thinking: str
     session_id: str  # as people see it, see GeneratedReply
+    last_used: float  # seconds; it changes
 
     def pack(self) -> list[SavedRecord]:
         """It, to be saved; the text is stored once for all its keys."""
         text = self.thinking.encode("utf-8", "surrogatepass")
-        return [SavedRecord(self.session_id, time.monotonic(), None, [text])]
+        return [SavedRecord(self.session_id, self.last_used, None, [text])]
 
 
 # The kinds of keys. The second is a hash of the thinking, whosever it is: a client has
@@ -5540,8 +5542,12 @@ class HealingStore:
     CAP: Final = 4000  # keys of each kind
     MAX_BYTES: Final = 64_000_000  # of thinking
 
-    def __init__(self, saved: TenantRecords | None = None) -> None:
+    def __init__(
+        self, saved: TenantRecords | None = None, *, ttl_seconds: float = 0.0
+    ) -> None:
+        """`ttl_seconds`: since its last use thinking is dropped; 0: never."""
         self._saved = saved or RecordFile().of_tenant("")
+        self._max_idle_seconds = ttl_seconds or math.inf
         self._healing_lock = threading.Lock()  # guards what follows
         # By kind and key. Those used last are last.
         self._thoughts: dict[str, OrderedDict[bytes, _Thought]] = {
@@ -5558,7 +5564,7 @@ class HealingStore:
             for key, saved in self._saved.load(kind):
                 (text,) = saved.parts
                 thinking = text.decode("utf-8", "surrogatepass")
-                thought = _Thought(thinking, saved.session_id)
+                thought = _Thought(thinking, saved.session_id, saved.last_used)
                 with self._healing_lock:
                     self._keep(kind, key, thoughts.setdefault(text, thought))
 
@@ -5569,7 +5575,7 @@ class HealingStore:
         thinking = reply.get("reasoning_content")
         if not thinking:
             return
-        thought = _Thought(thinking, session_id)
+        thought = _Thought(thinking, session_id, time.monotonic())
         digest = reply_digest(reply)
         with self._healing_lock:
             for context_digest in context:
@@ -5597,6 +5603,12 @@ class HealingStore:
                     return thought.thinking
         return ""
 
+    def expire(self, now: float) -> None:
+        """Drop what was not used for too long."""
+        with self._healing_lock:
+            for kind in self._thoughts:
+                self._drop_idle(kind, now)
+
     def forget(self, session_id: str | None) -> None:
         """Drop the thinking of the replies to a session; None: all of it."""
         with self._healing_lock:
@@ -5615,11 +5627,21 @@ class HealingStore:
 
     # The methods below are called with the lock held.
 
+    def _drop_idle(self, kind: str, now: float) -> None:
+        thoughts = self._thoughts[kind]
+        while thoughts:
+            key, thought = next(iter(thoughts.items()))
+            if now - thought.last_used <= self._max_idle_seconds:
+                return
+            self._drop(kind, key)
+
     def _use(self, kind: str, key: bytes) -> _Thought | None:
         thoughts = self._thoughts[kind]
         if key not in thoughts:
             return None
         thoughts.move_to_end(key)
+        thoughts[key].last_used = time.monotonic()
+        self._saved.touch(kind, key)
         return thoughts[key]
 
     def _put(self, kind: str, key: bytes, thought: _Thought) -> None:
@@ -20318,7 +20340,7 @@ class TenantStores:
         cls, config: Config, metrics: CacheMetrics, saved: TenantRecords
     ) -> TenantStores:
         """Stores without anything in them. What they remember is put into `saved`."""
-        healing_store = HealingStore(saved)
+        healing_store = HealingStore(saved, ttl_seconds=config.ledger_ttl_seconds)
         ledger = Ledger(config, saved)
         return cls(
             healing_store=healing_store,
@@ -20341,6 +20363,7 @@ class TenantStores:
     def expire(self, now: float) -> None:
         """Drop what was not used for too long; the other stores hold a fixed number."""
         self.ledger.expire(now)
+        self.healing_store.expire(now)
         self.session_index.expire(now)
         self.history.expire(now)
 

@@ -489,3 +489,20 @@ def test_only_replies_are_healed_and_the_originals_stay_as_they_are() -> None:
     assert [{**m, "reasoning_content": 0} for m in healed] == [
         {**m, "reasoning_content": 0} for m in messages
     ]
+
+
+def test_thinking_that_was_not_used_for_too_long_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(start_llm.time, "monotonic", lambda: now[0])
+    store = start_llm.HealingStore(ttl_seconds=100.0)
+    store.remember(reply("old", thought="old thought"), ASKED)
+    store.remember(reply("used", thought="used thought"), ASKED)
+    now[0] += 80.0
+    assert store.find_thinking(reply("used"), ASKED) == "used thought"
+    now[0] += 80.0
+    store.expire(now[0])
+
+    assert store.find_thinking(reply("old"), ASKED) == ""
+    assert store.find_thinking(reply("used"), ASKED) == "used thought"
