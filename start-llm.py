@@ -19501,7 +19501,8 @@ class TaggedValue:
 
     A value that was never closed ends before the next key of the tool's, or with the
     call. It is broken if that key came before, if a closing tag is in it, or what looks
-    like one at its end: then nobody can tell where it ends (L-133).
+    like one at its end; and if the reply ends in it and any tag of the format is in it:
+    then nobody can tell where it ends (L-133).
     """
 
     def __init__(
@@ -19526,7 +19527,7 @@ class TaggedValue:
         self._tag_at_end = regex.compile(rf"(?:{tags.any_tag})\s*\Z")
         self._elements = OpenElements()
         self._has_quoted_tag = False
-        self._has_tag_inside = False  # of the format, wherever
+        self._has_tag_inside = False  # a tag of the format stands anywhere in it
         self._types = types
         self._used_keys = used_keys
         self._is_string = types == {"string"}
@@ -19606,7 +19607,8 @@ class TaggedValue:
         is_doubtful = self._has_quoted_tag or has_tag
         match before.kind:
             case "missing":  # the reply was cut in it, perhaps in the tag of a key
-                # </parameter><n>5</tool_call>: after closing tags, one that is none
+                # </parameter><n>5</tool_call>: <n> follows the closing tag, so what
+                # was to be another argument is not one.
                 cut_tag = _CLOSING_TAG.sub("", before.cut_tag)
                 return is_doubtful or self._has_tag_inside or _is_key_tag(cut_tag)
             case "next_key" | "unclosed":
