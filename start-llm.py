@@ -20063,6 +20063,9 @@ _CONTAINERS: Final = {"array", "object"}
 _MAX_DEPTH: Final = 20  # of unions in unions
 
 
+_MAX_CHOICES: Final = 1_000  # ways to write one value
+
+
 class _NoForm(Exception):
     """A schema cannot be written between tags."""
 
@@ -20194,11 +20197,12 @@ class _TaggedForm:
     ) -> list[CallParts]:
         if not isinstance(branches, list):
             raise _NoForm(f"{keyword!r} is no list")
-        return [
-            choice
-            for branch in branches
-            for choice in self._value_choices(branch, depth + 1)
-        ]
+        choices: list[CallParts] = []
+        for branch in branches:
+            choices += self._value_choices(branch, depth + 1)
+            if len(choices) > _MAX_CHOICES:  # unions of unions double at each level
+                raise _NoForm(f"{keyword!r} has too many parts")
+        return choices
 
     def _plain_choices(self, schema: Schema, depth: int) -> list[CallParts]:
         if "const" in schema:
@@ -22246,6 +22250,7 @@ def _explain_match(
 
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     """DELETE /v1/cache: drop KV and what was recorded; of one session, or all."""
+    _ = state.engine.model  # raises NotReady: then nothing is dropped, and not half
     for view in state.views():
         stores = view.stores
         stores.ledger.forget(session)

@@ -322,3 +322,22 @@ def test_a_schema_that_cannot_be_enforced_forces_any_call(dense):
         ASKED, tools=[offered(REFUSED)], tool_choice="required", max_tokens=60
     )
     assert exchange.answer["tool_calls"][0]["function"]["name"] == "turn"
+
+
+def test_unions_that_double_at_each_level_are_refused_and_not_counted_out(dense):
+    """Twenty levels of two: a million ways to write one value, in a short schema."""
+    levels = {
+        f"d{n}": {
+            "anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"$ref": f"#/$defs/d{n + 1}"}]
+        }
+        for n in range(18)
+    }
+    levels["d18"] = {"type": "string"}
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+        "required": ["a"],
+        "$defs": levels,
+    }
+    with pytest.raises(s.BadRequest, match="too many parts"):
+        prepare(dense, tools=[offered(parameters, strict=True)], tool_choice="auto")
