@@ -5196,8 +5196,9 @@ class RecordFile:
         try:
             self._prepare_tables(path, ttl_seconds)
         except sqlite3.DatabaseError as fault:
-            is_damaged = fault.sqlite_errorcode in _DAMAGED
-            raise _UnusableFile(str(fault)) if is_damaged else fault from fault
+            if fault.sqlite_errorcode in _DAMAGED:
+                raise _UnusableFile(str(fault)) from fault
+            raise
 
     def _prepare_tables(self, path: Path, ttl_seconds: float) -> None:
         with closing(_connect(path)) as database:
@@ -10977,6 +10978,7 @@ SAVE_BUSY_SECONDS: Final = 10.0  # of rest, beside others that run
 SAVE_SHORT_SECONDS: Final = 30.0  # of rest, for less than MIN_SAVED_TOKENS
 SAVE_PIECE_SECONDS: Final = 0.01  # for what is copied between two steps
 WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwhile
+LOOK_SECONDS: Final = 1.0  # between two looks for what is due, beside requests
 FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
 SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
@@ -10989,7 +10991,6 @@ _DEFAULT_DISK_BYTES: Final = 32 << 30  # by default, but at most a ...
 _DISK_PART: Final = 10  # ... tenth of the free disk
 _DAILY_FACTOR: Final = 4  # by default so many times CACHE_DISK_MAX_BYTES a day
 
-_Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 _SegmentName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _ArrayType = Literal["BF16", "F16", "F32", "U32", "U8", "I32", "I64", "BOOL"]
 
@@ -11497,9 +11498,8 @@ class DiskCache:
 
     def _value_of(self, segment: Segment) -> float:
         """The prefill that a segment saves for each of its bytes, less by its age."""
-        age_days = (
-            max(0.0, self._clock() - self._used_at[segment.name]) / _SECONDS_A_DAY
-        )
+        age_seconds = self._clock() - self._used_at[segment.name]
+        age_days = max(0.0, age_seconds) / _SECONDS_A_DAY
         n_tokens = segment.end - segment.start
         work = n_tokens * (1.0 + segment.end / DOUBLE_COST_DEPTH)
         return work / segment.nbytes / (1.0 + age_days)
@@ -11979,7 +11979,7 @@ class DiskTier:
         self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
         self._saved_ends: dict[CacheEntry, int] = {}  # tokens that the disk has
         self._job: Generator[None] | None = None
-        self._not_before = 0.0  # when more may be copied beside running requests
+        self._not_before = 0.0  # when to go on, beside running requests
 
     def load(
         self,
@@ -11995,8 +11995,11 @@ class DiskTier:
         0 if the disk has hardly more, or if reading them is faster. `prefill_speed`:
         tokens a second; None: not known.
         """
+        n_known = len(key.tokens) - 1
+        if n_known - match.depth < MIN_LOADED_TOKENS:
+            return 0  # memory has it: nothing is looked up
         found = self.files.find(key)
-        depth = min(found.depth, len(key.tokens) - 1)
+        depth = min(found.depth, n_known)
         if self._spec.has_state:
             depth = max((p for p in found.positions() if p <= depth), default=0)
         n_more = depth - match.depth
@@ -12034,14 +12037,17 @@ class DiskTier:
         if is_busy and began < self._not_before:
             return True
         writer = self.files.writer
-        if self._job is None and writer.n_unwritten_files:
-            if not is_busy:  # what comes next may continue the file that is written
+        # What comes after a file may continue it, so it has to be in the index first.
+        is_file_ending = self._job is None and writer.n_unwritten_files > 0
+        if is_file_ending or writer.unwritten_bytes > MAX_UNWRITTEN_BYTES:
+            if not is_busy:
                 writer.wait(WRITER_WAIT_SECONDS)
             return True
         if self._job is None:
             self._job = self._find_job(is_busy=is_busy, is_closing=is_closing)
-        if self._job is None or writer.unwritten_bytes > MAX_UNWRITTEN_BYTES:
-            return self._job is not None
+        if self._job is None:
+            self._not_before = began + LOOK_SECONDS
+            return False
 
         for _ in self._job:
             if self._clock() - began >= SAVE_PIECE_SECONDS:

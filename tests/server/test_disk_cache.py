@@ -149,8 +149,8 @@ def test_grown_entry_writes_only_what_is_new(restart, tmp_path):
     ]
 
 
-def test_image_is_found_again_by_its_bytes(restart, tmp_path):
-    """Its digest has a secret in it, so the secret must be the same after a restart."""
+def test_secret_of_images_is_the_same_after_a_restart(restart, tmp_path):
+    """It is in their names: with another one no image would be found again."""
     path = tiny_model("qwen3", tmp_path)
     secrets = []
     for _ in range(2):
@@ -291,6 +291,47 @@ def test_parent_of_what_is_used_is_used(restart, tmp_path):
     bench.engine.call(lambda scheduler: scheduler.evict_idle())
 
     assert len(segments(bench)) == 2
+
+
+def test_nothing_is_looked_up_where_memory_has_the_prompt(
+    restart, tmp_path, monkeypatch
+):
+    """Each step of a warm agent would read files for nothing."""
+    rng = np.random.default_rng(24)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(rng, 700)
+    ids, _, _ = bench.ask(prompt, n=4)
+    lookups = []
+    find = s.DiskCache.find
+    monkeypatch.setattr(
+        s.DiskCache, "find", lambda files, key: lookups.append(key) or find(files, key)
+    )
+
+    bench.ask(prompt + ids + words(rng, 100), n=1)
+    assert lookups == []
+
+    bench.ask(words(rng, 700), n=1)
+    assert len(lookups) == 1
+
+
+def test_what_is_due_is_looked_for_once_a_second_beside_requests(
+    restart, tmp_path, monkeypatch
+):
+    bench = restart(tiny_model("qwen3", tmp_path))
+    looks = []
+    monkeypatch.setattr(
+        s.DiskTier, "_find_job", lambda _tier, **_fields: looks.append(1) and None
+    )
+
+    def steps(disk):
+        looks.clear()
+        times = iter(range(1_000))
+        disk._clock = lambda: 1e9 + next(times) / 100  # 10 ms later each time
+        for _ in range(300):
+            disk.save_some(is_busy=True)
+        return len(looks)
+
+    assert 2 <= on_model_thread(bench, steps) <= 4
 
 
 def test_less_is_written_beside_running_requests(restart, tmp_path):
