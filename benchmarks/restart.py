@@ -35,6 +35,7 @@ from project_files import make_tiny_model, start_llm
 
 TEXT = "the agent reads a file and writes what it has found into another one"
 ROUNDS = 3
+N_REPLIES = 30  # in which entries are written
 
 
 def words(n: int, seed: int) -> str:
@@ -82,19 +83,34 @@ def first_tokens(model: Path, scratch: Path, n_tokens: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def writing(model: Path, scratch: Path, n_tokens: int) -> float:
-    """Speed of a long reply while an entry is written, by its speed alone."""
-    module = start_llm()
-    disk = {"cache_disk": "on", "cache_disk_folder": scratch / "disk-writing"}
-    speeds = {}
-    for name, settings in {"alone": {}, "writing": disk}.items():
-        with our_server(model, scratch, **settings) as server:
-            for number in range(4):
-                ask(server, words(n_tokens, number))
-            reply = ask(server, words(100, 99), max_tokens=1500)
-            stamps = [t for t in reply.stamps if t > module.SAVE_BUSY_SECONDS]
-            speeds[name] = (len(stamps) - 1) / (stamps[-1] - stamps[0])
-    return speeds["writing"] / speeds["alone"]
+def writing(model: Path, scratch: Path) -> float:
+    """Tokens a second of replies while entries are written, by those alone.
+
+    The median of rounds, in each of which both are measured, one after the other.
+    """
+    ratios = []
+    for number in range(ROUNDS):
+        folder = scratch / f"disk-writing-{number}"
+        alone = reply_speed(model, scratch)
+        beside = reply_speed(model, scratch, cache_disk="on", cache_disk_folder=folder)
+        assert list(folder.rglob("*.safetensors")), "nothing was written"
+        ratios.append(beside / alone)
+    print("rounds", *(f"{ratio:.2f}" for ratio in ratios))
+    return statistics.median(ratios)
+
+
+def reply_speed(model: Path, scratch: Path, **settings: object) -> float:
+    """Tokens a second of replies, after eight conversations that are to be written."""
+    with our_server(model, scratch, **settings) as server:
+        for number in range(8):
+            ask(server, words(3_000, number))
+        n_out = 0
+        seconds = 0.0
+        for number in range(N_REPLIES):
+            reply = ask(server, words(100, number), max_tokens=400)
+            n_out += reply.n_out - 1
+            seconds += reply.stamps[-1] - reply.stamps[0]
+    return n_out / seconds
 
 
 def growth(model: Path, scratch: Path) -> float:
@@ -184,7 +200,7 @@ def measure_kind(
             print(f"{kind:8} {n_tokens:6} tokens  {ratios}", flush=True)
     others: dict[str, Callable[[], float]] = {
         "growth": lambda: growth(model, scratch),
-        "writing": lambda: writing(model, scratch, max(options.tokens)),
+        "writing": lambda: writing(model, scratch),
     }
     for name, measure in others.items():
         if is_wanted(options.only, name):
