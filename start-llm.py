@@ -14659,7 +14659,7 @@ MAX_JOINT_SECONDS: Final = 3.0  # of a call that reads several prompts
 DECODE_SHARE: Final = 2.0  # seconds of decoding for each second of prefill beside it
 SOON_SECONDS: Final = 0.5  # a prompt that ends so soon is read before that decoding
 MAX_SOON_DEBT: Final = 3.0  # unless more seconds of it are owed
-OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
+MAX_OTHERS_SHARE: Final = 8.0  # seconds that others prefill for each one of the oldest
 # If another request is reading so many more tokens of the same prompt than are cached,
 # a request waits for them.
 MIN_WAIT_GAIN_TOKENS: Final = 64
@@ -14676,11 +14676,14 @@ class SchedulingPolicy:
                        before the debt is paid.
         oldest_credit  While it is positive, the oldest request is next: else the one
                        that ends first. What is read of others adds its seconds; what
-                       is then read of the oldest takes off OTHERS_SHARE times its own.
+                       is then read of the oldest takes off a multiple of its own.
 
-    For example a short prompt has been read for 0.2 s: the credit is 0.2. The oldest
-    reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now short prompts have
-    1.4 s before the oldest reads again.
+    For example a short prompt has been read for 0.2 s: the credit is 0.2. The oldest,
+    which takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now
+    short prompts have 1.4 s before the oldest reads again.
+
+    The multiple is MAX_OTHERS_SHARE for a prompt that takes four seconds or more, and
+    less for a shorter one: for one second it is 2.
     """
 
     def __init__(self) -> None:
@@ -14723,16 +14726,20 @@ class SchedulingPolicy:
             self.decode_debt = 0.0
         self.decode_debt += seconds * DECODE_SHARE
 
-    def charge_prefill(self, seconds: float, *, is_alone: bool) -> None:
-        """A request had its turn to prefill. `is_alone`: no other one is prefilling.
+    def charge_prefill(
+        self, reader: RunningRequest, seconds: float, *, is_alone: bool
+    ) -> None:
+        """`reader` has read, for so long. `is_alone`: no other one is prefilling.
 
         One that is alone takes nothing from anybody. But it has had a slice: the next
         that comes is not made to wait for another one (L-71).
         """
         if is_alone:
-            self.oldest_credit = -SLICE_SECONDS * OTHERS_SHARE
+            self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
         elif self.oldest_credit > 0:
-            self.oldest_credit -= seconds * OTHERS_SHARE
+            seconds_left = seconds + reader.n_to_prefill / reader.prefill_speed
+            others_share = min(MAX_OTHERS_SHARE, seconds_left / SOON_SECONDS)
+            self.oldest_credit -= seconds * others_share
         else:
             self.oldest_credit += seconds
 
@@ -15999,7 +16006,7 @@ class Scheduler:
         is_decoding = any(batch is not own_batch for batch in self.batches)
         self.policy.charge_slice(seconds, is_decoding=is_decoding)
         others = [running for running in self.prefilling if running not in requests]
-        self.policy.charge_prefill(seconds, is_alone=not others)
+        self.policy.charge_prefill(requests[0], seconds, is_alone=not others)
 
     def _find_companions(self, running: RunningRequest) -> list[RunningRequest]:
         """Others whose prompts are read in the same call: few tokens of them are left.
