@@ -16763,7 +16763,7 @@ NO_PATTERN: Final = "(?!)"  # a regular expression that matches nowhere
 
 # A call may stand in a block of code of its own. Then these two lines are part of it.
 FENCE_START: Final = r"```[\w-]{0,20}[ \t]{0,9}\n\s{0,99}"
-_FENCE_END: Final = r"```[ \t]{0,9}(?=\n|\0)"
+_FENCE_END: Final = r"\A\s{0,99}```[ \t]{0,9}(?=\n|\0)"
 _UNTAGGED_OBJECT: Final = regex.compile(rf"(?:{FENCE_START})?\{{")
 
 
@@ -16931,10 +16931,11 @@ class ReasoningStreamSplitter:
         self.after_tag = in_reasoning  # no text was emitted since the last tag
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._held = ""  # white space, then perhaps half a tag
+        self._dropped: dict[TextKind, str] = {}  # white space before a tag
         self._emitted_kinds: set[TextKind] = set()  # of which there was some text
         self._is_quoting = False  # the text ends with a quote, or a tag spoken of
         self._fence = _CodeFence()  # in the content
-        self._is_call_fenced = False  # the end of the block around a call may come
+        self._is_call_fenced = False  # the line that ends the block may come next
         self._has_quoted_think = False  # an answer has spoken of <think>
         self._follows_false_call = False  # what began as a call was text
 
@@ -16968,7 +16969,6 @@ class ReasoningStreamSplitter:
         self.in_call = False
         if called:
             self._begin("content")
-        self._is_call_fenced &= called
         self._follows_false_call = not called
         return self._scan(rest, literal=False)
 
@@ -16985,9 +16985,14 @@ class ReasoningStreamSplitter:
             return []
         if begins_message and self._kind in self._emitted_kinds:
             solid_text = "\n\n" + solid_text  # a new message of the same channel
+        elif self.after_tag and not solid_text.startswith("\n"):
+            # "One.\n<think>Why</think>Two." has the content "One.\nTwo."
+            solid_text = self._dropped.get(self._kind, "") + solid_text
         if self._kind == "content":
             self._fence.read(solid_text)
         self.after_tag = False
+        self._is_call_fenced = False
+        self._dropped[self._kind] = ""
         self._follows_false_call = False
         self._is_quoting = solid_text[-1] in "`'\""
         self._emitted_kinds.add(self._kind)
@@ -17040,6 +17045,7 @@ class ReasoningStreamSplitter:
                     self._has_quoted_think = True
             elif role == "fence_end":
                 self._is_call_fenced = False
+                pieces += self.add_text(tag.partition("`")[0])
             else:
                 self._begin("reasoning" if role == "think_start" else "content")
         return pieces + self.add_text(text)
@@ -17096,8 +17102,6 @@ class ReasoningStreamSplitter:
         """
         if _UNTAGGED_OBJECT.fullmatch(tag):
             return self._kind == "reasoning" or "content" in self._emitted_kinds
-        if tag.rstrip() == "```":
-            return self._fence.is_open
         if tag in {"<think>", "</think>"}:
             return self._kind == "content" and self._fence.is_open
         if tag == _GEMMA_THOUGHT:
@@ -17106,6 +17110,8 @@ class ReasoningStreamSplitter:
 
     def _begin(self, kind: TextKind) -> None:
         """A tag has come: drop the white space before it, go on in `kind`."""
+        if self._kind in self._emitted_kinds and self._held:
+            self._dropped[self._kind] = self._held
         self._kind = kind
         self._held = ""
         self.after_tag = True

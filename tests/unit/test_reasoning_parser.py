@@ -152,7 +152,7 @@ def test_what_left_before_a_cut_is_what_leaves_without_it(text: str, cut: int) -
             "why",
             "in `<think>` and </think>, so",
         ),
-        ("why</think>one\n<think>two x</think>three", True, "whytwo x", "onethree"),
+        ("why</think>one\n<think>two x</think>three", True, "whytwo x", "one\nthree"),
         # A budget ended the thought; the model goes on and ends it, too.
         (
             "2 and</think> 2 make 4.</think>\nIt is 4.",
@@ -293,3 +293,23 @@ def test_the_word_thought_begins_thinking_without_a_token() -> None:
 def test_an_inline_span_begins_no_block_and_a_language_ends_none() -> None:
     assert reasoning("```foo``` is short.\n<think>a</think>b") == "a"
     assert reasoning("```md\n```python\n<think>a</think>b") == ""
+
+
+def test_only_the_line_after_a_fenced_call_ends_its_block() -> None:
+    """The model wrote no line that closes the block around its call."""
+    example = "\nSo:\n```\na\n```\nDone."
+    for after_call, content in ((example, example), ("\n```\nDone.", "\n\nDone.")):
+        for chunks in ([after_call], list(after_call)):
+            splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
+            splitter.feed("Look:\n```json\n<tool_call>x")
+            pieces = splitter.resume("", called=True)
+            for chunk in chunks:
+                pieces += splitter.feed(chunk)
+            pieces += splitter.finish()
+            assert "".join(piece.text for piece in pieces) == content
+
+
+def test_words_around_a_thought_stay_apart() -> None:
+    texts = split(list("One.\n<think>Why\n</think>Two.\n<think>Still</think>\n\nSix."))
+    assert texts["content"] == "One.\nTwo.\n\nSix."
+    assert texts["reasoning"] == "Why\nStill"
