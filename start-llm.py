@@ -18236,7 +18236,7 @@ _VALUE: Final = (
           | (?P<single_quoted> SINGLE_QUOTED ) (?= \s* [,}\]] )
           | (?: NUMBER | true | false | null | (?P<python> True | False | None )
               | (?P<word> [\w.+-]{1,200} ) )          # NaN, 1e9999, 007: a string
-            (?= [ \t\r\n,}\]/] )
+            (?= [ \t\r\n,}\]/<] )                   # 5</tool_call>: its } was forgotten
         )
     )""".replace("NUMBER", NUMBER)
     .replace("GAP", _GAP)
@@ -18614,7 +18614,7 @@ _CALL_END: Final = Pattern(
 _CALL_OBJECT_END: Final = Pattern(
     r"""(?x:
         GAP [}\]]+ GAP
-            (?: </tool_call> | (?= <tool_call> | [^\s}\]</] | / [^/*] ) )
+            (?: </tool_call> | (?= [^\s}\]</] | / [^/*] | < [^/] | </ (?: [^t] | t [^o] ) ) )
       | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
     )""".replace("GAP", _GAP),
     example="}}\n</tool_call>",
@@ -19397,7 +19397,8 @@ class TaggedArguments:
         \n</parameter>               "
         \n</function>\n</tool_call>  is_done; `closing` is for the caller to emit
 
-    In the place of the tags a model may write all arguments as one JSON object.
+    In the place of the tags a model may write all arguments as one JSON object: then
+    `is_json`.
     """
 
     def __init__(
@@ -19411,6 +19412,7 @@ class TaggedArguments:
         """`end_tag`: what may come as a token. `schema`: of the tool."""
         self.is_done = False
         self.is_broken = False  # some of what was written cannot be read
+        self.is_json = False
         self.closing = "}"
         self._unread = unread
         self._reads_end_token = unread.has_tokens and end_tag in tags.key.source
@@ -19421,7 +19423,6 @@ class TaggedArguments:
         self._value: TaggedValue | MendedObject | None = None  # None: a tag comes next
         self._has_tag = False  # one of its own has come
         self._has_end_tag = False  # one after which the call may end
-        self._is_json = False  # they were one JSON object
 
     def end_token(self, tag: str) -> str:
         """The text that it takes for the end tag as a token."""
@@ -19461,7 +19462,7 @@ class TaggedArguments:
         self.is_done = self.is_broken = value.is_broken
         if isinstance(value, MendedObject):
             self.closing = value.closing
-            self._is_json = True
+            self.is_json = True
         self._value = None
 
     def _accept(self, match: Any) -> str:
@@ -19474,7 +19475,7 @@ class TaggedArguments:
             self._has_end_tag = True
             return ""
         key = match["key"].strip()
-        if self._is_json or key in self._used_keys:  # of two values JSON keeps one
+        if self.is_json or key in self._used_keys:  # of two values JSON keeps one
             self.is_done = self.is_broken = True
             return ""
         separator = ", " if self._used_keys else ""
@@ -19738,6 +19739,11 @@ _LATE_MEMBER: Final = Pattern(
     example=', "n": 5',
     near_miss=", and done",
 )
+_LATE_TAG_OR_MEMBER: Final = Pattern(
+    f"{_LATE_TAG.source}|{_LATE_MEMBER.source}",
+    example="\n<parameter=n>",
+    near_miss=", and done",
+)
 
 
 class CallReader:
@@ -19903,8 +19909,11 @@ class CallReader:
         assert self._arguments is not None
         is_broken = self._arguments.is_broken
         if not (is_broken or self._is_last):
-            is_json = isinstance(self._arguments, JsonArguments)
-            late = _LATE_MEMBER if is_json else _LATE_TAG
+            late = _LATE_TAG
+            if isinstance(self._arguments, JsonArguments):
+                late = _LATE_MEMBER
+            elif self._arguments.is_json:
+                late = _LATE_TAG_OR_MEMBER
             match = late.compiled.match(self._unread.text, partial=True)
             if match is not None and match.partial and not self._is_over:
                 return

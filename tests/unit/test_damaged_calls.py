@@ -414,6 +414,7 @@ QWEN_END = "</function>\n</tool_call>"
 GLM = "<tool_call>read\n"
 MINIMAX = '<minimax:tool_call>\n<invoke name="read">\n'
 MINIMAX_END = "</invoke>\n</minimax:tool_call>"
+HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
 
 
 @pytest.mark.parametrize(
@@ -440,6 +441,11 @@ MINIMAX_END = "</invoke>\n</minimax:tool_call>"
          "<parameter=text>\ny\n</parameter>\n" + QWEN_END),
         ("glm", GLM + "<arg_key>path</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
          "\n<arg_key>text</arg_key>\n<arg_value>y</arg_value>\n</tool_call>"),
+        # JSON stands in the place of tags, and is closed too early.
+        ("qwen", QWEN + '{"path": "x"}\n</function>, "text": "y"}\n</tool_call>'),
+        ("qwen", QWEN + '{"path": "x"}\n' + QWEN_END + ', "text": "y"}'),
+        ("qwen", QWEN + '{"path": "x"}\n' + QWEN_END + "\n<parameter=text>\ny\n"),
+        ("glm", GLM + '{"path": "x"}</tool_call>, "text": "y"}</tool_call>'),
         # A bracket is missing.
         ("hermes", HERMES + '{"items": [1, 2, "text": "z"}}\n</tool_call>'),
         ("hermes", HERMES + '{"items": [{"a": 1, "text": "z"}}\n</tool_call>'),
@@ -487,7 +493,7 @@ MINIMAX_END = "</invoke>\n</minimax:tool_call>"
          + "I have asked for the file. " * 100),
         ("hermes", HERMES + "{"),
         ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "x"}, "tex'),
-        ("harmony", "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"),
+        ("harmony", HARMONY),
     ],
 )  # fmt: skip
 def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
@@ -507,6 +513,10 @@ def test_a_call_of_which_nobody_can_tell_what_was_meant_does_not_run(
         ("qwen", QWEN + "<parameter=path>\nx\n<parameter=text>\ny\n</parameter>\n" + QWEN_END,
          {"path": "x", "text": "y"}),
         ("qwen", QWEN + "<parameter=path>\nx\n</tool_call>", {"path": "x"}),
+        # A bracket that was forgotten after a value of any type.
+        ("hermes", HERMES + '{"path": "x", "n": 5</tool_call>', {"path": "x", "n": 5}),
+        ("hermes", HERMES + '{"path": "x", "n": null</tool_call>', {"path": "x", "n": None}),
+        ("harmony", HARMONY + '{"path": "x", "n": 5<|call|>', {"path": "x", "n": 5}),
         # Another gap, a comment, or a member that is no argument.
         ("hermes", HERMES + '{"path": "x"} // why\n}\n</tool_call>', {"path": "x"}),
         ("hermes", HERMES + '{"path": "x"}, "id": 5}\n</tool_call>', {"path": "x"}),
@@ -652,6 +662,25 @@ def test_prose_behind_a_whole_call_is_content(prose: str, as_tokens: bool) -> No
     pieces = [*pieces[:3], ", ", *pieces[:3]]
     message = read(FORMATS["hermes"], pieces, as_tokens=as_tokens)
     assert finished_calls(message) == [{"n": 1}, {"n": 1}]
+
+
+@pytest.mark.parametrize("rest", ["<b>Done", "</p>Done", "</td>", "<x"])
+def test_the_bracket_of_a_call_before_markup_is_no_content(rest: str) -> None:
+    for end in ("}", "}}", "\n}\n"):
+        text = HERMES + '{"n": 1}' + end + rest
+        for pieces in ([text], list(text)):
+            message = read(FORMATS["hermes"], pieces)
+            assert finished_calls(message) == [{"n": 1}]
+            assert message["content"].strip() == rest
+
+
+def test_thinking_may_follow_a_call_without_its_end_tag() -> None:
+    text = HERMES + '{"n": 1}}<think>Wait.</think>Done'
+    for pieces in ([text], list(text)):
+        message = read(FORMATS["hermes"], pieces)
+        assert finished_calls(message) == [{"n": 1}]
+        assert message["content"] == "Done"
+        assert message["reasoning_content"] == "Wait."
 
 
 def test_a_comment_behind_the_arguments_is_no_content() -> None:
