@@ -17275,7 +17275,9 @@ _JSON_TYPES: Final = {
     dict: "object",
     type(None): "null",
 }
+_ALL_TYPES: Final = set(_JSON_TYPES.values())
 _MAX_REFERENCES: Final = 10  # one after another
+_MAX_SCHEMAS: Final = 200  # in the unions of one schema
 
 
 def parameters_by_name(tools: Iterable[Tool]) -> dict[str, Schema]:
@@ -17305,24 +17307,37 @@ class SchemaPart(NamedTuple):
     @property
     def types(self) -> set[str]:
         """The JSON types that it allows; empty if any, or if it is no schema."""
-        types: set[str] = set()
-        seen_ids: set[int] = set()  # a union may refer to itself
-        schemas = [self.schema]
-        while schemas:
-            schema = self._replace(schema=schemas.pop()).resolved
-            if not isinstance(schema, dict) or id(schema) in seen_ids:
-                continue
-            seen_ids.add(id(schema))
-            types |= _own_types(schema)
-            for key in ("anyOf", "oneOf", "allOf"):
-                schemas += as_list(schema.get(key, []))
-        if "number" in types:
-            types.add("integer")
+        types = self._find_types({})
+        return types if types != _ALL_TYPES else set()
+
+    def _find_types(self, known_types: dict[int, set[str]]) -> set[str]:
+        """The same; but all types if any.
+
+        `known_types`: of the schemas that were read, by their id. A union may refer to
+        itself, which adds no type to it.
+        """
+        schema = self.resolved
+        if schema is True or len(known_types) >= _MAX_SCHEMAS:
+            return _ALL_TYPES
+        if not isinstance(schema, dict):
+            return set()
+        if id(schema) in known_types:
+            return known_types[id(schema)]
+        known_types[id(schema)] = set()
+        types = _own_types(schema)
+        for key in ("anyOf", "oneOf"):
+            branch_types: set[str] = set()
+            for branch in as_list(schema.get(key, [])):
+                branch_types |= self._replace(schema=branch)._find_types(known_types)
+            types &= branch_types or _ALL_TYPES
+        for part in as_list(schema.get("allOf", [])):
+            types &= self._replace(schema=part)._find_types(known_types) or _ALL_TYPES
+        known_types[id(schema)] = types
         return types
 
     @property
     def resolved(self) -> object:
-        """What it refers to, or else itself; {} if it refers to nothing."""
+        """What it refers to, or else itself; None if it refers to nothing."""
         schema = self.schema
         for _ in range(_MAX_REFERENCES):
             path = schema.get("$ref") if isinstance(schema, dict) else None
@@ -17331,7 +17346,7 @@ class SchemaPart(NamedTuple):
             schema = self.root
             for step in path.removeprefix("#").split("/")[1:]:
                 schema = schema.get(step) if isinstance(schema, dict) else None
-        return {}
+        return None
 
     @property
     def keys(self) -> list[str]:
@@ -17356,13 +17371,15 @@ class SchemaPart(NamedTuple):
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """Those that it names; or else those of the values that it lists."""
-    if "type" in schema:
-        return {name for name in as_list(schema["type"]) if isinstance(name, str)}
+    """Those that it names, of the values that it lists; all if it does neither."""
+    names = as_list(schema.get("type", []))
+    types = {name for name in names if isinstance(name, str)}
     values = as_list(schema.get("enum", []))
     if "const" in schema:
         values = [schema["const"]]
-    return {_JSON_TYPES[type(value)] for value in values}
+    value_types = {_JSON_TYPES[type(value)] for value in values}
+    types = (types & value_types) or types or value_types or set(_ALL_TYPES)
+    return types | {"integer"} if "number" in types else types
 
 
 def as_list(item: Any) -> list[Any]:
@@ -18614,7 +18631,8 @@ _CALL_END: Final = Pattern(
 _CALL_OBJECT_END: Final = Pattern(
     r"""(?x:
         GAP [}\]]+ GAP
-            (?: </tool_call> | (?= [^\s}\]</] | / [^/*] | < [^/] | </ (?: [^t] | t [^o] ) ) )
+            (?: </tool_call>
+              | (?= [^\s}\]</] | / [^/*] | < [^/] | </ (?: [^t] | t [^o] ) ) )
       | \s* (?: </tool_call> | (?= <tool_call> \s* [{<\w] ) )   # it was forgotten
     )""".replace("GAP", _GAP),
     example="}}\n</tool_call>",
@@ -18990,7 +19008,10 @@ class MarkedCalls:
         return match
 
     def _read_object(self, schema: SchemaPart, *, is_outermost: bool = False) -> str:
-        """Read an object whose { was taken; returns it as JSON."""
+        """Read an object whose { was taken; returns it as JSON.
+
+        Raises ValueError if a key comes twice.
+        """
         mark = regex.escape(self._mark)
         key_pattern = rf"""(?x:
             \s*
@@ -19002,17 +19023,19 @@ class MarkedCalls:
         )"""
         end = r"\s*(?:\}|\Z)" if self._is_closed and is_outermost else r"\s*\}"
         text_end = self._text_end(schema) if is_outermost else _MEMBER_END
-        members: list[str] = []
+        members: dict[str, str] = {}
         while not self._take(end):
             if members:
                 self._require(r"\s*,")
             match = self._require(key_pattern)
             key = match["key"]
-            value = self._read_value(
+            if key in members:  # of two values JSON keeps one
+                raise ValueError(key)
+            members[key] = self._read_value(
                 schema.member(key), text_end, gap=match["gap"].lstrip(" \t")
             )
-            members.append(f"{to_json(key)}: {value}")
-        return f"{{{', '.join(members)}}}"
+        pairs = [f"{to_json(key)}: {value}" for key, value in members.items()]
+        return f"{{{', '.join(pairs)}}}"
 
     def _text_end(self, schema: SchemaPart) -> str:
         """The `text_end` of the arguments of a call."""
@@ -20200,10 +20223,12 @@ class _TaggedForm:
         return tuple(parts)
 
     def _argument(self, key: str, schema: object) -> CallParts:
-        if not re.fullmatch(r"[^<>\s\"]{1,200}", key):
+        if not re.fullmatch(r"[^<>\s\"']{1,200}", key):
             raise _NoForm(f"the name {key!r:.60} cannot be written in a tag")
         tag = self._spelling.key.format(key=key, gap=self._gap)
         choices = self._value_choices(schema)
+        if not choices:
+            raise _NoForm(f"{key!r:.60} has no values")
         if SchemaPart(schema, self._parameters).types & _CONTAINERS:
             choices = [_without_container(choice) for choice in choices]
         return (tag, OneOf(tuple(choices)))
@@ -20233,14 +20258,15 @@ class _TaggedForm:
         return choices
 
     def _plain_choices(self, schema: Schema, depth: int) -> list[CallParts]:
+        types = SchemaPart(schema, self._parameters).types
         if "const" in schema:
-            return [self._constant(schema["const"])]
+            return [self._constant(schema["const"], types)]
         if isinstance(schema.get("enum"), list):
-            return [self._constant(value) for value in schema["enum"]]
+            return [self._constant(value, types) for value in schema["enum"]]
 
         match schema.get("type"):
-            case list() as types:
-                branches = [{**schema, "type": name} for name in types]
+            case list() as names:
+                branches = [{**schema, "type": name} for name in names]
                 return self._branch_choices("type", branches, depth)
             case "string":
                 return [self._text(schema)]
@@ -20265,8 +20291,10 @@ class _TaggedForm:
         )
         return (value,)
 
-    def _constant(self, value: object) -> CallParts:
+    def _constant(self, value: object, types: set[str]) -> CallParts:
         text = value if isinstance(value, str) else to_json(value)
+        if value_as_json(text, types) != to_json(value):  # "5", if 7 may be there, too
+            raise _NoForm(f"{value!r:.60} would be read as another value")
         return (text, self._value_end)
 
 

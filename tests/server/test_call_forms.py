@@ -148,6 +148,53 @@ def test_a_named_call_of_gemma_begins_with_its_name(start):
     assert form == s.CallForm(f"{start}call:read{{")
 
 
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("key", "schema"),
+    [
+        ("it's", TEXT),
+        ("a", {"enum": ["5", 7]}),  # between tags 5 is a number
+        ("a", {"type": ["string", "boolean"], "enum": ["true", True]}),
+        ("a", {"enum": []}),
+        ("a", {"anyOf": []}),
+        ("a", {"$ref": "#/$defs/other"}),
+        ("a", {"$ref": "#/$defs/itself"}),
+    ],
+)
+@pytest.mark.parametrize("syntax", ["qwen", "glm", "minimax"])
+def test_what_cannot_be_read_as_it_is_written_between_tags_has_no_form(
+    syntax, key, schema
+):
+    parameters = {
+        "type": "object",
+        "properties": {key: schema},
+        "required": [key],
+        "$defs": {"itself": {"$ref": "#/$defs/itself"}},
+    }
+    function = {"name": "turn", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+
+    (form,) = s.call_forms(SYNTAXES[syntax], tools, strict_tools={})
+
+    assert form.fault and not form.parts
+
+
+def test_a_text_that_looks_like_a_number_has_a_form_if_it_is_read_as_a_text():
+    schema = {"type": ["string", "integer"], "enum": ["5", "six"]}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    (form,) = s.call_forms(SYNTAXES["qwen"], tools, strict_tools={})
+
+    assert form.parts and not form.fault
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n"
+    assert read_calls(f"{text}</tool_call>", SYNTAXES["qwen"], tools) == [
+        ("f", {"a": "5"})
+    ]
+
+
 def test_strict_of_the_messages_api_names_its_own_field():
     server_tool = {"type": "web_search_20250305", "name": "web_search"}
     tool = {"name": "turn", "input_schema": REFUSED, "strict": True}

@@ -286,7 +286,8 @@ def test_gemma_calls_begin_and_end_as_models_do_it(
 
 
 @pytest.mark.parametrize(
-    "written", ["n 1", "n:1 x:2", "n:1,,x:2", ":1", "tree:{a", "{"]
+    "written",
+    ["n 1", "n:1 x:2", "n:1,,x:2", ":1", "tree:{a", "{", "n:1,n:2", "tree:{a:1,a:2}"],
 )
 def test_gemma_arguments_that_cannot_be_read_are_text(written: str) -> None:
     """A call must not run with fewer arguments than were written."""
