@@ -4307,7 +4307,6 @@ _RULES: Final = (
         ),
         example='## Inbound Context (trusted)\nIt is:\n```json\n{"a": 1}\n```\n',
         near_miss="## Inbound Context (trusted)\nThere is none.\n",
-        is_fenced=True,
     ),
     # why(L-116): a question that is sent again has a new id.
     Rule(
@@ -4330,7 +4329,6 @@ _RULES: Final = (
         '"d9e7c8c5-1777"\n}\n```\n\nlist files',
         near_miss='```json\n{\n  "message_id": "d9e7c8c5-1777"\n}\n```\n\nlist files',
         crosses_sessions=True,
-        is_fenced=True,
     ),
     # why(L-39): it stands before a user's text. In later requests some stamps become
     # the other form, _ROUTED, which names a session.
@@ -4532,9 +4530,7 @@ def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
     """
     pieces: list[str] = []
     end = 0
-    for volatile in fields:
-        if volatile.start < end:
-            continue  # inside the block before it
+    for volatile in _outer_fields(fields):
         pieces.append(text[end : volatile.start])
         end = volatile.end
 
@@ -4549,6 +4545,15 @@ def mask_volatile(text: str, fields: Iterable[VolatileField]) -> str:
     return "".join([*pieces, text[end:]])
 
 
+def _outer_fields(fields: Iterable[VolatileField]) -> Iterator[VolatileField]:
+    """These fields, which ascend, but for those inside a pinned block."""
+    end = 0
+    for volatile in fields:
+        if volatile.start >= end:
+            end = volatile.end
+            yield volatile
+
+
 def _strip_line_breaks(pieces: list[str]) -> None:
     """Take line breaks, and pieces that are nothing else, off the end of a text."""
     while pieces:
@@ -4558,12 +4563,9 @@ def _strip_line_breaks(pieces: list[str]) -> None:
             return
 
 
-_PLACEHOLDER_START: Final = "__STABLE_"
-
-
 def _placeholder(rule: str) -> str:
     name = "MSG_ID" if rule == "message_id" else rule.upper()
-    return f"{_PLACEHOLDER_START}{name}__"
+    return f"__STABLE_{name}__"
 
 
 def wrap_reminder(text: str) -> str:
@@ -4579,7 +4581,9 @@ def wrap_reminder(text: str) -> str:
 # -- digests ---------------------------------------------------------------------------
 
 
-def _digest_input(message: Message, canonical_content: str) -> bytes:
+def _digest_input(
+    message: Message, canonical_content: str, fields: Iterable[VolatileField]
+) -> bytes:
     """The digest of a message that is no reply: role, name and canonical content.
 
     Not the call that it answers: clients rewrite ids. Nor fields that we do not know,
@@ -4589,8 +4593,10 @@ def _digest_input(message: Message, canonical_content: str) -> bytes:
     # why(L-92): clients trim line breaks, except in tool results.
     text = canonical_content if role == "tool" else canonical_content.strip("\n")
     # A placeholder that the client wrote itself is text, and stands for no value.
-    n_placeholders = canonical_content.count(_PLACEHOLDER_START)
-    n_placeholders -= message["content"].count(_PLACEHOLDER_START)
+    n_placeholders = 0
+    for volatile in _outer_fields(fields):
+        if isinstance(volatile, PinnedValue) and not volatile.block:
+            n_placeholders += 1
     parts = [role, message.get("name", ""), text, str(n_placeholders)]
     return sha256("\0".join(parts).encode()).digest()
 
@@ -4848,7 +4854,7 @@ def _make_input(
         role=role,
         original=original,
         canonical={"role": role, "name": name, "content": canonical_content},
-        digest=_digest_input(original, canonical_content),
+        digest=_digest_input(original, canonical_content, fields),
         pinned=tuple(found for found in fields if isinstance(found, PinnedValue)),
         inline_notes=tuple(found for found in fields if isinstance(found, Note)),
         dropped=tuple(dropped),
@@ -4915,14 +4921,23 @@ def _blank_fence(fence: re.Match[str]) -> str:
 
 
 def _drop_overlaps(found: list[VolatileField]) -> list[VolatileField]:
-    fields = []
-    end = 0
+    """The fields, ascending; of two that overlap, the first one.
+
+    The values inside a pinned block stay, too. A note inside is a part of the block.
+    """
+    fields: list[VolatileField] = []
+    end = 0  # of the last field that is no block
+    block_end = 0
     for volatile in sorted(found, key=lambda volatile: volatile.start):
-        if volatile.start < end:
+        is_pinned = isinstance(volatile, PinnedValue)
+        is_inner_value = is_pinned and volatile.end <= block_end
+        starts_in_block = volatile.start < block_end
+        if volatile.start < end or (starts_in_block and not is_inner_value):
             continue
         fields.append(volatile)
-        is_block = isinstance(volatile, PinnedValue) and volatile.block
-        if not is_block:
+        if isinstance(volatile, PinnedValue) and volatile.block:
+            block_end = max(block_end, volatile.end)
+        else:
             end = volatile.end
     return fields
 
@@ -4939,7 +4954,7 @@ def _make_field(
         return Note(rule.name, block.strip(), start, end)
 
     if rule.is_block or rule.setting == "telemetry":
-        inner_rules = [inner for inner in rules if inner.name != rule.name]
+        inner_rules = [r for r in rules if r.setting == "pinned" and r is not rule]
         value = mask_volatile(block, _find_fields(block, inner_rules))
     else:
         start, end = match.span("value")

@@ -668,7 +668,7 @@ def near_misses(words: str, rule: start_llm.Rule) -> Iterator[dict]:
     yield said("assistant", words)
     yield said("assistant", f"It says:\n{words}\nand no more.")
     yield said("system", f"never write {words} to anybody")
-    if rule.name not in {"message_id", "inbound_context"}:
+    if rule.name != "message_id":
         yield said("system", f"For example:\n{fence.format(words)}\nis no fact.")
 
 
@@ -789,6 +789,19 @@ def test_a_pinned_block_beside_a_note_is_not_lost() -> None:
     assert turns[-1].original["content"] == text
 
 
+def test_what_comes_and_goes_inside_a_pinned_block_is_a_part_of_it() -> None:
+    canonicalizer = canon(rule_internal_context="pinned")
+    job = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n{}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+
+    texts = [job.format(filled(REMINDER, mode)) for mode in ("plan", "edit")]
+    turns = [canonicalizer.canonicalize(said("user", text)) for text in texts]
+
+    for turn, text in zip(turns, texts, strict=True):
+        assert not turn.notes
+        assert [pinned.value for pinned in turn.pinned] == [text]
+    assert turns[0].digest == turns[1].digest
+
+
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])
 def test_a_part_that_is_a_note_leaves_no_trace_between_two_texts(joint: str) -> None:
     """Claude Code puts one between "[Request interrupted by user]" and the next words."""
@@ -893,6 +906,12 @@ def test_a_literal_sentinel_is_not_the_field() -> None:
     literal = canon().canonicalize(said("user", real.canonical["content"]))
     assert [len(fields_of(turn)) for turn in (real, literal)] == [1, 0]
     assert real.digest != literal.digest
+
+
+def test_a_note_that_quotes_a_placeholder_is_left_out_like_any() -> None:
+    notes = [filled(REMINDER, mode) for mode in ("plan", "__STABLE_TIMESTAMP__")]
+    turns = [canon().canonicalize(said("user", f"{note}\nhi")) for note in notes]
+    assert turns[0].digest == turns[1].digest
 
 
 # -- classes --------------------------------------------------------------------------
