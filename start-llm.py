@@ -7309,10 +7309,13 @@ class Splice(NamedTuple):
         # was cut has generated none.
         if not self.is_cut and not self.template.starts_with_added_token(suffix.text):
             raise SpliceRefused("end token")
+        # The last message may be merged into the one before it.
+        last_messages = [_with_nonce(past_messages[-1]), *new_messages]
+        folded = _fold_messages(last_messages, self.template.traits)
         return self.template.tokenize_prompt(
             closing + suffix.text,
             self.request,
-            last_role=new_messages[-1]["role"],
+            last_role=folded[-1]["role"],
             recorded=self.recorded,
         )
 

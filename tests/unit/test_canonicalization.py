@@ -791,7 +791,9 @@ def test_a_pinned_block_beside_a_note_is_not_lost() -> None:
 
 def test_what_comes_and_goes_inside_a_pinned_block_is_a_part_of_it() -> None:
     canonicalizer = canon(rule_internal_context="pinned")
-    job = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n{}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    job = (
+        "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n{}\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
+    )
 
     texts = [job.format(filled(REMINDER, mode)) for mode in ("plan", "edit")]
     turns = [canonicalizer.canonicalize(said("user", text)) for text in texts]

@@ -976,6 +976,35 @@ def test_what_closes_a_reply_may_depend_on_what_follows_it() -> None:
         assert not draft.refusal
 
 
+THINKS_AFTER_RESULTS = """\
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '<tool_call>' + (c.function.arguments | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' + ('<think>' if messages[-1].role == 'tool' else '') }}
+{%- endif %}"""
+
+
+def test_a_system_message_that_is_merged_into_a_result_is_no_last_message() -> None:
+    server = Server(rule_late_system="off")
+    server.speaker = spoken("chatml/tiny", THINKS_AFTER_RESULTS, rule_late_system="off")
+    past = server.answer([SYSTEM, USER], asks("x"))
+    messages = [SYSTEM, USER, asks("x"), result("found it"), LATE]
+
+    replayed = server.draft(messages)
+
+    assert starts_with(replayed, past)
+    rendered = server.speaker.template.render_prompt(chat(messages))
+    assert rendered.text.endswith("<think>")
+    assert rendered.starts_in_reasoning
+    assert replayed.rendered.starts_in_reasoning
+
+
 def test_what_is_rendered_first_is_what_is_rendered_again() -> None:
     server = Server()
     drafts = [server.draft([SYSTEM, USER]) for _ in range(2)]
