@@ -3,7 +3,7 @@
 import copy
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -272,6 +272,40 @@ def test_markup_in_client_text_is_text(model: str) -> None:
         spoken = f"{word}{markup}{word}"
         as_json = json.dumps(spoken, ensure_ascii=False)[1:-1]
         assert spoken in rendered.text or as_json in rendered.text
+
+
+def template_with(tokens: Iterable[AddedToken]) -> start_llm.ChatTemplate:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.add_tokens([*tokens])
+    return make_template(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "words", ["]~b]~b]", "]~!b[e~[", "]~b]~!b[e~[", "]" + "~b]" * 9]
+)
+def test_markup_that_overlaps_in_client_text_is_text(words: str) -> None:
+    """MiniMax-M2's tokens begin and end with brackets, and share them."""
+    texts = ["]~b]", "]~!b[", "[e~["]
+    tokens = [AddedToken(text, special=True, normalized=False) for text in texts]
+    template = template_with(tokens)
+
+    rendered = template.render_prompt(chat([said("user", words)]))
+
+    assert words in rendered.text
+    special_ids = {template.encode(text)[0] for text in texts}
+    assert not ids_among(special_ids, rendered)
+
+
+def test_added_tokens_of_blanks_are_used_in_client_text() -> None:
+    """The tokenizers of GPT-NeoX and Phi-2 have them, for code."""
+    tokens = [AddedToken(" " * n, normalized=False) for n in range(2, 9)]
+    template = template_with(tokens)
+
+    code = "if x:\n        return"
+    rendered = template.render_prompt(chat([said("user", code)]))
+
+    assert ids_among({template.encode(" " * 8)[0]}, rendered)
+    assert code in rendered.text
 
 
 def test_markup_in_names_is_text(model: str) -> None:
@@ -674,6 +708,12 @@ def test_thinking_switches(source: str, kwargs_off: dict, kwargs_on: dict) -> No
     loop = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}" + source
     traits = make_template(tiny_tokenizer(loop)).traits
     assert traits.thinking_kwargs == {True: kwargs_on, False: kwargs_off}
+
+
+def test_a_switch_that_the_template_refuses_is_none() -> None:
+    refusal = "{% if enable_thinking %}{{ raise_exception('no') }}{% endif %}"
+    template = make_template(tiny_tokenizer(refusal + CHATML))
+    assert template.render_prompt(chat([said("user", "x")])).text
 
 
 def test_client_switches_reach_the_template() -> None:
