@@ -16462,6 +16462,8 @@ class Engine:
         self._load = load
         self._use_folder = use_folder
         self._loaded: LoadedModel | None = None
+        self._is_loading = True  # the warm-up comes after it
+        self._logged_faults: deque[str] = deque(maxlen=8)  # the last ones of `_guard`
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]]
         self._inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -16486,7 +16488,7 @@ class Engine:
         """End the thread after the current step; running requests fail."""
         self._has_ended.set()
         self._inbox.put(lambda _scheduler: None)  # it may be waiting for something
-        if self._loaded:  # what loads a model cannot be stopped: nobody waits for it
+        if not self._is_loading:  # which cannot be stopped: nobody waits for it
             self._thread.join(timeout=10 + self._config.shutdown_grace_seconds)
 
     @property
@@ -16561,10 +16563,13 @@ class Engine:
         scheduler: Scheduler | None = None
         try:
             loaded = self._load()
+            self._is_loading = False
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
             _check_room(scheduler)
             if is_warm_up_wanted(self._config):
                 self._warm_up(scheduler)
+            if self._has_ended.is_set():  # stop() was called meanwhile
+                return
             self._open_disk(scheduler)
             self._open(scheduler)
             with wired_limit(loaded.model):
@@ -16634,15 +16639,24 @@ class Engine:
                 scheduler.step()
                 worked_at = time.monotonic()
             else:
-                self._rest(scheduler, idle_seconds=time.monotonic() - worked_at)
+                idle_seconds = time.monotonic() - worked_at
+                self._guard(partial(self._rest, idle_seconds=idle_seconds), scheduler)
             has_more = scheduler.save_some() or scheduler.is_busy
 
             since_report = time.monotonic() - reported_at
             if not scheduler.is_busy or since_report > REPORT_SECONDS:
                 reported_at = time.monotonic()
-                scheduler.hold_limit()
-                scheduler.evict_idle()
-                self._publish(scheduler)
+                for task in (Scheduler.hold_limit, Scheduler.evict_idle, self._publish):
+                    self._guard(task, scheduler)
+
+    def _guard(self, task: Callable[[Scheduler], None], scheduler: Scheduler) -> None:
+        """Run what no request waits for. If it fails, that is logged, once."""
+        try:
+            task(scheduler)
+        except Exception as error:
+            if repr(error) not in self._logged_faults:
+                logger.exception("a fault between two steps; requests are served on")
+            self._logged_faults.append(repr(error))
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
         """Run all functions of the inbox; wait for the first one, if there is none."""

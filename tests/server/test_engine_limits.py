@@ -1014,6 +1014,37 @@ def test_a_call_raises_what_its_function_raises_even_a_timeout(bench):
     assert raised == ["planted"]
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (s.Scheduler, "hold_limit"),
+        (s.PrefixCache, "evict_idle"),
+        (s.PrefixCache, "describe"),
+        (s.Engine, "_rest"),
+    ],
+)
+def test_engine_goes_on_if_what_it_does_beside_requests_fails(
+    bench, monkeypatch, caplog, owner, name
+):
+    b = bench("qwen3")
+    prompt = words(np.random.default_rng(10), 100)
+    failures = []
+
+    def fail(*_args, **_fields):
+        failures.append(RuntimeError("planted"))
+        raise failures[-1]
+
+    monkeypatch.setattr(s, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(owner, name, fail)
+    wait_until(lambda: len(failures) > 5)
+    ids, _, ticket = b.ask(prompt)
+
+    assert is_exact(b, "qwen3", ticket, ids)
+    assert b.engine.state == "ready"
+    n_logged = sum("planted" in str(record.exc_info) for record in caplog.records)
+    assert n_logged == 1, "the same fault fills the log"
+
+
 def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(
     bench, monkeypatch
 ):
@@ -1026,7 +1057,7 @@ def test_a_dead_model_thread_is_told_to_all_who_wait_and_to_all_who_come(
     def fail(_self):
         raise RuntimeError("planted: /secret/path")
 
-    monkeypatch.setattr(s.PrefixCache, "evict_idle", fail)
+    monkeypatch.setattr(s.Scheduler, "step", fail)
     _, error = b.outcome(running, 10)
     assert isinstance(error, s.NotReady)
     assert error.status == 503

@@ -1,11 +1,13 @@
 """WARM-UP: each kind of work runs once before requests are let in, and leaves nothing."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import Bench, words
+from server_fixture import MAX_WAIT_SECONDS
 from tiny_models import DENSE, HYBRID, SLIDING
 
 
@@ -86,6 +88,26 @@ def test_a_request_that_fails_is_logged_and_the_server_starts(
     engine = bench(DENSE).engine
     assert engine.state == "ready"
     assert "warm-up: " in caplog.text
+
+
+def test_a_stop_during_the_warm_up_waits_for_its_end(bench, monkeypatch):
+    opened, began, may_go_on = [], threading.Event(), threading.Event()
+    step = s.Scheduler.step
+
+    def slow_step(scheduler):
+        began.set()
+        may_go_on.wait(MAX_WAIT_SECONDS)
+        step(scheduler)
+
+    monkeypatch.setattr(s.Scheduler, "step", slow_step)
+    monkeypatch.setattr(s.Engine, "_open", lambda *_args: opened.append(True))
+    engine = bench(DENSE, is_awaited=False).engine
+    assert began.wait(MAX_WAIT_SECONDS)
+    threading.Timer(0.2, may_go_on.set).start()
+    engine.stop()
+
+    assert not engine._thread.is_alive()
+    assert not opened
 
 
 def test_health_says_how_far_it_is():

@@ -53,7 +53,7 @@ def oracle(folder):
 class Bench:
     """An engine on a tiny model, with a record of the log-probabilities of every token."""
 
-    def __init__(self, path, monkeypatch, **settings):
+    def __init__(self, path, monkeypatch, *, is_awaited=True, **settings):
         self.path = path
         self.seen: dict[s.RequestHandle, list[np.ndarray]] = {}
         self.asked: dict[s.RequestHandle, list[int]] = {}
@@ -76,8 +76,9 @@ class Bench:
             use_folder=(lambda folder: None) if config.cache_disk_folder else None,
         )
         self.engine.start()
-        wait_until(lambda: self.engine.state != "loading")
-        assert self.engine.failure is None
+        if is_awaited:
+            wait_until(lambda: self.engine.state != "loading")
+            assert self.engine.failure is None
 
     def _load(self):
         self.model = Recorder(load(str(self.path))[0])
