@@ -20500,21 +20500,20 @@ class Tenants:
         Keys stay, and who has a request under way. Returns the names of the dropped.
         """
         users = [state for state in self.states() if "/" in state.tenant]
-        ledger_bytes = [state.stores.ledger.nbytes for state in users]
+        ledger_bytes = {state.tenant: state.stores.ledger.nbytes for state in users}
         n_left = len(users)
-        bytes_left = sum(ledger_bytes)
+        bytes_left = sum(ledger_bytes.values())
         dropped: list[str] = []
-        for state, n_bytes in zip(users, ledger_bytes, strict=True):
-            if n_left <= self.MAX_TENANTS and bytes_left <= max_ledger_bytes:
-                break
-            if not state.stores.live:
+        with self._tenants_lock:
+            for state in users:
+                n_bytes = ledger_bytes[state.tenant]
+                frees_bytes = n_bytes > 0 and bytes_left > max_ledger_bytes
+                if state.stores.live or not (n_left > self.MAX_TENANTS or frees_bytes):
+                    continue
+                self._states.pop(state.tenant, None)
                 dropped.append(state.tenant)
                 n_left -= 1
                 bytes_left -= n_bytes
-
-        with self._tenants_lock:
-            for tenant in dropped:
-                self._states.pop(tenant, None)
         return dropped
 
     def limit_ledgers(self, max_bytes: int) -> None:
@@ -21626,6 +21625,7 @@ class ReplyGeneration:
         self._is_sent = False  # the client has been sent all of it
         self._is_closed = False
         state.stores.live[request.request_id] = self
+        state.keep()  # its user may have been dropped since the request came
 
     def close(self) -> None:
         """Stop the request if it still runs. It is in no list of live requests then.

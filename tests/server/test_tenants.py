@@ -394,6 +394,40 @@ def test_users_beyond_the_limit_are_forgotten_the_oldest_first():
     assert state.metrics.of_tenant("k/0") is state.metrics.of_tenant("k")
 
 
+def test_a_user_is_dropped_for_bytes_only_if_that_frees_some(monkeypatch):
+    state = s.build_state(s.Config(cache_isolation="user"))
+    sizes = {"/empty": 0, "/old": 30, "/live": 90, "/new": 10}
+    monkeypatch.setattr(s.Ledger, "nbytes", property(lambda ledger: ledger.size))
+    for name, size in sizes.items():
+        state.for_tenant(name).keep().stores.ledger.size = size
+    state.tenants.get("/live").stores.live["id"] = None
+    dropped = state.tenants.drop_users(100)
+
+    assert dropped == ["/old"]
+
+
+def test_a_user_who_is_dropped_while_its_request_is_rendered_is_there_again(
+    folder, monkeypatch
+):
+    plan_request = s.plan_request
+    with serving(folder, cache_isolation="user") as served:
+        tenants = served.state.tenants
+        name = s.name_tenant(served.state.config, key="", user="u")
+
+        def plan_and_drop(*args: Any, **fields: Any) -> Any:
+            monkeypatch.setattr(s.Tenants, "MAX_TENANTS", 0)
+            assert tenants.drop_users(0) == [name]
+            monkeypatch.undo()
+            return plan_request(*args, **fields)
+
+        monkeypatch.setattr(s, "plan_request", plan_and_drop)
+        send(served, "", plain("A tuba.", user="u"))
+
+        user_state = tenants.get(name)
+        assert user_state is not None
+        assert len(user_state.stores.recent) == 1
+
+
 # -- what clients wrote ----------------------------------------------------------------
 
 
