@@ -1123,9 +1123,10 @@ class ConsoleStream(io.TextIOBase):
         return self._stream.isatty()
 
     def write(self, text: str) -> int:
-        """Keep a text to be written, or drop it if too much is waiting already."""
+        """Keep a text to be written, or drop it if too much waits or was dropped."""
         with self._changed:
-            if self._n_characters + len(text) > _MAX_WAITING_CHARACTERS:
+            is_full = self._n_characters + len(text) > _MAX_WAITING_CHARACTERS
+            if is_full or self._n_dropped:  # the line that reports them comes first
                 self._n_dropped += text.count("\n")
             else:
                 self._texts.append(text)
@@ -1466,17 +1467,15 @@ class CacheMetrics:
             self._waiting_seconds.labels(reason)  # shown at zero, too
 
     def make_tenant(self, tenant: str) -> CacheMetrics:
-        """The metrics of a tenant; new ones are forgotten unless keep() is called.
+        """The metrics of a tenant; those of a new user are forgotten without keep().
 
         Call it on the metrics of all.
         """
         if tenant in self._tenants:
             return self._tenants[tenant]
         key = key_of_tenant(tenant)
-        parent = self
-        if key not in ("", tenant):
-            parent = self._tenants.setdefault(key, CacheMetrics(self))
-        return CacheMetrics(parent)
+        parent = self._tenants.setdefault(key, CacheMetrics(self)) if key else self
+        return parent if key == tenant else CacheMetrics(parent)
 
     def keep(self, tenant: str) -> None:
         """Let these be the metrics of a tenant from now on."""
@@ -1713,10 +1712,16 @@ def _stamped_line(moment: datetime, record: Mapping[str, object]) -> bytes:
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Append to a file that only its owner reads; in one write, so lines never mix."""
+    """Append to a file that only its owner reads; in one write, so lines never mix.
+
+    Raises OSError, and leaves no half of a line: the next one would continue it.
+    """
     opener = partial(os.open, mode=0o600)
     with open(path, "ab", buffering=0, opener=opener) as file:
-        file.write(line)
+        n_written = file.write(line)
+        if n_written < len(line):
+            file.truncate(file.tell() - n_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # region WORK BUDGET ===========================================================

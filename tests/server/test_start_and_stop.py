@@ -234,6 +234,31 @@ def test_a_console_on_a_full_device_reports_once_there_is_room(monkeypatch):
         assert read() == "7 lines are missing: nobody could take them\nkept\n"
 
 
+def test_a_console_takes_nothing_after_what_it_dropped(monkeypatch):
+    """Else the line that reports what is missing would stand too far down."""
+    monkeypatch.setattr(s, "_MAX_WAITING_CHARACTERS", 20)
+    write = os.write
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def write_late(descriptor, payload):
+        began.set()
+        may_go_on.wait(MAX_WAIT_SECONDS)
+        return write(descriptor, payload)
+
+    with console_on_a_pipe() as (console, read):
+        monkeypatch.setattr(os, "write", write_late)
+        console.write("first\n")
+        assert began.wait(MAX_WAIT_SECONDS)
+        for text in ("second\n", "too long for a full console\n", "third\n"):
+            console.write(text)
+        may_go_on.set()
+        console.drain(seconds=MAX_WAIT_SECONDS)
+        lines = read().splitlines()
+
+    assert lines[:2] == ["first", "second"]
+    assert lines[2:] == ["2 lines are missing: nobody could take them"]
+
+
 def test_a_closed_stderr_is_no_fault():
     console = s.ConsoleStream(None)
     console.write("anything\n")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import stat
 import threading
 from pathlib import Path
@@ -111,6 +112,19 @@ def test_a_request_line_shows_what_it_was_given():
     assert " prompt=1200 " in line
     assert " ttft_ms=12.345 " in line
     assert " finish=- hybrid_trim_miss=2" in line
+
+
+def test_metrics_of_a_key_are_the_same_whoever_of_it_came_first():
+    """Its first request and that of one of its users may come in one moment."""
+    everybody = CacheMetrics()
+    key_metrics = everybody.make_tenant("k")
+    user_metrics = everybody.make_tenant("k/u")
+    key_metrics.keep("k")
+    user_metrics.keep("k/u")
+    user_metrics.bump("second_tries")
+
+    assert key_metrics.snapshot()["second_tries"] == 1
+    assert everybody.of_tenant("k") is key_metrics
 
 
 def test_counters_start_at_zero_and_lose_nothing_between_threads():
@@ -301,6 +315,22 @@ def test_a_session_log_that_cannot_be_written_complains_once_and_never_raises(
     for record in ({"n": 1}, {("a",): 1}, endless, {"n": 2}):
         sessions.write("s", record)
     assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
+
+
+def test_half_a_record_on_a_full_disk_is_taken_back(tmp_path):
+    sessions = session_log(tmp_path)
+    sessions.write("s", {"text": "a" * 3_000})
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_096, hard_limit))  # writes end there
+    try:
+        sessions.write("s", {"text": "b" * 3_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
+    sessions.write("s", {"text": "c"})
+
+    (path,) = session_files(tmp_path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["text"][0] for line in lines] == ["a", "c"]
 
 
 def test_values_json_does_not_know_are_written_as_text(tmp_path):
