@@ -13047,7 +13047,7 @@ def _new_decode_stream() -> Any:
 
 # -- which folder ----------------------------------------------------------------------
 
-_HUB_URL: Final = re.compile(r"^https://huggingface.co/([^/]+/[^/]+)(/.*)?$")
+_HUB_URL: Final = re.compile(r"^https://huggingface.co/([^/]+/[^/?#]+)([/?#].*)?$")
 
 # In place of scripts/helpers/fetch_model.py where start-llm.py was copied alone.
 _FETCH_PROGRAM: Final = """
@@ -13171,6 +13171,7 @@ def load_model(path: Path, config: Config) -> LoadedModel:
     A model whose images cannot be read is served as a text model, with a warning,
     unless MODEL_KIND insists.
     """
+    _prepare_device(config)
     if config.model_kind != "auto":
         return _load_or_explain(path, config, kind=config.model_kind)
     if not _has_vision_tower(path):
@@ -13181,8 +13182,8 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         vision_error = str(error)
     try:
         loaded = _load_or_explain(path, config, kind="text")
-    except ModelError:
-        raise ModelError(vision_error) from None
+    except ModelError as error:
+        raise ModelError(f"{vision_error}. {error}") from None
 
     logger.warning(
         "this model is served without its images, which are refused: MODEL_KIND=vision"
@@ -13190,6 +13191,16 @@ def load_model(path: Path, config: Config) -> LoadedModel:
         vision_error,
     )
     return loaded
+
+
+def _prepare_device(config: Config) -> None:
+    """Choose the device of MLX_BACKEND, and set what a GPU needs."""
+    if config.mlx_backend == "cpu":
+        mx.set_default_device(mx.cpu)
+    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+        read_gated_delta_in_chunks()
+    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
+        mx.set_memory_limit(memory_limit(config))
 
 
 def _has_vision_tower(path: Path) -> bool:
@@ -13213,12 +13224,6 @@ def _load_or_explain(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
 
 
 def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
-    if config.mlx_backend == "cpu":
-        mx.set_default_device(mx.cpu)
-    if mx.default_device() == mx.gpu and mx.cuda.is_available():
-        read_gated_delta_in_chunks()
-    if "free_memory" in mx.device_info():  # beyond it, MLX frees what it keeps to reuse
-        mx.set_memory_limit(memory_limit(config))
     trust = config.trust_remote_code
     model, tokenizer, model_config = _load_parts(path, kind=kind, trust=trust)
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
@@ -13244,13 +13249,14 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
     context_length = _context_length(facts, tokenizer.model_max_length)
     name = _read_model_name(config)
     is_folder = path == Path(name).expanduser()  # or a repository, or the demo
+    model_id = path.resolve().name if is_folder else name
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         template=template,
-        model_id=path.resolve().name if is_folder else name,
+        model_id=model_id,
         path=path,
-        family=_find_family(f"{name} {facts['model_type']}", config),
+        family=_find_family(f"{model_id} {facts['model_type']}", config),
         revision=_weights_revision(path),
         nbytes=_count_bytes(model),
         vocab_size=int(facts.get("vocab_size") or len(tokenizer)),
@@ -13464,7 +13470,7 @@ def memory_limit(config: Config) -> int:
     """
     if config.memory_limit_bytes:
         return config.memory_limit_bytes
-    device = mx.device_info()
+    device = mx.device_info(mx.cpu if config.mlx_backend == "cpu" else None)
     if "free_memory" in device:
         n_held_bytes = mx.get_active_memory() + mx.get_cache_memory()
         return int(0.9 * (int(device["free_memory"]) + n_held_bytes))

@@ -70,16 +70,25 @@ def test_a_model_whose_images_cannot_be_read_is_served_as_text(
 
 
 def test_a_model_that_neither_library_loads_is_one_error(folder, monkeypatch, caplog):
-    def fail(*_, **__):
-        raise ValueError("planted")
+    def fail_with(reason):
+        def fail(*_, **__):
+            raise ValueError(reason)
 
-    monkeypatch.setattr(s.VisionModel, "__init__", fail)
-    monkeypatch.setattr(s.mlx_lm, "load", fail)
+        return fail
+
+    monkeypatch.setattr(s.VisionModel, "__init__", fail_with("no tower"))
+    monkeypatch.setattr(s.mlx_lm, "load", fail_with("no text"))
     monkeypatch.setattr(s.logger, "propagate", True)
 
-    with pytest.raises(s.ModelError, match="cannot be loaded by mlx-vlm"):
+    reasons = r"cannot be loaded by mlx-vlm.*no tower.*loaded by mlx-lm .*no text"
+    with pytest.raises(s.ModelError, match=reasons):
         loaded(folder)
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_the_folder_above_a_model_does_not_name_its_family(tmp_path):
+    folder = tiny_model("gemma3_text", tmp_path / "qwen")
+    assert loaded(folder).family == "generic"
 
 
 def test_a_text_model_has_no_tower(tmp_path):

@@ -184,6 +184,13 @@ def test_what_is_no_folder_is_for_the_script(
     assert json.loads(arguments.read_text()) == [memory, "--", name]
 
 
+@pytest.mark.parametrize("rest", ["", "/", "/tree/main", "?library=mlx", "#files"])
+def test_a_page_of_the_hub_names_its_repository(script: Path, rest: str) -> None:
+    script.write_text("import sys; print(sys.argv[-1])")
+    page = f"https://huggingface.co/org/tiny{rest}"
+    assert resolve_model(Config(model_path=page)) == Path("org/tiny")
+
+
 def test_the_demo_is_the_one_beside_the_server(script: Path, copy: Path) -> None:
     demo = script.parents[2] / "models" / "demo"
     shutil.copytree(copy, demo)
@@ -600,12 +607,22 @@ def test_the_device_has_memory() -> None:
     assert start_llm.memory_limit(Config(memory_limit_bytes=5)) == 5
 
 
+def test_memory_of_a_gpu_does_not_count_if_the_cpu_is_to_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def device_info(device: Any = None) -> dict[str, int]:
+        return {"free_memory": 10_000} if device is None else {}
+
+    monkeypatch.setattr(mx, "device_info", device_info)
+    assert start_llm.memory_limit(Config(mlx_backend="cpu")) > 100_000_000
+
+
 def test_what_other_programs_hold_of_a_gpu_is_not_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the server holds of it already is."""
     device = {"total_memory": 24_000, "free_memory": 10_000}
-    monkeypatch.setattr(mx, "device_info", lambda: device)
+    monkeypatch.setattr(mx, "device_info", lambda _=None: device)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 1_500)
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 500)
     assert start_llm.memory_limit(Config()) == 10_800
