@@ -20664,7 +20664,6 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 # Uses     all
 # Thread   connection
 
-TICK_SECONDS: Final = 0.25  # the longest time between two looks at the client
 MAX_COUNTED_CONTEXTS: Final = 2  # tokens of a prompt over it are estimated
 MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
 MAX_TITLE_LENGTH: Final = 60  # characters
@@ -21772,7 +21771,7 @@ class ReplyGeneration:
         """
         with kept_awake(self._state.config):
             while self._ending is None:
-                event = self._handle.next_event(TICK_SECONDS)
+                event = self._handle.next_event(CLIENT_LOOK_SECONDS)
                 match event:
                     case None:
                         yield []
@@ -21983,16 +21982,14 @@ def _lower_thread_priority() -> None:
 def kept_awake(config: Config) -> Iterator[None]:
     """With KEEP_AWAKE, macOS does not sleep inside; only macOS has a caffeinate."""
     program = shutil.which("caffeinate") if config.keep_awake else None
-    if program is None:
+    with ExitStack() as stack:
+        if program is not None:
+            # -w: it ends with this process, however that ends.
+            command = [program, "-i", "-w", str(os.getpid())]
+            with suppress(OSError):  # without it the reply comes all the same
+                process = stack.enter_context(subprocess.Popen(command))
+                stack.callback(process.terminate)
         yield
-        return
-    # -w: it ends with this process, however that ends.
-    command = [program, "-i", "-w", str(os.getpid())]
-    with subprocess.Popen(command) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
 
 
 # region STATUS ================================================================
@@ -22444,9 +22441,16 @@ class LLMServer(ThreadingTCPServer):
         self._slots.release()
 
     def handle_error(self, _request: Any, client_address: Any) -> None:
-        """Log how a connection was lost; the standard library prints a traceback."""
+        """Log how a connection was lost; a fault of our own with its traceback."""
         error = sys.exception()
-        logger.debug("connection from %s ended badly: %r", client_address, error)
+        is_lost = isinstance(error, (ClientGone, OSError))
+        logger.log(
+            logging.DEBUG if is_lost else logging.ERROR,
+            "connection from %s ended badly: %r",
+            client_address,
+            error,
+            exc_info=not is_lost,
+        )
 
 
 # -- the gate --------------------------------------------------------------------------
@@ -22673,9 +22677,15 @@ def _route_path(path: str) -> str:
 
 
 def advice_by_path(config: Config, *, server_url: str = "") -> dict[str, str]:
-    """What to use instead of a path that is not served; "/" is for any other."""
-    server_url = server_url or _url_of(config.mlx_host, config.mlx_port)
-    proxy_url = _url_of(config.proxy_host, config.proxy_port)
+    """What to use instead of a path that is not served; "/" is for any other.
+
+    `server_url`: as the client calls this server; "": as this machine does.
+    """
+    proxy_url = write_url(config.proxy_host, config.proxy_port)
+    if server_url and config.proxy_host in ("0.0.0.0", "::"):  # where the server is
+        port = f":{config.proxy_port}"
+        proxy_url = re.sub(r"(:\d+)?$", port, server_url, count=1)
+    server_url = server_url or write_url(config.mlx_host, config.mlx_port)
     advice_of = {}
     for paths, sentence in _ADVICE.items():
         advice = sentence.format(server=server_url, proxy=proxy_url)
@@ -22692,10 +22702,6 @@ def _advise(path: str, headers: HttpHeaders, config: Config) -> str:
     while path not in advice:
         path = path.rpartition("/")[0] or "/"
     return advice[path]
-
-
-def _url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 # -- reading ---------------------------------------------------------------------------
@@ -23111,7 +23117,7 @@ class Handler(BaseHTTPRequestHandler):
         length was wrong: nothing of it is kept. The standard library quotes such a line
         in its sentence, after " (".
         """
-        is_request = self.command in _METHODS
+        is_request = hasattr(self, f"do_{self.command}")
         quotes = self.server.state.config.enable_request_logging
         sentence = str(error) if quotes else error.without_quote()
         if not is_request:
@@ -23143,7 +23149,6 @@ class Handler(BaseHTTPRequestHandler):
 
 # -- a request -------------------------------------------------------------------------
 
-_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _PREFLIGHT: Final = ("OPTIONS", "*")  # a browser asks what a page may send
 
 

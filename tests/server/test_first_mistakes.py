@@ -340,6 +340,16 @@ def test_the_advice_has_the_shape_of_the_api_that_was_asked_for():
         assert "a key is needed" in body["error"]
 
 
+def test_advice_names_a_proxy_at_an_address_that_the_client_can_open():
+    line = "POST /v1/responses"
+    networks = {"mlx_host": "0.0.0.0", "proxy_host": "0.0.0.0", "proxy_port": 4001}
+    with listening(**networks, api_key="k") as port:
+        called = {"mac.lan": "mac.lan", "[::2]:8": "[::2]", "a b": "127.0.0.1"}
+        for host, name in called.items():
+            body = answer(port, line=line, Host=host, x_api_key="k")[2]
+            assert f"http://{name}:4001/v1/responses" in message_of(body)
+
+
 def test_advice_names_the_configured_address_where_the_host_header_is_none():
     with listening() as port:
         sentence = message_of(answer(port, line="GET /v1", Host=None)[2])
@@ -350,7 +360,7 @@ def test_advice_names_the_configured_address_where_the_host_header_is_none():
         headers = {"Host": "a b/{server}", "x_api_key": "k"}
         sentence = message_of(answer(port, line="GET /v1", **headers)[2])
         assert "a b/" not in sentence
-        assert f"http://0.0.0.0:{port}/v1/" in sentence
+        assert f"http://127.0.0.1:{port}/v1/" in sentence
 
 
 # -- fields that stand for messages which are not stored here --------------------------

@@ -872,6 +872,21 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
+def test_a_fault_of_ours_that_ends_a_connection_is_an_error_in_the_log(
+    monkeypatch, caplog
+):
+    def fail(_handler):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(s.Handler, "setup", fail)
+    with listening() as port, open_connection(port) as connection:
+        assert is_closed(connection)
+
+    [record] = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None
+
+
 @pytest.mark.parametrize("leave", [stay, say_no_more, socket.socket.close, reset])
 def test_every_broken_request_gives_its_slot_back(leave):
     with (

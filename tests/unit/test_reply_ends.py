@@ -314,6 +314,16 @@ def test_the_machine_is_kept_awake_while_a_request_runs_and_no_longer(
     assert note.exists() == wanted
 
 
+def test_a_request_runs_though_the_machine_cannot_be_kept_awake(tmp_path, monkeypatch):
+    fake = tmp_path / "caffeinate"
+    fake.write_text("#!/nothing/here\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with s.kept_awake(s.Config(keep_awake=True)):
+        pass
+
+
 def _wait_for(note):
     for _ in range(500):
         if note.exists() and note.read_text().strip():
