@@ -13815,6 +13815,11 @@ class CallForm(NamedTuple):
     fault: str = ""  # why that cannot fit the schema
     schema_path: str = ""  # in the body, if the tool is strict
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether the arguments must fit. Of an unknown syntax nothing is enforced."""
+        return bool(self.schema_path) and self.parts is not None
+
     def refusal(self, fault: str) -> BadRequest:
         """The error for a strict tool whose schema cannot be enforced."""
         quote = f"{fault:.300}"
@@ -13849,9 +13854,14 @@ class _ReplyForm:
 
     @classmethod
     def of(
-        cls, loaded: LoadedModel, request: ChatRequest, *, in_reasoning: bool
+        cls,
+        loaded: LoadedModel,
+        request: ChatRequest,
+        *,
+        in_reasoning: bool,
+        call_start: str,
     ) -> _ReplyForm:
-        """The form of the reply to a request."""
+        """The form of the reply to a request. `call_start`: the tag, "" if none."""
         tags = loaded.tokenizer
         encode = loaded.template.encode
         opens_thinking = request.thinking and not in_reasoning
@@ -13864,7 +13874,7 @@ class _ReplyForm:
             think_start=encode(tags.think_start or "") if opens_thinking else [],
             white_space=[ids[0] for ids in white_space if len(ids) == 1],
             think_end=list(tags.think_end_tokens or ()),
-            call_start=encode(tags.tool_call_start or ""),
+            call_start=encode(call_start),
             before_call=encode(before_call),
             before_text=encode(before_text),
             eos_ids=loaded.eos_ids,
@@ -14142,21 +14152,25 @@ def make_constraints(
     request: ChatRequest,
     *,
     in_reasoning: bool,
-    can_call: bool,
-    call_forms: Sequence[CallForm] = (),
+    call_start: str,
+    call_forms: Sequence[CallForm],
 ) -> tuple[Constraint, ...]:
     """What a request demands of its reply.
 
-    `in_reasoning`: the prompt has opened thinking. `call_forms`: how a tool call may be
-    written; given if the reply must be one, or if some tool is strict. Raises
-    BadRequest: a schema cannot be compiled, or the call cannot be forced.
+    `in_reasoning`: the prompt has opened thinking. `call_start`: the tag that opens a
+    call, "" for a model that knows no calls. `call_forms`: how a call may be written,
+    if the reply must be one, or if one may come and some tool is strict; else none.
+    Raises BadRequest: a schema cannot be compiled, or the call cannot be forced.
     """
     if request.kind == "completion":
         return ()  # its body has no field that demands anything of the reply
-    form = _ReplyForm.of(loaded, request, in_reasoning=in_reasoning)
+    form = _ReplyForm.of(
+        loaded, request, in_reasoning=in_reasoning, call_start=call_start
+    )
+    can_call = request.tool_choice.mode != "none"
     constraints: list[Constraint] = []
 
-    if request.tool_choice.mode == "none" and form.call_id:
+    if not can_call and form.call_id:
         # The prompt keeps its tools: without them the KV of all that follows is lost.
         constraints.append(partial(forbid_tokens, form.call_id))
 
@@ -14166,10 +14180,8 @@ def make_constraints(
 
     grammars = _ReplyGrammars(loaded, form, call_forms)
     must_call = request.tool_choice.mode in ("required", "named")
-    has_strict_calls = bool(form.call_id) and any(
-        call.parts and call.schema_path for call in call_forms
-    )
-    if must_call and call_forms:
+    has_strict_calls = any(call.is_strict for call in call_forms)
+    if must_call:
         grammar = grammars.compile_calls(form.forced_call())
         constraints.append(partial(follow_grammar, grammar))
     elif request.json_schema is not None:
@@ -14177,7 +14189,8 @@ def make_constraints(
             request.json_schema, can_call=can_call, has_strict_calls=has_strict_calls
         )
         constraints.append(partial(follow_grammar, grammar))
-    elif has_strict_calls:
+    elif has_strict_calls and form.call_id:
+        # Where several tokens open a call, nobody sees in time that it is one.
         grammar = grammars.compile_calls("calls")
         constraints.append(partial(watch_for_call, form.call_id[0], grammar))
     return tuple(constraints)
@@ -14278,7 +14291,7 @@ class _ReplyGrammars:
 
     def _free(self, call: CallForm, fault: str) -> CallForm:
         """The call with any arguments. Raises BadRequest with `fault`: it is strict."""
-        if call.schema_path and call.parts is not None:
+        if call.is_strict:
             raise call.refusal(fault)
         return call._replace(parts=None)
 
@@ -20837,16 +20850,16 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
     if any(token_id >= model.vocab_size for token_id in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", field="logit_bias")
 
-    tool_format = None
-    if request.tool_choice.mode != "none":  # there are tools, then
-        tool_format = ToolCallFormat.detect(
-            model.template.source, model.family, tokenizer=model.tokenizer
-        )
+    model_format = ToolCallFormat.detect(
+        model.template.source, model.family, tokenizer=model.tokenizer
+    )
+    can_call = request.tool_choice.mode != "none"
+    tool_format = model_format if can_call else None
     constraints = make_constraints(
         model,
         request,
         in_reasoning=rendered.starts_in_reasoning,
-        can_call=tool_format is not None,
+        call_start=model_format.start if model_format else "",
         call_forms=_find_call_forms(
             request, tool_format, shown_tools=planned.plan.tools
         ),

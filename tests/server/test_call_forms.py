@@ -98,7 +98,9 @@ def compile_forms(served: Served, forms: list[s.CallForm]) -> Any:
     loaded = served.state.engine.model
     body = {"messages": ASKED, "enable_thinking": False}
     request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-    reply_form = s._ReplyForm.of(loaded, request, in_reasoning=False)
+    reply_form = s._ReplyForm.of(
+        loaded, request, in_reasoning=False, call_start="<tool_call>"
+    )
     grammars = s._ReplyGrammars(loaded, reply_form, forms)
     return grammars.compile_calls(reply_form.forced_call()).deep_copy()
 
@@ -346,6 +348,25 @@ def test_a_strict_tool_is_bound_after_a_call_of_another(dense):
 
     (wrong_id,) = dense.scribe.ids("</tool_call>")
     assert not allowed.flags[wrong_id]
+
+
+def test_a_call_whose_tag_mlx_lm_does_not_know_is_forbidden_and_bound(
+    dense, monkeypatch
+):
+    """SmolLM3's template explains <tool_call>, and prints no call that shows it."""
+    (call_id,) = dense.scribe.ids("<tool_call>")
+    tokenizer = dense.state.engine.model.tokenizer
+    monkeypatch.setattr(tokenizer, "_tool_call_start", None)
+    tools = [offered(NARROW, strict=True)]
+
+    (forbidden,) = prepare(dense, tools=tools, tool_choice="none")
+    (bound,) = prepare(dense, tools=tools)
+
+    assert not next(forbidden()).flags[call_id]
+    steps = bound()
+    next(steps)
+    allowed = steps.send([call_id])
+    assert not allowed.others and not allowed.flags[call_id]
 
 
 def prepare(served: Served, **fields: Any) -> Any:

@@ -244,27 +244,42 @@ def test_a_loop_that_is_rendered_keeps_its_thinking(served):
 
 
 def test_a_schema_leaves_room_for_a_call_behind_a_thought(served):
-    loaded = served.state.engine.model
-    form = s.ToolCallFormat.detect(
-        loaded.template.source, loaded.family, tokenizer=loaded.tokenizer
-    )
+    accepts = json_or_call_check(served, TOOLS)
+
+    for header in (HEADERS[0], HEADERS[1]):
+        assert accepts(THOUGHT + header + ARGUMENTS)
+
+
+def test_beside_a_schema_a_strict_tool_is_bound(served):
+    function = {**TOOLS[0]["function"], "strict": True}
+    name = function["name"]
+    accepts = json_or_call_check(served, [{"type": "function", "function": function}])
+    header = f"{THOUGHT}{HEADERS[0].replace('read', name)}"
+    arguments = dict.fromkeys(function["parameters"]["required"], "a")
+
+    assert accepts(f"{header}{json.dumps(arguments)}")
+    assert not accepts(f"{header}{json.dumps(dict.fromkeys(arguments, 3))}")
+
+
+def json_or_call_check(served, tools):
+    """Whether the grammar accepts a reply to a request for a JSON object or calls."""
     body = {
         "messages": [user("q")],
-        "tools": TOOLS,
+        "tools": tools,
         "response_format": {"type": "json_object"},
     }
-    request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-
-    assert form is not None
-
-    (constraint,) = s.make_constraints(
-        loaded, request, in_reasoning=False, can_call=True
+    request = s.parse_chat_request(
+        body, served.state.config, request_id="r", headers={}
     )
+    prepared = s.prepare_request(served.state, request)
+    (constraint,) = prepared.engine_request.constraints
     (matcher,) = constraint.args
-    for header in (HEADERS[0], HEADERS[1]):
-        text = THOUGHT + header + ARGUMENTS
+
+    def accepts(text):
         tokens = served.scribe.encode(text, add_special_tokens=False)
-        assert matcher.deep_copy().validate_tokens(tokens) == len(tokens)
+        return matcher.deep_copy().validate_tokens(tokens) == len(tokens)
+
+    return accepts
 
 
 def test_a_forced_call_and_a_schema_open_as_the_model_does(served, monkeypatch):
