@@ -10840,12 +10840,7 @@ class PrefixCache:
     def _evict_kv(self, lacking_bytes: int, *, keep: PrefixMatch) -> bool:
         """Evict or shorten the entry whose KV saves least per byte, if one can be."""
         needed_depths = self._needed_depths(keep)
-        savings: dict[CacheEntry, float] = {}  # per byte
-        for entry in self._tree.resting:
-            depth = needed_depths[entry]
-            if depth < entry.end:
-                saving = self._expected_saving(entry, max(depth, entry.start))
-                savings[entry] = saving / max(entry.nbytes, 1)
+        savings = self._savings_per_byte(needed_depths)
         if not savings:
             return False
 
@@ -10854,6 +10849,32 @@ class PrefixCache:
         self._tree.truncate(victim, max(needed_depths[victim], kept_depth))
         self._metrics_of(victim.owner).bump("evicted_for_room")
         return True
+
+    def next_to_go(self, extra_bytes: int) -> list[CacheEntry]:
+        """The entries that would be evicted if so many bytes were needed."""
+        lacking_bytes = self.nbytes + extra_bytes - self.max_bytes
+        if lacking_bytes <= 0:
+            return []
+        savings = self._savings_per_byte(self._tree.shared_depths())
+        victims = []
+        for entry in sorted(savings, key=savings.__getitem__):
+            if lacking_bytes <= 0:
+                break
+            victims.append(entry)
+            lacking_bytes -= entry.nbytes
+        return victims
+
+    def _savings_per_byte(
+        self, needed_depths: Counter[CacheEntry]
+    ) -> dict[CacheEntry, float]:
+        """What the KV saves that nobody needs now, of each entry at rest with such."""
+        savings = {}
+        for entry in self._tree.resting:
+            depth = needed_depths[entry]
+            if depth < entry.end:
+                saving = self._expected_saving(entry, max(depth, entry.start))
+                savings[entry] = saving / max(entry.nbytes, 1)
+        return savings
 
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
         wait_seconds = self._pauses.expected_wait(entry, self._clock())
@@ -11010,6 +11031,8 @@ WRITER_WAIT_SECONDS: Final = 0.02  # until a request is noticed that came meanwh
 LOOK_SECONDS: Final = 1.0  # between two looks for what is due, beside requests
 FORGET_SECONDS: Final = 10.0  # for what is being written, before it is deleted
 SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
+SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
+SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
 _DISK_FORMAT: Final = 1  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
@@ -11997,6 +12020,9 @@ class DiskTier:
     Entries that rest are written, some arrays between two steps. Nothing is written of
     one that runs. If a request continues the entry that is being written, the file is
     abandoned: what is new is written when the entry rests again.
+
+    Where memory is short, what will be evicted next is written as soon as it rests
+    (L-163). An eviction itself waits for no file.
     """
 
     def __init__(self, disk: DiskCache, cache: PrefixCache, spec: KVSpec) -> None:
@@ -12008,6 +12034,7 @@ class DiskTier:
         self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
         self._saved_ends: dict[CacheEntry, int] = {}  # tokens that the disk has
         self._job: Generator[None] | None = None
+        self._share = SAVE_SHARE  # of the time of running requests that the job takes
         self._not_before = 0.0  # when to go on, beside running requests
 
     def load(
@@ -12084,7 +12111,7 @@ class DiskTier:
         else:
             self._job = None
         now = self._clock()
-        self._not_before = now + (now - began) / SAVE_SHARE
+        self._not_before = now + (now - began) / self._share
         return True
 
     def save_all(self, seconds: float) -> None:
@@ -12095,19 +12122,35 @@ class DiskTier:
                 break
 
     def _find_job(self, *, is_busy: bool, is_closing: bool) -> Generator[None] | None:
-        """Begin to write the newest entry that is due."""
+        """Begin to write what is due: what memory loses next, or else the newest."""
         self.files.collect()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
-        entries = [entry for entry in self._cache.entries if not entry.is_running]
         # An entry that was cut back has no more saved tokens than it has.
         self._saved_ends = {
             entry: min(self._saved_ends.get(entry, 0), entry.end)
             for entry in self._cache.entries
         }
-        for entry in sorted(entries, key=lambda entry: entry.last_used, reverse=True):
-            min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
-            if self._is_due(entry, min_seconds=0.0 if is_closing else min_seconds):
+        endangered = self._cache.next_to_go(self._cache.max_bytes // SPILL_PART)
+        self._share = SPILL_SHARE
+        job = self._begin_first(endangered, min_seconds=0.0)
+        if job is not None:
+            return job
+
+        entries = [entry for entry in self._cache.entries if not entry.is_running]
+        entries.sort(key=lambda entry: entry.last_used, reverse=True)
+        min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
+        self._share = SAVE_SHARE
+        return self._begin_first(
+            entries, min_seconds=0.0 if is_closing else min_seconds
+        )
+
+    def _begin_first(
+        self, entries: Iterable[CacheEntry], *, min_seconds: float
+    ) -> Generator[None] | None:
+        """Begin to write the first one that is due; None if there is none."""
+        for entry in entries:
+            if self._is_due(entry, min_seconds=min_seconds):
                 job = self._begin(entry)
                 if job is not None:
                     return job

@@ -350,6 +350,32 @@ def test_less_is_written_beside_running_requests(restart, tmp_path):
     assert pause > 0.1
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])  # of gemma, states go before KV
+def test_what_memory_has_no_room_for_is_written_before_it_goes(
+    kind, restart, tmp_path, monkeypatch
+):
+    """Agents in turn whose conversations do not all fit: each comes back in a moment."""
+    for name in ("SAVE_AFTER_SECONDS", "SAVE_BUSY_SECONDS", "SAVE_SHORT_SECONDS"):
+        monkeypatch.setattr(s, name, 1e9)
+    monkeypatch.setattr(s, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(s.DiskCache, "expected_seconds", lambda *_: 0.0)
+    rng = np.random.default_rng(23)
+    bench = restart(tiny_model(kind, tmp_path), memory_limit_bytes=8 << 20)
+    capacity = bench.engine.report["capacity_tokens"]
+    prompts = [words(rng, capacity // 5) for _ in range(7)]
+    for prompt in prompts:
+        bench.ask(prompt, n=1)
+        wait_until(
+            lambda: bench.engine.call(lambda at: not at.disk.save_some(is_busy=False))
+        )
+
+    for prompt in prompts:
+        cached, error, _ = difference(bench, prompt + words(rng, 40), n=2)
+        assert cached >= len(prompt) - 1
+        assert error <= TOLERANCE.get(kind, 0.0)
+    assert bench.engine.report["lines"] < len(prompts)
+
+
 def test_disk_cache_keeps_within_its_bytes_and_drops_the_least_valuable(
     restart, tmp_path
 ):

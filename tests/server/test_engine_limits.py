@@ -419,7 +419,7 @@ def test_a_long_prompt_gets_its_share_beside_short_ones_without_end(bench):
         short.append(b.submit(words(rng, 100), n=1))
         n_short += 1
 
-    # of 0.1 s each: beside the 1.2 s of the long one at least 1.4 s, without its share 40
+    # of 0.1 s each: 1.4 s of them at least beside the 1.2 s of the long one
     assert 5 < n_short < 200
 
 
