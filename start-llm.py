@@ -5110,9 +5110,14 @@ def keeps_most_text(messages: Iterable[CanonicalMessage]) -> bool:
     return 10 * n_canonical >= 9 * n_original
 
 
-def find_masking_rule(old_text: str, new_text: str) -> str | None:
-    """The setting of a rule that finds all in which two texts differ, active or not."""
+def find_masking_rule(role: str, old_text: str, new_text: str) -> str | None:
+    """The setting of a rule that finds all in which two texts differ, active or not.
+
+    `role`: of the messages whose texts these are. Rules look at some roles only.
+    """
     for rule in _RULES:
+        if role not in rule.roles:
+            continue
         setting = "transient" if rule.is_block else "pinned"
         active = [rule._replace(setting=setting)]
         old_masked = mask_volatile(old_text, _find_fields(old_text, active))
@@ -6678,30 +6683,31 @@ def _fold_messages(
 ) -> list[Message]:
     """The conversation, with messages merged that cannot follow each other.
 
-    A system message that is not the first is late. A template without late system
-    messages cannot print it where it is, so it changes:
+    System messages become user messages if the template has none. A late one, which
+    follows other messages, changes if the template cannot print it there:
 
         after             it becomes
         user, tool        a reminder, at the end of that message
         assistant         a user message with a reminder: the model has not said it
-        system            a part of that message, as it is
     """
     # Messages that become one are merged together: one by one, a long text is copied
     # for each message that it is made of (L-113).
     runs: list[list[Message]] = []
+    is_head = True
     last_role = ""
     for message in messages:
         is_system = message["role"] == "system"
-        is_late = is_system and bool(runs) and not traits.has_late_system
+        is_head = is_head and is_system
+        must_be_first = is_system and not traits.has_late_system
         printable = message
-        if is_late:
+        if must_be_first and not is_head:
             printable = _as_reminder(message, last_role)
         elif is_system and not traits.has_system:
             printable = {**message, "role": "user"}
 
         is_repeat = printable["role"] == last_role
         can_repeat = traits.has_repeats or last_role == "tool"
-        if is_repeat and (is_late or not can_repeat):
+        if is_repeat and (must_be_first or not can_repeat):
             runs[-1].append(printable)
         else:
             runs.append([printable])
@@ -6711,8 +6717,6 @@ def _fold_messages(
 
 def _as_reminder(message: Message, last_role: str) -> Message:
     """A late system message in a form that can follow a message of `last_role`."""
-    if last_role == "system":
-        return message
     role = "user" if last_role == "assistant" else last_role
     return {"role": role, "content": wrap_reminder(message["content"])}
 
@@ -12628,7 +12632,7 @@ def _compare_texts(earlier: Message, current: Message) -> ChangedText:
 
     start = max(0, count_common(earlier_text, text) - EXCERPT_MARGIN)
     excerpt = slice(start, start + 3 * EXCERPT_MARGIN)
-    rule = find_masking_rule(earlier_text, text)
+    rule = find_masking_rule(current["role"], earlier_text, text)
     return ChangedText(earlier_text[excerpt], text[excerpt], rule)
 
 
@@ -17172,7 +17176,7 @@ class ReasoningStreamSplitter:
         begins_line = self.after_tag or not self._emitted_kinds or "\n" in self._held
         begins_line |= tag.startswith("```") or self._follows_false_call
         is_spoken_of = not begins_line and self._is_spoken_of(tag)
-        if is_spoken_of or self._is_misplaced(tag):
+        if is_spoken_of or self._must_be_first(tag):
             return "text"
         if match.lastgroup == "untagged_call":
             is_token = tag.startswith(_KIMI_CALL_STARTS)
@@ -17198,7 +17202,7 @@ class ReasoningStreamSplitter:
             return has_thought or is_quoted or bool(self._held)
         return tag == "</think>" and self._has_quoted_think
 
-    def _is_misplaced(self, tag: str) -> bool:
+    def _must_be_first(self, tag: str) -> bool:
         """Whether a tag is where it cannot be one.
 
         In an example of code; Gemma's, of which the word begins a thought only where

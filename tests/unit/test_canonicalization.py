@@ -864,11 +864,13 @@ def test_a_rule_is_named_only_where_its_field_is_all_that_differs() -> None:
             f'  "sender": "{sender}", "message_id": "{message_id}"\n}}\n```\n\nHi'
         )
 
-    rule = start_llm.find_masking_rule(wrapped("ann", "1"), wrapped("ann", "2"))
+    find_rule = start_llm.find_masking_rule
+    rule = find_rule("user", wrapped("ann", "1"), wrapped("ann", "2"))
     assert rule == "RULE_USER_MESSAGE_ID"
-    assert start_llm.find_masking_rule(wrapped("ann", "1"), wrapped("bob", "1")) != rule
+    assert find_rule("tool", wrapped("ann", "1"), wrapped("ann", "2")) is None
+    assert find_rule("user", wrapped("ann", "1"), wrapped("bob", "1")) is None
     labels = ("Current time: 10:05", "The current time: 10:05")
-    assert start_llm.find_masking_rule(*labels) is None
+    assert find_rule("user", *labels) is None
 
 
 @pytest.mark.parametrize("joint", ["", "\n", "\n\n"])

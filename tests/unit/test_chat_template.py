@@ -552,6 +552,10 @@ def test_roles_that_must_alternate_and_no_system_role(
     wanted = f"<|im_start|>user\nrules\n\na\n\nb\n\n{reminder}<|im_end|>\n<|im_start|>assistant\n"
     assert text == wanted
 
+    two = [said("system", "rules"), said("system", "more"), said("user", "a")]
+    text = template.render_prompt(chat(two)).text
+    assert "user\nrules\n\nmore\n\na<|im_end|>" in text  # none of them is late
+
     alone = template.render_prompt(chat([said("system", "rules")])).text
     assert alone == "<|im_start|>user\nrules<|im_end|>\n<|im_start|>assistant\n"
 
