@@ -17277,8 +17277,10 @@ class Pattern:
 EndKind = Literal[
     "closed", "unclosed", "next_key", "text", "quoted", "unreadable", "missing"
 ]
+# The first of these groups that has matched counts. `next_key` comes late: the branches
+# of the groups before it may have that group inside.
 _END_GROUPS: Final[tuple[EndKind, ...]] = (
-    *("text", "quoted", "unreadable"),  # they may have a key in them
+    *("text", "quoted", "unreadable"),
     *("next_key", "unclosed"),
 )
 
@@ -17292,7 +17294,7 @@ class TextBefore(NamedTuple):
 
     @property
     def kind(self) -> EndKind:
-        """How it ends: the group that the pattern has for that (ParameterTags)."""
+        """How it ends, by the group that has matched (ParameterTags)."""
         if self.ending is None:
             return "missing"
         groups = self.ending.groupdict()
@@ -17303,7 +17305,7 @@ class TextBefore(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """What that group has matched; "" if there is none."""
+        """The text of that group; "" if there is none."""
         has_group = self.kind in _END_GROUPS
         tag: str = self.ending[self.kind] if has_group else ""
         return tag
@@ -17327,9 +17329,11 @@ class UnreadText:
         match = pattern.compiled.match(self.text, partial=True)
         if match is None:
             return None
-        if match.partial:
-            self.is_cut = self.is_complete
-            return None if self.is_cut else match
+        if match.partial and not self.is_complete:
+            return match
+        if match.partial:  # what would complete it never comes
+            self.is_cut = True
+            return None
         self.text = self.text[match.end() :]
         return match
 
@@ -17348,16 +17352,21 @@ class UnreadText:
         if not self.is_complete:
             return TextBefore(text)
 
-        match_at_end = pattern.compiled.match(self.text + "\0")
-        end = match_at_end.end() if match_at_end else len(self.text)
-        cut_tag = "" if match_at_end else self.text
-        self.text = self.text[end:]
-        return TextBefore(text, match_at_end, cut_tag=cut_tag)
+        # Either the pattern fits the end of the reply (\0), or the rest is half a tag.
+        rest = self.text
+        match_at_end = pattern.compiled.match(rest + "\0")
+        if match_at_end is None:
+            self.text = ""
+            return TextBefore(text, cut_tag=rest)
+        self.text = rest[match_at_end.end() :]
+        return TextBefore(text, match_at_end)
 
     def _find_first(self, pattern: Pattern) -> Any:
         """The first match, also one that is partial.
 
-        The regex library prefers a whole match, also to a partial one before it.
+        search() prefers a whole match to a partial one that begins before it. So each
+        place before its match is tried at which a tag may begin. A partial match goes
+        to the end of the text, so it begins at most _LONGEST_MATCH letters before that.
         """
         match = pattern.compiled.search(self.text, partial=True)
         first_start = max(0, len(self.text) - _LONGEST_MATCH)
@@ -17638,10 +17647,12 @@ class ParameterTags(NamedTuple):
     # Ends a value if the tag before it has a group `quoted`: <![CDATA[, after which no
     # other tag means anything. None: no tag has.
     quoted_value_end: Pattern | None = None
-    # The tag of the next value, where one was never closed. KEYS in it stands for the
-    # names in the tool's schema; a tag of another name may be in a text. IN_LINE stands
-    # for the group of such a tag inside a line. If the value began on a line of its own
-    # (<parameter=path>\na.md <parameter=n>), it is `text`, or else `unreadable`.
+    # More of what may end a value: the tag of the next value, if the value before was
+    # never closed. For each value KEYS becomes the names in the tool's schema: the tag
+    # of another name is text. IN_LINE becomes a group, for a tag inside a line:
+    #
+    #     <parameter=path>\na.md <parameter=n>    `text`: a value with lines of its own
+    #     <parameter=path>a.md <parameter=n>      `unreadable`
     next_key: str = ""
     # Any tag of the format. A value that begins or ends with one is unreadable.
     any_tag: str = NO_PATTERN
@@ -17734,9 +17745,9 @@ class ForeignFormat(NamedTuple):
 # A value that was never closed ends with its call, if after that comes the end of the
 # reply (\0), or another call.
 
-# A closing tag is quoted if what follows is surely none of the NEXT tags. A (?! does
-# not wait for text that is still to come. So 20 characters must be there, as many as
-# </minimax:tool_call> has; or fewer, which begin no tag, and then the end of the reply.
+# What follows a closing tag that is text: none of the tags NEXT. The (?! alone would
+# also fit where half of such a tag has come. So the 20 characters must have come that
+# the longest has, </minimax:tool_call>; or fewer, that begin no tag, and then the end.
 _NO_NEXT: Final = r"""(?x:
     \s*+ (?! NEXT | \0 ) (?= (?s: .{20} ) | [^<\0] [^\0]{0,19} \0 )
 )"""
@@ -17791,7 +17802,8 @@ _QWEN_VALUE_END: Final = Pattern(
       | (?P<IN_LINE> </parameter> (?= \w ) )
       | (?P<quoted> (?: </parameter> (?: \s* </function> )? | </tool_call> ) NO_NEXT )
     )""".replace("NO_NEXT", _QWEN_NO_NEXT).replace(
-        # What may follow a call. An element of a file ends in other tags, too.
+        # What may follow the </function> of a call: its end, another call, or a line of
+        # prose. In a file that has </function> in it, some other tag may follow.
         "LAST",
         r"""(?x:
             \s* (?: </tool_call> (?: [^"'`] | \0 ) | <tool_call> | <function= | \0 )
@@ -17821,7 +17833,9 @@ _GLM_NAME: Final = Pattern(
     r"""(?x:
         (?P<glm> [^\s<>{}[\]"]{1,200} )
         \s*
-        (?= <arg_key> | </tool_call> | (?<= <tool_call> [^{]{0,600} ) \{ )
+        (?= <arg_key>
+          | </tool_call>
+          | (?<= <tool_call> [^{]{0,600} ) \{ )    # JSON, where the tag came before
     )""",
     example="read<arg_key>",
     near_miss="read it<arg_key>",
@@ -18551,21 +18565,23 @@ class OpenString:
         return self._has_tag or self._has_quote or has_bracket
 
     def take(self, text: str, *, is_raw: bool) -> tuple[str, str]:
-        """Read on in it; returns the text up to a tag, and what follows the tag."""
+        """Read its next part; returns the part up to a tag, and the rest of it.
+
+        The tag, the closing one of a call, may have begun in an earlier part.
+        """
         if is_raw and text == '"':
             self._has_quote = True
             word = _WORD_IN_QUOTES.search(self._end)
             self.has_key |= word is not None and word[1] in self._keys
         self._has_break |= is_raw and text == "\n"
-        n_before = len(self._end)
         text_with_end = self._end + text
         tag = _CALL_END_TAG.search(text_with_end)
-        n_taken = len(text)
-        if tag is not None:
-            self._has_tag = True
-            n_taken = tag.end() - n_before
-            text_with_end = ""  # so that the tag is found once
-        self._end = text_with_end[-TAG_LENGTH:]
+        if tag is None:
+            self._end = text_with_end[-TAG_LENGTH:]
+            return text, ""
+        n_taken = tag.end() - len(self._end)
+        self._has_tag = True
+        self._end = ""  # so that the tag is found once
         return text[:n_taken], text[n_taken:]
 
 
@@ -18622,11 +18638,11 @@ class MendedObject:
                 break
             text = self._accept(match) if match else self._accept_other()
             self.is_done = self.is_broken or not self._open
-            if text is None:
+            if text is None:  # it is broken, or the next text decides
                 break
             if self._open:
                 json_text += text
-            else:
+            else:  # the last bracket was read
                 self.closing = text
         return json_text
 
@@ -18678,12 +18694,15 @@ class MendedObject:
             match = self._unread.match_next(_LEFT_OPEN)
             if match is not None and match.partial:
                 return None
+            # {"path": "a.md"</tool_call>    all brackets that are open were forgotten;
+            #                                after { alone, an argument may have been
             if match is not None and self._open != [_OBJECT_START]:
-                return self._close_all()  # {"path": "a.md"</tool_call>
+                return self._close_all()
+            # {"items": [1, 2}               the innermost one was
             closers = [state.closer for state in self._open]
             if rest[:1] in closers and not self.has_inner_key:
                 self.has_mended_bracket = True
-                return self._open.pop().closer  # {"items": [1, 2}
+                return self._open.pop().closer
         self.is_broken = True
         return None
 
@@ -18839,22 +18858,28 @@ class JsonArguments:
         return json_text
 
     def _read_later(self) -> None:
-        """Read on after the arguments."""
+        """Take the members of the call that follow its arguments, then its end.
+
+        , "id": "1"    a member of the call
+        , "id": "1     the reply was cut in one: nothing of the arguments is lost
+        , "n": 5       it was an argument: broken
+        , "n           the reply was cut in what may have been one: broken
+        """
         while lost := LOST_MEMBER.compiled.match(self._unread.text, partial=True):
             if lost.partial:
                 break
             member = self._unread.match_next(_CALL_MEMBER)
             if member is None:
-                # Only a member of the call may be cut: , "id": "1
                 self.is_broken = not self._unread.is_cut
                 self._phase = JsonPhase.DONE
                 return
             if member.partial:
                 return
-        if lost is None or self._unread.is_complete:
-            is_cut = lost is not None and _CUT_MEMBER.search(lost[0]) is not None
-            self._end_call()
-            self.is_broken |= self.is_done and is_cut
+        if lost is not None and not self._unread.is_complete:
+            return  # a member may follow
+        is_cut = lost is not None and _CUT_MEMBER.search(lost[0]) is not None
+        self._end_call()
+        self.is_broken |= self.is_done and is_cut
 
     def _end_call(self) -> None:
         """Take what ends the call."""
@@ -18865,14 +18890,17 @@ class JsonArguments:
         self._phase = JsonPhase.DONE
         rest = self._unread.text.lstrip()
         if self._is_member:
-            # {"name": "read", "arguments": {"path": "a.md"} Done.    is inside the call
+            # {"name": "read", "arguments": {"path": "a.md"} Done.
+            # The bracket of the call is missing before a text.
             is_inside = match is None and rest[:1] not in {"", "}", "]"}
-            # ... {"tree": {"k": 1, "n": 5}}</tool_call>    n may be an argument itself
+            # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
+            # It is missing before the tag; or the tree's is, and n is an argument.
             has_bracket = match is not None and match[0].lstrip()[:1] != "<"
             has_inner_key = self._arguments.has_inner_key
             self.is_broken = is_inside or (has_inner_key and not has_bracket)
         else:
-            # {"items": [1, 2} Done.    a text, or more of the items
+            # {"items": [1, 2} Done.
+            # Where a bracket was forgotten, a text may be more of the items.
             has_tag = match is not None and "<" in match[0]
             follows_text = not has_tag and rest[:1] not in {"", "<", "["}
             has_mended = self._arguments.has_mended_bracket
@@ -19147,12 +19175,18 @@ class MarkedCalls:
         return f"{{{', '.join(pairs)}}}"
 
     def _text_end(self, schema: SchemaPart) -> str:
-        """The `text_end` of the arguments of a call."""
+        """The `text_end` of the arguments of a call.
+
+        , n:             the next argument: a key of the tool's; if it has none, any
+        }  }call:read{   the end of the body, or the next call
+        nothing          the end of the body, if the bracket was forgotten
+        """
         keys = "|".join(map(regex.escape, schema.keys)) or _BARE_KEY
         call_end = r"\}[\s}]*+(?:\Z|call:[\w.:-]+\{)"
         if self._is_closed:
             call_end += r"|\Z"
-        # Where several brackets follow each other, only the first is tried.
+        # Blanks and brackets are read from the first of them, or from the colon before
+        # an empty text. If each were tried, a long row of them would take for ever.
         call_end = rf"(?:(?<![\s}}])|(?<=:\s{{0,9}}))\s*+(?:{call_end})"
         return rf'(?:{_BLANKS},\s*+"?(?:{keys})"?\s*:|{call_end})'
 
@@ -19218,7 +19252,7 @@ class MarkedCalls:
             if match["ends"] is not None:
                 self._position = match.end()
                 text = self._text[start : match.start()]
-                # Of a damaged mark half is left: <|"|>a.md<|,text:<|"|>
+                # <|"|>a.md<|,text:<|"|>    two strings: between them a mark was damaged
                 has_half_mark = "<|" in text or "|>" in text
                 has_key = self._key_pattern.search(text) is not None
                 if self._mark in text or (has_half_mark and has_key):
@@ -19227,7 +19261,7 @@ class MarkedCalls:
             next_key = rf",\s*{_BARE_KEY}\s*:\s*\Z"
             if regex.search(next_key, self._text[start : match.start()]):
                 break  # <|"|>a.md,text:<|"|>b: the mark opens the next string
-        text = self._read_text(text_end)
+        text = self._read_text(text_end)  # <|"|>a.md"    a quote for the second mark
         return text.removesuffix('"') if text.count('"') == 1 else text
 
     def _read_text(self, text_end: str) -> str:
@@ -19244,11 +19278,11 @@ class MarkedCalls:
     def _read_unmarked(self, text_end: str) -> str:
         """The text before `text_end`, without a mark or a quote at one of its ends."""
         text: str = self._require(rf"((?s:.)*?)(?={text_end})")[1]
-        # A bracket that the text has opened is no end of the call: f() { return }
+        # path:f() { return }}    the first bracket is the text's, the second the call's
         while text.count("{") > text.count("}") and self._take(r"\}(?=\s*\})"):
             text += "}"
         if text.endswith(self._mark):
-            text = text.removesuffix(self._mark)
+            text = text.removesuffix(self._mark)  # "a.md<|"|>    a quote for the first
             return text.removeprefix('"') if text.count('"') == 1 else text
         return text
 
@@ -19360,8 +19394,9 @@ class ForeignCalls:
 
         An end tag between the marks of a string is a quotation, if it is no token.
         """
-        if self._end_token is not None:
-            return self._end_token - len(self._unread.text) + len(text)
+        if self._end_token is not None:  # `text` is the end of the unread text
+            n_before = len(self._unread.text) - len(text)
+            return self._end_token - n_before
         position = text.find(self._format.end)
         mark = self._foreign.string_mark
         if mark:
@@ -19547,6 +19582,8 @@ class TaggedArguments:
         self.is_json = False
         self.closing = "}"
         self._unread = unread
+        # Where the end tag is known as a token, `_tags` have \0 in its place. Once that
+        # token was quoted, they become `_text_tags`.
         self._reads_end_token = unread.has_tokens and end_tag in tags.key.source
         self._text_tags = tags
         self._tags = tags.with_end_token(end_tag) if self._reads_end_token else tags
@@ -19557,14 +19594,16 @@ class TaggedArguments:
         self._has_end_tag = False  # one after which the call may end
 
     def end_token(self, tag: str) -> str:
-        """The text that it takes for the end tag as a token."""
+        """What to feed where the end tag comes as a token."""
         is_json = isinstance(self._value, MendedObject)
         return "\0" if self._reads_end_token and not is_json else tag
 
     def quotes_end(self, tag: str) -> bool:
-        """Whether a value has no closing tag where the end tag comes as a token."""
+        """Whether the end tag as a token is part of a value: if that is not closed."""
+        if not isinstance(self._value, TaggedValue):
+            return False
         end = "\0" if self._reads_end_token else tag + "\0"
-        return isinstance(self._value, TaggedValue) and not self._value.closes(end)
+        return not self._value.closes(end)
 
     def read_end_as_text(self) -> None:
         """Read the end tag as text from now on: it was quoted as a token."""
@@ -19638,13 +19677,12 @@ class TaggedArguments:
             return ""
         self.is_done = True
         rest = self._unread.text.strip()
-        is_text = rest[:1] not in {"", "<"}
-        if not self._has_tag:
-            self.is_broken = True  # <function=read> Done.
-        elif not self._unread.is_complete:
-            self.is_broken = not self._has_end_tag  # </parameter> Done.
-        else:  # </function> <param; or </parameter> Done. at the end of the reply
-            self.is_broken = _is_key_tag(rest) or (is_text and not self._has_end_tag)
+        is_cut_key = self._unread.is_complete and _is_key_tag(rest)
+        if is_cut_key or not self._has_tag:
+            self.is_broken = True  # </function> <param    <function=read> Done.
+        elif not self._has_end_tag:  # </parameter> Done.    But not </func
+            is_text = rest[:1] not in {"", "<"}
+            self.is_broken = is_text or not self._unread.is_complete
         return ""
 
 
@@ -19694,17 +19732,17 @@ class TaggedValue:
         while not self.is_done:
             before = self._unread.take_until(self._next_end)
             json_text += self._emit(before.text)
-            if before.kind == "text" or self._is_own_closing_tag(before):
-                json_text += self._emit(before.tag)
-            elif before.kind == "quoted":
-                json_text += self._emit(before.tag)
-                self._has_quoted_tag = True
-                self._update_next_end()
-            elif before.kind == "missing" and not self._unread.is_complete:
+            if before.kind == "missing" and not self._unread.is_complete:
                 return json_text
-            else:
-                self.is_done = True
-                self.is_broken = self._is_unreadable(before)
+            is_own = self._is_own_closing_tag(before)
+            if is_own or before.kind in {"text", "quoted"}:  # the value goes on
+                json_text += self._emit(before.tag)
+                if before.kind == "quoted" and not is_own:
+                    self._has_quoted_tag = True
+                    self._update_next_end()
+                continue
+            self.is_done = True
+            self.is_broken = self._is_unreadable(before)
         return json_text if self.is_broken else json_text + self._end_of_value()
 
     def closes(self, end_of_call: str) -> bool:
@@ -19759,8 +19797,7 @@ class TaggedValue:
         is_doubtful = self._has_quoted_tag or has_tag
         match before.kind:
             case "missing":  # the reply was cut in it, perhaps in the tag of a key
-                # </parameter><n>5</tool_call>: <n> follows the closing tag, so what
-                # was to be another argument is not one.
+                # After its closing tag came <n>5: meant as an argument, which is none.
                 cut_tag = _CLOSING_TAG.sub("", before.cut_tag)
                 return is_doubtful or self._has_tag_inside or _is_key_tag(cut_tag)
             case "next_key" | "unclosed":
@@ -19769,10 +19806,14 @@ class TaggedValue:
         return before.kind == "unreadable"
 
     def _has_tag_at_edge(self) -> bool:
-        """Whether it begins or ends with a tag of the format."""
-        is_last = self._tag_at_end.search(self._text) is not None
-        is_last &= not self._elements.has_closed_last
-        return is_last or self._tag_at_start.match(self._start) is not None
+        """Whether it begins or ends with a tag of the format.
+
+        At its end the tag may close an element of its own: <a><parameter>5</parameter>
+        """
+        if self._tag_at_start.match(self._start):
+            return True
+        has_last = self._tag_at_end.search(self._text) is not None
+        return has_last and not self._elements.has_closed_last
 
     def _is_other_type(self, before: TextBefore) -> bool:
         """Whether it is of another type than the schema's, and a tag may be why."""
@@ -19975,12 +20016,13 @@ class CallReader:
             arguments.read_end_as_text()
             return self.feed(tag)
 
-        self._unread.is_complete = True  # of this call no more will come
         end = tag
         if isinstance(arguments, TaggedArguments):
             end = arguments.end_token(tag)
+        self._unread.is_complete = True  # of this call no more will come
         text = self.feed(end)
         self._unread.is_complete = False
+        # What has not become an end is text: of that the tag is a part, not \0.
         self._unread.text = self._unread.text.replace("\0", tag)
         return text.replace("\0", tag)
 
@@ -20221,8 +20263,6 @@ _UNTAGGED_KEYWORDS: Final = (
 )
 _CONTAINERS: Final = {"array", "object"}
 _MAX_DEPTH: Final = 20  # of unions in unions
-
-
 _MAX_CHOICES: Final = 1_000  # ways to write one value
 
 
@@ -20250,12 +20290,13 @@ def call_forms(
         try:
             if fault := find_excess(parameters):
                 raise _NoForm(fault)
-            is_lenient = not form.schema_path
+            is_lenient = not form.schema_path  # it is no strict tool
             parts = _call_parts(tool_format, parameters, is_lenient=is_lenient)
         except _NoForm as error:
             forms.append(form._replace(fault=str(error)))
             continue
         if parts is not None and tool_format.syntax == "glm":
+            # The parts have the tags of all keys, that of the first one, too.
             form = form._replace(opening=opening.removesuffix("<arg_key>"))
         forms.append(form._replace(parts=parts))
     return forms
@@ -20279,7 +20320,7 @@ def _call_parts(
 
     schema = {"type": "object", **parameters}
     parts: list[CallPart] = []
-    if tool_format.gap == "[CALL_ID]":
+    if tool_format.gap == "[CALL_ID]":  # read[CALL_ID]aB3dE6gH9[ARGS]{
         parts.append(TextValue(end="[ARGS]", pattern="^[a-zA-Z0-9]{9}$"))
     parts += [Blanks(), JsonValue(schema, is_lenient)]
     for piece in re.split(r"(\n)", syntax.json_end):
@@ -20302,7 +20343,7 @@ class _TaggedForm:
         self._parameters = parameters
         self._gap = gap
         self._is_lenient = is_lenient
-        # The end of a value: an empty text, and the tag.
+        # What ends JSON or a constant: the tag that ends a text, after no text.
         self._value_end = TextValue(
             end=spelling.value_end,
             drops_line_break=spelling.has_line_break,
@@ -20326,7 +20367,7 @@ class _TaggedForm:
         for key in dict.fromkeys([*properties, *map(str, required)]):
             argument = self._argument(key, properties.get(key, {}))
             if key not in required:
-                argument = (OneOf((argument, ())),)
+                argument = (OneOf((argument, ())),)  # it, or nothing
             parts += argument
         parts.append(self._spelling.end)
         return tuple(parts)
