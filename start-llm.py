@@ -16848,7 +16848,9 @@ def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
 #     box>           content "\n\n<toolbox>"   -             it did not
 #
 # Line breaks after a tag are dropped until text of that kind was emitted, so that a
-# reply of calls alone has no content. All other text is emitted as it was generated.
+# reply of calls alone has no content. All other text is emitted as it was generated. A
+# line break before a thought is kept if none follows the thought: the content of
+# "One.\n<think>Why</think>Two." is "One.\nTwo."
 #
 # Whoever reads the calls (TOOL CALLS) takes over where one begins: from there on all
 # text is "tool" pieces, until `resume` says where the call has ended. If that was none,
@@ -16858,10 +16860,13 @@ def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
 # contains <tool_call>. Two things tell them apart. A model writes a tag as a token of
 # its own: a chunk without such tokens is fed as `literal`, and only untagged calls are
 # looked for in it. And a tag in the middle of a line may be a word of the sentence:
-# _find_role() has the rules.
+# _find_role() tells what a tag does, by the rules of the two functions after it.
+#
+# In a pattern \0 is the end of the reply. finish() puts it after what was held back;
+# nothing else does, and models do not write it.
 #
 # Public   ReasoningStreamSplitter, Tags, Piece, TextKind, NO_PATTERN, FENCE_START,
-#          think_start_pattern, think_end_pattern
+#          think_tag_pattern
 # Uses     -
 # Thread   any; pure
 
@@ -16884,8 +16889,14 @@ class Tags(NamedTuple):
 
     think_start: str | None = None
     tool_start: str | None = None
-    untagged_call: str | None = None  # begins a call where `tool_start` was left out
+    # What begins a call where `tool_start` was left out. Of JSON that may be "{" alone.
+    untagged_call: str | None = None
     think_end: str | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the model is gpt-oss, whose replies have channels."""
+        return self.think_end == _HARMONY_THINK_END
 
 
 # why(L-88): a reply of gpt-oss has channels, and no closing tags:
@@ -16893,19 +16904,30 @@ class Tags(NamedTuple):
 #      to=functions.read <|constrain|>json<|message|>{"path": "a.md"}
 # The header of the analysis is `think_start`. A header with a recipient begins a call:
 # with `tool_start`, or in another spelling, which is the `untagged_call`. Each piece of
-# markup that is neither ends thinking, or stands where thinking has ended before.
-# Finds:      <|channel|>final<|message|>
-# Finds not:  <|channel|>final
+# markup that is neither ends thinking, or stands where thinking has ended before. For
+# each an example; what it finds is in brackets.
 _HARMONY_THINK_END: Final = r"""(?x:
-    <\|end\|>                                # \0: the reply ends, too
+    # The end of a message:       Why?[<|end|>]<|start|>assistant<|channel|>...
+    <\|end\|>
     (?= \s{0,9} (?: <\|start\|> | <\|ch | assistant (?: [ ]to= | <\|ch ) | \0 ) )
-  | (?: <\|start\|> | (?<! <\|channel\|> ) ) assistant
-    (?= [ ]to= | <\|ch )                     # and a header follows
+
+    # The start of the next one:  [<|start|>assistant]<|channel|>...
+    # also without its tag:       Why?[assistant]<|channel|>...
+  | (?: <\|start\|> | (?<! <\|channel\|> ) ) assistant (?= [ ]to= | <\|ch )
+
+    # A recipient that is none:   [<|channel|>analysis to=user]<|channel|>...
   | (?: <\|channel\|> \w{1,20} )? [ ]? to=(?: assistant | user ) (?= <\|ch )
-  | to= (?! functions\. ) [\w.]{1,60}+        # a tool that nobody offered
+
+    # A tool nobody offered:      [to=python<|channel|>analysis<|message|>]print(1)
+  | to= (?! functions\. ) [\w.]{1,60}+
     (?: <\|channel\|> [^<]{0,40} )? (?: <\|constrain\|> \w{1,20} )? <\|message\|>
-  | <\|channel\|> (?= <\|ch )               # it comes twice
-  | <\|channel\|> (?: [^<] | <\|con ){0,200} <\|message\|>  # also <|constrain|>
+
+    # A tag that comes twice:     [<|channel|>]<|channel|>...
+  | <\|channel\|> (?= <\|ch )
+
+    # Any other header:           [<|channel|>final<|message|>]Hi
+    # also with a format:         [<|channel|>final <|constrain|>json<|message|>]{}
+  | <\|channel\|> (?: [^<] | <\|con ){0,200} <\|message\|>
 )"""
 # A header with a recipient that is no function of ours: one of the tools that gpt-oss
 # was trained with. What follows is code for it, and no answer: it counts as thinking.
@@ -16918,21 +16940,17 @@ _GEMMA_CALL_END: Final = "<tool_call|>"
 # Kimi's calls stand one after another in a section, whose tags may be left out.
 _KIMI_CALL_STARTS: Final = ("<|tool_call_begin|>", "<|tool_call_section_begin|>")
 
+# By its tag, what begins or ends thinking in a model that also writes it otherwise.
+_THINK_TAG_PATTERNS: Final[Mapping[str, str]] = {
+    "<|end|>": _HARMONY_THINK_END,
+    "<|channel>thought": rf"<\|channel>thought|{_GEMMA_THOUGHT}",
+    "<channel|>": rf"<channel\|>|{regex.escape(_GEMMA_CALL_END)}",
+}
 
-def think_start_pattern(tag: str) -> str:
-    """The pattern for Tags.think_start, for a model that begins thinking with `tag`."""
-    pattern: str = regex.escape(tag)
-    return f"{pattern}|{_GEMMA_THOUGHT}" if tag == "<|channel>thought" else pattern
 
-
-def think_end_pattern(tag: str) -> str:
-    """The pattern for Tags.think_end, for a model that ends thinking with `tag`."""
-    if tag == "<|end|>":
-        return _HARMONY_THINK_END
-    pattern: str = regex.escape(tag)
-    if tag == "<channel|>":
-        return f"{pattern}|{regex.escape(_GEMMA_CALL_END)}"
-    return pattern
+def think_tag_pattern(tag: str) -> str:
+    """The pattern in Tags for the tag with which a model begins or ends thinking."""
+    return _THINK_TAG_PATTERNS.get(tag) or str(regex.escape(tag))
 
 
 class Piece(NamedTuple):
@@ -17004,8 +17022,8 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
     any_tag = "|".join(groups) or NO_PATTERN
 
     # Literal text has no tag of a call, but perhaps the ``` line before one. That line
-    # is held back until the tag comes: no text contains \0, so the second pattern fits
-    # the line only in part, as the beginning of something longer.
+    # is held back until the tag comes: without \0 the line fits its pattern in part, as
+    # the beginning of something longer.
     untagged = f"(?P<untagged_call>{fence}(?:{tags.untagged_call or NO_PATTERN}))"
     if tags.tool_start:
         untagged += rf"|{FENCE_START}\0"
@@ -17034,7 +17052,7 @@ class ReasoningStreamSplitter:
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
         """`in_reasoning`: the prompt ends inside thinking; there the reply begins."""
         self._patterns = _compile_patterns(tags)
-        self._has_channels = tags.think_end == _HARMONY_THINK_END
+        self._has_channels = tags.has_channels
 
         self.in_call = False
         self.after_tag = in_reasoning  # no text was emitted since the last tag
@@ -17173,15 +17191,16 @@ class ReasoningStreamSplitter:
         but for Kimi's, which begins with a token.
         """
         tag: str = match[0]
-        begins_line = self.after_tag or not self._emitted_kinds or "\n" in self._held
-        begins_line |= tag.startswith("```") or self._follows_false_call
-        is_spoken_of = not begins_line and self._is_spoken_of(tag)
-        if is_spoken_of or self._must_be_first(tag):
+        is_first = self.after_tag or not self._emitted_kinds or self._follows_false_call
+        begins_line = "\n" in self._held or tag.startswith("```")  # after a ``` line
+        may_be_word = not (is_first or begins_line)
+        if may_be_word and self._is_spoken_of(tag):
+            return "text"
+        if self._is_misplaced(tag):
             return "text"
         if match.lastgroup == "untagged_call":
-            is_token = tag.startswith(_KIMI_CALL_STARTS)
-            is_call = begins_line or (is_token and not self._is_quoting)
-            return "tool_start" if is_call else "text"
+            is_token = tag.startswith(_KIMI_CALL_STARTS) and not self._is_quoting
+            return "text" if may_be_word and not is_token else "tool_start"
         if match.lastgroup == "think_end" and self._has_channels:
             is_built_in = _BUILT_IN.search(tag) is not None
             return "think_start" if is_built_in else "think_end"
@@ -17190,19 +17209,20 @@ class ReasoningStreamSplitter:
 
     def _is_spoken_of(self, tag: str) -> bool:
         """Whether a tag in the middle of a line is a word of the sentence."""
-        is_quoted = self._is_quoting and not self._held
+        follows_space = bool(self._held)
+        is_quoted = self._is_quoting and not follows_space
         if tag.startswith("assistant"):  # "the assistant", not "Why?assistant"
-            return is_quoted or bool(self._held)
+            return is_quoted or follows_space
         if tag.startswith(("<|start|>", "<|channel|>")):
             return is_quoted
         if self._kind == "reasoning":
             return False
         if tag == "<think>":
             has_thought = "reasoning" in self._emitted_kinds
-            return has_thought or is_quoted or bool(self._held)
+            return has_thought or is_quoted or follows_space
         return tag == "</think>" and self._has_quoted_think
 
-    def _must_be_first(self, tag: str) -> bool:
+    def _is_misplaced(self, tag: str) -> bool:
         """Whether a tag is where it cannot be one.
 
         In an example of code; Gemma's, of which the word begins a thought only where
@@ -21274,10 +21294,10 @@ class _ReplyTags(NamedTuple):
         if tool_format is not None and prepared.request.json_schema is None:
             untagged_call = tool_format.untagged_pattern(tools)
         return Tags(
-            think_start=think_start_pattern(self.think_start) or None,
+            think_start=think_tag_pattern(self.think_start) or None,
             tool_start=regex.escape(self.tool_start) or None,
             untagged_call=untagged_call,
-            think_end=think_end_pattern(self.think_end) if self.think_end else None,
+            think_end=think_tag_pattern(self.think_end) or None,
         )
 
 

@@ -107,7 +107,7 @@ def split(pieces, *, tools=TOOLS):
         re.escape("<|channel|>analysis<|message|>"),
         re.escape(FORM.start) if tools else None,
         FORM.untagged_pattern(tools) if tools else None,
-        s.think_end_pattern("<|end|>"),
+        s.think_tag_pattern("<|end|>"),
     )
     splitter = s.ReasoningStreamSplitter(tags, in_reasoning=False)
     stream = s.ReplyParser(splitter, form, tools=tools, ids=iter("abc"))
@@ -136,12 +136,16 @@ def test_a_reply_reads_the_same_in_any_pieces(header, thinks, speaks, data):
     assert message["content"] == ("I look." if speaks else None)
 
 
-def test_a_header_without_a_recipient_ends_thinking():
-    """The two examples of the pattern."""
-    pattern = re.compile(s.think_end_pattern("<|end|>"))
-    assert pattern.fullmatch("<|channel|>final<|message|>")
-    assert not pattern.search("<|channel|>final")
-    assert s.think_end_pattern("</think>") == "</think>"
+def test_each_example_in_the_pattern_is_found_as_far_as_its_brackets():
+    source = s.think_tag_pattern("<|end|>")
+    examples = re.findall(r"# .*:  +(.*)\[(.+)\](.*)", source)
+
+    assert len(examples) == 8
+    for text_before, found, text_after in examples:
+        match = re.search(source, text_before + found + text_after)
+        assert match and match[0] == found
+    assert not re.search(source, "<|channel|>final")
+    assert s.think_tag_pattern("</think>") == "</think>"
 
 
 def test_what_is_said_is_all_that_is_said():

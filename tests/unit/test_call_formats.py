@@ -98,10 +98,10 @@ def read_message(
     form = FORMATS[name]
     tool_format = form.detect()
     tags = Tags(
-        think_start=start_llm.think_start_pattern(form.think_start),
+        think_start=start_llm.think_tag_pattern(form.think_start),
         tool_start=re.escape(tool_format.start),
         untagged_call=tool_format.untagged_pattern(tools),
-        think_end=start_llm.think_end_pattern(form.think_end),
+        think_end=start_llm.think_tag_pattern(form.think_end),
     )
     splitter = ReasoningStreamSplitter(tags, in_reasoning=in_reasoning)
     ids = map("call_{}".format, count())

@@ -20,8 +20,7 @@ from start_llm import (
     ReplyParser,
     Tags,
     ToolCallFormat,
-    think_end_pattern,
-    think_start_pattern,
+    think_tag_pattern,
 )
 
 N_MUTATIONS = int(os.environ.get("DAMAGED_CALLS", "300"))
@@ -287,10 +286,10 @@ def read(form: Format, pieces: list[str], *, as_tokens: bool = False) -> Any:
     """What a client has. `as_tokens`: a tag of the format is known as a token."""
     tool_format = form.tool_format
     tags = Tags(
-        think_start_pattern(form.think[0]),
+        think_tag_pattern(form.think[0]),
         re.escape(tool_format.start),
         tool_format.untagged_pattern(TOOLS),
-        think_end_pattern(form.think[1]),
+        think_tag_pattern(form.think[1]),
     )
     splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
     ids = map("call_{}".format, range(99))

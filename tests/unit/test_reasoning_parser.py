@@ -11,8 +11,7 @@ from start_llm import (
     Piece,
     ReasoningStreamSplitter,
     Tags,
-    think_end_pattern,
-    think_start_pattern,
+    think_tag_pattern,
 )
 
 TAGS = Tags(think_start="<think>", think_end="</think>", tool_start="<tool_call>")
@@ -272,7 +271,7 @@ def test_tags_of_other_models() -> None:
 
 
 def test_a_header_without_its_start_tag_ends_thinking() -> None:
-    tags = Tags(think_end=think_end_pattern("<|end|>"))
+    tags = Tags(think_end=think_tag_pattern("<|end|>"))
     reply = "Why?assistant<|channel|>final<|message|>Hi"
     for chunks in ([reply], list(reply)):
         texts = split(chunks, in_reasoning=True, tags=tags)
@@ -281,8 +280,8 @@ def test_a_header_without_its_start_tag_ends_thinking() -> None:
 
 def test_the_word_thought_begins_thinking_without_a_token() -> None:
     tags = Tags(
-        think_start=think_start_pattern("<|channel>thought"),
-        think_end=think_end_pattern("<channel|>"),
+        think_start=think_tag_pattern("<|channel>thought"),
+        think_end=think_tag_pattern("<channel|>"),
     )
     splitter = ReasoningStreamSplitter(tags, in_reasoning=False)
     pieces = splitter.feed("thought\nWhy?", literal=True)
