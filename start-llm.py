@@ -17415,7 +17415,7 @@ _JSON_TYPES: Final = {
 }
 _ALL_TYPES: Final = set(_JSON_TYPES.values())
 _MAX_REFERENCES: Final = 10  # one after another
-_MAX_SCHEMAS: Final = 200  # in the unions of one schema
+_MAX_UNIONS: Final = 20  # one in another
 
 
 def parameters_by_name(tools: Iterable[Tool]) -> dict[str, Schema]:
@@ -17448,14 +17448,14 @@ class SchemaPart(NamedTuple):
         types = self._find_types({})
         return types if types != _ALL_TYPES else set()
 
-    def _find_types(self, known_types: dict[int, set[str]]) -> set[str]:
+    def _find_types(self, known_types: dict[int, set[str]], depth: int = 0) -> set[str]:
         """The same; but all types if any.
 
         `known_types`: of the schemas that were read, by their id. A union may refer to
         itself, which adds no type to it.
         """
         schema = self.resolved
-        if schema is True or len(known_types) >= _MAX_SCHEMAS:
+        if schema is True or depth > _MAX_UNIONS:
             return _ALL_TYPES
         if not isinstance(schema, dict):
             return set()
@@ -17466,10 +17466,12 @@ class SchemaPart(NamedTuple):
         for key in ("anyOf", "oneOf"):
             branch_types: set[str] = set()
             for branch in as_list(schema.get(key, [])):
-                branch_types |= self._replace(schema=branch)._find_types(known_types)
+                part = self._replace(schema=branch)
+                branch_types |= part._find_types(known_types, depth + 1)
             types &= branch_types or _ALL_TYPES
-        for part in as_list(schema.get("allOf", [])):
-            types &= self._replace(schema=part)._find_types(known_types) or _ALL_TYPES
+        for branch in as_list(schema.get("allOf", [])):
+            part = self._replace(schema=branch)
+            types &= part._find_types(known_types, depth + 1) or _ALL_TYPES
         known_types[id(schema)] = types
         return types
 

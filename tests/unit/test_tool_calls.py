@@ -745,6 +745,7 @@ def value_of(text: str, schema: object) -> Any:
         ("<b>5</b>", {"oneOf": [{"description": "any"}, {"type": "null"}]}, "<b>5</b>"),
         ("null", {"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, "null"),
         ("5", {"type": "string", "anyOf": [{"minLength": 1}, {"maxLength": 9}]}, "5"),
+        ("5", {"anyOf": [{"const": f"{n} "} for n in range(300)]}, "5"),
         ("5", {"allOf": [{"type": "number"}, {"type": "integer"}]}, 5),
         ("5", {}, 5),
         ("word", {}, "word"),
