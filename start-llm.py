@@ -13528,13 +13528,15 @@ def memory_limit(config: Config) -> int:
 # region SAMPLING ==============================================================
 # Choose the next token of a reply, among those that the request allows.
 #
-#     logits  ->  logit bias, penalties  ->  constraints  ->  log-probabilities
+#     logits  ->  logit bias, penalties  ->  constraints
+#             ->  log-probabilities
 #             ->  top-k, top-p, min-p    ->  divided by the temperature
 #             ->  random noise           ->  token
 #
 # mlx-lm's GenerationBatch does this: the first line by the "logits processors" of each
-# request, the rest by its "sampler" (UPSTREAM: TokenChoice). Both are made here. The
-# order is that of mlx-lm; vLLM divides by the temperature before top-p.
+# request, the last two by its "sampler" (UPSTREAM: TokenChoice). Both are made here. As
+# in mlx-lm, top-p comes before the temperature; in vLLM it comes after. But top-k is
+# first here and last in mlx-lm: the same tokens are left, and few have to be sorted.
 #
 #  1 Sampler      The best candidates are found without sorting the vocabulary (L-100).
 #  2 Constraints  A constraint allows tokens; all others get a logit of -inf. It is a
@@ -13571,7 +13573,11 @@ def make_sampler(sampling: SamplingParams) -> Sampler:
 
 
 class _RandomSampler:
-    """Draws by a random key of its own: a seed gives the same text in any batch."""
+    """Draws by a random key of its own: other requests do not change what is drawn.
+
+    So a seed gives the same text again, unless the logits themselves differ: those of
+    a batch have other last bits, which may change a token that is drawn by a hair.
+    """
 
     def __init__(self, sampling: SamplingParams) -> None:
         seed = time.time_ns() if sampling.seed is None else sampling.seed
@@ -13610,7 +13616,8 @@ def _find_candidates(
             values, ids = _keep_best_blocks(values, ids, sampling.top_k, block_size)
 
     if sampling.top_p < 1:
-        # A share of all tokens; apply_top_p() takes one of those that top-k has kept.
+        # `top_p` is a share of all tokens, and mlx-lm's apply_top_p() takes a share of
+        # those that it is given; if that comes to more than 1, all of them stay.
         total_by_kept = mx.exp(log_total - mx.logsumexp(values))
         values = apply_top_p(values, max(sampling.top_p, _MIN_TOP_P) * total_by_kept)
     if sampling.min_p > 0:
@@ -13640,7 +13647,10 @@ _MAX_LOOK_BACK: Final = 1 << 20  # tokens; MLX slices by 32-bit integers
 
 
 class AllowedTokens(NamedTuple):
-    """What may come in the next `n_steps` steps; by default, any token."""
+    """What may come in the next `n_steps` steps; by default, any token.
+
+    If nothing may, the request fails: a row of -inf has no log-probabilities (L-54).
+    """
 
     flags: npt.NDArray[np.bool_] = np.empty(0, np.bool_)  # of each id, from 0 on
     others: bool = True  # whether ids beyond the flags may come
@@ -13686,12 +13696,15 @@ def limit_thinking(
     """After `n_tokens` of thinking the first of `ends`, unless any of them came before.
 
     `start`: the tokens with which a reply opens thinking; [] if the prompt has done so.
-    One token of `white_space` may come before them.
+    One token of `white_space` may come before them. Thinking that opens later in the
+    reply has no limit.
     why(L-82): after a tool call the tag that ends thinking would be a part of the call.
     """
     reply_ids = yield AllowedTokens(n_steps=len(start) + n_tokens)
     if start and reply_ids[0] in white_space:
-        reply_ids = reply_ids[1:] + (yield AllowedTokens())
+        # The white space took a step: wait for one token more.
+        last_ids = yield AllowedTokens()
+        reply_ids = reply_ids[1:] + last_ids
     is_thinking = reply_ids[: len(start)] == list(start)
     if is_thinking and set(ends).isdisjoint(reply_ids):
         yield AllowedTokens(_flag_ids(ends[:1]), others=False)
@@ -13713,7 +13726,10 @@ def follow_grammar(grammar: Any, first_ids: Sequence[int] = ()) -> ConstraintSte
 
 
 def watch_for_call(call_id: int, grammar: Any) -> ConstraintSteps:
-    """Any token, until the one that opens a call; from it on what `grammar` accepts."""
+    """Any token, until the one that opens a call; from it on what `grammar` accepts.
+
+    It reads every token, so no step begins before the token of the last is computed.
+    """
     new_ids: list[int] = []
     while call_id not in new_ids:
         new_ids = yield AllowedTokens()
@@ -13729,6 +13745,7 @@ class _ConstraintProcessor:
 
     def __init__(self, constraint: Constraint) -> None:
         self._steps = constraint()
+        self._has_begun = False
         self._n_read = 0  # tokens of prompt and reply that were read, or not needed
         self._n_next = 0  # when there are so many, the constraint decides again
         self._mask: mx.array | None = None
@@ -13744,7 +13761,8 @@ class _ConstraintProcessor:
         return mx.where(self._mask, logits, -mx.inf)
 
     def _advance(self, tokens: mx.array) -> AllowedTokens:
-        if self._n_read == 0:  # first call: tokens of the prompt, and the last one fed
+        if not self._has_begun:  # all tokens so far are the prompt's
+            self._has_begun = True
             return next(self._steps)
         new_ids: Any = tokens[self._n_read :].tolist()
         return self._steps.send(new_ids)
@@ -13799,6 +13817,9 @@ def make_processors(
 #     [lazy]           the shortest text that fits: a value ends at the first end tag
 #     %json {...}      any tokens that spell JSON of this schema; here is none
 #
+# A value ends at </parameter> only where the next tag follows, so the `<` of that tag
+# belongs to VALUE0_END, and the text after a value is "/function>\n".
+#
 # So a reply is thinking, without a token that would end it or start a call; </think>;
 # and one call or more. Tags are written as tokens, and so is the opening of a call, as
 # the tokenizer cuts it ("<tool_call>\n<function=ls>\n" in `call`). The arguments may be
@@ -13808,7 +13829,7 @@ def make_processors(
 #
 #  1 Call forms   What a call consists of; CALL FORMS makes them of a tool's schema.
 #  2 Reply form   The tags of the model, as tokens.
-#  3 Text         The text of a grammar: _GrammarText is the only one who writes rules.
+#  3 Text         The rules of a grammar, as a text.
 #  4 Compiler     Text -> LLMatcher, kept for the next request.
 #  5 Constraints  What a request demands, and what is left of it where it is too much.
 #  6 Faults       What a client is told of a schema that cannot be enforced.
@@ -14005,8 +14026,9 @@ def _write_grammar(
         grammar.add_calls(calls)
     if schema is not None:
         grammar.rules["json"] = f"%json {json.dumps(schema)}"
-    rules = {**grammar.rules, "BLANKS": _BLANKS_RULE}
-    return "\n".join([_GRAMMAR_HEAD, *(f"{name}: {rules[name]}" for name in rules)])
+    grammar.rules["BLANKS"] = _BLANKS_RULE
+    rules = [f"{name}: {rule}" for name, rule in grammar.rules.items()]
+    return "\n".join([_GRAMMAR_HEAD, *rules])
 
 
 class _GrammarText:
@@ -14026,7 +14048,7 @@ class _GrammarText:
         )
         for index, call in enumerate(calls):
             name = f"arguments{index}"
-            self.rules[name] = "<[*]>*"
+            self.rules[name] = "<[*]>*"  # also: its place, before its parts
             if call.parts is not None:
                 self.rules[name] = self._sequence(call.parts)
 
@@ -14113,7 +14135,10 @@ _ANCHORED_END: Final = re.compile(r"(?s:(?:[^\\]|\\.)*)\$")
 
 
 def _whole_pattern(pattern: str) -> str:
-    """A pattern of JSON schema, which fits a part of a text, for the whole of it."""
+    """A pattern of JSON schema, which fits a part of a text, for the whole of it.
+
+    It is without `|`, for CALL FORMS refuses one: in "^a|b" only `a` is anchored.
+    """
     # "^a" -> "(a)(?s:.*)". What ends with an escaped dollar sign is not anchored there.
     before = after = "(?s:.*)"
     if pattern.startswith("^"):
@@ -14135,13 +14160,19 @@ def _lark_pattern(source: str) -> str:
 
 # -- 4 compiler ------------------------------------------------------------------------
 
+# What is compiled: of one schema, of all calls together, and of a regular expression.
+# A schema of the largest size takes a second.
+MAX_SCHEMA_CHARACTERS: Final = 100_000
+MAX_CALLS_CHARACTERS: Final = 200_000
+MAX_PATTERN_CHARACTERS: Final = 10_000
+
 
 class _GrammarCompiler:
     """Makes LLMatchers for one tokenizer."""
 
     # For each character of a grammar, as measured: 300 of properties, 400 of patterns.
     MATCHER_BYTES: Final = 400
-    MEMO_BYTES: Final = 64_000_000
+    MEMO_BYTES: Final = 2 * MATCHER_BYTES * MAX_CALLS_CHARACTERS  # the largest fits
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: mlx-lm's wrapper of one."""
@@ -14185,11 +14216,6 @@ _grammar_compiler: Final = lru_cache(maxsize=1)(_GrammarCompiler)
 
 
 # -- 5 constraints ---------------------------------------------------------------------
-
-# What is compiled: of one schema, of all calls together, and of a regular expression.
-MAX_SCHEMA_CHARACTERS: Final = 100_000
-MAX_CALLS_CHARACTERS: Final = 200_000
-MAX_PATTERN_CHARACTERS: Final = 10_000
 
 _SCHEMA_FIELD: Final = "response_format.json_schema.schema"
 
@@ -14265,7 +14291,8 @@ class _ReplyGrammars:
 
     What llguidance cannot compile is weakened step by step (`compile_calls`). What is
     strict is never weakened: the request is refused. That is a schema in
-    `response_format`, and the schema of a tool that is strict.
+    `response_format`, and that of a strict tool whose calls can be described at all
+    (CallForm.is_strict).
     """
 
     def __init__(
@@ -14289,6 +14316,7 @@ class _ReplyGrammars:
         is_lenient = schema.get("x-guidance") == {"lenient": True}
         guided = _guide(schema, is_lenient=is_lenient)
         any_call = self._form.any_call() if can_call else ""
+        # First without the schemas of the tools: a fault is that of this schema, then.
         matcher = self._compile(self._form.json_or_calls(any_call), (), guided)
         if matcher.is_error():
             fault = _describe_fault(matcher.get_error(), schema)
@@ -14345,7 +14373,7 @@ class _ReplyGrammars:
     def _compile(
         self, start: str, calls: Sequence[CallForm], schema: JsonObject | None = None
     ) -> Any:
-        template = self._loaded.template
+        template = self._loaded.template  # as one tenant has it: it has the tenant's id
         grammar = _write_grammar(start, calls, schema=schema, encode=template.encode)
         compiler = _grammar_compiler(self._loaded.tokenizer)
         return compiler.compile(grammar, tenant=template.tenant)
@@ -14364,11 +14392,7 @@ def _guide(schema: JsonObject, *, is_lenient: bool) -> JsonObject:
 
 
 def find_excess(schema: Mapping[str, Any]) -> str:
-    """What of a schema is too large to be compiled; "" if nothing is.
-
-    A matcher takes 400 bytes for each character, and a second for a schema of the
-    largest size.
-    """
+    """What of a schema is too large to be compiled; "" if nothing is."""
     n_characters = len(json.dumps(schema))
     if n_characters > MAX_SCHEMA_CHARACTERS:
         return (

@@ -481,6 +481,19 @@ def test_compiled_schemas_are_bounded_in_bytes(dense):
     assert len(compiler.memo.entries) < 20
 
 
+def test_the_largest_grammar_is_compiled_once(dense, monkeypatch):
+    monkeypatch.setattr(s._GrammarCompiler, "_compile", lambda *_: object())
+    compiler = s._grammar_compiler(dense.state.engine.model.tokenizer)
+    compiler.memo.clear()
+    grammar = "x" * (s.MAX_SCHEMA_CHARACTERS + s.MAX_CALLS_CHARACTERS)
+
+    matcher = compiler.compile(grammar, tenant="")
+
+    is_kept = compiler.compile(grammar, tenant="") is matcher
+    assert is_kept
+    compiler.memo.clear()
+
+
 def test_too_many_tools_for_a_forced_call_are_no_fault_of_a_schema(dense):
     names = [f"{n:064b}" for n in range(1200)]  # each digit is a token
     tools = [{"type": "function", "function": {"name": name}} for name in names]
