@@ -944,7 +944,7 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["claude-code-2.1.328", "pi", "openclaw-2026.9.6"])
+@pytest.mark.parametrize("name", BEHIND_PROXY)
 def test_a_restart_of_the_server_between_turns_costs_nothing(
     name, kind, tmp_path, table
 ):
@@ -965,12 +965,16 @@ def test_a_restart_of_the_server_between_turns_costs_nothing(
     replies = [
         encode_reply(served.scribe, text) for _, texts in client_turns for text in texts
     ]
-    urls = {kind: f"http://127.0.0.1:{port}"}
     try:
-        with (
-            running(name, urls, tmp_path / "client") as client,
-            pytest.MonkeyPatch.context() as patch,
-        ):
+        with ExitStack() as stack:
+            url = f"http://127.0.0.1:{port}"
+            if name == "codex":  # its API is the proxy's
+                url = stack.enter_context(proxied(served))
+                wait_until(lambda: is_answering(url))
+            client = stack.enter_context(
+                running(name, {kind: url}, tmp_path / "client")
+            )
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
             Script(patch, served.scribe, {"": replies})
             tap = Wiretap(patch, served)
             n_replies = 0
