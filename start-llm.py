@@ -13575,8 +13575,8 @@ def make_sampler(sampling: SamplingParams) -> Sampler:
 class _RandomSampler:
     """Draws by a random key of its own: other requests do not change what is drawn.
 
-    So a seed gives the same text again, unless the logits themselves differ: those of
-    a batch have other last bits, which may change a token that is drawn by a hair.
+    So a seed gives the same text again, but for the last bits of the logits, which a
+    batch changes: they decide where the sums of two tokens are nearly equal.
     """
 
     def __init__(self, sampling: SamplingParams) -> None:
@@ -17121,6 +17121,8 @@ class ReasoningStreamSplitter:
         if called:
             self._begin("content")
         self._follows_false_call = not called
+        # Not as literal: the token of the next tag may be in it. Of other text it has
+        # only what the reader had to see to know that the call was over.
         return self._scan(rest, literal=False)
 
     def add_text(self, text: str) -> list[Piece]:
@@ -17223,8 +17225,9 @@ class ReasoningStreamSplitter:
         if self._is_misplaced(tag):
             return "text"
         if match.lastgroup == "untagged_call":
-            is_token = tag.startswith(_KIMI_CALL_STARTS) and not self._is_quoting
-            return "text" if may_be_word and not is_token else "tool_start"
+            begins_with_token = tag.startswith(_KIMI_CALL_STARTS)
+            is_word = may_be_word and (self._is_quoting or not begins_with_token)
+            return "text" if is_word else "tool_start"
         if match.lastgroup == "think_end" and self._has_channels:
             is_built_in = _BUILT_IN.search(tag) is not None
             return "think_start" if is_built_in else "think_end"
