@@ -17538,15 +17538,22 @@ class SchemaPart(NamedTuple):
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """Those that it names, of the values that it lists; all if it does neither."""
+    """Those that it names, of the values that it lists; all if it does neither.
+
+    {"type": ["string", "null"], "enum": ["a", "b"]} means null, too: OpenAI's examples
+    have optional arguments written so.
+    """
     names = as_list(schema.get("type", []))
     types = {name for name in names if isinstance(name, str)}
+    if "number" in types:
+        types.add("integer")
     values = as_list(schema.get("enum", []))
     if "const" in schema:
         values = [schema["const"]]
     value_types = {_JSON_TYPES[type(value)] for value in values}
-    types = (types & value_types) or types or value_types or set(_ALL_TYPES)
-    return types | {"integer"} if "number" in types else types
+    if value_types:
+        types = types & (value_types | {"null"}) or types or value_types
+    return types or set(_ALL_TYPES)
 
 
 def as_list(item: Any) -> list[Any]:

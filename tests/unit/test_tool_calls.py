@@ -738,6 +738,7 @@ def value_of(text: str, schema: object) -> Any:
         ("1", {"const": 1}, 1),
         ("5", {"type": ["string", "integer"], "enum": ["5"]}, "5"),
         ("5", {"type": "integer", "enum": ["5"]}, 5),
+        ("null", {"type": ["string", "null"], "enum": ["a", "b"]}, None),
         ("5", {"type": "number", "enum": [5]}, 5),
         # A branch of any type; of all of several schemas, the types that each has.
         ("<b>5</b>", {"anyOf": [{}, {"type": "null"}]}, "<b>5</b>"),
