@@ -3998,10 +3998,20 @@ def _normalize(image: Image.Image) -> Image.Image:
         image.draft("RGB", (width, height))  # a JPEG is unpacked at a half, a quarter
 
     image.load()
+    image = _reduce_shades(image)
     if math.prod(image.size) > _MAX_SEEN_PIXELS:
         image = _shrink(image, width, height)
     ImageOps.exif_transpose(image, in_place=True)
     return _put_on_white(image)
+
+
+def _reduce_shades(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits as grey of 8, of which Pillow would make white from 255 on."""
+    if image.mode != "I;16":
+        return image
+    grey = image.point(lambda shade: shade / 256).convert("L")
+    grey.info.pop("transparency", None)  # one of 65,536 shades
+    return grey
 
 
 def _shrink(image: Image.Image, width: int, height: int) -> Image.Image:

@@ -78,6 +78,14 @@ def test_what_is_transparent_lies_on_white():
     assert decoded.getpixel((4, 4)) == (0, 0, 0)
 
 
+def test_grey_of_16_bits_keeps_its_shades():
+    shades = np.arange(0, 65_536, 1024, dtype=np.uint16).reshape(8, 8)
+    file = io.BytesIO()
+    Image.fromarray(shades).save(file, "PNG")
+    decoded = np.asarray(s.SentImage(file.getvalue(), "here").decode())
+    assert decoded[..., 0].tolist() == (shades // 256).tolist()
+
+
 def test_a_photograph_is_turned_upright():
     image = Image.new("RGB", (40, 20))
     file = io.BytesIO()
@@ -102,9 +110,19 @@ def drawn(mode, kind, **options):
     return None
 
 
+def with_8_bits(image):
+    """The upper 8 bits of shades that have 16; any other image as it is."""
+    if image.mode != "I;16":
+        return image
+    grey = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+    grey.info["exif"] = image.info.get("exif", b"")
+    return grey
+
+
 def composited(data):
     """RGB pixels on white, by the long way that is always right."""
-    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGBA")
+    upright = ImageOps.exif_transpose(with_8_bits(Image.open(io.BytesIO(data))))
+    upright = upright.convert("RGBA")
     white = Image.new("RGBA", upright.size, "white")
     return Image.alpha_composite(white, upright).convert("RGB")
 
@@ -187,7 +205,7 @@ def test_strips_that_are_shrunk_are_those_of_the_whole_image(monkeypatch, mode):
 
     decoded = s.SentImage(file.getvalue(), "here").decode()
 
-    sent = Image.open(file)
+    sent = with_8_bits(Image.open(file))
     whole = sent.convert("RGBA" if sent.has_transparency_data else "RGB")
     small = whole.resize((102, 195), Image.Resampling.BICUBIC).convert("RGBA")
     white = Image.new("RGBA", small.size, "white")
