@@ -2182,7 +2182,7 @@ def _describe_json_fault(error: ValueError | RecursionError, raw: bytes) -> str:
     """What is wrong with a body, and where."""
     if not raw.strip():
         return "it is empty"
-    if isinstance(error, RecursionError):
+    if isinstance(error, RecursionError) or "recursion limit" in str(error):
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is no UTF-8"
@@ -2482,6 +2482,8 @@ _CHAT_ONLY_FIELDS: Final = (
     "return_progress",
     "thinking",
     "thinking_budget",
+    "reasoning",
+    "reasoning_effort",
     "chat_template_kwargs",
 )
 
@@ -2782,6 +2784,10 @@ _USER_PLACES: Final = (
     "prompt_cache_key",  # OpenAI: often one for each session
 )
 _MAX_ID_LENGTH: Final = 256
+# In a `user_id` of Claude Code: now a field of JSON text, in older versions the end.
+_CLAUDE_SESSION: Final = re.compile(
+    r'"session_id"\s*:\s*"([^"]*)"|_session_([0-9a-f-]+)\Z'
+)
 
 
 def _find_session(fields: JsonObject, headers: Mapping[str, str]) -> SessionContext:
@@ -2835,14 +2841,13 @@ def _without_session(user_id: str) -> str:
     {"device_id": "d", "session_id": "s"} -> {"device_id": "d", }
     user_a1_account_b2_session_c3 -> user_a1_account_b2
     """
-    text = re.sub(r'"session_id"\s*:\s*"[^"]*"', "", user_id)
-    return re.sub(r"_session_[0-9a-f-]+\Z", "", text)
+    return _CLAUDE_SESSION.sub("", user_id)
 
 
 def _claude_session_id(user_id: str) -> str | None:
-    """The id in JSON text such as {"device_id": "...", "session_id": "..."}, if any."""
-    match = re.search(r'"session_id"\s*:\s*"([^"]+)"', user_id)
-    return match[1] if match else None
+    """The session in such a `user_id`: "s" and "c3" in these two; None: it has none."""
+    match = _CLAUDE_SESSION.search(user_id)
+    return (match[1] or match[2]) if match else None
 
 
 # -- messages --------------------------------------------------------------------------

@@ -178,6 +178,7 @@ def test_what_is_not_json_is_a_bad_request(raw):
         b"\xef\xbb\xbf{}": "it begins with a byte order mark (line 1, column 1)",
         b'{"a": "\xff"}': "byte 7 is no UTF-8",
         b"[" * 100_000: "it is nested too deeply",
+        b"[" * 300 + b"]" * 300: "it is nested too deeply",
         b"[NaN]": "a number is NaN or infinite, or has too many digits",
         b"1" * 10_000: "a number is NaN or infinite, or has too many digits",
     }.items(),
@@ -806,6 +807,7 @@ IDS = [  # most specific first: each wins over all that follow
     ({"chat_id": 12}, {}, "12"),
     ({"metadata": {"session_id": "d"}}, {}, "d"),
     ({"metadata": {"user_id": CLAUDE_USER}}, {}, "s-claude"),
+    ({"metadata": {"user_id": "user_a1_account_b2_session_c3-d4"}}, {}, "c3-d4"),
     ({}, {"X-Claude-Code-Session-Id": "e"}, "e"),
     ({}, {"x-session-id": "f"}, "f"),
     ({}, {"Thread-Id": "g"}, "g"),
@@ -908,6 +910,8 @@ def test_what_only_chats_know_changes_no_completion():
         "top_logprobs": "x",
         "thinking_budget": -1,
         "thinking": True,
+        "reasoning_effort": "x",
+        "reasoning": {"max_tokens": -1},
     }
     assert completion(prompt="x", **chats) == completion(prompt="x")
 
