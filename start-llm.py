@@ -16572,6 +16572,7 @@ class Engine:
         self._load = load
         self._use_folder = use_folder
         self._loaded: LoadedModel | None = None
+        self._n_waiting = 0  # requests that the model thread has taken from the inbox
         self._is_loading = True  # the warm-up comes after it
         self._logged_faults: deque[str] = deque(maxlen=8)  # the last ones of `_guard`
         self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]]
@@ -16625,15 +16626,14 @@ class Engine:
     def submit(self, request: EngineRequest) -> RequestHandle:
         """Queue a request. Raises NotReady, or Overloaded at MAX_QUEUED_REQUESTS.
 
-        How many are queued already is known from the last report and the inbox, so a
-        few more than that may get in.
+        Others may submit in the same moment, so a few more than that may get in.
         """
         assert request.n_prompt and request.max_tokens > 0
         self._check_ready()
         if self.is_closing:
             raise NotReady(_STOPPING)
         max_queued = self._config.max_queued_requests
-        if self._inbox.qsize() + self.report["queued"] >= max_queued:
+        if self._inbox.qsize() + self._n_waiting >= max_queued:
             raise Overloaded(f"{max_queued} requests are waiting already")
 
         handle = RequestHandle(request)
@@ -16745,6 +16745,7 @@ class Engine:
         while not self._has_ended.is_set():
             wait_seconds = 0.0 if has_more else IDLE_SECONDS
             self._receive(scheduler, wait_seconds=wait_seconds)
+            self._n_waiting = len(scheduler.waiting)
             if scheduler.is_busy:
                 scheduler.step()
                 worked_at = time.monotonic()

@@ -123,6 +123,23 @@ def test_who_waits_longer_than_allowed_is_told_and_the_one_at_work_is_not_distur
     assert is_exact(b, "qwen3", running, ids)
 
 
+def test_engine_refuses_a_burst_between_two_reports(bench, monkeypatch):
+    b = bench("qwen3", batch_max_rows=1, max_queued_requests=2)
+    prompt = words(np.random.default_rng(11), 50)
+    tickets = [b.submit(prompt, n=4_000)]
+    wait_until(lambda: b.engine.report["decoding"])
+    monkeypatch.setattr(s, "REPORT_SECONDS", MAX_WAIT_SECONDS)
+
+    with pytest.raises(s.Overloaded, match="2 requests are waiting already"):
+        for _ in range(5):
+            tickets.append(b.submit(prompt, n=4))
+            b.engine.call(lambda scheduler: None)  # the inbox is empty then
+
+    assert len(tickets) == 1 + 2
+    for ticket in tickets:
+        ticket.stop_reason = "cancelled"
+
+
 def test_who_does_not_read_is_dropped_and_the_others_go_on(bench, monkeypatch):
     monkeypatch.setattr(s, "MAX_UNREAD_EVENTS", 50)
     b = bench("qwen3")
