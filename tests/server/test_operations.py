@@ -241,7 +241,7 @@ def test_a_dead_model_is_said_at_once_and_ends_the_server_where_wanted(
             body = chat(max_tokens=100_000, logit_bias={str(served_end(folder)): -100})
             waiting = pool.submit(post, port, "/v1/chat/completions", body)
             wait_until(lambda: engine.report["decoding"])
-            monkeypatch.setattr(s.PrefixCache, "evict_idle", broken)
+            monkeypatch.setattr(s.Scheduler, "step", broken)
             code, _, answer = waiting.result(timeout=MAX_WAIT_SECONDS)
         assert code == 503 and b"secret" not in answer
         if exits:
