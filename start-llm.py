@@ -1233,7 +1233,7 @@ _FIRST_KEYS: Final = (
     "ttft_ms",
     "finish",
 )
-_UNPRINTABLE: Final = re.compile(r"[^!-<>-~]+")  # or a blank, or "="
+_UNPRINTABLE: Final = re.compile(r"(?:[^!-~]|=)+")  # all but visible ASCII; "="
 
 
 def format_request_line(**values: object) -> str:
@@ -1420,11 +1420,12 @@ class Totals(TypedDict):
 
 
 class CacheMetrics:
-    """Counters, sums and histograms since the start.
+    """Counters, sums and histograms since the start: of all, of a key, or of a user.
 
-    What is counted for a tenant is counted for all as well; for "key/user", who is one
-    of several users of a key, also for "key". So there is one of these objects for all,
-    and one for each tenant, whose parent it is, or the parent of whose parent.
+    What is counted for one is counted for its parents, too:
+
+        all <-- key "K" <-- user "K/U"
+        all <-- user "/U", where requests have no keys
     """
 
     def __init__(self, parent: CacheMetrics | None = None) -> None:
@@ -1441,7 +1442,8 @@ class CacheMetrics:
             "saved_seconds": 0.0,
         }
         self._parent = parent
-        self._tenants: dict[str, CacheMetrics] = {}  # only of all: by name
+        # Those of all tenants, by name: one dict, whoever has it.
+        self._tenants: dict[str, CacheMetrics] = parent._tenants if parent else {}
 
         self._registry = prometheus.CollectorRegistry()
         self._requests = prometheus.Counter(
@@ -1478,10 +1480,9 @@ class CacheMetrics:
         return parent if key == tenant else CacheMetrics(parent)
 
     def keep(self, tenant: str) -> None:
-        """Let these be the metrics of a tenant from now on."""
-        *_, of_all = self._levels()
-        if self is not of_all:
-            of_all._tenants.setdefault(tenant, self)
+        """Let these be the metrics of a tenant from now on, if it has none."""
+        if self._parent is not None:
+            self._tenants.setdefault(tenant, self)
 
     def of_tenant(self, tenant: str) -> CacheMetrics:
         """The metrics of a tenant; if it has none, those of its key, or else of all."""
@@ -13002,8 +13003,8 @@ class VisionModel(Module):  # type: ignore[misc]
 # Public   LoadedModel, Detokenizer, ModelError, choose_model, resolve_model,
 #          load_or_demo, load_model, memory_limit
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, UPSTREAM, VISION MODEL
-# Thread   model: resolve_model, load_or_demo, load_model, memory_limit;
-#          choose_model: main; the rest any; mlx
+# Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the
+#          rest any; mlx
 
 
 class ModelError(Exception):
@@ -13202,14 +13203,14 @@ def _fetch(name: str, command: list[str]) -> Path:
 
 # -- loading ---------------------------------------------------------------------------
 
-# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: those of thinking,
-# or those of calls, too. A model has them if its vocabulary has the last one.
-_UNKNOWN_TAGS: Final[tuple[tuple[str, ...], ...]] = (
-    ("[THINK]", "[/THINK]"),  # Magistral
-    (
-        *("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
-        *("<|channel|>commentary to=functions.", "<|call|>"),
-    ),
+# Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: start and end of
+# thinking, then of a call. A model has them if the last one is in its vocabulary.
+_MAGISTRAL_TAGS: Final = ("[THINK]", "[/THINK]")
+_GPT_OSS_TAGS: Final = (
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "<|channel|>commentary to=functions.",
+    "<|call|>",
 )
 
 
@@ -13309,9 +13310,9 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     context_length = _context_length(facts, tokenizer.model_max_length)
-    name = _read_model_name(config)
-    is_folder = path == Path(name).expanduser()  # or a repository, or the demo
-    model_id = path.resolve().name if is_folder else name
+    model_id = _read_model_name(config)
+    if path == Path(model_id).expanduser():  # neither a repository nor the demo
+        model_id = path.resolve().name
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -13366,7 +13367,7 @@ def _teach_tags(tokenizer: Any) -> None:
     if tokenizer.think_start:
         return
     vocabulary = tokenizer.get_vocab()
-    for texts in _UNKNOWN_TAGS:
+    for texts in (_MAGISTRAL_TAGS, _GPT_OSS_TAGS):
         has_call_tags = len(texts) == len(REPLY_TAGS)
         if texts[-1] not in vocabulary:
             continue
@@ -13508,8 +13509,8 @@ def _find_hidden_ids(tokenizer: Any) -> frozenset[int]:
     for tag in REPLY_TAGS:
         shown_ids |= set(getattr(tokenizer, f"{tag}_tokens") or ())
 
-    # What the parser of calls names is their grammar: gemma4's <|"|>. Mistral's reads
-    # no [CALL_ID], which its models write (L-90).
+    # A special token that the parser of calls names is part of a call, as gemma4's
+    # <|"|> is. [CALL_ID] is, too, though Mistral's parser does not name it (L-90).
     grammar = read_tool_parser_source(tokenizer)
     if grammar:
         grammar += "[CALL_ID]"
@@ -16533,7 +16534,7 @@ class EngineReport(TypedDict, total=False):
     queued: int
     prefilling: int
     decoding: int
-    groups: int  # decode batches
+    groups: int  # decode batches: clients know this and the next by their old names
     lines: int  # cache entries
     cache_bytes: int
     cache_max_bytes: int
@@ -16571,23 +16572,24 @@ class Engine:
         self._metrics = metrics
         self._load = load
         self._use_folder = use_folder
-        self._loaded: LoadedModel | None = None
+        self._inbox = queue.SimpleQueue[Callable[[Scheduler], object]]()
         self._n_waiting = 0  # requests that the model thread has taken from the inbox
-        self._is_loading = True  # the warm-up comes after it
-        self._logged_faults: deque[str] = deque(maxlen=8)  # the last ones of `_guard`
-        self._inbox: queue.SimpleQueue[Callable[[Scheduler], object]]
-        self._inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._logged_faults: deque[str] = deque(maxlen=8)  # the last ones of _guard()
 
-        self._has_ended = threading.Event()  # the thread, or it will after this step
-        self.warm_up: WarmUpProgress | None = None  # while it lasts, in "loading"
-        self.failure: str | None = None  # why it ended, in one sentence
-        self.is_closing = False  # set it: what runs may end, nothing more may begin
+        # The thread loads the weights, warms up, then lets requests in.
+        self._is_loading = True  # the weights
+        self.warm_up: WarmUpProgress | None = None  # None: before it and after it
+        self._loaded: LoadedModel | None = None  # None: no request may come yet
+        self.is_closing = False  # set by MAIN: requests may end, none may begin
+        self._has_ended = threading.Event()  # or the thread ends after this step
+        self.failure: str | None = None  # a sentence; None: nothing has failed
 
-        # What the model thread has published, up to REPORT_SECONDS or IDLE_SECONDS ago.
+        # What the thread has published: while requests run at most REPORT_SECONDS and
+        # one step ago, else IDLE_SECONDS.
         self.memory: MemoryReport = {}
         self.report: EngineReport = {}
-        self.cache_entries: list[tuple[str, EntryReport]] = []  # after their tenants
+        self.cache_entries: list[tuple[str, EntryReport]] = []  # (tenant, entry)
         self.loads: list[RequestLoad] = []
         self.disk: DiskReport | None = None  # None: KV is not kept on the disk
 
@@ -20604,8 +20606,8 @@ class Divergence(TypedDict):
 class TenantStores:
     """What remembers the requests of one tenant.
 
-    The stores guard themselves. The dict and the deques are written and copied in
-    single steps, which need no lock.
+    Each store has its own lock. The dict and the deques need none: an item is added or
+    removed, or all are copied, in one step of the interpreter.
     """
 
     healing_store: HealingStore  # thinking that clients strip
@@ -20667,9 +20669,12 @@ class Tenants:
             return self._states.get(tenant)
 
     def keep(self, state: ServerState) -> ServerState:
-        """The state of its tenant, which is the one used last from now on."""
+        """Let this be the state of its tenant, unless there is one; that which is.
+
+        Its tenant is now the one that was used last.
+        """
         with self._tenants_lock:
-            state = self._states.setdefault(state.tenant, state)  # unless it has one
+            state = self._states.setdefault(state.tenant, state)
             self._states.move_to_end(state.tenant)
         return state
 
@@ -20679,9 +20684,10 @@ class Tenants:
             return list(self._states.values())
 
     def drop_users(self, max_ledger_bytes: int) -> list[str]:
-        """Drop the least recently used, until they are few and their ledgers small.
+        """Drop the least recently used users, and return their names.
 
-        Keys stay, and who has a request under way. Returns the names of the dropped.
+        So many that at most MAX_TENANTS are left, whose ledgers take at most
+        `max_ledger_bytes`. Keys stay, and so do users with a request under way.
         """
         users = [state for state in self.states() if "/" in state.tenant]
         ledger_bytes = {state.tenant: state.stores.ledger.nbytes for state in users}
@@ -20722,7 +20728,7 @@ class Proxy:
 
     def __init__(self, config: Config) -> None:
         self.state: ProxyPhase = "off"
-        self.was_reported = threading.Event()  # the keeper has said how it goes
+        self.was_reported = threading.Event()  # a state, by the keeper
         self._url = write_url(config.proxy_host, config.proxy_port)
 
     def body(self) -> ProxyBody:
@@ -20753,8 +20759,8 @@ class ServerState:
     def for_tenant(self, tenant: str) -> ServerState:
         """The same server with the stores of a tenant.
 
-        They are new if it has none, and forgotten unless keep() is called: a tenant is
-        who has something stored.
+        A tenant without stores gets new ones, which only keep() keeps: so nothing is
+        left of a name that somebody has only asked about.
         """
         if not tenant:
             return self.keep()
@@ -20768,7 +20774,7 @@ class ServerState:
         return replace(self, tenant=tenant, stores=stores, metrics=metrics)
 
     def keep(self) -> ServerState:
-        """Keep the stores of a new tenant; those that it has, if it has some by now."""
+        """Keep these stores; or return those that their tenant has got meanwhile."""
         state = self.tenants.keep(self)
         state.metrics.keep(state.tenant)
         return state
@@ -20815,11 +20821,12 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 #     deltas           ReplyDecoder: token -> text -> reasoning, content, tool calls
 #     bodies           ResponseFormatter of the API that was called
 #
-# Whatever can be refused with a status code is refused before the request is submitted:
-# no byte of the response has been sent. At the end of a reply it is recorded first and
-# its last events are sent then, because the next request of the client may follow at
-# once. A failed request is only reported; of one that its client has left, what was
-# shown is recorded, too (L-121).
+# Whatever is wrong with a request is found before it is submitted: as a rule nothing of
+# the response has been sent, so it can have a status code. (A stream that had to wait
+# for memory has got pings. Its error is an event.) At the end of a reply it is recorded
+# first and its last events are sent then, because the next request of the client may
+# follow at once. A failed request is only reported; of one that its client has left,
+# what was shown is recorded, too (L-121).
 #
 # The bodies of a response come from an iterator, which gives None whenever nothing is
 # new: then the HTTP server looks whether the client is still there.
@@ -20863,8 +20870,9 @@ def plan_request(
     `counts_all`: all its tokens are made even so; otherwise those over twice the
     context are estimated.
 
-    Raises NotReady, BadRequest: images or messages cannot be rendered, and NotServed:
-    another model is wanted, and STRICT_MODEL_NAMES is on.
+    Raises NotReady; NotServed: another model is wanted, and STRICT_MODEL_NAMES is on;
+    BadRequest: images or messages cannot be rendered; ContextTooLong: it is certain
+    before all tokens are made; ClientGone: nobody waits any more.
     """
     model = state.engine.model.for_tenant(state.tenant)
     proxy_name = state.config.proxy_model_id or None
@@ -21069,6 +21077,7 @@ def _find_call_forms(
     forms = call_forms(tool_format, tools, name=name, strict_tools=request.strict_tools)
     if must_call:
         return forms
+    # The model need not call. If it calls a tool that is not strict, anything will do.
     return [form if form.schema_path else form._replace(parts=None) for form in forms]
 
 
@@ -21260,7 +21269,10 @@ class ReplyDecoder:
         return deltas
 
     def _note_shown(self, deltas: list[JsonObject]) -> None:
-        """Note where a client may leave the reply, having the text of all tokens."""
+        """Note an end of the reply if nothing of its text so far is held back.
+
+        A client that leaves here has the text of all these tokens.
+        """
         for delta in deltas:
             self._n_letters += len(delta.get("content", ""))
         is_in_content = bool(deltas) and "content" in deltas[-1]
@@ -21606,10 +21618,9 @@ class ReplyRecorder:
             "n_messages": len(self._request.messages),
             "rules": self._found_rules,
         }
-        n_logged = stores.session_turn_store.exchange_last(
-            session_id,
-            [hash(marshal.dumps(message, 2)) for message in self._request.messages],
-        )
+        # The log has messages as they were sent: these are compared, by hashes.
+        sent_hashes = [hash(marshal.dumps(m, 2)) for m in self._request.messages]
+        n_logged = stores.session_turn_store.exchange_last(session_id, sent_hashes)
         counters = self._state.metrics.snapshot()
         self._state.session_log.write(
             session_id, {**record, **self._logged_content(n_logged), **counters}
@@ -21832,7 +21843,7 @@ class ReplyGeneration:
         with self._noting_failures():
             for deltas in self._read_deltas():
                 for delta in deltas:
-                    self._formatter.delta_events(delta)  # full_body() needs them
+                    self._formatter.delta_events(delta)  # full_body() has them all
                 yield None
             message = self._decoder.parser.message()
             yield self._formatter.full_body(message, self._reply_end())
@@ -22010,7 +22021,11 @@ class ReplyGeneration:
         return self._end_with(event, was_over=False)
 
     def _end_with(self, event: FinishedEvent, *, was_over: bool) -> ReplyEnding:
-        """Make the ending, and record it. `was_over`: before what was held back."""
+        """Make the ending, and record it.
+
+        `was_over`: the reply was complete before the decoder gave what it held back. A
+        stop string may be in that, too.
+        """
         decoder = self._decoder
         token_ids = decoder.token_ids
         eos_ids = self._prepared.model.eos_ids
@@ -22272,10 +22287,10 @@ class StatusBody(TypedDict):
     model: NotRequired[JsonObject]  # once it is loaded
     engine: JsonObject  # requests by phase, and the size of the cache
     memory: StatusMemory
-    requests: list[LiveRequest]
-    recent: list[RecentRequest]  # the oldest first, as are divergences
+    requests: list[LiveRequest]  # the oldest first, as in the next three
+    recent: list[RecentRequest]
     divergences: list[Divergence]
-    refusals: list[Refusal]  # the oldest first
+    refusals: list[Refusal]
     totals: Totals
     cache: list[EntryReport]
     disk: NotRequired[DiskReport]  # if KV is kept there; only who sees all, sees it
@@ -22414,13 +22429,14 @@ def _engine_report(state: ServerState) -> EngineReport:
         return report
     loads = _own_loads(state)
     phases = Counter(load.phase for load in loads)
+    decode_batches = {load.batch for load in loads if load.phase == "decoding"}
     entries = _cache_entries(state)
     own: EngineReport = {
         **report,
         "queued": phases["queued"],
         "prefilling": phases["prefilling"],
         "decoding": phases["decoding"],
-        "groups": len({load.batch for load in loads if load.phase == "decoding"}),
+        "groups": len(decode_batches),
         "lines": len(entries),
         "cache_bytes": sum(entry["bytes"] for entry in entries),
     }
@@ -22468,7 +22484,7 @@ def count_tokens_body(state: ServerState, request: ChatRequest) -> JsonObject:
 
     Raises what plan_request() raises.
     """
-    while True:  # a wrong guess is remembered, so the second time there is none
+    while True:  # verify() remembers a wrong guess: the second plan has no guess
         plan = plan_request(state, request, counts_all=True).plan
         if state.stores.planner.verify(plan):
             return {"input_tokens": len(plan.rendered.ids)}
@@ -22494,7 +22510,7 @@ def explain_body(state: ServerState, request: ChatRequest) -> JsonObject:
 
 
 def _prepare_verified(state: ServerState, request: ChatRequest) -> PreparedRequest:
-    """Prepare a request without a guessed part: after a wrong guess none is made."""
+    """Prepare a request; once more, as in count_tokens_body(), after a wrong guess."""
     while True:
         prepared = prepare_request(state, request)
         if state.stores.planner.verify(prepared.plan):
@@ -22636,8 +22652,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 def _check_values(headers: HttpHeaders) -> None:
     """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
 
-    A line that is folded is none: it has the line break of the standard library. (For
-    which a carriage return ends a header, too; so none is seen here.)
+    Line breaks are none: the standard library takes LF and CR for the end of a header,
+    and leaves one in a value only where the next line continues it.
     """
     for name, value in headers.items():
         if _CONTROL.search(value):
@@ -23382,7 +23398,7 @@ class HttpRequest:
     body_limit: _BodyLimit
     body_length: int | None  # None: it comes in chunks
     was_submitted: bool = False  # to the engine
-    _is_stream: bool | None = False  # it gets pings; None: its body was not looked at
+    _gets_pings: bool | None = False  # None: if its body, not looked at yet, says so
     _sent_at: float = 0.0  # when its body was read, or the last ping sent
     _held_memory: ExitStack = field(default_factory=ExitStack)  # for its body
     _work_memory: ExitStack = field(default_factory=ExitStack)  # to prepare it
@@ -23409,14 +23425,13 @@ class HttpRequest:
         method = self.connection.command
         path = _route_path(self.path)
         advice = _advise(path, self.connection.headers, self.state.config)
-        methods = [method for method, route_path in _ROUTES if route_path == path]
-        if not methods:
-            sentence = f"there is nothing at {path[:200]}: {advice}"
-            return NotServed(404, sentence)
-        sentence = f"{path} takes {', '.join(methods)}, not {method}"
+        served = ", ".join(name for name, route_path in _ROUTES if route_path == path)
+        if not served:
+            return NotServed(404, f"there is nothing at {path[:200]}: {advice}")
+        sentence = f"{path} takes {served}, not {method}"
         if method in ("GET", "HEAD"):  # a browser
             sentence += f": {advice}"
-        allowed = ", ".join(methods).replace("GET", "GET, HEAD")
+        allowed = served.replace("GET", "GET, HEAD")
         return NotServed(405, sentence, headers={"Allow": allowed})
 
     # -- routes ------------------------------------------------------------------------
@@ -23505,7 +23520,7 @@ class HttpRequest:
         generation = ReplyGeneration(self.state, request, client=self.connection.client)
         with closing(generation), self.connection.error_boundary():
             self.was_submitted = True
-            self._work_memory.close()
+            self._work_memory.close()  # the prompt is made
             if not request.stream:
                 for body in self._while_connected(generation.whole()):
                     self.response.send_json(200, body)
@@ -23544,7 +23559,7 @@ class HttpRequest:
         """
         payload = self.read_body()
         self._sent_at = time.monotonic()
-        self._is_stream = None if can_stream else False
+        self._gets_pings = None if can_stream else False
         memory = self.state.body_memory
         work = memory.work.reserve(
             memory.WORK_BYTES * len(payload), partial(self._keep_waiting, payload)
@@ -23560,7 +23575,7 @@ class HttpRequest:
         )
         tenant = name_tenant(config, key=self.key, user=request.user)
         self.state = self.connection.server.state.for_tenant(tenant).keep()
-        self._is_stream = can_stream and request.stream
+        self._gets_pings = can_stream and request.stream
         return replace(request, check_client=self._keep_waiting)
 
     def read_body(self) -> bytes:
@@ -23583,9 +23598,9 @@ class HttpRequest:
             for piece in pieces:
                 payload += piece
                 if len(payload) >= _MAX_UNHELD_BYTES:
-                    break
+                    break  # the rest is read once memory is held for it
             else:
-                max_bytes = len(payload)
+                max_bytes = len(payload)  # that was all
         held = self._hold(max_bytes)
         started_at = time.monotonic()
         self.connection.input.check_pace = lambda: self._check_pace(
@@ -23632,9 +23647,9 @@ class HttpRequest:
         if silent_seconds < self.state.config.keepalive_seconds:
             return
         self._sent_at = time.monotonic()
-        if self._is_stream is None:
-            self._is_stream = wants_stream(unparsed)
-        if self._is_stream:
+        if self._gets_pings is None:
+            self._gets_pings = wants_stream(unparsed)
+        if self._gets_pings:
             self.response.begin_stream()
             self.response.send_chunk(b": the request waits for its turn\n\n")
 
