@@ -19784,7 +19784,7 @@ class TaggedValue:
         self._unread = unread
         self._end = tags.value_end
         self._end_as_text = text_tags.value_end
-        self._next_end = self._end  # the same, or more
+        self._next_end = self._end  # and `later_tag`, once a closing tag was quoted
         self._later_tag = tags.later_tag
         self._any_tag = regex.compile(tags.any_tag)
         self._tag_at_start = regex.compile(rf"\s*(?:{tags.any_tag})")
@@ -19830,7 +19830,7 @@ class TaggedValue:
         self._update_next_end()
 
     def _update_next_end(self) -> None:
-        """After a quoted closing tag, `later_tag` in it is unreadable."""
+        """After a quoted closing tag, a `later_tag` makes it unreadable."""
         self._next_end = self._end
         if self._has_quoted_tag:
             source = f"(?P<unreadable>{self._later_tag})|{self._end.source}"
