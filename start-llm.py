@@ -4190,8 +4190,9 @@ def _gif_parts(data: bytes) -> Iterator[bytes]:
 #               its place. LEDGER renders it where it is new.
 #   off         It is plain text.
 #
-# A rule sees one text part of a message at a time. What it finds in a tool result, or
-# in a code fence (unless the rule is_fenced), is data and stays.
+# A rule looks at the text parts of a message one by one; only an operator's note goes
+# on in the next parts. Tool results and replies have no volatile fields, whatever is in
+# them. What begins in a code fence is data and stays (but see Rule.is_fenced).
 # No prompt has what identifies or directs somebody else: a pinned value may stand in
 # the prompts of other sessions only where its rule has crosses_sessions (L-106).
 #
@@ -4222,7 +4223,8 @@ _REST_OF_LINE: Final = r"(?P<value>[^\n\ufdd1]+)"  # or as far as an image
 _DATE_WORDS: Final = "|".join(
     filter(None, [*day_name, *day_abbr, *month_name, *month_abbr])
 )
-_NO_LINKING_WORD: Final = r"(?<=[\w)])(?<!\bat)(?<!\bo[fn])(?<!\bthe)"  # at its end
+# A clock does not end with such a word: of "Today is Friday, the day" it is "Friday".
+_NO_LINKING_WORD: Final = r"(?<=[\w)])(?<!\bat)(?<!\bo[fn])(?<!\bthe)"
 # why(L-83): a day or a time, and not what follows it in the line: that may be an
 # instruction. Blanks are taken all at once (L-113): a million of them took minutes.
 _CLOCK: Final = rf"""(?x:
@@ -4244,12 +4246,9 @@ _STAMP: Final = r"""(?x:
     (?: [ ] [\w:+/-]+ )? \] [ ]             # UTC], GMT+1], Europe/Berlin]
 )"""
 # why(L-116): OpenClaw puts JSON before a user's text, and before its stamp.
-_WRAPPER: Final = r"""(?x:
-    Conversation [ ] info [ ] \([^()\n]{1,40}\) :\n
-    ```json\n
-    (?: (?! ``` ) [^\n]*\n ){1,60}
-    ```\n{1,3}
-)"""
+_WRAPPER_START: Final = r"(?:Conversation[ ]info[ ]\([^()\n]{1,40}\):\n```json\n)"
+_WRAPPER_LINE: Final = r"(?:(?!```)[^\n]*\n)"
+_WRAPPER: Final = rf"(?:{_WRAPPER_START}{_WRAPPER_LINE}{{1,60}}```\n{{1,3}})"
 _ROUTED: Final = r"""(?x:
     (?P<private>                            # it names a session: see Rule
         \[Inter-session [ ] message\] [ ] sourceSession= [^\n]* \n
@@ -4334,12 +4333,11 @@ _RULES: Final = (
         name="user_message_id",
         roles=_USER,
         pattern=re.compile(
-            r"""(?x)
+            rf"""(?x)
             \A
             (?P<context>
-                Conversation [ ] info [ ] \([^()\n]{1,40}\) :\n
-                ```json\n
-                (?: (?! ``` ) [^\n]*\n ){0,60}?
+                {_WRAPPER_START} {_WRAPPER_LINE}{{0,60}}?
+                # Before it in its line: {{"sender": "cli", "message_id": "1"}}
                 [^\n"]* (?: "(?!message_id")[^"\n]*" [^"\n]* )*?
                 "message_id" [ ]*:[ ]* "
             )
@@ -4406,14 +4404,17 @@ _RULES: Final = (
         roles=SYSTEM_ROLES,
         pattern=re.compile(
             r"""(?xm)
-            ^ (?: gitStatus:[ ]
+            ^ (?: gitStatus:[ ]                 # Claude Code's: the last text of all
                 | (?P<has_end>                  # instructions follow these
-                    Git[ ]snapshot .* \n ```text \n
-                  | gitContext:[ ] .* \n
-                  | <context[ ]name="gitStatus"> .* \n\n
+                    Git[ ]snapshot .* \n ```text \n           # Qwen Code's
+                  | gitContext:[ ] .* \n                      # Mistral Vibe's
+                  | <context[ ]name="gitStatus"> .* \n\n      # Continue's
                   )
               )
-            (?P<value> (?(has_end) (?: \n? (?! ``` | </ ) .++ )+ | [\s\S]+ \Z ) )
+            (?P<value>
+                # If it has_end: as far as an empty line, a fence or a closing tag.
+                (?(has_end) (?: \n? (?! ``` | </ ) .++ )+ | [\s\S]+ \Z )
+            )
             """
         ),
         example="gitStatus: now\n\nStatus:\n M notes.txt",
@@ -4458,7 +4459,7 @@ _RULES: Final = (
         pattern=re.compile(
             r"""(?xm)
             ^ <<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>
-            (?s: (?! <<<BEGIN_O ) . )*?
+            (?s: (?! <<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>> ) . )*?
             <<<END_OPENCLAW_INTERNAL_CONTEXT>>> [ \t]* $
             """
         ),
@@ -4739,7 +4740,7 @@ class Canonicalizer:
             setting = getattr(config, f"rule_{rule.name}")
             if setting != "off":
                 self.rules.append(rule._replace(setting=setting))
-        self._has_late_system = config.rule_late_system != "off"
+        self._moves_late_system = config.rule_late_system != "off"
         self._part_separator = part_separator
         self._thinking_tags = thinking_tags
         self.memo: Memo[CanonicalMessage] = Memo(self.MEMO_BYTES)
@@ -4773,7 +4774,7 @@ class Canonicalizer:
             return ()
 
         text = message.original["content"]
-        if self._has_late_system and _IMAGE_MARK not in text:
+        if self._moves_late_system and _IMAGE_MARK not in text:
             return (Note(_LATE_SYSTEM, wrap_reminder(text)),)
         return ()
 
@@ -4928,8 +4929,9 @@ def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
     found: list[VolatileField] = []
     for rule in rules:
         for match in rule.pattern.finditer(text):
-            is_in_fence = unfenced_text[match.start()] == "\0"
-            is_data = is_in_fence and not rule.is_fenced
+            # Where the match begins, its context included.
+            begins_in_fence = unfenced_text[match.start()] == "\0"
+            is_data = begins_in_fence and not rule.is_fenced
             if not is_data and _IMAGE_MARK not in match[0]:
                 found.append(_make_field(rule, match, rules))
     return _drop_overlaps(found)
