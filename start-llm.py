@@ -5889,6 +5889,8 @@ class _TextCutter:
         """The end of a part that begins at `start`, and the start of the next one."""
         places = self._places.finditer(text, start + _PIECE_CHARACTERS)
         for place in islice(places, _MAX_CUT_TRIES):
+            # A part that follows a word begins with the space, or after it if the
+            # tokenizer puts one before each text. At a line end both are one position.
             for next_start in sorted({place.start(), place.end()}):
                 cut = slice(place.start(), next_start)
                 if self._keeps_tokens(text, cut):
@@ -5936,9 +5938,10 @@ class Encoder:
         self._cutter = _TextCutter(plain)
 
         # Pieces give other tokens if an added token takes the spaces around it (Phi-3).
+        # Then texts are left whole. To find out, a sample is encoded in pieces.
+        self._can_split = True
         sample = self._sample_text()
         sample_ids: list[int] = tokenizer.encode(sample, add_special_tokens=False)
-        self._can_split = True
         self._can_split = self.encode(sample).tolist() == sample_ids
 
     def for_tenant(self, tenant: str) -> Encoder:
@@ -6040,7 +6043,10 @@ class Encoder:
         text: str,
         limit: EncodingLimit,
     ) -> EncodedPrompt:
-        """The tokens of the parts of a text, which `encode` gives."""
+        """The tokens of the parts of a text. `encode` gives those of a part.
+
+        Parts that are arrays, of an added token or an image, are tokens already.
+        """
         ids_of_parts: list[TokenIds] = []
         n_tokens = 0
         n_characters = 0
@@ -6069,7 +6075,8 @@ class Encoder:
 
         why(L-118): a long text that could not be cut takes too much memory as a whole.
         So its tokens are first counted in pieces, cut anywhere. If the pieces have more
-        tokens than the limit, so has the text, and nobody needs its own tokens.
+        tokens than the limit, the prompt is refused: then these are returned, though
+        they are not the tokens of the text, and some more where a word was cut.
         """
         if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
             return EncodedPrompt(encode(text), 0)
@@ -6106,6 +6113,8 @@ class Encoder:
     def _parts(self, text: str) -> Iterator[str | TokenIds]:
         """The parts of a broken text. Added tokens are tokens already."""
         if not self._can_split:
+            # Cut at each break, so that no markup is whole. _BREAKS has a group, which
+            # is empty or a break that the client has sent: split() returns it, too.
             yield from filter(None, _BREAKS.split(text))
             return
         start = 0
@@ -6191,13 +6200,9 @@ class Renderer:
             # LLaVA's template prints the text parts of a message, but no plain text.
             self._reads_only_parts = _CANNED_FIRST in self.try_render("parts")
 
-        # Its text; "" if there is no template.
-        self.source = tokenizer.chat_template or ""
-        if isinstance(self.source, dict):  # several, by name
-            self.source = "\n".join(self.source.values())
-        if not self.source:
-            # It may be a function (DeepSeek-V3.2's): then something that it prints.
-            self.source = self.try_render("user")
+        # "" if there is no template. It may be a function (DeepSeek-V3.2's): then
+        # something that it prints.
+        self.source = _template_source(tokenizer) or self.try_render("user")
 
     def render(
         self,
@@ -6221,6 +6226,7 @@ class Renderer:
             # own cannot be seen.
             refusal = str(error)
             reason = f"the model's chat template refuses these messages: {refusal}"
+            # A sentence of the template's own does not quote the client.
             quote = "" if refusal in self.source else refusal
             raise BadRequest(reason, param="messages", quote=quote) from error
 
@@ -6246,6 +6252,14 @@ class Renderer:
         contents = [message["content"] for message in _canned_conversation(kinds)]
         in_order = re.compile(".*".join(contents), re.DOTALL)
         return in_order.search(self.try_render(kinds)) is not None
+
+
+def _template_source(tokenizer: Any) -> str:
+    """The text of the chat template; "" if it has none."""
+    source = tokenizer.chat_template or ""
+    if isinstance(source, dict):  # several templates, by name
+        return "\n".join(source.values())
+    return str(source)
 
 
 def _as_parts(message: Message) -> Message:
@@ -6305,11 +6319,10 @@ def _canned_conversation(kinds: str) -> list[Message]:
                 calls = [_canned_call(_CANNED_FIRST, n=0), _canned_call(words, n=1)]
                 message = {**reply, "content": "", "tool_calls": calls}
             case "tool":
-                call_id = f"call0000{n_results}"
                 message = {
                     "role": "tool",
                     "name": "f",
-                    "tool_call_id": call_id,
+                    "tool_call_id": _canned_call_id(n_results),
                     "content": words,
                 }
                 n_results += 1
@@ -6326,9 +6339,13 @@ def _canned_parts(words: str) -> list[JsonObject]:
     ]
 
 
+def _canned_call_id(n: int) -> str:
+    return f"call0000{n}"  # Mistral's templates refuse ids of other than nine letters
+
+
 def _canned_call(words: str, *, n: int) -> JsonObject:
     return {
-        "id": f"call0000{n}",
+        "id": _canned_call_id(n),
         "type": "function",
         "function": {"name": "f", "arguments": {"q": words}},
     }
@@ -6537,6 +6554,8 @@ def _probe_message_start(
     else:
         text = renderer.try_render(past, kwargs=kwargs)
 
+    # What follows the last words of the past, in both; all of it if they are not there.
+    # The gap ends where the words of the message begin, if it has any.
     past_end = past_text.rpartition(last_words)[2]
     gap = text.rpartition(last_words)[2].partition(canned_words(n_past))[0]
     difference = skip_spaces(gap, count_common(past_end, gap))
@@ -6582,7 +6601,11 @@ def render_sample(
 def compute_msg_token_boundaries(
     ids: TokenIds, traits: TemplateTraits
 ) -> tuple[int, ...]:
-    """The positions in a prompt where a message, or the generation prompt, begins."""
+    """The positions in a prompt where a message, or the generation prompt, begins.
+
+    Not an inner start. That is one if the token `distance` before it is `first_id`; the
+    tokens between them are not compared.
+    """
     is_start = np.isin(ids, traits.message_start_ids)
     for first_id, distance, inner_id in traits.inner_starts:
         is_first = ids[:-distance] == first_id
@@ -6765,11 +6788,13 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     are arguments that are numbers or objects: each template has its own form for them.
     """
     losses: list[str] = []
-    start = 0  # where to look from
-    end = 0  # of all that was found
+    end = 0  # of the last of all texts that were found
+    # Texts stand in the order of their messages. But results may be sorted: each is
+    # looked for after all that precedes the results, and first near `end`.
+    start = 0
     for message in messages:
         if message["role"] != "tool":
-            start = end  # results may be sorted; each stands after all their calls
+            start = end
         near = max(start, end - _SORTED_CHARACTERS)
         for kind, words in _printed_texts(message):
             if losses.count(kind) == _MAX_LOST:
@@ -7064,7 +7089,11 @@ class ChatTemplate:
     # The methods below are for Splice as well.
 
     def template_kwargs(self, request: ChatRequest) -> JsonObject:
-        """What the template reads beside messages and tools."""
+        """What the template reads beside messages and tools.
+
+        Later ones win: the setting PRESERVE_THINKING, what the client has sent, and
+        `request.thinking`, which is made of all fields that switch thinking.
+        """
         preserve: JsonObject = {}
         if self._config.preserve_thinking:
             preserve = self.traits.preserve_kwargs
@@ -7178,6 +7207,7 @@ class ChatTemplate:
         words_end = skip_spaces(text, words_start + len(words))
         has_words = text.startswith(words, words_start)
         if has_words and self._encoder.find_added.match(text, words_end):
+            # The user's words fill this message: nothing else is in it.
             return user_starts[0].start()
         folded_end = self._find_folded_end(text, messages, request)
         return max(user_starts[0].start(), folded_end)
@@ -7365,12 +7395,8 @@ class Splice(NamedTuple):
         if not self.past_messages[-1].get("tool_calls"):
             return closing
         written = self.template.decode(self.recorded.ids[-MAX_CLOSING_TOKENS:])
-        n_equal = {
-            end: count_common(closing[:end][::-1], written[::-1])
-            for end in range(len(closing) + 1)
-        }
-        end = max(n_equal, key=n_equal.__getitem__)
-        if not n_equal[end]:
+        end = _find_written_end(closing, written)
+        if end == 0:
             raise SpliceRefused("closer")
         return closing[end:]
 
@@ -7416,6 +7442,22 @@ class Splice(NamedTuple):
         return text.partition(_NONCE)[2]
 
 
+def _find_written_end(closing: str, written: str) -> int:
+    """Up to where a text has the closing at its end; 0 if it has nothing of it.
+
+    That is the end of the part of the closing which has most last letters in common
+    with the text; of several such parts, of the first one.
+    """
+    written_end = 0
+    most_equal = 0
+    for end in range(1, len(closing) + 1):
+        n_equal = count_common(closing[:end][::-1], written[::-1])
+        if n_equal > most_equal:
+            written_end = end
+            most_equal = n_equal
+    return written_end
+
+
 class _Suffix(NamedTuple):
     """What a template prints after the words of a reply."""
 
@@ -7455,14 +7497,16 @@ def _with_canned_words(message: Message, index: int) -> Message:
 def _excerpt(messages: list[Message]) -> list[Message]:
     """The messages that nearly always decide what a template prints after all of them.
 
-    why(L-63): the first one, the last one from the user, and the last steps.
+    why(L-63): the first one, the last one from the user, and the last steps, which are
+    four messages and those before them up to a reply.
     """
     last_user = 0
     last_steps = 0
+    last_four = len(messages) - 4
     for index, message in enumerate(messages):
         if message["role"] == "user":
             last_user = index
-        elif message["role"] == "assistant" and index < len(messages) - 4:
+        elif message["role"] == "assistant" and index < last_four:
             last_steps = index
     indices = {0, last_user, *range(last_steps, len(messages))}
     return [messages[index] for index in sorted(indices)]
