@@ -4248,8 +4248,9 @@ _STAMP: Final = r"""(?x:
 # why(L-116): OpenClaw puts JSON before a user's text, and before its stamp.
 _WRAPPER_START: Final = r"(?:Conversation[ ]info[ ]\([^()\n]{1,40}\):\n```json\n)"
 _WRAPPER_LINE: Final = r"(?:(?!```)[^\n]*\n)"
-_TEXTS_BEFORE_ID: Final = r"""(?x:           # {"sender": "cli", "message_id": "1"}
+_WRAPPER_ID: Final = r"""(?x:               # {"sender": "cli", "message_id": "1"}
     [^\n"]* (?: "(?!message_id")[^"\n]*" [^"\n]* )*?
+    "message_id" [ ]*:[ ]* "
 )"""
 _WRAPPER: Final = rf"(?:{_WRAPPER_START}{_WRAPPER_LINE}{{1,60}}```\n{{1,3}})"
 _ROUTED: Final = r"""(?x:
@@ -4339,8 +4340,7 @@ _RULES: Final = (
             rf"""(?x)
             \A
             (?P<context>
-                {_WRAPPER_START} {_WRAPPER_LINE}{{0,60}}?
-                {_TEXTS_BEFORE_ID} "message_id" [ ]*:[ ]* "
+                {_WRAPPER_START} {_WRAPPER_LINE}{{0,60}}? {_WRAPPER_ID}
             )
             (?P<value> [^"\n]+ ) (?= " )
             """
