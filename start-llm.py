@@ -16310,7 +16310,7 @@ class Scheduler:
             failed = [running for running in self.running if running in requests]
             logger.exception("the model failed on %d request(s)", len(failed))
             self._free_memory(error)
-            for running in failed:
+            for running in reversed(failed):  # `_try_again` lets each come first
                 self._fail(running, _explain_failure(error))
 
     def _fail_alone(self, running: RunningRequest, error: ServerError) -> None:

@@ -193,6 +193,29 @@ def test_each_request_that_a_failure_ends_has_an_error_of_its_own(bench):
     assert errors[0] is not errors[1]
 
 
+def test_scheduler_tries_requests_that_failed_together_again_as_they_came(bench):
+    b = bench("qwen3")
+    scheduler = b.engine.call(lambda scheduler: scheduler)
+    rng = np.random.default_rng(13)
+    are_submitted = threading.Event()
+    b.engine._inbox.put(lambda _: are_submitted.wait(MAX_WAIT_SECONDS))
+    tickets = [b.submit(words(rng, 40)) for _ in range(3)]
+    orders = []
+
+    def note_order(_rows):
+        orders.append([running.handle for running in scheduler.running])
+        if len(orders) == 1:
+            raise planted()
+
+    b.model.before_call = note_order
+    are_submitted.set()
+    for ticket in tickets:
+        b.finish(ticket)
+
+    assert n_second_tries(b) == 3
+    assert orders[:2] == [tickets, tickets]
+
+
 def test_after_the_first_token_an_error_is_an_error(bench):
     b = bench("qwen3")
     b.model.before_call = FailingOnce(planted(), at_call=4)
