@@ -15989,18 +15989,17 @@ class Scheduler:
 
         As long as they alone have too much, the newest ends; or it waits again, if the
         model has not begun with it. Its KV is kept. ENGINE calls this before it looks
-        at the cache and reports.
+        at the cache and reports, and logs what it raises.
         """
-        with self.guard():  # ends nobody: _finish has a guard of its own
-            while running := self.budget.find_excess(self.running):
-                if running.has_begun:
-                    n_tokens = running.num_computed_tokens
-                    error = self.budget.shortage(n_tokens, self.running)
-                    self._finish(running, error)
-                else:
-                    self._leave(running)
-                    self.waiting.insert(0, running.handle)
-            self.budget.evict_for_running(self.running)
+        while running := self.budget.find_excess(self.running):
+            if running.has_begun:
+                n_tokens = running.num_computed_tokens
+                error = self.budget.shortage(n_tokens, self.running)
+                self._finish(running, error)
+            else:
+                self._leave(running)
+                self.waiting.insert(0, running.handle)
+        self.budget.evict_for_running(self.running)
 
     # -- admit -------------------------------------------------------------------------
 
@@ -16380,8 +16379,7 @@ class Scheduler:
         if not _is_out_of_memory(error):
             return
         kept_bytes = self.cache.nbytes // 2
-        with suppress(RuntimeError, MemoryError):  # to shorten an entry takes a copy
-            self.cache.evict_to_fit(self.cache.max_bytes - kept_bytes)
+        self.cache.evict_to_fit(self.cache.max_bytes - kept_bytes)
 
 
 def _explain_failure(error: Exception) -> ServerError:

@@ -1035,6 +1035,7 @@ def test_a_call_raises_what_its_function_raises_even_a_timeout(bench):
     ("owner", "name"),
     [
         (s.Scheduler, "hold_limit"),
+        (s.MemoryBudget, "evict_for_running"),
         (s.PrefixCache, "evict_idle"),
         (s.PrefixCache, "describe"),
         (s.Engine, "_rest"),
