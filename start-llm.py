@@ -5940,10 +5940,10 @@ class Encoder:
 
         # Pieces give other tokens if an added token takes the spaces around it (Phi-3).
         # Then texts are left whole. To find out, a sample is encoded in pieces.
-        self._can_split = True
+        self.can_split = True
         sample = self._sample_text()
         sample_ids: list[int] = tokenizer.encode(sample, add_special_tokens=False)
-        self._can_split = self.encode(sample).tolist() == sample_ids
+        self.can_split = self.encode(sample).tolist() == sample_ids
 
     def for_tenant(self, tenant: str) -> Encoder:
         """The same for the texts of one tenant. It shares tokenizer and memo."""
@@ -5990,7 +5990,7 @@ class Encoder:
         It ends and raises as encode_prompt() does.
         """
         limit = limit or EncodingLimit()
-        if len(text) > _PIECE_CHARACTERS and self._can_split:
+        if len(text) > _PIECE_CHARACTERS and self.can_split:
             parts = self._parts_of_completion(text)
             if parts is not None:
                 return self._encode_parts(parts, self._encode_part, text, limit)
@@ -6113,7 +6113,7 @@ class Encoder:
 
     def _parts(self, text: str) -> Iterator[str | TokenIds]:
         """The parts of a broken text. Added tokens are tokens already."""
-        if not self._can_split:
+        if not self.can_split:
             # Cut at each break, so that no markup is whole. _BREAKS has a group, which
             # is empty or a break that the client has sent: split() returns it, too.
             yield from filter(None, _BREAKS.split(text))
@@ -6127,7 +6127,7 @@ class Encoder:
 
     def _encode_part(self, part: str) -> TokenIds:
         """The tokens of a text without added tokens, or if it cannot be split, with."""
-        if not self._can_split:
+        if not self.can_split:
             return _tokenize(self.tokenizer, part)
         return self.memo.get_or_make(
             part, lambda: _tokenize(self._piece_tokenizer, part), tenant=self.tenant
@@ -6942,6 +6942,11 @@ class ChatTemplate:
         if self._config.normalize_write_tool_content_for_prompt:
             name = "NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT"
             logger.warning("%s: a past write that is rendered is a digest", name)
+        if not self._encoder.can_split:
+            logger.warning(
+                "this tokenizer's added tokens take the spaces around them: each"
+                " request tokenizes all of its text again"
+            )
         if self.source and not self.traits.has_system:
             logger.warning(
                 "this chat template has no system role: user messages carry that text"

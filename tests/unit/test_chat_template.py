@@ -210,11 +210,16 @@ def test_many_threads_get_the_same_tokens() -> None:
             assert list(pool.map(template.render_prompt, requests)) == wanted
 
 
-def test_tokens_that_eat_spaces_are_left_to_the_tokenizer() -> None:
+def test_tokens_that_eat_spaces_are_left_to_the_tokenizer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """rstrip tokens (Phi-3) make piecewise encoding wrong; literal ones still are text."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<|eat|>", rstrip=True, normalized=False)])
-    template = make_template(tokenizer)
+    with caplog.at_level(logging.WARNING, "start-llm"):
+        template = make_template(tokenizer)
+    [record] = caplog.records
+    assert "take the spaces around them" in record.getMessage()
     text = "a<|eat|>   b<|im_end|>c"
 
     assert template.encode(text) == tokenizer.encode(text, add_special_tokens=False)

@@ -191,7 +191,7 @@ NO_WORDS = "".join(SOURCE.split()).replace("system-reminder", "")[:60_000]
 def uncut(request, template) -> s.ChatTemplate:
     """One whose texts cannot be cut, by a tokenizer of each kind."""
     copied = template.for_tenant(f"uncut {request.param}")
-    copied._encoder._can_split = request.param
+    copied._encoder.can_split = request.param
     copied._encoder._cutter = s._TextCutter(copied._encoder._piece_tokenizer)
     copied._encoder._cutter.__dict__["_places"] = re.compile(s._NO_MATCH)
     return copied
