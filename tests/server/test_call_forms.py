@@ -353,7 +353,7 @@ def test_a_strict_tool_is_bound_after_a_call_of_another(dense):
 def test_a_call_whose_tag_mlx_lm_does_not_know_is_forbidden_and_bound(
     dense, monkeypatch
 ):
-    """SmolLM3's template explains <tool_call>, and prints no call that shows it."""
+    """It looks for a template that prints calls; some only explain <tool_call>."""
     (call_id,) = dense.scribe.ids("<tool_call>")
     tokenizer = dense.state.engine.model.tokenizer
     monkeypatch.setattr(tokenizer, "_tool_call_start", None)
