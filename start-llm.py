@@ -243,12 +243,12 @@ class _OptionParser(argparse.ArgumentParser):
         self.exit(2, f"start-llm: {message} (--help lists the options)\n")
 
     def refuse(self, word: str) -> NoReturn:
-        """End with a sentence about a word that is no option, and the one meant."""
+        """Exit, for a word that is no option: for --prot, say that --port is meant."""
         if not word.startswith("-"):
             self.error(f"{word} stands alone: --model {word} is meant?")
         name = word.split("=")[0]
-        long_names = [known for known in self._option_string_actions if known != "-h"]
-        near = get_close_matches(name, long_names, n=1)
+        options = [option for option in self._option_string_actions if option != "-h"]
+        near = get_close_matches(name, options, n=1)
         advice = f": {near[0]} is meant?" if near else ""
         self.error(f"{name} is no option{advice}")
 
@@ -347,24 +347,25 @@ if __name__ == "__main__":
 # It compiles each kernel when it is first needed (38 s for a first request on an H200),
 # and keeps it as a file. By default the files lie in /tmp: a reboot deletes them, and
 # where a machine has several users, one of them may put code there that we would run.
-# A file is found by the kernel's name alone: with another GPU, MLX or compiler, what is
-# loaded would not fit. So the user has a folder of their own for each of these:
+# MLX finds a file by the kernel's name alone, even one that was made for another GPU or
+# by another MLX or compiler. So each user has a folder for each combination of these:
 #
 #     ~/.cache/start-llm/kernels/mlx-0.32.4-sm_89-nvrtc-13.5.37
 #
-# A variable that the user has set stays as it is.
+# A variable that the user has set stays as it is. Where no private folder can be made,
+# the files stay in /tmp.
 #
 # Public   set_cuda_environment
 # Uses     -
 # Thread   main
 
 _CUDA_SETTINGS = {
-    # MLX keeps graphs and attention plans; each length of the last slice of a prompt
-    # needs one. It counts those that it has made since it was started, and raises an
-    # exception once they are twice as many as its caches hold.
+    # MLX caches graphs and attention plans: a new one for each length of the last slice
+    # of a prompt. Once it has made twice as many as a cache holds, it would raise an
+    # exception, which the first line prevents.
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
-    "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # of 400
-    "MLX_CUDA_SDPA_CACHE_SIZE": "2000",  # of 256: 22 ms to make one
+    "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # instead of 400
+    "MLX_CUDA_SDPA_CACHE_SIZE": "2000",  # instead of 256; a plan takes 22 ms
 }
 
 
@@ -377,6 +378,7 @@ def set_cuda_environment(environ: MutableMapping[str, str]) -> None:
         return
     for name, value in _CUDA_SETTINGS.items():
         environ.setdefault(name, value)
+
     if "MLX_PTX_CACHE_DIR" in environ:
         return
     architecture = _find_architecture()
@@ -390,7 +392,7 @@ def set_cuda_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def _find_architecture() -> str:
-    """As "sm_89"; "" where the driver shows no GPU that MLX can use."""
+    """The GPU's, as "sm_89"; "" where the driver shows no GPU that MLX can use."""
     script = Path(__file__).with_name("scripts") / "helpers" / "find_gpu.py"
     command = [sys.executable, str(script)]
     try:
@@ -565,9 +567,8 @@ class Overloaded(ServerError):
 class BadRequest(ServerError):
     """The request cannot be answered as it is.
 
-    With `field`, the field at fault, the message begins with its path. With `param`
-    instead, the message stays as it is. `quote` is the part of the message that the
-    client may have written.
+    Both `field` and `param` are the path of the field at fault. `field` is put before
+    the message, too; `param` leaves the message as it is.
     """
 
     status = 400
@@ -609,7 +610,7 @@ class ContextTooLong(BadRequest):
 
 
 class NotServed(BadRequest):
-    """Refused by its path, headers or model name, with a status of its own.
+    """Refused for its path, headers, size or model name, each with its own status.
 
     401 key, 403 host or web page, 404 path or model, 405 method, 408 a body that comes
     too slowly, 413 one that is too large, 415 its encoding, 501 its transfer coding.
@@ -636,9 +637,9 @@ class ClientGone(Exception):
 # -- wrong values ----------------------------------------------------------------------
 # pydantic checks requests and settings. A client reads our sentences, not pydantic's.
 
-# The type of a fault whose sentence is written where the fault is found.
+# The type of our own PydanticCustomError: its message is such a sentence already.
 OUR_FAULT: Final = "ours"
-# A sentence for each type of pydantic's; in braces are values of the fault's context.
+# Our sentence for each of pydantic's types. In braces: values of the fault's context.
 _FAULTS: Final[Mapping[str, str]] = {
     "missing": "is missing",
     "bool_type": "should be true or false",
@@ -776,7 +777,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     shutdown_grace_seconds: _Seconds = 10.0  # for running replies when it has to stop
     exit_on_engine_death: bool = True  # so that a supervisor starts it again
     allowed_hosts: str = ""  # a list: more names that clients call this machine by
-    # key: nothing is shared between keys; user: nor between the users of one
+    # key: no two keys share anything; user: nor do two users of a key
     cache_isolation: _Isolation = "none"
     cors_origins: str = ""  # a list: web pages that may send requests; "*": all
 
@@ -914,8 +915,10 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 #
 # CACHE_ISOLATION=none has the first only, =key the first two, =user all three. Where
 # API_KEY is a single key, its name is "", and that of its user "/41b6e09f7ad2c385". A
-# request belongs to the lowest tenant that it names. A tenant sees what is its own, and
-# what belongs to those below it: "" sees everything, a key what its users have.
+# request that names a user belongs to that user, any other to its key.
+#
+# A tenant reuses only what is its own. In reports, and when it has things forgotten, it
+# sees what is below it, too: "" sees everything, a key also what its users have.
 
 
 def has_tenants(config: Config) -> bool:
@@ -942,7 +945,7 @@ def key_of_tenant(tenant: str) -> str:
 
 
 def is_seen_by(viewer: str, tenant: str) -> bool:
-    """Whether `viewer` may see what is `tenant`'s: it is the same or stands above."""
+    """Whether `viewer` may see what is `tenant`'s: it is that tenant, or above it."""
     return viewer in ("", tenant, key_of_tenant(tenant))
 
 
@@ -955,7 +958,7 @@ def _short_digest(text: str) -> str:
 # variables of other programs, too: there, only what is nearly a setting's name is one.
 #
 #     .env         LOG_PATH=x   "... nothing acts on it; did you mean LOG_ROOT?"
-#     environment  LOG_PATH=x   nothing is said
+#     environment  LOG_PATH=x   no sentence
 #                  MLX_PROT=9   "... nothing acts on it; did you mean MLX_PORT?"
 #     both         KV_BITS=8    "... nothing acts on it yet"
 #                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
@@ -1002,8 +1005,8 @@ def check_names(
     values = {**env_file, **environ}
     has_model = bool(values.get("MODEL_PATH"))
     for variable in unknown:
-        is_model = variable.setting == "MODEL_PATH" and values[variable.name]
-        if is_model and not has_model:
+        is_model = variable.setting == "MODEL_PATH"
+        if is_model and values[variable.name] and not has_model:
             advice = "Rename or remove it: as it is, another model would be served"
             raise ConfigError(f"{variable.describe()} {advice}")
     return [variable.describe() for variable in unknown]
@@ -1012,8 +1015,8 @@ def check_names(
 def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownName]:
     """All unknown names in .env, each with the setting that is most like it.
 
-    That is MODEL_PATH only for its typing errors and names that begin with MODEL, such
-    as MODEL_NAME: a name that is taken for MODEL_PATH stops the start.
+    A name that is taken for MODEL_PATH stops the start. So only its typing errors are,
+    and names that begin with MODEL, such as MODEL_NAME.
     """
     for name in sorted(env_file.keys() - _SETTING_NAMES):
         setting = _find_typo(name, _SETTING_NAMES)
@@ -1738,9 +1741,9 @@ def _append_line(path: Path, line: bytes) -> None:
 #     3 MB   "held"   once 64 kB of it have come, until its reply has ended
 #     48 MB  "work"   once all of it has come, until the engine has its tokens
 #
-# Its client may take a minute to send it, so no work is reserved meanwhile. Two steps
-# more have a WorkBudget of one unit each, where they are: one image at a time is
-# unpacked, and one text at a time is tokenized as a whole.
+# Its client may take a minute to send it, so no work is reserved meanwhile. Two other
+# sections have a WorkBudget of one unit, so that one request at a time does a step: one
+# text that cannot be cut is tokenized (TOKENIZER), one image unpacked (VISION MODEL).
 #
 # Public   WorkBudget, Reservation, BodyBudget, BodyMemory, CLIENT_LOOK_SECONDS,
 #          memory_bytes
@@ -1753,7 +1756,7 @@ CLIENT_LOOK_SECONDS: Final = 0.25  # the longest time between two looks at the c
 class WorkBudget:
     """Units that may be reserved at once, such as bytes; first come, first served.
 
-    Who asks for more than there are waits for all of them.
+    A request for more units than there are gets all of them.
     """
 
     def __init__(self, n_units: int) -> None:
@@ -1798,6 +1801,7 @@ class WorkBudget:
                 self._wake_first()  # what is left may be enough for the next
 
     def _take_in_turn(self, n_units: int, turn: threading.Event) -> bool:
+        """Take the units if they are free and `turn` is the first in the queue."""
         with self._budget_lock:
             # What is released from now on sets the event again, so that wait() returns.
             turn.clear()
@@ -1890,9 +1894,9 @@ class BodyBudget:
 class BodyMemory:
     """What the bodies of all requests may take beside KV and the model (L-122).
 
-    That is 1/16 of the memory limit for work and 1/32 to hold them. A body whose work
-    needs more than its budget has is prepared alone. One whose work needs more than 1/4
-    of the limit is refused: it would take memory that KV has.
+    Of a memory limit of 64 GB, 4 GB are for work and 2 GB to hold bodies. If the work
+    of one needs more than the 3 GB that large bodies share, it has them alone. If it
+    needs more than 16 GB, the body is refused: it would take memory that KV has.
     """
 
     # For each byte of a body. Until it is tokenized, a body of 10 MB was measured to
@@ -1932,7 +1936,7 @@ JsonObject = dict[str, Any]
 #     content            text, or a list of text parts and images; "" or [] if none
 #     reasoning_content  thinking of the assistant, if the client sent it
 #     thought_id         the signature of that thinking, ours (thinking_signature()) or
-#                        another server's; also sent where the thinking is left out
+#                        another server's; some clients send it without the thinking
 #     tool_calls         of the assistant; each has a `function` with a `name`; an `id`
 #                        and `arguments`, an object or JSON text, if they were sent
 #     tool_call_id       of a tool message: the call that it answers
@@ -1996,7 +2000,7 @@ class ChatRequest:
 
     kind: Literal["chat", "completion", "messages"]  # "messages" is Anthropic's
     request_id: str
-    model: str | None  # as asked for; None: whichever is loaded
+    model: str | None  # the name that was sent; None: whichever is loaded
     session: SessionContext
     user: str = ""  # whose request it is, for CACHE_ISOLATION=user
     sampling: SamplingParams
@@ -2023,7 +2027,7 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any]  # for the chat template; never enable_thinking
     # Called between two pieces of long work. Raises ClientGone.
     check_client: Callable[[], None] = field(default=assume_client, compare=False)
-    # Of the prompt. It is refused if it has more: the others are only estimated.
+    # A prompt with more tokens is refused, and what is above this is estimated only.
     max_counted_tokens: int = sys.maxsize
 
 
@@ -2076,7 +2080,7 @@ class ResponseFormatter(Protocol):
 
     @property
     def closes_cut_calls(self) -> bool:
-        """Whether a call that was cut is closed: its finish reason says that, too."""
+        """Whether a call that was cut gets its closing brackets, so that it parses."""
 
     def start_events(self, usage: Usage, /) -> list[JsonObject]:
         """The events that begin a stream; what was cached is known by now."""
@@ -2151,9 +2155,10 @@ _BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])', re.DOTALL
 
 
 def _count_containers(raw: bytes) -> int:
-    """How many arrays and objects a JSON value has, or a number that it cannot exceed.
+    """How many arrays and objects a JSON value has.
 
-    Nothing is counted beyond the limit.
+    Up to the limit, brackets in strings are counted, too, which is faster. Beyond the
+    limit nothing is counted.
     """
     n_brackets = raw.count(b"[") + raw.count(b"{")  # those in strings, too
     if n_brackets <= MAX_CONTAINERS:
@@ -2275,8 +2280,8 @@ class _Fault(NamedTuple):
 def _find_path(details: ErrorDetails, fields: JsonObject) -> tuple[int | str, ...]:
     """The path of a fault in the fields that were sent.
 
-    Pydantic's path has the branches of unions, too: ("stop", "list[...]", 1). So it is
-    followed through the values: no value has a part with the name of its branch.
+    Pydantic's path has the branches of unions, too: ("stop", "list[...]", 1). A step
+    that is neither an index nor a name in the value reached so far is such a branch.
     """
     path: list[int | str] = []
     value: Any = fields
@@ -2299,9 +2304,10 @@ def _find_path(details: ErrorDetails, fields: JsonObject) -> tuple[int | str, ..
 def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
     """The error for the first wrong field. Of a union, each branch reports a fault.
 
-    `content: 3` is neither a text nor a list: it "should be a text or a list". In
-    `stop: ["a", 3]`, the branch of lists finds its fault deeper, in stop[1]: a list was
-    meant. In `prompt: []`, it is not one of type: the list "should not be empty".
+    content: 3        both branches want another type: "a text or a list"
+    stop: ["a", 3]    the branch of lists has the deeper fault, which counts: stop[1]
+    prompt: []        a text has another type; a list "should not be empty", which
+                      counts, as no fault of type
     """
     first_path = faults[0].path
     inside = [fault for fault in faults if fault.path[: len(first_path)] == first_path]
@@ -2619,8 +2625,8 @@ def _json_schema(response_format: JsonObject) -> JsonObject | None:
 # -- thinking --------------------------------------------------------------------------
 
 # Where a body may ask for thinking, with a bool or one of the levels below. The first
-# value that is present switches it on or off; the first that is more than that decides
-# how hard to think.
+# value that is present switches it on or off; the first that is an effort, such as
+# "low", decides how hard to think.
 _THINKING_FIELDS: Final = (
     "enable_thinking",  # Qwen's API
     "thinking",  # OpenClaw
@@ -2739,7 +2745,7 @@ def _check_template_kwargs(template_kwargs: JsonObject) -> None:
 
 
 def _template_kwargs(sent_kwargs: JsonObject, effort: str | None) -> JsonObject:
-    """What a chat template gets, but for enable_thinking: ChatRequest.thinking is that.
+    """What a chat template gets, except enable_thinking, which ChatRequest.thinking is.
 
     A `reasoning_effort` among the kwargs that were sent counts before `effort`.
     """
@@ -2810,7 +2816,7 @@ def _find_id(
         value = value_at(fields, place)
         if value is None:
             value = headers.get(place)
-        if place == "metadata.user_id":  # a person; Claude Code adds the session to it
+        if place == "metadata.user_id":  # names a person; of Claude Code, a session too
             value = _claude_session_id(str(value))
         is_id = isinstance(value, str | int) and not isinstance(value, bool)
         if value and is_id:
@@ -3120,9 +3126,8 @@ def _usage_body(usage: Usage) -> JsonObject:
 #
 # parse_chat_request() reads the translated body, so prompt and cache are the same by
 # either API. The content of messages is checked while it is translated, since a fault
-# must be named where it is in the body that was sent. The other fields have the same
-# path in a chat, or anthropic_error_body() puts the path of the Messages API into the
-# error.
+# must be named where it is in the body that was sent. Most other fields have the same
+# path in a chat; anthropic_error_body() translates the paths of the rest.
 #
 # Left out is what only Anthropic's own machines can do: server tools that are offered,
 # and encrypted thinking. A history in which server tools were used is refused.
@@ -3387,9 +3392,9 @@ class _MessageBuilder:
         sent     user: text "a", tool_result, text "b", image
         chat     user: "a" | tool: the result | user: "b", image
 
-    append_content() is called once, then finish(). A tool result is a message of its
-    own; the content of it is built in the same way, with the role "tool". `field` is
-    always the path in the body.
+    Its user calls append_content() once, then finish(). A tool result is a message of
+    its own: another builder, with the role "tool", makes it. `field` is always the path
+    in the body.
     """
 
     def __init__(self, role: str, tools: Mapping[str, JsonObject]) -> None:
@@ -3528,7 +3533,7 @@ def thinking_signature(thinking: str) -> str:
     return f"start-llm-{sha256(thinking.encode()).hexdigest()[:32]}"
 
 
-# The blocks of a reply while they are generated. A block becomes parts of events:
+# The blocks of a reply, as they are generated. Each gives the parts of its events:
 #
 #     start_body()     of content_block_start
 #     delta_body()     of content_block_delta, for each piece of its text
@@ -4001,7 +4006,7 @@ def _normalize(image: Image.Image) -> Image.Image:
     scale = math.sqrt(_MAX_SEEN_PIXELS / math.prod(image.size))
     width, height = (max(1, int(side * scale)) for side in image.size)
     if scale < 1:
-        image.draft("RGB", (width, height))  # a JPEG is unpacked at a half, a quarter
+        image.draft("RGB", (width, height))  # a JPEG is unpacked at 1/2, 1/4 or 1/8
 
     image.load()
     image = _reduce_shades(image)
@@ -4084,7 +4089,7 @@ _SCANS: Final = (b"\xda", b"zTXt", b"iTXt", b"iCCP")
 # Between compressed pixels: what is neither a byte 0xff of theirs nor a restart.
 _JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _PNG_PIXELS: Final = (b"IDAT", b"fdAT")
-_MIN_PIXEL_BYTES: Final = 256  # of a part of a PNG that costs no more than its bytes
+_MIN_PIXEL_BYTES: Final = 256  # a chunk of a PNG with fewer costs more than its bytes
 
 
 def _find_costly_parts(data: bytes) -> str:
@@ -4113,7 +4118,7 @@ def _jpeg_parts(data: bytes) -> Iterator[bytes]:
     """The markers, up to the end of the image, as libjpeg reads them:
 
     ff da 00 0c ...    a segment begins with its length, so what is in it is no marker
-    1f ff 00 ff d0     pixels follow a scan's: ff 00 is a byte of them, ff d0 a restart
+    1f ff 00 ff d0     pixels follow that of a scan: ff 00 is a byte, ff d0 a restart
     ff d9              the end
     """
     position = 2
@@ -4127,7 +4132,7 @@ def _jpeg_parts(data: bytes) -> Iterator[bytes]:
 
 
 def _png_parts(data: bytes) -> Iterator[bytes]:
-    """The kinds of all chunks but those that are long, and of pixels."""
+    """The kinds of all chunks, except long ones of pixels."""
     position = 8
     while position < len(data):
         n_bytes = int.from_bytes(data[position : position + 4])
@@ -23776,7 +23781,10 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
     ledger_bytes = min(config.ledger_max_bytes, limit_bytes // _LEDGER_PART)
     config = config.model_copy(update={"ledger_max_bytes": ledger_bytes})
     metrics = CacheMetrics()
+    records = RecordFile()
+    stores = TenantStores.empty(config, metrics, records.of_tenant(""))
 
+    # The engine calls these two on the model thread.
     def load() -> LoadedModel:
         if can_be_demo:
             return load_or_demo(config)
@@ -23786,8 +23794,6 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
         records.open(folder / "records", ttl_seconds=config.ledger_ttl_seconds)
         stores.load()
 
-    records = RecordFile()
-    stores = TenantStores.empty(config, metrics, records.of_tenant(""))
     has_disk = wants_disk_cache(config)
     return ServerState(
         config=config,
@@ -24014,7 +24020,7 @@ def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
 
 
 def _write_banner(state: ServerState) -> str:
-    """What a person reads once the server answers: 9 to 12 lines."""
+    """What a person reads once the server answers: 10 to 12 lines."""
     model = state.engine.model
     limit_bytes = state.engine.memory.get("limit", 0)  # of weights, KV and buffers
     kv_bytes = state.engine.report.get("cache_max_bytes", 0)
@@ -24091,7 +24097,7 @@ class _ProxyCommand(NamedTuple):
 
 
 def _find_proxy(config: Config) -> _ProxyCommand | None:
-    """LiteLLM and the script that runs it; None if ENABLE_PROXY is off or one lacks."""
+    """LiteLLM and what runs it; None if ENABLE_PROXY is off, or one is not there."""
     script = Path(__file__).resolve().parent / "scripts/helpers/litellm_beside.py"
     program = Path(sys.executable).with_name("litellm")
     if config.enable_proxy and program.exists() and script.exists():
