@@ -9667,16 +9667,21 @@ class KVSpan(NamedTuple):
         mx.eval(copies)
         return KVSpan(copies, end - start)
 
-    def join(self, tail: KVSpan) -> KVSpan:
-        """These tokens and then the tail's. Neither span may be used afterwards."""
-        length = self.length + tail.length
-        for i, tail_array in enumerate(tail.arrays):
-            # why(L-105): one array at a time, so at most one exists twice; and the list
-            # lets go of the old one before the new one is written.
+    def join(self, *tails: KVSpan) -> KVSpan:
+        """These tokens and then the tails'. None of the spans may be used afterwards.
+
+        why(L-105): one array at a time, so at most one exists twice: the lists let go
+        of the old ones before the next one is written.
+        """
+        length = self.length + sum(tail.length for tail in tails)
+        for i in range(len(self.arrays)):
             buffer = _grow(self.arrays[i], length)
             self.arrays[i] = buffer
-            tail_tokens = tail_array[..., : tail.length, :]
-            buffer[..., self.length : length, :] = tail_tokens
+            start = self.length
+            for tail in tails:
+                tail_tokens = tail.arrays.pop(0)[..., : tail.length, :]
+                buffer[..., start : start + tail.length, :] = tail_tokens
+                start += tail.length
             mx.eval(buffer)
         return KVSpan(self.arrays, length)
 
@@ -10944,13 +10949,19 @@ class PrefixCache:
     def _savings_per_byte(
         self, needed_depths: Counter[CacheEntry]
     ) -> dict[CacheEntry, float]:
-        """What the KV saves that nobody needs now, of each entry at rest with such."""
+        """By entry at rest, what the KV saves that would go: what nobody needs now.
+
+        Of an entry of 2,000 tokens of which branches need 1,800, 200 would go.
+        """
         savings = {}
         for entry in self._tree.resting:
             depth = needed_depths[entry]
             if depth < entry.end:
-                saving = self._expected_saving(entry, max(depth, entry.start))
-                savings[entry] = saving / max(entry.nbytes, 1)
+                start = max(depth, entry.start)
+                n_own = max(entry.end - entry.start, 1)  # 0: its request read nothing
+                freed_bytes = entry.nbytes * (entry.end - start) // n_own
+                saving = self._expected_saving(entry, start)
+                savings[entry] = saving / max(freed_bytes, 1)
         return savings
 
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
@@ -11160,7 +11171,7 @@ class Segment(BaseModel, frozen=True, extra="forbid"):
     states: dict[int, Any] = {}
     arrays: dict[str, ArrayInfo]  # in the order of the file; "tokens" is the first
 
-    @property
+    @cached_property  # of all segments it is read, when one has to go
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(info.nbytes for info in self.arrays.values())
@@ -11699,6 +11710,10 @@ class DiskCache:
         matches = [self._follow(segment, key, known) for segment in segments]
         return max(matches, key=lambda match: match.depth)
 
+    def has_segment(self, key: TokenKey, end: int) -> bool:
+        """Whether there is a file of the first `end` tokens, found by `find` or not."""
+        return _PromptNames(key).name_of(end) in self._segments
+
     def _follow(self, segment: Segment, key: TokenKey, known: set[str]) -> DiskMatch:
         """What a segment, its parents and those that continue it have of a prompt.
 
@@ -11751,11 +11766,14 @@ class DiskCache:
             logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
             self.remove(segment)
 
-    def expected_seconds(self, match: DiskMatch) -> float:
-        """How long it takes to load a match, by the fastest load; 0.0 before any."""
+    def expected_seconds(self, match: DiskMatch, start: int) -> float:
+        """How long it takes to load KV [start, depth), by the fastest load so far.
+
+        0.0 before any.
+        """
         if self._read_speed is None:
             return 0.0
-        n_bytes = sum(segment.nbytes for segment in match.segments)
+        n_bytes = sum(segment.nbytes for segment, end in match.parts() if end > start)
         return n_bytes / self._read_speed
 
     def read(self, match: DiskMatch, start: int, end: int) -> LoadedKV | None:
@@ -11790,10 +11808,7 @@ class DiskCache:
             self._note_use(segment)
         speed = n_bytes / max(time.monotonic() - began, 1e-6)
         self._read_speed = max(speed, self._read_speed or 0.0)
-        span = spans[0]
-        for tail in spans[1:]:
-            span = span.join(tail)
-        return LoadedKV(span, states)
+        return LoadedKV(spans[0].join(*spans[1:]), states)
 
     def _note_use(self, segment: Segment | None) -> None:
         """Remember, beyond a restart, that a segment and its parents are used now."""
@@ -12109,7 +12124,8 @@ class DiskTier:
         self._clock = time.monotonic
         max_tokens = MAX_SEGMENT_BYTES // max(spec.token_bytes, 1)
         self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
-        self._saved_ends: dict[CacheEntry, int] = {}  # tokens that the disk has
+        # The key of each entry as it rested last, and how many tokens the disk has.
+        self._saved: dict[CacheEntry, tuple[TokenKey, int]] = {}
         self._job: Generator[None] | None = None
         self._share = SAVE_SHARE  # of the time of running requests that the job takes
         self._not_before = 0.0  # when to go on, beside running requests
@@ -12138,12 +12154,12 @@ class DiskTier:
         n_more = depth - match.depth
         if n_more < MIN_LOADED_TOKENS:
             return 0
-        load_seconds = self.files.expected_seconds(found)
+        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
+        start = match.cached_tokens if is_branch else 0
+        load_seconds = self.files.expected_seconds(found, start)
         if prefill_speed and load_seconds > n_more / prefill_speed:
             return 0
 
-        is_branch = match.cached_tokens >= MIN_PREFIX_TOKENS
-        start = match.cached_tokens if is_branch else 0
         loaded = self.files.read(found, start, depth)
         if loaded is None:
             return 0
@@ -12203,23 +12219,20 @@ class DiskTier:
         self.files.collect()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
-        # An entry that was cut back has no more saved tokens than it has.
-        self._saved_ends = {
-            entry: min(self._saved_ends.get(entry, 0), entry.end)
-            for entry in self._cache.entries
-        }
+        entries = set(self._cache.entries)
+        self._saved = {e: saved for e, saved in self._saved.items() if e in entries}
         endangered = self._cache.next_to_go(self._cache.max_bytes // SPILL_PART)
         self._share = SPILL_SHARE
         job = self._begin_first(endangered, min_seconds=0.0)
         if job is not None:
             return job
 
-        entries = [entry for entry in self._cache.entries if not entry.is_running]
-        entries.sort(key=lambda entry: entry.last_used, reverse=True)
+        resting = [entry for entry in entries if not entry.is_running]
+        resting.sort(key=lambda entry: entry.last_used, reverse=True)
         min_seconds = SAVE_BUSY_SECONDS if is_busy else SAVE_AFTER_SECONDS
         self._share = SAVE_SHARE
         return self._begin_first(
-            entries, min_seconds=0.0 if is_closing else min_seconds
+            resting, min_seconds=0.0 if is_closing else min_seconds
         )
 
     def _begin_first(
@@ -12238,30 +12251,45 @@ class DiskTier:
 
         `min_seconds`: of rest; 0.0 if there is no later chance.
         """
-        n_new = entry.end - self._saved_ends[entry]
-        if n_new < MIN_SEGMENT_TOKENS or entry.end < LANDMARK_TOKENS:
-            return False  # too little, or no lookup would find it
-        if min_seconds and entry.end < MIN_SAVED_TOKENS:
+        # Of fewer than LANDMARK_TOKENS, no lookup would find a file.
+        min_end = MIN_SAVED_TOKENS if min_seconds else LANDMARK_TOKENS
+        rest_seconds = self._clock() - entry.last_used
+        if entry.end < min_end or rest_seconds < min_seconds:
             return False
+        n_new = entry.end - self._find_saved_end(entry)
         if min_seconds and n_new < MIN_SAVED_TOKENS:
             min_seconds = SAVE_SHORT_SECONDS
-        return self._clock() - entry.last_used >= min_seconds
+        return n_new >= MIN_SEGMENT_TOKENS and rest_seconds >= min_seconds
+
+    def _find_saved_end(self, entry: CacheEntry) -> int:
+        """How many tokens of an entry the disk has; looked up when it has run."""
+        key, end = self._saved.get(entry, (None, 0))
+        if key is entry.key:
+            return end
+        return self._find_on_disk(entry).depth
+
+    def _find_on_disk(self, entry: CacheEntry) -> DiskMatch:
+        key = entry.key._replace(tokens=entry.key.tokens[: entry.end])
+        match = self.files.find(key)
+        self._saved[entry] = (entry.key, match.depth)
+        return match
 
     def _begin(
         self, entry: CacheEntry, *, min_tokens: int = MIN_SEGMENT_TOKENS
     ) -> Generator[None] | None:
         """Begin to write what the disk lacks of an entry; its parent comes first."""
-        key = entry.key._replace(tokens=entry.key.tokens[: entry.end])
-        match = self.files.find(key)
+        match = self._find_on_disk(entry)
         if match.depth < entry.start:
             parent = entry.parent
             assert parent is not None
             return None if parent.is_running else self._begin(parent, min_tokens=1)
-        self._saved_ends[entry] = match.depth
         end = min(entry.end, match.depth + self._max_tokens)
         n_tokens = end - match.depth
         n_bytes = n_tokens * self._spec.token_bytes
         if n_tokens < min_tokens or not self.files.may_write(n_bytes):
+            return None
+        if self.files.has_segment(entry.key, end):  # too short for a lookup to find
+            self._saved[entry] = (entry.key, end)
             return None
         return self._write(entry, match, end)
 
@@ -12284,7 +12312,7 @@ class DiskTier:
         finally:
             if is_whole:
                 writer.finish()
-                self._saved_ends[entry] = end
+                self._saved[entry] = (key, end)
             else:
                 writer.abandon()
 
@@ -12296,6 +12324,8 @@ class DiskTier:
         self.files.writer.wait(FORGET_SECONDS)
         self.files.collect()
         self.files.remove_session(tenant, session)
+        # What continued it is gone, too, and is written again if memory has it.
+        self._saved.clear()
 
 
 # region SESSIONS ==============================================================

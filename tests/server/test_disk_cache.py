@@ -189,6 +189,35 @@ def test_slow_disk_is_not_read(restart, tmp_path):
     assert end.reuse.cached_tokens == 0
 
 
+def test_what_memory_has_does_not_make_the_disk_slow(restart, tmp_path):
+    rng = np.random.default_rng(25)
+    path = tiny_model("qwen3", tmp_path)
+    head = words(rng, 2000)
+    prompts = [head + words(rng, 400) for _ in range(2)]
+    bench = restart(path)
+    for prompt in prompts:
+        bench.ask(prompt, n=1)
+        save(bench)
+    bench = restart(path)
+    bench.ask(prompts[0], n=1)  # measures how fast the disk is
+
+    def load_second(scheduler):
+        key = s.TokenKey(b"r", np.asarray(prompts[1], np.int32), [])
+        found = scheduler.disk.files.find(key)
+        key = key._replace(block_hashes=s.block_hashes(prompts[1], 16, root=b"r"))
+        root, tail = found.segments
+        speed = scheduler.disk.files._read_speed
+        return scheduler.disk.load(
+            key,
+            scheduler.cache.find(key),
+            owner=s.NO_OWNER,
+            # The tail is loaded faster than that, and the two of them slower.
+            prefill_speed=399 * speed / (tail.nbytes + root.nbytes / 2),
+        )
+
+    assert bench.engine.call(load_second) == 399
+
+
 # -- when it is written ---------------------------------------------------------------------------
 
 
@@ -252,6 +281,32 @@ def test_what_is_too_short_to_be_found_keeps_nothing_else_from_the_disk(
 
     assert segments(bench) == [(0, 701)]
     assert bench.engine.call(lambda scheduler: scheduler.disk._job) is None
+
+
+def test_conversation_that_replaces_a_saved_one_is_written(restart, tmp_path):
+    rng = np.random.default_rng(26)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    head = words(rng, 700)
+    for _ in range(2):  # of the same length, and the second takes over the entry
+        bench.ask(head + words(rng, 300), n=1)
+        save(bench)
+
+    assert segments(bench) == [(0, 1001), (700, 1001)]
+
+
+def test_parent_that_no_lookup_finds_is_written_once(restart, tmp_path):
+    rng = np.random.default_rng(24)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    prompt = words(rng, 350)
+    bench.ask(prompt, n=1)
+    bench.ask(prompt[:220] + words(rng, 10), n=1)  # 231: shorter than a landmark
+
+    on_model_thread(bench, lambda disk: disk.save_all(2.0))
+    on_model_thread(bench, lambda disk: disk.files.collect())
+
+    files = on_model_thread(bench, lambda disk: disk.files.report())
+    assert segments(bench) == [(0, 231)]
+    assert files["written_today_bytes"] == files["bytes"]
 
 
 def test_file_that_cannot_be_read_now_is_not_deleted(restart, tmp_path, monkeypatch):
@@ -640,6 +695,23 @@ def test_files_are_for_their_owner_alone(restart, tmp_path):
 
 
 # -- what is forgotten ----------------------------------------------------------------------------
+
+
+def test_others_that_continued_a_forgotten_session_are_written_again(restart, tmp_path):
+    rng = np.random.default_rng(23)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    head = words(rng, 600)
+    bench.ask(head, n=1, owner=s.RequestOwner("", "a"))
+    save(bench)
+    bench.ask(head + words(rng, 300), n=1, owner=s.RequestOwner("", "b"))
+    save(bench)
+    assert segments(bench) == [(0, 601), (600, 901)]
+
+    bench.engine.call(lambda scheduler: scheduler.drop_kv("", "a"))
+    save(bench)
+
+    left = on_model_thread(bench, lambda disk: list(disk.files._segments.values()))
+    assert [(one.start, one.end, one.session) for one in left] == [(0, 901, "b")]
 
 
 def test_forgotten_session_is_gone_from_the_disk(restart, tmp_path):

@@ -356,6 +356,24 @@ def test_eviction_is_by_value_and_keeps_what_branches_need():
     assert reuse.cached_tokens >= 1300, "the line that was used most was evicted first"
 
 
+def test_end_of_a_shared_conversation_counts_by_its_own_bytes():
+    """Of its 2,000 tokens, branches need 1,800: 200 go if it is evicted, not 2,000."""
+    clock = StillClock()
+    cache = make_cache(max_bytes=8 * 4000, token_bytes=8, clock=clock)
+    old, _ = converse(cache, list(range(5000, 6000)), [1])
+    clock.now += 900
+    prefix = list(range(1, 1801))
+    shared = [*prefix, *range(2000, 2200)]
+    converse(cache, [*prefix, *range(3000, 3300)], [1])
+    converse(cache, shared, [1])
+    assert cached_tokens(cache, [*shared, 1, 2]) == 2001
+
+    cache.evict_to_fit(cache.max_bytes - cache.nbytes + 8)
+
+    assert cached_tokens(cache, [*shared, 1, 2]) == 2001
+    assert cached_tokens(cache, [*old, 2]) < len(old)
+
+
 def make_room(cache, tokens, n_more=0):
     """As a request does before it starts; what it was promised, and whether all fits."""
     reuse = cache.find(prompt_of(tokens))
