@@ -14356,16 +14356,13 @@ def make_constraints(
 
     grammars = _ReplyGrammars(loaded, form, call_forms)
     must_call = request.tool_choice.mode in ("required", "named")
-    has_strict_calls = any(call.is_strict for call in call_forms)
     if must_call:
         grammar = grammars.compile_calls(form.forced_call())
         constraints.append(partial(follow_grammar, grammar))
     elif request.json_schema is not None:
-        grammar = grammars.compile_schema(
-            request.json_schema, can_call=can_call, has_strict_calls=has_strict_calls
-        )
+        grammar = grammars.compile_schema(request.json_schema, can_call=can_call)
         constraints.append(partial(follow_grammar, grammar))
-    elif has_strict_calls and form.call_id:
+    elif grammars.has_strict_calls and form.call_id:
         # Where several tokens open a call, nobody sees in time that it is one.
         grammar = grammars.compile_calls("calls")
         constraints.append(partial(watch_for_call, form.call_id[0], grammar))
@@ -14409,24 +14406,29 @@ class _ReplyGrammars:
             if call.fault and call.schema_path:
                 raise call.refusal(call.fault)
 
-    def compile_schema(
-        self, schema: JsonObject, *, can_call: bool, has_strict_calls: bool
-    ) -> Any:
+    @property
+    def has_strict_calls(self) -> bool:
+        """Whether the arguments of some tool must fit its schema."""
+        return any(call.is_strict for call in self._calls)
+
+    def compile_schema(self, schema: JsonObject, *, can_call: bool) -> Any:
         """An LLMatcher of replies that are JSON of a schema. Raises BadRequest."""
         if fault := find_excess(schema):
             raise BadRequest(fault, field=_SCHEMA_FIELD)
         # A client may ask that what cannot be enforced is passed over; nothing else.
         is_lenient = schema.get("x-guidance") == {"lenient": True}
         guided = _guide(schema, is_lenient=is_lenient)
-        any_call = self._form.any_call() if can_call else ""
         # First without the schemas of the tools: a fault is that of this schema, then.
-        matcher = self._compile(self._form.json_or_calls(any_call), (), guided)
+        any_call = self._form.any_call() if can_call else ""
+        start = self._form.json_or_calls(any_call)
+        matcher = self._compile(start, (), guided)
         if matcher.is_error():
             fault = _describe_fault(matcher.get_error(), schema)
             raise BadRequest(fault, field=_SCHEMA_FIELD, quote=fault)
-        if not has_strict_calls:
+        if not self.has_strict_calls:
             return matcher
-        return self.compile_calls(self._form.json_or_calls("calls"), guided)
+        start = self._form.json_or_calls("calls")
+        return self.compile_calls(start, guided)
 
     def compile_calls(self, start: str, schema: JsonObject | None = None) -> Any:
         """An LLMatcher of the rule `start`, in which "calls" are calls of the tools.
