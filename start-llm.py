@@ -3376,13 +3376,13 @@ def _mark_error(parts: list[JsonObject]) -> None:
 
 
 def _refuse_block(block: object, *, field: str) -> BadRequest:
-    """The error for a block that cannot be read, or not in a message of this role."""
+    """The error for a block with a wrong field, or that no message of its role has."""
     if not isinstance(block, dict):
         return BadRequest("should be a content block, an object", field=field)
     if not isinstance(block.get("type"), str):
         return BadRequest("should be a text", field=f"{field}.type")
     quote = f"{block['type']!r:.60}"
-    sentence = f"a block of type {quote} cannot be read"
+    sentence = f"a block of type {quote} cannot be read here, or a field of it is wrong"
     return BadRequest(sentence, field=field, quote=quote)
 
 

@@ -1089,7 +1089,11 @@ def test_a_fault_of_a_field_is_said_in_words_of_ours(fields, sentence):
         (None, "should be a content block, an object"),
         ("x", "should be a content block, an object"),
         ({"type": None}, "type: should be a text"),
-        ({"type": "smell"}, "a block of type 'smell' cannot be read"),
+        ({"type": "smell"}, "a block of type 'smell' cannot be read here"),
+        (
+            {"type": "text", "text": None},
+            "a block of type 'text' cannot be read here, or a field of it is wrong",
+        ),
     ],
 )
 def test_a_block_that_is_none_is_refused_without_names_of_python(block, sentence):
