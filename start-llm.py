@@ -17357,9 +17357,9 @@ class ReasoningStreamSplitter:
     def _is_misplaced(self, tag: str) -> bool:
         """Whether a tag is where it cannot be one.
 
-        In an example of code; Gemma's, of which the word begins a thought only where
-        a reply begins, and the closing tag only follows a call. JSON without a tag is
-        an example of a call, if it follows text.
+        In an example of code it is text. Gemma's word begins a thought only where the
+        reply begins, and its closing tag stands only after a call. JSON without a tag
+        is an example of a call if it follows text.
         """
         if _UNTAGGED_OBJECT.fullmatch(tag):
             return self._kind == "reasoning" or "content" in self._emitted_kinds
