@@ -213,6 +213,7 @@ from typing import (
     TextIO,
     TypedDict,
     cast,
+    get_args,
 )
 from unittest.mock import patch
 from urllib.parse import parse_qsl, unquote
@@ -9002,8 +9003,8 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # -- 1 caches --------------------------------------------------------------------------
 #
 # A layer has one cache object, or a CacheList of several. The innermost are its leaves.
-# `state` is all that a leaf keeps; a leaf of the same class in which it is set is equal
-# to the first. Most classes have a form for batches, with several rows:
+# `state` is all that a leaf keeps: another leaf of its class becomes equal to it when
+# that is set there. Most classes have a form for batches, with several rows:
 #
 #     leaf              its `state`                                    form for batches
 #     KVCache           keys, values, n. of tokens                     BatchKVCache
@@ -9034,7 +9035,7 @@ def cache_leaves(layer_caches: LayerCaches) -> list[Any]:
 
 # Pinned by test_vision.py, which runs a hybrid model of mlx-vlm
 class _VisionRecurrentCache(ArraysCache):  # type: ignore[misc]
-    """mlx-lm's recurrent cache, with what layers of mlx-vlm ask of theirs besides."""
+    """mlx-lm's recurrent cache, with two methods that layers of mlx-vlm call."""
 
     def update_window(
         self,
@@ -9060,7 +9061,7 @@ class _VisionRecurrentCache(ArraysCache):  # type: ignore[misc]
         return output, self[index]
 
     def extract(self, row: int) -> Any:
-        """One row, as a cache of this kind; upstream's is of its own."""
+        """One row, as a cache of this class; upstream's method makes an ArraysCache."""
         arrays = [array[row : row + 1] for array in self.cache]
         return self.from_state((arrays, None, None))
 
@@ -9075,8 +9076,8 @@ class LeafKind(NamedTuple):
     # be held without a copy, and read between the parts of a tapped call.
     can_hold: bool = False
     window_attribute: str = ""  # how many tokens it needs; "" if it has no window
-    # Why no row can be sliced out of the arrays of a batch: its places are in another
-    # order, or padded. Upstream's `extract` makes a leaf of a single row.
+    # No row can be sliced out of the arrays of a batch: its places are padded, or in
+    # another order. Upstream's `extract` makes a leaf of a row then.
     must_extract: bool = False
 
 
@@ -9156,7 +9157,7 @@ def make_recurrent(arrays: list[mx.array]) -> Any:
 
 # Pinned by test_vision_families.py
 def to_mlx_lm_cache(layer: Any) -> Any:
-    """mlx-lm's cache of the kind of an empty one of mlx-vlm. Raises ValueError."""
+    """mlx-lm's cache in the place of an empty one of mlx-vlm. Raises ValueError."""
     kind = type(layer).__name__
     match kind:
         case "KVCache":
@@ -9238,7 +9239,8 @@ class TokenGenerator:
             return model(prompt_end, cache=cache)
 
         n_rows = len(choices)
-        # Making one runs its first step, with this model; the next steps have the own.
+        # To make a batch runs its first step, in which the model reads all of `tokens`.
+        # In later steps upstream calls it with one token of each row.
         self._batch: Any = GenerationBatch(
             feed_prompt_end,
             uids=list(range(n_rows)),
@@ -9293,14 +9295,11 @@ class TokenGenerator:
 
 # -- 3 tokenizer -----------------------------------------------------------------------
 #
-# mlx-lm's TokenizerWrapper has properties for the tags of a reply, and none sets them:
-# `think_start`, `think_start_tokens`, and so on; None where a model has no such tag.
+# mlx-lm's TokenizerWrapper has the tags of a reply as read-only properties,
+# `think_start`, `think_start_tokens`, and so on: None where a model has no such tag.
 
 ReplyTag = Literal["think_start", "think_end", "tool_call_start", "tool_call_end"]
-REPLY_TAGS: Final[tuple[ReplyTag, ...]] = (
-    *("think_start", "think_end"),
-    *("tool_call_start", "tool_call_end"),
-)
+REPLY_TAGS: Final[tuple[ReplyTag, ...]] = get_args(ReplyTag)
 
 
 # Pinned by test_upstream.py::test_a_tag_that_is_set_is_read_by_the_property
@@ -9395,7 +9394,7 @@ def image_token_id(model: Any) -> int:
 
 
 # (token ids `(1, n)`, image_grid_thw=rows and columns)
-# -> (positions `(3, 1, n)`, by how much those that follow shift `(1, 1)`)
+# -> (positions `(3, 1, n)`, the shift of what follows `(1, 1)`)
 type RopeIndex = Callable[..., tuple[mx.array, mx.array]]
 
 
@@ -12786,7 +12785,7 @@ class ImagePositions(NamedTuple):
     """Where an image's tokens are, and what comes after them."""
 
     positions: npt.NDArray[np.int64]  # `(3, n)`: time, row, column, counted from 0
-    shift: int  # of all text after it; 0 if the model counts on
+    shift: int  # of all text after it; 0 without mRoPE
 
 
 def has_vision_tower(path: Path) -> bool:
@@ -12815,20 +12814,22 @@ class VisionModel(Module):  # type: ignore[misc]
         )
         self.image_token = image_token_id(self.whole)
         self.phrase = "<image>\n"  # until MODEL LOADING sets what the template renders
-        # REQUEST HANDLING puts it into the digest of an image, so that nobody can write
-        # a marker, or find two images whose markers are alike.
+        # It is in the digest of each image, so that nobody can write markers, or find
+        # two images whose markers are alike. ENGINE puts that of a disk cache here.
         self.secret = uuid.uuid4().bytes
 
         self._rope_index = find_rope_index(self.whole)
         self._sees_both_ways = see_images_both_ways(self.whole)
 
-        # By digest. Any thread uses the first, and the model thread the others.
+        # By digest. `_image_tokens` is for any thread, the others for the model thread.
         self._image_tokens = LRUCache(1_000)
         self._positions = LRUCache(1_000)
-        self._features: OrderedDict[str, LayerInputs] = OrderedDict()  # used last: last
+        self._features: OrderedDict[str, LayerInputs] = (
+            OrderedDict()
+        )  # oldest use first
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
-        # why(L-112): one image is unpacked at a time. Connection threads wait in turn,
-        # looking for their clients; so the model thread waits for one of them at most.
+        # why(L-112): one image is unpacked at a time. Connection threads first queue in
+        # `_unpacking`, so the model thread, which takes the lock alone, waits for one.
         self._unpacking = WorkBudget(1)
         self._unpack_lock = threading.Lock()
 
@@ -12843,9 +12844,9 @@ class VisionModel(Module):  # type: ignore[misc]
     def check_headers(
         self, sources: Mapping[str, SentImage], *, check_client: Callable[[], None]
     ) -> None:
-        """Raise BadRequest for one of these that cannot be decoded, by its header.
+        """Raise BadRequest if the header of one shows that it cannot be decoded.
 
-        `sources`: by digest. Those that are known need no check, and no turn.
+        `sources`: images by digest. Those that are known are not checked again.
         """
         cached = self._image_tokens
         new_digests = [digest for digest in sources if cached.get(digest) is None]
@@ -12943,7 +12944,7 @@ class VisionModel(Module):  # type: ignore[misc]
         *,
         shifts: Sequence[int] = (0,),
     ) -> mx.array:
-        """Logits of text tokens `(rows, n)`. `shifts`: of each row, by its images."""
+        """Logits of text tokens `(rows, n)`. `shifts`: of rows, by all their images."""
         inputs: LayerInputs = {}
         if self._rope_index is not None:
             first_positions = row_offsets(cache) + mx.array([*shifts])
@@ -14637,10 +14638,10 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #              admit      slice by slice     step by step
 #
 # One step of the scheduler: end what is over, admit what fits, decode one step in each
-# batch, then prefill. One slice of one prompt is read; more slices, if each ends its
-# prompt; none, while decoding has to catch up. A step takes about SLICE_SECONDS: others
-# decode on beside a long prompt, and nobody waits long to be noticed. Four times a
-# second, between two steps, ENGINE calls `hold_limit`.
+# batch, then prefill one slice of one prompt. If that ends the prompt, a slice of the
+# next may follow; while decoding has to catch up, none is read. A step takes about
+# SLICE_SECONDS: others decode on beside a long prompt, and nobody waits long to be
+# noticed. Four times a second, between two steps, ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
@@ -14660,8 +14661,8 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #
 # A request that decodes alone does so in its own buffers. Requests of similar length
 # decode as one batch; a short one never pays for padding to the length of a long one.
-# A request is merged when it begins to decode; two batches never are later. Those that
-# have only a short rest to read are merged before, and read it in one call (L-123).
+# A request joins a batch when it begins to decode, not later. Requests that have only a
+# short rest to read are merged before that, and read it in one call (L-123).
 # Dropped: mlx-lm's BatchGenerator, which merges on insertion (a single request of 32k
 # tokens needs its KV twice). Its GenerationBatch is used (UPSTREAM), and ends nobody.
 #
@@ -14785,7 +14786,7 @@ class RequestTimes(NamedTuple):
         return self.activity if isinstance(self.activity, WaitCause) else None
 
     def begin(self, activity: Activity, now: float) -> RequestTimes:
-        """The times when from `now` on it does something else.
+        """Its times if it does something else from `now` on.
 
         The time until the scheduler sees it belongs to the cause that is found then.
         """
@@ -14898,16 +14899,16 @@ class SchedulingPolicy:
                        second of prefill adds DECODE_SHARE seconds, each second of
                        decoding takes one off. A prompt that ends soon may be read
                        before the debt is paid.
-        oldest_credit  While it is positive, the oldest request is next: else the one
-                       that ends first. What is read of others adds its seconds; what
-                       is then read of the oldest takes off a multiple of its own.
+        oldest_credit  While it is positive, the oldest request is next: each second
+                       that it reads takes several off. Else the one that ends first is
+                       next: each second adds one.
 
     For example a short prompt has been read for 0.2 s: the credit is 0.2. The oldest,
     which takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now
     short prompts have 1.4 s before the oldest reads again.
 
-    The multiple is MAX_OTHERS_SHARE for a prompt that takes four seconds or more, and
-    less for a shorter one: for one second it is 2.
+    A second takes MAX_OTHERS_SHARE off if the prompt has four seconds or more to go,
+    and less if it has less: 2 if it has one.
     """
 
     def __init__(self) -> None:
@@ -14955,8 +14956,8 @@ class SchedulingPolicy:
     ) -> None:
         """`reader` has read, for so long. `is_alone`: no other one is prefilling.
 
-        One that is alone takes nothing from anybody. But it has had a slice: the next
-        that comes is not made to wait for another one (L-71).
+        One that is alone takes no time from anybody. But it has had a slice: a shorter
+        prompt that comes now is read before the next one (L-71).
         """
         if is_alone:
             self.oldest_credit = -SLICE_SECONDS * MAX_OTHERS_SHARE
@@ -14975,10 +14976,10 @@ def choose_companions(
     max_tokens: float,
     max_padding: float,
 ) -> list[RunningRequest]:
-    """Who is read in one call with `chosen`, those with as much left to read first.
+    """Who is read in one call with `chosen`: rests that are most like it in length.
 
-    A call costs its rows times the longest of them: so much is at most `max_tokens`.
-    Padding is at most a share of what is read, and of whole prompts: `max_padding`.
+    `max_tokens`: of the call, padding included. `max_padding`: as a share of the real
+    tokens, of the rests and of the whole prompts. Rests of 40 and 60 have 20 of 100.
     """
 
     def difference(candidate: RunningRequest) -> int:
@@ -15194,6 +15195,7 @@ def _is_finite_at(logprobs: mx.array, token_id: int) -> bool:
     why(L-54): NaN and infinity have all bits of the exponent set; one bad logit makes
     all log-probabilities bad. As operations of MLX this took 3 % of a small model.
     """
+    # A float32 is two halves, of which the upper one comes last; others are one.
     halves = np.frombuffer(logprobs, np.uint16)
     halves_per_value = halves.size // logprobs.size
     upper_half = halves[(token_id + 1) * halves_per_value - 1]
@@ -15300,9 +15302,8 @@ class DecodeBatch:
         """
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
-        # Before the last step: the state of all requests, in which row each of them
-        # was, and at which position.
-        self._previous_state: LayerCaches | None = None
+        self._previous_state: LayerCaches | None = None  # before the last step
+        # By request: its row in that state, and its position then.
         self._previous_rows: dict[RunningRequest, tuple[int, int]] = {}
 
         model = _model_call(loaded, self.requests)
@@ -15498,8 +15499,8 @@ class MemoryBudget:
     def capacity_tokens(self) -> int:
         """The longest prompt whose KV fits."""
         kv_bytes = self.shares.kv - self.prompt_bytes(0)
-        token_bytes = max(self._spec.token_bytes, 1)  # 0: no layer has attention
-        return kv_bytes * HEADROOM_PART // ((HEADROOM_PART + 1) * token_bytes)
+        n_places = kv_bytes // max(self._spec.token_bytes, 1)  # 0: without attention
+        return n_places * HEADROOM_PART // (HEADROOM_PART + 1)
 
     def prompt_bytes(self, n_prompt: int) -> int:
         """What a request will hold when its prompt is read."""
@@ -15521,11 +15522,11 @@ class MemoryBudget:
         *,
         keep: PrefixMatch = NO_MATCH,
     ) -> bool:
-        """Evict until so much more fits beside what runs, but nothing of `keep`.
+        """Evict until `extra_bytes` fit beside what runs; returns False if they cannot.
 
-        Returns False if it cannot fit. If what runs leaves too little even with an
-        empty cache, nothing is evicted in vain (L-97). A few checkpoints of each of
-        these requests count as running: the cache does not evict those.
+        Nothing of `keep` goes, and nothing at all if what runs leaves too little even
+        with an empty cache (L-97). What runs includes a few checkpoints of each of
+        these requests: the cache does not evict those.
         """
         needed_bytes = self.running_bytes(requests) + extra_bytes
         few_checkpoints = MIN_CHECKPOINTS * self._spec.state_bytes
@@ -15556,7 +15557,7 @@ class MemoryBudget:
         return max(requests, key=lambda one: (one.started_at, one.submitted_at))
 
     def evict_for_running(self, requests: Sequence[RunningRequest]) -> None:
-        """Evict as much as running requests have grown by, and a copy of one needs."""
+        """Evict until running requests fit, and a copy of their largest batch, too."""
         copy_bytes = max((batch.nbytes for batch in _batches_of(requests)), default=0)
         lacking_bytes = max(0, copy_bytes - self.shares.working)
         self._cache.evict_to_fit(self.running_bytes(requests) + lacking_bytes)
@@ -16192,17 +16193,14 @@ class Scheduler:
         with self.guard(running):
             self._note_prefill([running], began)
             if running.needs_slice:
-                self._read_slice(running)
+                has_company = len(self.running) + len(self.waiting) > 1
+                seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
+                self.reader.read_slice(running, seconds=seconds)
             if not running.needs_slice:
                 self.reader.begin_batch([running])
             self._charge_prefill(began, [running])
         if running.batch is not None:
             self._join_best_batch(running.batch)
-
-    def _read_slice(self, running: RunningRequest) -> None:
-        has_company = len(self.running) + len(self.waiting) > 1
-        max_seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-        self.reader.read_slice(running, seconds=max_seconds)
 
     def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
         """Read rests of prompts in one call; they decode as one batch then (L-123)."""
@@ -16464,7 +16462,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 # requests of our own before the server lets others in:
 #
 #     1  a prompt of more than one slice         prefill; a reply, decoded greedily
-#     2  one that parts from it, near its end    KV that is copied, a checkpoint
+#     2  one that parts from it in the middle    KV that is copied, a checkpoint
 #     3  sampled, with penalties                 all that chooses a token
 #     4  held to a constraint                    masks
 #     5  two, four, eight at once                decode batches that grow and shrink
@@ -16512,7 +16510,7 @@ def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> 
     """
     loaded = scheduler.loaded
     steps = _warm_up_steps(scheduler)
-    scheduler.loaded = replace(loaded, eos_ids=frozenset())  # replies have their length
+    scheduler.loaded = replace(loaded, eos_ids=frozenset())  # no reply ends early
     for number, requests in enumerate(steps):
         if not note(WarmUpProgress(number, len(steps))):
             break
@@ -16527,7 +16525,7 @@ def warm_up(scheduler: Scheduler, *, note: Callable[[WarmUpProgress], bool]) -> 
 
 
 def _warn_of_failure(handle: RequestHandle) -> None:
-    """Log why a request of the warm-up failed, if it did: others will, too."""
+    """Log why a request of the warm-up failed, if it did: clients will meet it, too."""
     while handle.n_unread():
         event = handle.next_event(0)
         if isinstance(event, ServerError):
@@ -16571,7 +16569,7 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
         [request(3, n_short, constraints=masked)],
     ]
     for n_requests in _WARM_BATCHES:
-        numbers = range(10 * n_requests, 11 * n_requests)
+        numbers = range(10 * n_requests, 11 * n_requests)  # in no other step
         steps.append([request(number, n_short) for number in numbers])
     return steps
 

@@ -881,7 +881,6 @@ STEPS = {
     s.Scheduler: (
         "_admit",
         "_start",
-        "_read_slice",
         "_note_prefill",
         "_charge_prefill",
         "_find_host",
