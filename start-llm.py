@@ -1905,7 +1905,7 @@ class BodyMemory:
     # text. The rest of the 48, and what is held after that, are estimates.
     WORK_BYTES: Final = 48
     HELD_BYTES: Final = 3
-    MIN_BYTES: Final = 1 << 26
+    MIN_BYTES: Final = 1 << 26  # of each of the three limits: 64 MiB
 
     def __init__(self, limit_bytes: int) -> None:
         self.work = BodyBudget(max(limit_bytes // 16, self.MIN_BYTES))
@@ -2462,7 +2462,7 @@ class _ChatBody(BaseModel, strict=True, extra="allow"):
     assistant_id: _StoredHistory = None  # Assistants API: instructions and tools
 
 
-_CHATS_HAVE_LOGPROBS: Final = "only chats have them, at /v1/chat/completions"
+_ASK_A_CHAT: Final = "only chats have them, at /v1/chat/completions"
 _PromptIds = Annotated[
     tuple[TokenId, ...], Field(min_length=1, fail_fast=True, strict=False)
 ]
@@ -2473,9 +2473,7 @@ class _CompletionBody(BaseModel, strict=True):
 
     prompt: NonEmptyText | _PromptIds
     response_format: MapOf[Literal["type"], Literal["text"]] = {}
-    logprobs: Annotated[object, refuse_unless(None, sentence=_CHATS_HAVE_LOGPROBS)] = (
-        None
-    )
+    logprobs: Annotated[object, refuse_unless(None, sentence=_ASK_A_CHAT)] = None
     return_progress: bool = False  # without effect, but described for both
 
 
@@ -2690,7 +2688,7 @@ class _Thinking(NamedTuple):
     """Whether to think, and how hard."""
 
     is_on: bool
-    effort: str | None = None  # "low", "medium" or "high"; None: the body asks for none
+    effort: str | None = None  # "low", "medium" or "high"; None: the body names none
 
 
 def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
@@ -4004,6 +4002,7 @@ class SentImage(NamedTuple):
 
 
 def _normalize(image: Image.Image) -> Image.Image:
+    """RGB pixels, upright, on white, no more than a model sees; changes `image`."""
     scale = math.sqrt(_MAX_SEEN_PIXELS / math.prod(image.size))
     width, height = (max(1, int(side * scale)) for side in image.size)
     if scale < 1:
