@@ -5254,6 +5254,9 @@ class RecordFile:
             (file_format,) = database.execute("PRAGMA user_version").fetchone()
             if file_format not in (0, _RECORD_FORMAT):
                 raise _UnusableFile(f"its format is {file_format}")
+            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":  # else one page would cost all records, at each start
+                raise _UnusableFile(verdict)
             database.execute(f"PRAGMA user_version = {_RECORD_FORMAT}")
             database.executescript(_SCHEMA)
             if ttl_seconds:
@@ -5378,8 +5381,10 @@ def _find_part(database: sqlite3.Connection, digest: bytes) -> bytes:
     for (data,) in database.execute(query, (digest,)):
         if sha256(data).digest() == digest:
             return bytes(data)
-        database.execute("DELETE FROM parts WHERE digest = ?", (digest,))
-        database.commit()  # the next record that has it brings it again
+        # The next record that has it brings it again. Not if others write meanwhile.
+        with suppress(sqlite3.OperationalError):
+            database.execute("DELETE FROM parts WHERE digest = ?", (digest,))
+            database.commit()
     return b""
 
 
@@ -16389,11 +16394,13 @@ class Scheduler:
         """Bring some KV to the disk; whether there is more to do."""
         if self.disk is None:
             return False
+        writer = self.disk.files.writer
         try:
             return self.disk.save_some(is_busy=self.is_busy)
-        except Exception:
-            logger.exception("disk cache: it is not used any more")
-            self.disk = None
+        except Exception as error:
+            if not writer.failure:
+                logger.exception("disk cache: nothing is written any more")
+                writer.failure = repr(error)
             return False
 
     def evict_idle(self) -> None:

@@ -759,15 +759,20 @@ def test_fault_of_the_disk_cache_does_not_end_the_server(
     restart, tmp_path, monkeypatch, caplog
 ):
     bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(np.random.default_rng(2), 600), n=1)
+    save(bench)
+    assert len(files_in(tmp_path / "kv")) == 1
 
     def fail(*_arguments, **_options):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(s.DiskTier, "save_some", fail)
-    wait_until(lambda: "not used any more" in caplog.text)
+    wait_until(lambda: "nothing is written any more" in caplog.text)
 
     cached, error, _ = difference(bench, words(np.random.default_rng(1), 600), n=2)
     assert (cached, error) == (0, 0.0)
+    bench.engine.call(lambda scheduler: scheduler.drop_kv("", None))
+    assert files_in(tmp_path / "kv") == [], "what is forgotten goes all the same"
 
 
 def test_tenant_forgets_only_its_own(restart, tmp_path):

@@ -171,7 +171,9 @@ def test_damaged_row_is_left_out(tmp_path: Path) -> None:
     assert loaded(path) == {b"a": ["whole"]}
 
 
-@pytest.mark.parametrize("damage", ["no database", "cut", "another format", "a folder"])
+@pytest.mark.parametrize(
+    "damage", ["no database", "cut", "another format", "a page", "a folder"]
+)
 def test_file_that_cannot_be_read_is_begun_anew(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "records"
     if damage == "a folder":
@@ -182,7 +184,7 @@ def test_file_that_cannot_be_read_is_begun_anew(damage: str, tmp_path: Path) -> 
             put(
                 file.of_tenant(""),
                 bytes([number]),
-                record("text", bytes([number]) * 999),
+                record("text", bytes([number]) * 9_999),
             )
         assert file.flush(10.0)
         with sqlite3.connect(path) as database:
@@ -191,6 +193,10 @@ def test_file_that_cannot_be_read_is_begun_anew(damage: str, tmp_path: Path) -> 
         path.write_bytes(b"something else" * 1000)
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:5000])
+    elif damage == "a page":  # of a part that is longer than a page
+        with path.open("r+b") as pages:
+            pages.seek(path.stat().st_size // 2 // 4096 * 4096)
+            pages.write(b"\xff" * 4096)
     elif damage == "another format":
         with sqlite3.connect(path) as database:
             database.execute("PRAGMA user_version = 99")
@@ -237,6 +243,27 @@ def test_damaged_part_is_mended_by_the_next_record_that_has_it(tmp_path: Path) -
     assert file.flush(10.0)
 
     assert loaded(path) == {b"a": ["one"], b"b": ["two"]}
+
+
+def test_damaged_part_costs_no_other_record_while_others_write(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    file = open_records(path)
+    records = file.of_tenant("")
+    put(records, b"a", record("one", b"part one", age=9.0))
+    put(records, b"b", record("two", b"part two", age=5.0))
+    put(records, b"c", record("three", b"part three", age=1.0))
+    assert file.flush(10.0)
+    with sqlite3.connect(path) as database:
+        query = "UPDATE parts SET data = ? WHERE data = ?"
+        database.execute(query, (b"damaged", b"part two"))
+
+    reading = s._read_records(s._connect(path), "", "kind")
+    found = [next(reading)]
+    put(file.of_tenant("other"), b"d", record("four"))
+    assert file.flush(10.0)
+    found += reading
+
+    assert [saved.value["text"] for _, saved in found] == ["one", "three"]
 
 
 def test_text_without_utf_8_is_saved_or_left_out_alone(tmp_path: Path) -> None:
