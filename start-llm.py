@@ -13010,6 +13010,10 @@ class VisionModel(Module):  # type: ignore[misc]
         while self.feature_bytes > self.max_bytes:
             self._features.popitem(last=False)
 
+    def forget_features(self) -> None:
+        """Let the tower run again for all images: what it made may be wrong (L-114)."""
+        self._features.clear()
+
     def _layer_inputs(
         self,
         features: LayerInputs,
@@ -16387,6 +16391,8 @@ class Scheduler:
         )
         if self.disk is not None:
             self.disk.files.remove_prompt(handle.request.key)
+        if handle.request.images:
+            self.loaded.model.forget_features()
         handle.begin_again()
         self.waiting.insert(0, handle)
 

@@ -294,6 +294,25 @@ def test_features_take_no_more_than_their_share(seeing):
         model.max_bytes = share
 
 
+def test_a_second_try_uses_no_features_of_the_first(seeing):
+    """They may be what was faulty (L-114)."""
+    seeing.ask([SYSTEM, picture_message("what is on this", A)])
+
+    def damage(_scheduler):
+        (features,) = seeing.model._features.values()
+        features["inputs_embeds"] = features["inputs_embeds"] * float("nan")
+        mx.eval(features)
+
+    seeing.state.engine.call(damage)
+    exchange = seeing.ask([picture_message("a conversation of its own", A)])
+
+    assert seeing.state.metrics.snapshot()["second_tries"] == 1
+    # The first number of the first try was none.
+    assert np.isnan(exchange.logprobs[0]).all()
+    assert not np.isnan(exchange.logprobs[1:]).any()
+    assert seeing.tower_runs == 2
+
+
 def test_one_image_is_unpacked_at_a_time_and_left_if_the_client_has_gone(
     seeing, monkeypatch
 ):
