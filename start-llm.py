@@ -5167,8 +5167,9 @@ def find_masking_rule(role: str, old_text: str, new_text: str) -> str | None:
 #     records   tenant, kind, key, number -> session, last use, value, digests of parts
 #     parts     digest -> bytes
 #
-# Nothing is lost but what the last 50 ms brought. A row whose checksum is wrong is left
-# out. A file that SQLite cannot read is deleted, and begun anew.
+# Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
+# since SQLite synced its journal last. A row whose checksum is wrong is left out. A
+# file that SQLite cannot read, be it one page of it, is deleted, and begun anew.
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
@@ -5279,7 +5280,12 @@ class RecordFile:
         if self._path is None or self._failure:
             return True
         is_done = threading.Event()
-        self._orders.put(lambda database: _commit_and_set(database, is_done))
+
+        def commit(database: sqlite3.Connection) -> None:
+            database.commit()
+            is_done.set()
+
+        self._orders.put(commit)
         return is_done.wait(timeout)
 
     def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
@@ -5331,11 +5337,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "secure_delete=ON"):
         database.execute(f"PRAGMA {pragma}")
     return database
-
-
-def _commit_and_set(database: sqlite3.Connection, is_done: threading.Event) -> None:
-    database.commit()
-    is_done.set()
 
 
 def _delete_unused_parts(database: sqlite3.Connection) -> None:
@@ -5465,13 +5466,12 @@ class TenantRecords:
             digests += digest
         # A lone surrogate, which UTF-8 has not, is written as \ud800.
         value = json.dumps(record.value).encode()
+        checksum = zlib.crc32(value + digests)
         used_at = time.time() - (time.monotonic() - record.last_used)
+        place = (self._tenant, kind, key, number)
         database.execute(
             "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(self._tenant, kind, key, number, record.session_id, used_at),
-                *(value, digests, zlib.crc32(value + digests)),
-            ),
+            (*place, record.session_id, used_at, value, digests, checksum),
         )
 
 
@@ -9564,9 +9564,7 @@ class KVSpec(NamedTuple):
     has_state: bool  # some layers keep state, so requests go on from checkpoints
     can_batch: bool  # every layer has a form for batches
     can_tap: bool  # a tap is installed, so checkpoints need no call of their own
-    layer_kinds: tuple[
-        str, ...
-    ] = ()  # of each layer: "attention", "window of 128", ...
+    layer_kinds: Sequence[str] = ()  # of each layer: "attention", "window of 128" ...
 
 
 def measure_kv(model: Any) -> KVSpec:
@@ -9776,7 +9774,8 @@ class StateCheckpoint(NamedTuple):
 def copy_state(layer_caches: LayerCaches, *, row: int = 0) -> StateCheckpoint:
     """Copy the state leaves of one row; an empty checkpoint if there are none.
 
-    Windows in these caches lose what a prefill slice has left before them.
+    It changes the caches, but nothing that is read: after a prefill slice a window
+    still has tokens that have left it, and these are dropped first.
     """
 
     def slice_row(array: mx.array) -> mx.array:
@@ -9875,11 +9874,11 @@ def row_offsets(layer_caches: LayerCaches) -> mx.array:
 
 # -- 5 the tap -------------------------------------------------------------------------
 #
-# why(L-61): A checkpoint needs the state at its position. That is known when a call of
-# the model ends, so a checkpoint inside a prefill slice used to split the slice in two
-# calls. Each call is a Python loop over all layers, attention over all tokens before,
-# and on a GPU a pass over all weights. (Splitting only where it saves 48 tokens was
-# tried: a short prompt that was repeated then had no checkpoint near its end.)
+# why(L-61): A checkpoint needs the state at its position. A call of the model leaves
+# only the state at its end. So a checkpoint inside a prefill slice would split it in
+# two calls, and each call is a pass over all layers, weights and tokens before.
+# (Splitting only where it saves 48 tokens was tried: a short prompt that was repeated
+# then had no checkpoint near its end.)
 #
 # But only the recurrent layers have to stop there. With the tap, each of them reads its
 # input in parts, inside one call of the model, and keeps the state after each part.
@@ -10033,7 +10032,7 @@ def _run_in_parts(
     n_tokens = inputs.shape[1]
     assert request.ends[-1] <= n_tokens, "a state is wanted after the end of the call"
     inner_ends = [end for end in request.ends if end < n_tokens]
-    request.ends = ()  # a second layer with this cache has nothing to answer
+    request.ends = ()  # it is answered once, be this cache that of two layers
 
     outputs: list[mx.array] = []
     for part in mx.split(inputs, inner_ends, axis=1):
@@ -10107,7 +10106,7 @@ HitKind = Literal["miss", "exact", "line", "branch", "checkpoint"]
 class TokenKey(NamedTuple):
     """The tokens of a prompt, with hashes that make prompts quick to compare."""
 
-    salt: bytes  # stands for all else that changes KV: the model, the tenant
+    salt: bytes  # the root of its hashes: the model, the tenant, all that changes KV
     tokens: TokenIds  # `(n_tokens,)`
     block_hashes: list[bytes]  # one for each full block; it covers all blocks before
 
@@ -10216,8 +10215,10 @@ class CacheEntry:
         Not if a request runs here already. Not either if [depth, end), which has to be
         copied out of the way, is longer than [0, depth).
         """
+        if self.is_running or depth <= self.start:
+            return False
         n_following = self.end - depth
-        return not self.is_running and self.start < depth >= n_following
+        return n_following <= depth
 
     def moved_tokens(self, depth: int) -> int:
         """How many tokens of KV move, if a request takes [0, depth)."""
@@ -10249,8 +10250,8 @@ class MatchRank(NamedTuple):
 class PrefixMatch(NamedTuple):
     """What a lookup found, as counts of leading tokens of the prompt.
 
-    It holds until the cache changes: between find() and start(), which takes it, only
-    evict_to_fit(keep=match) may be called.
+    It holds until the cache changes. evict_to_fit(keep=match) spares what was found,
+    unless there is no memory for a copy of it; so find() comes again before start().
 
     matched    [0 ................)          have KV in some entry
     cached     [0 ...........)               can be reused now: have their state, too
@@ -10260,7 +10261,7 @@ class PrefixMatch(NamedTuple):
 
     entry: CacheEntry | None = None  # None if nothing is cached or pending
     kv_owner: CacheEntry | None = None  # has the last cached token: `entry`, a parent
-    matched_tokens: int = 0  # of the entry that has most, which may be another one
+    matched_tokens: int = 0  # the most that an entry has, perhaps not `entry`
     cached_tokens: int = 0
     pending_tokens: int = 0
     state: StateCheckpoint | None = None  # after the cached tokens
@@ -10659,10 +10660,10 @@ class PrefixCache:
     ) -> bool:
         """Whether an entry may be better than `best`, by one hash and one token.
 
-        Such an entry shares more than `depth` tokens. Or it shares just `depth`, and
-        ends there, or has them while `best` only waits for them. Many sessions share
-        only a system prompt, so most entries are passed over: a lookup among 1,000 of
-        them takes 2 ms, and 13 ms without this.
+        It may if it shares more than `depth` tokens with the prompt; or just `depth`,
+        if it ends there, or if `best` still waits for them. Of many sessions on one
+        system prompt most are passed over: a lookup among 1,000 of them takes 2 ms, and
+        13 ms without this.
         """
         if not self._config.cache_use_block_index:
             return True
@@ -10910,15 +10911,17 @@ class PrefixCache:
 
         Until that is enough, or no entry can spare one. Returns False if none could.
         """
+        # The largest is popped first. No two entries have the same id.
         heap = [(-e.state_bytes, e.entry_id, e) for e in self.entries]
         heapify(heap)
         freed_bytes = 0
         while heap and freed_bytes < lacking_bytes:
-            size, entry_id, entry = heappop(heap)
+            _, entry_id, entry = heappop(heap)
+            bytes_before = entry.state_bytes
             if entry.thin_checkpoints(
                 min_left=min_left, spared_position=spared_position
             ):
-                freed_bytes -= size + entry.state_bytes
+                freed_bytes += bytes_before - entry.state_bytes
                 heappush(heap, (-entry.state_bytes, entry_id, entry))
         return freed_bytes > 0
 
@@ -10936,7 +10939,7 @@ class PrefixCache:
         return True
 
     def next_to_go(self, extra_bytes: int) -> list[CacheEntry]:
-        """The entries that would be evicted if so many bytes were needed."""
+        """About the entries that would be evicted if so many bytes were needed."""
         lacking_bytes = self.nbytes + extra_bytes - self.max_bytes
         if lacking_bytes <= 0:
             return []
@@ -11743,8 +11746,8 @@ class DiskCache:
     ) -> list[Segment]:
         """Those that continue a segment from a position up to `depth`.
 
-        Of many, such as sessions on one system prompt, only those that have a whole
-        landmark more of the prompt.
+        Of more than MAX_COMPARED, such as sessions on one system prompt, only those
+        whose first landmark is one of the prompt's: their tokens need not be read.
         """
         children = self._children.get(segment.name, ())
         children = [child for child in children if child.start <= depth]
@@ -11806,7 +11809,7 @@ class DiskCache:
             n_bytes += sum(array.nbytes for array in arrays.values())
             spans.append(_read_span(segment, arrays, low, high))
             for position in positions:
-                leaves = _restore_state(segment.states[position], arrays)
+                leaves = _state_from_json(segment.states[position], arrays)
                 states[position] = make_checkpoint(leaves)
             self._note_use(segment)
         speed = n_bytes / max(time.monotonic() - began, 1e-6)
@@ -11875,10 +11878,11 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegm
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
-    states, state_arrays = _describe_states(entry, start, end)
     readers = _find_readers(entry, start, end)
-    for name, array in state_arrays.items():
-        readers[name] = partial(_same, array)
+    states: dict[int, Any] = {}
+    for position in _states_to_write(entry, start, end):
+        leaves = entry.checkpoints[position].leaves
+        states[position] = _state_to_json(leaves, f"state.{position}", readers)
 
     names = _PromptNames(entry.key._replace(tokens=entry.key.tokens[:end]))
     segment = Segment(
@@ -11909,38 +11913,18 @@ def _find_readers(
     return readers
 
 
-class _DescribedStates(NamedTuple):
-    """States by position as JSON, and their arrays by name."""
-
-    states: dict[int, Any]
-    arrays: dict[str, mx.array]
-
-
-def _describe_states(entry: CacheEntry, start: int, end: int) -> _DescribedStates:
-    described = _DescribedStates({}, {})
-    for position in _states_to_write(entry, start, end):
-        leaves = entry.checkpoints[position].leaves
-        name = f"state.{position}"
-        described.states[position] = _describe_state(leaves, name, described.arrays)
-    return described
-
-
 def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
     """Keys or values of one layer, of the tokens [start, end)."""
     array = entry.rested_span().arrays[number]
     return array[..., start - entry.start : end - entry.start, :]
 
 
-def _same(array: mx.array) -> mx.array:
-    return array
-
-
 def _states_to_write(entry: CacheEntry, start: int, end: int) -> list[int]:
     """The positions in (start, end] whose states are worth their bytes.
 
-    The last one always, and where system prompt and tools end: there requests continue.
-    Of the others the last ones, if all take no more than the KV: in a hybrid model the
-    state of one position can be as large as the KV of 3,000 tokens.
+    Always the last one, and that where system prompt and tools end: there requests go
+    on. Of the others the last ones, until all together are as large as the KV of these
+    tokens: in a hybrid model one state can be as large as the KV of 3,000 tokens.
     """
     span = entry.rested_span()
     left_bytes = span.nbytes * (end - start) // span.length
@@ -11972,17 +11956,19 @@ def _copy_array(array: mx.array) -> npt.NDArray[Any]:
     return np.array(device_copy).reshape(-1).view(np.uint8)
 
 
-def _describe_state(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
-    """A state as JSON; its arrays are put into `arrays`, under names of their own.
+def _state_to_json(
+    part: Any, name: str, readers: dict[str, Callable[[], mx.array]]
+) -> Any:
+    """A state as JSON; what returns its arrays is put into `readers`, by their names.
 
     (keys, None, 3) becomes {"tuple": [{"array": "state.31.0"}, null, 3]}.
     """
     if isinstance(part, mx.array):
-        arrays[name] = part
+        readers[name] = lambda: part
         return {"array": name}
     if isinstance(part, (list, tuple)):
         parts = [
-            _describe_state(inner_part, f"{name}.{number}", arrays)
+            _state_to_json(inner_part, f"{name}.{number}", readers)
             for number, inner_part in enumerate(part)
         ]
         return {"list" if isinstance(part, list) else "tuple": parts}
@@ -11990,15 +11976,15 @@ def _describe_state(part: Any, name: str, arrays: dict[str, mx.array]) -> Any:
     return part
 
 
-def _restore_state(described: Any, arrays: Mapping[str, mx.array]) -> Any:
-    """The state of which _describe_state made JSON."""
+def _state_from_json(described: Any, arrays: Mapping[str, mx.array]) -> Any:
+    """The state of which _state_to_json made JSON."""
     match described:
         case {"array": name}:
             return arrays[name]
         case {"list": parts}:
-            return [_restore_state(part, arrays) for part in parts]
+            return [_state_from_json(part, arrays) for part in parts]
         case {"tuple": parts}:
-            return tuple(_restore_state(part, arrays) for part in parts)
+            return tuple(_state_from_json(part, arrays) for part in parts)
     return described
 
 
@@ -12089,7 +12075,11 @@ def _find_disk_limit(config: Config, root: Path) -> int:
 
 
 def _count_files(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*" + _SEGMENT_SUFFIX))
+    n_bytes = 0
+    for path in folder.rglob("*" + _SEGMENT_SUFFIX):
+        with suppress(FileNotFoundError):  # the server of another model has deleted it
+            n_bytes += path.stat().st_size
+    return n_bytes
 
 
 def _drop_other_folders(folder: Path, max_bytes: int) -> None:

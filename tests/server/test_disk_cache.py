@@ -846,6 +846,7 @@ def test_folders_of_other_models_go_the_one_used_first_first(tmp_path):
         (folder / "x.safetensors").write_bytes(bytes(1000))
         (folder / "lock").touch()
         os.utime(folder / "lock", (number, number))
+    (tmp_path / "new" / "deleted.safetensors").symlink_to("nowhere")  # meanwhile
 
     s._drop_other_folders(tmp_path / "own", 1500)
 
