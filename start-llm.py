@@ -12921,7 +12921,8 @@ class VisionModel(Module):  # type: ignore[misc]
         except Exception as error:  # a strip that is too narrow, for example
             logger.debug("an image cannot be prepared", exc_info=True)
             raise BadRequest(
-                "this model cannot take an image like this", field=source.field
+                f"this model cannot take an image like this: {error}",
+                field=source.field,
             ) from error
 
     # -- model thread: text ------------------------------------------------------------

@@ -373,6 +373,16 @@ def test_what_the_server_says_of_images(seeing):
     seeing.ask([SYSTEM, picture_message("it still works", A)])
 
 
+def test_an_image_that_the_processor_refuses_is_refused_with_its_reason(seeing):
+    strip = picture(1, width=2_000, height=4)
+    body = {"messages": [SYSTEM, picture_message("this", strip)]}
+
+    refused = httpx.post(f"{seeing.url}/v1/chat/completions", json=body)
+
+    assert refused.status_code == 400
+    assert "aspect ratio" in refused.json()["error"]["message"]
+
+
 def another_images_features(patch, model):
     def first_features(image):
         return next(iter(model._features.values()))
