@@ -14989,9 +14989,9 @@ def choose_companions(
         wider_group = [*group, candidate]
         n_to_prefill = [member.n_to_prefill for member in wider_group]
         n_prompt = [member.n_prompt for member in wider_group]
-        if max(n_to_prefill) * len(wider_group) > max_tokens:
-            break
-        if max(_padding(n_to_prefill), _padding(n_prompt)) <= max_padding:
+        padding = max(_padding(n_to_prefill), _padding(n_prompt))
+        fits = max(n_to_prefill) * len(wider_group) <= max_tokens
+        if fits and padding <= max_padding:
             group = wider_group
     return group[1:]
 
@@ -15934,8 +15934,8 @@ class Scheduler:
         is_late = now - handle.submitted_at > max_seconds
         if not is_late or handle.is_second_try:  # the model had time for it before
             return None
-        setting = f"{max_seconds:g} s (QUEUE_TIMEOUT_SECONDS)"
-        return Overloaded(f"the model had no time for {setting}")
+        setting = f"QUEUE_TIMEOUT_SECONDS ({max_seconds:g})"
+        return Overloaded(f"it waited for the model longer than {setting}")
 
     def _end_running(self) -> None:
         """End running requests that are cancelled, overdue or not read any more."""
@@ -16346,7 +16346,7 @@ class Scheduler:
             yield
         except Exception as error:
             failed = [running for running in self.running if running in requests]
-            logger.exception("the model failed on %d request(s)", len(failed))
+            logger.exception("a fault costs %d request(s) their KV", len(failed))
             self._free_memory(error)
             for running in reversed(failed):  # `_try_again` lets each come first
                 self._fail(running, _explain_failure(error))

@@ -51,6 +51,10 @@ def test_prompts_of_like_lengths_are_read_together():
     assert companions(40) == []
 
 
+def test_policy_passes_over_a_prompt_that_is_too_long_for_the_call():
+    assert companions(100, 120, 75, max_tokens=230) == [75]
+
+
 def test_policy_reads_rests_together_only_of_prompts_of_like_lengths():
     chosen = Prefill(0.0, 40, n_cached=2000)
     cold = Prefill(0.0, 40)
