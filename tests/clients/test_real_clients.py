@@ -958,6 +958,7 @@ def test_a_restart_of_the_server_between_turns_costs_nothing(
             default_temperature=0,
             cache_disk="on",
             cache_disk_folder=str(tmp_path / "disk"),
+            log_root=str(tmp_path / "logs"),
         )
 
     served = serve()
