@@ -10581,6 +10581,12 @@ def expected_saving(entry: CacheEntry, start: int, *, wait_seconds: float) -> fl
     return work * chance
 
 
+def _bytes_from(entry: CacheEntry, depth: int) -> int:
+    """Bytes of what an entry has beyond `depth`, all tokens taken as alike."""
+    n_own = max(entry.end - entry.start, 1)  # 0: its request has read nothing
+    return entry.nbytes * (entry.end - max(depth, entry.start)) // n_own
+
+
 def _image_start(tokens: TokenIds, depth: int) -> int:
     """`depth`, or where the image begins that a cut there would part."""
     if not is_inside_image(tokens, depth):
@@ -10943,13 +10949,14 @@ class PrefixCache:
         lacking_bytes = self.nbytes + extra_bytes - self.max_bytes
         if lacking_bytes <= 0:
             return []
-        savings = self._savings_per_byte(self._tree.shared_depths())
+        depths = self._tree.shared_depths()
+        savings = self._savings_per_byte(depths)
         victims = []
         for entry in sorted(savings, key=savings.__getitem__):
             if lacking_bytes <= 0:
                 break
             victims.append(entry)
-            lacking_bytes -= entry.nbytes
+            lacking_bytes -= _bytes_from(entry, depths[entry])
         return victims
 
     def _savings_per_byte(
@@ -10963,11 +10970,8 @@ class PrefixCache:
         for entry in self._tree.resting:
             depth = needed_depths[entry]
             if depth < entry.end:
-                start = max(depth, entry.start)
-                n_own = max(entry.end - entry.start, 1)  # 0: its request read nothing
-                freed_bytes = entry.nbytes * (entry.end - start) // n_own
-                saving = self._expected_saving(entry, start)
-                savings[entry] = saving / max(freed_bytes, 1)
+                saving = self._expected_saving(entry, max(depth, entry.start))
+                savings[entry] = saving / max(_bytes_from(entry, depth), 1)
         return savings
 
     def _expected_saving(self, entry: CacheEntry, start: int) -> float:
@@ -12119,6 +12123,7 @@ class DiskTier:
         self._max_tokens = max(LANDMARK_TOKENS, max_tokens)  # of a segment
         # The key of each entry as it rested last, and how many tokens the disk has.
         self._saved: dict[CacheEntry, tuple[TokenKey, int]] = {}
+        self._forgotten: list[tuple[str, str | None]] = []  # while the disk was slow
         self._job: Generator[None] | None = None
         self._share = SAVE_SHARE  # of the time of running requests that the job takes
         self._not_before = 0.0  # when to go on, beside running requests
@@ -12210,6 +12215,9 @@ class DiskTier:
     def _find_job(self, *, is_busy: bool, is_closing: bool) -> Generator[None] | None:
         """Begin to write what is due: what memory loses next, or else the newest."""
         self.files.collect()
+        for tenant, session in self._forgotten:
+            self.files.remove_session(tenant, session)
+        self._forgotten.clear()
         if not self.files.may_write(MIN_SAVED_TOKENS * self._spec.token_bytes):
             return None
         entries = set(self._cache.entries)
@@ -12314,7 +12322,8 @@ class DiskTier:
         if self._job is not None:
             self._job.close()
             self._job = None
-        self.files.writer.wait(FORGET_SECONDS)
+        if not self.files.writer.wait(FORGET_SECONDS):
+            self._forgotten.append((tenant, session))  # deleted once it is there
         self.files.collect()
         self.files.remove_session(tenant, session)
         # What continued it is gone, too, and is written again if memory has it.

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 
 import numpy as np
 import pytest
@@ -753,6 +754,28 @@ def test_what_is_forgotten_while_it_is_written_does_not_appear(restart, tmp_path
     assert [segment.session for segment in left] == ["c"]
     assert len(files_in(tmp_path / "kv")) == 1
     assert not list((tmp_path / "kv").rglob("*.new"))
+
+
+def test_what_a_slow_disk_writes_is_forgotten_once_it_is_there(
+    restart, tmp_path, monkeypatch
+):
+    rng = np.random.default_rng(27)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    bench.ask(words(rng, 600), n=1, owner=s.RequestOwner("", "a"))
+    monkeypatch.setattr(s, "FORGET_SECONDS", 0.01)
+    may_go_on = threading.Event()
+
+    def forget_in_the_middle(scheduler):
+        disk = scheduler.disk
+        disk.files.writer._orders.put(may_go_on.wait)
+        list(disk._begin(scheduler.cache.entries[0]))
+        scheduler.drop_kv("", "a")
+
+    bench.engine.call(forget_in_the_middle)
+    may_go_on.set()
+    save(bench)
+
+    assert files_in(tmp_path / "kv") == []
 
 
 def test_fault_of_the_disk_cache_does_not_end_the_server(

@@ -368,8 +368,14 @@ def test_end_of_a_shared_conversation_counts_by_its_own_bytes():
     converse(cache, shared, [1])
     assert cached_tokens(cache, [*shared, 1, 2]) == 2001
 
-    cache.evict_to_fit(cache.max_bytes - cache.nbytes + 8)
+    clock.now += 900
+    converse(cache, list(range(7000, 7500)), [1])
 
+    n_free = cache.max_bytes - cache.nbytes
+    ends = [entry.end for entry in cache.next_to_go(n_free + 8 * (1001 + 301 + 250))]
+    cache.evict_to_fit(n_free + 8)
+
+    assert ends == [1001, 2101, 2001, 501]
     assert cached_tokens(cache, [*shared, 1, 2]) == 2001
     assert cached_tokens(cache, [*old, 2]) < len(old)
 
