@@ -16390,7 +16390,8 @@ class Scheduler:
             handle.request.request_id or "-",
         )
         if self.disk is not None:
-            self.disk.files.remove_prompt(handle.request.key)
+            with self.guard():  # a second try does not look there
+                self.disk.files.remove_prompt(handle.request.key)
         if handle.request.images:
             self.loaded.model.forget_features()
         handle.begin_again()

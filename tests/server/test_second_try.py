@@ -216,6 +216,23 @@ def test_scheduler_tries_requests_that_failed_together_again_as_they_came(bench)
     assert orders[:2] == [tickets, tickets]
 
 
+def test_scheduler_answers_though_the_disk_cache_fails_at_each_look(
+    bench, monkeypatch, tmp_path
+):
+    b = bench("qwen3", cache_disk="on", cache_disk_folder=str(tmp_path / "kv"))
+    prompt = words(np.random.default_rng(14), 300)
+
+    def fail(*_):
+        raise planted()
+
+    monkeypatch.setattr(s.DiskCache, "find", fail)
+    ids, _, ticket = b.ask(prompt)
+
+    assert b.largest_difference(ticket, ids) == 0.0
+    assert ticket.is_second_try
+    assert b.engine.state == "ready"
+
+
 def test_after_the_first_token_an_error_is_an_error(bench):
     b = bench("qwen3")
     b.model.before_call = FailingOnce(planted(), at_call=4)
