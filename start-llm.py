@@ -5194,8 +5194,10 @@ _DIGEST_BYTES: Final = 32
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-class _UnusableFile(Exception):
+class _UnusableFile(sqlite3.DatabaseError):
     """The file is no database of ours; the text says why."""
+
+    sqlite_errorcode = sqlite3.SQLITE_NOTADB
 
 
 class SavedRecord(NamedTuple):
@@ -5225,7 +5227,9 @@ class RecordFile:
         try:
             try:
                 self._prepare(path, ttl_seconds)
-            except _UnusableFile as fault:
+            except sqlite3.DatabaseError as fault:
+                if fault.sqlite_errorcode not in _DAMAGED:
+                    raise
                 logger.warning("records: %s is begun anew: %s", path, fault)
                 for suffix in ("", "-wal", "-shm"):
                     path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -5239,18 +5243,9 @@ class RecordFile:
     def _prepare(self, path: Path, ttl_seconds: float) -> None:
         """Make the tables, or check them.
 
-        Raises _UnusableFile: it is no such database, or damaged; sqlite3.Error;
-        OSError.
+        Raises sqlite3.Error, with a code of _DAMAGED if the file is of no use; OSError.
         """
         path.touch(mode=0o600)
-        try:
-            self._prepare_tables(path, ttl_seconds)
-        except sqlite3.DatabaseError as fault:
-            if fault.sqlite_errorcode in _DAMAGED:
-                raise _UnusableFile(str(fault)) from fault
-            raise
-
-    def _prepare_tables(self, path: Path, ttl_seconds: float) -> None:
         with closing(_connect(path)) as database:
             (file_format,) = database.execute("PRAGMA user_version").fetchone()
             if file_format not in (0, _RECORD_FORMAT):
