@@ -16326,12 +16326,11 @@ class Scheduler:
         for running, token_ids in accepted:
             position = running.num_computed_tokens
             n_replied = position - running.n_prompt
-            n_spaces = n_replied // REPLY_CHECKPOINT_SPACING
-            n_spaces_before = (n_replied - len(token_ids)) // REPLY_CHECKPOINT_SPACING
+            n_since_spaced = n_replied % REPLY_CHECKPOINT_SPACING
             if token_ids[-1] in running.request.checkpoint_ids:
                 state = batch.read_state(running)
                 running.lease.add_checkpoint(position, state)
-            elif n_spaces > n_spaces_before:
+            elif n_since_spaced < len(token_ids):  # they passed, or are at, a multiple
                 state = batch.read_state(running)
                 running.lease.drop_checkpoint(running.reply_checkpoint)
                 running.lease.add_checkpoint(position, state)
