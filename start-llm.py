@@ -17102,6 +17102,9 @@ _FENCE_LINE: Final = re.compile(
     r"\s*(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<language>.*)", re.DOTALL
 )
 _FENCE_LINE_LENGTH: Final = 200  # characters of a line that are looked at
+# White space that is held back. A model may print line breaks without end, and what is
+# held back is searched again with each chunk.
+_MAX_HELD_SPACE: Final = 99
 
 
 class _CodeFence:
@@ -17242,8 +17245,9 @@ class ReasoningStreamSplitter:
         if self.after_tag and (begins_message or self._kind not in self._emitted_kinds):
             text = text.lstrip("\n")
 
-        solid_text = text.rstrip()
-        self._held = text[len(solid_text) :]
+        n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
+        solid_text = text[:n_solid]
+        self._held = text[n_solid:]
         if not solid_text:
             return []
         if begins_message and self._kind in self._emitted_kinds:

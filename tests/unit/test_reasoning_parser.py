@@ -236,6 +236,17 @@ def test_what_may_belong_to_a_tag_is_held_back_until_it_is_certain() -> None:
     assert splitter.feed("box>") == [Piece("content", "\n\n<toolbox>")]
 
 
+@given(st.text(" \n", min_size=90, max_size=120), st.integers(0, 120))
+def test_no_more_than_a_page_of_white_space_is_held_back(space: str, cut: int) -> None:
+    """A model that prints line breaks without end: each chunk searched all of them."""
+    reply = f"One.{space}<think>Why</think>Two."
+    splitter = ReasoningStreamSplitter(TAGS, in_reasoning=False)
+    pieces = splitter.feed(f"One.{space * 9}")
+
+    assert len("".join(piece.text for piece in pieces)) > 7 * len(space)
+    assert split(chunked(reply, [cut])) == split(list(reply)) == split([reply])
+
+
 def test_a_block_of_code_may_contain_the_fences_of_another() -> None:
     """Only the fence that opened a block closes it."""
     for fence, inner in (("````", "```"), ("~~~", "```"), ("```", "~~~")):
