@@ -4208,8 +4208,8 @@ def _gif_parts(data: bytes) -> Iterator[bytes]:
 #
 # Public   Canonicalizer, CanonicalMessage, VolatileField, PinnedValue, Note, Memo,
 #          SYSTEM_ROLES, canonicalize_messages, count_rules, mask_volatile,
-#          wrap_reminder, reply_digest, canonical_json, text_parts, keeps_most_text,
-#          find_masking_rule
+#          wrap_reminder, reply_digest, canonical_json, cut_thinking, text_parts,
+#          keeps_most_text, find_masking_rule
 # Uses     CONFIG, WORK BUDGET, API TYPES
 # Thread   any; pure, but for memos
 
@@ -4817,13 +4817,8 @@ class Canonicalizer:
         """A reply: its thinking under one name, wherever the client has put it."""
         content = self._part_separator.join(text_parts(message["content"]))
         thinking = message.get("reasoning_content") or ""
-        start_tag, end_tag = self._thinking_tags
-        if start_tag and end_tag and not thinking:
-            inside, found_tag, answer = content.lstrip().partition(end_tag)
-            if found_tag and inside.startswith(start_tag):
-                thinking = inside.removeprefix(start_tag).strip("\n")
-                content = answer.lstrip("\n")
-
+        if not thinking:
+            thinking, content = cut_thinking(content, self._thinking_tags)
         if not thinking.strip():
             content = content.lstrip("\n")  # which stood after thinking, now cut out
         canonical = {**message, "content": content}
@@ -4859,6 +4854,20 @@ class Canonicalizer:
             starts.append(len(text))
             text += part
         return text, starts
+
+
+def cut_thinking(content: str, tags: tuple[str, str]) -> tuple[str, str]:
+    """The thinking at the start of a reply, and the content after it.
+
+    Some clients send a reply back as it was streamed, its thinking in the content.
+    """
+    start_tag, end_tag = tags
+    if start_tag and end_tag:
+        inside, found_tag, answer = content.lstrip().partition(end_tag)
+        if found_tag and inside.startswith(start_tag):
+            thinking = inside.removeprefix(start_tag).strip("\n")
+            return thinking, answer.lstrip("\n")
+    return "", content
 
 
 def text_parts(content: str | list[JsonObject]) -> list[str]:
@@ -6661,6 +6670,10 @@ class _MessageShaper:
         """A copy of a message in which all markup is broken."""
         role = message["role"]
         content = self.part_separator.join(text_parts(message["content"]))
+        if role == "assistant" and "reasoning_content" not in message:
+            thinking, content = cut_thinking(content, self.thinking_tags)
+            if thinking:
+                message = {**message, "reasoning_content": thinking}
         shaped = {**message, "content": content}
         if role == "developer":
             shaped["role"] = "system"  # why(L-14)
@@ -6674,8 +6687,6 @@ class _MessageShaper:
             shaped["thinking"] = ""
 
         broken: Message = self.break_markup(shaped)
-        if role == "assistant" and "reasoning_content" not in message:
-            broken["content"] = self._restore_thinking_tags(broken["content"])
         return broken
 
     def break_markup(self, value: Any) -> Any:
@@ -6696,20 +6707,6 @@ class _MessageShaper:
             summary = f"[{len(written)} characters, sha256 {digest}]"
             arguments = {**arguments, "content": summary}
         return _replace_arguments(call, arguments)
-
-    def _restore_thinking_tags(self, content: str) -> str:
-        """Make markup again of the tags around thinking at the start of a broken text.
-
-        Some clients send a reply back as it was streamed, its thinking in the content.
-        """
-        start, end = self.thinking_tags
-        broken_start, broken_end = map(self.break_markup, self.thinking_tags)
-        if not (start and end and content.lstrip().startswith(broken_start)):
-            return content
-        thinking, found_end, answer = content.lstrip().partition(broken_end)
-        if not found_end:
-            return content
-        return start + thinking.removeprefix(broken_start) + end + answer
 
 
 def _parse_arguments(text: str) -> JsonObject:

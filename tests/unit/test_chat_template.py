@@ -353,18 +353,6 @@ def test_thinking_echoed_in_the_content_is_thinking(model: str) -> None:
     assert "so </think> it is" in rendered(echo).text
 
 
-def test_thinking_stays_in_the_content_where_a_template_knows_no_other_place() -> None:
-    template = template_of("qwen3-coder/qwen3")
-    echo = said("assistant", "<think>why <think></think>so </think>")
-    messages = [said("user", "how?"), echo, said("user", "go")]
-    rendered = template.render_prompt(chat(messages))
-    assert "<think>why <think></think>so </think>" in rendered.text
-
-    [opened] = template.encode("<think>")
-    [closed] = template.encode("</think>")
-    assert ids_among({opened, closed}, rendered) == [opened, closed]
-
-
 ONE_OF_BOTH = """\
 {%- for m in messages %}
 {%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}
