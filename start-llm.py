@@ -1076,7 +1076,7 @@ def _find_similar(name: str, settings: Iterable[str], *, ratio: float) -> str:
 # LOG_PROMPT_TOKENS wants it, which REQUEST HANDLING sees to. Session ids, which clients
 # choose, are on the console and in the names of files anyway.
 #
-# Public   logger, ConsoleStream, start_logging, RequestFacts, Refusal,
+# Public   logger, ConsoleStream, start_logging, FaultLog, RequestFacts, Refusal,
 #          format_request_line, format_summary, format_refusal, name_client, printable,
 #          show_prefill_progress, CacheMetrics, Totals, SessionLog
 # Uses     CONFIG
@@ -1204,6 +1204,22 @@ def _make_handler() -> logging.Handler:
     form = "%(asctime)s %(levelname)-7s %(message)s"
     handler.setFormatter(logging.Formatter(form))
     return handler
+
+
+class FaultLog:
+    """Runs what no request waits for; a fault that comes again is logged once."""
+
+    def __init__(self) -> None:
+        self._logged_faults: deque[str] = deque(maxlen=8)
+
+    def guard(self, task: Callable[[], object]) -> None:
+        """Run a task. If it fails, that is logged, and nothing is raised."""
+        try:
+            task()
+        except Exception as error:
+            if repr(error) not in self._logged_faults:
+                logger.exception("a fault beside the requests, which are served on")
+            self._logged_faults.append(repr(error))
 
 
 class RequestFacts(TypedDict):
@@ -16664,7 +16680,7 @@ class Engine:
         self._inbox = queue.SimpleQueue[Callable[[Scheduler], object]]()
         self._n_waiting = 0  # requests that the model thread has taken from the inbox
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
-        self._logged_faults: deque[str] = deque(maxlen=8)  # the last ones of _guard()
+        self._faults = FaultLog()  # between two steps
 
         # The thread loads the weights, warms up, then lets requests in.
         self._is_loading = True  # the weights
@@ -16842,23 +16858,15 @@ class Engine:
                 worked_at = time.monotonic()
             else:
                 idle_seconds = time.monotonic() - worked_at
-                self._guard(partial(self._rest, idle_seconds=idle_seconds), scheduler)
+                self._faults.guard(partial(self._rest, scheduler, idle_seconds))
             has_more = scheduler.save_some() or scheduler.is_busy
 
             since_report = time.monotonic() - reported_at
             if not scheduler.is_busy or since_report > REPORT_SECONDS:
                 reported_at = time.monotonic()
-                for task in (Scheduler.hold_limit, Scheduler.evict_idle, self._publish):
-                    self._guard(task, scheduler)
-
-    def _guard(self, task: Callable[[Scheduler], None], scheduler: Scheduler) -> None:
-        """Run what no request waits for. If it fails, that is logged, once."""
-        try:
-            task(scheduler)
-        except Exception as error:
-            if repr(error) not in self._logged_faults:
-                logger.exception("a fault between two steps; requests are served on")
-            self._logged_faults.append(repr(error))
+                self._faults.guard(scheduler.hold_limit)
+                self._faults.guard(scheduler.evict_idle)
+                self._faults.guard(partial(self._publish, scheduler))
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
         """Run all functions of the inbox; wait for the first one, if there is none."""
@@ -16867,7 +16875,7 @@ class Engine:
             while True:
                 self._inbox.get_nowait()(scheduler)
 
-    def _rest(self, scheduler: Scheduler, *, idle_seconds: float) -> None:
+    def _rest(self, scheduler: Scheduler, idle_seconds: float) -> None:
         """Give memory back that nobody has used for a while (L-53).
 
         why(L-67): while KV is cached, somebody will come back and need the buffers.
@@ -20881,13 +20889,8 @@ class ServerState:
         ]
         return [self, *others]
 
-    def expire(self, now: float) -> None:
-        """Drop what was not used for too long, from the stores of all tenants.
-
-        Of the least recently used users nothing stays, where all take too much.
-        """
-        for state in self.tenants.states():
-            state.stores.expire(now)
+    def limit_tenants(self) -> None:
+        """Drop the least recently used users, and records, where all take too much."""
         for tenant in self.tenants.drop_users(self.config.ledger_max_bytes):
             self.metrics.drop_tenant(tenant)
         self.tenants.limit_ledgers(self.config.ledger_max_bytes)
@@ -24120,10 +24123,14 @@ def _wait_until_stop(state: ServerState, stop: threading.Event) -> None:
 
     Meanwhile drop, twice a second, what was not used for too long.
     """
+    faults = FaultLog()
     while not stop.is_set():
         if state.engine.state != "ready" and state.config.exit_on_engine_death:
             return
-        state.expire(time.monotonic())
+        now = time.monotonic()
+        for tenant in state.tenants.states():
+            faults.guard(partial(tenant.stores.expire, now))
+        faults.guard(state.limit_tenants)
         stop.wait(0.5)
 
 

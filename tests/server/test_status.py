@@ -117,7 +117,7 @@ def test_asking_for_the_status_forgets_nothing():
         (session,) = s.status_body(state)["sessions"]
         assert session["id"] == "old"
 
-    state.expire(time.monotonic())
+    state.stores.expire(time.monotonic())
     assert s.status_body(state)["sessions"] == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -385,13 +386,36 @@ def test_users_beyond_the_limit_are_forgotten_the_oldest_first():
     tenants = [state.for_tenant(name).keep() for name in names]
     tenants[2].stores.live["id"] = None  # has a request under way
     state.for_tenant("k/2").keep()  # is used again
-    state.expire(0.0)
+    state.limit_tenants()
 
     left = {tenant.tenant for tenant in state.tenants.states()}
     assert {"k", "k/1", "k/2", "k/12"} <= left
     assert not {"k/0", "k/3", "k/10"} & left
     assert len(left) == s.Tenants.MAX_TENANTS + 1
     assert state.metrics.of_tenant("k/0") is state.metrics.of_tenant("k")
+
+
+def test_a_fault_in_the_stores_of_a_tenant_is_logged_once_and_ends_nothing(
+    monkeypatch, caplog
+):
+    config = s.Config(cache_isolation="user", exit_on_engine_death=False)
+    state = s.build_state(config)
+    stores = [state.for_tenant(name).keep().stores for name in ("/a", "/b")]
+    stop = threading.Event()
+    n_rounds = []
+
+    def expire(ledger, _now):
+        if ledger is stores[0].ledger:
+            raise KeyError("planted")
+        n_rounds.append(1)
+        if len(n_rounds) == 3:
+            stop.set()
+
+    monkeypatch.setattr(s.Ledger, "expire", expire)
+    s._wait_until_stop(state, stop)
+
+    assert len(n_rounds) == 3
+    assert sum("planted" in str(record.exc_info) for record in caplog.records) == 1
 
 
 def test_a_user_is_dropped_for_bytes_only_if_that_frees_some(monkeypatch):
