@@ -2044,7 +2044,7 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any]  # for the chat template; never enable_thinking
     # Called between two pieces of long work. Raises ClientGone.
     check_client: Callable[[], None] = field(default=assume_client, compare=False)
-    # A prompt with more tokens is refused, and what is above this is estimated only.
+    # Tokens of a longer prompt are estimated from here on; it is refused anyway.
     max_counted_tokens: int = sys.maxsize
 
 
@@ -2716,7 +2716,7 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
     levels = []
     for place in _THINKING_PLACES:
         value = value_at(fields, place)
-        can_be_object = f"{place}.type" in _THINKING_PLACES
+        can_be_object = f"{place}.type" in _THINKING_PLACES  # as can "thinking"
         if value is None or (can_be_object and isinstance(value, dict)):
             continue  # the fields of the object have places of their own
 
@@ -3245,7 +3245,8 @@ def parse_anthropic_request(
     output = parsed.output_config
     chat_body = {
         **fields,  # most fields have the same name
-        "max_tokens": 1 if is_warm_up else parsed.max_tokens,
+        "max_tokens": parsed.max_tokens or None,
+        "prompt_cache_options": {"prewarm": is_warm_up},  # OpenAI's name for it
         "messages": _translate_messages(parsed, tools),
         "tools": list(tools.values()),
         "tool_choice": _translate_choice(choice),
@@ -3263,12 +3264,7 @@ def parse_anthropic_request(
         for index, tool in enumerate(parsed.tools)
         if tool["name"] in request.strict_tools
     }
-    return replace(
-        request,
-        kind="messages",
-        max_tokens=0 if is_warm_up else request.max_tokens,
-        strict_tools=strict_tools,
-    )
+    return replace(request, kind="messages", strict_tools=strict_tools)
 
 
 def _check_warm_up(fields: JsonObject) -> None:
@@ -13309,8 +13305,8 @@ def _fetch(name: str, command: list[str]) -> Path:
 
 # Tags that mlx-lm does not know (L-88), in the order of REPLY_TAGS: start and end of
 # thinking, then of a call. A model has them if the last one is in its vocabulary.
-_MAGISTRAL_TAGS: Final = ("[THINK]", "[/THINK]")
-_GPT_OSS_TAGS: Final = (
+_MAGISTRAL_TAGS: Final[Sequence[str]] = ("[THINK]", "[/THINK]")
+_GPT_OSS_TAGS: Final[Sequence[str]] = (
     "<|channel|>analysis<|message|>",
     "<|end|>",
     "<|channel|>commentary to=functions.",
@@ -13471,16 +13467,14 @@ def _teach_tags(tokenizer: Any) -> None:
     if tokenizer.think_start:
         return
     vocabulary = tokenizer.get_vocab()
-    for texts in (_MAGISTRAL_TAGS, _GPT_OSS_TAGS):
-        has_call_tags = len(texts) == len(REPLY_TAGS)
-        if texts[-1] not in vocabulary:
-            continue
-        if has_call_tags and tokenizer.tool_call_start:
-            continue  # a fine-tune: these tokens, and a format that mlx-lm knows
-        for tag, text in zip(REPLY_TAGS, texts, strict=False):
-            set_reply_tag(tokenizer, tag, text)
-        if has_call_tags:
-            tokenizer.add_eos_token(texts[-1])
+    texts = _MAGISTRAL_TAGS if _MAGISTRAL_TAGS[-1] in vocabulary else ()
+    call_end = _GPT_OSS_TAGS[-1]
+    # A fine-tune may have gpt-oss's tokens, and calls in a format that mlx-lm knows.
+    if call_end in vocabulary and not tokenizer.tool_call_start:
+        texts = _GPT_OSS_TAGS
+        tokenizer.add_eos_token(call_end)
+    for tag, text in zip(REPLY_TAGS, texts, strict=False):
+        set_reply_tag(tokenizer, tag, text)
 
 
 # -- weights on the CPU ----------------------------------------------------------------
@@ -16613,10 +16607,10 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #          WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
-IDLE_SECONDS: Final = 1.0  # between two reports, and two looks at idle memory, at rest
-CALL_CHECK_SECONDS: Final = 1.0  # between two looks whether the thread of a call lives
-IDLE_SECONDS_WITH_KV: Final = 60.0  # until memory is given back if KV is cached (L-67)
+IDLE_SECONDS: Final = 1.0  # at rest: between two reports; until memory is given back
+IDLE_SECONDS_WITH_KV: Final = 60.0  # the second of these while KV is cached (L-67)
 REPORT_SECONDS: Final = 0.25  # between two reports while requests run
+CALL_CHECK_SECONDS: Final = 1.0  # between two looks whether the model thread lives
 _GONE: Final = "the model cannot be used any more; the server's log says why"
 _STOPPING: Final = "the server is stopping"
 
@@ -16705,13 +16699,13 @@ class Engine:
     def stop(self) -> None:
         """End the thread after the current step; running requests fail."""
         self._has_ended.set()
-        self._inbox.put(lambda _scheduler: None)  # it may be waiting for something
-        if not self._is_loading:  # which cannot be stopped: nobody waits for it
+        self._inbox.put(lambda _scheduler: None)  # wakes the thread if it rests
+        if not self._is_loading:  # loading cannot be stopped, so nobody waits for it
             self._thread.join(timeout=10 + self._config.shutdown_grace_seconds)
 
     @property
     def state(self) -> Literal["loading", "ready", "dead"]:
-        """ "dead": there is no model, or none any more; `failure` may say why."""
+        """What requests meet. "dead": the thread has ended; `failure` may say why."""
         if self._has_ended.is_set():
             return "dead"
         return "ready" if self._loaded else "loading"
@@ -16848,9 +16842,9 @@ class Engine:
         """Step as long as there is something to do; look around now and then."""
         worked_at = time.monotonic()
         reported_at = worked_at
-        has_more = False  # of which there is something to do at once
+        can_rest = True  # nothing runs, and no KV is left to be saved
         while not self._has_ended.is_set():
-            wait_seconds = 0.0 if has_more else IDLE_SECONDS
+            wait_seconds = IDLE_SECONDS if can_rest else 0.0
             self._receive(scheduler, wait_seconds=wait_seconds)
             self._n_waiting = len(scheduler.waiting)
             if scheduler.is_busy:
@@ -16859,7 +16853,8 @@ class Engine:
             else:
                 idle_seconds = time.monotonic() - worked_at
                 self._faults.guard(partial(self._rest, scheduler, idle_seconds))
-            has_more = scheduler.save_some() or scheduler.is_busy
+            has_more_to_save = scheduler.save_some()
+            can_rest = not (has_more_to_save or scheduler.is_busy)
 
             since_report = time.monotonic() - reported_at
             if not scheduler.is_busy or since_report > REPORT_SECONDS:
@@ -20976,15 +20971,13 @@ def plan_request(
         check_model_id(model, request.model)
     request, images = _replace_images(state, model, request)
     if not counts_all:
-        max_tokens = MAX_COUNTED_CONTEXTS * model.max_context_tokens
-        request = replace(request, max_counted_tokens=max_tokens)
-        n_least = len(request.messages)  # each has a token at least
-        if n_least <= max_tokens:
-            n_least = model.template.count_least_tokens(
-                request, max_context_tokens=model.max_context_tokens
-            )
-        if n_least > max_tokens:
-            raise ContextTooLong(n_least, model.max_context_tokens)
+        context = model.max_context_tokens
+        max_counted = MAX_COUNTED_CONTEXTS * context
+        request = replace(request, max_counted_tokens=max_counted)
+        n_least = model.template.count_least_tokens(request, max_context_tokens=context)
+        n_least = max(n_least, len(request.messages))  # each has a token at least
+        if n_least > max_counted:
+            raise ContextTooLong(n_least, context)
     plan = _plan_prompt(state, model, request)
     first_markers = {int(image.marker_ids[0]): image for image in images}
     return PlannedRequest(request, model, first_markers, plan)
@@ -23682,12 +23675,12 @@ class HttpRequest:
         """
         self.connection.invite_body()
         stream = self.connection.rfile
-        max_bytes = self.body_length
-        if max_bytes is None:
-            max_bytes = self.body_limit.n_bytes
+        if self.body_length is None:
             pieces = _read_chunks(stream, self.body_limit)
+            n_bytes = self.body_limit.n_bytes  # it may come to this
         else:
-            pieces = _read_pieces(stream, max_bytes)
+            pieces = _read_pieces(stream, self.body_length)
+            n_bytes = self.body_length
 
         payload = bytearray()
         with _noting_loss():
@@ -23696,8 +23689,8 @@ class HttpRequest:
                 if len(payload) >= _MAX_UNHELD_BYTES:
                     break  # the rest is read once memory is held for it
             else:
-                max_bytes = len(payload)  # that was all
-        held = self._hold(max_bytes)
+                n_bytes = len(payload)  # the body has ended
+        held = self._hold(n_bytes)
         started_at = time.monotonic()
         self.connection.input.check_pace = lambda: self._check_pace(
             held, time.monotonic() - started_at, len(payload)
@@ -24024,8 +24017,7 @@ def _serve(
             target=server.serve_forever, name="accept", daemon=True
         )
         accept.start()
-    name = state.config.model_path or "demo"
-    _print_line(f"start-llm {VERSION}: loading {name} ...")
+    _print_line(f"start-llm {VERSION}: loading {state.config.model_path} ...")
     state.engine.start()
     _wait_until_loaded(state, stop)
 
@@ -24134,19 +24126,12 @@ def _wait_until_stop(state: ServerState, stop: threading.Event) -> None:
         stop.wait(0.5)
 
 
-class _ProxyCommand(NamedTuple):
-    """What runs LiteLLM beside this server."""
-
-    script: Path  # that keeps it running
-    program: Path  # LiteLLM's
-
-
-def _find_proxy(config: Config) -> _ProxyCommand | None:
-    """LiteLLM and what runs it; None if ENABLE_PROXY is off, or one is not there."""
+def _find_proxy(config: Config) -> tuple[Path, Path] | None:
+    """The script that keeps LiteLLM running, and LiteLLM; None: it is not to run."""
     script = Path(__file__).resolve().parent / "scripts/helpers/litellm_beside.py"
     program = Path(sys.executable).with_name("litellm")
     if config.enable_proxy and program.exists() and script.exists():
-        return _ProxyCommand(script, program)
+        return script, program
     return None
 
 
@@ -24160,24 +24145,25 @@ def run_proxy(
     scripts/helpers/litellm_beside.py, runs LiteLLM. It reads its order on stdin, and
     ends when stdin closes, so also when this process is killed.
     """
-    command = _find_proxy(config)
-    if command is None:
+    paths = _find_proxy(config)
+    if paths is None:
         logger.info("no proxy: ENABLE_PROXY is off, or LiteLLM is not installed")
         proxy.was_reported.set()
         yield
         return
 
+    script, program = paths
     keys = split_list(config.api_key)
     order = {
         **config.model_dump(mode="json"),
-        "program": str(command.program),
+        "program": str(program),
         "model_id": model["id"],
         "context_length": model["context_length"],
         "api_key": keys[0] if keys else "",
         "advice": advice_by_path(config),
     }
     keeper = subprocess.Popen(
-        [sys.executable, command.script],
+        [sys.executable, script],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
