@@ -17626,6 +17626,8 @@ class SchemaPart(NamedTuple):
                 return schema
             schema = self.root
             for step in path.removeprefix("#").split("/")[1:]:
+                if isinstance(schema, list):  # #/properties/path/anyOf/0
+                    schema = {str(n): branch for n, branch in enumerate(schema)}
                 schema = schema.get(step) if isinstance(schema, dict) else None
         return None
 
@@ -17684,7 +17686,14 @@ _PYTHON_ESCAPE: Final = re.compile(
     r"""\\(?:(?P<escape>[\\'"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}(?![0-7]))|)"""
 )
 
-to_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+
+def to_json(value: object) -> str:
+    """JSON, in which half of a surrogate pair is U+FFFD, as in what clients send.
+
+    Raises ValueError if it is NaN or infinite.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def value_as_json(text: str, types: set[str]) -> str:
@@ -20213,7 +20222,8 @@ class CallReader:
             self._reply.emit_name(name, call_id[1] if call_id else None)
         schema = SchemaPart.of_tool(self._offered.get(name, {}))
         if syntax.tags is None:
-            is_member = match.lastgroup == "hermes"
+            # Of {"name": "ls"} the only bracket is read as that of its arguments.
+            is_member = match.lastgroup == "hermes" and match[0].endswith("{")
             self._arguments = JsonArguments(
                 self._unread, schema.keys, is_member=is_member
             )

@@ -755,6 +755,8 @@ def value_of(text: str, schema: object) -> Any:
         ("NaN", {"type": "number"}, "NaN"),
         ("1e999", {"type": "number"}, "1e999"),
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("['\\ud83d\\ude00']", {"type": "array"}, ["\U0001f600"]),  # as JSON writes it
+        ('["\\ud83d"]', {"type": "array"}, ["\ufffd"]),  # half of it is no text
         ("5", None, 5),  # schemas that are none
         ("5", ["string"], 5),
         ("5", "string", 5),
@@ -781,6 +783,15 @@ def test_parameters_that_are_no_schema_say_nothing(parameters: object) -> None:
     ]
     for write in WRITERS:
         assert calls_of(read(write("f", {"k": 5}), tools=tools)) == [("f", {"k": 5})]
+
+
+def test_a_schema_may_refer_to_a_branch_of_a_union() -> None:
+    """As zod-to-json-schema writes what a schema has twice."""
+    union = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    reference = {"$ref": "#/properties/a/anyOf/0"}
+    tools = [tool("f", {"properties": {"a": union, "b": reference}})]
+    reply = read(write_qwen("f", {"b": "5"}), tools=tools)
+    assert calls_of(reply) == [("f", {"b": "5"})]
 
 
 def test_additional_properties_type_the_keys_a_schema_does_not_name() -> None:
@@ -1352,9 +1363,14 @@ def test_json_with_pythons_words_is_json(size: int) -> None:
     assert calls_of(reply) == [("read", wanted)] and reply.content is None
 
 
-def test_text_behind_a_call_without_its_end_is_that_text_alone() -> None:
-    reply = read('<tool_call>{"name": "read", "arguments": {"n": 1}}\n\nNow I wait.')
-    assert calls_of(reply) == [("read", {"n": 1})]
+@pytest.mark.parametrize(
+    ("members", "arguments"), [(', "arguments": {"n": 1}', {"n": 1}), ("", {})]
+)
+def test_text_behind_a_call_without_its_end_is_that_text_alone(
+    members: str, arguments: dict[str, Any]
+) -> None:
+    reply = read(f'<tool_call>{{"name": "read"{members}}}\n\nNow I wait.')
+    assert calls_of(reply) == [("read", arguments)]
     assert reply.content == "Now I wait."
 
 
