@@ -18816,20 +18816,17 @@ class MendedObject:
             if match is not None and match.partial:
                 break
             text = self._accept(match) if match else self._accept_other()
-            self.is_done = self.is_broken or not self._open
-            if text is None:  # it is broken, or the next text decides
+            if text is None:  # the next text decides
                 break
+            self.is_done = self.is_broken or not self._open
             if self._open:
                 json_text += text
             else:  # the last bracket was read
                 self.closing = text
         return json_text
 
-    def _accept(self, match: Any) -> str | None:
-        """Go on to the state after `match`; returns its text as JSON.
-
-        None: it is broken.
-        """
+    def _accept(self, match: Any) -> str:
+        """Go on to the state after `match`; returns its text as JSON."""
         text: str = match[0]
         state = self._open.pop()
         if state.closer == '"':
@@ -18847,11 +18844,11 @@ class MendedObject:
             self._string = OpenString(self._keys)
         return _mend(match)
 
-    def _accept_string(self, match: Any) -> str | None:
-        """Take a part of a string; None: it is broken."""
+    def _accept_string(self, match: Any) -> str:
+        """Take a part of a string; returns it as JSON."""
         if match["key_end"] is not None:
             self.is_broken = True
-            return None
+            return ""
         is_raw = match["raw"] is not None
         text, rest = self._string.take(match[0], is_raw=is_raw)
         self._unread.text = rest + self._unread.text
@@ -18863,7 +18860,7 @@ class MendedObject:
     def _accept_other(self) -> str | None:
         """What comes next does not fit, or was cut off; returns what closes it.
 
-        None: it is broken, or the next text decides.
+        None: the next text decides. "" if it is broken.
         """
         rest = self._unread.text.strip()
         if self._unread.is_complete and self._is_whole(rest):
@@ -18883,7 +18880,7 @@ class MendedObject:
                 self.has_mended_bracket = True
                 return self._open.pop().closer
         self.is_broken = True
-        return None
+        return ""
 
     def _is_whole(self, rest: str) -> bool:
         """Whether the last `rest` of a reply has no part of an argument."""
@@ -18896,11 +18893,11 @@ class MendedObject:
         # Half an escape: the string was cut, wherever it was.
         return rest.startswith("\\") or not rest.strip('", \t\r\n}]')
 
-    def _close_all(self) -> str | None:
-        """What closes all that is open; None: it is broken."""
+    def _close_all(self) -> str:
+        """What closes all that is open; "" if it is broken."""
         if self.has_inner_key and len(self._open) > 1:
             self.is_broken = True
-            return None
+            return ""
         closers = [state.closer for state in reversed(self._open)]
         self._open.clear()
         return "".join(closers)
@@ -18971,24 +18968,13 @@ LOST_MEMBER: Final = Pattern(
 _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 
 
-class JsonPhase(Enum):
-    """What JsonArguments reads next."""
-
-    ARGUMENTS = auto()
-    LATER_MEMBERS = auto()  # of the call, or the end of the call
-    DONE = auto()
-
-
 class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the end of the call.
 
-        phase            reads                     then
-        ARGUMENTS        "path": "a.md"}           LATER_MEMBERS; if broken, DONE
-        LATER_MEMBERS    , "id": "1"               LATER_MEMBERS
-                         }\n</tool_call>           DONE
-                         , "n": 5                  DONE, broken: it was an argument
-
-    `closing` is left for the caller to emit, if the call is not broken.
+        "path": "a.md"}     by MendedObject
+        , "id": "1"         a member of the call
+        }\n</tool_call>     is_done; `closing` is for the caller to emit
+        , "n": 5            is_done and is_broken: it was an argument
     """
 
     def __init__(
@@ -18998,16 +18984,11 @@ class JsonArguments:
 
         `is_member`: the call is an object, of which the arguments are a member.
         """
+        self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
-        self._phase = JsonPhase.ARGUMENTS
         self._unread = unread
         self._is_member = is_member
         self._arguments = MendedObject(unread, keys)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the call has ended, or is broken."""
-        return self._phase is JsonPhase.DONE
 
     @property
     def closing(self) -> str:
@@ -19024,15 +19005,10 @@ class JsonArguments:
 
     def read(self) -> str:
         """What more is certain of the arguments, as JSON text without `closing`."""
-        json_text = ""
-        if self._phase is JsonPhase.ARGUMENTS:
-            json_text = self._arguments.read()
-            self.is_broken = self._arguments.is_broken
-            if self.is_broken:
-                self._phase = JsonPhase.DONE
-            elif self._arguments.is_done:
-                self._phase = JsonPhase.LATER_MEMBERS
-        if self._phase is JsonPhase.LATER_MEMBERS:
+        json_text = self._arguments.read()
+        if self._arguments.is_broken:
+            self.is_done = self.is_broken = True
+        elif self._arguments.is_done:
             self._read_later()
         return json_text
 
@@ -19050,7 +19026,7 @@ class JsonArguments:
             member = self._unread.match_next(_CALL_MEMBER)
             if member is None:
                 self.is_broken = not self._unread.is_cut
-                self._phase = JsonPhase.DONE
+                self.is_done = True
                 return
             if member.partial:
                 return
@@ -19066,15 +19042,16 @@ class JsonArguments:
         match = self._unread.match_next(end)
         if match is not None and match.partial:
             return
-        self._phase = JsonPhase.DONE
+        self.is_done = True
         rest = self._unread.text.lstrip()
         if self._is_member:
+            first = (rest if match is None else match[0].lstrip())[:1]
             # {"name": "read", "arguments": {"path": "a.md"} Done.
             # The bracket of the call is missing before a text.
-            is_inside = match is None and rest[:1] not in {"", "}", "]"}
+            is_inside = match is None and first not in {"", "}", "]"}
             # {"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}</tool_call>
             # It is missing before the tag; or the tree's is, and n is an argument.
-            has_bracket = match is not None and match[0].lstrip()[:1] != "<"
+            has_bracket = first not in {"", "<"}
             has_inner_key = self._arguments.has_inner_key
             self.is_broken = is_inside or (has_inner_key and not has_bracket)
         else:

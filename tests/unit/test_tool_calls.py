@@ -1374,6 +1374,20 @@ def test_text_behind_a_call_without_its_end_is_that_text_alone(
     assert reply.content == "Now I wait."
 
 
+def test_an_object_may_have_a_member_that_is_called_as_an_argument_is() -> None:
+    text = '<tool_call>{"name": "read", "arguments": {"tree": {"k": 1, "n": 5}}'
+    arguments = [("read", {"tree": {"k": 1, "n": 5}})]
+    assert calls_of(read(f"{text}}}")) == arguments
+    assert calls_of(read(f"{text}}}</tool_call>")) == arguments
+
+    # One bracket is missing. Was it the tree's?
+    for rest in ("", "</tool_call>", '<tool_call>{"name": "read"}</tool_call>'):
+        replies = stream()
+        replies.feed(text + rest)
+        replies.finish()
+        assert replies.is_broken
+
+
 def test_generated_json_is_kept_as_it_is() -> None:
     raw = '{ "n":1.50,\n "text" : "\\u00e9\\/" , "tree": {  } }'
     reply = read(f'<tool_call>\n{{"name": "read", "arguments": {raw}}}\n</tool_call>')
