@@ -17590,7 +17590,7 @@ class SchemaPart(NamedTuple):
         return types if types != _ALL_TYPES else set()
 
     def _find_types(self, known_types: dict[int, set[str]], depth: int = 0) -> set[str]:
-        """The same; but all types if any.
+        """The same, but where any type is allowed, all of them.
 
         `known_types`: of the schemas that were read, by their id. A union may refer to
         itself, which adds no type to it.
@@ -17873,8 +17873,13 @@ class ParameterTags(NamedTuple):
 class ArgumentSpelling(NamedTuple):
     """How arguments are written between tags, for str.format().
 
-    <function=read>\n  <  parameter=path>\n  a.md  \n</parameter>\n<  /function>...
-    prefix             first key             value value_end          end
+    Qwen's:
+
+        <function=read>\n            the prefix, of CallSyntax
+        <                            first
+        parameter=path>\n            key, then the value: a.md
+        \n</parameter>\n<            has_line_break, value_end
+        /function>\n</tool_call>     end
     """
 
     first: str
@@ -17952,34 +17957,26 @@ _QWEN_KEY: Final = Pattern(
     example="\n<parameter=path>\na",
     near_miss="\n<parameter>\na",
 )
-# Of each branch an example, with | before what it matches:
-#
-#     closed        a.md|\n</parameter>\n<parameter=n>
-#     unclosed      a.md|\n</function>\n</tool_call>\n<tool_call>    another call
-#                   a.md|\n</tool_call>\n                           or the reply ends
-#     unreadable    a.md|\n<tool_call>\nb.md                         a call in it
-#                   a.md|</parameter></parameter>
-#                   a.md|\n</parameter>\nb.md                        on its own line
-#                   a.md|</parameter><parameterr=n>5                a misspelt key
-#                   a.md|</function>\nb.md
-#     IN_LINE       a.md|</parameter>b.md
-#     quoted        it ends with |</parameter> as all do
+# Comments have an example of a value, and what follows it.
 _QWEN_VALUE_END: Final = Pattern(
     r"""(?x:
-        \n? </parameter>
+        \n? </parameter>                          # a.md\n</parameter>\n<parameter=n>
         (?= \s* (?: <parameter[= ] | </tool_call> | </function> LAST ) )
-      | (?P<unclosed> \n?
-            (?= </function> \s* </tool_call> \s* <tool_call>
-              | (?: </function> \s* )? </tool_call> \s* \0 )
+      | (?P<unclosed> \n?                         # a.md\n</function>\n</tool_call>
+            (?= </function> \s* </tool_call> \s* <tool_call>         # another call
+              | (?: </function> \s* )? </tool_call> \s* \0 )         # or the end
           | \n (?= (?: </function> \s* )? </tool_call> [ \t]{0,9} \n ) )
-      | (?P<unreadable> \n (?: <tool_call> | <function= [^<>\s]{1,200} > ) \s* \n
-            | \n? </parameter> (?= \s* </parameter> )
-            | \n </parameter> NO_NEXT            # on a line of its own
-            | \n </parameter> (?= \w )
-            | </parameter> (?= < | [ \t]{0,9} \n ) NO_NEXT (?= < )  # a misspelt key
-            | </function> [ \t]{0,9} \n NO_NEXT )
-      | (?P<IN_LINE> </parameter> (?= \w ) )
-      | (?P<quoted> (?: </parameter> (?: \s* </function> )? | </tool_call> ) NO_NEXT )
+      | (?P<unreadable>                           # a.md\n<tool_call>\nb.md
+            \n (?: <tool_call> | <function= [^<>\s]{1,200} > ) \s* \n
+          | \n? </parameter> (?= \s* </parameter> )
+          | \n </parameter> NO_NEXT               # a.md\n</parameter>\nb.md
+          | \n </parameter> (?= \w )
+          | </parameter> (?= < | [ \t]{0,9} \n )  # a.md</parameter><parameterr=n>5
+            NO_NEXT (?= < )
+          | </function> [ \t]{0,9} \n NO_NEXT )   # a.md</function>\nb.md
+      | (?P<IN_LINE> </parameter> (?= \w ) )      # a.md</parameter>b.md
+      | (?P<quoted>                               # it ends with </parameter> as all do
+            (?: </parameter> (?: \s* </function> )? | </tool_call> ) NO_NEXT )
     )""".replace("NO_NEXT", _QWEN_NO_NEXT).replace(
         # What may follow the </function> of a call: its end, another call, or a line of
         # prose. In a file that has </function> in it, some other tag may follow.
@@ -18099,6 +18096,9 @@ _MINIMAX_VALUE_END: Final = Pattern(
     example="a.md</parameter>\n</invoke>\n</minimax:tool_call>\n",
     near_miss="a.md</parameter>\n</invoke> is how it ends</parameter>",
 )
+_MINIMAX_NEXT_KEY: Final = _NEXT_KEY.replace(
+    "TAG", '<parameter[ ]name="? (?P<next_key> KEYS ) "?>'
+)
 
 _KIMI_NAME: Final = Pattern(
     r"""(?x:
@@ -18150,9 +18150,6 @@ _MINICPM_QUOTED_END: Final = Pattern(
 )
 _MINICPM_NEXT_KEY: Final = _NEXT_KEY.replace(
     "TAG", '<param[ ]name="? (?P<next_key> KEYS ) "?>'
-)
-_MINIMAX_NEXT_KEY: Final = _NEXT_KEY.replace(
-    "TAG", '<parameter[ ]name="? (?P<next_key> KEYS ) "?>'
 )
 
 # `++` and the bounds: what is no header must not be tried from each of its letters
@@ -18971,10 +18968,10 @@ _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the end of the call.
 
-        "path": "a.md"}     by MendedObject
-        , "id": "1"         a member of the call
-        }\n</tool_call>     is_done; `closing` is for the caller to emit
-        , "n": 5            is_done and is_broken: it was an argument
+    "path": "a.md"}     by MendedObject
+    , "id": "1"         a member of the call
+    }\n</tool_call>     is_done; `closing` is for the caller to emit
+    , "n": 5            is_done and is_broken: it was an argument
     """
 
     def __init__(
