@@ -17621,14 +17621,12 @@ class SchemaPart(NamedTuple):
         """What it refers to, or else itself; None if it refers to nothing."""
         schema = self.schema
         for _ in range(_MAX_REFERENCES):
-            path = schema.get("$ref") if isinstance(schema, dict) else None
+            path = _member_of(schema, "$ref")
             if not isinstance(path, str):
                 return schema
             schema = self.root
             for step in path.removeprefix("#").split("/")[1:]:
-                if isinstance(schema, list):  # #/properties/path/anyOf/0
-                    schema = {str(n): branch for n, branch in enumerate(schema)}
-                schema = schema.get(step) if isinstance(schema, dict) else None
+                schema = _member_of(schema, step)
         return None
 
     @property
@@ -17649,8 +17647,14 @@ class SchemaPart(NamedTuple):
         return self._replace(schema=self._keyword("additionalProperties"))
 
     def _keyword(self, name: str) -> Any:
-        schema = self.resolved
-        return schema.get(name) if isinstance(schema, dict) else None
+        return _member_of(self.resolved, name)
+
+
+def _member_of(schema: object, step: str) -> object:
+    """What is at a step of a reference, such as #/anyOf/0; None if nothing is."""
+    if isinstance(schema, list):
+        schema = {str(n): branch for n, branch in enumerate(schema)}
+    return schema.get(step) if isinstance(schema, dict) else None
 
 
 def _own_types(schema: Schema) -> set[str]:
