@@ -16674,7 +16674,7 @@ class Engine:
         self._inbox = queue.SimpleQueue[Callable[[Scheduler], object]]()
         self._n_waiting = 0  # requests that the model thread has taken from the inbox
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
-        self._faults = FaultLog()  # between two steps
+        self._faults = FaultLog()  # of what no request waits for
 
         # The thread loads the weights, warms up, then lets requests in.
         self._is_loading = True  # the weights
@@ -16781,7 +16781,7 @@ class Engine:
                 self._warm_up(scheduler)
             if self._has_ended.is_set():  # stop() was called meanwhile
                 return
-            self._open_disk(scheduler)
+            self._faults.guard(partial(self._open_disk, scheduler))
             self._open(scheduler)
             with wired_limit(loaded.model):
                 self._serve(scheduler)

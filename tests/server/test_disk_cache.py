@@ -86,6 +86,22 @@ def test_disk_cache_goes_on_after_a_restart_between_any_two_requests(
     assert bench.metrics.snapshot()["disk_hits"] == 1
 
 
+@pytest.mark.parametrize("name", ["open_disk_cache", "DiskTier"])
+def test_a_fault_while_the_disk_is_opened_costs_the_disk_alone(
+    restart, tmp_path, monkeypatch, caplog, name
+):
+    def fail(*_args):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(s, name, fail)
+    bench = restart(tiny_model("qwen3", tmp_path))
+    _, error, ids = difference(bench, words(np.random.default_rng(5), 50), n=2)
+
+    assert (error, len(ids)) == (0.0, 2)
+    assert bench.engine.disk is None
+    assert "planted" in caplog.text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_loaded_entry_is_branched_edited_and_extended_like_others(
     kind, restart, tmp_path
