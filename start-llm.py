@@ -2571,7 +2571,7 @@ def _check_prewarm(parsed: _ChatBody) -> None:
     }
     for place, is_asked in is_asked_for.items():
         if is_asked:
-            sentence = "prompt_cache_options.prewarm is true, which makes no reply"
+            sentence = "the prompt is only read into the cache: there will be no reply"
             raise BadRequest(sentence, field=place)
 
 
@@ -3202,7 +3202,9 @@ class _MessagesChoice(TypedDict):
 class _MessagesBody(BaseModel, strict=True, extra="allow"):
     """The fields that differ from those of a chat."""
 
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: see _check_warm_up()
+    max_tokens: Annotated[int, Field(ge=0)] | None = (
+        None  # 0: what a chat calls prewarm
+    )
     messages: Annotated[ListOf[_MessagesMessage], Field(min_length=1)]
     system: str | ListOf[JsonObject] = []
     tools: ListOf[_MessagesTool] = []
@@ -3237,16 +3239,13 @@ def parse_anthropic_request(
     """POST /v1/messages. Raises BadRequest, which names the wrong field."""
     fields = present_fields(body)
     parsed = validate_fields(_MessagesBody, fields)
-    is_warm_up = parsed.max_tokens == 0
-    if is_warm_up:
-        _check_warm_up(fields)
     tools = _translate_tools(parsed.tools)
     choice = parsed.tool_choice
     output = parsed.output_config
     chat_body = {
         **fields,  # most fields have the same name
         "max_tokens": parsed.max_tokens or None,
-        "prompt_cache_options": {"prewarm": is_warm_up},  # OpenAI's name for it
+        "prompt_cache_options": {"prewarm": parsed.max_tokens == 0},
         "messages": _translate_messages(parsed, tools),
         "tools": list(tools.values()),
         "tool_choice": _translate_choice(choice),
@@ -3265,25 +3264,6 @@ def parse_anthropic_request(
         if tool["name"] in request.strict_tools
     }
     return replace(request, kind="messages", strict_tools=strict_tools)
-
-
-def _check_warm_up(fields: JsonObject) -> None:
-    """Raise BadRequest for what Anthropic refuses, too, with `max_tokens: 0`.
-
-    Such a request fills the cache: the prompt is read, and no reply is generated. So
-    nothing can be asked of the reply.
-    """
-    is_asked_for = {
-        "stream": bool(fields.get("stream")),
-        "thinking.type": value_at(fields, "thinking.type") == "enabled",
-        "output_config.format": bool(value_at(fields, "output_config.format")),
-        "output_format": "output_format" in fields,
-        "tool_choice.type": value_at(fields, "tool_choice.type") in ("any", "tool"),
-    }
-    for place, is_asked in is_asked_for.items():
-        if is_asked:
-            sentence = "max_tokens is 0, which fills the cache and makes no reply"
-            raise BadRequest(sentence, field=place)
 
 
 def _translate_tools(tools: Iterable[_MessagesTool]) -> dict[str, JsonObject]:
@@ -21294,6 +21274,7 @@ class ReplyDecoder:
         self.token_ids: list[int] = []
         self.shown_ends: list[ShownEnd] = []  # in the content
         self.n_reasoning_tokens = 0
+        self.was_over = False  # before finish(), which may find a stop string, too
         self._n_letters = 0  # of the content, as emitted
         self.stops = StopStrings(request.stop)
         self._detokenizer = _make_detokenizer(prepared)
@@ -21392,6 +21373,7 @@ class ReplyDecoder:
 
     def finish(self, *, closes: bool) -> list[JsonObject]:
         """The deltas of what was held back. `closes`: a call that was cut is closed."""
+        self.was_over = self.is_over
         if self._has_all_calls:
             return []  # what was held back follows the last call
         text = self.stops.feed(self._detokenizer.finish(), is_last=True)
@@ -22084,38 +22066,33 @@ class ReplyGeneration:
 
     def _finish(self, event: FinishedEvent) -> list[JsonObject]:
         """Record and report the reply; the last deltas."""
-        was_over = self._decoder.is_over  # before a call that was cut is closed
         can_close = event.reason == "stop" or self._formatter.closes_cut_calls
         deltas = self._decoder.finish(closes=can_close)
         if self._decoder.parser.is_broken:
             logger.warning("a call cannot be read: the reply ends there, as cut")
-        self._end_with(event, was_over=was_over)
+        self._end_with(event)
         return deltas
 
     def _cut_short(self, reason: Literal["cancelled", "failed"]) -> ReplyEnding:
         """End a reply that nobody waits for, or that failed, as it is now."""
-        event = self._handle.finished_event(reason)
-        return self._end_with(event, was_over=False)
+        return self._end_with(self._handle.finished_event(reason))
 
-    def _end_with(self, event: FinishedEvent, *, was_over: bool) -> ReplyEnding:
-        """Make the ending, and record it.
-
-        `was_over`: the reply was complete before the decoder gave what it held back. A
-        stop string may be in that, too.
-        """
+    def _end_with(self, event: FinishedEvent) -> ReplyEnding:
+        """Make the ending, and record it."""
         decoder = self._decoder
         token_ids = decoder.token_ids
         eos_ids = self._prepared.model.eos_ids
+        is_over = decoder.was_over or decoder.is_stopped
         ending = ReplyEnding(
-            kind=find_ending_kind(event.reason, is_over=was_over or decoder.is_stopped),
+            kind=find_ending_kind(event.reason, is_over=is_over),
             event=event,
-            finish_reason=self._finish_reason(event, was_over=was_over),
+            finish_reason=self._finish_reason(event),
             message=decoder.parser.message(),
             token_ids=token_ids,
             shown_ends=decoder.shown_ends,
             has_end_token=bool(token_ids) and token_ids[-1] in eos_ids,
             is_thinking=decoder.splitter.is_thinking,
-            ends_with_call=was_over and decoder.ends_with_call,
+            ends_with_call=decoder.was_over and decoder.ends_with_call,
             first_token_seconds=self._first_token_seconds(),
             waits=self._handle.times.wait_seconds(time.monotonic()),
         )
@@ -22126,8 +22103,8 @@ class ReplyGeneration:
             logger.exception("a reply could not be recorded")
         return ending
 
-    def _finish_reason(self, event: FinishedEvent, *, was_over: bool) -> FinishReason:
-        is_cut = event.reason != "stop" and not was_over
+    def _finish_reason(self, event: FinishedEvent) -> FinishReason:
+        is_cut = event.reason != "stop" and not self._decoder.was_over
         is_cut = is_cut or self._request.max_tokens == 0
         if is_cut or self._decoder.parser.is_broken:
             return "length"  # a call in it was cut, and must not be run
@@ -23475,7 +23452,7 @@ class HttpRequest:
     body_limit: _BodyLimit
     body_length: int | None  # None: it comes in chunks
     was_submitted: bool = False  # to the engine
-    _gets_pings: bool | None = False  # None: if its body, not looked at yet, says so
+    _gets_pings: bool = False  # it is parsed, and wants a stream
     _sent_at: float = 0.0  # when its body was read, or the last ping sent
     _held_memory: ExitStack = field(default_factory=ExitStack)  # for its body
     _work_memory: ExitStack = field(default_factory=ExitStack)  # to prepare it
@@ -23636,10 +23613,10 @@ class HttpRequest:
         """
         payload = self.read_body()
         self._sent_at = time.monotonic()
-        self._gets_pings = None if can_stream else False
+        unparsed = payload if can_stream else b""
         memory = self.state.body_memory
         work = memory.work.reserve(
-            memory.WORK_BYTES * len(payload), partial(self._keep_waiting, payload)
+            memory.WORK_BYTES * len(payload), partial(self._keep_waiting, unparsed)
         )
         self._work_memory.enter_context(work)
 
@@ -23716,7 +23693,7 @@ class HttpRequest:
         """Look for the client of a request that the model does not have yet.
 
         A stream gets pings, as comments: no formatter knows yet what it consists of.
-        Whether an `unparsed` body wants a stream is looked up when the first is due.
+        Whether an `unparsed` body wants a stream is looked up when a ping is due.
         Raises ClientGone.
         """
         self.connection.check_client()
@@ -23724,9 +23701,7 @@ class HttpRequest:
         if silent_seconds < self.state.config.keepalive_seconds:
             return
         self._sent_at = time.monotonic()
-        if self._gets_pings is None:
-            self._gets_pings = wants_stream(unparsed)
-        if self._gets_pings:
+        if self._gets_pings or wants_stream(unparsed):
             self.response.begin_stream()
             self.response.send_chunk(b": the request waits for its turn\n\n")
 

@@ -431,16 +431,12 @@ def test_a_fault_that_the_grammar_finds_has_the_name_that_was_sent():
     ("fields", "place"),
     [
         ({"stream": True}, "stream"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.type"),
-        (
-            {"output_config": {"format": {"type": "json_object"}}},
-            "output_config.format",
-        ),
-        ({"output_format": {"type": "json_object"}}, "output_format"),
-        ({"tool_choice": {"type": "any"}, "tools": [READ]}, "tool_choice.type"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "response_format"),
+        ({"output_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": {"type": "any"}, "tools": [READ]}, "tool_choice"),
         (
             {"tool_choice": {"type": "tool", "name": "read"}, "tools": [READ]},
-            "tool_choice.type",
+            "tool_choice",
         ),
     ],
 )
@@ -454,6 +450,7 @@ def test_a_reply_of_no_tokens_may_be_asked_for_in_any_other_way():
     for fields in (
         {},
         thinking,
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
         {"tools": [READ], "tool_choice": {"type": "auto"}, "stream": False},
     ):
         assert parsed(max_tokens=0, **fields).max_tokens == 0
@@ -784,7 +781,7 @@ def test_max_tokens_0_reads_the_prompt_into_the_cache_and_says_nothing(
     assert reply.usage.cache_read_input_tokens == n_warm > 0
     again = ask(sdk, stream=False, max_tokens=0, **question)
     assert again.usage.cache_read_input_tokens == n_warm
-    with pytest.raises(anthropic.BadRequestError, match="stream: max_tokens is 0"):
+    with pytest.raises(anthropic.BadRequestError, match="stream: the prompt is only"):
         ask(sdk, stream=True, max_tokens=0, **question)
 
 
