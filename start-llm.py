@@ -5564,13 +5564,12 @@ def reply_contexts(
     return contexts
 
 
-@dataclass(eq=False, slots=True)
-class _Thought:
-    """The thinking of a reply."""
+class _Thought(NamedTuple):
+    """The thinking of a reply, under one of its keys."""
 
     thinking: str
     session_id: str  # as people see it, see GeneratedReply
-    last_used: float  # seconds; it changes
+    last_used: float  # seconds, by this key
 
     def pack(self) -> list[SavedRecord]:
         """It, to be saved; the text is stored once for all its keys."""
@@ -5600,24 +5599,24 @@ class HealingStore:
         self._saved = saved or RecordFile().of_tenant("")
         self._max_idle_seconds = ttl_seconds or math.inf
         self._healing_lock = threading.Lock()  # guards what follows
-        # By kind and key. Those used last are last.
+        # By kind and key; those used least recently first.
         self._thoughts: dict[str, OrderedDict[bytes, _Thought]] = {
             _BY_CONTEXT: OrderedDict(),
             _BY_SIGNATURE: OrderedDict(),
         }
-        self._n_keys: Counter[int] = Counter()  # of each thought, by its id()
-        self._nbytes = 0  # of the thoughts that have a key
+        self._n_keys: Counter[int] = Counter()  # of each text, by its id()
+        self._nbytes = 0  # of the texts that have a key
 
     def load(self) -> None:
         """Remember what an earlier server has saved."""
-        thoughts: dict[bytes, _Thought] = {}  # each once, whatever keys it has
+        texts: dict[bytes, str] = {}  # each once, whatever keys it has
         for kind in self._thoughts:
             for key, saved in self._saved.load(kind):
-                (text,) = saved.parts
-                thinking = text.decode("utf-8", "surrogatepass")
-                thought = _Thought(thinking, saved.session_id, saved.last_used)
+                (part,) = saved.parts
+                text = texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
+                thought = _Thought(text, saved.session_id, saved.last_used)
                 with self._healing_lock:
-                    self._keep(kind, key, thoughts.setdefault(text, thought))
+                    self._keep(kind, key, thought)
 
     def remember(
         self, reply: Message, context: ReplyContext, *, session_id: str = ""
@@ -5644,21 +5643,22 @@ class HealingStore:
         digest = reply_digest(reply)
         signature = reply.get("thought_id")
         with self._healing_lock:
+            thinking = ""
             if isinstance(signature, str):
-                thought = self._use(_BY_SIGNATURE, signature.encode())
-                if thought is not None:
-                    return thought.thinking
+                thinking = self._use(_BY_SIGNATURE, signature.encode())
             for context_digest in context:
-                thought = self._use(_BY_CONTEXT, context_digest + digest)
-                if thought is not None:
-                    return thought.thinking
-        return ""
+                thinking = thinking or self._use(_BY_CONTEXT, context_digest + digest)
+        return thinking
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long."""
         with self._healing_lock:
-            for kind in self._thoughts:
-                self._drop_idle(kind, now)
+            for kind, thoughts in self._thoughts.items():
+                while thoughts:
+                    key, thought = next(iter(thoughts.items()))
+                    if now - thought.last_used <= self._max_idle_seconds:
+                        break
+                    self._drop(kind, key)
 
     def forget(self, session_id: str | None) -> None:
         """Drop the thinking of the replies to a session; None: all of it."""
@@ -5678,22 +5678,15 @@ class HealingStore:
 
     # The methods below are called with the lock held.
 
-    def _drop_idle(self, kind: str, now: float) -> None:
+    def _use(self, kind: str, key: bytes) -> str:
+        """The thinking under a key, which is now the one used last; "" without any."""
         thoughts = self._thoughts[kind]
-        while thoughts:
-            key, thought = next(iter(thoughts.items()))
-            if now - thought.last_used <= self._max_idle_seconds:
-                return
-            self._drop(kind, key)
-
-    def _use(self, kind: str, key: bytes) -> _Thought | None:
-        thoughts = self._thoughts[kind]
-        if key not in thoughts:
-            return None
-        thoughts.move_to_end(key)
-        thoughts[key].last_used = time.monotonic()
+        thought = thoughts.pop(key, None)
+        if thought is None:
+            return ""
+        thoughts[key] = thought._replace(last_used=time.monotonic())
         self._saved.touch(kind, key)
-        return thoughts[key]
+        return thought.thinking
 
     def _put(self, kind: str, key: bytes, thought: _Thought) -> None:
         """Replace the thought under a key, in the file, too."""
@@ -5705,22 +5698,24 @@ class HealingStore:
         thoughts = self._thoughts[kind]
         self._drop(kind, key)
         thoughts[key] = thought
-        if not self._n_keys[id(thought)]:
-            self._nbytes += sys.getsizeof(thought.thinking)
-        self._n_keys[id(thought)] += 1
+        text = thought.thinking
+        if not self._n_keys[id(text)]:
+            self._nbytes += sys.getsizeof(text)
+        self._n_keys[id(text)] += 1
         if len(thoughts) > self.CAP:
             self._drop(kind, next(iter(thoughts)))
 
     def _drop(self, kind: str, key: bytes) -> None:
-        """Remove a key, if it is there, and the thought's bytes with its last key."""
+        """Remove a key, if it is there, and the text's bytes with its last key."""
         thought = self._thoughts[kind].pop(key, None)
         if thought is None:
             return
         self._saved.remove(kind, key)
-        self._n_keys[id(thought)] -= 1
-        if not self._n_keys[id(thought)]:
-            del self._n_keys[id(thought)]
-            self._nbytes -= sys.getsizeof(thought.thinking)
+        text = thought.thinking
+        self._n_keys[id(text)] -= 1
+        if not self._n_keys[id(text)]:
+            del self._n_keys[id(text)]
+            self._nbytes -= sys.getsizeof(text)
 
 
 def heal_messages(
