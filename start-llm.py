@@ -7948,7 +7948,7 @@ class GeneratedReply(NamedTuple):
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     block_hashes: Sequence[bytes]  # of the prompt
     session_id: str  # as people see it: the client's, or made by session_id_for()
-    finished_at: float  # seconds, on the clock of PromptPlanner.plan()
+    finished_at: float  # seconds, on the clock of Ledger.expire()
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: Sequence[ShownEnd] = ()  # and where it may have; ascending
 
@@ -8423,19 +8423,19 @@ class Ledger:
             self._expire(time.monotonic())
 
     def choose_head(
-        self, conversation: Conversation, head: Restated, now: float
+        self, conversation: Conversation, head: Restated
     ) -> Chosen[Restated]:
         """The head to render: the first that may stand for `head`, or `head` itself.
 
         why(L-38): a new id in one of its messages would change all that follows it.
         """
         session_key = _session_head_key(conversation, head.stated)
-        start_key = self._find_reference(session_key, now)
-        start = self._find_start(start_key, RenderedHead, now)
+        start_key = self._find_reference(session_key)
+        start = self._find_start(start_key, RenderedHead)
         if start is None:
             start_key = _shared_head_key(conversation, head.stated)
             start = self._find_or_plan(
-                start_key, RenderedHead, lambda: RenderedHead.of(head), now
+                start_key, RenderedHead, lambda: RenderedHead.of(head)
             )
 
         starts: dict[bytes, PromptStart] = {start_key: start}
@@ -8444,7 +8444,7 @@ class Ledger:
         return Chosen(start.restated, starts)
 
     def choose_tools(
-        self, request: ChatRequest, messages: Iterable[CanonicalMessage], now: float
+        self, request: ChatRequest, messages: Iterable[CanonicalMessage]
     ) -> Chosen[tuple[JsonObject, ...]]:
         """The tools to show for a request that has these messages.
 
@@ -8462,12 +8462,12 @@ class Ledger:
             # Version 2: equal bytes for equal tools with the same order of members.
             digest = sha256(marshal.dumps(tools, 2)).digest()
             start = self._find_or_plan(
-                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest), now
+                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest)
             )
             shown_tools = tools if start.digest == digest else start.read()
         else:
-            start_key = self._find_reference(conversation_key, now)
-            start = self._find_start(start_key, RenderedTools, now)
+            start_key = self._find_reference(conversation_key)
+            start = self._find_start(start_key, RenderedTools)
             if start is None:
                 return Chosen((), {})
             shown_tools = start.read()
@@ -8480,8 +8480,8 @@ class Ledger:
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
         """Keep what the prompt of an accepted request begins with.
 
-        why(L-136): this is the use of the transcript that it replays; to be found, or
-        to be tried, is none.
+        why(L-136): only this is a use, of that and of the transcript that it replays.
+        What is found for a request that is refused stays as old as it was.
         `session_id`: see GeneratedReply.
         """
         transcript = plan.transcript
@@ -8496,6 +8496,7 @@ class Ledger:
                 else:
                     self._records.move_to_end(key)
                     self._saved.touch(_LEDGER, key)
+            self._mark_past_used(plan.conversation)
             self._expire(now)
 
     def record(
@@ -8520,17 +8521,13 @@ class Ledger:
             self._mark_past_used(plan.conversation)
             self._expire(transcript.last_used)
 
-    def candidates(
-        self, conversation: Conversation, now: float
-    ) -> Iterator[Transcript]:
+    def candidates(self, conversation: Conversation) -> Iterator[Transcript]:
         """Transcripts to replay for this conversation, the longest first.
 
         Each ends before the newest input, in which changes are restated.
         """
         newest_index = _newest_input(conversation.messages)
         with self._ledger_lock:
-            self._expire(now)
-            self._mark_past_used(conversation)
             groups = [
                 self._find_ending_at(conversation, n)
                 for n in range(newest_index, 0, -1)
@@ -8606,10 +8603,10 @@ class Ledger:
         }
 
     def _find_or_plan[Start: LedgerRecord](
-        self, key: bytes, kind: type[Start], make: Callable[[], Start], now: float
+        self, key: bytes, kind: type[Start], make: Callable[[], Start]
     ) -> Start:
         """The start under a key, recorded or planned; if there is none, a new one."""
-        start = self._find_start(key, kind, now)
+        start = self._find_start(key, kind)
         if start is not None:
             return start
         own_start = make()
@@ -8618,19 +8615,17 @@ class Ledger:
         assert isinstance(planned, kind)
         return planned
 
-    def _find_reference(self, key: bytes, now: float) -> bytes:
+    def _find_reference(self, key: bytes) -> bytes:
         """The key of the start that is meant here; b"" if there is none."""
-        reference = self._find_start(key, StartReference, now)
+        reference = self._find_start(key, StartReference)
         return b"" if reference is None else reference.start_key
 
     def _find_start[Start: LedgerRecord](
-        self, key: bytes, kind: type[Start], now: float
+        self, key: bytes, kind: type[Start]
     ) -> Start | None:
         with self._ledger_lock:
             for record in self._records.get(key, ()):
                 if isinstance(record, kind):
-                    record.last_used = now
-                    self._records.move_to_end(key)
                     return record
         return None
 
@@ -8757,12 +8752,12 @@ class PromptPlanner:
     unguessable: LRUCache = field(default_factory=lambda: LRUCache(256))
 
     def plan(
-        self, request: ChatRequest, template: ChatTemplate, *, room: int, now: float
+        self, request: ChatRequest, template: ChatTemplate, *, room: int
     ) -> PromptPlan:
         """Make the prompt of a chat; verify() it before a token of the reply is sent.
 
         `room`: tokens that the prompt may have. A longer one goes without the thinking
-        of past turns, and may still be too long. `now`: seconds on a monotonic clock.
+        of past turns, and may still be too long.
         Raises BadRequest: the chat template refuses the messages.
         """
         messages = template.canonicalize(
@@ -8772,9 +8767,9 @@ class PromptPlanner:
         self.metrics.bump("telemetry_dropped", n_dropped)
 
         sent_tools = request.tools
-        chosen = self.ledger.choose_tools(request, messages, now)
+        chosen = self.ledger.choose_tools(request, messages)
         request = replace(request, tools=chosen.value)
-        plan = self._plan_unlimited(request, template, messages, now=now)
+        plan = self._plan_unlimited(request, template, messages)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
@@ -8782,11 +8777,11 @@ class PromptPlanner:
         if is_tight and chosen.value and not sent_tools:
             chosen = Chosen((), {})
             request = replace(request, tools=())
-            plan = self._plan_unlimited(request, template, messages, now=now)
+            plan = self._plan_unlimited(request, template, messages)
 
         if plan.rendered.n_tokens > room:
             shorter_plan = self._render_as_sent(
-                request, template, plan.conversation, now=now, drops_thinking=True
+                request, template, plan.conversation, drops_thinking=True
             )
             if shorter_plan.rendered.n_tokens < plan.rendered.n_tokens:
                 plan = replace(shorter_plan, refusal=plan.refusal)
@@ -8817,8 +8812,6 @@ class PromptPlanner:
         request: ChatRequest,
         template: ChatTemplate,
         messages: tuple[CanonicalMessage, ...],
-        *,
-        now: float,
     ) -> PromptPlan:
         """Replay the longest transcript that can be, or render all as sent."""
         keys = _chain_keys(template.render_context_key(request), messages)
@@ -8826,7 +8819,7 @@ class PromptPlanner:
         plan = None
         refusals: list[str] = []
         n_tries = 0
-        for transcript in self.ledger.candidates(conversation, now):
+        for transcript in self.ledger.candidates(conversation):
             if not self._may_show_thinking(transcript, messages):
                 refusals.append("thinking is not preserved")
                 continue  # as configured: no fault, and soon found
@@ -8841,7 +8834,7 @@ class PromptPlanner:
             if n_tries == _MAX_TRIES:
                 break
         if plan is None:
-            plan = self._render_as_sent(request, template, conversation, now=now)
+            plan = self._render_as_sent(request, template, conversation)
         if not refusals:
             return plan
 
@@ -8900,7 +8893,6 @@ class PromptPlanner:
         template: ChatTemplate,
         conversation: Conversation,
         *,
-        now: float,
         drops_thinking: bool = False,
     ) -> PromptPlan:
         """Render all messages as they were sent, but for the system's pinned values.
@@ -8915,7 +8907,7 @@ class PromptPlanner:
         can_restate = _newest_input(messages) >= 0
         starts: Mapping[bytes, PromptStart] = {}
         if head.stated.pinned and can_restate:
-            head, starts = self.ledger.choose_head(conversation, head, now)
+            head, starts = self.ledger.choose_head(conversation, head)
 
         later_messages, stated = restate_messages(messages, n_system, head.stated)
         if drops_thinking:
@@ -20986,12 +20978,8 @@ def _plan_prompt(
     is_chat = request.kind != "completion"
     if not is_chat or not state.config.cache_canonicalize_tool_context:
         return PromptPlan(rendered=model.template.render_prompt(request))
-    return state.stores.planner.plan(
-        request,
-        model.template,
-        room=model.max_context_tokens - 1,
-        now=time.monotonic(),
-    )
+    room = model.max_context_tokens - 1
+    return state.stores.planner.plan(request, model.template, room=room)
 
 
 class PreparedRequest(NamedTuple):
