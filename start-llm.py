@@ -5284,6 +5284,14 @@ class RecordFile:
         self._orders.put(commit)
         return is_done.wait(timeout)
 
+    def tenants(self) -> list[str]:
+        """The tenants that have records in the file."""
+        rows: list[tuple[str]] = []
+        query = "SELECT DISTINCT tenant FROM records"
+        self.order(lambda database: rows.extend(database.execute(query)))
+        self.flush(_LOAD_SECONDS)
+        return [tenant for (tenant,) in rows]
+
     def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
         """See TenantRecords. Nothing, if there is no file or it cannot be read."""
         if self._path is None:
@@ -22579,14 +22587,20 @@ def _explain_match(
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     """DELETE /v1/cache: drop KV and what was recorded; of one session, or all."""
     _ = state.engine.model  # raises NotReady: then nothing is dropped, and not half
-    for view in state.views():
-        stores = view.stores
+    # The records of who has not come since the start are in the file alone.
+    tenants = {view.tenant for view in state.views()}
+    tenants.update(state.records.tenants())
+    for tenant in tenants:
+        if not is_seen_by(state.tenant, tenant):
+            continue
+        stores = state.for_tenant(tenant).stores
         stores.ledger.forget(session)
         stores.healing_store.forget(session)
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
-    tenant = state.tenant
-    n_dropped = state.engine.call(lambda scheduler: scheduler.drop_kv(tenant, session))
+    n_dropped = state.engine.call(
+        lambda scheduler: scheduler.drop_kv(state.tenant, session)
+    )
     state.records.flush(_FORGET_SECONDS)
     return {"dropped": n_dropped}
 
