@@ -5661,12 +5661,8 @@ class HealingStore:
     def expire(self, now: float) -> None:
         """Drop what was not used for too long."""
         with self._healing_lock:
-            for kind, thoughts in self._thoughts.items():
-                while thoughts:
-                    key, thought = next(iter(thoughts.items()))
-                    if now - thought.last_used <= self._max_idle_seconds:
-                        break
-                    self._drop(kind, key)
+            for kind in self._thoughts:
+                self._drop_idle(kind, now)
 
     def forget(self, session_id: str | None) -> None:
         """Drop the thinking of the replies to a session; None: all of it."""
@@ -5685,6 +5681,14 @@ class HealingStore:
         return len(self._thoughts[_BY_CONTEXT])
 
     # The methods below are called with the lock held.
+
+    def _drop_idle(self, kind: str, now: float) -> None:
+        thoughts = self._thoughts[kind]
+        while thoughts:
+            key, thought = next(iter(thoughts.items()))
+            if now - thought.last_used <= self._max_idle_seconds:
+                return
+            self._drop(kind, key)
 
     def _use(self, kind: str, key: bytes) -> str:
         """The thinking under a key, which is now the one used last; "" without any."""
