@@ -17414,17 +17414,6 @@ class Pattern:
         return regex.compile(self.source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
-EndKind = Literal[
-    "closed", "unclosed", "next_key", "text", "quoted", "unreadable", "missing"
-]
-# The first of these groups that has matched counts. `next_key` comes late: the branches
-# of the groups before it may have that group inside.
-_END_GROUPS: Final[tuple[EndKind, ...]] = (
-    *("text", "quoted", "unreadable"),
-    *("next_key", "unclosed"),
-)
-
-
 class TextBefore(NamedTuple):
     """A text up to what ends it."""
 
@@ -17433,22 +17422,25 @@ class TextBefore(NamedTuple):
     cut_tag: str = ""  # at the end of the reply: what might have become one
 
     @property
-    def kind(self) -> EndKind:
-        """How it ends, by the group that has matched (ParameterTags)."""
+    def kind(self) -> str:
+        """The group that has matched (ParameterTags), or "closed", or "missing".
+
+        Of a group and one inside it, the outer one counts: it comes first.
+        """
         if self.ending is None:
             return "missing"
-        groups = self.ending.groupdict()
-        for kind in _END_GROUPS:
-            if groups.get(kind) is not None:
+        groups: dict[str, str | None] = self.ending.groupdict()
+        for kind, tag in groups.items():
+            if tag is not None:
                 return kind
         return "closed"
 
     @property
     def tag(self) -> str:
         """The text of that group; "" if there is none."""
-        has_group = self.kind in _END_GROUPS
-        tag: str = self.ending[self.kind] if has_group else ""
-        return tag
+        if self.kind in {"closed", "missing"}:
+            return ""
+        return str(self.ending[self.kind])
 
 
 class UnreadText:
@@ -19177,7 +19169,9 @@ def parse_python_calls(text: str) -> list[WholeCall]:
     except SyntaxError as error:
         raise ValueError(text) from error
     calls = []
-    for call in getattr(body, "elts", []):
+    for element in getattr(body, "elts", []):
+        # To Python resolve-id() is a difference: its last part is the call.
+        call = getattr(element, "right", element)
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(text)
         arguments = {}
@@ -19185,7 +19179,9 @@ def parse_python_calls(text: str) -> list[WholeCall]:
             if keyword.arg is None or keyword.arg in arguments:
                 raise ValueError(text)
             arguments[keyword.arg] = _python_value(keyword.value, source)
-        calls.append(WholeCall(ast.unparse(call.func), to_json(arguments)))
+        written = ast.get_source_segment(source, element) or ""
+        name = written.partition("(")[0].rstrip()
+        calls.append(WholeCall(name, to_json(arguments)))
     return calls
 
 
