@@ -18943,10 +18943,7 @@ _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 class JsonArguments:
     """Reads arguments in JSON, whose { was read before, and on to the end of the call.
 
-    "path": "a.md"}     by MendedObject
-    , "id": "1"         a member of the call
-    }\n</tool_call>     is_done; `closing` is for the caller to emit
-    , "n": 5            is_done and is_broken: it was an argument
+    `closing` is for the caller to emit.
     """
 
     def __init__(
@@ -19373,7 +19370,7 @@ class MarkedCalls:
         return None
 
     def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken, up to one after which a member may end.
+        """A string whose first mark was taken, up to a mark before a comma or a bracket.
 
         Its second mark may be missing. Then it ends like a text without marks.
         """
@@ -19506,7 +19503,10 @@ class ForeignCalls:
 
     def _find_body(self, text: str) -> _CallBody | None:
         """Where the body ends in the text after the start tag; None: not yet."""
-        if self._is_json(text) and self._end_token is None:
+        # JSON between Hermes's tags is read here, whatever mlx-lm's parser makes of it.
+        is_hermes = self._format.start == HERMES_START
+        is_json = is_hermes and _OBJECT_OR_LIST.match(text) is not None
+        if self._end_token is None and (is_json or self._foreign.is_json):
             return self._find_json(text)
         position = self._find_end_tag(text)
         if position < 0:
@@ -19535,13 +19535,6 @@ class ForeignCalls:
             while position >= 0 and text.count(mark, 0, position) % 2:
                 position = text.find(self._format.end, position + 1)
         return position
-
-    def _is_json(self, text: str) -> bool:
-        """Whether it is read here as JSON, whatever mlx-lm's parser makes of it."""
-        if self._foreign.is_json:
-            return True
-        is_hermes = self._format.start == HERMES_START
-        return is_hermes and _OBJECT_OR_LIST.match(text) is not None
 
     def _find_json(self, text: str) -> _CallBody | None:
         """The body of JSON ends with its last bracket; then the end tag may follow."""
@@ -20136,8 +20129,8 @@ class CallReader:
     def feed_end(self, tag: str) -> str:
         """Read on in the tag that ends the call, which is a token of its own.
 
-        It ends whatever stands open (L-133), but a string in JSON, or a value that has
-        no closing tag: they may quote it, and some models write it in no other way.
+        A string in JSON, or a value that has no closing tag, may quote it so: some
+        models write it in no other way.
         """
         arguments = self._arguments
         if self._state is CallState.FOREIGN:
@@ -20282,8 +20275,7 @@ class ReplyParser:
     def feed(self, text: str, *, literal: bool = False) -> list[JsonObject]:
         """What is certain now; `literal` as in ReasoningStreamSplitter.feed.
 
-        Nothing once `is_broken`: a call must not run with fewer arguments than were
-        written, so its arguments stay open and the reply ends there.
+        Nothing once `is_broken`: the reply ends there.
         """
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
