@@ -19370,7 +19370,7 @@ class MarkedCalls:
         return None
 
     def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken, up to a mark before a comma or a bracket.
+        """A string whose first mark was taken, up to one before a comma or a bracket.
 
         Its second mark may be missing. Then it ends like a text without marks.
         """
