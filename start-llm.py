@@ -5998,10 +5998,7 @@ class Encoder:
     def encode_completion(
         self, text: str, limit: EncodingLimit | None = None
     ) -> EncodedPrompt:
-        """The tokens of a text as the tokenizer encodes it, those that it adds too.
-
-        It ends and raises as encode_prompt() does.
-        """
+        """The tokens of a text as the tokenizer encodes it, those that it adds too."""
         limit = limit or EncodingLimit()
         if len(text) > _PIECE_CHARACTERS and self.can_split:
             parts = self._parts_of_completion(text)
@@ -6034,9 +6031,7 @@ class Encoder:
         of the request: by digest, the text that a prompt has for the image, with the
         mark in it once more, and the tokens for that mark.
 
-        It ends at the first part with more than `max_counted_tokens` in all. Raises
-        what `check_client` raises, which is called before each part, and BadRequest
-        for a part that is too long and cannot be cut.
+        Raises BadRequest: a part is too long and cannot be cut.
         """
         parts = self._parts_with_images(text, request.image_tokens)
         limit = EncodingLimit(request.max_counted_tokens, request.check_client)
@@ -6088,9 +6083,9 @@ class Encoder:
         """The tokens of a part that is a text.
 
         why(L-118): a long text that could not be cut takes too much memory as a whole.
-        So its tokens are first counted in pieces, cut anywhere. If the pieces have more
-        tokens than the limit, the prompt is refused: then these are returned, though
-        they are not the tokens of the text, and some more where a word was cut.
+        So it is first encoded in pieces, cut anywhere. If these have more tokens than
+        the limit, they are returned: the prompt is refused, and needs only their
+        number.
         """
         if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
             return EncodedPrompt(encode(text), 0)
@@ -6990,10 +6985,7 @@ class ChatTemplate:
     def tokenize_completion(
         self, prompt: str | Sequence[int], limit: EncodingLimit | None = None
     ) -> RenderedPrompt:
-        """The prompt of a completion; at the limit it ends as encode_prompt() does.
-
-        Raises BadRequest: it is empty, or an id is not the model's.
-        """
+        """The prompt of a completion. Raises BadRequest: empty, or an unknown id."""
         text = ""
         ids = np.array([], np.int32)
         n_left_out = 0
@@ -7171,10 +7163,10 @@ class ChatTemplate:
         reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
         end inside a token. Then the position is that of a token near its end.)
         """
-        first_user = _first_user(messages)
-        if first_user is None:
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
             return PromptPositions()
-        until_user = messages[: first_user + 1]
+        until_user = messages[: roles.index("user") + 1]
         starts = list(islice(self.traits.user_start.finditer(text), 2))
         head_end = self._find_head_end(
             text, user_starts=starts, messages=until_user, request=request
@@ -7296,12 +7288,6 @@ def _texts_of(value: object) -> Iterator[str]:
                 places += items
 
 
-def _first_user(messages: list[Message]) -> int | None:
-    """The index of the first user message; None if there is none."""
-    roles = [message["role"] for message in messages]
-    return roles.index("user") if "user" in roles else None
-
-
 def _as_key(kwargs: JsonObject) -> str:
     return json.dumps(kwargs, sort_keys=True)
 
@@ -7418,7 +7404,8 @@ class Splice(NamedTuple):
 
         # The first end token of the suffix stands before the new messages.
         find_end_token = self.template.find_end_token
-        text_before = _text_before(new_messages[0]["content"], text)
+        words_start = text.find(new_messages[0]["content"])
+        text_before = text[: max(words_start, 0)]  # "" also if there are no words
         end = find_end_token(text_before)
         if end is None:
             # The first new message is empty, or the template changes its text. To find
@@ -7470,12 +7457,6 @@ class _Suffix(NamedTuple):
 
     closing: str  # up to the end token
     text: str  # from there on: new messages and generation prompt
-
-
-def _text_before(words: str, text: str) -> str:
-    """The text up to these words; "" if there are no words, or they are not in it."""
-    start = text.find(words) if words else -1
-    return text[: max(start, 0)]
 
 
 def _with_nonce(reply: Message) -> Message:
@@ -13838,7 +13819,6 @@ class _ConstraintProcessor:
 
     def __init__(self, constraint: Constraint) -> None:
         self._steps = constraint()
-        self._has_begun = False
         self._n_read = 0  # tokens of prompt and reply that were read, or not needed
         self._n_next = 0  # when there are so many, the constraint decides again
         self._mask: mx.array | None = None
@@ -13854,8 +13834,7 @@ class _ConstraintProcessor:
         return mx.where(self._mask, logits, -mx.inf)
 
     def _advance(self, tokens: mx.array) -> AllowedTokens:
-        if not self._has_begun:  # all tokens so far are the prompt's
-            self._has_begun = True
+        if self._n_read == 0:  # all tokens so far are the prompt's
             return next(self._steps)
         new_ids: Any = tokens[self._n_read :].tolist()
         return self._steps.send(new_ids)
@@ -14430,29 +14409,23 @@ class _ReplyGrammars:
             a call that does not compile by itself may have any arguments
             each call may have any arguments, but only these tools may be called
         """
-        calls = self._calls
-        fault = "it is too large or too many to be enforced"
-        if sum(len(json.dumps(call.parts)) for call in calls) > MAX_CALLS_CHARACTERS:
-            fault = (
-                f"it has more than {MAX_CALLS_CHARACTERS:,} characters, which cannot"
-                " be enforced"
-            )
-        else:
-            matcher = self._compile(start, calls, schema)
-            if not matcher.is_error():
-                return matcher
-            calls = [self._free_if_faulty(call) for call in calls]
-            matcher = self._compile(start, calls, schema)
-            if not matcher.is_error():
-                return matcher
-
-        calls = [self._free(call, f"with the other tools {fault}") for call in calls]
-        if sum(len(call.opening) for call in calls) <= MAX_CALLS_CHARACTERS:
+        for calls in self._weaker_calls():
             matcher = self._compile(start, calls, schema)
             if not matcher.is_error():
                 return matcher
         sentence = "the tools are too many for a call to be forced"
         raise BadRequest(sentence, field="tool_choice")
+
+    def _weaker_calls(self) -> Iterator[Sequence[CallForm]]:
+        """These calls, then weaker ones, but none that are too large to be compiled."""
+        n_characters = sum(len(json.dumps(call.parts)) for call in self._calls)
+        if n_characters <= MAX_CALLS_CHARACTERS:
+            yield self._calls
+            yield [self._free_if_faulty(call) for call in self._calls]
+        fault = "with the other tools it is too large to be enforced"
+        free_calls = [self._free(call, fault) for call in self._calls]
+        if sum(len(call.opening) for call in free_calls) <= MAX_CALLS_CHARACTERS:
+            yield free_calls
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
