@@ -5764,9 +5764,8 @@ def heal_messages(
 #     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
 #     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# A rendered prompt is encoded piece by piece, between its added tokens. Encoder keeps
-# the tokens of each piece, as clients send all their messages again. A very long piece
-# is cut at places where no token can reach over the cut (_TextCutter).
+# A rendered prompt is encoded piece by piece, between its added tokens (Encoder). A very
+# long piece is cut at places where no token can reach over the cut (_TextCutter).
 #
 # Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
 #          Encoder
@@ -5995,11 +5994,8 @@ class Encoder:
         """The tokens of a text that was not broken, and may contain the character."""
         return self.encode(text.replace(_BREAK, _BREAK * 2))
 
-    def encode_completion(
-        self, text: str, limit: EncodingLimit | None = None
-    ) -> EncodedPrompt:
+    def encode_completion(self, text: str, limit: EncodingLimit) -> EncodedPrompt:
         """The tokens of a text as the tokenizer encodes it, those that it adds too."""
-        limit = limit or EncodingLimit()
         if len(text) > _PIECE_CHARACTERS and self.can_split:
             parts = self._parts_of_completion(text)
             if parts is not None:
@@ -6544,15 +6540,15 @@ def _probe_message_start(
 ) -> str:
     """The text that opens a message of this kind after `past`; "" if there is none.
 
-    If `kind` is "", the message is the reply. To find the text:
+    If `kind` is "", the message is the reply. Two texts are compared, from the last
+    words of the past on:
 
         only the past         zq1q<|im_end|>\n
         with the message      zq1q<|im_end|>\n<|im_start|>user\nzq2q
-                              last words       |- start --------|
+                                              |- start --------|
 
-    The start begins with an added token: the last one in the gap between the two words
-    that is not after the first difference. Here both texts have <|im_end|>\n, so the
-    first difference is at <|im_start|>.
+    They differ from <|im_start|> on. The start begins with the last added token that is
+    not after this place.
     """
     n_past = len(past.split())
     last_words = canned_words(n_past - 1)
@@ -6786,8 +6782,8 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     """
     losses: list[str] = []
     end = 0  # of the last of all texts that were found
-    # Texts stand in the order of their messages. But results may be sorted: each is
-    # looked for after all that precedes the results, and first near `end`.
+    # Each text is looked for after the one before it. But a template may sort results of
+    # tools: each is looked for near `end`, then after all that stands before the results.
     start = 0
     for message in messages:
         if message["role"] != "tool":
@@ -6994,7 +6990,9 @@ class ChatTemplate:
             ids = np.array(prompt, np.int32)
         elif prompt:
             text = prompt
-            ids, n_left_out = self._encoder.encode_completion(text, limit)
+            ids, n_left_out = self._encoder.encode_completion(
+                text, limit or EncodingLimit()
+            )
         if n_left_out:
             return RenderedPrompt(ids=ids, n_left_out=n_left_out)
 
@@ -7308,14 +7306,14 @@ def _as_key(kwargs: JsonObject) -> str:
 #     rendered  ...<tool_call>\n{"q": "NONCE"}\n</tool_call><|im_end|>\n ...
 #                                          |- closing -----|- suffix ---
 #
-# What of this the recorded tokens have already depends on how the reply ended:
+# How the reply ended decides what of this follows the recorded tokens:
 #
-#     by an end token        The closing. The end token itself is not recorded, as the
-#                            template may print another one: the suffix begins with it.
-#     cut at the limit       Nothing, if it is text: closing and suffix are printed. A
-#                            call that was cut is never continued.
-#     after its first call   Part of the closing (`parallel_tool_calls: false`). The
-#                            rest is printed.
+#     by an end token        The suffix. It begins with the end token, which is not
+#                            recorded, as the template may print another one.
+#     cut at the limit       Closing and suffix, if it is text. A call that was cut is
+#                            never continued.
+#     after its first call   The rest of the closing, of which the reply has a part
+#                            (`parallel_tool_calls: false`), and the suffix.
 #
 # why(L-44): a suffix may depend on all that comes before it, so the whole past is
 # rendered. An excerpt of the past gave some models a wrong suffix.
@@ -14158,9 +14156,11 @@ class _GrammarText:
         return bool(_MARKUP.fullmatch(piece)) and len(self._encode(piece)) == 1
 
     def _text_value(self, value: TextValue) -> str:
-        """A text that may contain anything but its end, and the end."""
-        # "</arg_value>\n" is a token: VALUE0_TEXT <[11]> BLANKS?
-        # "</parameter>\n<" is text:   value0, the shortest that ends with VALUE0_END
+        """A text, and its end. Let </arg_value> be the token 11, and </parameter> none:
+
+        ends with "</arg_value>\n"     VALUE0_TEXT <[11]> BLANKS?
+        ends with "</parameter>\n<"    value0, the shortest with VALUE0_END
+        """
         name = f"VALUE{next(self._numbers)}"
         self.rules[f"{name}_TEXT"] = _text_terminal(value)
         tag = _MARKUP.match(value.end)
@@ -14170,7 +14170,7 @@ class _GrammarText:
         return self._lazy_value(name, value)
 
     def _lazy_value(self, name: str, value: TextValue) -> str:
-        """The same where the end is text as well."""
+        """The same where the end is no token."""
         end_lines = map(re.escape, value.end.split("\n"))
         end_pattern = r"[ \t\r\n]{0,400}".join(end_lines)
         self.rules[f"{name}_END"] = _lark_pattern(end_pattern)
@@ -17130,12 +17130,9 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
 class ReasoningStreamSplitter:
     """Parts one reply into pieces: `feed` it as it is generated, then `finish` it.
 
-        reasoning <--- think_start, think_end ---> content
-            |                                         |
-            +--------> in_call <----------------------+
-
-    In a call all text is "tool" pieces, until the one who reads the call says by
-    `resume` where it ends. If it was no call, the reply goes on in the kind before it.
+    reasoning <--- think_start, think_end ---> content
+        |                                         |
+        +--------> in_call <----------------------+
     """
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
@@ -17147,7 +17144,7 @@ class ReasoningStreamSplitter:
         self.after_tag = in_reasoning  # no text was emitted since the last tag
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._held = ""  # white space, then perhaps half a tag
-        self._dropped: dict[TextKind, str] = {}  # white space before a tag
+        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
         self._emitted_kinds: set[TextKind] = set()  # of which there was some text
         self._is_quoting = False  # the text ends with a quote, or a tag spoken of
         self._fence = _CodeFence()  # in the content
@@ -17193,8 +17190,9 @@ class ReasoningStreamSplitter:
     def add_text(self, text: str) -> list[Piece]:
         """Take text in which nothing is a tag, as part of what the reply is in now."""
         text = self._held + text
+        is_first = self._kind not in self._emitted_kinds
         begins_message = self.after_tag and self._has_channels
-        if self.after_tag and (begins_message or self._kind not in self._emitted_kinds):
+        if self.after_tag and (begins_message or is_first):
             text = text.lstrip("\n")
 
         n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
@@ -17202,10 +17200,9 @@ class ReasoningStreamSplitter:
         self._held = text[n_solid:]
         if not solid_text:
             return []
-        if begins_message and self._kind in self._emitted_kinds:
+        if begins_message and not is_first:
             solid_text = "\n\n" + solid_text  # a new message of the same channel
         elif self.after_tag and not solid_text.startswith("\n"):
-            # "One.\n<think>Why</think>Two." has the content "One.\nTwo."
             solid_text = self._dropped.get(self._kind, "") + solid_text
         if self._kind == "content":
             self._fence.read(solid_text)
@@ -17219,7 +17216,6 @@ class ReasoningStreamSplitter:
 
     def finish(self) -> list[Piece]:
         """What was held back. Half a tag at the end of a reply is text."""
-        # In a pattern \0 is the end of the reply, at which a tag may have waited.
         match = self._pattern(literal=False).search(self._held + "\0")
         if match and self._find_role(match) in {"think_end", "fence_end"}:
             self._held = ""
@@ -17267,7 +17263,7 @@ class ReasoningStreamSplitter:
                 pieces += self.add_text(tag.partition("`")[0])
             else:
                 self._begin("reasoning" if role == "think_start" else "content")
-        return pieces + self.add_text(text)
+        return pieces + self.add_text(text)  # nothing is looked for: no tags
 
     def _without_other_fence(self, tag: str) -> str:
         """The tag without a line before it that ends a block of code, or is thought."""
