@@ -5764,8 +5764,8 @@ def heal_messages(
 #     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
 #     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# A rendered prompt is encoded piece by piece, between its added tokens (Encoder). A very
-# long piece is cut at places where no token can reach over the cut (_TextCutter).
+# A rendered prompt is encoded piece by piece, between its added tokens (Encoder). A
+# very long piece is cut where no token can reach over the cut (_TextCutter).
 #
 # Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
 #          Encoder
@@ -6782,8 +6782,8 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     """
     losses: list[str] = []
     end = 0  # of the last of all texts that were found
-    # Each text is looked for after the one before it. But a template may sort results of
-    # tools: each is looked for near `end`, then after all that stands before the results.
+    # Each text is looked for after the one before it. But a template may sort the
+    # results of tools: each is looked for near `end`, then after what precedes all.
     start = 0
     for message in messages:
         if message["role"] != "tool":
