@@ -3768,7 +3768,7 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
     500: "api_error",
     503: "overloaded_error",
 }
-# The path of a field in a chat, and in the Messages API.
+# Beginnings of paths in a chat and in the Messages API; the first that fits counts.
 _MESSAGES_NAMES: Final = (
     ("reasoning_effort", "output_config.effort"),
     ("response_format.json_schema", "output_config.format"),
@@ -3782,9 +3782,8 @@ def _messages_path(path: str) -> str:
     A path in the chat that was made of the body becomes that in the body.
     """
     for chat_name, name in _MESSAGES_NAMES:
-        match = re.fullmatch(rf"{re.escape(chat_name)}([.\[].*)?", path)
-        if match is not None:
-            path = name + (match[1] or "")
+        if path.startswith(chat_name):
+            path = name + path.removeprefix(chat_name)
             break
     return re.sub(r"\[(\d+)\]", r".\1", path)
 
@@ -13364,7 +13363,7 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
         model.phrase = template.traits.image_placeholder or model.phrase
         model.self_test()
 
-    # A vision model states the facts of its layers in a part of their own.
+    # Of a vision model, config.json has the facts about its layers in `text_config`.
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     context_length = _context_length(facts, tokenizer.model_max_length)
@@ -20838,10 +20837,9 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 #
 # Whatever is wrong with a request is found before it is submitted: as a rule nothing of
 # the response has been sent, so it can have a status code. (A stream that had to wait
-# for memory has got pings. Its error is an event.) At the end of a reply it is recorded
-# first and its last events are sent then, because the next request of the client may
-# follow at once. A failed request is only reported; of one that its client has left,
-# what was shown is recorded, too (L-121).
+# for memory has got pings. Its error is an event.) A reply is recorded before its last
+# events are sent, because the client's next request may follow at once. A failed reply
+# is only reported; of one that its client has left, what was shown is recorded (L-121).
 #
 # The bodies of a response come from an iterator, which gives None whenever nothing is
 # new: then the HTTP server looks whether the client is still there.
@@ -20859,7 +20857,7 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 # Uses     all
 # Thread   connection
 
-MAX_COUNTED_CONTEXTS: Final = 2  # tokens of a prompt over it are estimated
+MAX_COUNTED_CONTEXTS: Final = 2  # of a prompt; its tokens beyond them are estimated
 MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
 MAX_TITLE_LENGTH: Final = 60  # characters
 CONNECTION_NICENESS: Final = 5  # of the threads that render prompts (Linux)
@@ -21272,7 +21270,7 @@ class ReplyDecoder:
             self.n_reasoning_tokens += 1
 
         text = self._detokenizer.feed(token_id)
-        is_literal = self._is_literal(token_id)  # asks what is held back, so far
+        is_literal = self._is_literal(token_id)  # before more text is held back
         text = self._end_at_stop(token_id, text)
         deltas = self.parser.feed(text, literal=is_literal)
         self._note_shown(deltas)
@@ -21466,7 +21464,7 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending_kind(reason: EndReason, *, is_over: bool) -> EndingKind:
-    """`is_over`: the reply was complete, although the model would have gone on."""
+    """`is_over`: the reply was complete before the model ended it."""
     if reason == "failed":
         return "failed"
     if reason == "cancelled":
@@ -21568,7 +21566,7 @@ class ReplyRecorder:
         """
         if ending.kind == "failed" or not ending.shown_ends or not self._is_chat:
             return
-        # It was left before its calls, if this is ever found.
+        # A client that got the calls would send them back: this one left before them.
         text_alone = {k: v for k, v in ending.message.items() if k != "tool_calls"}
         generated = self._generated_reply(ending, is_cut=True)._replace(
             shown_text=text_alone["content"], shown_ends=tuple(ending.shown_ends)
@@ -21824,7 +21822,7 @@ class ReplyGeneration:
         self._recorder = ReplyRecorder(state, self._prepared, self._origin)
 
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
-        self._first_token_at: float | None = None
+        self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
         self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
@@ -21928,7 +21926,7 @@ class ReplyGeneration:
             "match": self._handle.reuse.hit_kind,
             "tokens_per_second": decode_speed,
             "seconds": round(now - self._began_at, 1),
-            "first_token_seconds": self._first_token_seconds(),
+            "first_token_seconds": self._first_token_seconds,
             "waited_seconds": round(times.seconds(now).waiting, 3),
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
@@ -21938,12 +21936,6 @@ class ReplyGeneration:
             "client": self._origin.client,
             "title": self._origin.title,
         }
-
-    def _first_token_seconds(self) -> float | None:
-        first_token_at = self._first_token_at
-        if first_token_at is None:
-            return None
-        return round(first_token_at - self._began_at, 3)
 
     def _prefill_left_seconds(self, now: float) -> float | None:
         """At the pace of this prompt so far; before that, at that of the last slice.
@@ -21995,8 +21987,8 @@ class ReplyGeneration:
         )
 
     def _decode(self, event: TokenEvent) -> list[JsonObject]:
-        if self._first_token_at is None:
-            self._first_token_at = time.monotonic()
+        if self._first_token_seconds is None:
+            self._first_token_seconds = round(time.monotonic() - self._began_at, 3)
             self._note_progress(self._prepared.engine_request.n_prompt)
         if self._request.max_tokens == 0:
             return []
@@ -22045,7 +22037,7 @@ class ReplyGeneration:
             has_end_token=bool(token_ids) and token_ids[-1] in eos_ids,
             is_thinking=decoder.splitter.is_thinking,
             ends_with_call=decoder.was_over and decoder.ends_with_call,
-            first_token_seconds=self._first_token_seconds(),
+            first_token_seconds=self._first_token_seconds,
             waits=self._handle.times.wait_seconds(time.monotonic()),
         )
         self._ending = ending
@@ -22664,8 +22656,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 def _check_values(headers: HttpHeaders) -> None:
     """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
 
-    Line breaks are none: the standard library takes LF and CR for the end of a header,
-    and leaves one in a value only where the next line continues it.
+    A line break is allowed: the standard library ends a header at LF and CR, and leaves
+    one in a value only where the next line continues it.
     """
     for name, value in headers.items():
         if _CONTROL.search(value):
