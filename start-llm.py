@@ -3524,86 +3524,56 @@ def thinking_signature(thinking: str) -> str:
     return f"start-llm-{sha256(thinking.encode()).hexdigest()[:32]}"
 
 
-# The blocks of a reply, as they are generated. Each gives the parts of its events:
-#
-#     start_body()     of content_block_start
-#     delta_body()     of content_block_delta, for each piece of its text
-#     last_deltas()    of content_block_delta, after its text
-#     full_body()      the whole block, in a body that is no stream
-#
-# A new kind is a class here, one of _Block, and a case in delta_events().
-
-
 @dataclass(slots=True)
-class _TextBlock:
-    text: str = ""
+class _Block:
+    """A content block of a reply, as it is generated.
 
-    def start_body(self) -> JsonObject:
-        return {"type": "text", "text": ""}
+    A new kind is a case in delta_body(), full_body() and delta_events().
+    """
+
+    start_body: JsonObject  # in content_block_start
+    text: str = ""  # of a call: its arguments, as JSON
+
+    @property
+    def kind(self) -> str:
+        """Its type: "text", "thinking" or "tool_use"."""
+        return str(self.start_body["type"])
 
     def delta_body(self, text: str) -> JsonObject:
-        return {"type": "text_delta", "text": text}
-
-    def last_deltas(self) -> list[JsonObject]:
-        return []
-
-    def full_body(self) -> JsonObject:
-        return {"type": "text", "text": self.text}
-
-
-@dataclass(slots=True)
-class _ThinkingBlock:
-    text: str = ""
-
-    def start_body(self) -> JsonObject:
-        return {"type": "thinking", "thinking": "", "signature": ""}
-
-    def delta_body(self, text: str) -> JsonObject:
-        return {"type": "thinking_delta", "thinking": text}
-
-    def last_deltas(self) -> list[JsonObject]:
-        signature = thinking_signature(self.text)
-        return [{"type": "signature_delta", "signature": signature}]
+        """What content_block_delta has for a piece of its text."""
+        match self.kind:
+            case "text":
+                return {"type": "text_delta", "text": text}
+            case "thinking":
+                return {"type": "thinking_delta", "thinking": text}
+            case _:
+                return {"type": "input_json_delta", "partial_json": text}
 
     def full_body(self) -> JsonObject:
-        signature = thinking_signature(self.text)
-        return {"type": "thinking", "thinking": self.text, "signature": signature}
+        """The whole block, in a body that is no stream."""
+        match self.kind:
+            case "text":
+                return {"type": "text", "text": self.text}
+            case "thinking":
+                signature = thinking_signature(self.text)
+                return {
+                    "type": "thinking",
+                    "thinking": self.text,
+                    "signature": signature,
+                }
+            case _:
+                return {**self.start_body, "input": _read_arguments(self.text)}
 
 
-@dataclass(slots=True)
-class _ToolUseBlock:
-    call_id: str
-    name: str
-    text: str = ""  # the arguments, as JSON
+def _read_arguments(text: str) -> object:
+    """The arguments of a call; of one that was cut, the text that there is.
 
-    def start_body(self) -> JsonObject:
-        return self._body(arguments={})
-
-    def delta_body(self, text: str) -> JsonObject:
-        return {"type": "input_json_delta", "partial_json": text}
-
-    def last_deltas(self) -> list[JsonObject]:
-        return []
-
-    def full_body(self) -> JsonObject:
-        text = self.text or "{}"
-        try:
-            return self._body(parse_json_body(text.encode(errors="replace")))
-        except BadRequest:
-            # The call was cut. As in a stream, the client has the text that there is:
-            # an object, an empty one too, might be run.
-            return self._body(text)
-
-    def _body(self, arguments: object) -> JsonObject:
-        return {
-            "type": "tool_use",
-            "id": self.call_id,
-            "name": self.name,
-            "input": arguments,
-        }
-
-
-type _Block = _TextBlock | _ThinkingBlock | _ToolUseBlock
+    That is what a client of a stream has. An object, even an empty one, might be run.
+    """
+    try:
+        return parse_json_body((text or "{}").encode(errors="replace"))
+    except BadRequest:
+        return text
 
 
 class AnthropicFormatter:
@@ -3640,18 +3610,22 @@ class AnthropicFormatter:
     ) -> list[JsonObject]:
         """The events of a delta, which may end a block and begin another."""
         events: list[JsonObject] = []
+        open_kind = self._block.kind if self._block else None
         match delta:
             case {"tool_calls": [{"id": call_id, "function": function}]}:
                 text = function["arguments"]
-                events = self._begin_block(_ToolUseBlock(call_id, function["name"]))
+                name = function["name"]
+                call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                events = self._begin_block(call)
             case {"tool_calls": [{"function": {"arguments": text}}]}:
                 pass  # of the call whose block is open
             case {"reasoning_content": text}:
-                if not isinstance(self._block, _ThinkingBlock):
-                    events = self._begin_block(_ThinkingBlock())
+                if open_kind != "thinking":
+                    thinking = {"type": "thinking", "thinking": "", "signature": ""}
+                    events = self._begin_block(thinking)
             case {"content": text}:
-                if not isinstance(self._block, _TextBlock):
-                    events = self._begin_block(_TextBlock())
+                if open_kind != "text":
+                    events = self._begin_block({"type": "text", "text": ""})
 
         assert self._block is not None
         self._block.text += text
@@ -3698,14 +3672,14 @@ class AnthropicFormatter:
             "usage": _messages_usage(usage),
         }
 
-    def _begin_block(self, block: _Block) -> list[JsonObject]:
-        """End the block that is open, if one is, and open this one."""
+    def _begin_block(self, start_body: JsonObject) -> list[JsonObject]:
+        """End the block that is open, if one is, and open one that begins like this."""
         events = self._end_block()
-        self._block = block
+        self._block = _Block(start_body)
         start_event = {
             "type": "content_block_start",
             "index": len(self._content),
-            "content_block": block.start_body(),
+            "content_block": start_body,
         }
         return [*events, start_event]
 
@@ -3714,9 +3688,13 @@ class AnthropicFormatter:
         block = self._block
         if block is None:
             return []
-        events = [self._delta_event(delta) for delta in block.last_deltas()]
+        body = block.full_body()
+        events: list[JsonObject] = []
+        if block.kind == "thinking":
+            signature = {"type": "signature_delta", "signature": body["signature"]}
+            events.append(self._delta_event(signature))
         events.append({"type": "content_block_stop", "index": len(self._content)})
-        self._content.append(block.full_body())
+        self._content.append(body)
         self._block = None
         return events
 
