@@ -17759,11 +17759,6 @@ class ParameterTags(NamedTuple):
     # A tag that makes a value unreadable which has a quoted closing tag before.
     later_tag: str = NO_PATTERN
 
-    def in_quotes(self) -> ParameterTags:
-        """The same for a value after a tag with a group `quoted`."""
-        assert self.quoted_value_end is not None
-        return ParameterTags(self.key, self.quoted_value_end)
-
     def for_value(self, keys: Sequence[str], *, is_in_line: bool) -> ParameterTags:
         """The same for one value: KEYS and IN_LINE are replaced.
 
@@ -18525,6 +18520,7 @@ _ARRAY_ITEM: Final = JsonState(  # after an item
 )
 # The state after a first member or item. All other states stay as they are.
 _NEXT_STATES: Final = {_OBJECT_START: _OBJECT_MEMBER, _ARRAY_START: _ARRAY_ITEM}
+_OPENED_STATES: Final = {"{": _OBJECT_START, "[": _ARRAY_START}
 
 # What JSON has in the place of a group.
 _MENDED_GROUPS: Final[Mapping[str, Callable[[str], str]]] = {
@@ -18758,7 +18754,8 @@ class MendedObject:
             self.has_inner_key |= match["key"].strip("\"'") in self._keys
         self._open.append(_NEXT_STATES.get(state, state))
         if match["open"] is not None:
-            self._open.append(_opened_state(text[-1], container=state))
+            string = _OBJECT_STRING if state.closer == "}" else _ARRAY_STRING
+            self._open.append(_OPENED_STATES.get(text[-1], string))
             self._string = OpenString(self._keys)
         return _mend(match)
 
@@ -18821,15 +18818,6 @@ class MendedObject:
         return "".join(closers)
 
 
-def _opened_state(opener: str, *, container: JsonState) -> JsonState:
-    """The state after { or [ or the quote of a string, by what that stands in."""
-    if opener == "{":
-        return _OBJECT_START
-    if opener == "[":
-        return _ARRAY_START
-    return _OBJECT_STRING if container.closer == "}" else _ARRAY_STRING
-
-
 # -- 4 calls ---------------------------------------------------------------------------
 
 # After the arguments: brackets, one too many or too few, and the closing tag. Without
@@ -18887,10 +18875,7 @@ _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 
 
 class JsonArguments:
-    """Reads arguments in JSON, whose { was read before, and on to the end of the call.
-
-    `closing` is for the caller to emit.
-    """
+    """Reads arguments in JSON, whose { was read before, and on to the call's end."""
 
     def __init__(
         self, unread: UnreadText, keys: Iterable[str], *, is_member: bool
@@ -18901,14 +18886,10 @@ class JsonArguments:
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
+        self.closing = ""  # the last bracket, once it is read: for the caller to emit
         self._unread = unread
         self._is_member = is_member
         self._arguments = MendedObject(unread, keys)
-
-    @property
-    def closing(self) -> str:
-        """The last bracket of the arguments, once they are read."""
-        return self._arguments.closing
 
     def quotes_end(self, _tag: str) -> bool:
         """Whether a string is open where the end tag comes as a token."""
@@ -18924,6 +18905,7 @@ class JsonArguments:
         if self._arguments.is_broken:
             self.is_done = self.is_broken = True
         elif self._arguments.is_done:
+            self.closing = self._arguments.closing
             self._read_later()
         return json_text
 
@@ -19729,7 +19711,7 @@ class TaggedArguments:
         """The reader of the value after a tag."""
         tags, text_tags = self._tags, self._text_tags
         if tags.quoted_value_end and match["quoted"] is not None:
-            tags = text_tags = tags.in_quotes()
+            tags = text_tags = ParameterTags(tags.key, tags.quoted_value_end)
         keys = self._schema.keys
         is_in_line = not match[0].endswith("\n")
         return TaggedValue(
