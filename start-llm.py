@@ -33,6 +33,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     CHAT TEMPLATE     messages -> text and tokens, by that template
     TOKEN HASHES      hashes of token blocks; markers in the place of image tokens
     LEDGER            replay what was recorded, render only new messages
+    PACKED KV         keys and values in fewer bits (KV_BITS)
     UPSTREAM          what we use of mlx-lm and mlx-vlm undocumented
     KV STATE          what the layers of a model keep, moved and copied
     PREFIX CACHE      KV of past requests, found by their tokens
@@ -599,11 +600,11 @@ class ContextTooLong(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, n_prompt: int, limit: int) -> None:
+    def __init__(self, n_prompt: int, limit: int, *, advice: str = "") -> None:
         super().__init__(
             f"This model's maximum context length is {limit} tokens. "
             f"However, your messages resulted in {n_prompt} tokens. "
-            "Please reduce the length of the messages.",
+            f"Please reduce the length of the messages.{advice}",
             param="messages",
         )
         self.n_prompt = n_prompt
@@ -718,6 +719,8 @@ _Backend = Annotated[Literal["auto", "cpu", "cuda"], _Lower]
 _ModelKind = Annotated[Literal["auto", "text", "vision"], _Lower]
 _AutoOnOff = Annotated[Literal["auto", "on", "off"], _Lower]
 _WarmUp = Annotated[Literal["auto", "on", "off", "exit"], _Lower]
+_KVBits = Annotated[Literal["off", "2", "2.5", "3", "3.5", "4", "6", "8"], _Lower]
+_KVScheme = Annotated[Literal["uniform", "turboquant"], _Lower]
 _ImagePolicy = Annotated[Literal["refuse", "placeholder"], _Lower]
 _Isolation = Annotated[Literal["none", "key", "user"], _Lower]
 _RuleClass = Annotated[Literal["telemetry", "pinned", "transient", "off"], _Lower]
@@ -792,6 +795,11 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     # Engine
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply: limits admission
+    kv_bits: _KVBits = "off"  # of each number of attention KV; off: as computed
+    kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
+    kv_quant_scheme: _KVScheme = (
+        "uniform"  # turboquant: rotated before, at 4 bits or less
+    )
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -961,20 +969,15 @@ def _short_digest(text: str) -> str:
 #     .env         LOG_PATH=x   "... nothing acts on it; did you mean LOG_ROOT?"
 #     environment  LOG_PATH=x   no sentence
 #                  MLX_PROT=9   "... nothing acts on it; did you mean MLX_PORT?"
-#     both         KV_BITS=8    "... nothing acts on it yet"
+#     both         QUANTIZED_KV_START=9
+#                               "... nothing acts on it yet"
 #                  MODELPATH=x  ConfigError, unless MODEL_PATH is set
 
 # Settings of other programs that a shell may have, each a letter or two from one of
 # ours: GitHub's token, a level of many programs, LocalAI's folder.
 _FOREIGN_NAMES: Final = {"GH_TOKEN", "LOGLEVEL", "MODELS_PATH"}
 # Settings of the system that this one replaces, for what it does not do yet.
-_IDLE_NAMES: Final = {
-    "CACHE_SESSION_PARTITIONING",
-    "KV_BITS",
-    "KV_GROUP_SIZE",
-    "KV_QUANT_SCHEME",
-    "QUANTIZED_KV_START",
-}
+_IDLE_NAMES: Final = {"CACHE_SESSION_PARTITIONING", "QUANTIZED_KV_START"}
 _SETTING_NAMES: Final = {name.upper() for name in Config.model_fields}
 _TYPO_RATIO: Final = 0.875  # of difflib: two letters swapped in a name of eight
 _SIMILAR_RATIO: Final = 0.6  # difflib's default
@@ -3524,56 +3527,86 @@ def thinking_signature(thinking: str) -> str:
     return f"start-llm-{sha256(thinking.encode()).hexdigest()[:32]}"
 
 
+# The blocks of a reply, as they are generated. Each gives the parts of its events:
+#
+#     start_body()     of content_block_start
+#     delta_body()     of content_block_delta, for each piece of its text
+#     last_deltas()    of content_block_delta, after its text
+#     full_body()      the whole block, in a body that is no stream
+#
+# A new kind is a class here, one of _Block, and a case in delta_events().
+
+
 @dataclass(slots=True)
-class _Block:
-    """A content block of a reply, as it is generated.
+class _TextBlock:
+    text: str = ""
 
-    A new kind is a case in delta_body(), full_body() and delta_events().
-    """
-
-    start_body: JsonObject  # in content_block_start
-    text: str = ""  # of a call: its arguments, as JSON
-
-    @property
-    def kind(self) -> str:
-        """Its type: "text", "thinking" or "tool_use"."""
-        return str(self.start_body["type"])
+    def start_body(self) -> JsonObject:
+        return {"type": "text", "text": ""}
 
     def delta_body(self, text: str) -> JsonObject:
-        """What content_block_delta has for a piece of its text."""
-        match self.kind:
-            case "text":
-                return {"type": "text_delta", "text": text}
-            case "thinking":
-                return {"type": "thinking_delta", "thinking": text}
-            case _:
-                return {"type": "input_json_delta", "partial_json": text}
+        return {"type": "text_delta", "text": text}
+
+    def last_deltas(self) -> list[JsonObject]:
+        return []
 
     def full_body(self) -> JsonObject:
-        """The whole block, in a body that is no stream."""
-        match self.kind:
-            case "text":
-                return {"type": "text", "text": self.text}
-            case "thinking":
-                signature = thinking_signature(self.text)
-                return {
-                    "type": "thinking",
-                    "thinking": self.text,
-                    "signature": signature,
-                }
-            case _:
-                return {**self.start_body, "input": _read_arguments(self.text)}
+        return {"type": "text", "text": self.text}
 
 
-def _read_arguments(text: str) -> object:
-    """The arguments of a call; of one that was cut, the text that there is.
+@dataclass(slots=True)
+class _ThinkingBlock:
+    text: str = ""
 
-    That is what a client of a stream has. An object, even an empty one, might be run.
-    """
-    try:
-        return parse_json_body((text or "{}").encode(errors="replace"))
-    except BadRequest:
-        return text
+    def start_body(self) -> JsonObject:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+
+    def delta_body(self, text: str) -> JsonObject:
+        return {"type": "thinking_delta", "thinking": text}
+
+    def last_deltas(self) -> list[JsonObject]:
+        signature = thinking_signature(self.text)
+        return [{"type": "signature_delta", "signature": signature}]
+
+    def full_body(self) -> JsonObject:
+        signature = thinking_signature(self.text)
+        return {"type": "thinking", "thinking": self.text, "signature": signature}
+
+
+@dataclass(slots=True)
+class _ToolUseBlock:
+    call_id: str
+    name: str
+    text: str = ""  # the arguments, as JSON
+
+    def start_body(self) -> JsonObject:
+        return self._body(arguments={})
+
+    def delta_body(self, text: str) -> JsonObject:
+        return {"type": "input_json_delta", "partial_json": text}
+
+    def last_deltas(self) -> list[JsonObject]:
+        return []
+
+    def full_body(self) -> JsonObject:
+        text = self.text or "{}"
+        try:
+            return self._body(parse_json_body(text.encode(errors="replace")))
+        except BadRequest:
+            # The call was cut. As in a stream, the client has the text that there is:
+            # an object, an empty one too, might be run.
+            return self._body(text)
+
+    def _body(self, arguments: object) -> JsonObject:
+        return {
+            "type": "tool_use",
+            "id": self.call_id,
+            "name": self.name,
+            "input": arguments,
+        }
+
+
+type _Block = _TextBlock | _ThinkingBlock | _ToolUseBlock
 
 
 class AnthropicFormatter:
@@ -3610,22 +3643,18 @@ class AnthropicFormatter:
     ) -> list[JsonObject]:
         """The events of a delta, which may end a block and begin another."""
         events: list[JsonObject] = []
-        open_kind = self._block.kind if self._block else None
         match delta:
             case {"tool_calls": [{"id": call_id, "function": function}]}:
                 text = function["arguments"]
-                name = function["name"]
-                call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-                events = self._begin_block(call)
+                events = self._begin_block(_ToolUseBlock(call_id, function["name"]))
             case {"tool_calls": [{"function": {"arguments": text}}]}:
                 pass  # of the call whose block is open
             case {"reasoning_content": text}:
-                if open_kind != "thinking":
-                    thinking = {"type": "thinking", "thinking": "", "signature": ""}
-                    events = self._begin_block(thinking)
+                if not isinstance(self._block, _ThinkingBlock):
+                    events = self._begin_block(_ThinkingBlock())
             case {"content": text}:
-                if open_kind != "text":
-                    events = self._begin_block({"type": "text", "text": ""})
+                if not isinstance(self._block, _TextBlock):
+                    events = self._begin_block(_TextBlock())
 
         assert self._block is not None
         self._block.text += text
@@ -3672,14 +3701,14 @@ class AnthropicFormatter:
             "usage": _messages_usage(usage),
         }
 
-    def _begin_block(self, start_body: JsonObject) -> list[JsonObject]:
-        """End the block that is open, if one is, and open one that begins like this."""
+    def _begin_block(self, block: _Block) -> list[JsonObject]:
+        """End the block that is open, if one is, and open this one."""
         events = self._end_block()
-        self._block = _Block(start_body)
+        self._block = block
         start_event = {
             "type": "content_block_start",
             "index": len(self._content),
-            "content_block": start_body,
+            "content_block": block.start_body(),
         }
         return [*events, start_event]
 
@@ -3688,13 +3717,9 @@ class AnthropicFormatter:
         block = self._block
         if block is None:
             return []
-        body = block.full_body()
-        events: list[JsonObject] = []
-        if block.kind == "thinking":
-            signature = {"type": "signature_delta", "signature": body["signature"]}
-            events.append(self._delta_event(signature))
+        events = [self._delta_event(delta) for delta in block.last_deltas()]
         events.append({"type": "content_block_stop", "index": len(self._content)})
-        self._content.append(body)
+        self._content.append(block.full_body())
         self._block = None
         return events
 
@@ -3746,7 +3771,7 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
     500: "api_error",
     503: "overloaded_error",
 }
-# Beginnings of paths in a chat and in the Messages API; the first that fits counts.
+# The path of a field in a chat, and in the Messages API.
 _MESSAGES_NAMES: Final = (
     ("reasoning_effort", "output_config.effort"),
     ("response_format.json_schema", "output_config.format"),
@@ -3760,8 +3785,9 @@ def _messages_path(path: str) -> str:
     A path in the chat that was made of the body becomes that in the body.
     """
     for chat_name, name in _MESSAGES_NAMES:
-        if path.startswith(chat_name):
-            path = name + path.removeprefix(chat_name)
+        match = re.fullmatch(rf"{re.escape(chat_name)}([.\[].*)?", path)
+        if match is not None:
+            path = name + (match[1] or "")
             break
     return re.sub(r"\[(\d+)\]", r".\1", path)
 
@@ -5261,14 +5287,6 @@ class RecordFile:
         self._orders.put(commit)
         return is_done.wait(timeout)
 
-    def tenants(self) -> list[str]:
-        """The tenants that have records in the file."""
-        rows: list[tuple[str]] = []
-        query = "SELECT DISTINCT tenant FROM records"
-        self.order(lambda database: rows.extend(database.execute(query)))
-        self.flush(_LOAD_SECONDS)
-        return [tenant for (tenant,) in rows]
-
     def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
         """See TenantRecords. Nothing, if there is no file or it cannot be read."""
         if self._path is None:
@@ -5549,12 +5567,13 @@ def reply_contexts(
     return contexts
 
 
-class _Thought(NamedTuple):
-    """The thinking of a reply, under one of its keys."""
+@dataclass(eq=False, slots=True)
+class _Thought:
+    """The thinking of a reply."""
 
     thinking: str
     session_id: str  # as people see it, see GeneratedReply
-    last_used: float  # seconds, by this key
+    last_used: float  # seconds; it changes
 
     def pack(self) -> list[SavedRecord]:
         """It, to be saved; the text is stored once for all its keys."""
@@ -5584,24 +5603,24 @@ class HealingStore:
         self._saved = saved or RecordFile().of_tenant("")
         self._max_idle_seconds = ttl_seconds or math.inf
         self._healing_lock = threading.Lock()  # guards what follows
-        # By kind and key; those used least recently first.
+        # By kind and key. Those used last are last.
         self._thoughts: dict[str, OrderedDict[bytes, _Thought]] = {
             _BY_CONTEXT: OrderedDict(),
             _BY_SIGNATURE: OrderedDict(),
         }
-        self._n_keys: Counter[int] = Counter()  # of each text, by its id()
-        self._nbytes = 0  # of the texts that have a key
+        self._n_keys: Counter[int] = Counter()  # of each thought, by its id()
+        self._nbytes = 0  # of the thoughts that have a key
 
     def load(self) -> None:
         """Remember what an earlier server has saved."""
-        texts: dict[bytes, str] = {}  # each once, whatever keys it has
+        thoughts: dict[bytes, _Thought] = {}  # each once, whatever keys it has
         for kind in self._thoughts:
             for key, saved in self._saved.load(kind):
-                (part,) = saved.parts
-                text = texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
-                thought = _Thought(text, saved.session_id, saved.last_used)
+                (text,) = saved.parts
+                thinking = text.decode("utf-8", "surrogatepass")
+                thought = _Thought(thinking, saved.session_id, saved.last_used)
                 with self._healing_lock:
-                    self._keep(kind, key, thought)
+                    self._keep(kind, key, thoughts.setdefault(text, thought))
 
     def remember(
         self, reply: Message, context: ReplyContext, *, session_id: str = ""
@@ -5628,12 +5647,15 @@ class HealingStore:
         digest = reply_digest(reply)
         signature = reply.get("thought_id")
         with self._healing_lock:
-            thinking = ""
             if isinstance(signature, str):
-                thinking = self._use(_BY_SIGNATURE, signature.encode())
+                thought = self._use(_BY_SIGNATURE, signature.encode())
+                if thought is not None:
+                    return thought.thinking
             for context_digest in context:
-                thinking = thinking or self._use(_BY_CONTEXT, context_digest + digest)
-        return thinking
+                thought = self._use(_BY_CONTEXT, context_digest + digest)
+                if thought is not None:
+                    return thought.thinking
+        return ""
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long."""
@@ -5667,15 +5689,14 @@ class HealingStore:
                 return
             self._drop(kind, key)
 
-    def _use(self, kind: str, key: bytes) -> str:
-        """The thinking under a key, which is now the one used last; "" without any."""
+    def _use(self, kind: str, key: bytes) -> _Thought | None:
         thoughts = self._thoughts[kind]
-        thought = thoughts.pop(key, None)
-        if thought is None:
-            return ""
-        thoughts[key] = thought._replace(last_used=time.monotonic())
+        if key not in thoughts:
+            return None
+        thoughts.move_to_end(key)
+        thoughts[key].last_used = time.monotonic()
         self._saved.touch(kind, key)
-        return thought.thinking
+        return thoughts[key]
 
     def _put(self, kind: str, key: bytes, thought: _Thought) -> None:
         """Replace the thought under a key, in the file, too."""
@@ -5687,24 +5708,22 @@ class HealingStore:
         thoughts = self._thoughts[kind]
         self._drop(kind, key)
         thoughts[key] = thought
-        text = thought.thinking
-        if not self._n_keys[id(text)]:
-            self._nbytes += sys.getsizeof(text)
-        self._n_keys[id(text)] += 1
+        if not self._n_keys[id(thought)]:
+            self._nbytes += sys.getsizeof(thought.thinking)
+        self._n_keys[id(thought)] += 1
         if len(thoughts) > self.CAP:
             self._drop(kind, next(iter(thoughts)))
 
     def _drop(self, kind: str, key: bytes) -> None:
-        """Remove a key, if it is there, and the text's bytes with its last key."""
+        """Remove a key, if it is there, and the thought's bytes with its last key."""
         thought = self._thoughts[kind].pop(key, None)
         if thought is None:
             return
         self._saved.remove(kind, key)
-        text = thought.thinking
-        self._n_keys[id(text)] -= 1
-        if not self._n_keys[id(text)]:
-            del self._n_keys[id(text)]
-            self._nbytes -= sys.getsizeof(text)
+        self._n_keys[id(thought)] -= 1
+        if not self._n_keys[id(thought)]:
+            del self._n_keys[id(thought)]
+            self._nbytes -= sys.getsizeof(thought.thinking)
 
 
 def heal_messages(
@@ -5741,8 +5760,9 @@ def heal_messages(
 #     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
 #     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# A rendered prompt is encoded piece by piece, between its added tokens (Encoder). A
-# very long piece is cut where no token can reach over the cut (_TextCutter).
+# A rendered prompt is encoded piece by piece, between its added tokens. Encoder keeps
+# the tokens of each piece, as clients send all their messages again. A very long piece
+# is cut at places where no token can reach over the cut (_TextCutter).
 #
 # Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
 #          Encoder
@@ -5971,8 +5991,14 @@ class Encoder:
         """The tokens of a text that was not broken, and may contain the character."""
         return self.encode(text.replace(_BREAK, _BREAK * 2))
 
-    def encode_completion(self, text: str, limit: EncodingLimit) -> EncodedPrompt:
-        """The tokens of a text as the tokenizer encodes it, those that it adds too."""
+    def encode_completion(
+        self, text: str, limit: EncodingLimit | None = None
+    ) -> EncodedPrompt:
+        """The tokens of a text as the tokenizer encodes it, those that it adds too.
+
+        It ends and raises as encode_prompt() does.
+        """
+        limit = limit or EncodingLimit()
         if len(text) > _PIECE_CHARACTERS and self.can_split:
             parts = self._parts_of_completion(text)
             if parts is not None:
@@ -6004,7 +6030,9 @@ class Encoder:
         of the request: by digest, the text that a prompt has for the image, with the
         mark in it once more, and the tokens for that mark.
 
-        Raises BadRequest: a part is too long and cannot be cut.
+        It ends at the first part with more than `max_counted_tokens` in all. Raises
+        what `check_client` raises, which is called before each part, and BadRequest
+        for a part that is too long and cannot be cut.
         """
         parts = self._parts_with_images(text, request.image_tokens)
         limit = EncodingLimit(request.max_counted_tokens, request.check_client)
@@ -6056,9 +6084,9 @@ class Encoder:
         """The tokens of a part that is a text.
 
         why(L-118): a long text that could not be cut takes too much memory as a whole.
-        So it is first encoded in pieces, cut anywhere. If these have more tokens than
-        the limit, they are returned: the prompt is refused, and needs only their
-        number.
+        So its tokens are first counted in pieces, cut anywhere. If the pieces have more
+        tokens than the limit, the prompt is refused: then these are returned, though
+        they are not the tokens of the text, and some more where a word was cut.
         """
         if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
             return EncodedPrompt(encode(text), 0)
@@ -6517,15 +6545,15 @@ def _probe_message_start(
 ) -> str:
     """The text that opens a message of this kind after `past`; "" if there is none.
 
-    If `kind` is "", the message is the reply. Two texts are compared, from the last
-    words of the past on:
+    If `kind` is "", the message is the reply. To find the text:
 
         only the past         zq1q<|im_end|>\n
         with the message      zq1q<|im_end|>\n<|im_start|>user\nzq2q
-                                              |- start --------|
+                              last words       |- start --------|
 
-    They differ from <|im_start|> on. The start begins with the last added token that is
-    not after this place.
+    The start begins with an added token: the last one in the gap between the two words
+    that is not after the first difference. Here both texts have <|im_end|>\n, so the
+    first difference is at <|im_start|>.
     """
     n_past = len(past.split())
     last_words = canned_words(n_past - 1)
@@ -6759,8 +6787,8 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     """
     losses: list[str] = []
     end = 0  # of the last of all texts that were found
-    # Each text is looked for after the one before it. But a template may sort the
-    # results of tools: each is looked for near `end`, then after what precedes all.
+    # Texts stand in the order of their messages. But results may be sorted: each is
+    # looked for after all that precedes the results, and first near `end`.
     start = 0
     for message in messages:
         if message["role"] != "tool":
@@ -6958,7 +6986,10 @@ class ChatTemplate:
     def tokenize_completion(
         self, prompt: str | Sequence[int], limit: EncodingLimit | None = None
     ) -> RenderedPrompt:
-        """The prompt of a completion. Raises BadRequest: empty, or an unknown id."""
+        """The prompt of a completion; at the limit it ends as encode_prompt() does.
+
+        Raises BadRequest: it is empty, or an id is not the model's.
+        """
         text = ""
         ids = np.array([], np.int32)
         n_left_out = 0
@@ -6967,9 +6998,7 @@ class ChatTemplate:
             ids = np.array(prompt, np.int32)
         elif prompt:
             text = prompt
-            ids, n_left_out = self._encoder.encode_completion(
-                text, limit or EncodingLimit()
-            )
+            ids, n_left_out = self._encoder.encode_completion(text, limit)
         if n_left_out:
             return RenderedPrompt(ids=ids, n_left_out=n_left_out)
 
@@ -7138,10 +7167,10 @@ class ChatTemplate:
         reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
         end inside a token. Then the position is that of a token near its end.)
         """
-        roles = [message["role"] for message in messages]
-        if "user" not in roles:
+        first_user = _first_user(messages)
+        if first_user is None:
             return PromptPositions()
-        until_user = messages[: roles.index("user") + 1]
+        until_user = messages[: first_user + 1]
         starts = list(islice(self.traits.user_start.finditer(text), 2))
         head_end = self._find_head_end(
             text, user_starts=starts, messages=until_user, request=request
@@ -7263,6 +7292,12 @@ def _texts_of(value: object) -> Iterator[str]:
                 places += items
 
 
+def _first_user(messages: list[Message]) -> int | None:
+    """The index of the first user message; None if there is none."""
+    roles = [message["role"] for message in messages]
+    return roles.index("user") if "user" in roles else None
+
+
 def _as_key(kwargs: JsonObject) -> str:
     return json.dumps(kwargs, sort_keys=True)
 
@@ -7283,14 +7318,14 @@ def _as_key(kwargs: JsonObject) -> str:
 #     rendered  ...<tool_call>\n{"q": "NONCE"}\n</tool_call><|im_end|>\n ...
 #                                          |- closing -----|- suffix ---
 #
-# How the reply ended decides what of this follows the recorded tokens:
+# What of this the recorded tokens have already depends on how the reply ended:
 #
-#     by an end token        The suffix. It begins with the end token, which is not
-#                            recorded, as the template may print another one.
-#     cut at the limit       Closing and suffix, if it is text. A call that was cut is
-#                            never continued.
-#     after its first call   The rest of the closing, of which the reply has a part
-#                            (`parallel_tool_calls: false`), and the suffix.
+#     by an end token        The closing. The end token itself is not recorded, as the
+#                            template may print another one: the suffix begins with it.
+#     cut at the limit       Nothing, if it is text: closing and suffix are printed. A
+#                            call that was cut is never continued.
+#     after its first call   Part of the closing (`parallel_tool_calls: false`). The
+#                            rest is printed.
 #
 # why(L-44): a suffix may depend on all that comes before it, so the whole past is
 # rendered. An excerpt of the past gave some models a wrong suffix.
@@ -7379,8 +7414,7 @@ class Splice(NamedTuple):
 
         # The first end token of the suffix stands before the new messages.
         find_end_token = self.template.find_end_token
-        words_start = text.find(new_messages[0]["content"])
-        text_before = text[: max(words_start, 0)]  # "" also if there are no words
+        text_before = _text_before(new_messages[0]["content"], text)
         end = find_end_token(text_before)
         if end is None:
             # The first new message is empty, or the template changes its text. To find
@@ -7432,6 +7466,12 @@ class _Suffix(NamedTuple):
 
     closing: str  # up to the end token
     text: str  # from there on: new messages and generation prompt
+
+
+def _text_before(words: str, text: str) -> str:
+    """The text up to these words; "" if there are no words, or they are not in it."""
+    start = text.find(words) if words else -1
+    return text[: max(start, 0)]
 
 
 def _with_nonce(reply: Message) -> Message:
@@ -7916,7 +7956,7 @@ class GeneratedReply(NamedTuple):
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     block_hashes: Sequence[bytes]  # of the prompt
     session_id: str  # as people see it: the client's, or made by session_id_for()
-    finished_at: float  # seconds, on the clock of Ledger.expire()
+    finished_at: float  # seconds, on the clock of PromptPlanner.plan()
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: Sequence[ShownEnd] = ()  # and where it may have; ascending
 
@@ -8391,19 +8431,19 @@ class Ledger:
             self._expire(time.monotonic())
 
     def choose_head(
-        self, conversation: Conversation, head: Restated
+        self, conversation: Conversation, head: Restated, now: float
     ) -> Chosen[Restated]:
         """The head to render: the first that may stand for `head`, or `head` itself.
 
         why(L-38): a new id in one of its messages would change all that follows it.
         """
         session_key = _session_head_key(conversation, head.stated)
-        start_key = self._find_reference(session_key)
-        start = self._find_start(start_key, RenderedHead)
+        start_key = self._find_reference(session_key, now)
+        start = self._find_start(start_key, RenderedHead, now)
         if start is None:
             start_key = _shared_head_key(conversation, head.stated)
             start = self._find_or_plan(
-                start_key, RenderedHead, lambda: RenderedHead.of(head)
+                start_key, RenderedHead, lambda: RenderedHead.of(head), now
             )
 
         starts: dict[bytes, PromptStart] = {start_key: start}
@@ -8412,7 +8452,7 @@ class Ledger:
         return Chosen(start.restated, starts)
 
     def choose_tools(
-        self, request: ChatRequest, messages: Iterable[CanonicalMessage]
+        self, request: ChatRequest, messages: Iterable[CanonicalMessage], now: float
     ) -> Chosen[tuple[JsonObject, ...]]:
         """The tools to show for a request that has these messages.
 
@@ -8430,12 +8470,12 @@ class Ledger:
             # Version 2: equal bytes for equal tools with the same order of members.
             digest = sha256(marshal.dumps(tools, 2)).digest()
             start = self._find_or_plan(
-                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest)
+                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest), now
             )
             shown_tools = tools if start.digest == digest else start.read()
         else:
-            start_key = self._find_reference(conversation_key)
-            start = self._find_start(start_key, RenderedTools)
+            start_key = self._find_reference(conversation_key, now)
+            start = self._find_start(start_key, RenderedTools, now)
             if start is None:
                 return Chosen((), {})
             shown_tools = start.read()
@@ -8448,8 +8488,8 @@ class Ledger:
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
         """Keep what the prompt of an accepted request begins with.
 
-        why(L-136): only this is a use, of that and of the transcript that it replays.
-        What is found for a request that is refused stays as old as it was.
+        why(L-136): this is the use of the transcript that it replays; to be found, or
+        to be tried, is none.
         `session_id`: see GeneratedReply.
         """
         transcript = plan.transcript
@@ -8464,7 +8504,6 @@ class Ledger:
                 else:
                     self._records.move_to_end(key)
                     self._saved.touch(_LEDGER, key)
-            self._mark_past_used(plan.conversation)
             self._expire(now)
 
     def record(
@@ -8489,13 +8528,17 @@ class Ledger:
             self._mark_past_used(plan.conversation)
             self._expire(transcript.last_used)
 
-    def candidates(self, conversation: Conversation) -> Iterator[Transcript]:
+    def candidates(
+        self, conversation: Conversation, now: float
+    ) -> Iterator[Transcript]:
         """Transcripts to replay for this conversation, the longest first.
 
         Each ends before the newest input, in which changes are restated.
         """
         newest_index = _newest_input(conversation.messages)
         with self._ledger_lock:
+            self._expire(now)
+            self._mark_past_used(conversation)
             groups = [
                 self._find_ending_at(conversation, n)
                 for n in range(newest_index, 0, -1)
@@ -8571,10 +8614,10 @@ class Ledger:
         }
 
     def _find_or_plan[Start: LedgerRecord](
-        self, key: bytes, kind: type[Start], make: Callable[[], Start]
+        self, key: bytes, kind: type[Start], make: Callable[[], Start], now: float
     ) -> Start:
         """The start under a key, recorded or planned; if there is none, a new one."""
-        start = self._find_start(key, kind)
+        start = self._find_start(key, kind, now)
         if start is not None:
             return start
         own_start = make()
@@ -8583,17 +8626,19 @@ class Ledger:
         assert isinstance(planned, kind)
         return planned
 
-    def _find_reference(self, key: bytes) -> bytes:
+    def _find_reference(self, key: bytes, now: float) -> bytes:
         """The key of the start that is meant here; b"" if there is none."""
-        reference = self._find_start(key, StartReference)
+        reference = self._find_start(key, StartReference, now)
         return b"" if reference is None else reference.start_key
 
     def _find_start[Start: LedgerRecord](
-        self, key: bytes, kind: type[Start]
+        self, key: bytes, kind: type[Start], now: float
     ) -> Start | None:
         with self._ledger_lock:
             for record in self._records.get(key, ()):
                 if isinstance(record, kind):
+                    record.last_used = now
+                    self._records.move_to_end(key)
                     return record
         return None
 
@@ -8720,12 +8765,12 @@ class PromptPlanner:
     unguessable: LRUCache = field(default_factory=lambda: LRUCache(256))
 
     def plan(
-        self, request: ChatRequest, template: ChatTemplate, *, room: int
+        self, request: ChatRequest, template: ChatTemplate, *, room: int, now: float
     ) -> PromptPlan:
         """Make the prompt of a chat; verify() it before a token of the reply is sent.
 
         `room`: tokens that the prompt may have. A longer one goes without the thinking
-        of past turns, and may still be too long.
+        of past turns, and may still be too long. `now`: seconds on a monotonic clock.
         Raises BadRequest: the chat template refuses the messages.
         """
         messages = template.canonicalize(
@@ -8735,9 +8780,9 @@ class PromptPlanner:
         self.metrics.bump("telemetry_dropped", n_dropped)
 
         sent_tools = request.tools
-        chosen = self.ledger.choose_tools(request, messages)
+        chosen = self.ledger.choose_tools(request, messages, now)
         request = replace(request, tools=chosen.value)
-        plan = self._plan_unlimited(request, template, messages)
+        plan = self._plan_unlimited(request, template, messages, now=now)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
@@ -8745,11 +8790,11 @@ class PromptPlanner:
         if is_tight and chosen.value and not sent_tools:
             chosen = Chosen((), {})
             request = replace(request, tools=())
-            plan = self._plan_unlimited(request, template, messages)
+            plan = self._plan_unlimited(request, template, messages, now=now)
 
         if plan.rendered.n_tokens > room:
             shorter_plan = self._render_as_sent(
-                request, template, plan.conversation, drops_thinking=True
+                request, template, plan.conversation, now=now, drops_thinking=True
             )
             if shorter_plan.rendered.n_tokens < plan.rendered.n_tokens:
                 plan = replace(shorter_plan, refusal=plan.refusal)
@@ -8780,6 +8825,8 @@ class PromptPlanner:
         request: ChatRequest,
         template: ChatTemplate,
         messages: tuple[CanonicalMessage, ...],
+        *,
+        now: float,
     ) -> PromptPlan:
         """Replay the longest transcript that can be, or render all as sent."""
         keys = _chain_keys(template.render_context_key(request), messages)
@@ -8787,7 +8834,7 @@ class PromptPlanner:
         plan = None
         refusals: list[str] = []
         n_tries = 0
-        for transcript in self.ledger.candidates(conversation):
+        for transcript in self.ledger.candidates(conversation, now):
             if not self._may_show_thinking(transcript, messages):
                 refusals.append("thinking is not preserved")
                 continue  # as configured: no fault, and soon found
@@ -8802,7 +8849,7 @@ class PromptPlanner:
             if n_tries == _MAX_TRIES:
                 break
         if plan is None:
-            plan = self._render_as_sent(request, template, conversation)
+            plan = self._render_as_sent(request, template, conversation, now=now)
         if not refusals:
             return plan
 
@@ -8861,6 +8908,7 @@ class PromptPlanner:
         template: ChatTemplate,
         conversation: Conversation,
         *,
+        now: float,
         drops_thinking: bool = False,
     ) -> PromptPlan:
         """Render all messages as they were sent, but for the system's pinned values.
@@ -8875,7 +8923,7 @@ class PromptPlanner:
         can_restate = _newest_input(messages) >= 0
         starts: Mapping[bytes, PromptStart] = {}
         if head.stated.pinned and can_restate:
-            head, starts = self.ledger.choose_head(conversation, head)
+            head, starts = self.ledger.choose_head(conversation, head, now)
 
         later_messages, stated = restate_messages(messages, n_system, head.stated)
         if drops_thinking:
@@ -8915,12 +8963,219 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
     return tuple(thinking)
 
 
+# region PACKED KV =============================================================
+# Keys and values in fewer bits: KV_BITS, KV_GROUP_SIZE, KV_QUANT_SCHEME.
+#
+# What a layer has computed is packed when it is written, and unpacked whenever it is
+# read:
+#
+#     keys (1, heads, n, 128), bfloat16      `n` new tokens
+#        | pack, each token by itself
+#     (1, heads, n, 34), uint32              what the cache keeps, with KV_BITS=8:
+#        |                                   [32 words of four numbers | 2 of groups]
+#        | unpack all tokens
+#     keys (1, heads, all, 128), bfloat16    what the layer attends to
+#
+# why(L-21): a token is packed once, alone and at once. So its KV is the same whoever
+# reads it: in a slice of any length, in a batch, in a branch, after a restart. (mlx-lm
+# packs what is there once a prompt has some length. Then what a token has read depends
+# on where the slices ended.)
+#
+# A group is KV_GROUP_SIZE numbers side by side. Its word has two bfloat16: the size of
+# a step, and the smallest number. "turboquant" turns each group before by a Hadamard
+# matrix with random signs, which spreads a number that stands out over its whole group
+# (arXiv 2504.19874). The codebook of that paper is not used: to look numbers up takes
+# longer than attention does. What stays as it is computed: windows, states, and heads
+# whose size is no multiple of the group.
+#
+# Public   KVPacking, choose_packing, pack_caches, PackedKVCache, PackedBatchKVCache
+# Uses     CONFIG
+# Thread   model; mlx
+
+# Bits of keys and of values. Where they differ, keys have more: they harm more.
+_KV_BITS: Final = {
+    "2": (2, 2),
+    "2.5": (3, 2),
+    "3": (3, 3),
+    "3.5": (4, 3),
+    "4": (4, 4),
+    "6": (6, 6),
+    "8": (8, 8),
+}
+_SIGNS_SEED: Final = 20504  # the same in each process: KV on the disk is read again
+_WORD_BITS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KVPacking:
+    """How KV is packed."""
+
+    key_bits: int  # of each number
+    value_bits: int
+    group_size: int  # numbers
+    is_rotated: bool
+
+    @property
+    def name(self) -> str:
+        """For people: "8 bits", "3.5 bits, turboquant"."""
+        bits = f"{(self.key_bits + self.value_bits) / 2:g} bits"
+        return f"{bits}, turboquant" if self.is_rotated else bits
+
+    def can_pack(self, *arrays: mx.array) -> bool:
+        """Whether all of these `(..., head_dim)` are made of whole groups."""
+        return all(array.shape[-1] % self.group_size == 0 for array in arrays)
+
+    def count_bytes(self, keys: mx.array, values: mx.array) -> int:
+        """What both will take."""
+        if not self.can_pack(keys, values):
+            return keys.nbytes + values.nbytes
+        n_groups = (keys.size + values.size) // self.group_size
+        n_bits = keys.size * self.key_bits + values.size * self.value_bits
+        return (n_bits + n_groups * _WORD_BITS) // 8
+
+    def pack(self, plain: mx.array, bits: int) -> mx.array:
+        """`(..., head_dim)` -> `(..., words)`, each row by itself."""
+        if self.is_rotated:
+            plain = self._rotate(plain)
+        words, steps, smallest = mx.quantize(
+            plain, group_size=self.group_size, bits=bits
+        )
+        groups = mx.stack([steps, smallest], axis=-1).astype(mx.bfloat16)
+        group_words = groups.view(mx.uint32).squeeze(-1)
+        return mx.concatenate([words, group_words], axis=-1)
+
+    def unpack(self, packed: mx.array, bits: int, plain: _PlainKind) -> mx.array:
+        """`(..., words)` -> `(..., head_dim)`, of the type that was packed."""
+        n_words = plain.size * bits // _WORD_BITS
+        groups = mx.contiguous(packed[..., n_words:]).view(mx.bfloat16)
+        numbers = mx.dequantize(
+            packed[..., :n_words],
+            groups[..., ::2].astype(plain.dtype),
+            groups[..., 1::2].astype(plain.dtype),
+            group_size=self.group_size,
+            bits=bits,
+        )
+        return self._rotate_back(numbers) if self.is_rotated else numbers
+
+    def _rotate(self, plain: mx.array) -> mx.array:
+        groups = mx.unflatten(plain, -1, (-1, self.group_size))
+        return mx.hadamard_transform(groups * self._signs(plain.dtype)).flatten(-2)
+
+    def _rotate_back(self, rotated: mx.array) -> mx.array:
+        groups = mx.unflatten(rotated, -1, (-1, self.group_size))
+        turned_back = mx.hadamard_transform(groups) * self._signs(rotated.dtype)
+        return turned_back.flatten(-2)
+
+    def _signs(self, dtype: mx.Dtype) -> mx.array:
+        signs = np.random.default_rng(_SIGNS_SEED).choice((-1.0, 1.0), self.group_size)
+        return mx.array(signs, dtype=dtype)
+
+
+class _PlainKind(NamedTuple):
+    """What an array of KV is before it is packed."""
+
+    size: int  # of a head
+    dtype: mx.Dtype
+
+
+def choose_packing(config: Config) -> KVPacking | None:
+    """The packing that the settings name; None: KV stays as it is computed."""
+    if config.kv_bits == "off":
+        return None
+    key_bits, value_bits = _KV_BITS[config.kv_bits]
+    is_rotated = config.kv_quant_scheme == "turboquant"
+    return KVPacking(key_bits, value_bits, int(config.kv_group_size), is_rotated)
+
+
+def pack_caches(model: Any, packing: KVPacking | None) -> None:
+    """Have the attention layers of a model keep packed KV from now on; None: plain."""
+    if packing is None:
+        return
+    make_plain = getattr(model, "make_cache", lambda: [KVCache() for _ in model.layers])
+
+    def pack(layer: Any) -> Any:
+        if hasattr(layer, "caches"):
+            layer.caches = tuple(map(pack, layer.caches))
+        return PackedKVCache(packing) if type(layer) is KVCache else layer
+
+    model.make_cache = lambda: [pack(layer) for layer in make_plain()]
+
+
+class _PackedLeaf:
+    """Before one of upstream's caches: it keeps packed KV, and gives out plain KV."""
+
+    packing: KVPacking
+    _kinds: tuple[_PlainKind, _PlainKind] | None = None  # of keys, of values, if packed
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Add tokens `(rows, heads, n, head_dim)`; returns all of them, alike."""
+        plain: tuple[mx.array, mx.array]
+        if not self.packing.can_pack(keys, values):
+            plain = super().update_and_fetch(keys, values)  # type: ignore[misc]
+            return plain
+        self._kinds = (
+            _PlainKind(keys.shape[-1], keys.dtype),
+            _PlainKind(values.shape[-1], values.dtype),
+        )
+        packed = (
+            self.packing.pack(keys, self.packing.key_bits),
+            self.packing.pack(values, self.packing.value_bits),
+        )
+        plain = super().update_and_fetch(*packed)  # type: ignore[misc]
+        return plain
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All tokens, unpacked. Upstream asks when tokens were added, layers later."""
+        keys, values = super().keys_and_values()  # type: ignore[misc]
+        if self._kinds is None:
+            return keys, values
+        key_kind, value_kind = self._kinds
+        return (
+            self.packing.unpack(keys, self.packing.key_bits, key_kind),
+            self.packing.unpack(values, self.packing.value_bits, value_kind),
+        )
+
+
+# Pinned by test_packed_kv.py
+class PackedKVCache(_PackedLeaf, KVCache):  # type: ignore[misc]
+    """Packed KV of one row."""
+
+    def __init__(self, packing: KVPacking) -> None:
+        super().__init__()
+        self.packing = packing
+
+    @classmethod
+    def merge(cls, leaves: Sequence[PackedKVCache]) -> PackedBatchKVCache:
+        """A batch of several rows."""
+        batch = PackedBatchKVCache(leaves[0].packing, [0] * len(leaves))
+        batch.state = BatchKVCache.merge(leaves).state
+        return batch
+
+
+# Pinned by test_packed_kv.py
+class PackedBatchKVCache(_PackedLeaf, BatchKVCache):  # type: ignore[misc]
+    """Packed KV of several rows."""
+
+    def __init__(self, packing: KVPacking, left_padding: list[int]) -> None:
+        super().__init__(left_padding)
+        self.packing = packing
+
+    def extract(self, row: int) -> PackedKVCache:
+        """One row, by itself."""
+        leaf = PackedKVCache(self.packing)
+        leaf.state = super().extract(row).state
+        return leaf
+
+
 # region UPSTREAM ==============================================================
 # What we lean on in mlx-lm and mlx-vlm although they do not document it: private names,
 # attributes of their cache objects, the ways their models are called. Each has a
 # function or class here with a plain name, and no other section uses the name itself,
-# with two exceptions: KV STATE uses attributes of caches (1 below), and VISION MODEL
-# calls `language_model` (4) with inputs of its own.
+# with three exceptions: PACKED KV has caches that are made of mlx-lm's, KV STATE uses
+# attributes of caches (1 below), and VISION MODEL calls `language_model` (4) with
+# inputs of its own.
 #
 # A release may change any of it without a word. So the versions are pinned
 # (requirements.txt), and a comment in front of each function names the test that fails
@@ -8939,7 +9194,7 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 #          keep_no_words, read_tool_parser_source, LayerInputs, has_vision_class,
 #          load_vision_model, load_image_processor, image_token_id, find_rope_index,
 #          see_images_both_ways, embed_text, embed_image, read_gated_delta_in_chunks
-# Uses     -
+# Uses     PACKED KV
 # Thread   model; the tokenizer's: any; mlx
 
 
@@ -9032,6 +9287,8 @@ _CHUNK: Final = LeafKind("window", window_attribute="chunk_size")
 LEAF_KINDS: Final[dict[type, LeafKind]] = {
     KVCache: _ATTENTION,
     BatchKVCache: _ATTENTION,
+    PackedKVCache: _ATTENTION,
+    PackedBatchKVCache: _ATTENTION,
     RotatingKVCache: _WINDOW,
     BatchRotatingKVCache: _WINDOW._replace(must_extract=True),
     ChunkedKVCache: _CHUNK,
@@ -9063,7 +9320,7 @@ def check_cache_kinds(layer_caches: LayerCaches) -> None:
 # Pinned by test_upstream.py::test_rows_of_a_batch_are_padded_at_their_beginning
 def first_slot(leaf: Any, *, row: int) -> int:
     """Where in the buffers of an attention leaf the first token of a row is."""
-    if type(leaf) is not BatchKVCache:
+    if not isinstance(leaf, BatchKVCache):
         return 0
     padding: list[int] = leaf.left_padding.tolist()
     return padding[row]
@@ -9488,7 +9745,7 @@ def read_gated_delta_in_chunks() -> None:
 #          hold_recurrent_state,
 #          to_batch, extract_row, row_offsets, request_tapped_states,
 #          take_tapped_states
-# Uses     API TYPES, UPSTREAM
+# Uses     API TYPES, PACKED KV, UPSTREAM
 # Thread   model; mlx
 
 
@@ -9499,6 +9756,7 @@ class KVSpec(NamedTuple):
     """What a model keeps of the tokens of one row, measured on the model itself."""
 
     token_bytes: int  # attention KV of one token, all layers
+    packed_token_bytes: int  # the same with KV_BITS=8
     state_bytes: int  # one checkpoint at most
     has_state: bool  # some layers keep state, so requests go on from checkpoints
     can_batch: bool  # every layer has a form for batches
@@ -9517,6 +9775,9 @@ def measure_kv(model: Any) -> KVSpec:
     state_leaves = _state_leaves(layer_caches)
     return KVSpec(
         token_bytes=sum(_bytes_per_token(leaf) for leaf in attention_leaves),
+        packed_token_bytes=sum(
+            _packed_bytes_per_token(leaf) for leaf in attention_leaves
+        ),
         state_bytes=sum(_max_state_bytes(leaf) for leaf in state_leaves),
         has_state=bool(state_leaves),
         can_batch=all(hasattr(layer, "merge") for layer in layer_caches),
@@ -9530,6 +9791,8 @@ def _name_kind(layer: Any) -> str:
     names: list[str] = []
     for leaf in cache_leaves([layer]):
         name = leaf_kind(leaf).name
+        if isinstance(leaf, PackedKVCache):
+            name += f" in {leaf.packing.name}"
         n_tokens = window_tokens(leaf)
         names.append(f"{name} of {n_tokens}" if n_tokens else name)
     return " + ".join(names)
@@ -9549,6 +9812,14 @@ def _bytes_per_token(leaf: Any) -> int:
     n_places: int = leaf.keys.shape[2]
     n_bytes: int = leaf.nbytes
     return n_bytes // n_places
+
+
+def _packed_bytes_per_token(leaf: Any) -> int:
+    if isinstance(leaf, PackedKVCache):
+        return _bytes_per_token(leaf)
+    packing = KVPacking(key_bits=8, value_bits=8, group_size=64, is_rotated=False)
+    n_places: int = leaf.keys.shape[2]
+    return packing.count_bytes(leaf.keys, leaf.values) // n_places
 
 
 def _max_state_bytes(leaf: Any) -> int:
@@ -13037,7 +13308,7 @@ class VisionModel(Module):  # type: ignore[misc]
 #
 # Public   LoadedModel, Detokenizer, ModelError, choose_model, resolve_model,
 #          load_or_demo, load_model, memory_limit
-# Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, UPSTREAM, VISION MODEL
+# Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM, VISION MODEL
 # Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the
 #          rest any; mlx
 
@@ -13070,6 +13341,7 @@ class LoadedModel:
     # Tokens that prompt and reply may have: the least of `context_length`, MAX_KV_SIZE
     # and, once ENGINE knows it, what fits into memory.
     max_context_tokens: int
+    packed_context_tokens: int = 0  # as many with KV_BITS=8; 0: no more than without
     eos_ids: frozenset[int]
     hidden_ids: frozenset[int]  # special tokens that mean nothing in a reply's text
     device: str  # that computes, as in "Apple M2 (gpu)"
@@ -13336,12 +13608,13 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
         think_end=tokenizer.think_end or "",
         ends=tokenizer.eos_token_ids,
     )
+    pack_caches(model, choose_packing(config))
     check_cache_kinds(make_prompt_cache(model))
     if isinstance(model, VisionModel):
         model.phrase = template.traits.image_placeholder or model.phrase
         model.self_test()
 
-    # Of a vision model, config.json has the facts about its layers in `text_config`.
+    # A vision model states the facts of its layers in a part of their own.
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     context_length = _context_length(facts, tokenizer.model_max_length)
@@ -13794,6 +14067,7 @@ class _ConstraintProcessor:
 
     def __init__(self, constraint: Constraint) -> None:
         self._steps = constraint()
+        self._has_begun = False
         self._n_read = 0  # tokens of prompt and reply that were read, or not needed
         self._n_next = 0  # when there are so many, the constraint decides again
         self._mask: mx.array | None = None
@@ -13809,7 +14083,8 @@ class _ConstraintProcessor:
         return mx.where(self._mask, logits, -mx.inf)
 
     def _advance(self, tokens: mx.array) -> AllowedTokens:
-        if self._n_read == 0:  # all tokens so far are the prompt's
+        if not self._has_begun:  # all tokens so far are the prompt's
+            self._has_begun = True
             return next(self._steps)
         new_ids: Any = tokens[self._n_read :].tolist()
         return self._steps.send(new_ids)
@@ -14133,11 +14408,9 @@ class _GrammarText:
         return bool(_MARKUP.fullmatch(piece)) and len(self._encode(piece)) == 1
 
     def _text_value(self, value: TextValue) -> str:
-        """A text, and its end. Let </arg_value> be the token 11, and </parameter> none:
-
-        ends with "</arg_value>\n"     VALUE0_TEXT <[11]> BLANKS?
-        ends with "</parameter>\n<"    value0, the shortest with VALUE0_END
-        """
+        """A text that may contain anything but its end, and the end."""
+        # "</arg_value>\n" is a token: VALUE0_TEXT <[11]> BLANKS?
+        # "</parameter>\n<" is text:   value0, the shortest that ends with VALUE0_END
         name = f"VALUE{next(self._numbers)}"
         self.rules[f"{name}_TEXT"] = _text_terminal(value)
         tag = _MARKUP.match(value.end)
@@ -14147,7 +14420,7 @@ class _GrammarText:
         return self._lazy_value(name, value)
 
     def _lazy_value(self, name: str, value: TextValue) -> str:
-        """The same where the end is no token."""
+        """The same where the end is text as well."""
         end_lines = map(re.escape, value.end.split("\n"))
         end_pattern = r"[ \t\r\n]{0,400}".join(end_lines)
         self.rules[f"{name}_END"] = _lark_pattern(end_pattern)
@@ -14386,23 +14659,29 @@ class _ReplyGrammars:
             a call that does not compile by itself may have any arguments
             each call may have any arguments, but only these tools may be called
         """
-        for calls in self._weaker_calls():
+        calls = self._calls
+        fault = "it is too large or too many to be enforced"
+        if sum(len(json.dumps(call.parts)) for call in calls) > MAX_CALLS_CHARACTERS:
+            fault = (
+                f"it has more than {MAX_CALLS_CHARACTERS:,} characters, which cannot"
+                " be enforced"
+            )
+        else:
+            matcher = self._compile(start, calls, schema)
+            if not matcher.is_error():
+                return matcher
+            calls = [self._free_if_faulty(call) for call in calls]
+            matcher = self._compile(start, calls, schema)
+            if not matcher.is_error():
+                return matcher
+
+        calls = [self._free(call, f"with the other tools {fault}") for call in calls]
+        if sum(len(call.opening) for call in calls) <= MAX_CALLS_CHARACTERS:
             matcher = self._compile(start, calls, schema)
             if not matcher.is_error():
                 return matcher
         sentence = "the tools are too many for a call to be forced"
         raise BadRequest(sentence, field="tool_choice")
-
-    def _weaker_calls(self) -> Iterator[Sequence[CallForm]]:
-        """These calls, then weaker ones, but none that are too large to be compiled."""
-        n_characters = sum(len(json.dumps(call.parts)) for call in self._calls)
-        if n_characters <= MAX_CALLS_CHARACTERS:
-            yield self._calls
-            yield [self._free_if_faulty(call) for call in self._calls]
-        fault = "with the other tools it is too large to be enforced"
-        free_calls = [self._free(call, fault) for call in self._calls]
-        if sum(len(call.opening) for call in free_calls) <= MAX_CALLS_CHARACTERS:
-            yield free_calls
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
@@ -16765,7 +17044,15 @@ class Engine:
         self._publish(scheduler)
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
-        self._loaded = replace(loaded, max_context_tokens=max_tokens)
+        spec = scheduler.spec
+        packed_tokens = capacity_tokens * spec.token_bytes
+        packed_tokens //= max(spec.packed_token_bytes, 1)
+        packed_tokens = min(loaded.max_context_tokens, packed_tokens)
+        self._loaded = replace(
+            loaded,
+            max_context_tokens=max_tokens,
+            packed_context_tokens=packed_tokens if packed_tokens > max_tokens else 0,
+        )
 
     def _serve(self, scheduler: Scheduler) -> None:
         """Step as long as there is something to do; look around now and then."""
@@ -17107,9 +17394,12 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
 class ReasoningStreamSplitter:
     """Parts one reply into pieces: `feed` it as it is generated, then `finish` it.
 
-    reasoning <--- think_start, think_end ---> content
-        |                                         |
-        +--------> in_call <----------------------+
+        reasoning <--- think_start, think_end ---> content
+            |                                         |
+            +--------> in_call <----------------------+
+
+    In a call all text is "tool" pieces, until the one who reads the call says by
+    `resume` where it ends. If it was no call, the reply goes on in the kind before it.
     """
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
@@ -17121,7 +17411,7 @@ class ReasoningStreamSplitter:
         self.after_tag = in_reasoning  # no text was emitted since the last tag
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._held = ""  # white space, then perhaps half a tag
-        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
+        self._dropped: dict[TextKind, str] = {}  # white space before a tag
         self._emitted_kinds: set[TextKind] = set()  # of which there was some text
         self._is_quoting = False  # the text ends with a quote, or a tag spoken of
         self._fence = _CodeFence()  # in the content
@@ -17167,9 +17457,8 @@ class ReasoningStreamSplitter:
     def add_text(self, text: str) -> list[Piece]:
         """Take text in which nothing is a tag, as part of what the reply is in now."""
         text = self._held + text
-        is_first = self._kind not in self._emitted_kinds
         begins_message = self.after_tag and self._has_channels
-        if self.after_tag and (begins_message or is_first):
+        if self.after_tag and (begins_message or self._kind not in self._emitted_kinds):
             text = text.lstrip("\n")
 
         n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
@@ -17177,9 +17466,10 @@ class ReasoningStreamSplitter:
         self._held = text[n_solid:]
         if not solid_text:
             return []
-        if begins_message and not is_first:
+        if begins_message and self._kind in self._emitted_kinds:
             solid_text = "\n\n" + solid_text  # a new message of the same channel
         elif self.after_tag and not solid_text.startswith("\n"):
+            # "One.\n<think>Why</think>Two." has the content "One.\nTwo."
             solid_text = self._dropped.get(self._kind, "") + solid_text
         if self._kind == "content":
             self._fence.read(solid_text)
@@ -17193,6 +17483,7 @@ class ReasoningStreamSplitter:
 
     def finish(self) -> list[Piece]:
         """What was held back. Half a tag at the end of a reply is text."""
+        # In a pattern \0 is the end of the reply, at which a tag may have waited.
         match = self._pattern(literal=False).search(self._held + "\0")
         if match and self._find_role(match) in {"think_end", "fence_end"}:
             self._held = ""
@@ -17240,7 +17531,7 @@ class ReasoningStreamSplitter:
                 pieces += self.add_text(tag.partition("`")[0])
             else:
                 self._begin("reasoning" if role == "think_start" else "content")
-        return pieces + self.add_text(text)  # nothing is looked for: no tags
+        return pieces + self.add_text(text)
 
     def _without_other_fence(self, tag: str) -> str:
         """The tag without a line before it that ends a block of code, or is thought."""
@@ -17360,6 +17651,17 @@ class Pattern:
         return regex.compile(self.source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
+EndKind = Literal[
+    "closed", "unclosed", "next_key", "text", "quoted", "unreadable", "missing"
+]
+# The first of these groups that has matched counts. `next_key` comes late: the branches
+# of the groups before it may have that group inside.
+_END_GROUPS: Final[tuple[EndKind, ...]] = (
+    *("text", "quoted", "unreadable"),
+    *("next_key", "unclosed"),
+)
+
+
 class TextBefore(NamedTuple):
     """A text up to what ends it."""
 
@@ -17368,25 +17670,22 @@ class TextBefore(NamedTuple):
     cut_tag: str = ""  # at the end of the reply: what might have become one
 
     @property
-    def kind(self) -> str:
-        """The group that has matched (ParameterTags), or "closed", or "missing".
-
-        Of a group and one inside it, the outer one counts: it comes first.
-        """
+    def kind(self) -> EndKind:
+        """How it ends, by the group that has matched (ParameterTags)."""
         if self.ending is None:
             return "missing"
-        groups: dict[str, str | None] = self.ending.groupdict()
-        for kind, tag in groups.items():
-            if tag is not None:
+        groups = self.ending.groupdict()
+        for kind in _END_GROUPS:
+            if groups.get(kind) is not None:
                 return kind
         return "closed"
 
     @property
     def tag(self) -> str:
         """The text of that group; "" if there is none."""
-        if self.kind in {"closed", "missing"}:
-            return ""
-        return str(self.ending[self.kind])
+        has_group = self.kind in _END_GROUPS
+        tag: str = self.ending[self.kind] if has_group else ""
+        return tag
 
 
 class UnreadText:
@@ -17758,6 +18057,11 @@ class ParameterTags(NamedTuple):
     any_tag: str = NO_PATTERN
     # A tag that makes a value unreadable which has a quoted closing tag before.
     later_tag: str = NO_PATTERN
+
+    def in_quotes(self) -> ParameterTags:
+        """The same for a value after a tag with a group `quoted`."""
+        assert self.quoted_value_end is not None
+        return ParameterTags(self.key, self.quoted_value_end)
 
     def for_value(self, keys: Sequence[str], *, is_in_line: bool) -> ParameterTags:
         """The same for one value: KEYS and IN_LINE are replaced.
@@ -18520,7 +18824,6 @@ _ARRAY_ITEM: Final = JsonState(  # after an item
 )
 # The state after a first member or item. All other states stay as they are.
 _NEXT_STATES: Final = {_OBJECT_START: _OBJECT_MEMBER, _ARRAY_START: _ARRAY_ITEM}
-_OPENED_STATES: Final = {"{": _OBJECT_START, "[": _ARRAY_START}
 
 # What JSON has in the place of a group.
 _MENDED_GROUPS: Final[Mapping[str, Callable[[str], str]]] = {
@@ -18754,8 +19057,7 @@ class MendedObject:
             self.has_inner_key |= match["key"].strip("\"'") in self._keys
         self._open.append(_NEXT_STATES.get(state, state))
         if match["open"] is not None:
-            string = _OBJECT_STRING if state.closer == "}" else _ARRAY_STRING
-            self._open.append(_OPENED_STATES.get(text[-1], string))
+            self._open.append(_opened_state(text[-1], container=state))
             self._string = OpenString(self._keys)
         return _mend(match)
 
@@ -18818,6 +19120,15 @@ class MendedObject:
         return "".join(closers)
 
 
+def _opened_state(opener: str, *, container: JsonState) -> JsonState:
+    """The state after { or [ or the quote of a string, by what that stands in."""
+    if opener == "{":
+        return _OBJECT_START
+    if opener == "[":
+        return _ARRAY_START
+    return _OBJECT_STRING if container.closer == "}" else _ARRAY_STRING
+
+
 # -- 4 calls ---------------------------------------------------------------------------
 
 # After the arguments: brackets, one too many or too few, and the closing tag. Without
@@ -18875,7 +19186,13 @@ _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 
 
 class JsonArguments:
-    """Reads arguments in JSON, whose { was read before, and on to the call's end."""
+    """Reads arguments in JSON, whose { was read before, and on to the end of the call.
+
+    "path": "a.md"}     by MendedObject
+    , "id": "1"         a member of the call
+    }\n</tool_call>     is_done; `closing` is for the caller to emit
+    , "n": 5            is_done and is_broken: it was an argument
+    """
 
     def __init__(
         self, unread: UnreadText, keys: Iterable[str], *, is_member: bool
@@ -18886,10 +19203,14 @@ class JsonArguments:
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
-        self.closing = ""  # the last bracket, once it is read: for the caller to emit
         self._unread = unread
         self._is_member = is_member
         self._arguments = MendedObject(unread, keys)
+
+    @property
+    def closing(self) -> str:
+        """The last bracket of the arguments, once they are read."""
+        return self._arguments.closing
 
     def quotes_end(self, _tag: str) -> bool:
         """Whether a string is open where the end tag comes as a token."""
@@ -18905,7 +19226,6 @@ class JsonArguments:
         if self._arguments.is_broken:
             self.is_done = self.is_broken = True
         elif self._arguments.is_done:
-            self.closing = self._arguments.closing
             self._read_later()
         return json_text
 
@@ -19094,9 +19414,7 @@ def parse_python_calls(text: str) -> list[WholeCall]:
     except SyntaxError as error:
         raise ValueError(text) from error
     calls = []
-    for element in getattr(body, "elts", []):
-        # To Python resolve-id() is a difference: its last part is the call.
-        call = getattr(element, "right", element)
+    for call in getattr(body, "elts", []):
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(text)
         arguments = {}
@@ -19104,9 +19422,7 @@ def parse_python_calls(text: str) -> list[WholeCall]:
             if keyword.arg is None or keyword.arg in arguments:
                 raise ValueError(text)
             arguments[keyword.arg] = _python_value(keyword.value, source)
-        written = ast.get_source_segment(source, element) or ""
-        name = written.partition("(")[0].rstrip()
-        calls.append(WholeCall(name, to_json(arguments)))
+        calls.append(WholeCall(ast.unparse(call.func), to_json(arguments)))
     return calls
 
 
@@ -19298,7 +19614,7 @@ class MarkedCalls:
         return None
 
     def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken, up to one before a comma or a bracket.
+        """A string whose first mark was taken, up to one after which a member may end.
 
         Its second mark may be missing. Then it ends like a text without marks.
         """
@@ -19431,10 +19747,7 @@ class ForeignCalls:
 
     def _find_body(self, text: str) -> _CallBody | None:
         """Where the body ends in the text after the start tag; None: not yet."""
-        # JSON between Hermes's tags is read here, whatever mlx-lm's parser makes of it.
-        is_hermes = self._format.start == HERMES_START
-        is_json = is_hermes and _OBJECT_OR_LIST.match(text) is not None
-        if self._end_token is None and (is_json or self._foreign.is_json):
+        if self._is_json(text) and self._end_token is None:
             return self._find_json(text)
         position = self._find_end_tag(text)
         if position < 0:
@@ -19463,6 +19776,13 @@ class ForeignCalls:
             while position >= 0 and text.count(mark, 0, position) % 2:
                 position = text.find(self._format.end, position + 1)
         return position
+
+    def _is_json(self, text: str) -> bool:
+        """Whether it is read here as JSON, whatever mlx-lm's parser makes of it."""
+        if self._foreign.is_json:
+            return True
+        is_hermes = self._format.start == HERMES_START
+        return is_hermes and _OBJECT_OR_LIST.match(text) is not None
 
     def _find_json(self, text: str) -> _CallBody | None:
         """The body of JSON ends with its last bracket; then the end tag may follow."""
@@ -19711,7 +20031,7 @@ class TaggedArguments:
         """The reader of the value after a tag."""
         tags, text_tags = self._tags, self._text_tags
         if tags.quoted_value_end and match["quoted"] is not None:
-            tags = text_tags = ParameterTags(tags.key, tags.quoted_value_end)
+            tags = text_tags = tags.in_quotes()
         keys = self._schema.keys
         is_in_line = not match[0].endswith("\n")
         return TaggedValue(
@@ -20057,8 +20377,8 @@ class CallReader:
     def feed_end(self, tag: str) -> str:
         """Read on in the tag that ends the call, which is a token of its own.
 
-        A string in JSON, or a value that has no closing tag, may quote it so: some
-        models write it in no other way.
+        It ends whatever stands open (L-133), but a string in JSON, or a value that has
+        no closing tag: they may quote it, and some models write it in no other way.
         """
         arguments = self._arguments
         if self._state is CallState.FOREIGN:
@@ -20203,7 +20523,8 @@ class ReplyParser:
     def feed(self, text: str, *, literal: bool = False) -> list[JsonObject]:
         """What is certain now; `literal` as in ReasoningStreamSplitter.feed.
 
-        Nothing once `is_broken`: the reply ends there.
+        Nothing once `is_broken`: a call must not run with fewer arguments than were
+        written, so its arguments stay open and the reply ends there.
         """
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
@@ -20797,9 +21118,10 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 #
 # Whatever is wrong with a request is found before it is submitted: as a rule nothing of
 # the response has been sent, so it can have a status code. (A stream that had to wait
-# for memory has got pings. Its error is an event.) A reply is recorded before its last
-# events are sent, because the client's next request may follow at once. A failed reply
-# is only reported; of one that its client has left, what was shown is recorded (L-121).
+# for memory has got pings. Its error is an event.) At the end of a reply it is recorded
+# first and its last events are sent then, because the next request of the client may
+# follow at once. A failed request is only reported; of one that its client has left,
+# what was shown is recorded, too (L-121).
 #
 # The bodies of a response come from an iterator, which gives None whenever nothing is
 # new: then the HTTP server looks whether the client is still there.
@@ -20817,7 +21139,7 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 # Uses     all
 # Thread   connection
 
-MAX_COUNTED_CONTEXTS: Final = 2  # of a prompt; its tokens beyond them are estimated
+MAX_COUNTED_CONTEXTS: Final = 2  # tokens of a prompt over it are estimated
 MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
 MAX_TITLE_LENGTH: Final = 60  # characters
 CONNECTION_NICENESS: Final = 5  # of the threads that render prompts (Linux)
@@ -20905,8 +21227,12 @@ def _plan_prompt(
     is_chat = request.kind != "completion"
     if not is_chat or not state.config.cache_canonicalize_tool_context:
         return PromptPlan(rendered=model.template.render_prompt(request))
-    room = model.max_context_tokens - 1
-    return state.stores.planner.plan(request, model.template, room=room)
+    return state.stores.planner.plan(
+        request,
+        model.template,
+        room=model.max_context_tokens - 1,
+        now=time.monotonic(),
+    )
 
 
 class PreparedRequest(NamedTuple):
@@ -20969,6 +21295,14 @@ class PreparedRequest(NamedTuple):
         raise AssertionError("the whole conversation has this canonical message")
 
 
+def _advise_packing(n_prompt: int, model: LoadedModel) -> str:
+    """What is added to the refusal of a prompt that would fit with KV_BITS=8; or ""."""
+    if n_prompt >= model.packed_context_tokens:
+        return ""
+    n_tokens = model.packed_context_tokens
+    return f" (With KV_BITS=8 in its .env, this server has room for {n_tokens} tokens.)"
+
+
 def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest:
     """Plan the prompt of a request and check all that can be refused.
 
@@ -20981,7 +21315,11 @@ def prepare_request(state: ServerState, request: ChatRequest) -> PreparedRequest
     rendered = planned.plan.rendered
     max_reply_tokens = model.max_context_tokens - rendered.n_tokens
     if max_reply_tokens < 1:
-        raise ContextTooLong(rendered.n_tokens, model.max_context_tokens)
+        raise ContextTooLong(
+            rendered.n_tokens,
+            model.max_context_tokens,
+            advice=_advise_packing(rendered.n_tokens, model),
+        )
     if any(token_id >= model.vocab_size for token_id in request.sampling.logit_bias):
         raise BadRequest("a token id is outside the vocabulary", field="logit_bias")
 
@@ -21230,7 +21568,7 @@ class ReplyDecoder:
             self.n_reasoning_tokens += 1
 
         text = self._detokenizer.feed(token_id)
-        is_literal = self._is_literal(token_id)  # before more text is held back
+        is_literal = self._is_literal(token_id)  # asks what is held back, so far
         text = self._end_at_stop(token_id, text)
         deltas = self.parser.feed(text, literal=is_literal)
         self._note_shown(deltas)
@@ -21424,7 +21762,7 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending_kind(reason: EndReason, *, is_over: bool) -> EndingKind:
-    """`is_over`: the reply was complete before the model ended it."""
+    """`is_over`: the reply was complete, although the model would have gone on."""
     if reason == "failed":
         return "failed"
     if reason == "cancelled":
@@ -21526,7 +21864,7 @@ class ReplyRecorder:
         """
         if ending.kind == "failed" or not ending.shown_ends or not self._is_chat:
             return
-        # A client that got the calls would send them back: this one left before them.
+        # It was left before its calls, if this is ever found.
         text_alone = {k: v for k, v in ending.message.items() if k != "tool_calls"}
         generated = self._generated_reply(ending, is_cut=True)._replace(
             shown_text=text_alone["content"], shown_ends=tuple(ending.shown_ends)
@@ -21782,7 +22120,7 @@ class ReplyGeneration:
         self._recorder = ReplyRecorder(state, self._prepared, self._origin)
 
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
-        self._first_token_seconds: float | None = None  # after the request came
+        self._first_token_at: float | None = None
         self._logprobs: list[JsonObject] = []  # that were not sent yet
         self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
@@ -21886,7 +22224,7 @@ class ReplyGeneration:
             "match": self._handle.reuse.hit_kind,
             "tokens_per_second": decode_speed,
             "seconds": round(now - self._began_at, 1),
-            "first_token_seconds": self._first_token_seconds,
+            "first_token_seconds": self._first_token_seconds(),
             "waited_seconds": round(times.seconds(now).waiting, 3),
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
@@ -21896,6 +22234,12 @@ class ReplyGeneration:
             "client": self._origin.client,
             "title": self._origin.title,
         }
+
+    def _first_token_seconds(self) -> float | None:
+        first_token_at = self._first_token_at
+        if first_token_at is None:
+            return None
+        return round(first_token_at - self._began_at, 3)
 
     def _prefill_left_seconds(self, now: float) -> float | None:
         """At the pace of this prompt so far; before that, at that of the last slice.
@@ -21947,8 +22291,8 @@ class ReplyGeneration:
         )
 
     def _decode(self, event: TokenEvent) -> list[JsonObject]:
-        if self._first_token_seconds is None:
-            self._first_token_seconds = round(time.monotonic() - self._began_at, 3)
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
             self._note_progress(self._prepared.engine_request.n_prompt)
         if self._request.max_tokens == 0:
             return []
@@ -21997,7 +22341,7 @@ class ReplyGeneration:
             has_end_token=bool(token_ids) and token_ids[-1] in eos_ids,
             is_thinking=decoder.splitter.is_thinking,
             ends_with_call=decoder.was_over and decoder.ends_with_call,
-            first_token_seconds=self._first_token_seconds,
+            first_token_seconds=self._first_token_seconds(),
             waits=self._handle.times.wait_seconds(time.monotonic()),
         )
         self._ending = ending
@@ -22500,20 +22844,14 @@ def _explain_match(
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     """DELETE /v1/cache: drop KV and what was recorded; of one session, or all."""
     _ = state.engine.model  # raises NotReady: then nothing is dropped, and not half
-    # The records of who has not come since the start are in the file alone.
-    tenants = {view.tenant for view in state.views()}
-    tenants.update(state.records.tenants())
-    for tenant in tenants:
-        if not is_seen_by(state.tenant, tenant):
-            continue
-        stores = state.for_tenant(tenant).stores
+    for view in state.views():
+        stores = view.stores
         stores.ledger.forget(session)
         stores.healing_store.forget(session)
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
-    n_dropped = state.engine.call(
-        lambda scheduler: scheduler.drop_kv(state.tenant, session)
-    )
+    tenant = state.tenant
+    n_dropped = state.engine.call(lambda scheduler: scheduler.drop_kv(tenant, session))
     state.records.flush(_FORGET_SECONDS)
     return {"dropped": n_dropped}
 
@@ -22616,8 +22954,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 def _check_values(headers: HttpHeaders) -> None:
     """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
 
-    A line break is allowed: the standard library ends a header at LF and CR, and leaves
-    one in a value only where the next line continues it.
+    Line breaks are none: the standard library takes LF and CR for the end of a header,
+    and leaves one in a value only where the next line continues it.
     """
     for name, value in headers.items():
         if _CONTROL.search(value):
@@ -23940,6 +24278,9 @@ def _write_banner(state: ServerState) -> str:
         "memory": f"{in_bytes(limit_bytes)} at most, KV {in_bytes(kv_bytes)} of it",
         "context": f"{model.max_context_tokens:,} tokens"
         f" (the model: {model.context_length:,})",
+        "more of it": f"{model.packed_context_tokens:,} tokens, with KV_BITS=8"
+        if model.packed_context_tokens
+        else "",
         "device": model.device,
         "page, chat": f"{url}/",
         "OpenAI": f"{url}/v1",

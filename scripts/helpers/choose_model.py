@@ -71,16 +71,33 @@ class Model:
 
 # Known-good models, the largest first. KV: layers x heads x width x 2 (keys, values) x 2 bytes.
 APPLE_MODELS: Final = (
-    Model("mlx-community/GLM-4.5-Air-4bit", 60_200_000_000, 188_416),
+    Model(
+        "mlx-community/GLM-4.5-Air-4bit",
+        60_200_000_000,
+        188_416,
+        longest_context=131_072,
+    ),
     Model("mlx-community/Qwen3-Coder-30B-A3B-Instruct-8bit", 32_400_000_000, 98_304),
     Model("lmstudio-community/GLM-4.7-Flash-MLX-4bit", 16_900_000_000, 54_144),
-    Model("mlx-community/Qwen3-14B-4bit", 8_310_000_000, 163_840),
-    Model("mlx-community/Qwen3-8B-4bit", 4_610_000_000, 147_456),
-    Model("mlx-community/Qwen3-4B-4bit", 2_260_000_000, 147_456),
-    Model("mlx-community/Qwen3-1.7B-4bit", 970_000_000, 114_688),
-    Model("mlx-community/Qwen3-0.6B-4bit", 335_000_000, 114_688),
+    Model(
+        "mlx-community/Qwen3-14B-4bit", 8_310_000_000, 163_840, longest_context=40_960
+    ),
+    Model(
+        "mlx-community/Qwen3-8B-4bit", 4_610_000_000, 147_456, longest_context=40_960
+    ),
+    Model(
+        "mlx-community/Qwen3-4B-4bit", 2_260_000_000, 147_456, longest_context=40_960
+    ),
+    Model(
+        "mlx-community/Qwen3-1.7B-4bit", 970_000_000, 114_688, longest_context=40_960
+    ),
+    Model(
+        "mlx-community/Qwen3-0.6B-4bit", 335_000_000, 114_688, longest_context=40_960
+    ),
 )
-CPU_MODELS: Final = (Model("Qwen/Qwen3-0.6B", 1_520_000_000, 114_688),)
+CPU_MODELS: Final = (
+    Model("Qwen/Qwen3-0.6B", 1_520_000_000, 114_688, longest_context=40_960),
+)
 
 
 # Decide -----------------------------------------------------------------------
@@ -99,10 +116,13 @@ class Machine:
         is_slow = not self.is_apple_silicon and model.nbytes > CPU_MOST_BYTES
         return model.memory_bytes <= self.memory_bytes and not is_slow
 
-    def count_context(self, model: Model) -> int:
-        """Tokens of context that there is room for, in full thousands."""
+    def count_context(self, model: Model, *, kv_share: float = 1.0) -> int:
+        """Tokens of context that there is room for, in full thousands.
+
+        `kv_share`: bytes of KV by those without KV_BITS.
+        """
         kv_bytes = CACHE_SHARE * (self.memory_bytes - model.nbytes)
-        n_tokens = int(kv_bytes / model.kv_bytes_per_token)
+        n_tokens = int(kv_bytes / model.kv_bytes_per_token / kv_share)
         return min(n_tokens, model.longest_context) // 1000 * 1000
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import start_llm as s
-from cold_reference import Oracle
+from cold_reference import Oracle, Rounding
 from mlx_lm import load
 from server_fixture import MAX_WAIT_SECONDS, Recorder, wait_until
 
@@ -32,6 +32,7 @@ class Loaded:
 
     model: Any
     max_context_tokens: int = 1 << 20
+    packed_context_tokens: int = 0
     vision: None = None
     eos_ids: frozenset[int] = frozenset()
     nbytes: int = 1 << 20
@@ -45,9 +46,14 @@ class Loaded:
 
 
 @functools.cache
-def oracle(folder):
-    """One for each model: many tests ask the same of the same."""
-    return Oracle(folder, at_once=512)
+def oracle(folder, packing=None):
+    """One for each model and packing: many tests ask the same of the same."""
+    rounding = packing and Rounding(
+        (packing.key_bits, packing.value_bits),
+        group_size=packing.group_size,
+        is_rotated=packing.is_rotated,
+    )
+    return Oracle(folder, at_once=512, rounding=rounding)
 
 
 class Bench:
@@ -68,6 +74,7 @@ class Bench:
 
         monkeypatch.setattr(s.RunningRequest, "add_token", recorded)
         config = s.Config(**settings)
+        self.packing = s.choose_packing(config)
         self.metrics = s.CacheMetrics()
         self.engine = s.Engine(
             config,
@@ -81,7 +88,9 @@ class Bench:
             assert self.engine.failure is None
 
     def _load(self):
-        self.model = Recorder(load(str(self.path))[0])
+        model, _ = load(str(self.path))
+        s.pack_caches(model, self.packing)
+        self.model = Recorder(model)
         return Loaded(self.model)
 
     def submit(self, tokens, n=8, boundaries=(), **fields):
@@ -126,7 +135,9 @@ class Bench:
     def largest_difference(self, ticket, ids):
         """Largest difference to a cold run over all generated tokens of a request."""
         warm = np.array(self.seen[ticket])
-        cold = oracle(self.path).logprobs([*self.asked[ticket], *ids[:-1]], n=len(ids))
+        cold = oracle(self.path, self.packing).logprobs(
+            [*self.asked[ticket], *ids[:-1]], n=len(ids)
+        )
         assert cold.shape == warm.shape
         return float(np.abs(cold - warm).max())
 

@@ -1,0 +1,212 @@
+"""KV_BITS: packed KV is the same whoever reads it, and takes as much less as promised.
+
+The cold reference has no packed arrays: it rounds each number when it is written.
+"""
+
+import json
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import Bench, words
+from mlx_lm import load
+from server_fixture import Served
+from test_engine import (
+    at_once,
+    branch_and_return,
+    cancelled,
+    edits_everywhere,
+    one_more_token,
+    staggered,
+)
+from tiny_models import DENSE, HYBRID, MLA, SLIDING, tiny_model
+
+WIDE = {"head_dim": 64}  # of MLA 32 are rotated by their position: groups of 32
+PACKINGS = [
+    {"kv_bits": "8", "kv_group_size": "32"},
+    {"kv_bits": "4"},
+    {"kv_bits": "4", "kv_quant_scheme": "turboquant", "kv_group_size": "32"},
+    {"kv_bits": "2.5", "kv_quant_scheme": "turboquant"},
+]
+# A window that has wrapped sums in another order, and MLA decodes by other sums than it
+# prefills by. What then falls on the other side of a rounding is a step away.
+TOLERANCE = {SLIDING: 1e-3, MLA: 5e-3}
+
+
+def name_of(settings):
+    return "-".join(settings.values())
+
+
+@pytest.mark.parametrize("settings", PACKINGS, ids=name_of)
+@pytest.mark.parametrize(
+    "scenario", [edits_everywhere, at_once], ids=lambda x: x.__name__
+)
+@pytest.mark.parametrize("kind", [DENSE, HYBRID, SLIDING, MLA])
+def test_warm_logits_are_cold_logits_of_rounded_kv(bench, kind, scenario, settings):
+    check_scenario(bench(kind, WIDE, **settings), kind, scenario)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [branch_and_return, one_more_token, cancelled, staggered],
+    ids=lambda x: x.__name__,
+)
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_all_that_happens_to_kv_happens_to_packed_kv(bench, kind, scenario):
+    check_scenario(bench(kind, WIDE, kv_bits="8"), kind, scenario)
+
+
+def check_scenario(b, kind, scenario):
+    results = scenario(b, np.random.default_rng(7))
+    worst = max(b.largest_difference(ticket, ids) for ticket, ids, _ in results)
+    assert worst <= TOLERANCE.get(kind, 0.0)
+
+
+def test_of_mla_what_was_prefilled_is_reused_to_the_last_bit(bench):
+    settings = {"kv_bits": "8", "kv_group_size": "32"}
+    warm = bench(MLA, WIDE, **settings)
+    cold = bench(MLA, WIDE, prompt_cache_max_entries_global=0, **settings)
+    rng = np.random.default_rng(7)
+    past = words(rng, 400)
+    warm.ask(past)
+
+    prompt = past[:200] + words(rng, 30)
+    _, end, ticket = warm.ask(prompt)
+    _, _, cold_ticket = cold.ask(prompt)
+
+    assert end.reuse.cached_tokens == 200
+    assert np.array_equal(warm.seen[ticket], cold.seen[cold_ticket])
+
+
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_packed_kv_survives_a_restart(kind, tmp_path, monkeypatch):
+    path = tiny_model(kind, tmp_path, **WIDE)
+    rng = np.random.default_rng(3)
+    prompt = words(rng, 700)
+    settings = {"kv_bits": "4", "cache_disk_folder": str(tmp_path / "kv")}
+
+    def ask(tokens, **changes):
+        b = Bench(path, monkeypatch, **{**settings, **changes})
+        ids, end, ticket = b.ask(tokens, n=2)
+        difference = b.largest_difference(ticket, ids)
+        b.engine.stop()
+        return end.reuse.cached_tokens, difference, ids
+
+    *first, ids = ask(prompt)
+    follow_up = prompt + ids + words(rng, 40)
+    assert first == [0, 0.0]
+    assert ask(follow_up, kv_bits="8")[:2] == (0, 0.0)
+    assert ask(follow_up, kv_bits="off")[:2] == (0, 0.0)
+    assert ask(follow_up)[:2] == (702, 0.0)
+
+
+# -- planted faults ----------------------------------------------------------------------
+
+
+def late_packing(monkeypatch):
+    """As upstream does: what a slice has read is plain until the slice has ended."""
+    update = s.PackedKVCache.update_and_fetch
+
+    def late(leaf, keys, values):
+        n_new = keys.shape[2]
+        all_keys, all_values = update(leaf, keys, values)
+        return (
+            mx.concatenate([all_keys[..., :-n_new, :], keys], axis=2),
+            mx.concatenate([all_values[..., :-n_new, :], values], axis=2),
+        )
+
+    monkeypatch.setattr(s.PackedKVCache, "update_and_fetch", late)
+
+
+def groups_across_tokens(monkeypatch):
+    pack = s.KVPacking.pack
+
+    def across(packing, plain, bits):
+        mean = plain.mean(axis=2, keepdims=True)
+        return pack(packing, plain - mean + mean.astype(mx.bfloat16), bits)
+
+    monkeypatch.setattr(s.KVPacking, "pack", across)
+
+
+@pytest.mark.parametrize("fault", [late_packing, groups_across_tokens])
+def test_a_planted_fault_of_packing_is_noticed(bench, monkeypatch, fault):
+    fault(monkeypatch)
+    b = bench(DENSE, WIDE, kv_bits="8")
+    with pytest.raises(AssertionError):
+        check_scenario(b, DENSE, edits_everywhere)
+
+
+# -- bytes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits, share", [("8", 0.54), ("4", 0.29), ("2.5", 0.21)])
+@pytest.mark.parametrize("kind", [DENSE, HYBRID, MLA])
+def test_packed_kv_takes_its_share_of_bfloat16(kind, bits, share, tmp_path):
+    model, _ = load(str(tiny_model(kind, tmp_path, head_dim=128)))
+    model.set_dtype(mx.bfloat16)
+    plain = s.measure_kv(model)
+    s.pack_caches(model, s.choose_packing(s.Config(kv_bits=bits)))
+    packed = s.measure_kv(model)
+
+    assert 0 < packed.token_bytes <= share * plain.token_bytes
+    assert packed.state_bytes == plain.state_bytes
+    if bits == "8":
+        assert packed.token_bytes == plain.packed_token_bytes
+
+
+def test_heads_of_no_whole_groups_stay_plain(tmp_path):
+    model, _ = load(str(tiny_model(DENSE, tmp_path)))  # 16 numbers
+    plain = s.measure_kv(model)
+    s.pack_caches(model, s.choose_packing(s.Config(kv_bits="8")))
+
+    assert s.measure_kv(model).token_bytes == plain.token_bytes
+
+
+def test_more_fits_with_packed_kv(bench):
+    limit = 40 << 20
+    plain = bench(DENSE, WIDE, memory_limit_bytes=limit)
+    packed = bench(DENSE, WIDE, memory_limit_bytes=limit, kv_bits="8")
+
+    # The model computes in float32 here.
+    ratio = (
+        packed.engine.report["capacity_tokens"] / plain.engine.report["capacity_tokens"]
+    )
+    assert ratio == pytest.approx(32 / 8.5, rel=0.05)
+
+
+def test_a_prompt_that_is_too_long_hears_what_kv_bits_makes_room_for(tmp_path):
+    served = Served(tiny_model(DENSE, tmp_path, **WIDE), memory_limit_bytes=12 << 20)
+    try:
+        model = served.state.engine.model
+        n_tokens = model.max_context_tokens
+        n_packed = model.packed_context_tokens
+        assert 3 * n_tokens < n_packed  # it computes in float32
+        banner = s._write_banner(served.state)
+
+        def refusal(n_words):
+            content = "river " * n_words
+            body = {"messages": [{"role": "user", "content": content}]}
+            with pytest.raises(HTTPError) as caught:
+                post(served.state.config.mlx_port, body)
+            return json.load(caught.value)["error"]["message"]
+
+        advice = (
+            f"With KV_BITS=8 in its .env, this server has room for {n_packed} tokens."
+        )
+        assert advice in refusal(n_tokens + 100)
+        assert "KV_BITS" not in refusal(n_packed + 100)
+        assert f"{n_packed:,} tokens, with KV_BITS=8" in banner
+    finally:
+        served.close()
+
+
+def post(port, body):
+    request = Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return urlopen(request, timeout=60)
