@@ -1589,17 +1589,12 @@ class CacheMetrics:
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """All metrics, and `gauges` as of now, in the text format of Prometheus."""
         registry = prometheus.CollectorRegistry()
-        for name, n in self.snapshot().items():
-            counter = prometheus.Counter(
-                f"start_llm_{name}", _COUNTERS[name], registry=registry
-            )
-            counter.inc(n)
-        totals: Mapping[str, Any] = self.totals()
-        for name, sentence in _SUMS.items():
+        counts: Mapping[str, Any] = {**self.snapshot(), **self.totals()}
+        for name, sentence in {**_COUNTERS, **_SUMS}.items():
             counter = prometheus.Counter(
                 f"start_llm_{name}", sentence, registry=registry
             )
-            counter.inc(totals[name])
+            counter.inc(counts[name])
         for name, value in gauges.items():
             gauge = prometheus.Gauge(
                 f"start_llm_{name}", _GAUGES.get(name, name), registry=registry
@@ -1650,15 +1645,12 @@ class SessionLog:
             is_new_day = _make_folder(folder)
             _append_line(path, line)
         except (OSError, TypeError, ValueError, RecursionError) as error:
-            self._warn_once(path, error)
+            if not self._has_warned.is_set():
+                self._has_warned.set()
+                logger.warning("session log %s cannot be written: %s", path, error)
             return
         if is_new_day:
             self._delete_old_days(now.date())
-
-    def _warn_once(self, path: Path, error: Exception) -> None:
-        if not self._has_warned.is_set():
-            self._has_warned.set()
-            logger.warning("session log %s cannot be written: %s", path, error)
 
     def _delete_old_days(self, today: date) -> None:
         if not self._keep_days:
@@ -8136,7 +8128,8 @@ def _transcript_bytes(plan: PromptPlan, generated: GeneratedReply) -> int:
     if plan.transcript is None or plan.transcript.stated.pinned is not stated.pinned:
         n_stated += len(stated.pinned)  # else the other transcript counts them
 
-    # The texts (of notes, and what was shown) are taken to be as large as their tokens.
+    # It also has texts: new notes, and what was shown. Their size is not counted, but
+    # taken to be 4 bytes a new token.
     return 4 * n_tokens + 8 * n_pointers + 300 * n_stated + 1_000
 
 
@@ -8257,10 +8250,12 @@ def _unpack_record(saved: SavedRecord, texts: dict[bytes, str]) -> LedgerRecord:
 #
 # "The last call" is the last one that was generated in the transcript. Its id is random
 # and not part of the key, so a client that sends it was given it in this conversation,
-# and may have changed notes and values since (L-103). If the request does not send it,
-# "the last call" is message 0. "Another head" has a private value in the system prompt
-# that the transcript has never stated: whoever clones a chat has the ids of its calls,
-# too (L-106). By the session of the request:
+# and may have changed what comes before it (L-103). If the client does not send it, it
+# may change nothing: "the last call" is then message 0. But whoever clones a chat has
+# the ids of its calls, too (L-106). So they count less in a request with "another head":
+# a private value in its system prompt that the transcript has never stated.
+#
+# What is checked, by the session of the request:
 #
 #                                  request -> transcript:   transcript -> request:
 #                                  every note must have     every private value must
@@ -8565,17 +8560,6 @@ class Ledger:
                     self._put(key, left)
         self._saved.forget_parts()
 
-    def _hand_over_starts(self, session_id: str) -> None:
-        heirs = {
-            record.start_key: record.session_id
-            for record in chain.from_iterable(self._records.values())
-            if isinstance(record, StartReference) and record.session_id != session_id
-        }
-        for key in heirs.keys() & self._records.keys():
-            for record in self._records[key]:
-                if record.session_id == session_id:
-                    record.session_id = heirs[key]
-
     def expire(self, now: float) -> None:
         """Drop what was not used for LEDGER_TTL_SECONDS."""
         with self._ledger_lock:
@@ -8643,6 +8627,17 @@ class Ledger:
         return None
 
     # The methods below are called with the lock held.
+
+    def _hand_over_starts(self, session_id: str) -> None:
+        heirs = {
+            record.start_key: record.session_id
+            for record in chain.from_iterable(self._records.values())
+            if isinstance(record, StartReference) and record.session_id != session_id
+        }
+        for key in heirs.keys() & self._records.keys():
+            for record in self._records[key]:
+                if record.session_id == session_id:
+                    record.session_id = heirs[key]
 
     def _find_transcripts(self, key: bytes) -> list[Transcript]:
         records = self._records.get(key, ())
@@ -12632,7 +12627,7 @@ class SessionIndex:
                 if now - session.last_used > self._max_idle_seconds:
                     del self._sessions[session_id]
 
-    def snapshot(self, now: float, *, newest: int = 20) -> list[SessionRow]:
+    def snapshot(self, now: float, *, newest: int) -> list[SessionRow]:
         """The sessions used last, the newest first."""
         with self._sessions_lock:
             sessions = list(self._sessions.items())
@@ -12779,9 +12774,9 @@ class RequestHistory:
     def forget(self, session_id: str | None) -> None:
         """Drop the requests of a session; None: all."""
         with self._history_lock:
-            if session_id is None:
-                self._requests = []
-            self._requests = [r for r in self._requests if r.session_id != session_id]
+            self._requests = [
+                r for r in self._requests if session_id not in (None, r.session_id)
+            ]
 
     def find_nearest(
         self, request: SentRequest, *, session_only: bool
@@ -20983,31 +20978,21 @@ class Tenants:
         with self._tenants_lock:
             return list(self._states.values())
 
-    def drop_users(self, max_ledger_bytes: int) -> list[str]:
-        """Drop the least recently used users, and return their names.
+    def drop_users(self) -> list[str]:
+        """Drop the least recently used users beyond MAX_TENANTS; return their names.
 
-        So many that at most MAX_TENANTS are left, whose ledgers take at most
-        `max_ledger_bytes`. Keys stay, and so do users with a request under way.
+        Keys stay, and so do users with a request under way.
         """
         users = [state for state in self.states() if "/" in state.tenant]
-        ledger_bytes = {state.tenant: state.stores.ledger.nbytes for state in users}
-        n_left = len(users)
-        bytes_left = sum(ledger_bytes.values())
-        dropped: list[str] = []
+        idle = [state.tenant for state in users if not state.stores.live]
+        dropped = idle[: max(0, len(users) - self.MAX_TENANTS)]
         with self._tenants_lock:
-            for state in users:
-                n_bytes = ledger_bytes[state.tenant]
-                frees_bytes = n_bytes > 0 and bytes_left > max_ledger_bytes
-                if state.stores.live or not (n_left > self.MAX_TENANTS or frees_bytes):
-                    continue
-                self._states.pop(state.tenant, None)
-                dropped.append(state.tenant)
-                n_left -= 1
-                bytes_left -= n_bytes
+            for tenant in dropped:
+                self._states.pop(tenant, None)
         return dropped
 
     def limit_ledgers(self, max_bytes: int) -> None:
-        """Drop what the ledgers of all tenants hold for longest without a use."""
+        """Drop what was used least recently, while all ledgers together hold more."""
         ledgers = [state.stores.ledger for state in self.states()]
         while sum(ledger.nbytes for ledger in ledgers) > max_bytes:
             min(ledgers, key=lambda ledger: ledger.oldest_use()).drop_oldest()
@@ -21090,7 +21075,7 @@ class ServerState:
 
     def limit_tenants(self) -> None:
         """Drop the least recently used users, and records, where all take too much."""
-        for tenant in self.tenants.drop_users(self.config.ledger_max_bytes):
+        for tenant in self.tenants.drop_users():
             self.metrics.drop_tenant(tenant)
         self.tenants.limit_ledgers(self.config.ledger_max_bytes)
 
@@ -22797,7 +22782,9 @@ def explain_body(state: ServerState, request: ChatRequest) -> JsonObject:
 
     Nothing is run. Raises what prepare_request() raises.
     """
-    prepared = _prepare_verified(state, request)
+    prepared = prepare_request(state, request)
+    while not state.stores.planner.verify(prepared.plan):  # as in count_tokens_body()
+        prepared = prepare_request(state, request)
     key = prepared.engine_request.key
     match = state.engine.call(lambda scheduler: scheduler.cache.find(key))
     reason = _explain_match(state, prepared, match)
@@ -22809,14 +22796,6 @@ def explain_body(state: ServerState, request: ChatRequest) -> JsonObject:
         "fallback": prepared.plan.refusal or None,
         "why_not_more": reason.body() if reason else None,
     }
-
-
-def _prepare_verified(state: ServerState, request: ChatRequest) -> PreparedRequest:
-    """Prepare a request; once more, as in count_tokens_body(), after a wrong guess."""
-    while True:
-        prepared = prepare_request(state, request)
-        if state.stores.planner.verify(prepared.plan):
-            return prepared
 
 
 def _explain_match(

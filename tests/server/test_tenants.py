@@ -418,18 +418,6 @@ def test_a_fault_in_the_stores_of_a_tenant_is_logged_once_and_ends_nothing(
     assert sum("planted" in str(record.exc_info) for record in caplog.records) == 1
 
 
-def test_a_user_is_dropped_for_bytes_only_if_that_frees_some(monkeypatch):
-    state = s.build_state(s.Config(cache_isolation="user"))
-    sizes = {"/empty": 0, "/old": 30, "/live": 90, "/new": 10}
-    monkeypatch.setattr(s.Ledger, "nbytes", property(lambda ledger: ledger.size))
-    for name, size in sizes.items():
-        state.for_tenant(name).keep().stores.ledger.size = size
-    state.tenants.get("/live").stores.live["id"] = None
-    dropped = state.tenants.drop_users(100)
-
-    assert dropped == ["/old"]
-
-
 def test_a_user_who_is_dropped_while_its_request_is_rendered_is_there_again(
     folder, monkeypatch
 ):
@@ -440,7 +428,7 @@ def test_a_user_who_is_dropped_while_its_request_is_rendered_is_there_again(
 
         def plan_and_drop(*args: Any, **fields: Any) -> Any:
             monkeypatch.setattr(s.Tenants, "MAX_TENANTS", 0)
-            assert tenants.drop_users(0) == [name]
+            assert tenants.drop_users() == [name]
             monkeypatch.undo()
             return plan_request(*args, **fields)
 

@@ -42,7 +42,7 @@ def test_only_the_last_turns_of_a_session_are_kept_in_order() -> None:
     for n in range(5):
         index.note("a", {"prompt": n}, now=float(n))
 
-    (session,) = index.snapshot(10.0)
+    (session,) = index.snapshot(10.0, newest=20)
     assert session == {
         "id": "a",
         "idle_seconds": 6.0,
@@ -114,7 +114,7 @@ def test_notes_from_many_threads_are_all_kept() -> None:
         for n in range(100):
             index.note("shared", TURN, now=float(n))
             index.note(name, TURN, now=float(n))
-            index.snapshot(float(n))
+            index.snapshot(float(n), newest=20)
 
     threads = []
     for n in range(8):
@@ -124,7 +124,9 @@ def test_notes_from_many_threads_are_all_kept() -> None:
     for thread in threads:
         thread.join()
 
-    turns = {session["id"]: session["turns"] for session in index.snapshot(100.0)}
+    turns = {
+        session["id"]: session["turns"] for session in index.snapshot(100.0, newest=20)
+    }
     assert len(turns) == 9
     assert len(turns["shared"]) == 20  # of 800: the bound of one session
 
