@@ -8634,10 +8634,11 @@ class Ledger:
             for record in chain.from_iterable(self._records.values())
             if isinstance(record, StartReference) and record.session_id != session_id
         }
-        for key in heirs.keys() & self._records.keys():
-            for record in self._records[key]:
+        for key, heir in heirs.items():
+            for record in self._records.get(key, ()):
                 if record.session_id == session_id:
-                    record.session_id = heirs[key]
+                    record.session_id = heir
+                    self._put(key, [record])  # a start is alone under its key
 
     def _find_transcripts(self, key: bytes) -> list[Transcript]:
         records = self._records.get(key, ())

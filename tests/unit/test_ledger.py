@@ -1967,20 +1967,24 @@ def test_what_prompts_begin_with_expires_and_is_forgotten_with_its_session() -> 
     assert ledger.snapshot() == EMPTY
 
 
-def test_what_a_prompt_begins_with_outlives_its_first_session_if_others_have_it() -> (
-    None
-):
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_a_prompt_begins_with_outlives_its_first_session_if_others_have_it(
+    tmp_path: Path, is_restarted: bool
+) -> None:
     server = Server()
-    ledger = server.planner.ledger
+    server.restart(tmp_path / "records")
     for session_id in ("one", "two"):
         plan = started(server, 0, user=session_id)
-        ledger.remember(plan, session_id=session_id, now=0.0)
-    n_heads = ledger.snapshot()["heads"]
+        server.planner.ledger.remember(plan, session_id=session_id, now=0.0)
+    n_heads = server.planner.ledger.snapshot()["heads"]
+    assert server.records and server.records.flush(60.0)
 
-    ledger.forget("one")
-    assert ledger.snapshot()["heads"] == n_heads
-    ledger.forget("two")
-    assert ledger.snapshot()["heads"] == 0
+    server.planner.ledger.forget("one")
+    if is_restarted:
+        server.restart(tmp_path / "records")
+    assert server.planner.ledger.snapshot()["heads"] == n_heads == 1
+    server.planner.ledger.forget("two")
+    assert server.planner.ledger.snapshot()["heads"] == 0
 
 
 def test_thinking_that_a_client_sends_is_counted() -> None:
