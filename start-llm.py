@@ -8252,8 +8252,8 @@ def _unpack_record(saved: SavedRecord, texts: dict[bytes, str]) -> LedgerRecord:
 # and not part of the key, so a client that sends it was given it in this conversation,
 # and may have changed what comes before it (L-103). If the client does not send it, it
 # may change nothing: "the last call" is then message 0. But whoever clones a chat has
-# the ids of its calls, too (L-106). So they count less in a request with "another head":
-# a private value in its system prompt that the transcript has never stated.
+# the ids of its calls, too (L-106): they count less in a request with "another head",
+# a system prompt with a private value that the transcript has never stated.
 #
 # What is checked, by the session of the request:
 #
