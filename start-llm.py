@@ -4608,10 +4608,9 @@ def _digest_input(
     # why(L-92): clients trim line breaks, except in tool results.
     text = canonical_content if role == "tool" else canonical_content.strip("\n")
     # A placeholder that the client wrote itself is text, and stands for no value.
-    n_placeholders = 0
-    for volatile in _outer_fields(fields):
-        if isinstance(volatile, PinnedValue) and not volatile.block:
-            n_placeholders += 1
+    outer_fields = _outer_fields(fields)
+    pinned = [found for found in outer_fields if isinstance(found, PinnedValue)]
+    n_placeholders = sum(1 for found in pinned if not found.block)
     parts = [role, message.get("name", ""), text, str(n_placeholders)]
     return sha256("\0".join(parts).encode()).digest()
 
@@ -5029,7 +5028,7 @@ def canonicalize_messages(
             check_client()
         canonical_message = canonicalizer.canonicalize(message)
         notes: tuple[Note, ...] = ()
-        if folding.is_past_system_prompt():
+        if folding.first is not None:  # after the system prompt
             notes = canonicalizer.find_notes(canonical_message)
         if notes:
             folding.add_notes(notes)
@@ -5066,15 +5065,12 @@ class _NoteFolding:
 
     def __init__(self) -> None:
         self._messages: list[_OpenMessage] = []
-        self._first: _OpenMessage | None = None  # that is no system message
+        self.first: _OpenMessage | None = None  # that is no system message
         self._has_reply = False
 
     def fold(self) -> tuple[CanonicalMessage, ...]:
         """All messages, with the notes that belong to them."""
         return tuple(message.close() for message in self._messages)
-
-    def is_past_system_prompt(self) -> bool:
-        return self._first is not None
 
     def add_message(self, message: CanonicalMessage) -> None:
         added = _OpenMessage(message)
@@ -5085,8 +5081,8 @@ class _NoteFolding:
                 self._messages.pop()
                 added.notes_above = [*last.made_of, *last.notes_below]
         self._messages.append(added)
-        if self._first is None and message.role not in SYSTEM_ROLES:
-            self._first = added
+        if self.first is None and message.role not in SYSTEM_ROLES:
+            self.first = added
         self._has_reply = self._has_reply or message.role == "assistant"
 
     def add_notes(self, notes: tuple[Note, ...]) -> None:
@@ -5099,8 +5095,8 @@ class _NoteFolding:
         if is_by_system and not self._has_reply:
             # So system prompt, tools and environment are one prefix for all sessions.
             # why(L-43): a client sends its environment after the user's first words.
-            assert self._first is not None
-            self._first.notes_above += notes
+            assert self.first is not None
+            self.first.notes_above += notes
         elif last.message.role in ("user", "tool"):
             # why(L-43): there, a note keeps the whole prompt before it a prefix.
             last.notes_below += notes
@@ -6032,10 +6028,7 @@ class Encoder:
 
     def count_tokens(self, text: str, limit: EncodingLimit) -> int:
         """About how many tokens a text has: it is cut anywhere. None are remembered."""
-
-        def encode(piece: str) -> TokenIds:
-            return np.array(_encode_plain(self._piece_tokenizer, piece), np.int32)
-
+        encode = partial(_tokenize, self._piece_tokenizer)
         return self._encode_parts(_pieces(text), encode, text, limit).n_tokens
 
     def _encode_parts(
@@ -6068,7 +6061,8 @@ class Encoder:
                 n_left_out = n_left_characters * n_tokens // max(n_characters, 1)
                 n_left_out += encoded.n_left_out
                 break
-        return EncodedPrompt(_join(ids_of_parts), n_left_out)
+        ids = np.concatenate([np.empty(0, np.int32), *ids_of_parts])
+        return EncodedPrompt(ids, n_left_out)
 
     def _encode_text(
         self, text: str, encode: Callable[[str], TokenIds], limit: EncodingLimit
@@ -6139,10 +6133,6 @@ def _pieces(text: str) -> Iterator[str]:
     """A text cut anywhere."""
     for start in range(0, len(text), _PIECE_CHARACTERS):
         yield text[start : start + _PIECE_CHARACTERS]
-
-
-def _join(parts: list[TokenIds]) -> TokenIds:
-    return np.concatenate([np.empty(0, np.int32), *parts])
 
 
 def _encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -6283,9 +6273,6 @@ _CANNED_TOOL: Final[JsonObject] = {
     "type": "function",
     "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
 }
-
-
-_NO_SPACE: Final = re.compile(r"\S|\Z")
 
 
 def canned_words(index: int) -> str:
@@ -6580,8 +6567,7 @@ def count_common(first: str, second: str) -> int:
 
 def skip_spaces(text: str, start: int) -> int:
     """Where the white space ends that may begin there."""
-    match = _NO_SPACE.search(text, start)
-    return match.start() if match else len(text)
+    return len(text) - len(text[start:].lstrip())
 
 
 def render_sample(
@@ -14811,8 +14797,8 @@ def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
     match = _UNKNOWN_KEYWORDS.search(error)
     if match is not None:
         keywords = match[1]
-        names = {_read_rust_string(text) for text in _RUST_STRING.findall(keywords)}
-        place = _find_keyword(schema or {}, names)
+        names = re.findall(r'"(\w+)"', keywords)
+        place = _find_keyword(schema or {}, set(names))
         where = f" of {place:.100}" if place else ""
         return f"{keywords:.100}{where} cannot be enforced: leave it out"
     for pattern, sentence in _SCHEMA_FAULTS.items():
@@ -14820,21 +14806,6 @@ def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
         if match is not None:
             return sentence.format(*(f"{text:.100}" for text in match.groups()))
     return "it cannot be enforced as it is: make it simpler"
-
-
-# As Rust prints a string: "a\u{200b}b". JSON has no such escape.
-_RUST_STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_RUST_ESCAPE: Final = re.compile(r"\\(?:u\{(?P<code>\w+)\}|(?P<letter>.))")
-
-
-def _read_rust_string(text: str) -> str:
-    def unescape(match: re.Match[str]) -> str:
-        if match["code"]:
-            return chr(int(match["code"], 16))
-        control = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
-        return control.get(match["letter"], match["letter"])
-
-    return _RUST_ESCAPE.sub(unescape, text)
 
 
 def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
