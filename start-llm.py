@@ -3519,86 +3519,56 @@ def thinking_signature(thinking: str) -> str:
     return f"start-llm-{sha256(thinking.encode()).hexdigest()[:32]}"
 
 
-# The blocks of a reply, as they are generated. Each gives the parts of its events:
-#
-#     start_body()     of content_block_start
-#     delta_body()     of content_block_delta, for each piece of its text
-#     last_deltas()    of content_block_delta, after its text
-#     full_body()      the whole block, in a body that is no stream
-#
-# A new kind is a class here, one of _Block, and a case in delta_events().
-
-
 @dataclass(slots=True)
-class _TextBlock:
-    text: str = ""
+class _Block:
+    """A content block of a reply, as it is generated.
 
-    def start_body(self) -> JsonObject:
-        return {"type": "text", "text": ""}
+    A new kind is a case in delta_body(), full_body() and delta_events().
+    """
+
+    start_body: JsonObject  # in content_block_start
+    text: str = ""  # of a call: its arguments, as JSON
+
+    @property
+    def kind(self) -> str:
+        """Its type: "text", "thinking" or "tool_use"."""
+        return str(self.start_body["type"])
 
     def delta_body(self, text: str) -> JsonObject:
-        return {"type": "text_delta", "text": text}
-
-    def last_deltas(self) -> list[JsonObject]:
-        return []
-
-    def full_body(self) -> JsonObject:
-        return {"type": "text", "text": self.text}
-
-
-@dataclass(slots=True)
-class _ThinkingBlock:
-    text: str = ""
-
-    def start_body(self) -> JsonObject:
-        return {"type": "thinking", "thinking": "", "signature": ""}
-
-    def delta_body(self, text: str) -> JsonObject:
-        return {"type": "thinking_delta", "thinking": text}
-
-    def last_deltas(self) -> list[JsonObject]:
-        signature = thinking_signature(self.text)
-        return [{"type": "signature_delta", "signature": signature}]
+        """What content_block_delta has for a piece of its text."""
+        match self.kind:
+            case "text":
+                return {"type": "text_delta", "text": text}
+            case "thinking":
+                return {"type": "thinking_delta", "thinking": text}
+            case _:
+                return {"type": "input_json_delta", "partial_json": text}
 
     def full_body(self) -> JsonObject:
-        signature = thinking_signature(self.text)
-        return {"type": "thinking", "thinking": self.text, "signature": signature}
+        """The whole block, in a body that is no stream."""
+        match self.kind:
+            case "text":
+                return {"type": "text", "text": self.text}
+            case "thinking":
+                signature = thinking_signature(self.text)
+                return {
+                    "type": "thinking",
+                    "thinking": self.text,
+                    "signature": signature,
+                }
+            case _:
+                return {**self.start_body, "input": _read_arguments(self.text)}
 
 
-@dataclass(slots=True)
-class _ToolUseBlock:
-    call_id: str
-    name: str
-    text: str = ""  # the arguments, as JSON
+def _read_arguments(text: str) -> object:
+    """The arguments of a call; of one that was cut, the text that there is.
 
-    def start_body(self) -> JsonObject:
-        return self._body(arguments={})
-
-    def delta_body(self, text: str) -> JsonObject:
-        return {"type": "input_json_delta", "partial_json": text}
-
-    def last_deltas(self) -> list[JsonObject]:
-        return []
-
-    def full_body(self) -> JsonObject:
-        text = self.text or "{}"
-        try:
-            return self._body(parse_json_body(text.encode(errors="replace")))
-        except BadRequest:
-            # The call was cut. As in a stream, the client has the text that there is:
-            # an object, an empty one too, might be run.
-            return self._body(text)
-
-    def _body(self, arguments: object) -> JsonObject:
-        return {
-            "type": "tool_use",
-            "id": self.call_id,
-            "name": self.name,
-            "input": arguments,
-        }
-
-
-type _Block = _TextBlock | _ThinkingBlock | _ToolUseBlock
+    That is what a client of a stream has. An object, even an empty one, might be run.
+    """
+    try:
+        return parse_json_body((text or "{}").encode(errors="replace"))
+    except BadRequest:
+        return text
 
 
 class AnthropicFormatter:
@@ -3635,18 +3605,22 @@ class AnthropicFormatter:
     ) -> list[JsonObject]:
         """The events of a delta, which may end a block and begin another."""
         events: list[JsonObject] = []
+        open_kind = self._block.kind if self._block else None
         match delta:
             case {"tool_calls": [{"id": call_id, "function": function}]}:
                 text = function["arguments"]
-                events = self._begin_block(_ToolUseBlock(call_id, function["name"]))
+                name = function["name"]
+                call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                events = self._begin_block(call)
             case {"tool_calls": [{"function": {"arguments": text}}]}:
                 pass  # of the call whose block is open
             case {"reasoning_content": text}:
-                if not isinstance(self._block, _ThinkingBlock):
-                    events = self._begin_block(_ThinkingBlock())
+                if open_kind != "thinking":
+                    thinking = {"type": "thinking", "thinking": "", "signature": ""}
+                    events = self._begin_block(thinking)
             case {"content": text}:
-                if not isinstance(self._block, _TextBlock):
-                    events = self._begin_block(_TextBlock())
+                if open_kind != "text":
+                    events = self._begin_block({"type": "text", "text": ""})
 
         assert self._block is not None
         self._block.text += text
@@ -3693,14 +3667,14 @@ class AnthropicFormatter:
             "usage": _messages_usage(usage),
         }
 
-    def _begin_block(self, block: _Block) -> list[JsonObject]:
-        """End the block that is open, if one is, and open this one."""
+    def _begin_block(self, start_body: JsonObject) -> list[JsonObject]:
+        """End the block that is open, if one is, and open one that begins like this."""
         events = self._end_block()
-        self._block = block
+        self._block = _Block(start_body)
         start_event = {
             "type": "content_block_start",
             "index": len(self._content),
-            "content_block": block.start_body(),
+            "content_block": start_body,
         }
         return [*events, start_event]
 
@@ -3709,9 +3683,13 @@ class AnthropicFormatter:
         block = self._block
         if block is None:
             return []
-        events = [self._delta_event(delta) for delta in block.last_deltas()]
+        body = block.full_body()
+        events: list[JsonObject] = []
+        if block.kind == "thinking":
+            signature = {"type": "signature_delta", "signature": body["signature"]}
+            events.append(self._delta_event(signature))
         events.append({"type": "content_block_stop", "index": len(self._content)})
-        self._content.append(block.full_body())
+        self._content.append(body)
         self._block = None
         return events
 
@@ -3763,7 +3741,7 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
     500: "api_error",
     503: "overloaded_error",
 }
-# The path of a field in a chat, and in the Messages API.
+# Beginnings of paths in a chat and in the Messages API; the first that fits counts.
 _MESSAGES_NAMES: Final = (
     ("reasoning_effort", "output_config.effort"),
     ("response_format.json_schema", "output_config.format"),
@@ -3777,9 +3755,8 @@ def _messages_path(path: str) -> str:
     A path in the chat that was made of the body becomes that in the body.
     """
     for chat_name, name in _MESSAGES_NAMES:
-        match = re.fullmatch(rf"{re.escape(chat_name)}([.\[].*)?", path)
-        if match is not None:
-            path = name + (match[1] or "")
+        if path.startswith(chat_name):
+            path = name + path.removeprefix(chat_name)
             break
     return re.sub(r"\[(\d+)\]", r".\1", path)
 
@@ -5275,6 +5252,14 @@ class RecordFile:
         self._orders.put(commit)
         return is_done.wait(timeout)
 
+    def tenants(self) -> list[str]:
+        """The tenants that have records in the file."""
+        rows: list[tuple[str]] = []
+        query = "SELECT DISTINCT tenant FROM records"
+        self.order(lambda database: rows.extend(database.execute(query)))
+        self.flush(_LOAD_SECONDS)
+        return [tenant for (tenant,) in rows]
+
     def load(self, tenant: str, kind: str) -> list[tuple[bytes, SavedRecord]]:
         """See TenantRecords. Nothing, if there is no file or it cannot be read."""
         if self._path is None:
@@ -5555,13 +5540,12 @@ def reply_contexts(
     return contexts
 
 
-@dataclass(eq=False, slots=True)
-class _Thought:
-    """The thinking of a reply."""
+class _Thought(NamedTuple):
+    """The thinking of a reply, under one of its keys."""
 
     thinking: str
     session_id: str  # as people see it, see GeneratedReply
-    last_used: float  # seconds; it changes
+    last_used: float  # seconds, by this key
 
     def pack(self) -> list[SavedRecord]:
         """It, to be saved; the text is stored once for all its keys."""
@@ -5591,24 +5575,24 @@ class HealingStore:
         self._saved = saved or RecordFile().of_tenant("")
         self._max_idle_seconds = ttl_seconds or math.inf
         self._healing_lock = threading.Lock()  # guards what follows
-        # By kind and key. Those used last are last.
+        # By kind and key; those used least recently first.
         self._thoughts: dict[str, OrderedDict[bytes, _Thought]] = {
             _BY_CONTEXT: OrderedDict(),
             _BY_SIGNATURE: OrderedDict(),
         }
-        self._n_keys: Counter[int] = Counter()  # of each thought, by its id()
-        self._nbytes = 0  # of the thoughts that have a key
+        self._n_keys: Counter[int] = Counter()  # of each text, by its id()
+        self._nbytes = 0  # of the texts that have a key
 
     def load(self) -> None:
         """Remember what an earlier server has saved."""
-        thoughts: dict[bytes, _Thought] = {}  # each once, whatever keys it has
+        texts: dict[bytes, str] = {}  # each once, whatever keys it has
         for kind in self._thoughts:
             for key, saved in self._saved.load(kind):
-                (text,) = saved.parts
-                thinking = text.decode("utf-8", "surrogatepass")
-                thought = _Thought(thinking, saved.session_id, saved.last_used)
+                (part,) = saved.parts
+                text = texts.setdefault(part, part.decode("utf-8", "surrogatepass"))
+                thought = _Thought(text, saved.session_id, saved.last_used)
                 with self._healing_lock:
-                    self._keep(kind, key, thoughts.setdefault(text, thought))
+                    self._keep(kind, key, thought)
 
     def remember(
         self, reply: Message, context: ReplyContext, *, session_id: str = ""
@@ -5635,15 +5619,12 @@ class HealingStore:
         digest = reply_digest(reply)
         signature = reply.get("thought_id")
         with self._healing_lock:
+            thinking = ""
             if isinstance(signature, str):
-                thought = self._use(_BY_SIGNATURE, signature.encode())
-                if thought is not None:
-                    return thought.thinking
+                thinking = self._use(_BY_SIGNATURE, signature.encode())
             for context_digest in context:
-                thought = self._use(_BY_CONTEXT, context_digest + digest)
-                if thought is not None:
-                    return thought.thinking
-        return ""
+                thinking = thinking or self._use(_BY_CONTEXT, context_digest + digest)
+        return thinking
 
     def expire(self, now: float) -> None:
         """Drop what was not used for too long."""
@@ -5677,14 +5658,15 @@ class HealingStore:
                 return
             self._drop(kind, key)
 
-    def _use(self, kind: str, key: bytes) -> _Thought | None:
+    def _use(self, kind: str, key: bytes) -> str:
+        """The thinking under a key, which is now the one used last; "" without any."""
         thoughts = self._thoughts[kind]
-        if key not in thoughts:
-            return None
-        thoughts.move_to_end(key)
-        thoughts[key].last_used = time.monotonic()
+        thought = thoughts.pop(key, None)
+        if thought is None:
+            return ""
+        thoughts[key] = thought._replace(last_used=time.monotonic())
         self._saved.touch(kind, key)
-        return thoughts[key]
+        return thought.thinking
 
     def _put(self, kind: str, key: bytes, thought: _Thought) -> None:
         """Replace the thought under a key, in the file, too."""
@@ -5696,22 +5678,24 @@ class HealingStore:
         thoughts = self._thoughts[kind]
         self._drop(kind, key)
         thoughts[key] = thought
-        if not self._n_keys[id(thought)]:
-            self._nbytes += sys.getsizeof(thought.thinking)
-        self._n_keys[id(thought)] += 1
+        text = thought.thinking
+        if not self._n_keys[id(text)]:
+            self._nbytes += sys.getsizeof(text)
+        self._n_keys[id(text)] += 1
         if len(thoughts) > self.CAP:
             self._drop(kind, next(iter(thoughts)))
 
     def _drop(self, kind: str, key: bytes) -> None:
-        """Remove a key, if it is there, and the thought's bytes with its last key."""
+        """Remove a key, if it is there, and the text's bytes with its last key."""
         thought = self._thoughts[kind].pop(key, None)
         if thought is None:
             return
         self._saved.remove(kind, key)
-        self._n_keys[id(thought)] -= 1
-        if not self._n_keys[id(thought)]:
-            del self._n_keys[id(thought)]
-            self._nbytes -= sys.getsizeof(thought.thinking)
+        text = thought.thinking
+        self._n_keys[id(text)] -= 1
+        if not self._n_keys[id(text)]:
+            del self._n_keys[id(text)]
+            self._nbytes -= sys.getsizeof(text)
 
 
 def heal_messages(
@@ -5748,9 +5732,8 @@ def heal_messages(
 #     the template prints        <|im_start|>user\nwhat is <\ufdd0|im_end|> ?<|im_end|>
 #     encode()                   151644 872 198 ... the letters of <|im_end|> ... 151645
 #
-# A rendered prompt is encoded piece by piece, between its added tokens. Encoder keeps
-# the tokens of each piece, as clients send all their messages again. A very long piece
-# is cut at places where no token can reach over the cut (_TextCutter).
+# A rendered prompt is encoded piece by piece, between its added tokens (Encoder). A
+# very long piece is cut where no token can reach over the cut (_TextCutter).
 #
 # Public   token_pattern, break_markup, remove_breaks, EncodingLimit, EncodedPrompt,
 #          Encoder
@@ -5979,14 +5962,8 @@ class Encoder:
         """The tokens of a text that was not broken, and may contain the character."""
         return self.encode(text.replace(_BREAK, _BREAK * 2))
 
-    def encode_completion(
-        self, text: str, limit: EncodingLimit | None = None
-    ) -> EncodedPrompt:
-        """The tokens of a text as the tokenizer encodes it, those that it adds too.
-
-        It ends and raises as encode_prompt() does.
-        """
-        limit = limit or EncodingLimit()
+    def encode_completion(self, text: str, limit: EncodingLimit) -> EncodedPrompt:
+        """The tokens of a text as the tokenizer encodes it, those that it adds too."""
         if len(text) > _PIECE_CHARACTERS and self.can_split:
             parts = self._parts_of_completion(text)
             if parts is not None:
@@ -6018,9 +5995,7 @@ class Encoder:
         of the request: by digest, the text that a prompt has for the image, with the
         mark in it once more, and the tokens for that mark.
 
-        It ends at the first part with more than `max_counted_tokens` in all. Raises
-        what `check_client` raises, which is called before each part, and BadRequest
-        for a part that is too long and cannot be cut.
+        Raises BadRequest: a part is too long and cannot be cut.
         """
         parts = self._parts_with_images(text, request.image_tokens)
         limit = EncodingLimit(request.max_counted_tokens, request.check_client)
@@ -6070,9 +6045,9 @@ class Encoder:
         """The tokens of a part that is a text.
 
         why(L-118): a long text that could not be cut takes too much memory as a whole.
-        So its tokens are first counted in pieces, cut anywhere. If the pieces have more
-        tokens than the limit, the prompt is refused: then these are returned, though
-        they are not the tokens of the text, and some more where a word was cut.
+        So it is first encoded in pieces, cut anywhere. If these have more tokens than
+        the limit, they are returned: the prompt is refused, and needs only their
+        number.
         """
         if len(text) <= _LONG_PIECES * _PIECE_CHARACTERS:
             return EncodedPrompt(encode(text), 0)
@@ -6524,15 +6499,15 @@ def _probe_message_start(
 ) -> str:
     """The text that opens a message of this kind after `past`; "" if there is none.
 
-    If `kind` is "", the message is the reply. To find the text:
+    If `kind` is "", the message is the reply. Two texts are compared, from the last
+    words of the past on:
 
         only the past         zq1q<|im_end|>\n
         with the message      zq1q<|im_end|>\n<|im_start|>user\nzq2q
-                              last words       |- start --------|
+                                              |- start --------|
 
-    The start begins with an added token: the last one in the gap between the two words
-    that is not after the first difference. Here both texts have <|im_end|>\n, so the
-    first difference is at <|im_start|>.
+    They differ from <|im_start|> on. The start begins with the last added token that is
+    not after this place.
     """
     n_past = len(past.split())
     last_words = canned_words(n_past - 1)
@@ -6765,8 +6740,8 @@ def _find_losses(messages: Iterable[Message], text: str) -> list[str]:
     """
     losses: list[str] = []
     end = 0  # of the last of all texts that were found
-    # Texts stand in the order of their messages. But results may be sorted: each is
-    # looked for after all that precedes the results, and first near `end`.
+    # Each text is looked for after the one before it. But a template may sort the
+    # results of tools: each is looked for near `end`, then after what precedes all.
     start = 0
     for message in messages:
         if message["role"] != "tool":
@@ -6964,10 +6939,7 @@ class ChatTemplate:
     def tokenize_completion(
         self, prompt: str | Sequence[int], limit: EncodingLimit | None = None
     ) -> RenderedPrompt:
-        """The prompt of a completion; at the limit it ends as encode_prompt() does.
-
-        Raises BadRequest: it is empty, or an id is not the model's.
-        """
+        """The prompt of a completion. Raises BadRequest: empty, or an unknown id."""
         text = ""
         ids = np.array([], np.int32)
         n_left_out = 0
@@ -6976,7 +6948,9 @@ class ChatTemplate:
             ids = np.array(prompt, np.int32)
         elif prompt:
             text = prompt
-            ids, n_left_out = self._encoder.encode_completion(text, limit)
+            ids, n_left_out = self._encoder.encode_completion(
+                text, limit or EncodingLimit()
+            )
         if n_left_out:
             return RenderedPrompt(ids=ids, n_left_out=n_left_out)
 
@@ -7145,10 +7119,10 @@ class ChatTemplate:
         reminder. So KV is worth keeping at the ends of these reminders. (A reminder may
         end inside a token. Then the position is that of a token near its end.)
         """
-        first_user = _first_user(messages)
-        if first_user is None:
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
             return PromptPositions()
-        until_user = messages[: first_user + 1]
+        until_user = messages[: roles.index("user") + 1]
         starts = list(islice(self.traits.user_start.finditer(text), 2))
         head_end = self._find_head_end(
             text, user_starts=starts, messages=until_user, request=request
@@ -7270,12 +7244,6 @@ def _texts_of(value: object) -> Iterator[str]:
                 places += items
 
 
-def _first_user(messages: list[Message]) -> int | None:
-    """The index of the first user message; None if there is none."""
-    roles = [message["role"] for message in messages]
-    return roles.index("user") if "user" in roles else None
-
-
 def _as_key(kwargs: JsonObject) -> str:
     return json.dumps(kwargs, sort_keys=True)
 
@@ -7296,14 +7264,14 @@ def _as_key(kwargs: JsonObject) -> str:
 #     rendered  ...<tool_call>\n{"q": "NONCE"}\n</tool_call><|im_end|>\n ...
 #                                          |- closing -----|- suffix ---
 #
-# What of this the recorded tokens have already depends on how the reply ended:
+# How the reply ended decides what of this follows the recorded tokens:
 #
-#     by an end token        The closing. The end token itself is not recorded, as the
-#                            template may print another one: the suffix begins with it.
-#     cut at the limit       Nothing, if it is text: closing and suffix are printed. A
-#                            call that was cut is never continued.
-#     after its first call   Part of the closing (`parallel_tool_calls: false`). The
-#                            rest is printed.
+#     by an end token        The suffix. It begins with the end token, which is not
+#                            recorded, as the template may print another one.
+#     cut at the limit       Closing and suffix, if it is text. A call that was cut is
+#                            never continued.
+#     after its first call   The rest of the closing, of which the reply has a part
+#                            (`parallel_tool_calls: false`), and the suffix.
 #
 # why(L-44): a suffix may depend on all that comes before it, so the whole past is
 # rendered. An excerpt of the past gave some models a wrong suffix.
@@ -7392,7 +7360,8 @@ class Splice(NamedTuple):
 
         # The first end token of the suffix stands before the new messages.
         find_end_token = self.template.find_end_token
-        text_before = _text_before(new_messages[0]["content"], text)
+        words_start = text.find(new_messages[0]["content"])
+        text_before = text[: max(words_start, 0)]  # "" also if there are no words
         end = find_end_token(text_before)
         if end is None:
             # The first new message is empty, or the template changes its text. To find
@@ -7444,12 +7413,6 @@ class _Suffix(NamedTuple):
 
     closing: str  # up to the end token
     text: str  # from there on: new messages and generation prompt
-
-
-def _text_before(words: str, text: str) -> str:
-    """The text up to these words; "" if there are no words, or they are not in it."""
-    start = text.find(words) if words else -1
-    return text[: max(start, 0)]
 
 
 def _with_nonce(reply: Message) -> Message:
@@ -7934,7 +7897,7 @@ class GeneratedReply(NamedTuple):
     is_cut: bool  # it is replayed without its end token; always, if its client left it
     block_hashes: Sequence[bytes]  # of the prompt
     session_id: str  # as people see it: the client's, or made by session_id_for()
-    finished_at: float  # seconds, on the clock of PromptPlanner.plan()
+    finished_at: float  # seconds, on the clock of Ledger.expire()
     shown_text: str = ""  # of a reply that its client has left: the content
     shown_ends: Sequence[ShownEnd] = ()  # and where it may have; ascending
 
@@ -8412,19 +8375,19 @@ class Ledger:
             self._expire(time.monotonic())
 
     def choose_head(
-        self, conversation: Conversation, head: Restated, now: float
+        self, conversation: Conversation, head: Restated
     ) -> Chosen[Restated]:
         """The head to render: the first that may stand for `head`, or `head` itself.
 
         why(L-38): a new id in one of its messages would change all that follows it.
         """
         session_key = _session_head_key(conversation, head.stated)
-        start_key = self._find_reference(session_key, now)
-        start = self._find_start(start_key, RenderedHead, now)
+        start_key = self._find_reference(session_key)
+        start = self._find_start(start_key, RenderedHead)
         if start is None:
             start_key = _shared_head_key(conversation, head.stated)
             start = self._find_or_plan(
-                start_key, RenderedHead, lambda: RenderedHead.of(head), now
+                start_key, RenderedHead, lambda: RenderedHead.of(head)
             )
 
         starts: dict[bytes, PromptStart] = {start_key: start}
@@ -8433,7 +8396,7 @@ class Ledger:
         return Chosen(start.restated, starts)
 
     def choose_tools(
-        self, request: ChatRequest, messages: Iterable[CanonicalMessage], now: float
+        self, request: ChatRequest, messages: Iterable[CanonicalMessage]
     ) -> Chosen[tuple[JsonObject, ...]]:
         """The tools to show for a request that has these messages.
 
@@ -8451,12 +8414,12 @@ class Ledger:
             # Version 2: equal bytes for equal tools with the same order of members.
             digest = sha256(marshal.dumps(tools, 2)).digest()
             start = self._find_or_plan(
-                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest), now
+                start_key, RenderedTools, lambda: RenderedTools.of(tools, digest)
             )
             shown_tools = tools if start.digest == digest else start.read()
         else:
-            start_key = self._find_reference(conversation_key, now)
-            start = self._find_start(start_key, RenderedTools, now)
+            start_key = self._find_reference(conversation_key)
+            start = self._find_start(start_key, RenderedTools)
             if start is None:
                 return Chosen((), {})
             shown_tools = start.read()
@@ -8469,8 +8432,8 @@ class Ledger:
     def remember(self, plan: PromptPlan, *, session_id: str, now: float) -> None:
         """Keep what the prompt of an accepted request begins with.
 
-        why(L-136): this is the use of the transcript that it replays; to be found, or
-        to be tried, is none.
+        why(L-136): only this is a use, of that and of the transcript that it replays.
+        What is found for a request that is refused stays as old as it was.
         `session_id`: see GeneratedReply.
         """
         transcript = plan.transcript
@@ -8485,6 +8448,7 @@ class Ledger:
                 else:
                     self._records.move_to_end(key)
                     self._saved.touch(_LEDGER, key)
+            self._mark_past_used(plan.conversation)
             self._expire(now)
 
     def record(
@@ -8509,17 +8473,13 @@ class Ledger:
             self._mark_past_used(plan.conversation)
             self._expire(transcript.last_used)
 
-    def candidates(
-        self, conversation: Conversation, now: float
-    ) -> Iterator[Transcript]:
+    def candidates(self, conversation: Conversation) -> Iterator[Transcript]:
         """Transcripts to replay for this conversation, the longest first.
 
         Each ends before the newest input, in which changes are restated.
         """
         newest_index = _newest_input(conversation.messages)
         with self._ledger_lock:
-            self._expire(now)
-            self._mark_past_used(conversation)
             groups = [
                 self._find_ending_at(conversation, n)
                 for n in range(newest_index, 0, -1)
@@ -8584,10 +8544,10 @@ class Ledger:
         }
 
     def _find_or_plan[Start: LedgerRecord](
-        self, key: bytes, kind: type[Start], make: Callable[[], Start], now: float
+        self, key: bytes, kind: type[Start], make: Callable[[], Start]
     ) -> Start:
         """The start under a key, recorded or planned; if there is none, a new one."""
-        start = self._find_start(key, kind, now)
+        start = self._find_start(key, kind)
         if start is not None:
             return start
         own_start = make()
@@ -8596,19 +8556,17 @@ class Ledger:
         assert isinstance(planned, kind)
         return planned
 
-    def _find_reference(self, key: bytes, now: float) -> bytes:
+    def _find_reference(self, key: bytes) -> bytes:
         """The key of the start that is meant here; b"" if there is none."""
-        reference = self._find_start(key, StartReference, now)
+        reference = self._find_start(key, StartReference)
         return b"" if reference is None else reference.start_key
 
     def _find_start[Start: LedgerRecord](
-        self, key: bytes, kind: type[Start], now: float
+        self, key: bytes, kind: type[Start]
     ) -> Start | None:
         with self._ledger_lock:
             for record in self._records.get(key, ()):
                 if isinstance(record, kind):
-                    record.last_used = now
-                    self._records.move_to_end(key)
                     return record
         return None
 
@@ -8747,12 +8705,12 @@ class PromptPlanner:
     unguessable: LRUCache = field(default_factory=lambda: LRUCache(256))
 
     def plan(
-        self, request: ChatRequest, template: ChatTemplate, *, room: int, now: float
+        self, request: ChatRequest, template: ChatTemplate, *, room: int
     ) -> PromptPlan:
         """Make the prompt of a chat; verify() it before a token of the reply is sent.
 
         `room`: tokens that the prompt may have. A longer one goes without the thinking
-        of past turns, and may still be too long. `now`: seconds on a monotonic clock.
+        of past turns, and may still be too long.
         Raises BadRequest: the chat template refuses the messages.
         """
         messages = template.canonicalize(
@@ -8762,9 +8720,9 @@ class PromptPlanner:
         self.metrics.bump("telemetry_dropped", n_dropped)
 
         sent_tools = request.tools
-        chosen = self.ledger.choose_tools(request, messages, now)
+        chosen = self.ledger.choose_tools(request, messages)
         request = replace(request, tools=chosen.value)
-        plan = self._plan_unlimited(request, template, messages, now=now)
+        plan = self._plan_unlimited(request, template, messages)
 
         # Tools that the client did not send must not take the room for the reply.
         reply_room = min(request.max_tokens, room // 8)
@@ -8772,11 +8730,11 @@ class PromptPlanner:
         if is_tight and chosen.value and not sent_tools:
             chosen = Chosen((), {})
             request = replace(request, tools=())
-            plan = self._plan_unlimited(request, template, messages, now=now)
+            plan = self._plan_unlimited(request, template, messages)
 
         if plan.rendered.n_tokens > room:
             shorter_plan = self._render_as_sent(
-                request, template, plan.conversation, now=now, drops_thinking=True
+                request, template, plan.conversation, drops_thinking=True
             )
             if shorter_plan.rendered.n_tokens < plan.rendered.n_tokens:
                 plan = replace(shorter_plan, refusal=plan.refusal)
@@ -8807,8 +8765,6 @@ class PromptPlanner:
         request: ChatRequest,
         template: ChatTemplate,
         messages: tuple[CanonicalMessage, ...],
-        *,
-        now: float,
     ) -> PromptPlan:
         """Replay the longest transcript that can be, or render all as sent."""
         keys = _chain_keys(template.render_context_key(request), messages)
@@ -8816,7 +8772,7 @@ class PromptPlanner:
         plan = None
         refusals: list[str] = []
         n_tries = 0
-        for transcript in self.ledger.candidates(conversation, now):
+        for transcript in self.ledger.candidates(conversation):
             if not self._may_show_thinking(transcript, messages):
                 refusals.append("thinking is not preserved")
                 continue  # as configured: no fault, and soon found
@@ -8831,7 +8787,7 @@ class PromptPlanner:
             if n_tries == _MAX_TRIES:
                 break
         if plan is None:
-            plan = self._render_as_sent(request, template, conversation, now=now)
+            plan = self._render_as_sent(request, template, conversation)
         if not refusals:
             return plan
 
@@ -8890,7 +8846,6 @@ class PromptPlanner:
         template: ChatTemplate,
         conversation: Conversation,
         *,
-        now: float,
         drops_thinking: bool = False,
     ) -> PromptPlan:
         """Render all messages as they were sent, but for the system's pinned values.
@@ -8905,7 +8860,7 @@ class PromptPlanner:
         can_restate = _newest_input(messages) >= 0
         starts: Mapping[bytes, PromptStart] = {}
         if head.stated.pinned and can_restate:
-            head, starts = self.ledger.choose_head(conversation, head, now)
+            head, starts = self.ledger.choose_head(conversation, head)
 
         later_messages, stated = restate_messages(messages, n_system, head.stated)
         if drops_thinking:
@@ -13596,7 +13551,7 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
         model.phrase = template.traits.image_placeholder or model.phrase
         model.self_test()
 
-    # A vision model states the facts of its layers in a part of their own.
+    # Of a vision model, config.json has the facts about its layers in `text_config`.
     text_config = model_config.get("text_config") or {}
     facts = {**model_config, **text_config}
     context_length = _context_length(facts, tokenizer.model_max_length)
@@ -14049,7 +14004,6 @@ class _ConstraintProcessor:
 
     def __init__(self, constraint: Constraint) -> None:
         self._steps = constraint()
-        self._has_begun = False
         self._n_read = 0  # tokens of prompt and reply that were read, or not needed
         self._n_next = 0  # when there are so many, the constraint decides again
         self._mask: mx.array | None = None
@@ -14065,8 +14019,7 @@ class _ConstraintProcessor:
         return mx.where(self._mask, logits, -mx.inf)
 
     def _advance(self, tokens: mx.array) -> AllowedTokens:
-        if not self._has_begun:  # all tokens so far are the prompt's
-            self._has_begun = True
+        if self._n_read == 0:  # all tokens so far are the prompt's
             return next(self._steps)
         new_ids: Any = tokens[self._n_read :].tolist()
         return self._steps.send(new_ids)
@@ -14390,9 +14343,11 @@ class _GrammarText:
         return bool(_MARKUP.fullmatch(piece)) and len(self._encode(piece)) == 1
 
     def _text_value(self, value: TextValue) -> str:
-        """A text that may contain anything but its end, and the end."""
-        # "</arg_value>\n" is a token: VALUE0_TEXT <[11]> BLANKS?
-        # "</parameter>\n<" is text:   value0, the shortest that ends with VALUE0_END
+        """A text, and its end. Let </arg_value> be the token 11, and </parameter> none:
+
+        ends with "</arg_value>\n"     VALUE0_TEXT <[11]> BLANKS?
+        ends with "</parameter>\n<"    value0, the shortest with VALUE0_END
+        """
         name = f"VALUE{next(self._numbers)}"
         self.rules[f"{name}_TEXT"] = _text_terminal(value)
         tag = _MARKUP.match(value.end)
@@ -14402,7 +14357,7 @@ class _GrammarText:
         return self._lazy_value(name, value)
 
     def _lazy_value(self, name: str, value: TextValue) -> str:
-        """The same where the end is text as well."""
+        """The same where the end is no token."""
         end_lines = map(re.escape, value.end.split("\n"))
         end_pattern = r"[ \t\r\n]{0,400}".join(end_lines)
         self.rules[f"{name}_END"] = _lark_pattern(end_pattern)
@@ -14641,29 +14596,23 @@ class _ReplyGrammars:
             a call that does not compile by itself may have any arguments
             each call may have any arguments, but only these tools may be called
         """
-        calls = self._calls
-        fault = "it is too large or too many to be enforced"
-        if sum(len(json.dumps(call.parts)) for call in calls) > MAX_CALLS_CHARACTERS:
-            fault = (
-                f"it has more than {MAX_CALLS_CHARACTERS:,} characters, which cannot"
-                " be enforced"
-            )
-        else:
-            matcher = self._compile(start, calls, schema)
-            if not matcher.is_error():
-                return matcher
-            calls = [self._free_if_faulty(call) for call in calls]
-            matcher = self._compile(start, calls, schema)
-            if not matcher.is_error():
-                return matcher
-
-        calls = [self._free(call, f"with the other tools {fault}") for call in calls]
-        if sum(len(call.opening) for call in calls) <= MAX_CALLS_CHARACTERS:
+        for calls in self._weaker_calls():
             matcher = self._compile(start, calls, schema)
             if not matcher.is_error():
                 return matcher
         sentence = "the tools are too many for a call to be forced"
         raise BadRequest(sentence, field="tool_choice")
+
+    def _weaker_calls(self) -> Iterator[Sequence[CallForm]]:
+        """These calls, then weaker ones, but none that are too large to be compiled."""
+        n_characters = sum(len(json.dumps(call.parts)) for call in self._calls)
+        if n_characters <= MAX_CALLS_CHARACTERS:
+            yield self._calls
+            yield [self._free_if_faulty(call) for call in self._calls]
+        fault = "with the other tools it is too large to be enforced"
+        free_calls = [self._free(call, fault) for call in self._calls]
+        if sum(len(call.opening) for call in free_calls) <= MAX_CALLS_CHARACTERS:
+            yield free_calls
 
     def _free_if_faulty(self, call: CallForm) -> CallForm:
         """The call with any arguments, if it does not compile. Raises: it is strict."""
@@ -17361,12 +17310,9 @@ def _compile_patterns(tags: Tags) -> dict[tuple[bool, bool], Any]:
 class ReasoningStreamSplitter:
     """Parts one reply into pieces: `feed` it as it is generated, then `finish` it.
 
-        reasoning <--- think_start, think_end ---> content
-            |                                         |
-            +--------> in_call <----------------------+
-
-    In a call all text is "tool" pieces, until the one who reads the call says by
-    `resume` where it ends. If it was no call, the reply goes on in the kind before it.
+    reasoning <--- think_start, think_end ---> content
+        |                                         |
+        +--------> in_call <----------------------+
     """
 
     def __init__(self, tags: Tags, *, in_reasoning: bool) -> None:
@@ -17378,7 +17324,7 @@ class ReasoningStreamSplitter:
         self.after_tag = in_reasoning  # no text was emitted since the last tag
         self._kind: TextKind = "reasoning" if in_reasoning else "content"
         self._held = ""  # white space, then perhaps half a tag
-        self._dropped: dict[TextKind, str] = {}  # white space before a tag
+        self._dropped: dict[TextKind, str] = {}  # white space: the "\n" of "One.\n"
         self._emitted_kinds: set[TextKind] = set()  # of which there was some text
         self._is_quoting = False  # the text ends with a quote, or a tag spoken of
         self._fence = _CodeFence()  # in the content
@@ -17424,8 +17370,9 @@ class ReasoningStreamSplitter:
     def add_text(self, text: str) -> list[Piece]:
         """Take text in which nothing is a tag, as part of what the reply is in now."""
         text = self._held + text
+        is_first = self._kind not in self._emitted_kinds
         begins_message = self.after_tag and self._has_channels
-        if self.after_tag and (begins_message or self._kind not in self._emitted_kinds):
+        if self.after_tag and (begins_message or is_first):
             text = text.lstrip("\n")
 
         n_solid = max(len(text.rstrip()), len(text) - _MAX_HELD_SPACE)
@@ -17433,10 +17380,9 @@ class ReasoningStreamSplitter:
         self._held = text[n_solid:]
         if not solid_text:
             return []
-        if begins_message and self._kind in self._emitted_kinds:
+        if begins_message and not is_first:
             solid_text = "\n\n" + solid_text  # a new message of the same channel
         elif self.after_tag and not solid_text.startswith("\n"):
-            # "One.\n<think>Why</think>Two." has the content "One.\nTwo."
             solid_text = self._dropped.get(self._kind, "") + solid_text
         if self._kind == "content":
             self._fence.read(solid_text)
@@ -17450,7 +17396,6 @@ class ReasoningStreamSplitter:
 
     def finish(self) -> list[Piece]:
         """What was held back. Half a tag at the end of a reply is text."""
-        # In a pattern \0 is the end of the reply, at which a tag may have waited.
         match = self._pattern(literal=False).search(self._held + "\0")
         if match and self._find_role(match) in {"think_end", "fence_end"}:
             self._held = ""
@@ -17498,7 +17443,7 @@ class ReasoningStreamSplitter:
                 pieces += self.add_text(tag.partition("`")[0])
             else:
                 self._begin("reasoning" if role == "think_start" else "content")
-        return pieces + self.add_text(text)
+        return pieces + self.add_text(text)  # nothing is looked for: no tags
 
     def _without_other_fence(self, tag: str) -> str:
         """The tag without a line before it that ends a block of code, or is thought."""
@@ -17618,17 +17563,6 @@ class Pattern:
         return regex.compile(self.source.replace(r"\s*", r"[ \t\r\n]{0,400}"))
 
 
-EndKind = Literal[
-    "closed", "unclosed", "next_key", "text", "quoted", "unreadable", "missing"
-]
-# The first of these groups that has matched counts. `next_key` comes late: the branches
-# of the groups before it may have that group inside.
-_END_GROUPS: Final[tuple[EndKind, ...]] = (
-    *("text", "quoted", "unreadable"),
-    *("next_key", "unclosed"),
-)
-
-
 class TextBefore(NamedTuple):
     """A text up to what ends it."""
 
@@ -17637,22 +17571,25 @@ class TextBefore(NamedTuple):
     cut_tag: str = ""  # at the end of the reply: what might have become one
 
     @property
-    def kind(self) -> EndKind:
-        """How it ends, by the group that has matched (ParameterTags)."""
+    def kind(self) -> str:
+        """The group that has matched (ParameterTags), or "closed", or "missing".
+
+        Of a group and one inside it, the outer one counts: it comes first.
+        """
         if self.ending is None:
             return "missing"
-        groups = self.ending.groupdict()
-        for kind in _END_GROUPS:
-            if groups.get(kind) is not None:
+        groups: dict[str, str | None] = self.ending.groupdict()
+        for kind, tag in groups.items():
+            if tag is not None:
                 return kind
         return "closed"
 
     @property
     def tag(self) -> str:
         """The text of that group; "" if there is none."""
-        has_group = self.kind in _END_GROUPS
-        tag: str = self.ending[self.kind] if has_group else ""
-        return tag
+        if self.kind in {"closed", "missing"}:
+            return ""
+        return str(self.ending[self.kind])
 
 
 class UnreadText:
@@ -18024,11 +17961,6 @@ class ParameterTags(NamedTuple):
     any_tag: str = NO_PATTERN
     # A tag that makes a value unreadable which has a quoted closing tag before.
     later_tag: str = NO_PATTERN
-
-    def in_quotes(self) -> ParameterTags:
-        """The same for a value after a tag with a group `quoted`."""
-        assert self.quoted_value_end is not None
-        return ParameterTags(self.key, self.quoted_value_end)
 
     def for_value(self, keys: Sequence[str], *, is_in_line: bool) -> ParameterTags:
         """The same for one value: KEYS and IN_LINE are replaced.
@@ -18791,6 +18723,7 @@ _ARRAY_ITEM: Final = JsonState(  # after an item
 )
 # The state after a first member or item. All other states stay as they are.
 _NEXT_STATES: Final = {_OBJECT_START: _OBJECT_MEMBER, _ARRAY_START: _ARRAY_ITEM}
+_OPENED_STATES: Final = {"{": _OBJECT_START, "[": _ARRAY_START}
 
 # What JSON has in the place of a group.
 _MENDED_GROUPS: Final[Mapping[str, Callable[[str], str]]] = {
@@ -19024,7 +18957,8 @@ class MendedObject:
             self.has_inner_key |= match["key"].strip("\"'") in self._keys
         self._open.append(_NEXT_STATES.get(state, state))
         if match["open"] is not None:
-            self._open.append(_opened_state(text[-1], container=state))
+            string = _OBJECT_STRING if state.closer == "}" else _ARRAY_STRING
+            self._open.append(_OPENED_STATES.get(text[-1], string))
             self._string = OpenString(self._keys)
         return _mend(match)
 
@@ -19087,15 +19021,6 @@ class MendedObject:
         return "".join(closers)
 
 
-def _opened_state(opener: str, *, container: JsonState) -> JsonState:
-    """The state after { or [ or the quote of a string, by what that stands in."""
-    if opener == "{":
-        return _OBJECT_START
-    if opener == "[":
-        return _ARRAY_START
-    return _OBJECT_STRING if container.closer == "}" else _ARRAY_STRING
-
-
 # -- 4 calls ---------------------------------------------------------------------------
 
 # After the arguments: brackets, one too many or too few, and the closing tag. Without
@@ -19153,13 +19078,7 @@ _CUT_MEMBER: Final = re.compile(r"[,;]\s*[\"']")
 
 
 class JsonArguments:
-    """Reads arguments in JSON, whose { was read before, and on to the end of the call.
-
-    "path": "a.md"}     by MendedObject
-    , "id": "1"         a member of the call
-    }\n</tool_call>     is_done; `closing` is for the caller to emit
-    , "n": 5            is_done and is_broken: it was an argument
-    """
+    """Reads arguments in JSON, whose { was read before, and on to the call's end."""
 
     def __init__(
         self, unread: UnreadText, keys: Iterable[str], *, is_member: bool
@@ -19170,14 +19089,10 @@ class JsonArguments:
         """
         self.is_done = False  # the call has ended, or is broken
         self.is_broken = False  # some of what was written cannot be read
+        self.closing = ""  # the last bracket, once it is read: for the caller to emit
         self._unread = unread
         self._is_member = is_member
         self._arguments = MendedObject(unread, keys)
-
-    @property
-    def closing(self) -> str:
-        """The last bracket of the arguments, once they are read."""
-        return self._arguments.closing
 
     def quotes_end(self, _tag: str) -> bool:
         """Whether a string is open where the end tag comes as a token."""
@@ -19193,6 +19108,7 @@ class JsonArguments:
         if self._arguments.is_broken:
             self.is_done = self.is_broken = True
         elif self._arguments.is_done:
+            self.closing = self._arguments.closing
             self._read_later()
         return json_text
 
@@ -19381,7 +19297,9 @@ def parse_python_calls(text: str) -> list[WholeCall]:
     except SyntaxError as error:
         raise ValueError(text) from error
     calls = []
-    for call in getattr(body, "elts", []):
+    for element in getattr(body, "elts", []):
+        # To Python resolve-id() is a difference: its last part is the call.
+        call = getattr(element, "right", element)
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(text)
         arguments = {}
@@ -19389,7 +19307,9 @@ def parse_python_calls(text: str) -> list[WholeCall]:
             if keyword.arg is None or keyword.arg in arguments:
                 raise ValueError(text)
             arguments[keyword.arg] = _python_value(keyword.value, source)
-        calls.append(WholeCall(ast.unparse(call.func), to_json(arguments)))
+        written = ast.get_source_segment(source, element) or ""
+        name = written.partition("(")[0].rstrip()
+        calls.append(WholeCall(name, to_json(arguments)))
     return calls
 
 
@@ -19581,7 +19501,7 @@ class MarkedCalls:
         return None
 
     def _read_marked(self, text_end: str) -> str:
-        """A string whose first mark was taken, up to one after which a member may end.
+        """A string whose first mark was taken, up to one before a comma or a bracket.
 
         Its second mark may be missing. Then it ends like a text without marks.
         """
@@ -19714,7 +19634,10 @@ class ForeignCalls:
 
     def _find_body(self, text: str) -> _CallBody | None:
         """Where the body ends in the text after the start tag; None: not yet."""
-        if self._is_json(text) and self._end_token is None:
+        # JSON between Hermes's tags is read here, whatever mlx-lm's parser makes of it.
+        is_hermes = self._format.start == HERMES_START
+        is_json = is_hermes and _OBJECT_OR_LIST.match(text) is not None
+        if self._end_token is None and (is_json or self._foreign.is_json):
             return self._find_json(text)
         position = self._find_end_tag(text)
         if position < 0:
@@ -19743,13 +19666,6 @@ class ForeignCalls:
             while position >= 0 and text.count(mark, 0, position) % 2:
                 position = text.find(self._format.end, position + 1)
         return position
-
-    def _is_json(self, text: str) -> bool:
-        """Whether it is read here as JSON, whatever mlx-lm's parser makes of it."""
-        if self._foreign.is_json:
-            return True
-        is_hermes = self._format.start == HERMES_START
-        return is_hermes and _OBJECT_OR_LIST.match(text) is not None
 
     def _find_json(self, text: str) -> _CallBody | None:
         """The body of JSON ends with its last bracket; then the end tag may follow."""
@@ -19998,7 +19914,7 @@ class TaggedArguments:
         """The reader of the value after a tag."""
         tags, text_tags = self._tags, self._text_tags
         if tags.quoted_value_end and match["quoted"] is not None:
-            tags = text_tags = tags.in_quotes()
+            tags = text_tags = ParameterTags(tags.key, tags.quoted_value_end)
         keys = self._schema.keys
         is_in_line = not match[0].endswith("\n")
         return TaggedValue(
@@ -20344,8 +20260,8 @@ class CallReader:
     def feed_end(self, tag: str) -> str:
         """Read on in the tag that ends the call, which is a token of its own.
 
-        It ends whatever stands open (L-133), but a string in JSON, or a value that has
-        no closing tag: they may quote it, and some models write it in no other way.
+        A string in JSON, or a value that has no closing tag, may quote it so: some
+        models write it in no other way.
         """
         arguments = self._arguments
         if self._state is CallState.FOREIGN:
@@ -20490,8 +20406,7 @@ class ReplyParser:
     def feed(self, text: str, *, literal: bool = False) -> list[JsonObject]:
         """What is certain now; `literal` as in ReasoningStreamSplitter.feed.
 
-        Nothing once `is_broken`: a call must not run with fewer arguments than were
-        written, so its arguments stay open and the reply ends there.
+        Nothing once `is_broken`: the reply ends there.
         """
         if self.is_broken or self.n_calls >= self._max_calls:
             return []
@@ -21075,10 +20990,9 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 #
 # Whatever is wrong with a request is found before it is submitted: as a rule nothing of
 # the response has been sent, so it can have a status code. (A stream that had to wait
-# for memory has got pings. Its error is an event.) At the end of a reply it is recorded
-# first and its last events are sent then, because the next request of the client may
-# follow at once. A failed request is only reported; of one that its client has left,
-# what was shown is recorded, too (L-121).
+# for memory has got pings. Its error is an event.) A reply is recorded before its last
+# events are sent, because the client's next request may follow at once. A failed reply
+# is only reported; of one that its client has left, what was shown is recorded (L-121).
 #
 # The bodies of a response come from an iterator, which gives None whenever nothing is
 # new: then the HTTP server looks whether the client is still there.
@@ -21096,7 +21010,7 @@ def note_refusal(state: ServerState, refusal: Refusal, *, was_submitted: bool) -
 # Uses     all
 # Thread   connection
 
-MAX_COUNTED_CONTEXTS: Final = 2  # tokens of a prompt over it are estimated
+MAX_COUNTED_CONTEXTS: Final = 2  # of a prompt; its tokens beyond them are estimated
 MIN_REPORTED_TOKENS: Final = 512  # prefilled again: for fewer no reason is given
 MAX_TITLE_LENGTH: Final = 60  # characters
 CONNECTION_NICENESS: Final = 5  # of the threads that render prompts (Linux)
@@ -21184,12 +21098,8 @@ def _plan_prompt(
     is_chat = request.kind != "completion"
     if not is_chat or not state.config.cache_canonicalize_tool_context:
         return PromptPlan(rendered=model.template.render_prompt(request))
-    return state.stores.planner.plan(
-        request,
-        model.template,
-        room=model.max_context_tokens - 1,
-        now=time.monotonic(),
-    )
+    room = model.max_context_tokens - 1
+    return state.stores.planner.plan(request, model.template, room=room)
 
 
 class PreparedRequest(NamedTuple):
@@ -21525,7 +21435,7 @@ class ReplyDecoder:
             self.n_reasoning_tokens += 1
 
         text = self._detokenizer.feed(token_id)
-        is_literal = self._is_literal(token_id)  # asks what is held back, so far
+        is_literal = self._is_literal(token_id)  # before more text is held back
         text = self._end_at_stop(token_id, text)
         deltas = self.parser.feed(text, literal=is_literal)
         self._note_shown(deltas)
@@ -21719,7 +21629,7 @@ class ReplyEnding(NamedTuple):
 
 
 def find_ending_kind(reason: EndReason, *, is_over: bool) -> EndingKind:
-    """`is_over`: the reply was complete, although the model would have gone on."""
+    """`is_over`: the reply was complete before the model ended it."""
     if reason == "failed":
         return "failed"
     if reason == "cancelled":
@@ -21821,7 +21731,7 @@ class ReplyRecorder:
         """
         if ending.kind == "failed" or not ending.shown_ends or not self._is_chat:
             return
-        # It was left before its calls, if this is ever found.
+        # A client that got the calls would send them back: this one left before them.
         text_alone = {k: v for k, v in ending.message.items() if k != "tool_calls"}
         generated = self._generated_reply(ending, is_cut=True)._replace(
             shown_text=text_alone["content"], shown_ends=tuple(ending.shown_ends)
@@ -22077,7 +21987,7 @@ class ReplyGeneration:
         self._recorder = ReplyRecorder(state, self._prepared, self._origin)
 
         self._n_read: int | None = None  # prompt tokens with KV; None: none was read
-        self._first_token_at: float | None = None
+        self._first_token_seconds: float | None = None  # after the request came
         self._logprobs: list[JsonObject] = []  # that were not sent yet
         self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
@@ -22181,7 +22091,7 @@ class ReplyGeneration:
             "match": self._handle.reuse.hit_kind,
             "tokens_per_second": decode_speed,
             "seconds": round(now - self._began_at, 1),
-            "first_token_seconds": self._first_token_seconds(),
+            "first_token_seconds": self._first_token_seconds,
             "waited_seconds": round(times.seconds(now).waiting, 3),
             "waiting_for": cause.reason if cause else None,
             "waiting_for_request": cause.request_id if cause else None,
@@ -22191,12 +22101,6 @@ class ReplyGeneration:
             "client": self._origin.client,
             "title": self._origin.title,
         }
-
-    def _first_token_seconds(self) -> float | None:
-        first_token_at = self._first_token_at
-        if first_token_at is None:
-            return None
-        return round(first_token_at - self._began_at, 3)
 
     def _prefill_left_seconds(self, now: float) -> float | None:
         """At the pace of this prompt so far; before that, at that of the last slice.
@@ -22248,8 +22152,8 @@ class ReplyGeneration:
         )
 
     def _decode(self, event: TokenEvent) -> list[JsonObject]:
-        if self._first_token_at is None:
-            self._first_token_at = time.monotonic()
+        if self._first_token_seconds is None:
+            self._first_token_seconds = round(time.monotonic() - self._began_at, 3)
             self._note_progress(self._prepared.engine_request.n_prompt)
         if self._request.max_tokens == 0:
             return []
@@ -22298,7 +22202,7 @@ class ReplyGeneration:
             has_end_token=bool(token_ids) and token_ids[-1] in eos_ids,
             is_thinking=decoder.splitter.is_thinking,
             ends_with_call=decoder.was_over and decoder.ends_with_call,
-            first_token_seconds=self._first_token_seconds(),
+            first_token_seconds=self._first_token_seconds,
             waits=self._handle.times.wait_seconds(time.monotonic()),
         )
         self._ending = ending
@@ -22795,14 +22699,20 @@ def _explain_match(
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
     """DELETE /v1/cache: drop KV and what was recorded; of one session, or all."""
     _ = state.engine.model  # raises NotReady: then nothing is dropped, and not half
-    for view in state.views():
-        stores = view.stores
+    # The records of who has not come since the start are in the file alone.
+    tenants = {view.tenant for view in state.views()}
+    tenants.update(state.records.tenants())
+    for tenant in tenants:
+        if not is_seen_by(state.tenant, tenant):
+            continue
+        stores = state.for_tenant(tenant).stores
         stores.ledger.forget(session)
         stores.healing_store.forget(session)
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
-    tenant = state.tenant
-    n_dropped = state.engine.call(lambda scheduler: scheduler.drop_kv(tenant, session))
+    n_dropped = state.engine.call(
+        lambda scheduler: scheduler.drop_kv(state.tenant, session)
+    )
     state.records.flush(_FORGET_SECONDS)
     return {"dropped": n_dropped}
 
@@ -22905,8 +22815,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 def _check_values(headers: HttpHeaders) -> None:
     """Raise BadRequest for a control character in a header (RFC 9110 section 5.5).
 
-    Line breaks are none: the standard library takes LF and CR for the end of a header,
-    and leaves one in a value only where the next line continues it.
+    A line break is allowed: the standard library ends a header at LF and CR, and leaves
+    one in a value only where the next line continues it.
     """
     for name, value in headers.items():
         if _CONTROL.search(value):

@@ -1519,7 +1519,7 @@ class Desk:
     def draft(self, messages: list[Message], *, room: int = 1 << 30) -> s.PromptPlan:
         body = {"messages": messages, "tools": TOOLS}
         request = s.parse_chat_request(body, s.Config(), request_id="r", headers={})
-        return self._planner.plan(request, self._template, room=room, now=1.0)
+        return self._planner.plan(request, self._template, room=room)
 
     def text(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

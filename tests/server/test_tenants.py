@@ -379,6 +379,23 @@ def test_a_user_sees_its_own_and_the_key_all_of_its_users(folder):
         assert len(status["cache"]) == 1
 
 
+def test_a_key_forgets_its_users_who_have_not_come_since_the_start(folder, tmp_path):
+    disk = {"cache_disk": "on", "cache_disk_folder": str(tmp_path)}
+    settings = {**TWO_KEYS, **disk, "cache_isolation": "user"}
+    with serving(folder, **settings) as served:
+        for key in ("anna", "ben"):
+            for name in ("u", "v"):
+                send(served, key, {**chat("tuba"), "user": name})
+        assert len(served.state.records.tenants()) == 4
+
+    with serving(folder, **settings) as served:
+        ask(served, "DELETE", "/v1/cache", **{"x-api-key": "anna"})
+        of_ben = s.name_tenant(served.state.config, key="ben", user="")
+        left = served.state.records.tenants()
+        assert len(left) == 2
+        assert all(s.is_seen_by(of_ben, tenant) for tenant in left)
+
+
 def test_users_beyond_the_limit_are_forgotten_the_oldest_first():
     state = s.build_state(s.Config(cache_isolation="user", api_key="a, b"))
     n_users = s.Tenants.MAX_TENANTS + 10

@@ -33,7 +33,7 @@ TOOLS = [
             "parameters": {"type": "object", "properties": PROPERTIES},
         },
     }
-    for name in ("read", "write", "list_all")
+    for name in ("read", "write", "list_all", "list-all")
 ]
 
 
@@ -654,12 +654,14 @@ def test_minimax_text_after_a_block_that_was_not_closed_is_text() -> None:
         ("[read(tree={'a': true}, yes=False)]",
          [("read", {"tree": {"a": True}, "yes": False})]),
         ("[list_all()]", [("list_all", {})]),
+        ("[list-all(), read(n=1)]", [("list-all", {}), ("read", {"n": 1})]),
         # What is not understood must not run with less.
         ('[read("a.md")]', []),
         ('[read(path="a" n=1)]', []),
         ("[read(**{'n': 1})]", []),
         ("[read(n=1), rm()]", []),
         ("[read(path=a b)]", []),
+        ("[2 - list_all()]", []),
         ("[]", []),
     ],
 )  # fmt: skip

@@ -282,7 +282,7 @@ class Conversation:
     @classmethod
     def of(cls, speaker: Spoken, shape: Shape) -> "Conversation":
         request = chat([*shape.old, *shape.new], **shape.fields)
-        plan = planner().plan(request, speaker.template, room=PLENTY, now=0.0)
+        plan = planner().plan(request, speaker.template, room=PLENTY)
         ids = ids_of(plan)
         end = 0
         while ids[end] not in speaker.ends or LAST not in speaker.text(ids[:end]):
@@ -298,7 +298,7 @@ class Conversation:
         template = self.speaker.template
         fields = self.shape.fields
         request = chat(old[:-1], **fields)
-        plan = maker.plan(request, template, room=PLENTY, now=0.0)
+        plan = maker.plan(request, template, room=PLENTY)
         rendered = replace(plan.rendered, ids=np.array(reply_ids[:-1], np.int32))
         [reply] = template.canonicalize(chat([old[-1]]).messages)
 
@@ -307,7 +307,7 @@ class Conversation:
             reply=reply,
             generated=generated(reply_ids[-1:], is_cut=ended is None),
         )
-        return maker.plan(self.request, template, room=PLENTY, now=0.0)
+        return maker.plan(self.request, template, room=PLENTY)
 
     def verdict(self, draft: start_llm.PromptPlan) -> str:
         if draft.transcript is None:
@@ -403,7 +403,7 @@ def test_positions_are_those_of_the_whole_prompt(model: str) -> None:
         old = conversation.shape.old[:-1]
         template = shared(model).template
         request = chat(old, **conversation.shape.fields)
-        plan = planner().plan(request, template, room=PLENTY, now=0.0)
+        plan = planner().plan(request, template, room=PLENTY)
         n_same = plan.rendered.positions.generation_start
         ids = conversation.truth.ids.tolist()
         if ids_of(plan)[:n_same] != ids[:n_same]:
@@ -465,7 +465,8 @@ class Server:
     ) -> start_llm.PromptPlan:
         request = chat(messages, **fields)
         template = self.speaker.template
-        plan = self.planner.plan(request, template, room=room, now=self.now)
+        self.planner.ledger.expire(self.now)
+        plan = self.planner.plan(request, template, room=room)
         session_id = request.session.session_id or ""
         self.planner.ledger.remember(plan, session_id=session_id, now=self.now)
         return plan
@@ -1924,7 +1925,7 @@ def started(server: Server, n: int, *, size: int = 0, **fields: Any) -> Any:
     head = head_with(f"id-{n}")
     head["content"] += f"{n}" + "x" * size
     request = chat([head, USER], tools=[named(f"tool{n}")], **fields)
-    return server.planner.plan(request, server.speaker.template, room=PLENTY, now=0.0)
+    return server.planner.plan(request, server.speaker.template, room=PLENTY)
 
 
 def test_a_request_that_is_not_accepted_leaves_nothing() -> None:
@@ -2212,6 +2213,22 @@ def test_a_past_expires_unless_it_is_used() -> None:
     assert server.planner.ledger.snapshot() == EMPTY
 
 
+def test_what_is_found_for_a_request_that_is_refused_stays_as_old_as_it_was() -> None:
+    server = Server(ledger_ttl_seconds=100.0)
+    ledger = server.planner.ledger
+    conversations = [fill(server, n) for n in range(2)]
+    for n in range(2):
+        ledger.remember(started(server, n), session_id="", now=server.now)
+    order = [*ledger._records]
+
+    started(server, 0)
+    server.planner.plan(chat(conversations[0]), server.speaker.template, room=PLENTY)
+
+    assert [*ledger._records] == order
+    ledger.expire(server.now + 101)
+    assert ledger.snapshot() == EMPTY
+
+
 def test_zero_seconds_are_for_ever() -> None:
     server = Server(ledger_ttl_seconds=0.0)
     messages = fill(server, 1)
@@ -2407,7 +2424,6 @@ def test_requests_that_are_planned_at_once_begin_alike() -> None:
             chat([head_with(f"id-{n}"), USER], tools=[*tools]),
             server.speaker.template,
             room=PLENTY,
-            now=0.0,
         )
         for n, tools in enumerate(permutations([named("look"), named("ask")]))
     ]

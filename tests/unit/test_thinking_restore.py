@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,7 +337,7 @@ def test_threads_leave_the_bytes_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
     thoughts = [
         thought for by_key in store._thoughts.values() for thought in by_key.values()
     ]
-    unique = {id(thought): thought.thinking for thought in thoughts}
+    unique = {id(thought.thinking): thought.thinking for thought in thoughts}
     assert store._nbytes == sum(map(sys.getsizeof, unique.values())) <= 30_000
     store.forget(None)
     assert store._nbytes == len(store) == 0
@@ -506,3 +507,48 @@ def test_thinking_that_was_not_used_for_too_long_is_dropped(
 
     assert store.find_thinking(reply("old"), ASKED) == ""
     assert store.find_thinking(reply("used"), ASKED) == "used thought"
+
+
+def test_thinking_in_use_keeps_no_other_that_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(start_llm.time, "monotonic", lambda: now[0])
+    store = start_llm.HealingStore(ttl_seconds=100.0)
+    contexts = start_llm.ReplyContext(b"all messages", b"the last one")
+    store.remember(reply("used", thought="used thought"), contexts)
+    store.remember(reply("old", thought="old thought"), contexts)
+    now[0] += 80.0
+    assert store.find_thinking(reply("used"), contexts) == "used thought"
+    now[0] += 80.0
+    store.expire(now[0])
+
+    assert store.find_thinking(reply("old"), contexts) == ""
+    assert store.find_thinking(reply("used"), contexts) == "used thought"
+
+
+def test_a_session_is_forgotten_after_a_restart_though_another_thought_the_same(
+    tmp_path: Path,
+) -> None:
+    """Each key has its session, and the text that both have is counted once."""
+    sessions = ("one", "two")
+    for has_restarted in (False, True):
+        file = start_llm.RecordFile()
+        file.open(tmp_path / "records", ttl_seconds=0.0)
+        store = start_llm.HealingStore(file.of_tenant(""))
+        store.load()
+        if not has_restarted:
+            for name in sessions:
+                store.remember(
+                    reply(name, thought="42"), (name.encode(),), session_id=name
+                )
+            assert file.flush(60.0)
+
+    assert store._nbytes == sys.getsizeof("42")
+    store.forget("two")
+    assert [
+        store.find_thinking(reply(name), (name.encode(),)) for name in sessions
+    ] == [
+        "42",
+        "",
+    ]
