@@ -17976,11 +17976,7 @@ class ParameterTags(NamedTuple):
         return self._replace(value_end=replace(self.value_end, source=source))
 
     def with_end_token(self, end: str) -> ParameterTags:
-        """The same where the end tag of a call comes as a token of its own.
-
-        That token is read as \\0 (CallReader.feed_end). The same letters in other
-        tokens are text.
-        """
+        """The same where the end tag of a call is a token, read as \\0 (feed_end)."""
         return self._replace(
             value_end=replace(
                 self.value_end, source=self.value_end.source.replace(end, r"\0")
@@ -19862,7 +19858,7 @@ class TaggedArguments:
         return not self._value.closes(end)
 
     def read_end_as_text(self) -> None:
-        """Read the end tag as text from now on: it was quoted as a token."""
+        """Read the end tag as text from now on: the token was a quotation."""
         self._reads_end_token = False
         self._tags = self._text_tags
         if isinstance(self._value, TaggedValue):
@@ -19920,7 +19916,7 @@ class TaggedArguments:
         return TaggedValue(
             self._unread,
             tags.for_value(keys, is_in_line=is_in_line),
-            text_tags.for_value(keys, is_in_line=is_in_line),
+            text_tags.for_value(keys, is_in_line=is_in_line).value_end,
             types=self._schema.member(key).types,
             used_keys=self._used_keys,
         )
@@ -19955,17 +19951,17 @@ class TaggedValue:
         self,
         unread: UnreadText,
         tags: ParameterTags,
-        text_tags: ParameterTags,
+        end_as_text: Pattern,
         *,
         types: set[str],
         used_keys: set[str],
     ) -> None:
-        """`text_tags` are its tags once the end tag as a token was quoted in it."""
+        """`end_as_text` ends it once the end tag was quoted in it as a token."""
         self.is_done = False
         self.is_broken = False
         self._unread = unread
         self._end = tags.value_end
-        self._end_as_text = text_tags.value_end
+        self._end_as_text = end_as_text
         self._next_end = self._end  # and `later_tag`, once a closing tag was quoted
         self._later_tag = tags.later_tag
         self._any_tag = regex.compile(tags.any_tag)
