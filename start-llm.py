@@ -3044,24 +3044,21 @@ class OpenAIFormatter(NamedTuple):
                 message, finish_reason=ending.finish_reason, logprobs=ending.logprobs
             )
         else:
-            body = self._chat_completion(message, ending)
+            body = {
+                "id": f"chatcmpl-{self.request_id}",
+                "object": "chat.completion",
+                "created": self.created,
+                "model": self.model,
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": message,
+                        "finish_reason": ending.finish_reason,
+                        "logprobs": ending.logprobs,
+                    }
+                ],
+            }
         return {**body, "usage": _usage_body(ending.usage)}
-
-    def _chat_completion(self, message: JsonObject, ending: ReplyEnd) -> JsonObject:
-        return {
-            "id": f"chatcmpl-{self.request_id}",
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": message,
-                    "finish_reason": ending.finish_reason,
-                    "logprobs": ending.logprobs,
-                }
-            ],
-        }
 
     def _chunk(
         self,
@@ -13531,8 +13528,10 @@ def _load_or_explain(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
 
 
 def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
-    trust = config.trust_remote_code
-    model, tokenizer, model_config = _load_parts(path, kind=kind, trust=trust)
+    model_config = mlx_lm.utils.load_config(path)
+    model, tokenizer = _load_parts(
+        path, model_config, kind=kind, trust=config.trust_remote_code
+    )
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -13576,35 +13575,25 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
     )
 
 
-class _ModelParts(NamedTuple):
-    """What a library makes of a model's folder."""
-
-    model: Any
-    tokenizer: Any
-    config: dict[str, Any]  # config.json
-
-
-def _load_parts(path: Path, *, kind: _Kind, trust: bool) -> _ModelParts:
-    """Load with mlx-vlm what reads images, and all else with mlx-lm.
+def _load_parts(
+    path: Path, model_config: JsonObject, *, kind: _Kind, trust: bool
+) -> tuple[Any, Any]:
+    """The model and its tokenizer: by mlx-vlm if it is to read images, else by mlx-lm.
 
     `trust`: whether Python files of the model may run.
     """
     tokenizer_config: JsonObject = {"trust_remote_code": trust}
     if kind == "text":
-        parts = mlx_lm.load(
-            str(path), tokenizer_config, return_config=True, trust_remote_code=trust
-        )
-        return _ModelParts(*parts)
+        parts = mlx_lm.load(str(path), tokenizer_config, trust_remote_code=trust)
+        return parts[0], parts[1]
 
-    model_config = mlx_lm.utils.load_config(path)
     template_file = path / "chat_template.json"  # a processor's; no tokenizer reads it
     if template_file.is_file():
         tokenizer_config |= json.loads(template_file.read_bytes())
     tokenizer = mlx_lm.utils.load_tokenizer(
         path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id")
     )
-    model = VisionModel(path, trust_remote_code=trust)
-    return _ModelParts(model, tokenizer, model_config)
+    return VisionModel(path, trust_remote_code=trust), tokenizer
 
 
 def _teach_tags(tokenizer: Any) -> None:
@@ -21110,7 +21099,7 @@ class PreparedRequest(NamedTuple):
     @property
     def session_id(self) -> str:
         """The client's, or a digest of how the conversation begins."""
-        return self.engine_request.owner[1]
+        return self.engine_request.owner.session
 
     def as_sent(self, reply_ids: Sequence[int] = ()) -> SentRequest:
         """What RequestHistory keeps of it once it is answered."""
@@ -21987,18 +21976,11 @@ class ReplyGeneration:
         self._logprobs: list[JsonObject] = []  # that were not sent yet
         self._ending: ReplyEnding | None = None  # None: it goes on
         self._is_sent = False  # the client has been sent all of it
-        self._is_closed = False
         state.stores.live[request.request_id] = self
         state.keep()  # its user may have been dropped since the request came
 
     def close(self) -> None:
-        """Stop the request if it still runs. It is in no list of live requests then.
-
-        The second time it does nothing.
-        """
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Stop the request if it still runs. It is in no list of live requests then."""
         self._handle.stop_reason = "cancelled"
         self._state.stores.live.pop(self._request.request_id, None)
         try:
