@@ -17094,8 +17094,8 @@ def _list_loads(scheduler: Scheduler) -> list[RequestLoad]:
 #                                       ------------------------------         tool
 #
 # The texts are the same however the reply is cut into chunks. So what may belong to a
-# tag is held back until that is certain: half a tag; and white space at the end, which
-# is dropped if a tag follows.
+# tag is held back until that is certain: half a tag; and white space at the end, up to
+# _MAX_HELD_SPACE, which is dropped if a tag follows.
 #
 #     chunk fed      emitted                   held back
 #     I look.\n      content "I look."         \n            white space
