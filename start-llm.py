@@ -4892,11 +4892,10 @@ _FENCE: Final = re.compile(
 
 
 def _find_fields(text: str, rules: Sequence[Rule]) -> list[VolatileField]:
-    """The volatile fields of a text, ascending by where they begin.
+    """The volatile fields of a text, as _drop_overlaps() leaves them.
 
-    Of two that overlap, the first one. But a pinned block is followed by the pinned
-    values inside it, which have places of their own. No field is what is data, in a
-    code fence, nor what has an image in it: the model must see this image (L-57).
+    No field is what is data, in a code fence, nor what has an image in it: the model
+    must see this image (L-57).
     """
     if not rules:
         return []
@@ -4921,7 +4920,8 @@ def _blank_fence(fence: re.Match[str]) -> str:
 def _drop_overlaps(found: list[VolatileField]) -> list[VolatileField]:
     """The fields, ascending; of two that overlap, the first one.
 
-    The values inside a pinned block stay, too. A note inside is a part of the block.
+    The values inside a pinned block stay, too: they have places of their own. A note
+    inside is a part of the block.
     """
     fields: list[VolatileField] = []
     end = 0  # of the last field that is no block
