@@ -13,7 +13,7 @@ import pytest
 import start_llm as s
 from engine_fixture import Bench, words
 from mlx_lm import load
-from server_fixture import Served
+from server_fixture import Served, user
 from test_engine import (
     at_once,
     branch_and_return,
@@ -23,6 +23,8 @@ from test_engine import (
     staggered,
 )
 from tiny_models import DENSE, HYBRID, MLA, SLIDING, tiny_model
+from tiny_vision import DENSE_VISION, HYBRID_VISION, tiny_vision_model
+from vision_fixture import Seeing, picture, picture_message
 
 WIDE = {"head_dim": 64}  # of MLA 32 are rotated by their position: groups of 32
 PACKINGS = [
@@ -101,6 +103,36 @@ def test_packed_kv_survives_a_restart(kind, tmp_path, monkeypatch):
     assert ask(follow_up, kv_bits="8")[:2] == (0, 0.0)
     assert ask(follow_up, kv_bits="off")[:2] == (0, 0.0)
     assert ask(follow_up)[:2] == (702, 0.0)
+
+
+@pytest.mark.parametrize("kind", [DENSE_VISION, HYBRID_VISION])
+def test_images_are_packed_like_words(kind, tmp_path):
+    """Warm as a server that reuses nothing, after an image and a turn about it."""
+    folder = tiny_vision_model(kind, tmp_path, **WIDE)
+    settings = {"kv_bits": "8", "log_root": str(tmp_path / "logs")}
+    nothing = {**settings, "prompt_cache_max_entries_global": 0}
+
+    def talk(server):
+        first = server.ask([picture_message("what is", picture(1))], tool_choice="none")
+        history = [*first.messages, first.answer, user("and now?")]
+        return [first, server.ask(history, tool_choice="none")]
+
+    with pytest.MonkeyPatch.context() as patch:
+        warm, cold = Seeing(folder, patch, **settings), Seeing(folder, patch, **nothing)
+        kinds = warm.state.engine.call(lambda scheduler: scheduler.spec.layer_kinds)
+        replies, cold_replies = talk(warm), talk(cold)
+        warm.close()
+        cold.close()
+
+    assert "attention in 8 bits" in kinds
+    assert replies[1].cached >= len(replies[0].prompt)
+    assert cold_replies[1].cached == 0
+    for reply, cold_reply in zip(replies, cold_replies, strict=True):
+        assert reply.reply == cold_reply.reply
+        allowed = np.isfinite(cold_reply.logprobs)
+        assert np.array_equal(np.isfinite(reply.logprobs), allowed)
+        difference = np.abs(reply.logprobs[allowed] - cold_reply.logprobs[allowed])
+        assert difference.max() <= (1e-3 if kind == HYBRID_VISION else 0.0)
 
 
 # -- planted faults ----------------------------------------------------------------------
