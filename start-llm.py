@@ -2711,7 +2711,7 @@ def _find_thinking(fields: JsonObject, *, default: bool) -> _Thinking:
     levels = []
     for place in _THINKING_PLACES:
         value = value_at(fields, place)
-        can_be_object = f"{place}.type" in _THINKING_PLACES  # as can "thinking"
+        can_be_object = f"{place}.type" in _THINKING_PLACES  # "thinking", "reasoning"
         if value is None or (can_be_object and isinstance(value, dict)):
             continue  # the fields of the object have places of their own
 
@@ -23550,9 +23550,9 @@ class HttpRequest:
         return self.connection.response
 
     def answer(self) -> None:
-        """Send the response, and give the memory back. Raises NotServed, ClientGone.
+        """Send the response, and give the memory back.
 
-        Raises also what the route raises: Handler.error_boundary() answers it.
+        Raises NotServed, ClientGone, and what the route raises.
         """
         with self._held_memory, self._work_memory:
             if self.route is None:
@@ -24194,9 +24194,9 @@ def run_proxy(
 ) -> Iterator[None]:
     """Have LiteLLM run beside us inside the `with` block; it has ended after it.
 
-    `model` is the model's entry in /v1/models; `proxy` is kept up to date. The keeper,
-    scripts/helpers/litellm_beside.py, runs LiteLLM. It reads its order on stdin, and
-    ends when stdin closes, so also when this process is killed.
+    `model` is the model's entry in /v1/models; `proxy` gets the states that the keeper
+    reports. The keeper, scripts/helpers/litellm_beside.py, runs LiteLLM. It reads its
+    order on stdin, and ends when stdin closes, so also when this process is killed.
     """
     paths = _find_proxy(config)
     if paths is None:
@@ -24223,7 +24223,6 @@ def run_proxy(
         start_new_session=True,  # Ctrl-C is for the server, which then ends its proxy
     )
     assert keeper.stdin and keeper.stderr
-    proxy.state = "starting"
     relay = threading.Thread(
         target=_follow_keeper, args=(keeper.stderr, proxy), daemon=True
     )
