@@ -9041,6 +9041,11 @@ class _PackedLeaf:
     packing: KVPacking
     _kinds: tuple[_PlainKind, _PlainKind] | None = None  # of keys, of values, if packed
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it packs what it is given: not for heads of no whole groups."""
+        return self._kinds is not None
+
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
@@ -9725,7 +9730,7 @@ def _name_kind(layer: Any) -> str:
     names: list[str] = []
     for leaf in cache_leaves([layer]):
         name = leaf_kind(leaf).name
-        if isinstance(leaf, PackedKVCache):
+        if isinstance(leaf, PackedKVCache) and leaf.is_packed:
             name += f" in {leaf.packing.name}"
         n_tokens = window_tokens(leaf)
         names.append(f"{name} of {n_tokens}" if n_tokens else name)
@@ -16716,8 +16721,8 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 # step, or at once if it rests. The connection waits in handle.next_event().
 #
 # Public   Engine, EngineReport, MemoryReport, RequestLoad
-# Uses     CONFIG, ERRORS, LOGGING, PREFIX CACHE, DISK CACHE, MODEL LOADING, SCHEDULER,
-#          WARM-UP
+# Uses     CONFIG, ERRORS, LOGGING, PACKED KV, KV STATE, PREFIX CACHE, DISK CACHE,
+#          MODEL LOADING, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # at rest: between two reports; until memory is given back
@@ -16946,6 +16951,7 @@ class Engine:
     def _open(self, scheduler: Scheduler) -> None:
         """Let requests in: publish what they read, then the model."""
         loaded = scheduler.loaded
+        _tell_packing(self._config, scheduler.spec)
         self._publish(scheduler)
         capacity_tokens = scheduler.budget.capacity_tokens
         max_tokens = min(loaded.max_context_tokens, capacity_tokens)
@@ -17065,6 +17071,23 @@ def _check_room(scheduler: Scheduler) -> None:
         raise ModelError(
             f"the model takes {scheduler.loaded.nbytes:,} bytes of {limit:,}:"
             " too little is left for KV (MEMORY_LIMIT_BYTES)"
+        )
+
+
+def _tell_packing(config: Config, spec: KVSpec) -> None:
+    """Log what KV_BITS has done."""
+    packing = choose_packing(config)
+    if packing is None:
+        return
+    kind = f"attention in {packing.name}"
+    if any(kind in layer_kind for layer_kind in spec.layer_kinds):
+        logger.info("KV in %s: %d bytes a token", packing.name, spec.token_bytes)
+    else:
+        logger.warning(
+            "KV_BITS=%s packs nothing: no attention layer has heads of whole groups of"
+            " %d numbers (KV_GROUP_SIZE)",
+            config.kv_bits,
+            packing.group_size,
         )
 
 

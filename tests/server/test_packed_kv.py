@@ -189,12 +189,23 @@ def test_packed_kv_takes_its_share_of_bfloat16(kind, bits, share, tmp_path):
         assert packed.token_bytes == plain.packed_token_bytes
 
 
-def test_heads_of_no_whole_groups_stay_plain(tmp_path):
-    model, _ = load(str(tiny_model(DENSE, tmp_path)))  # 16 numbers
-    plain = s.measure_kv(model)
-    s.pack_caches(model, s.choose_packing(s.Config(kv_bits="8")))
+@pytest.mark.parametrize(
+    "size, kind, sentence",
+    [
+        ({}, "attention", "KV_BITS=8 packs nothing"),  # heads of 16 numbers
+        (WIDE, "attention in 8 bits", "KV in 8 bits: 544 bytes a token"),
+    ],
+)
+def test_heads_of_no_whole_groups_stay_plain(bench, caplog, size, kind, sentence):
+    caplog.set_level("INFO")
+    b = bench(DENSE, size, kv_bits="8")
 
-    assert s.measure_kv(model).token_bytes == plain.token_bytes
+    spec = b.engine.call(lambda scheduler: scheduler.spec)
+    assert set(spec.layer_kinds) == {kind}
+    assert sentence in caplog.text
+    prompt = words(np.random.default_rng(1), 100)
+    ids, _, ticket = b.ask(prompt)
+    assert b.largest_difference(ticket, ids) == 0.0
 
 
 def test_more_fits_with_packed_kv(bench):
