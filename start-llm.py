@@ -1670,9 +1670,7 @@ def _make_folder(folder: Path) -> bool:
     Returns False if the first is there already.
     """
     root = folder.parent
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        root.mkdir(mode=0o700)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -8437,6 +8435,8 @@ class Ledger:
         with self._ledger_lock:
             if transcript is not None:
                 (transcript.part_of or transcript).last_used = now
+                for key in plan.conversation.transcript_keys(transcript.n_messages):
+                    self._saved.touch(_LEDGER, key)
             for key, start in plan.starts.items():
                 start.last_used = now
                 if isinstance(start, StartReference) or key not in self._records:
@@ -22438,13 +22438,9 @@ class StatusMemory(MemoryReport):
     process: NotRequired[int]
 
 
-class StatusBody(TypedDict):
+class StatusBody(HealthBody):
     """The body of GET /v1/status; web/openapi.json describes all of it."""
 
-    status: Literal["ok", "loading", "error"]
-    warm_up: NotRequired[WarmUpBody]
-    error: NotRequired[str]
-    proxy: ProxyBody
     version: str  # of this program
     started: int  # Unix seconds
     uptime_seconds: int

@@ -2381,6 +2381,17 @@ def test_ledger_is_the_same_after_a_restart_between_any_two_turns(
     assert after["bytes"] == pytest.approx(before["bytes"], rel=0.2)
 
 
+def test_a_transcript_that_is_replayed_is_as_young_in_the_file(tmp_path: Path) -> None:
+    server = Server()
+    server.restart(tmp_path / "records")
+    server.answer([SYSTEM, USER], FINE)
+    assert server.draft([SYSTEM, USER, FINE, NEXT]).transcript
+
+    assert server.records
+    ((_, saved),) = server.records.of_tenant("").load("ledger")
+    assert start_llm.time.monotonic() - saved.last_used < 60.0  # it was recorded at 0.0
+
+
 def test_forgotten_session_is_not_in_the_file_of_records(tmp_path: Path) -> None:
     server = Server()
     server.restart(tmp_path / "records")
