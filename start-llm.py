@@ -14004,19 +14004,17 @@ class _ConstraintProcessor:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.size >= self._n_next:
-            allowed = self._advance(tokens)
+            if self._n_read == 0:  # all tokens so far are the prompt's
+                allowed = next(self._steps)
+            else:
+                new_ids: Any = tokens[self._n_read :].tolist()
+                allowed = self._steps.send(new_ids)
             self._n_read = tokens.size
             self._n_next = tokens.size + allowed.n_steps
             self._mask = allowed.mask(logits.shape[-1])
         if self._mask is None:
             return logits
         return mx.where(self._mask, logits, -mx.inf)
-
-    def _advance(self, tokens: mx.array) -> AllowedTokens:
-        if self._n_read == 0:  # all tokens so far are the prompt's
-            return next(self._steps)
-        new_ids: Any = tokens[self._n_read :].tolist()
-        return self._steps.send(new_ids)
 
 
 def make_processors(
