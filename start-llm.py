@@ -5133,7 +5133,8 @@ def find_masking_rule(role: str, old_text: str, new_text: str) -> str | None:
 #
 # Nothing is lost but what the last 50 ms brought; if the machine loses power, what came
 # since SQLite synced its journal last. A row whose checksum is wrong is left out. A
-# file that SQLite cannot read, be it one page of it, is deleted, and begun anew.
+# file that SQLite cannot read, be it one page of it, is deleted, and begun anew. What
+# cannot be saved now, as on a full disk, is tried again until too much waits.
 #
 # Public   RecordFile, TenantRecords, SavedRecord
 # Uses     LOGGING
@@ -5153,7 +5154,8 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE TABLE IF NOT EXISTS parts (digest BLOB PRIMARY KEY, data BLOB) WITHOUT ROWID;
 """
 _DIGEST_BYTES: Final = 32
-
+_RETRY_SECONDS: Final = 5.0  # after a full disk, or a file that others have locked
+_MAX_WAITING_ORDERS: Final = 10_000  # for the file, until it is given up
 
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -5180,7 +5182,8 @@ class RecordFile:
         self._path: Path | None = None
         self._orders: queue.SimpleQueue[Callable[[sqlite3.Connection], None]]
         self._orders = queue.SimpleQueue()
-        self._failure = ""  # why nothing is saved any more
+        self._pending: list[Callable[[sqlite3.Connection], None]] = []  # not saved yet
+        self._failure = ""  # why nothing is saved now
         self._n_changes = 0  # since unused parts were deleted
 
     def open(self, path: Path, *, ttl_seconds: float) -> None:
@@ -5195,8 +5198,7 @@ class RecordFile:
                 if fault.sqlite_errorcode not in _DAMAGED:
                     raise
                 logger.warning("records: %s is begun anew: %s", path, fault)
-                for suffix in ("", "-wal", "-shm"):
-                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+                _delete_database(path)
                 self._prepare(path, ttl_seconds)
         except (sqlite3.Error, OSError) as fault:
             logger.warning("records: nothing is saved: %s", fault)
@@ -5230,8 +5232,8 @@ class RecordFile:
         return TenantRecords(self, tenant)
 
     def order(self, function: Callable[[sqlite3.Connection], None]) -> None:
-        """Run a function on the database, soon."""
-        if self._path is not None and not self._failure:
+        """Run a function on the database, soon; again, if it cannot be saved now."""
+        if self._path is not None:
             self._orders.put(function)
 
     def flush(self, timeout: float) -> bool:
@@ -5268,34 +5270,67 @@ class RecordFile:
             return []
 
     def _run(self) -> None:
-        assert self._path is not None
-        try:
-            with closing(_connect(self._path)) as database:
-                while True:
-                    self._save_next(database)
-        except (sqlite3.Error, OSError) as fault:
-            self._failure = str(fault)
+        while self._path is not None:
+            try:
+                self._save(self._path)
+            except (sqlite3.Error, OSError) as fault:
+                self._note_failure(self._path, fault)
+                time.sleep(_RETRY_SECONDS)
+
+    def _save(self, path: Path) -> NoReturn:
+        """Save what is ordered, for ever. Raises sqlite3.Error, OSError."""
+        with closing(_connect(path)) as database:
+            while True:
+                self._save_next(database)
+
+    def _note_failure(self, path: Path, fault: sqlite3.Error | OSError) -> None:
+        """Say it once; give the file up if it is damaged, or if too much waits for it.
+
+        Then it is deleted: what should be forgotten would still be in it.
+        """
+        is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
+        if is_damaged or self._orders.qsize() > _MAX_WAITING_ORDERS:
             logger.warning("records: nothing is saved any more: %s", fault)
+            self._path = None
+            with suppress(OSError):
+                _delete_database(path)
+        elif not self._failure:
+            logger.warning("records: nothing is saved for now: %s", fault)
+        self._failure = str(fault)
 
     def _save_next(self, database: sqlite3.Connection) -> None:
-        """Wait for an order, and carry out all that come within 50 ms."""
-        orders = [self._orders.get()]
-        time.sleep(_SAVE_DELAY_SECONDS)
+        """Wait for an order, and carry out all that come within 50 ms.
+
+        What could not be saved before is carried out again, first.
+        """
+        if not self._pending:
+            self._pending.append(self._orders.get())
+            time.sleep(_SAVE_DELAY_SECONDS)
         with suppress(queue.Empty):
             while True:
-                orders.append(self._orders.get_nowait())
-        for order in orders:
+                self._pending.append(self._orders.get_nowait())
+        for order in self._pending:
             try:
                 order(database)
             except (sqlite3.Error, OSError):
                 raise
             except Exception as fault:  # noqa: BLE001 - of one record, not of the file
                 logger.warning("records: one is not saved: %s", fault)
-        self._n_changes += len(orders)
+        self._n_changes += len(self._pending)
         if self._n_changes > _CLEAN_AFTER:  # else parts would grow without limit
             self._n_changes = 0
             _delete_unused_parts(database)
         database.commit()
+        self._pending = []
+        if self._failure:
+            logger.info("records: everything is saved again")
+            self._failure = ""
+
+
+def _delete_database(path: Path) -> None:
+    """Delete the file of a database, with its journal. Raises OSError."""
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

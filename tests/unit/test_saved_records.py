@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import start_llm as s
+from server_fixture import wait_until
 
 
 def open_records(path: Path, ttl_seconds: float = 0.0) -> s.RecordFile:
@@ -276,9 +277,40 @@ def test_text_without_utf_8_is_saved_or_left_out_alone(tmp_path: Path) -> None:
     assert loaded(path) == {b"a": ["half \ud83d"], b"b": ["whole"]}
 
 
-def test_failure_of_the_file_is_said_once_and_costs_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_saved_now_is_saved_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
+    path = tmp_path / "records"
+    file = open_records(path)
+    records = file.of_tenant("")
+    put(records, b"a", record("one"))
+    put(records, b"b", record("two"))
+    assert file.flush(10.0)
+    failures = [sqlite3.OperationalError("database or disk is full")] * 3
+
+    def fail_at_first() -> list[s.SavedRecord]:
+        if failures:
+            raise failures.pop()
+        return [record("three")]
+
+    records.remove("kind", b"a")
+    records.put("kind", b"c", fail_at_first)
+    wait_until(lambda: not failures)
+    put(records, b"d", record("four"))
+    wait_until(lambda: not file._failure)
+
+    assert file.flush(10.0)
+    assert caplog.text.count("nothing is saved for now") == 1
+    assert loaded(path) == {b"b": ["two"], b"c": ["three"], b"d": ["four"]}
+
+
+def test_file_that_cannot_be_saved_for_long_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or what people have forgotten meanwhile would be there at the next start."""
+    monkeypatch.setattr(s, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(s, "_MAX_WAITING_ORDERS", 3)
     path = tmp_path / "records"
     file = open_records(path)
     records = file.of_tenant("")
@@ -286,15 +318,17 @@ def test_failure_of_the_file_is_said_once_and_costs_nothing_else(
     assert file.flush(10.0)
 
     def fail() -> list[s.SavedRecord]:
+        time.sleep(0.05)
         raise sqlite3.OperationalError("database or disk is full")
 
     records.put("kind", b"b", fail)
-    file.flush(0.5)
-    put(records, b"c", record("late"))
+    for _ in range(200):
+        records.remove("kind", b"a")
+    wait_until(lambda: file._path is None or records.remove("kind", b"a"))
 
-    assert file.flush(10.0)
     assert caplog.text.count("nothing is saved any more") == 1
-    assert loaded(path) == {b"a": ["one"]}
+    wait_until(lambda: not list(tmp_path.iterdir()))
+    assert file.flush(10.0)
 
 
 def test_file_is_for_its_owner_alone(tmp_path: Path) -> None:
