@@ -15301,8 +15301,9 @@ class RunningRequest:
         return copy_span(self.batch.layer_caches, end, row=row)
 
     def add_slice_ends(self, positions: Iterable[int]) -> None:
-        """Let prefill slices end at these positions, too."""
-        self.slice_ends = sorted({*self.slice_ends, *positions})
+        """Let prefill slices end at these positions, too, those not reached yet."""
+        next_ends = {p for p in positions if p > self.num_computed_tokens}
+        self.slice_ends = sorted(next_ends.union(self.slice_ends))
 
     def find_image(self, end: int) -> ImageTokens | None:
         """The image that a slice up to `end` ends with: a slice has at most one.
@@ -15748,10 +15749,8 @@ N_MEASURED_SLICES: Final = 32
 FIRST_SPEED: Final = 2000.0  # tokens a second, before any slice was measured
 
 
-def _find_slice_ends(
-    request: EngineRequest, offset: KvOffset, *, spec: KVSpec
-) -> list[int]:
-    """Where slices of a prompt must end, after `offset` and inside it; ascending.
+def _find_slice_ends(request: EngineRequest, *, spec: KVSpec) -> list[int]:
+    """Where slices of a prompt must end, inside it.
 
     after each image    a slice has one image at most, and ends with it
     before each image   if the model has state: a checkpoint is taken there
@@ -15762,9 +15761,8 @@ def _find_slice_ends(
     if spec.has_state:
         positions += [start for start, _ in request.images]
         if not spec.can_tap:
-            n_prompt = request.n_prompt
-            positions += _find_checkpoints(request, offset, end=n_prompt)
-    return sorted({p for p in positions if offset < p < request.n_prompt})
+            positions += _find_checkpoints(request, 0, end=request.n_prompt)
+    return [position for position in positions if position < request.n_prompt]
 
 
 def _find_checkpoints(request: EngineRequest, start: int, *, end: int) -> list[int]:
@@ -15843,7 +15841,7 @@ class PromptReader:
         assert offset == n_cached, "the KV is not as deep as the lookup promised"
 
         _reserve(running)
-        running.add_slice_ends(_find_slice_ends(request, offset, spec=self._spec))
+        running.add_slice_ends(_find_slice_ends(request, spec=self._spec))
         for start, image in request.images:
             positions = self._loaded.model.image_positions(image)
             running.image_shifts[start] = positions.shift

@@ -402,6 +402,30 @@ def test_scheduler_reads_rests_after_one_cached_prefix_in_one_call(bench):
         assert b.largest_difference(ticket, more) == 0.0
 
 
+def test_scheduler_reads_no_empty_slice_for_who_waits_for_a_prefix(bench, monkeypatch):
+    b = bench("qwen3_5")
+    rng = np.random.default_rng(1)
+    prompt = words(rng, 600)
+    b.ask(prompt, n=1, boundaries=[599])
+    calls = note_calls(b)
+    admit = s.Scheduler._admit
+
+    def admit_and_drop_states(scheduler, handle):
+        can_go_on = admit(scheduler, handle)
+        for entry in scheduler.cache.entries:
+            entry.checkpoints.clear()  # as memory would, while the request waits
+        return can_go_on
+
+    monkeypatch.setattr(s.Scheduler, "_admit", admit_and_drop_states)
+    handles = submit_at_once(b, [prompt, prompt + words(rng, 40)])
+    replies = [b.finish(handle) for handle in handles]
+
+    assert replies[0][1].reuse.cached_tokens == 599
+    assert 0 not in {n_tokens for _, n_tokens in calls}
+    for handle, (reply, _) in zip(handles, replies, strict=True):
+        assert b.largest_difference(handle, reply) <= TOLERANCE.get("qwen3_5", 0.0)
+
+
 def test_scheduler_learns_no_slice_cost_where_kv_is_merged(bench):
     b = bench("qwen3")
     rng = np.random.default_rng(1)
