@@ -850,7 +850,8 @@ def read_arguments(arguments: "list[str]") -> Options:
     parser.add_argument("--version", action="version", version=version)
     server = parser.add_argument_group("the server")
     for name, metavar, text in SERVER_OPTIONS:
-        server.add_argument(name, metavar=metavar, help=text)
+        choices = BACKENDS if name == "--backend" else None
+        server.add_argument(name, metavar=metavar, choices=choices, help=text)
     server.add_argument(
         "--warm-up",
         action="store_true",
@@ -869,8 +870,6 @@ def read_arguments(arguments: "list[str]") -> Options:
         parser.refuse(unknown_words[0])
     if known.port and not (known.port.isdecimal() and 0 < int(known.port) < 65536):
         parser.error(f"--port: {known.port!r} is no number from 1 to 65535")
-    if known.backend and known.backend not in BACKENDS:
-        parser.error(f"--backend: {known.backend!r} is none of {', '.join(BACKENDS)}")
     rest = [word for word in arguments if word != "--setup-only"]
     return Options("setup" if known.setup_only else "run", rest, known.backend)
 

@@ -296,7 +296,7 @@ def read_options(arguments: Sequence[str]) -> dict[str, str]:
         "--backend",
         dest="MLX_BACKEND",
         metavar="NAME",
-        type=_read_backend,
+        choices=["auto", "cpu", "cuda"],
         help="auto, cpu or cuda: where MLX computes (MLX_BACKEND, auto)",
     )
     parser.add_argument(
@@ -324,12 +324,6 @@ def read_options(arguments: Sequence[str]) -> dict[str, str]:
 def _read_port(text: str) -> str:
     if not (text.isdecimal() and 0 < int(text) < 65_536):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 65535")
-    return text
-
-
-def _read_backend(text: str) -> str:
-    if text not in {"auto", "cpu", "cuda"}:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, cpu, cuda")
     return text
 
 
