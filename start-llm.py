@@ -561,28 +561,14 @@ class Overloaded(ServerError):
 
 
 class BadRequest(ServerError):
-    """The request cannot be answered as it is.
-
-    Both `field` and `param` are the path of the field at fault. `field` is put before
-    the message, too; `param` leaves the message as it is.
-    """
+    """The request cannot be answered as it is; `field` is the path of what is wrong."""
 
     status = 400
     type = "invalid_request_error"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str = "",
-        param: str | None = None,
-        quote: str = "",
-    ) -> None:
-        if field:
-            message = f"{field}: {message}"
-            param = field
-        super().__init__(message)
-        self.param = param
+    def __init__(self, message: str, *, field: str = "", quote: str = "") -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.param = field or None
         self.quote = quote
 
 
@@ -598,9 +584,9 @@ class ContextTooLong(BadRequest):
         super().__init__(
             f"This model's maximum context length is {limit} tokens. "
             f"However, your messages resulted in {n_prompt} tokens. "
-            f"Please reduce the length of the messages.{advice}",
-            param="messages",
+            f"Please reduce the length of the messages.{advice}"
         )
+        self.param = "messages"
         self.n_prompt = n_prompt
         self.limit = limit
 
@@ -3734,6 +3720,8 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
 _MESSAGES_NAMES: Final = (
     ("reasoning_effort", "output_config.effort"),
     ("response_format.json_schema", "output_config.format"),
+    elif error.param is not None:
+        message = _messages_path(error.param) + message.removeprefix(error.param)
     ("response_format", "output_config.format"),
 )
 
@@ -3753,8 +3741,6 @@ def _messages_path(path: str) -> str:
 def anthropic_error_body(error: ServerError) -> JsonObject:
     """The body, or the event, of an error in the Messages API."""
     message = str(error)
-    if error.param is not None and message.startswith(f"{error.param}: "):
-        message = _messages_path(error.param) + message.removeprefix(error.param)
     if isinstance(error, ContextTooLong):  # in the words that agents look for
         sizes = f"{error.n_prompt} tokens > {error.limit} maximum"
         message = f"prompt is too long: {sizes}"
@@ -6216,10 +6202,10 @@ class Renderer:
             # Templates raise what they like, and so does Jinja; that an error is our
             # own cannot be seen.
             refusal = str(error)
-            reason = f"the model's chat template refuses these messages: {refusal}"
+            reason = f"the model's chat template refuses them: {refusal}"
             # A sentence of the template's own does not quote the client.
             quote = "" if refusal in self.source else refusal
-            raise BadRequest(reason, param="messages", quote=quote) from error
+            raise BadRequest(reason, field="messages", quote=quote) from error
 
     def try_render(
         self,
@@ -6979,7 +6965,7 @@ class ChatTemplate:
             return RenderedPrompt(ids=ids, n_left_out=n_left_out)
 
         if not ids.size:
-            raise BadRequest("the prompt is empty", param="prompt")
+            raise BadRequest("should not be empty", field="prompt")
         unknown_ids = ids[(ids < 0) | (ids >= tokenizer.get_vocab_size())]
         if unknown_ids.size:
             raise BadRequest(
@@ -7005,7 +6991,7 @@ class ChatTemplate:
             return self.tokenize_completion(request.prompt or "", limit)
         if not self.source:
             raise BadRequest(
-                "this model has no chat template, only completions", param="messages"
+                "this model has no chat template, only completions", field="messages"
             )
         shaped = [self.shaper.shape(m) for m in messages or request.messages]
         folded = _fold_messages(shaped, self.traits)

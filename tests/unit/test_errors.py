@@ -54,13 +54,13 @@ def test_each_kind_has_its_status_type_and_code(name):
     assert list(body) == ["error"]
 
 
-def test_a_bad_request_says_where_in_its_text_too_unless_the_text_does():
+def test_a_bad_request_names_its_field_in_the_text_too():
     error = BadRequest("wrong", field="messages[3].content")
     assert error.param == "messages[3].content"
     assert str(error) == "messages[3].content: wrong"
 
-    error = BadRequest("wrong", param="messages[3].content")
-    assert error.param == "messages[3].content"
+    error = BadRequest("wrong")
+    assert error.param is None
     assert str(error) == "wrong"
 
 
