@@ -758,7 +758,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     keepalive_seconds: _SocketTimeout = 10.0  # between the events of a waiting stream
     idle_connection_seconds: _SocketTimeout = 60.0  # until it is closed
     keep_awake: bool = False  # macOS does not sleep while a request runs
-    shutdown_grace_seconds: _Seconds = 10.0  # for running replies when it has to stop
+    shutdown_grace_seconds: Annotated[_Seconds, Field(le=1e8)] = 10.0  # for replies
     exit_on_engine_death: bool = True  # so that a supervisor starts it again
     allowed_hosts: str = ""  # a list: more names that clients call this machine by
     # key: no two keys share anything; user: nor do two users of a key

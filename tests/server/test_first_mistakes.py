@@ -156,10 +156,15 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered(
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
-def test_no_time_is_longer_than_a_socket_can_wait():
-    with pytest.raises(s.ConfigError, match="IDLE_CONNECTION_SECONDS"):
-        s.Config.from_env({"IDLE_CONNECTION_SECONDS": "9999999999"})
+@pytest.mark.parametrize(
+    "name", ["IDLE_CONNECTION_SECONDS", "SHUTDOWN_GRACE_SECONDS"]
+)
+def test_no_time_is_longer_than_can_be_waited(name):
+    with pytest.raises(s.ConfigError, match=name):
+        s.Config.from_env({name: "9999999999"})
 
+
+def test_the_longest_time_can_be_waited():
     with listening(idle_connection_seconds=1e8) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         with closing(connection):
