@@ -1752,10 +1752,8 @@ class WorkBudget:
     def __init__(self, n_units: int) -> None:
         self.n_units = n_units
         self.n_free = n_units
-        self._budget_lock = threading.Lock()  # guards `n_free` and the queue
-        # One event for each that waits, the oldest first. It is set when units may be
-        # free for it.
-        self._waiting: deque[threading.Event] = deque()
+        self._changed = threading.Condition()  # guards `n_free` and the queue
+        self.waiting: deque[object] = deque()  # one for each that waits, oldest first
 
     @contextmanager
     def reserve(
@@ -1776,49 +1774,36 @@ class WorkBudget:
 
     def _acquire(self, n_units: int, check_client: Callable[[], None]) -> None:
         """Take the units: at once where nobody waits, else at the head of the queue."""
-        turn = threading.Event()
-        with self._budget_lock:
-            if not self._waiting and self._take(n_units):
+        place = object()
+        with self._changed:
+            if not self.waiting and n_units <= self.n_free:
+                self.n_free -= n_units
                 return
-            self._waiting.append(turn)
+            self.waiting.append(place)
         try:
-            while not self._take_in_turn(n_units, turn):
-                turn.wait(CLIENT_LOOK_SECONDS)
+            while not self._take_in_turn(n_units, place):
                 check_client()
         finally:
-            with self._budget_lock:
-                self._waiting.remove(turn)
-                self._wake_first()  # what is left may be enough for the next
+            with self._changed:
+                self.waiting.remove(place)
+                self._changed.notify_all()
 
-    def _take_in_turn(self, n_units: int, turn: threading.Event) -> bool:
-        """Take the units if they are free and `turn` is the first in the queue."""
-        with self._budget_lock:
-            # What is released from now on sets the event again, so that wait() returns.
-            turn.clear()
-            return self._waiting[0] is turn and self._take(n_units)
-
-    def _take(self, n_units: int) -> bool:
-        """Take the units if they are free, and say whether; the lock is held."""
-        if n_units > self.n_free:
-            return False
-        self.n_free -= n_units
-        return True
-
-    def _wake_first(self) -> None:
-        """Let the oldest that waits try; any other would find that it is not first."""
-        if self._waiting:
-            self._waiting[0].set()
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether somebody waits for what others have reserved."""
-        return bool(self._waiting)
+    def _take_in_turn(self, n_units: int, place: object) -> bool:
+        """Take the units once they are free and `place` is first; False: not in time."""
+        with self._changed:
+            is_turn = self._changed.wait_for(
+                lambda: self.waiting[0] is place and n_units <= self.n_free,
+                timeout=CLIENT_LOOK_SECONDS,
+            )
+            if is_turn:
+                self.n_free -= n_units
+            return is_turn
 
     def release(self, n_units: int) -> None:
         """Give units back; only a Reservation calls it, with units of its own."""
-        with self._budget_lock:
+        with self._changed:
             self.n_free += n_units
-            self._wake_first()
+            self._changed.notify_all()
 
 
 class Reservation:
@@ -1831,7 +1816,7 @@ class Reservation:
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for units of the same budget."""
-        return self._budget.is_awaited
+        return bool(self._budget.waiting)
 
     def shrink(self, n_units: int) -> None:
         """Give back all but `n_units`, if there are more."""
