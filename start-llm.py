@@ -2105,7 +2105,7 @@ def parse_json_body(raw: bytes) -> object:
     bytes of JSON takes a hundred in memory, so the number of arrays and objects is
     limited (L-122).
     """
-    if _count_containers(raw) > MAX_CONTAINERS:
+    if _has_too_many_containers(raw):
         raise BadRequest(
             f"the body has more than {MAX_CONTAINERS:,} arrays and objects: no context"
             " has the room for them"
@@ -2129,17 +2129,12 @@ def parse_json_body(raw: bytes) -> object:
 _BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])', re.DOTALL)
 
 
-def _count_containers(raw: bytes) -> int:
-    """How many arrays and objects a JSON value has.
-
-    Up to the limit, brackets in strings are counted, too, which is faster. Beyond the
-    limit nothing is counted.
-    """
-    n_brackets = raw.count(b"[") + raw.count(b"{")  # those in strings, too
-    if n_brackets <= MAX_CONTAINERS:
-        return n_brackets
+def _has_too_many_containers(raw: bytes) -> bool:
+    """Whether a JSON value has more than MAX_CONTAINERS arrays and objects."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
+        return False  # too few even with the brackets in strings
     brackets = (match for match in _BRACKET.finditer(raw) if match[1])
-    return sum(1 for _ in islice(brackets, MAX_CONTAINERS + 1))
+    return sum(1 for _ in islice(brackets, MAX_CONTAINERS + 1)) > MAX_CONTAINERS
 
 
 # What json.JSONDecodeError says, and what a client is told.
