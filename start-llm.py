@@ -777,9 +777,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply: limits admission
     kv_bits: _KVBits = "off"  # of each number of attention KV; off: as computed
     kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
-    kv_quant_scheme: _KVScheme = (
-        "uniform"  # turboquant: rotated before, at 4 bits or less
-    )
+    kv_quant_scheme: _KVScheme = "uniform"  # turboquant: rotated first, at 2 to 4 bits
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -3700,8 +3698,6 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
 _MESSAGES_NAMES: Final = (
     ("reasoning_effort", "output_config.effort"),
     ("response_format.json_schema", "output_config.format"),
-    elif error.param is not None:
-        message = _messages_path(error.param) + message.removeprefix(error.param)
     ("response_format", "output_config.format"),
 )
 
@@ -3724,6 +3720,8 @@ def anthropic_error_body(error: ServerError) -> JsonObject:
     if isinstance(error, ContextTooLong):  # in the words that agents look for
         sizes = f"{error.n_prompt} tokens > {error.limit} maximum"
         message = f"prompt is too long: {sizes}"
+    elif error.param is not None:
+        message = _messages_path(error.param) + message.removeprefix(error.param)
     return {
         "type": "error",
         "error": {

@@ -156,9 +156,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed_and_never_lowered(
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
-@pytest.mark.parametrize(
-    "name", ["IDLE_CONNECTION_SECONDS", "SHUTDOWN_GRACE_SECONDS"]
-)
+@pytest.mark.parametrize("name", ["IDLE_CONNECTION_SECONDS", "SHUTDOWN_GRACE_SECONDS"])
 def test_no_time_is_longer_than_can_be_waited(name):
     with pytest.raises(s.ConfigError, match=name):
         s.Config.from_env({name: "9999999999"})
