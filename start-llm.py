@@ -83,15 +83,15 @@ GLOSSARY; in brackets the name in the system that this one replaces
 WHAT NEVER HAPPENS
     KV is reused for another token than the one that built it.
     Prompt tokens are cut at anything but a KvOffset, made by kv_cache_offset() alone.
-    A failed reply is recorded in the ledger, or more of one that its client has left
-    than was shown. (The KV of a reply that was cancelled, or had to end for want of
-    memory, is exact, so it is kept; KV that an exception interrupted is dropped.)
+    A failed reply is recorded in the ledger, or what a client that left was not shown.
+    (The KV of a reply that was cancelled, or had to end for want of memory, is exact,
+    so it is kept; KV that an exception interrupted is dropped.)
     A second thread touches MLX. (An image's processor copies what it returns into MLX
     arrays, on any thread; there, nothing is computed with them.)
     Content that a client sends is lost in silence: what cannot be read gets an error, a
     sentence in its place in the prompt, or a line in the log. (Left out on purpose:
-    telemetry; of Anthropic's, server tools that are offered and encrypted thinking; of
-    a tool, all but its function; of thinking under two names, one.)
+    telemetry; Anthropic's server tools and encrypted thinking; what a tool has beside
+    its function; thinking that is sent a second time, under another name.)
 
 THREADS AND LOCKS
     main        starts, waits, stops          model       loads and runs the model
@@ -519,7 +519,7 @@ class ServerError(Exception):
     type: str = "server_error"
     code: str | None = None
     param: str | None = None  # the field at fault, as in "messages[3].content"
-    quote: str = ""  # the part of the message that may be what the client wrote
+    quote: str = ""  # the part of the message that may repeat the client's text
     headers: Mapping[str, str] = {}  # that the response has besides the usual ones
 
     def without_quote(self) -> str:
@@ -685,7 +685,7 @@ _Port = Annotated[int, Field(ge=1, le=65_535)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _SocketTimeout = Annotated[float, Field(gt=0, le=1e8)]  # macOS refuses longer ones
-# Of a request as of a setting: SamplingParams has these ranges, too.
+# SamplingParams has these ranges, too.
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
@@ -1011,7 +1011,10 @@ def _unknown_in_file(env_file: Mapping[str, str | None]) -> Iterator[_UnknownNam
 
 
 def _unknown_in_environment(environ: Mapping[str, str]) -> Iterator[_UnknownName]:
-    """Idle settings, MODEL, and typing errors of settings that are not set there."""
+    """Idle settings, MODEL, and typing errors: all that are not empty.
+
+    With MLX_PORT set, MLX_PROT is another program's, and no typing error.
+    """
     for name in sorted(environ.keys() - _SETTING_NAMES - _FOREIGN_NAMES):
         setting = _find_typo(name, _SETTING_NAMES - environ.keys())
         if name == "MODEL":  # no other program is known to read it
@@ -1729,7 +1732,8 @@ def _append_line(path: Path, line: bytes) -> None:
 #     3 MB   "held"   once 64 kB of it have come, until its reply has ended
 #     48 MB  "work"   once all of it has come, until the engine has its tokens
 #
-# Its client may take a minute to send it, so no work is reserved meanwhile. Two other
+# Its client may take a minute to send it, so no work is reserved meanwhile. Nothing is
+# reserved as "held" while it has "work", so no two wait for each other. Two other
 # sections have a WorkBudget of one unit, so that one request at a time does a step: one
 # text that cannot be cut is tokenized (TOKENIZER), one image unpacked (VISION MODEL).
 #
@@ -1787,7 +1791,7 @@ class WorkBudget:
                 self._changed.notify_all()
 
     def _take_in_turn(self, n_units: int, place: object) -> bool:
-        """Take the units once they are free and `place` is first; False: not in time."""
+        """Take the units if it is their turn and they are free, at once or soon."""
         with self._changed:
             is_turn = self._changed.wait_for(
                 lambda: self.waiting[0] is place and n_units <= self.n_free,
@@ -1827,20 +1831,20 @@ def memory_bytes(*values: object) -> int:
     """Bytes that values take in memory together, with all that is in them."""
     n_bytes = 0
     counted: set[int] = set()
-    places = [*values]
-    while places:
-        value = places.pop()
+    pending = [*values]
+    while pending:
+        value = pending.pop()
         if id(value) in counted:
             continue
         counted.add(id(value))
         n_bytes += sys.getsizeof(value)
         match value:
             case dict():
-                places += [*value, *value.values()]
+                pending += [*value, *value.values()]
             case list() | tuple() | set() | frozenset():
-                places += value
+                pending += value
             case _ if is_dataclass(value):
-                places += [getattr(value, part.name) for part in fields(value)]
+                pending += [getattr(value, part.name) for part in fields(value)]
     return n_bytes
 
 
@@ -2174,9 +2178,8 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 def present_fields(body: object) -> JsonObject:
     """The fields of a body that are not null. Raises BadRequest if it is no object.
 
-    `extra_body` is replaced by its fields, of which those count that the body lacks:
-    OpenAI's SDK unpacks it, but some clients send it as it is. If it is no object, it
-    is passed over, as is any field that we do not know.
+    OpenAI's SDK unpacks `extra_body`, but some clients send it as it is: its fields are
+    added to those of the body, which win. If it is no object, it is passed over.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
@@ -2278,15 +2281,14 @@ def _describe_first(faults: Sequence[_Fault]) -> BadRequest:
                       counts, as no fault of type
     """
     first_path = faults[0].path
-    inside = [fault for fault in faults if fault.path[: len(first_path)] == first_path]
-    deepest_path = max((fault.path for fault in inside), key=len)
+    of_field = [f for f in faults if f.path[: len(first_path)] == first_path]
+    deepest_path = max((fault.path for fault in of_field), key=len)
 
-    deepest = [fault for fault in inside if fault.path == deepest_path]
-    meant = [fault for fault in deepest if not fault.is_of_type] or deepest
-    first_message, *messages = dict.fromkeys(fault.message for fault in meant)
-    text = first_message
-    for message in messages:
-        text += f" or {message.removeprefix('should be ')}"
+    deepest = [fault for fault in of_field if fault.path == deepest_path]
+    of_value = [fault for fault in deepest if not fault.is_of_type]
+    first_message, *others = dict.fromkeys(f.message for f in of_value or deepest)
+    alternatives = [message.removeprefix("should be ") for message in others]
+    text = " or ".join([first_message, *alternatives])
     return BadRequest(text, field=_spell_path(deepest_path))
 
 
@@ -4003,7 +4005,7 @@ _MAX_SCANS: Final = 64  # of a JPEG, or compressed texts of a PNG
 # A scan of a JPEG is a pass over its pixels; progressive ones have 6 to 30. A text or a
 # profile of a PNG unpacks to up to a megabyte.
 _SCANS: Final = (b"\xda", b"zTXt", b"iTXt", b"iCCP")
-# Between compressed pixels: what is neither a byte 0xff of theirs nor a restart.
+# Neither ff 00, which is a byte of the pixels, nor a restart: ff d0 to ff d7.
 _JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _PNG_PIXELS: Final = (b"IDAT", b"fdAT")
 _MIN_PIXEL_BYTES: Final = 256  # a chunk of a PNG with fewer costs more than its bytes
