@@ -8911,7 +8911,7 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # on where the slices ended.)
 #
 # A group is KV_GROUP_SIZE numbers side by side. Its word has two bfloat16: the size of
-# a step, and the smallest number. "turboquant" turns each group before by a Hadamard
+# a step, and the number at which steps begin. "turboquant" turns each group before by a Hadamard
 # matrix with random signs, which spreads a number that stands out over its whole group
 # (arXiv 2504.19874). The codebook of that paper is not used: to look numbers up takes
 # longer than attention does. What stays as it is computed: windows, states, and heads
@@ -8935,7 +8935,7 @@ _SIGNS_SEED: Final = 20504  # the same in each process: KV on the disk is read a
 _WORD_BITS: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVPacking:
     """How KV is packed."""
 
@@ -8973,31 +8973,33 @@ class KVPacking:
         group_words = groups.view(mx.uint32).squeeze(-1)
         return mx.concatenate([words, group_words], axis=-1)
 
-    def unpack(self, packed: mx.array, bits: int, plain: _PlainKind) -> mx.array:
+    def unpack(self, packed: mx.array, plain: _PlainKind) -> mx.array:
         """`(..., words)` -> `(..., head_dim)`, of the type that was packed."""
-        n_words = plain.size * bits // _WORD_BITS
+        n_words = plain.size * plain.bits // _WORD_BITS
         groups = mx.contiguous(packed[..., n_words:]).view(mx.bfloat16)
         numbers = mx.dequantize(
             packed[..., :n_words],
             groups[..., ::2].astype(plain.dtype),
             groups[..., 1::2].astype(plain.dtype),
             group_size=self.group_size,
-            bits=bits,
+            bits=plain.bits,
         )
         return self._rotate_back(numbers) if self.is_rotated else numbers
 
     def _rotate(self, plain: mx.array) -> mx.array:
         groups = mx.unflatten(plain, -1, (-1, self.group_size))
-        return mx.hadamard_transform(groups * self._signs(plain.dtype)).flatten(-2)
+        signs = mx.array(self._signs, dtype=plain.dtype)
+        return mx.hadamard_transform(groups * signs).flatten(-2)
 
     def _rotate_back(self, rotated: mx.array) -> mx.array:
         groups = mx.unflatten(rotated, -1, (-1, self.group_size))
-        turned_back = mx.hadamard_transform(groups) * self._signs(rotated.dtype)
-        return turned_back.flatten(-2)
+        signs = mx.array(self._signs, dtype=rotated.dtype)
+        return (mx.hadamard_transform(groups) * signs).flatten(-2)
 
-    def _signs(self, dtype: mx.Dtype) -> mx.array:
-        signs = np.random.default_rng(_SIGNS_SEED).choice((-1.0, 1.0), self.group_size)
-        return mx.array(signs, dtype=dtype)
+    @cached_property  # each layer asks four times a step
+    def _signs(self) -> npt.NDArray[Any]:
+        random = np.random.default_rng(_SIGNS_SEED)
+        return random.choice((-1.0, 1.0), self.group_size)
 
 
 class _PlainKind(NamedTuple):
@@ -9005,6 +9007,7 @@ class _PlainKind(NamedTuple):
 
     size: int  # of a head
     dtype: mx.Dtype
+    bits: int  # of each number, once it is packed
 
 
 def choose_packing(config: Config) -> KVPacking | None:
@@ -9045,19 +9048,19 @@ class _PackedLeaf:
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Add tokens `(rows, heads, n, head_dim)`; returns all of them, alike."""
+        packing = self.packing
+        if packing.can_pack(keys, values):
+            # DeepSeek-V3.2's index has keys only. It hands them in twice, and sets
+            # `values` to zeros of their shape.
+            value_bits = packing.key_bits if values is keys else packing.value_bits
+            self._kinds = (
+                _PlainKind(keys.shape[-1], keys.dtype, packing.key_bits),
+                _PlainKind(values.shape[-1], values.dtype, value_bits),
+            )
+            keys = packing.pack(keys, packing.key_bits)
+            values = packing.pack(values, value_bits)
         plain: tuple[mx.array, mx.array]
-        if not self.packing.can_pack(keys, values):
-            plain = super().update_and_fetch(keys, values)  # type: ignore[misc]
-            return plain
-        self._kinds = (
-            _PlainKind(keys.shape[-1], keys.dtype),
-            _PlainKind(values.shape[-1], values.dtype),
-        )
-        packed = (
-            self.packing.pack(keys, self.packing.key_bits),
-            self.packing.pack(values, self.packing.value_bits),
-        )
-        plain = super().update_and_fetch(*packed)  # type: ignore[misc]
+        plain = super().update_and_fetch(keys, values)  # type: ignore[misc]
         return plain
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -9066,10 +9069,8 @@ class _PackedLeaf:
         if self._kinds is None:
             return keys, values
         key_kind, value_kind = self._kinds
-        return (
-            self.packing.unpack(keys, self.packing.key_bits, key_kind),
-            self.packing.unpack(values, self.packing.value_bits, value_kind),
-        )
+        unpack = self.packing.unpack
+        return unpack(keys, key_kind), unpack(values, value_kind)
 
 
 # Pinned by test_packed_kv.py

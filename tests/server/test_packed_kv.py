@@ -13,6 +13,8 @@ import pytest
 import start_llm as s
 from engine_fixture import Bench, words
 from mlx_lm import load
+from mlx_lm.models import deepseek_v32
+from mlx_lm.models.cache import make_prompt_cache
 from server_fixture import Served, user
 from test_engine import (
     at_once,
@@ -33,6 +35,18 @@ PACKINGS = [
     {"kv_bits": "4", "kv_quant_scheme": "turboquant", "kv_group_size": "32"},
     {"kv_bits": "2.5", "kv_quant_scheme": "turboquant"},
 ]
+INDEXED = {  # fields of deepseek_v32
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "index_head_dim": 64,
+    "index_n_heads": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "v_head_dim": 32,
+    "qk_nope_head_dim": 32,
+}
 # A window that has wrapped sums in another order, and MLA decodes by other sums than it
 # prefills by. What then falls on the other side of a rounding is a step away.
 TOLERANCE = {SLIDING: 1e-3, MLA: 5e-3}
@@ -65,6 +79,21 @@ def check_scenario(b, kind, scenario):
     results = scenario(b, np.random.default_rng(7))
     worst = max(b.largest_difference(ticket, ids) for ticket, ids, _ in results)
     assert worst <= TOLERANCE.get(kind, 0.0)
+
+
+@pytest.mark.parametrize("bits", ["2.5", "8"])
+def test_an_index_of_keys_alone_is_packed(bits):
+    """DeepSeek-V3.2 sets the values of its index to zeros of the shape of its keys."""
+    model = deepseek_v32.Model(deepseek_v32.ModelArgs(**INDEXED))
+    s.pack_caches(model, s.choose_packing(s.Config(kv_bits=bits)))
+    caches = make_prompt_cache(model)
+
+    for tokens in ([1, 2, 3], [4], [5]):
+        logits = model(mx.array([tokens]), cache=caches)
+        s.evaluate_caches(caches)
+
+    assert mx.isfinite(logits).all()
+    assert s.kv_cache_offset(caches, recorded=0) == 5
 
 
 def test_of_mla_what_was_prefilled_is_reused_to_the_last_bit(bench):
