@@ -8951,8 +8951,12 @@ class KVPacking:
         return f"{bits}, turboquant" if self.is_rotated else bits
 
     def can_pack(self, *arrays: mx.array) -> bool:
-        """Whether all of these `(..., head_dim)` are made of whole groups."""
-        return all(array.shape[-1] % self.group_size == 0 for array in arrays)
+        """Whether all of these `(..., head_dim)` are made of whole groups.
+
+        MiniMax-M3's index has values of no numbers at all: it stays plain.
+        """
+        sizes = [array.shape[-1] for array in arrays]
+        return all(size and size % self.group_size == 0 for size in sizes)
 
     def count_bytes(self, keys: mx.array, values: mx.array) -> int:
         """What both will take."""
@@ -9677,9 +9681,8 @@ def read_gated_delta_in_chunks() -> None:
 # Public   KVSpec, KVSpan, StateCheckpoint, BUFFER_STEP_TOKENS,
 #          measure_kv, kv_cache_offset, evaluate_caches, reserve_tokens, load_span,
 #          take_span, copy_span, copy_state, make_checkpoint, restore_state,
-#          hold_recurrent_state,
-#          to_batch, extract_row, row_offsets, request_tapped_states,
-#          take_tapped_states
+#          hold_recurrent_state, to_batch, extract_row, row_offsets,
+#          request_tapped_states, take_tapped_states
 # Uses     API TYPES, PACKED KV, UPSTREAM
 # Thread   model; mlx
 
@@ -9773,8 +9776,7 @@ def kv_cache_offset(layer_caches: LayerCaches, *, recorded: int) -> KvOffset:
     is taken only where no layer counts: recurrent layers do not.
     """
     # why(L-02): attention first: a hybrid model's first layer may not count tokens.
-    leaves = _attention_leaves(layer_caches)
-    leaves += _state_leaves(layer_caches)
+    leaves = _attention_leaves(layer_caches) + _state_leaves(layer_caches)
     for leaf in leaves:
         offset = getattr(leaf, "offset", None)
         if offset is not None:
@@ -9871,37 +9873,24 @@ def load_span(layer_caches: LayerCaches, span: KVSpan) -> None:
         leaf.state = (keys, values, span.length)
 
 
-def copy_span(
-    layer_caches: LayerCaches,
-    end: int,
-    *,
-    row: int,
-) -> KVSpan:
+def copy_span(layer_caches: LayerCaches, end: int, *, row: int) -> KVSpan:
     """Copy tokens [0, end) of one row out of caches in use, be they a batch or not."""
     views: list[mx.array] = []
     for leaf in _attention_leaves(layer_caches):
         start = first_slot(leaf, row=row)
-        for buffer in (leaf.keys, leaf.values):
-            row_buffer = buffer[row : row + 1]
-            views.append(row_buffer[:, :, start:])
+        buffers = (leaf.keys, leaf.values)
+        views += [buffer[row : row + 1, :, start:] for buffer in buffers]
     return KVSpan(views, end).cut(0, end)
 
 
-def reserve_tokens(
-    layer_caches: LayerCaches,
-    n_tokens: int,
-    *,
-    capacity: int,
-) -> None:
+def reserve_tokens(layer_caches: LayerCaches, n_tokens: int, *, capacity: int) -> None:
     """Grow buffers that have no place for `n_tokens`, to `capacity` at least (L-33).
 
     `capacity` is no less than `n_tokens`. Empty caches stay empty: their first write
     makes the buffers.
     """
     for leaf in _attention_leaves(layer_caches):
-        if leaf.empty():
-            continue
-        if leaf.keys.shape[2] < n_tokens:
+        if not leaf.empty() and leaf.keys.shape[2] < n_tokens:
             leaf.keys = _grow(leaf.keys, capacity)
             leaf.values = _grow(leaf.values, capacity)
 
@@ -9983,8 +9972,7 @@ def hold_recurrent_state(layer_caches: LayerCaches) -> LayerCaches | None:
     leaves = _state_leaves(layer_caches)
     if not leaves or not all(leaf_kind(leaf).can_hold for leaf in leaves):
         return None
-    arrays_by_leaf = [list(leaf.cache) for leaf in leaves]
-    return [make_recurrent(arrays) for arrays in arrays_by_leaf]
+    return [make_recurrent(list(leaf.cache)) for leaf in leaves]
 
 
 # -- 4 batches -------------------------------------------------------------------------
@@ -10072,8 +10060,7 @@ def take_tapped_states(layer_caches: LayerCaches) -> list[StateCheckpoint]:
     checkpoints: list[StateCheckpoint] = []
     for states in zip(*states_by_leaf, strict=True):
         tapped_leaves = [make_recurrent(arrays) for arrays in states]
-        checkpoint = copy_state(tapped_leaves)
-        checkpoints.append(checkpoint)
+        checkpoints.append(copy_state(tapped_leaves))
     return checkpoints
 
 
@@ -11611,14 +11598,12 @@ class DiskMatch(NamedTuple):
         starts_of_next = [segment.start for segment in self.segments[1:]]
         yield from zip(self.segments, [*starts_of_next, self.depth], strict=False)
 
-    def positions(self) -> list[int]:
-        """Where states are known, ascending."""
-        return [
-            position
-            for segment, end in self.parts()
-            for position in sorted(segment.states)
-            if position <= end
-        ]
+    def last_state(self, limit: int) -> int:
+        """The last position up to `limit` where a state is known; 0 if none is."""
+        positions = [0]
+        for segment, end in self.parts():
+            positions += [p for p in segment.states if p <= min(end, limit)]
+        return max(positions)
 
 
 NO_DISK_MATCH: Final = DiskMatch()
@@ -12027,7 +12012,11 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegm
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
-    readers = _find_readers(entry, start, end)
+    readers: dict[str, Callable[[], mx.array]] = {
+        "tokens": partial(mx.array, entry.key.tokens[start:end])
+    }
+    for number in range(len(entry.rested_span().arrays)):
+        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
     states: dict[int, Any] = {}
     for position in _states_to_write(entry, start, end):
         leaves = entry.checkpoints[position].leaves
@@ -12047,19 +12036,6 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegm
         arrays={name: _describe_array(read()) for name, read in readers.items()},
     )
     return _PlannedSegment(segment, list(readers.values()))
-
-
-def _find_readers(
-    entry: CacheEntry, start: int, end: int
-) -> dict[str, Callable[[], mx.array]]:
-    """What returns the tokens, and the KV of each layer, of [start, end)."""
-    readers: dict[str, Callable[[], mx.array]] = {}
-    tokens = entry.key.tokens[start:end]
-    readers["tokens"] = partial(mx.array, tokens)
-    n_arrays = len(entry.rested_span().arrays)
-    for number in range(n_arrays):
-        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
-    return readers
 
 
 def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
@@ -12151,8 +12127,7 @@ def _to_mlx(data: npt.NDArray[Any], info: ArrayInfo) -> mx.array:
     """The array of these bytes."""
     kind = _ARRAY_TYPES[info.dtype]
     numbers = data.view(kind.numpy_type)
-    array = mx.array(numbers.reshape(info.shape))
-    return array.view(kind.mlx_type) if info.dtype == "BF16" else array
+    return mx.array(numbers.reshape(info.shape)).view(kind.mlx_type)
 
 
 def _read_span(
@@ -12293,7 +12268,7 @@ class DiskTier:
         found = self.files.find(key)
         depth = min(found.depth, n_known)
         if self._spec.has_state:
-            depth = max((p for p in found.positions() if p <= depth), default=0)
+            depth = found.last_state(depth)
         n_more = depth - match.depth
         if n_more < MIN_LOADED_TOKENS:
             return 0

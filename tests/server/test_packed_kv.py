@@ -96,6 +96,20 @@ def test_an_index_of_keys_alone_is_packed(bits):
     assert s.kv_cache_offset(caches, recorded=0) == 5
 
 
+@pytest.mark.parametrize("scheme", ["uniform", "turboquant"])
+def test_an_index_with_values_of_no_numbers_stays_plain(scheme):
+    """As MiniMax-M3 has one."""
+    config = s.Config(kv_bits="8", kv_quant_scheme=scheme)
+    leaf = s.PackedKVCache(s.choose_packing(config))
+    keys = mx.random.normal((1, 1, 3, 64))
+
+    for _ in range(2):
+        all_keys, values = leaf.update_and_fetch(keys, mx.zeros((1, 1, 3, 0)))
+
+    assert mx.array_equal(all_keys, mx.concatenate([keys, keys], axis=2))
+    assert values.shape == (1, 1, 6, 0)
+
+
 def test_of_mla_what_was_prefilled_is_reused_to_the_last_bit(bench):
     settings = {"kv_bits": "8", "kv_group_size": "32"}
     warm = bench(MLA, WIDE, **settings)
