@@ -8911,7 +8911,7 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # on where the slices ended.)
 #
 # A group is KV_GROUP_SIZE numbers side by side. Its word has two bfloat16: the size of
-# a step, and the number at which steps begin. "turboquant" turns each group before by a Hadamard
+# a step, and where its steps begin. "turboquant" turns each group before by a Hadamard
 # matrix with random signs, which spreads a number that stands out over its whole group
 # (arXiv 2504.19874). The codebook of that paper is not used: to look numbers up takes
 # longer than attention does. What stays as it is computed: windows, states, and heads
@@ -12012,11 +12012,7 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegm
     """The segment [match.depth, end) of an entry at rest; `match` is all before it."""
     start = match.depth
     assert entry.start <= start < end <= entry.end
-    readers: dict[str, Callable[[], mx.array]] = {
-        "tokens": partial(mx.array, entry.key.tokens[start:end])
-    }
-    for number in range(len(entry.rested_span().arrays)):
-        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
+    readers = _find_readers(entry, start, end)
     states: dict[int, Any] = {}
     for position in _states_to_write(entry, start, end):
         leaves = entry.checkpoints[position].leaves
@@ -12036,6 +12032,17 @@ def _plan_segment(entry: CacheEntry, match: DiskMatch, end: int) -> _PlannedSegm
         arrays={name: _describe_array(read()) for name, read in readers.items()},
     )
     return _PlannedSegment(segment, list(readers.values()))
+
+
+def _find_readers(
+    entry: CacheEntry, start: int, end: int
+) -> dict[str, Callable[[], mx.array]]:
+    """What returns the tokens, and the KV of each layer, of [start, end)."""
+    tokens = entry.key.tokens[start:end]
+    readers: dict[str, Callable[[], mx.array]] = {"tokens": partial(mx.array, tokens)}
+    for number in range(len(entry.rested_span().arrays)):
+        readers[f"kv.{number}"] = partial(_read_kv, entry, number, start, end)
+    return readers
 
 
 def _read_kv(entry: CacheEntry, number: int, start: int, end: int) -> mx.array:
