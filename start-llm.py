@@ -356,9 +356,8 @@ if __name__ == "__main__":
 # Thread   main
 
 _CUDA_SETTINGS = {
-    # MLX caches graphs and attention plans: a new one for each length of the last slice
-    # of a prompt. Once it has made twice as many as a cache holds, it would raise an
-    # exception, which the first line prevents.
+    # MLX caches graphs and attention plans, one for each length of the last slice of a
+    # prompt. Its check raises an exception at twice as many as a cache holds.
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",  # instead of 400
     "MLX_CUDA_SDPA_CACHE_SIZE": "2000",  # instead of 256; a plan takes 22 ms
@@ -501,17 +500,6 @@ from transformers import PreTrainedTokenizerBase
 # Thread   any; pure
 
 
-class _ErrorObject(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class _ErrorBody(TypedDict):
-    error: _ErrorObject
-
-
 class ServerError(Exception):
     """A request that gets an error instead of an answer; str() of it is the message."""
 
@@ -526,7 +514,7 @@ class ServerError(Exception):
         """The message for those who did not write the request: log and status page."""
         return str(self).replace(self.quote, "...") if self.quote else str(self)
 
-    def body(self) -> _ErrorBody:
+    def body(self) -> dict[str, object]:
         """The body of the response, as OpenAI writes it."""
         return {
             "error": {
@@ -632,7 +620,6 @@ _FAULTS: Final[Mapping[str, str]] = {
     "finite_number": "should be a number, and finite",
     "int_type": "should be a whole number",
     "int_parsing": "should be a whole number",
-    "int_from_float": "should be a whole number",
     "int_parsing_size": "should be a whole number with fewer digits",
     "list_type": "should be a list",
     "tuple_type": "should be a list",
@@ -1791,7 +1778,7 @@ class WorkBudget:
                 self._changed.notify_all()
 
     def _take_in_turn(self, n_units: int, place: object) -> bool:
-        """Take the units if it is their turn and they are free, at once or soon."""
+        """Wait a while for the units and for their turn; whether they were taken."""
         with self._changed:
             is_turn = self._changed.wait_for(
                 lambda: self.waiting[0] is place and n_units <= self.n_free,
