@@ -815,12 +815,12 @@ class OptionParser(argparse.ArgumentParser):
     def refuse(self, word: str) -> NoReturn:
         """End with a sentence about a word that is no option, and the one meant."""
         if not word.startswith("-"):
-            self.error(f"{word} stands alone: --model {word} is meant?")
+            self.error(f"{word} is no option; did you mean --model {word}?")
         known_options = [name for name in self._option_string_actions if len(name) > 2]
         name = word.split("=")[0]
         near = difflib.get_close_matches(name, known_options, n=1)
         if near:
-            self.error(f"{name} is no option: {near[0]} is meant?")
+            self.error(f"{name} is no option; did you mean {near[0]}?")
         self.error(f"{name} is no option")
 
 

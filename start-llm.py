@@ -247,11 +247,11 @@ class _OptionParser(argparse.ArgumentParser):
     def refuse(self, word: str) -> NoReturn:
         """Exit, for a word that is no option: for --prot, say that --port is meant."""
         if not word.startswith("-"):
-            self.error(f"{word} stands alone: --model {word} is meant?")
+            self.error(f"{word} is no option; did you mean --model {word}?")
         name = word.split("=")[0]
         options = [option for option in self._option_string_actions if option != "-h"]
         near = get_close_matches(name, options, n=1)
-        advice = f": {near[0]} is meant?" if near else ""
+        advice = f"; did you mean {near[0]}?" if near else ""
         self.error(f"{name} is no option{advice}")
 
 

@@ -803,10 +803,10 @@ def test_options_stand_for_settings_and_are_the_same_in_both_programs():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--prot", "9"], "--prot is no option: --port is meant?"),
-        (["--modle=x"], "--modle is no option: --model is meant?"),
+        (["--prot", "9"], "--prot is no option; did you mean --port?"),
+        (["--modle=x"], "--modle is no option; did you mean --model?"),
         (["-x"], "-x is no option"),
-        (["org/model"], "org/model stands alone: --model org/model is meant?"),
+        (["org/model"], "org/model is no option; did you mean --model org/model?"),
         (["--port", "65536"], "'65536' is no number from 1 to 65535"),
         (["--port", "http"], "'http' is no number from 1 to 65535"),
         (["--port"], "--port: expected one argument"),
