@@ -9262,14 +9262,13 @@ def window_tokens(leaf: Any) -> int:
 
 # Pinned by test_upstream.py::test_a_window_is_no_longer_than_what_is_read_again
 def drop_outside_window(leaf: Any) -> None:
-    """Drop what a prefill slice has left before the window, if the leaf is a window.
+    """Drop what a prefill slice has left before the window, of a RotatingKVCache.
 
-    While a slice is read, a RotatingKVCache is longer than its window by the slice.
+    While a slice is read, that is longer than its window by the slice.
     """
-    n_tokens = getattr(leaf, "_idx", 0)
-    n_excess = n_tokens - getattr(leaf, "max_size", n_tokens)
-    if n_excess <= 0:
+    if not isinstance(leaf, RotatingKVCache) or leaf._idx <= leaf.max_size:
         return
+    n_excess = leaf._idx - leaf.max_size
     leaf.keys = leaf._trim(n_excess, leaf.keys)
     leaf.values = leaf._trim(n_excess, leaf.values)
     leaf._idx = leaf.max_size
@@ -9401,11 +9400,9 @@ class TokenGenerator:
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
         responses = self._batch.next()
-        tokens: list[SampledToken] = []
-        for response in responses:
-            token = SampledToken(response.token, response.logprobs)
-            tokens.append(token)
-        return tokens
+        return [
+            SampledToken(response.token, response.logprobs) for response in responses
+        ]
 
     def extend(self, newcomers: TokenGenerator) -> None:
         """Add the rows of another generator, which must not be used afterwards.
@@ -12938,12 +12935,11 @@ class VisionModel(Module):  # type: ignore[misc]
         self._rope_index = find_rope_index(self.whole)
         self._sees_both_ways = see_images_both_ways(self.whole)
 
-        # By digest. `_image_tokens` is for any thread, the others for the model thread.
+        # By digest, the oldest use first. `_image_tokens` is for any thread, the others
+        # for the model thread.
         self._image_tokens = LRUCache(1_000)
         self._positions = LRUCache(1_000)
-        self._features: OrderedDict[str, LayerInputs] = (
-            OrderedDict()
-        )  # oldest use first
+        self._features: OrderedDict[str, LayerInputs] = OrderedDict()
         self.max_bytes = 0  # of features, until the Scheduler sets its share of memory
         # why(L-112): one image is unpacked at a time. Connection threads first queue in
         # `_unpacking`, so the model thread, which takes the lock alone, waits for one.
@@ -15190,8 +15186,16 @@ class RunningRequest:
 
     @property
     def n_to_prefill(self) -> int:
-        """Tokens of the prompt that are left, but the last: decoding feeds it."""
-        return self.request.n_prompt - 1 - self.num_computed_tokens
+        """How many tokens `remaining_prefill` has."""
+        return self.n_prompt - 1 - self.num_computed_tokens
+
+    def remaining_prefill(self) -> TokenIds:
+        """The tokens of the prompt that are left, but the last.
+
+        The first decode step feeds that one, and samples a token from it (L-11).
+        """
+        offset = kv_cache_offset(self.layer_caches, recorded=self.num_computed_tokens)
+        return self.request.key.tokens[offset : self.n_prompt - 1]
 
     @property
     def needs_slice(self) -> bool:
@@ -15307,14 +15311,6 @@ def read_logprobs(logprobs: mx.array, token_id: int, n_top: int) -> Logprob:
     return values[0], tuple(zip(top_ids, values[1:], strict=True))
 
 
-def _remaining_prefill(tokens: TokenIds, offset: KvOffset) -> TokenIds:
-    """Tokens of a prompt that are still to be prefilled: all but the last.
-
-    The last one is fed by the first decode step, which samples a token from it (L-11).
-    """
-    return tokens[offset : len(tokens) - 1]
-
-
 def _model_call(loaded: LoadedModel, requests: Sequence[RunningRequest]) -> ModelCall:
     """The model as a function of text tokens `(rows, n)` and of these requests' KV.
 
@@ -15427,11 +15423,9 @@ class DecodeBatch:
         why(L-47): in a call of its own, the last layer skips tokens whose logits nobody
         reads. On a GPU that does not pay: each call reads all weights.
         """
-        prompt_ids = running.request.key.tokens
-        n_computed = running.num_computed_tokens
-        offset = kv_cache_offset(running.layer_caches, recorded=n_computed)
-        rest = _remaining_prefill(prompt_ids, offset)
-        tokens = mx.array(np.append(rest, prompt_ids[-1:]))[None]
+        rest = running.remaining_prefill()
+        last_id = running.request.key.tokens[-1:]
+        tokens = mx.array(np.append(rest, last_id))[None]
         if mx.default_device() != mx.cpu or len(rest) < MIN_LONE_CALL_TOKENS:
             return tokens
 
@@ -15805,7 +15799,7 @@ class PromptReader:
     def begin_batch(
         self,
         requests: Sequence[RunningRequest],
-        joint_caches: LayerCaches | None = None,
+        joint_caches: LayerCaches | None,
     ) -> None:
         """Let requests decode in a batch of their own, which reads their rests.
 
@@ -15876,13 +15870,8 @@ class PromptReader:
 
     def _feed_together(self, requests: Sequence[RunningRequest]) -> LayerCaches:
         """Let the model read the rests of prompts, each but its last token."""
-        token_rows: list[list[int]] = []
-        for running in requests:
-            n_computed = running.num_computed_tokens
-            offset = kv_cache_offset(running.layer_caches, recorded=n_computed)
-            rest = _remaining_prefill(running.request.key.tokens, offset)
-            token_rows.append(rest.tolist())
-
+        rests = [running.remaining_prefill() for running in requests]
+        token_rows = [rest.tolist() for rest in rests]
         joint_caches = to_batch(*(running.layer_caches for running in requests))
         evaluate_caches(joint_caches)
         for running in requests:
@@ -15900,10 +15889,7 @@ class PromptReader:
         """Let the model read a prompt up to `end`, and keep states on the way."""
         start = running.num_computed_tokens
         layer_caches = running.layer_caches
-        offset = kv_cache_offset(layer_caches, recorded=start)
-        prompt_ids = running.request.key.tokens
-        tokens = _remaining_prefill(prompt_ids, offset)[: end - start]
-
+        tokens = running.remaining_prefill()[: end - start]
         image = running.find_image(end)
         with _taking_checkpoints(running, end):
             if image is None:
@@ -16269,39 +16255,31 @@ class Scheduler:
             companions: list[RunningRequest] = []
             with self.guard():  # it changes no KV: if it fails, this one reads alone
                 companions = self._find_companions(running)
-            if companions:
-                self._prefill_together([running, *companions])
-            else:
-                self._prefill(running)
+            self._prefill([running, *companions])
             if running.batch is None or time.monotonic() - step_began > SLICE_SECONDS:
                 return
 
-    def _prefill(self, running: RunningRequest) -> None:
-        """Prefill one slice. If no further one is needed, the request decodes then."""
-        began = time.monotonic()
-        with self.guard(running):
-            self._note_prefill([running], began)
-            if running.needs_slice:
-                has_company = len(self.running) + len(self.waiting) > 1
-                seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
-                self.reader.read_slice(running, seconds=seconds)
-            if not running.needs_slice:
-                self.reader.begin_batch([running])
-            self._charge_prefill(began, [running])
-        if running.batch is not None:
-            self._join_best_batch(running.batch)
+    def _prefill(self, requests: Sequence[RunningRequest]) -> None:
+        """Prefill a slice of one prompt, or the rests of several in one call (L-123).
 
-    def _prefill_together(self, requests: Sequence[RunningRequest]) -> None:
-        """Read rests of prompts in one call; they decode as one batch then (L-123)."""
+        Those whose prompts need no further slice decode from now on, as one batch.
+        """
+        chosen = requests[0]
         began = time.monotonic()
         with self.guard(*requests):
             self._note_prefill(requests, began)
-            joint_caches = self.reader.read_together(requests)
-            self.reader.begin_batch(requests, joint_caches)
+            joint_caches: LayerCaches | None = None
+            if len(requests) > 1:
+                joint_caches = self.reader.read_together(requests)
+            elif chosen.needs_slice:
+                has_company = len(self.running) + len(self.waiting) > 1
+                seconds = SLICE_SECONDS if has_company else LONE_SLICE_SECONDS
+                self.reader.read_slice(chosen, seconds=seconds)
+            if not chosen.needs_slice:
+                self.reader.begin_batch(requests, joint_caches)
             self._charge_prefill(began, requests)
-        batch = requests[0].batch
-        if batch is not None:
-            self._join_best_batch(batch)
+        if chosen.batch is not None:
+            self._join_best_batch(chosen.batch)
 
     def _note_prefill(self, requests: Sequence[RunningRequest], now: float) -> None:
         """Note that the model reads for them now, if it did not before."""

@@ -233,19 +233,21 @@ def one_token_too_many(monkeypatch):
 
 
 def skipped_token(monkeypatch):
-    def skip_one(tokens, offset):
-        start = offset + 1 if offset else 0
-        return tokens[start:-1] or tokens[-2:-1]
+    def skip_one(running):
+        tokens = running.request.key.tokens
+        n_computed = running.num_computed_tokens
+        start = n_computed + 1 if n_computed else 0
+        return tokens[start:-1]
 
-    monkeypatch.setattr(s, "_remaining_prefill", skip_one)
+    monkeypatch.setattr(s.RunningRequest, "remaining_prefill", skip_one)
 
 
 def doubled_token(monkeypatch):
-    def repeat_one(tokens, offset):
-        start = offset - 1 if offset else 0
-        return tokens[start:-1]
+    def repeat_one(running):
+        start = max(running.num_computed_tokens - 1, 0)
+        return running.request.key.tokens[start:-1]
 
-    monkeypatch.setattr(s, "_remaining_prefill", repeat_one)
+    monkeypatch.setattr(s.RunningRequest, "remaining_prefill", repeat_one)
 
 
 def shared_state(monkeypatch):

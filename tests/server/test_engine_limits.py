@@ -585,14 +585,14 @@ def test_nothing_is_kept_beside_rows_and_what_is_at_rest(bench, monkeypatch):
         finish(scheduler, row, *args)
         ended_rows.append(row.handle)
 
-    def measure_and_prefill(scheduler, row):
+    def measure_and_prefill(scheduler, rows):
         counted_bytes = scheduler.cache.nbytes
         counted_bytes += sum(group.nbytes for group in scheduler.batches)
         for prefilling in scheduler.prefilling:
             counted_bytes += sum(layer.nbytes for layer in prefilling.layer_caches)
         moment = "after an end" if ended_rows else "usual"
         uncounted_bytes[moment] = mx.get_active_memory() - counted_bytes
-        prefill(scheduler, row)
+        prefill(scheduler, rows)
 
     monkeypatch.setattr(s.Scheduler, "step", begin_step)
     monkeypatch.setattr(s.Scheduler, "_finish", finish_and_note)
@@ -910,6 +910,7 @@ STEPS = {
         "read_span",
         "computed_key",
         "add_slice_ends",
+        "remaining_prefill",
     ),
     s: (
         "reserve_tokens",
@@ -929,7 +930,6 @@ STEPS = {
         "_token_choice",
         "make_sampler",
         "hold_recurrent_state",
-        "_remaining_prefill",
     ),
 }
 
