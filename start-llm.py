@@ -9364,8 +9364,8 @@ class TokenGenerator:
             return model(prompt_end, cache=cache)
 
         n_rows = len(choices)
-        # To make a batch runs its first step, in which the model reads all of `tokens`.
-        # In later steps upstream calls it with one token of each row.
+        # Upstream feeds the last tokens while it makes a batch, and then calls this:
+        # the model reads all of `tokens`. Later steps call the model itself.
         self._batch: Any = GenerationBatch(
             feed_prompt_end,
             uids=list(range(n_rows)),
@@ -13080,8 +13080,8 @@ class VisionModel(Module):  # type: ignore[misc]
     ) -> str:
         """Feed text and the image that it ends with.
 
-        `tokens` are those of the cache key, with markers; `position` is that of the
-        first, shifts of earlier images included. Returns the metric that counts it.
+        `tokens`: of the cache key, with markers. `position`: of the first of them, its
+        place in the KV and the shift by earlier images. Returns the metric to count.
         """
         n_text = len(tokens) - len(image.marker_ids)
         image_ids = image.model_ids[image.image_slice]
@@ -13091,12 +13091,16 @@ class VisionModel(Module):  # type: ignore[misc]
         metric = "vlm_tower_runs" if features is None else "vlm_feature_hits"
         if features is None:
             features = self._run_tower(image)
-        self._keep_features(image, features)
+        self._features[image.digest] = features  # now used last
+        while self.feature_bytes > self.max_bytes:
+            self._features.popitem(last=False)
 
         inputs = self._layer_inputs(features, model_ids, n_text=n_text)
         if self._rope_index is not None:
-            positions = self._slice_positions(image, n_text) + position
-            position_ids = positions.astype(np.int32)
+            text_positions = np.broadcast_to(np.arange(n_text), (3, n_text))
+            image_positions = self.image_positions(image).positions + n_text
+            positions = np.concatenate([text_positions, image_positions], axis=1)
+            position_ids = (positions + position).astype(np.int32)
             inputs["position_ids"] = mx.array(position_ids)[:, None]
         token_ids = mx.array(model_ids)[None]
         self.whole.language_model(token_ids, cache=layer_caches, **inputs)
@@ -13113,12 +13117,6 @@ class VisionModel(Module):  # type: ignore[misc]
         features = embed_image(self.whole, token_ids, pixels)
         mx.eval(features)
         return features
-
-    def _keep_features(self, image: ImageTokens, features: LayerInputs) -> None:
-        """Remember them as used last; forget what was not used for longest."""
-        self._features[image.digest] = features
-        while self.feature_bytes > self.max_bytes:
-            self._features.popitem(last=False)
 
     def forget_features(self) -> None:
         """Let the tower run again for all images: what it made may be wrong (L-114)."""
@@ -13151,14 +13149,6 @@ class VisionModel(Module):  # type: ignore[misc]
         if self._sees_both_ways:
             inputs["mm_token_type_ids"] = image_flags.astype(mx.int32)
         return inputs
-
-    def _slice_positions(
-        self, image: ImageTokens, n_text: int
-    ) -> npt.NDArray[np.int64]:
-        """Positions `(3, n)` of text and the image after it, counted from 0."""
-        text_positions = np.broadcast_to(np.arange(n_text), (3, n_text))
-        image_positions = self.image_positions(image).positions + n_text
-        return np.concatenate([text_positions, image_positions], axis=1)
 
     def image_positions(self, image: ImageTokens) -> ImagePositions:
         """Where an image's tokens are, and by how much it shifts what follows."""
@@ -14724,11 +14714,11 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #     waiting ------> prefilling ------> decoding ------> put back into the cache
 #              admit      slice by slice     step by step
 #
-# One step of the scheduler: end what is over, admit what fits, decode one step in each
-# batch, then prefill one slice of one prompt. If that ends the prompt, a slice of the
-# next may follow; while decoding has to catch up, none is read. A step takes about
-# SLICE_SECONDS: others decode on beside a long prompt, and nobody waits long to be
-# noticed. Four times a second, between two steps, ENGINE calls `hold_limit`.
+# One step of the scheduler ends what is over, admits what fits, decodes one step in each
+# batch, and prefills: no slice while decoding has to catch up, else one slice of one
+# prompt, and a slice of the next if that ends the prompt. A step takes about
+# SLICE_SECONDS, so others decode on beside a long prompt, and a new request is noticed
+# soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
 #
 # For example A decodes, B has read 4,096 of its 9,000 tokens, and C comes with 200:
 #
@@ -14994,8 +14984,8 @@ class SchedulingPolicy:
     which takes minutes, reads a slice of 0.2 s: the credit is 0.2 - 8 * 0.2 = -1.4. Now
     short prompts have 1.4 s before the oldest reads again.
 
-    A second takes MAX_OTHERS_SHARE off if the prompt has four seconds or more to go,
-    and less if it has less: 2 if it has one.
+    Near its end the oldest pays less: 2 for each second if one second of it is left,
+    and all of MAX_OTHERS_SHARE only if four or more are.
     """
 
     def __init__(self) -> None:
@@ -15031,8 +15021,8 @@ class SchedulingPolicy:
     def charge_slice(self, seconds: float, *, is_decoding: bool) -> None:
         """A request has read, for so long. `is_decoding`: others decode, and waited.
 
-        If nobody does, older debts are owed to nobody. This one is owed to the request
-        itself, which decodes from now on if its prompt has ended.
+        If nobody does, the debt so far is void: whom it was owed to is gone. This slice
+        counts all the same: the request itself may decode from now on.
         """
         if not is_decoding:
             self.decode_debt = 0.0
@@ -15481,7 +15471,7 @@ class DecodeBatch:
             if len(batch.requests) == 1:
                 batch._generator.layer_caches = to_batch(batch.layer_caches)
         self._generator.extend(joining_batch._generator)
-        # why(L-69): else the next step makes this copy, too, while it makes its own.
+        # why(L-69): now, or the next step would make this copy and its own at once.
         evaluate_caches(self.layer_caches)
         self._previous_state = None
         self.requests += joining_batch.requests
@@ -15640,7 +15630,9 @@ class MemoryBudget:
         """
         if len(requests) < 2 or self.running_bytes(requests) <= self._cache.max_bytes:
             return None
-        return max(requests, key=lambda one: (one.started_at, one.submitted_at))
+        return max(
+            requests, key=lambda running: (running.started_at, running.submitted_at)
+        )
 
     def evict_for_running(self, requests: Sequence[RunningRequest]) -> None:
         """Evict until running requests fit, and a copy of their largest batch, too."""
@@ -15661,8 +15653,7 @@ class MemoryBudget:
 
 # -- 6 prefill -------------------------------------------------------------------------
 #
-# A prompt is read slice by slice, all but its last token: that one is fed by the first
-# step of its decode batch, which samples r0 from it (L-11). A slice ends where a
+# A prompt is read slice by slice, all but its last token. A slice ends where a
 # checkpoint is worth it, or where somebody waits for the prefix (`slice_ends`).
 #
 #     prompt of 5,000     slice        slice        slice    p4999: first decode step
@@ -15752,11 +15743,6 @@ class PromptReader:
         self.measured_speed: float | None = None  # tokens a second of the last slice
         self.peak_bytes = 0  # the most that MLX had in use; see `note_peak`
 
-    @property
-    def expected_speed(self) -> float:
-        """Tokens a second of a prompt of which nothing was read yet."""
-        return self.measured_speed or FIRST_SPEED
-
     def prepare(self, running: RunningRequest) -> KvOffset:
         """Grow its buffers for the prompt, and plan its slices; returns its offset."""
         request = running.request
@@ -15773,7 +15759,12 @@ class PromptReader:
 
     def read_slice(self, running: RunningRequest, *, seconds: float) -> None:
         """Read the next slice, of about so many seconds."""
-        end = self._choose_slice_end(running, seconds=seconds)
+        end = slice_end(
+            running.request.key.tokens,
+            running.num_computed_tokens,
+            stop=min([running.n_prompt - 1, *running.slice_ends]),
+            max_tokens=self.max_slice_tokens(running, seconds=seconds),
+        )
         is_text = running.find_image(end) is None
         with self._measure([running], is_usual=is_text):
             self._feed(running, end)
@@ -15832,15 +15823,6 @@ class PromptReader:
     def note_peak(self) -> None:
         """Keep MLX's peak of memory, which each prefill slice sets back."""
         self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())
-
-    def _choose_slice_end(self, running: RunningRequest, *, seconds: float) -> int:
-        stop = min([running.n_prompt - 1, *running.slice_ends])
-        return slice_end(
-            running.request.key.tokens,
-            running.num_computed_tokens,
-            stop=stop,
-            max_tokens=self.max_slice_tokens(running, seconds=seconds),
-        )
 
     @contextmanager
     def _measure(
@@ -16194,7 +16176,7 @@ class Scheduler:
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
-        If others run, it goes on waiting, for its turn; else it is read next.
+        If others run, it waits for its turn from now on; else it is read in this step.
         """
         if self.running:
             handle.begin(_QUEUE, time.monotonic())
@@ -16208,7 +16190,7 @@ class Scheduler:
                 match,
                 cache=self.cache,
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
-                prefill_speed=self.reader.expected_speed,
+                prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
         except Exception as error:
             if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
@@ -16267,7 +16249,9 @@ class Scheduler:
         chosen = requests[0]
         began = time.monotonic()
         with self.guard(*requests):
-            self._note_prefill(requests, began)
+            for running in requests:
+                running.started_at = min(running.started_at, began)
+                running.handle.begin("prefilling", began)
             joint_caches: LayerCaches | None = None
             if len(requests) > 1:
                 joint_caches = self.reader.read_together(requests)
@@ -16280,12 +16264,6 @@ class Scheduler:
             self._charge_prefill(began, requests)
         if chosen.batch is not None:
             self._join_best_batch(chosen.batch)
-
-    def _note_prefill(self, requests: Sequence[RunningRequest], now: float) -> None:
-        """Note that the model reads for them now, if it did not before."""
-        for running in requests:
-            running.started_at = min(running.started_at, now)
-            running.handle.begin("prefilling", now)
 
     def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
         """Charge the turn of these requests to both accounts, rests included."""
@@ -16394,7 +16372,7 @@ class Scheduler:
             if token_ids[-1] in running.request.checkpoint_ids:
                 state = batch.read_state(running)
                 running.lease.add_checkpoint(position, state)
-            elif n_since_spaced < len(token_ids):  # they passed, or are at, a multiple
+            elif n_since_spaced < len(token_ids):  # one of them is at a multiple
                 state = batch.read_state(running)
                 running.lease.drop_checkpoint(running.reply_checkpoint)
                 running.lease.add_checkpoint(position, state)

@@ -881,7 +881,6 @@ STEPS = {
     s.Scheduler: (
         "_admit",
         "_start",
-        "_note_prefill",
         "_charge_prefill",
         "_find_host",
         "_keep_reply_states",
