@@ -16176,9 +16176,9 @@ class Scheduler:
     def _start(self, handle: RequestHandle) -> None:
         """Give a request the KV of its cached tokens; it can prefill then.
 
-        If others run, it waits for its turn from now on; else it is read in this step.
+        If there are others, it waits for its turn; else it is read in this step.
         """
-        if self.running:
+        if len(self.running) + len(self.waiting) > 1:
             handle.begin(_QUEUE, time.monotonic())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)

@@ -428,6 +428,18 @@ def test_scheduler_reads_no_empty_slice_for_who_waits_for_a_prefix(bench, monkey
         assert b.largest_difference(handle, reply) <= TOLERANCE.get("qwen3_5", 0.0)
 
 
+def test_scheduler_knows_for_what_the_first_of_several_waits(bench):
+    b = bench("qwen3")
+    rng = np.random.default_rng(1)
+
+    handles = submit_at_once(b, [words(rng, 3000), words(rng, 200)])
+    for handle in handles:
+        b.finish(handle)
+
+    for handle in handles:
+        assert list(handle.times.ended) == [s.WaitCause("queue"), "prefilling"]
+
+
 def test_scheduler_learns_no_slice_cost_where_kv_is_merged(bench):
     b = bench("qwen3")
     rng = np.random.default_rng(1)
