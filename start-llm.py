@@ -14714,9 +14714,9 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #     waiting ------> prefilling ------> decoding ------> put back into the cache
 #              admit      slice by slice     step by step
 #
-# One step of the scheduler ends what is over, admits what fits, decodes one step in each
-# batch, and prefills: no slice while decoding has to catch up, else one slice of one
-# prompt, and a slice of the next if that ends the prompt. A step takes about
+# One step of the scheduler ends what is over, admits what fits, decodes one step in
+# each batch, and prefills: no slice while decoding has to catch up, else one slice of
+# one prompt, and a slice of the next if that ends the prompt. A step takes about
 # SLICE_SECONDS, so others decode on beside a long prompt, and a new request is noticed
 # soon. Four times a second, between two steps, ENGINE calls `hold_limit`.
 #
