@@ -5236,7 +5236,8 @@ class RecordFile:
         Then it is deleted: what should be forgotten would still be in it.
         """
         is_damaged = getattr(fault, "sqlite_errorcode", None) in _DAMAGED
-        if is_damaged or self._orders.qsize() > _MAX_WAITING_ORDERS:
+        n_waiting = len(self._pending) + self._orders.qsize()
+        if is_damaged or n_waiting > _MAX_WAITING_ORDERS:
             logger.warning("records: nothing is saved any more: %s", fault)
             self._path = None
             with suppress(OSError):
