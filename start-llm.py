@@ -5100,11 +5100,12 @@ CREATE TABLE IF NOT EXISTS records (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parts (digest BLOB PRIMARY KEY, data BLOB) WITHOUT ROWID;
 """
-_DIGEST_BYTES: Final = 32
+_DIGEST_BYTES: Final = 32  # of SHA-256
 _RETRY_SECONDS: Final = 5.0  # after a full disk, or a file that others have locked
 _MAX_WAITING_ORDERS: Final = 10_000  # for the file, until it is given up
-
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+type _Order = Callable[[sqlite3.Connection], None]  # it reads or changes the file
 
 
 class _UnusableFile(sqlite3.DatabaseError):
@@ -5127,9 +5128,8 @@ class RecordFile:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._orders: queue.SimpleQueue[Callable[[sqlite3.Connection], None]]
-        self._orders = queue.SimpleQueue()
-        self._pending: list[Callable[[sqlite3.Connection], None]] = []  # not saved yet
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._pending: list[_Order] = []  # taken out of the queue, not saved yet
         self._failure = ""  # why nothing is saved now
         self._n_changes = 0  # since unused parts were deleted
 
@@ -5178,10 +5178,10 @@ class RecordFile:
         """The records of a tenant."""
         return TenantRecords(self, tenant)
 
-    def order(self, function: Callable[[sqlite3.Connection], None]) -> None:
-        """Run a function on the database, soon; again, if it cannot be saved now."""
+    def order(self, order: _Order) -> None:
+        """Carry it out soon, and again if it cannot be saved now."""
         if self._path is not None:
-            self._orders.put(function)
+            self._orders.put(order)
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was ordered is in the file; whether it was in time."""
@@ -5254,9 +5254,8 @@ class RecordFile:
         if not self._pending:
             self._pending.append(self._orders.get())
             time.sleep(_SAVE_DELAY_SECONDS)
-        with suppress(queue.Empty):
-            while True:
-                self._pending.append(self._orders.get_nowait())
+        while not self._orders.empty():  # no other thread takes any
+            self._pending.append(self._orders.get())
         for order in self._pending:
             try:
                 order(database)
@@ -11460,9 +11459,8 @@ class SegmentWriter:
     def take_written(self) -> list[Segment]:
         """The segments whose files have appeared since the last call."""
         segments: list[Segment] = []
-        with suppress(queue.Empty):
-            while True:
-                segments.append(self._written.get_nowait())
+        while not self._written.empty():  # no other thread takes any
+            segments.append(self._written.get())
         return segments
 
     def _count_end(self) -> None:
