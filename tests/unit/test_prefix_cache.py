@@ -43,6 +43,7 @@ def make_cache(
     config = s.Config(**{"prompt_cache_max_entries_global": 1000, **settings})
     shape = s.KVSpec(
         token_bytes,
+        packed_token_bytes=token_bytes,
         state_bytes=8,
         has_state=has_state,
         can_batch=True,
@@ -863,7 +864,7 @@ def test_nothing_is_evicted_while_memory_is_free():
     clock = StillClock()
     cache = s.PrefixCache(
         s.Config(),
-        s.KVSpec(16, state_bytes=0, has_state=False, can_batch=True, can_tap=False),
+        s.KVSpec(16, 16, state_bytes=0, has_state=False, can_batch=True, can_tap=False),
         max_bytes=1 << 40,
         metrics=s.CacheMetrics(),
         clock=clock,
