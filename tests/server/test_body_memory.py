@@ -73,7 +73,7 @@ def is_free(memory: s.BodyMemory) -> bool:
 
 
 def n_waiting(memory: s.BodyMemory) -> int:
-    return sum(len(lane._waiting) for lane in lanes(memory))
+    return sum(len(lane.waiting) for lane in lanes(memory))
 
 
 @contextmanager
