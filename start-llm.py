@@ -9055,7 +9055,7 @@ class _PackedLeaf:
         return plain
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All tokens, unpacked. Upstream asks when tokens were added, layers later."""
+        """All tokens, unpacked. Layers that share this KV ask once it has them."""
         keys, values = super().keys_and_values()  # type: ignore[misc]
         if self._kinds is None:
             return keys, values
@@ -9745,7 +9745,7 @@ def _packed_bytes_per_token(leaf: Any) -> int:
 
 
 def _max_state_bytes(leaf: Any) -> int:
-    """Bytes of a state leaf in a checkpoint; of a window that is full (L-74)."""
+    """Bytes of a state leaf in a checkpoint, where a window counts as full (L-74)."""
     n_tokens = window_tokens(leaf)
     if n_tokens:
         return _bytes_per_token(leaf) * n_tokens
@@ -10148,7 +10148,7 @@ def _run_in_parts(
     n_tokens = inputs.shape[1]
     assert request.ends[-1] <= n_tokens, "a state is wanted after the end of the call"
     inner_ends = [end for end in request.ends if end < n_tokens]
-    request.ends = ()  # it is answered once, be this cache that of two layers
+    request.ends = ()  # answered once, also if two layers share this cache
 
     outputs: list[mx.array] = []
     for part in mx.split(inputs, inner_ends, axis=1):
@@ -10479,7 +10479,7 @@ class EntryTree:
         entry.last_used = self._clock()
 
     def mark_reused(self, entry: CacheEntry) -> None:
-        """Count that a request goes on from the KV of this entry."""
+        """Count a request that goes on from the KV of this entry."""
         entry.n_uses += 1
         entry.last_used = self._clock()
 
@@ -10783,9 +10783,8 @@ class PrefixCache:
         """Whether an entry may be better than `best`, by one hash and one token.
 
         It may if it shares more than `depth` tokens with the prompt; or just `depth`,
-        if it ends there, or if `best` still waits for them. Of many sessions on one
-        system prompt most are passed over: a lookup among 1,000 of them takes 2 ms, and
-        13 ms without this.
+        if it ends there, or if `best` still waits for them. So of 1,000 sessions on one
+        system prompt most are passed over: a lookup takes 2 ms, and 13 ms without this.
         """
         if not self._config.cache_use_block_index:
             return True
@@ -11033,7 +11032,7 @@ class PrefixCache:
 
         Until that is enough, or no entry can spare one. Returns False if none could.
         """
-        # The largest is popped first. No two entries have the same id.
+        # A heap gives out the smallest. No two entries have the same id.
         heap = [(-e.state_bytes, e.entry_id, e) for e in self.entries]
         heapify(heap)
         freed_bytes = 0
@@ -11884,7 +11883,7 @@ class DiskCache:
         return segment.start + common_prefix_length(tokens, wanted)
 
     def _note_fault(self, segment: Segment, fault: Exception) -> None:
-        """Delete a damaged segment; one that could only not be read stays."""
+        """Delete a damaged segment; one that cannot be read just now stays."""
         if isinstance(fault, (DiskError, FileNotFoundError)):
             logger.warning("disk cache: %s is deleted: %s", segment.name, fault)
             self.remove(segment)
@@ -11985,9 +11984,9 @@ class _PlannedSegment(NamedTuple):
     """A segment to be written, and what its arrays are, in their order."""
 
     segment: Segment
-    # Each function returns one array of the entry. It is called between two steps, when
-    # the array is copied: KV that is held longer would be copied by a request that
-    # writes into it (L-03). States are never written into, so they may be held.
+    # Each returns one array of the entry. It is called between two steps, when that is
+    # copied: a request that writes into KV that is held copies it first (L-03). States
+    # may be held: nobody writes into them.
     readers: list[Callable[[], mx.array]]
 
 
@@ -12360,7 +12359,7 @@ class DiskTier:
     def _is_due(self, entry: CacheEntry, *, min_seconds: float) -> bool:
         """Whether to write an entry: much that is new, or little that has rested long.
 
-        `min_seconds`: of rest; 0.0 if there is no later chance.
+        `min_seconds`: of rest; 0.0 if it would be lost soon.
         """
         # Of fewer than LANDMARK_TOKENS, no lookup would find a file.
         min_end = MIN_SAVED_TOKENS if min_seconds else LANDMARK_TOKENS
