@@ -43,6 +43,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     MODEL LOADING     weights, tokenizer, and facts about them
     SAMPLING          the next token, among those that the request allows
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
+    DRAFTS            several tokens a step, where a reply repeats its conversation
     SCHEDULER         which requests run: admit, prefill, decode, put back
     WARM-UP           what would be compiled at the first requests, before they come
     ENGINE            the model thread, and what other threads ask of it
@@ -765,6 +766,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kv_bits: _KVBits = "off"  # of each number of attention KV; off: as computed
     kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
     kv_quant_scheme: _KVScheme = "uniform"  # turboquant: rotated first, at 2 to 4 bits
+    speculation: _AutoOrOff = "auto"  # off: one token a step
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -1362,6 +1364,9 @@ _COUNTERS: Final = {  # of what should be rare, or is worth watching
     "vlm_feature_hits": "Images whose features were kept from an earlier request",
     "disk_hits": "Requests for which KV was loaded from the disk",
     "disk_tokens": "Tokens whose KV was loaded from the disk",
+    "draft_steps": "Steps that fed a draft",
+    "draft_tokens": "Tokens of drafts",
+    "draft_tokens_right": "Tokens of drafts that were right: each saved a step",
 }
 _GAUGES: Final = {
     "queued": "Requests that wait for the model",
@@ -9120,7 +9125,7 @@ class PackedBatchKVCache(_PackedLeaf, BatchKVCache):  # type: ignore[misc]
 #          keep_no_words, read_tool_parser_source, LayerInputs, has_vision_class,
 #          load_vision_model, load_image_processor, image_token_id, find_rope_index,
 #          see_images_both_ways, embed_text, embed_image, read_gated_delta_in_chunks
-# Uses     PACKED KV
+# Uses     TOKEN HASHES, PACKED KV
 # Thread   model; the tokenizer's: any; mlx
 
 
@@ -9347,6 +9352,18 @@ class TokenGenerator:
 
     A token that a step returns is being fed already (L-10): the KV of all rows then
     ends with it, and the token after it is being computed. No row ends by itself.
+
+    A single row may go on with a draft, in one call of the model:
+
+        sampled before   y
+        draft            a b c d
+        fed              y a b c d
+        sampled          a b x . .      after y, a, b: the draft was right up to b
+        returned         y a b          x is fed next; c and d are taken back
+
+    KV is taken back by its count. A recurrent layer cannot go back, so its old arrays
+    are put back, which no call writes into, and `y a b` is fed again with the next
+    step.
     """
 
     def __init__(
@@ -9378,7 +9395,26 @@ class TokenGenerator:
             stop_sequences=[StopSequences() for _ in choices],
             max_tokens=[sys.maxsize] * n_rows,
         )
-        self._batch.model = model
+        self._batch.model = self._call
+        self._model = model
+        self._is_greedy = choices[0].sampler is greedy_sampler
+        self.pending_ids: list[int] = []  # of a single row: to be fed again
+
+    def _call(self, tokens: mx.array, cache: LayerCaches) -> mx.array:
+        """The model, after what is to be fed again."""
+        if self.pending_ids:
+            again = mx.array([self.pending_ids], tokens.dtype)
+            tokens = mx.concatenate([again, tokens], axis=1)
+            self.pending_ids = []
+        return self._model(tokens, cache=cache)
+
+    def settle(self) -> None:
+        """Feed now what is to be fed again: before caches are read, or rows change."""
+        if self.pending_ids:
+            caches = self._batch.prompt_cache
+            self._model(mx.array([self.pending_ids]), cache=caches)
+            mx.eval([layer.state for layer in caches])
+            self.pending_ids = []
 
     @property
     def layer_caches(self) -> LayerCaches:
@@ -9403,6 +9439,78 @@ class TokenGenerator:
         return [
             SampledToken(response.token, response.logprobs) for response in responses
         ]
+
+    def next_id(self) -> int:
+        """The token sampled last of a single row; waits until it is computed."""
+        return int(self._batch._next_tokens.item())
+
+    def step_with(self, draft: list[int]) -> list[SampledToken]:
+        """`step` of a single row, which goes on with a draft as long as that is right.
+
+        Returns the token sampled last and those of the draft that would be sampled. If
+        the draft is wrong from its second token on, that is what `step` returns.
+        """
+        batch = self._batch
+        first = self.first_tokens()[0]
+        fed_ids = [first.token_id, *draft]
+        leaves = cache_leaves(batch.prompt_cache)
+        held = [list(leaf.cache) for leaf in leaves if leaf_kind(leaf).can_hold]
+        n_again = len(self.pending_ids)
+        again_ids = self.pending_ids
+        logits = self._call(mx.array([fed_ids]), batch.prompt_cache)[0, n_again:]
+        sampled = self._sample_along(fed_ids, logits)
+
+        n_right = len(sampled) - 1
+        right_ids = fed_ids[: 1 + n_right]
+        n_wrong = len(fed_ids) - len(right_ids)
+        if n_wrong and held:
+            n_wrong += n_again + len(right_ids)
+            self.pending_ids = again_ids + right_ids
+            states = iter(held)
+            for leaf in leaves:
+                if leaf_kind(leaf).can_hold:
+                    leaf.cache = next(states)
+        for leaf in leaves:
+            if leaf_kind(leaf).can_cut:
+                leaf.trim(n_wrong)
+
+        *right, last = sampled
+        batch.tokens[0].extend(right_ids)
+        batch._next_tokens = mx.array([last.token_id], batch._next_tokens.dtype)
+        batch._next_logprobs = [last.logprobs]
+        return [first, *right]
+
+    def _sample_along(self, fed_ids: list[int], logits: mx.array) -> list[SampledToken]:
+        """What is sampled after each token, up to the first that was not fed next."""
+        batch = self._batch
+        processors = batch.logits_processors[0] or []
+        if self._is_greedy and not processors:
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            best = mx.argmax(logprobs, axis=-1)
+            mx.eval(logprobs, best)
+            next_ids: Any = best.tolist()
+            rest = np.array(fed_ids[1:])
+            n_right = common_prefix_length(np.array(next_ids), rest)
+            return [
+                SampledToken(next_ids[place], logprobs[place])
+                for place in range(n_right + 1)
+            ]
+
+        sampled: list[SampledToken] = []
+        for place, fed_id in enumerate(fed_ids):
+            place_logits = logits[place : place + 1]
+            if processors:
+                fed = mx.array([fed_id], batch._next_tokens.dtype)
+                context = batch._token_context[0].update_and_fetch(fed)
+                for processor in processors:
+                    place_logits = processor(context, place_logits)
+            logprobs = place_logits - mx.logsumexp(place_logits, axis=-1, keepdims=True)
+            token = batch.samplers[0](logprobs)
+            mx.eval(token, logprobs)
+            sampled.append(SampledToken(int(token.item()), logprobs[0]))
+            if fed_ids[place + 1 : place + 2] != [sampled[-1].token_id]:
+                break
+        return sampled
 
     def extend(self, newcomers: TokenGenerator) -> None:
         """Add the rows of another generator, which must not be used afterwards.
@@ -14687,8 +14795,7 @@ def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
     match = _UNKNOWN_KEYWORDS.search(error)
     if match is not None:
         keywords = match[1]
-        names = re.findall(r'"(\w+)"', keywords)
-        place = _find_keyword(schema or {}, set(names))
+        place = _find_keyword(schema or {}, _read_keywords(keywords))
         where = f" of {place:.100}" if place else ""
         return f"{keywords:.100}{where} cannot be enforced: leave it out"
     for pattern, sentence in _SCHEMA_FAULTS.items():
@@ -14698,12 +14805,164 @@ def _describe_fault(error: str, schema: JsonObject | None = None) -> str:
     return "it cannot be enforced as it is: make it simpler"
 
 
+def _read_keywords(text: str) -> set[str]:
+    """The names in a list as Rust writes it: U+200B as \\u{200b}."""
+    plain = re.sub(r"\\u\{(\w+)\}", lambda code: chr(int(code[1], 16)), text)
+    return set(re.findall(r'"([^"]*)"', plain))
+
+
 def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
     """Where the first of these keywords stands: "properties.tags"; "": at the top."""
     for path, value in _walk_schema(schema):
         if isinstance(value, dict) and keywords & value.keys():
             return path
     return ""
+
+
+# region DRAFTS ================================================================
+# Several tokens a step, where a reply repeats what stands in its conversation already.
+#
+#     past     ... def read(path): return open(path).read() ... def read(path):
+#                  [ six tokens ]  what followed                [ the same six ]
+#                                  -> a draft
+#
+# A draft is fed with the token before it, in one call of the model, and each of its
+# tokens counts as far as it is the one that would have been sampled in its place. So a
+# reply is the same with drafts and without, greedy or not, and so is its KV. Only the
+# time differs: a call of 32 tokens may take as long as one of a single token, or as
+# twelve. That is measured, and a draft is only tried where it is expected to pay.
+#
+# Drafts are for a request that decodes alone. None has an end token: what ends a reply
+# is sampled in a step of its own (AcceptedTokens).
+#
+# Public   CopyDrafter, DraftCosts, can_draft
+# Uses     LOGGING, API TYPES, UPSTREAM
+# Thread   model
+
+_MATCH_TOKENS: Final = 6  # that stood in the past, before they stand at its end
+_DRAFT_LENGTHS: Final = (31, 15, 7)  # with the token before it, calls of 32, 16, 8
+_NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
+_FIRST_SHARE: Final = 0.9  # of draft tokens that are right, until some were tried
+_MOST_RIGHT: Final = 0.99  # of them that are expected to be, at most
+_UNKNOWN_COST: Final = 2.0  # of a call that was never measured, by a plain step's
+_REST_TOKENS: Final = 32  # of the reply, after a draft that did not pay
+_LONG_REST_TOKENS: Final = 256  # where none is expected to pay; then one is tried again
+
+
+def can_draft(layer_caches: LayerCaches, model: Any) -> bool:
+    """Whether what a draft got wrong can be taken back exactly.
+
+    Windows cannot, and MLA computes the same KV otherwise in a call of one token.
+    """
+    kinds = [leaf_kind(leaf) for leaf in cache_leaves(layer_caches)]
+    is_mla = hasattr(getattr(model, "args", None), "kv_lora_rank")
+    return not is_mla and all(kind.can_cut or kind.can_hold for kind in kinds)
+
+
+class DraftCosts:
+    """Seconds of a step by the tokens that are fed in it, on this machine and model."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step without a draft was measured; `gain` needs it."""
+        return 1 in self._seconds
+
+    def note(self, n_fed: int, seconds: float) -> None:
+        """A step that fed so many tokens took so long."""
+        mean = self._seconds.get(n_fed, seconds)
+        self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
+
+    def gain(self, n_draft: int, share_right: float) -> float:
+        """Expected tokens a second with such drafts, by those without.
+
+        `share_right`: of draft tokens that follow right ones.
+        """
+        plain = self._seconds[1]
+        seconds = self._seconds.get(n_draft + 1, _UNKNOWN_COST * plain)
+        n_expected = (1 - share_right ** (n_draft + 1)) / (1 - share_right)
+        return n_expected * plain / seconds
+
+
+class CopyDrafter:
+    """Drafts for one request: what followed its last tokens when they stood there."""
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        *,
+        max_tokens: int,
+        end_ids: frozenset[int],
+        costs: DraftCosts,
+        metrics: CacheMetrics,
+    ) -> None:
+        """`end_ids`: tokens that may end the reply, and are never drafted."""
+        self.costs = costs
+        self._metrics = metrics
+        self._end_ids = end_ids
+        self._past = np.empty(len(prompt) + max_tokens, np.int32)
+        self._past[: len(prompt)] = prompt
+        self._n_prompt = len(prompt)
+        self._n_past = len(prompt)
+        self._share_right = _FIRST_SHARE
+        self._rests_until = 0  # this length of the past
+
+    def read(self, output_ids: Sequence[int]) -> None:
+        """Note what the reply has become."""
+        new_ids = output_ids[self._n_past - self._n_prompt :]
+        end = self._n_past + len(new_ids)
+        self._past[self._n_past : end] = new_ids
+        self._n_past = end
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether a token may end the reply."""
+        return token_id in self._end_ids
+
+    def propose(self, max_tokens: int) -> list[int]:
+        """What may follow, the first token included; [] if nothing would pay.
+
+        `max_tokens`: of the reply that are left.
+        """
+        if self._n_past < self._rests_until or not self.costs.is_known:
+            return []
+        gains = {n: self.costs.gain(n, self._share_right) for n in _DRAFT_LENGTHS}
+        n_draft = max(gains, key=gains.__getitem__)
+        if gains[n_draft] <= 1.0:
+            self._rests_until = self._n_past + _LONG_REST_TOKENS
+            self._share_right = _FIRST_SHARE
+            return []
+        token_ids = self._find_copy(min(n_draft + 1, max_tokens))
+        for place, token_id in enumerate(token_ids):
+            if token_id < 0 or token_id in self._end_ids:  # < 0: a part of an image
+                return token_ids[:place]
+        return token_ids
+
+    def _find_copy(self, n_tokens: int) -> list[int]:
+        past = self._past[: self._n_past]
+        last = past[-_MATCH_TOKENS:]
+        ends = np.flatnonzero(past[_MATCH_TOKENS - 1 : -1] == last[-1])
+        ends += _MATCH_TOKENS - 1
+        for back in range(1, _MATCH_TOKENS):
+            ends = ends[past[ends - back] == last[-1 - back]]
+        if not ends.size:
+            return []
+        start = int(ends[-1]) + 1
+        copy: list[int] = past[start : start + n_tokens].tolist()
+        return copy
+
+    def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
+        """A draft was fed, and so much of it was right."""
+        self.costs.note(n_draft + 1, seconds)
+        self._metrics.bump("draft_steps")
+        self._metrics.bump("draft_tokens", n_draft)
+        self._metrics.bump("draft_tokens_right", n_right)
+        n_tried = min(n_right + 1, n_draft)
+        share = n_right / n_tried
+        self._share_right += _NEW_WEIGHT * (share * _MOST_RIGHT - self._share_right)
+        if self.costs.gain(n_draft, 0.0) * (1 + n_right) < 1.0:  # slower than without
+            self._rests_until = self._n_past + _REST_TOKENS
 
 
 # region SCHEDULER =============================================================
@@ -14745,7 +15004,7 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #          WaitReason, WaitCause, Activity, Reuse, TokenEvent, SecondTryEvent,
 #          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -15152,6 +15411,7 @@ class RunningRequest:
         self.prefill_speed = prefill_speed  # tokens a second of the last slice
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
+        self.drafter: CopyDrafter | None = None  # None: one token a step
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.lease = cache.start(
@@ -15425,30 +15685,75 @@ class DecodeBatch:
     @property
     def layer_caches(self) -> LayerCaches:
         """The KV of all its requests; of more than one in batch form."""
+        self._generator.settle()
         return self._generator.layer_caches
 
     @property
     def nbytes(self) -> int:
         """Bytes of KV and state, padding included."""
-        return sum(layer.nbytes for layer in self.layer_caches)
+        return sum(layer.nbytes for layer in self._generator.layer_caches)
 
     def step(self) -> list[AcceptedTokens]:
-        """Feed and report the next token of each request; returns what was accepted."""
-        self._previous_state = hold_recurrent_state(self.layer_caches)
+        """Feed and report the next token of each request; returns what was accepted.
+
+        A request that is alone may have a draft, and accept several.
+        """
+        n_pending = len(self._generator.pending_ids)
+        self._previous_state = hold_recurrent_state(self._generator.layer_caches)
         self._previous_rows = {
-            running: (row, running.num_computed_tokens)
+            running: (row, running.num_computed_tokens - n_pending)
             for row, running in enumerate(self.requests)
         }
-        fed_tokens = self._generator.step()
+        draft = self._find_draft()
+        rows = [self._step_with(draft)] if draft else self._step_without(n_pending)
 
         accepted: list[AcceptedTokens] = []
-        for running, token in zip(self.requests, fed_tokens, strict=True):
-            is_first_token = running.num_computed_tokens == running.n_prompt
-            if not is_first_token:  # which __init__ has reported
-                running.add_token(token.token_id, logprobs=token.logprobs)
-            running.num_computed_tokens += 1
-            accepted.append(AcceptedTokens(running, [token.token_id]))
+        for running, tokens in zip(self.requests, rows, strict=True):
+            for token in tokens:
+                is_first_token = running.num_computed_tokens == running.n_prompt
+                if not is_first_token:  # which __init__ has reported
+                    running.add_token(token.token_id, logprobs=token.logprobs)
+                running.num_computed_tokens += 1
+            token_ids = [token.token_id for token in tokens]
+            accepted.append(AcceptedTokens(running, token_ids))
         return accepted
+
+    def _find_draft(self) -> list[int]:
+        """What may follow the token sampled last; [] if nothing is known to."""
+        running, *others = self.requests
+        drafter = running.drafter
+        if drafter is None or others:
+            return []
+        drafter.read(running.output_ids)
+        # The token sampled last is fed and counts, and the next one is sampled.
+        n_left = running.request.max_tokens - len(running.output_ids) - 1
+        copy = drafter.propose(n_left)
+        if running.num_computed_tokens == running.n_prompt:  # it is in `output_ids`
+            is_end = drafter.is_end(running.output_ids[-1])
+            return [] if is_end else copy[:-1]
+        if len(copy) < 2 or copy[0] != self._generator.next_id():
+            return []
+        return copy[1:]
+
+    def _step_without(self, n_pending: int) -> list[list[SampledToken]]:
+        began = time.monotonic()
+        rows = [[token] for token in self._generator.step()]
+        drafter = self.requests[0].drafter
+        if drafter is not None and len(rows) == 1 and not n_pending:
+            drafter.costs.note(1, time.monotonic() - began)
+        return rows
+
+    def _step_with(self, draft: list[int]) -> list[SampledToken]:
+        began = time.monotonic()
+        tokens = self._generator.step_with(draft)
+        drafter = self.requests[0].drafter
+        assert drafter is not None
+        drafter.note(
+            n_draft=len(draft),
+            n_right=len(tokens) - 1,
+            seconds=time.monotonic() - began,
+        )
+        return tokens
 
     def read_state(self, running: RunningRequest) -> StateCheckpoint:
         """A copy of the state of a request after the token that it was fed last."""
@@ -15925,6 +16230,10 @@ class Scheduler:
             loaded, config, spec=self.spec, budget=self.budget, metrics=metrics
         )
         self.policy = SchedulingPolicy()
+        self.draft_costs = DraftCosts()
+        self._can_draft = config.speculation == "auto" and can_draft(
+            make_prompt_cache(loaded.model), loaded.model
+        )
         self.disk: DiskTier | None = None  # ENGINE opens it
         self.waiting: list[RequestHandle] = []  # in the order they came
         self.running: list[RunningRequest] = []  # in the order they started
@@ -16190,6 +16499,7 @@ class Scheduler:
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
+            running.drafter = self._make_drafter(handle)
         except Exception as error:
             if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
                 self.cache.drop_source(match)
@@ -16206,6 +16516,19 @@ class Scheduler:
         handle.reuse = Reuse(match.hit_kind, match.cached_tokens, match.matched_tokens)
         self.running.append(running)
         handle.put(offset)
+
+    def _make_drafter(self, handle: RequestHandle) -> CopyDrafter | None:
+        """What drafts for a request; None for a second try, and where nothing may."""
+        if not self._can_draft or handle.is_second_try:
+            return None
+        request = handle.request
+        return CopyDrafter(
+            request.key.tokens,
+            max_tokens=request.max_tokens,
+            end_ids=self.loaded.eos_ids | request.checkpoint_ids,
+            costs=self.draft_costs,
+            metrics=self.metrics.of_tenant(request.owner.tenant),
+        )
 
     def _load_more(self, handle: RequestHandle, match: PrefixMatch) -> bool:
         """Load what only the disk has of a prompt into the cache, if it is much."""

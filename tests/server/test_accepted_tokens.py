@@ -28,8 +28,8 @@ class SeveralAtOnce(s.DecodeBatch):
         for _ in range(next(self.sizes)):
             accepted = super().step()
             held = held or self._held_state()
-            for running, (token_id,) in accepted:
-                token_ids[running].append(token_id)
+            for running, ids in accepted:
+                token_ids[running] += ids
             if any(self._may_end(running, ids[-1]) for running, ids in accepted):
                 break
         vars(self).update(held)

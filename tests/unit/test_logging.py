@@ -154,6 +154,9 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
         "evicted_idle": 24000,
         "disk_hits": 0,
         "disk_tokens": 0,
+        "draft_steps": 0,
+        "draft_tokens": 0,
+        "draft_tokens_right": 0,
     }
     metrics.snapshot()["vlm_retreat"] = 0
     assert metrics.snapshot()["vlm_retreat"] == 8000

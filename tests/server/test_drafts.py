@@ -1,0 +1,309 @@
+"""DRAFTS: the same replies and the same KV as without, in fewer steps."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import GREEDY, words
+from tiny_models import DENSE, HYBRID, MLA, SLIDING
+
+KINDS = [DENSE, HYBRID]
+SEEDED = GREEDY.model_copy(update={"temperature": 0.8, "top_k": 20, "seed": 4})
+PENALTY = GREEDY.model_copy(update={"repetition_penalty": 1.2})
+
+
+# -- where a draft is tried ----------------------------------------------------------------
+
+
+def drafter(past, seconds, **fields):
+    """One for a reply after a past, where calls of these lengths take so long."""
+    costs = s.DraftCosts()
+    for n_fed, call_seconds in seconds.items():
+        costs.note(n_fed, call_seconds)
+    fields = {"max_tokens": 1000, "end_ids": frozenset(), **fields}
+    prompt = np.array(past, np.int32)
+    return s.CopyDrafter(prompt, costs=costs, metrics=s.CacheMetrics(), **fields)
+
+
+FILE = [*range(100, 200)]
+BEGUN = [*FILE, 7, 8, *FILE[:6]]
+
+
+def test_a_draft_is_what_followed_and_as_long_as_pays():
+    on_gpu = {1: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}
+    on_cpu = {1: 1.0, 8: 2.0, 16: 9.0, 32: 20.0}
+
+    assert drafter(BEGUN, on_gpu).propose(1000) == FILE[6:38]
+    assert drafter(BEGUN, on_cpu).propose(1000) == FILE[6:14]
+    assert drafter(BEGUN, on_gpu).propose(5) == FILE[6:11]
+    assert drafter(BEGUN, {1: 1.0, 8: 9.0, 16: 17.0, 32: 33.0}).propose(1000) == []
+    assert drafter(BEGUN, {}).propose(1000) == []
+    assert drafter([*FILE, *FILE[:5]], on_gpu).propose(1000) == []
+    assert drafter(BEGUN, on_gpu, end_ids=frozenset([109])).propose(9) == FILE[6:9]
+    image = [*FILE[:8], -5, -6, *FILE[:6]]
+    assert drafter(image, on_gpu).propose(1000) == FILE[6:8]
+
+
+def test_what_the_reply_repeats_of_itself_is_a_draft():
+    writer = drafter([1, 2, 3], {1: 1.0, 8: 1.0, 16: 1.0, 32: 1.0})
+    writer.read([*FILE, 7])
+    writer.read([*FILE, 7, *FILE[:6]])
+
+    assert writer.propose(1000) == FILE[6:38]
+
+
+def test_after_drafts_that_did_not_pay_there_is_a_rest():
+    costs = {1: 1.0, 8: 2.0, 16: 2.0, 32: 2.0}
+    writer = drafter(BEGUN, costs, max_tokens=9000)
+    n_tried = 0
+    output_ids = []
+    for _ in range(1000):
+        writer.read(output_ids)
+        if writer.propose(1000):
+            n_tried += 1
+            writer.note(n_draft=31, n_right=0, seconds=2.0)
+        output_ids += [7, 8, *FILE[:6]]  # and nothing of what followed
+
+    assert 0 < n_tried < 1000 * 8 / 50  # a second lost in 50 steps
+
+
+# -- in the engine -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Drafts are tried wherever there is something to copy, of unlike lengths."""
+    lengths = itertools.cycle([7, 15, 31, 3])
+    monkeypatch.setattr(s.DraftCosts, "gain", lambda *_: 2.0)
+    monkeypatch.setattr(s, "_DRAFT_LENGTHS", LengthsInTurn(lengths))
+
+
+class LengthsInTurn:
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __iter__(self):
+        return iter([next(self.lengths)])
+
+
+def forced(reply, *, n_others=0):
+    """A constraint that leaves one token at each place, or some, while it lasts."""
+
+    def begin():
+        for token_id in reply:
+            flags = s._flag_ids([*range(10, 10 + n_others), token_id])
+            yield s.AllowedTokens(flags, others=False)
+        yield s.AllowedTokens(n_steps=s._FOREVER)
+
+    return begin
+
+
+def copies_with_faults(rng, source, n, every):
+    """A reply that copies parts of a text, with other tokens in between."""
+    reply = []
+    at = 0
+    while len(reply) < n:
+        if rng.random() < 1 / every:
+            reply.append(int(rng.integers(10, 300)))
+            at = int(rng.integers(0, len(source) - n))
+        else:
+            reply.append(source[at])
+            at += 1
+    return reply
+
+
+def counters(bench):
+    return {
+        name: bench.metrics.snapshot()[name]
+        for name in ("draft_steps", "draft_tokens", "draft_tokens_right")
+    }
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forced_copy_takes_fewer_steps_and_leaves_the_same_kv(bench, kind):
+    b = bench(kind)
+    rng = np.random.default_rng(3)
+    past = words(rng, 300)
+    for _ in range(4):
+        reply = copies_with_faults(rng, past[:300], 80, 15)
+        ids, end, ticket = b.ask(past, n=80, constraints=(forced(reply),))
+        assert ids == reply
+        assert end.reason == "length"
+        past = past + ids + words(rng, 30)
+        ids, end, ticket = b.ask(past, n=6)
+        assert end.reuse.cached_tokens >= len(past) - 31
+        assert b.largest_difference(ticket, ids) == 0.0
+        past = past + ids + words(rng, 10)
+
+    counted = counters(b)
+    assert counted["draft_tokens"] > counted["draft_tokens_right"] > 60
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sampling": SEEDED},
+        {"sampling": PENALTY},
+        {"top_logprobs": 3},
+    ],
+    ids=["greedy", "seeded", "penalty", "logprobs"],
+)
+@pytest.mark.parametrize("n_others", [1, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reply_is_the_same_with_drafts_and_without(
+    bench, monkeypatch, kind, n_others, fields
+):
+    """Free, or nearly a copy: at each place the copy's token or another one."""
+    monkeypatch.setattr(s, "_MATCH_TOKENS", 2 if n_others else 1)
+    fields = dict(fields)
+    plain = bench(kind, speculation="off")
+    drafting = bench(kind)
+    rng = np.random.default_rng(4)
+    for _ in range(3):
+        prompt = words(rng, 60) * 3
+        if n_others is not None:
+            fields["constraints"] = (forced(prompt[:60] * 2, n_others=n_others),)
+        expected, _, plain_ticket = plain.ask(prompt, n=100, **fields)
+        ids, _, ticket = drafting.ask(prompt, n=100, **fields)
+        assert ids == expected
+        assert np.array_equal(drafting.seen[ticket], plain.seen[plain_ticket])
+
+        follow_up = prompt + ids + words(rng, 9)
+        ids, _, ticket = drafting.ask(follow_up, n=5)
+        assert drafting.largest_difference(ticket, ids) == 0.0
+
+    counted = counters(drafting)
+    assert counted["draft_tokens_right"] > (0 if n_others else -1)
+    assert counted["draft_steps"] > 0
+    assert counters(plain)["draft_steps"] == 0
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_that_join_and_leave_change_nothing(bench, kind):
+    b = bench(kind)
+    rng = np.random.default_rng(5)
+    past = words(rng, 300)
+    reply = copies_with_faults(rng, past, 150, 12)
+    one = b.submit(past, n=150, constraints=(forced(reply),))
+    others = []
+    for number in range(4):
+        time.sleep(0.02)
+        others.append(b.submit(words(rng, 250 + number), n=10))
+    ids, _ = b.finish(one)
+    assert ids == reply
+    for ticket in others:
+        other_ids, _ = b.finish(ticket)
+        assert b.largest_difference(ticket, other_ids) == 0.0
+
+    ids, _, ticket = b.ask(past + ids + words(rng, 9), n=5)
+    assert b.largest_difference(ticket, ids) == 0.0
+    assert counters(b)["draft_steps"] > 0
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(bench, kind):
+    b = bench(kind)
+    rng = np.random.default_rng(6)
+    past = words(rng, 200)
+    for n_read in (1, 9, 30, 70):
+        reply = copies_with_faults(rng, past[:200], 150, 10)
+        ticket = b.submit(past, n=150, constraints=(forced(reply),))
+        ids = []
+        while len(ids) < n_read:
+            event = ticket.next_event(60)
+            if isinstance(event, s.TokenEvent):
+                ids.append(event.token_id)
+        ticket.stop_reason = "cancelled"
+        rest, _ = b.finish(ticket)
+        ids += rest
+        assert ids == reply[: len(ids)]
+
+        prompt = past + ids[:n_read] + words(rng, 12)
+        ids, _, ticket = b.ask(prompt, n=4)
+        assert b.largest_difference(ticket, ids) == 0.0
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", [SLIDING, MLA])
+def test_what_cannot_be_taken_back_is_not_drafted(bench, kind):
+    b = bench(kind)
+    rng = np.random.default_rng(7)
+    b.ask(words(rng, 30) * 3, n=60)
+
+    assert counters(b)["draft_steps"] == 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_no_draft_has_a_token_that_may_end_the_reply(bench, monkeypatch):
+    b = bench(DENSE)
+    past = words(np.random.default_rng(8), 40) * 3
+    plain, _, _ = b.ask(past, n=80)
+    end_id = plain[60]
+
+    def set_ends(scheduler):
+        loaded = scheduler.loaded
+        scheduler.loaded = s.replace(loaded, eos_ids=frozenset([end_id]))
+
+    b.engine.call(set_ends)
+    b.engine.call(lambda scheduler: scheduler.cache.evict_session("", None))
+    ids, end, _ = b.ask(past, n=80)
+
+    assert ids == plain[: plain.index(end_id) + 1]
+    assert end.reason == "stop"
+
+
+# -- planted faults ----------------------------------------------------------------------
+
+
+def one_token_too_many(monkeypatch):
+    along = s.TokenGenerator._sample_along
+
+    def more(generator, fed_ids, logits):
+        sampled = along(generator, fed_ids, logits)
+        n_right = len(sampled) - 1
+        if n_right < len(fed_ids) - 1:
+            wrong = s.SampledToken(fed_ids[n_right + 1], sampled[-1].logprobs)
+            return [*sampled[:-1], wrong, sampled[-1]]
+        return sampled
+
+    monkeypatch.setattr(s.TokenGenerator, "_sample_along", more)
+
+
+def nothing_taken_back(monkeypatch):
+    monkeypatch.setattr(s.KVCache, "trim", lambda leaf, n: n)
+
+
+def state_not_put_back(monkeypatch):
+    kinds = {leaf: kind._replace(can_hold=False) for leaf, kind in s.LEAF_KINDS.items()}
+    real = s.TokenGenerator.step_with
+
+    def step_with(generator, draft):
+        with monkeypatch.context() as patch:
+            patch.setattr(s, "LEAF_KINDS", kinds)
+            return real(generator, draft)
+
+    monkeypatch.setattr(s.TokenGenerator, "step_with", step_with)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    "fault, kind",
+    [
+        (one_token_too_many, DENSE),
+        (nothing_taken_back, DENSE),
+        (state_not_put_back, HYBRID),
+    ],
+)
+def test_a_planted_fault_of_drafts_is_noticed(bench, monkeypatch, fault, kind):
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, TimeoutError)):
+        test_a_reply_is_the_same_with_drafts_and_without(
+            bench, monkeypatch, kind, 1, {}
+        )
