@@ -766,7 +766,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kv_bits: _KVBits = "off"  # of each number of attention KV; off: as computed
     kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
     kv_quant_scheme: _KVScheme = "uniform"  # turboquant: rotated first, at 2 to 4 bits
-    speculation: _AutoOrOff = "auto"  # off: one token a step
+    speculation: _AutoOrOff = "off"  # auto: several tokens a step, where that pays
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -14941,6 +14941,8 @@ class CopyDrafter:
 
     def _find_copy(self, n_tokens: int) -> list[int]:
         past = self._past[: self._n_past]
+        if len(past) <= _MATCH_TOKENS:
+            return []
         last = past[-_MATCH_TOKENS:]
         ends = np.flatnonzero(past[_MATCH_TOKENS - 1 : -1] == last[-1])
         ends += _MATCH_TOKENS - 1

@@ -69,6 +69,11 @@ def test_after_drafts_that_did_not_pay_there_is_a_rest():
     assert 0 < n_tried < 1000 * 8 / 50  # a second lost in 50 steps
 
 
+@pytest.mark.parametrize("n_past", range(1, 9))
+def test_a_past_of_a_few_tokens_has_nothing_to_copy(n_past):
+    assert drafter([5] * n_past, {1: 1.0}).propose(1000) in ([], [5])
+
+
 # -- in the engine -------------------------------------------------------------------------
 
 
@@ -124,7 +129,7 @@ def counters(bench):
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forced_copy_takes_fewer_steps_and_leaves_the_same_kv(bench, kind):
-    b = bench(kind)
+    b = bench(kind, speculation="auto")
     rng = np.random.default_rng(3)
     past = words(rng, 300)
     for _ in range(4):
@@ -161,8 +166,8 @@ def test_a_reply_is_the_same_with_drafts_and_without(
     """Free, or nearly a copy: at each place the copy's token or another one."""
     monkeypatch.setattr(s, "_MATCH_TOKENS", 2 if n_others else 1)
     fields = dict(fields)
-    plain = bench(kind, speculation="off")
-    drafting = bench(kind)
+    plain = bench(kind)
+    drafting = bench(kind, speculation="auto")
     rng = np.random.default_rng(4)
     for _ in range(3):
         prompt = words(rng, 60) * 3
@@ -186,7 +191,7 @@ def test_a_reply_is_the_same_with_drafts_and_without(
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_join_and_leave_change_nothing(bench, kind):
-    b = bench(kind)
+    b = bench(kind, speculation="auto")
     rng = np.random.default_rng(5)
     past = words(rng, 300)
     reply = copies_with_faults(rng, past, 150, 12)
@@ -209,7 +214,7 @@ def test_requests_that_join_and_leave_change_nothing(bench, kind):
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(bench, kind):
-    b = bench(kind)
+    b = bench(kind, speculation="auto")
     rng = np.random.default_rng(6)
     past = words(rng, 200)
     for n_read in (1, 9, 30, 70):
@@ -233,7 +238,7 @@ def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(bench, kind):
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("kind", [SLIDING, MLA])
 def test_what_cannot_be_taken_back_is_not_drafted(bench, kind):
-    b = bench(kind)
+    b = bench(kind, speculation="auto")
     rng = np.random.default_rng(7)
     b.ask(words(rng, 30) * 3, n=60)
 
@@ -242,7 +247,7 @@ def test_what_cannot_be_taken_back_is_not_drafted(bench, kind):
 
 @pytest.mark.usefixtures("eager")
 def test_no_draft_has_a_token_that_may_end_the_reply(bench, monkeypatch):
-    b = bench(DENSE)
+    b = bench(DENSE, speculation="auto")
     past = words(np.random.default_rng(8), 40) * 3
     plain, _, _ = b.ask(past, n=80)
     end_id = plain[60]
