@@ -9395,18 +9395,10 @@ class TokenGenerator:
             stop_sequences=[StopSequences() for _ in choices],
             max_tokens=[sys.maxsize] * n_rows,
         )
-        self._batch.model = self._call
+        self._batch.model = model  # no method of this object: KV would outlive it
         self._model = model
         self._is_greedy = choices[0].sampler is greedy_sampler
         self.pending_ids: list[int] = []  # of a single row: to be fed again
-
-    def _call(self, tokens: mx.array, cache: LayerCaches) -> mx.array:
-        """The model, after what is to be fed again."""
-        if self.pending_ids:
-            again = mx.array([self.pending_ids], tokens.dtype)
-            tokens = mx.concatenate([again, tokens], axis=1)
-            self.pending_ids = []
-        return self._model(tokens, cache=cache)
 
     def settle(self) -> None:
         """Feed now what is to be fed again: before caches are read, or rows change."""
@@ -9435,7 +9427,11 @@ class TokenGenerator:
 
     def step(self) -> list[SampledToken]:
         """Feed the token sampled last of each row, return it, and sample the next."""
+        if self.pending_ids:
+            self._batch.model = _feed_before(self._model, self.pending_ids)
+            self.pending_ids = []
         responses = self._batch.next()
+        self._batch.model = self._model
         return [
             SampledToken(response.token, response.logprobs) for response in responses
         ]
@@ -9457,7 +9453,9 @@ class TokenGenerator:
         held = [list(leaf.cache) for leaf in leaves if leaf_kind(leaf).can_hold]
         n_again = len(self.pending_ids)
         again_ids = self.pending_ids
-        logits = self._call(mx.array([fed_ids]), batch.prompt_cache)[0, n_again:]
+        call = _feed_before(self._model, again_ids)
+        logits = call(mx.array([fed_ids]), cache=batch.prompt_cache)[0, n_again:]
+        self.pending_ids = []
         sampled = self._sample_along(fed_ids, logits)
 
         n_right = len(sampled) - 1
@@ -9522,6 +9520,17 @@ class TokenGenerator:
     def keep_rows(self, rows: list[int]) -> None:
         """Drop all other rows, and their KV."""
         self._batch.filter(rows)
+
+
+# Pinned by test_drafts.py
+def _feed_before(model: ModelCall, token_ids: list[int]) -> ModelCall:
+    """The model, which is fed these tokens of a single row first."""
+
+    def call(tokens: mx.array, cache: LayerCaches) -> mx.array:
+        first = mx.array(token_ids, tokens.dtype)[None]
+        return model(mx.concatenate([first, tokens], axis=1), cache=cache)
+
+    return call if token_ids else model
 
 
 # -- 3 tokenizer -----------------------------------------------------------------------
