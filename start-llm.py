@@ -14839,7 +14839,7 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # tokens counts as far as it is the one that would have been sampled in its place. So a
 # reply is the same with drafts and without, greedy or not, and so is its KV. Only the
 # time differs: a call of 32 tokens may take as long as one of a single token, or as
-# twelve. That is measured, and a draft is only tried where it is expected to pay.
+# 27 of them. That is measured, and a draft is only tried where it is expected to pay.
 #
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
