@@ -183,8 +183,9 @@ def test_a_reply_is_the_same_with_drafts_and_without(
         assert drafting.largest_difference(ticket, ids) == 0.0
 
     counted = counters(drafting)
-    assert counted["draft_tokens_right"] > (0 if n_others else -1)
     assert counted["draft_steps"] > 0
+    if n_others:  # a free reply may have no draft that is right
+        assert counted["draft_tokens_right"] > 0
     assert counters(plain)["draft_steps"] == 0
 
 
