@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/compare.py [--quick] [--only SECTION ...]
                                            [--json FILE] [--markdown DOCUMENT]
+                                           [--beside OLDER/start-llm.py]
 
 Everything runs on this machine with random weights of fixed seeds. Times are compared as ratios of
 neighbouring measurements, because machines differ and are never quiet; a table cell gives the
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import compared_servers
 import report
 import sections
 from project_files import install_and_run, make_tiny_model
@@ -117,6 +119,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=sections.ALL, default=list(sections.ALL)
     )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        help="another start-llm.py, which is measured in the place of mlx_lm.server",
+    )
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     return parser.parse_args()
@@ -140,6 +147,8 @@ def measure(name: str, *, quick: bool) -> list[Line]:
 
 def main() -> int:
     arguments = read_arguments()
+    if arguments.beside:
+        compared_servers.compare_with(arguments.beside)
     about = f"Measured on {machine(with_openblas())}, with `{' '.join(['python', *sys.argv])}`."
     console.print(about, highlight=False, soft_wrap=True)
 

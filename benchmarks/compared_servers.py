@@ -26,6 +26,13 @@ REPLY_SECONDS = 900.0
 
 Body = dict[str, Any]
 
+_beside: list[Path] = []  # a start-llm.py in the place of mlx_lm.server, if any
+
+
+def compare_with(file: Path) -> None:
+    """Measure another start-llm.py, an older one say, wherever mlx_lm.server would be."""
+    _beside[:] = [file.resolve(strict=True)]
+
 
 @dataclass
 class Reply:
@@ -218,11 +225,15 @@ def our_server(model: Path, scratch: Path, **settings: object) -> Iterator[Serve
 
 @contextmanager
 def their_server(model: Path, scratch: Path) -> Iterator[Server]:
-    """mlx-lm's own server, with its defaults."""
+    """mlx-lm's own server, with its defaults; or the file of `compare_with`."""
     port = free_port()
+    environ = dict(os.environ)
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
     command += ["--port", str(port), "--log-level", "WARNING"]
-    with running(Server(THEIRS, port), command, scratch, dict(os.environ)) as server:
+    if _beside:
+        environ = our_environment(model, port, scratch)
+        command = [sys.executable, str(_beside[0])]
+    with running(Server(THEIRS, port), command, scratch, environ) as server:
         yield server
 
 
