@@ -766,7 +766,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kv_bits: _KVBits = "off"  # of each number of attention KV; off: as computed
     kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
     kv_quant_scheme: _KVScheme = "uniform"  # turboquant: rotated first, at 2 to 4 bits
-    speculation: _AutoOrOff = "off"  # auto: several tokens a step, where that pays
+    speculation: _AutoOrOff = "auto"  # several tokens a step, where that pays
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -1204,6 +1204,7 @@ class RequestFacts(TypedDict):
     prompt: int  # tokens, as are `out` and `cached`
     out: int
     cached: int
+    saved_steps: int  # tokens of `out` that came with another one's step: see DRAFTS
     match: str  # what was reused: see HitKind of PREFIX CACHE; "-" if it never ran
     finish: str  # "stop", "length", "repeated", "deadline", "cancelled", "failed"
     prefill: float  # seconds, as are `decode` and `waited`
@@ -1263,6 +1264,9 @@ def format_summary(facts: RequestFacts, *, client: str, n_calls: int = 0) -> str
     parts += _show_seconds("first", facts["ttft_ms"] / 1000)
     if facts["out"]:
         parts.append(f"{facts['out']:,} out in {facts['decode']:.1f} s")
+    if facts["saved_steps"]:
+        per_step = facts["out"] / (facts["out"] - facts["saved_steps"])
+        parts.append(f"{per_step:.1f} tokens a step")
     finish = facts["finish"]
     if n_calls and finish == "stop":
         finish = "1 tool call" if n_calls == 1 else f"{n_calls} tool calls"
@@ -9204,6 +9208,8 @@ class LeafKind(NamedTuple):
     # A call of the model replaces its arrays, and writes into none. So the old ones can
     # be held without a copy, and read between the parts of a tapped call.
     can_hold: bool = False
+    # So does a call of several tokens: what it was before can be put back.
+    can_put_back: bool = False
     window_attribute: str = ""  # how many tokens it needs; "" if it has no window
     # No row can be sliced out of the arrays of a batch: its places are padded, or in
     # another order. Upstream's `extract` makes a leaf of a row then.
@@ -9211,8 +9217,8 @@ class LeafKind(NamedTuple):
 
 
 _ATTENTION: Final = LeafKind("attention", can_cut=True)
-_RECURRENT: Final = LeafKind("recurrent", can_hold=True)
-_WINDOW: Final = LeafKind("window", window_attribute="max_size")
+_RECURRENT: Final = LeafKind("recurrent", can_hold=True, can_put_back=True)
+_WINDOW: Final = LeafKind("window", can_put_back=True, window_attribute="max_size")
 _CHUNK: Final = LeafKind("window", window_attribute="chunk_size")
 
 LEAF_KINDS: Final[dict[type, LeafKind]] = {
@@ -9361,9 +9367,9 @@ class TokenGenerator:
         sampled          a b x . .      after y, a, b: the draft was right up to b
         returned         y a b          x is fed next; c and d are taken back
 
-    KV is taken back by its count. A recurrent layer cannot go back, so its old arrays
-    are put back, which no call writes into, and `y a b` is fed again with the next
-    step.
+    KV is taken back by its count. A recurrent layer or a window cannot go back, so its
+    old arrays are put back, which such a call does not write into, and `y a b` is fed
+    again with the next step.
     """
 
     def __init__(
@@ -9450,7 +9456,8 @@ class TokenGenerator:
         first = self.first_tokens()[0]
         fed_ids = [first.token_id, *draft]
         leaves = cache_leaves(batch.prompt_cache)
-        held = [list(leaf.cache) for leaf in leaves if leaf_kind(leaf).can_hold]
+        others = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        states_before = list(map(_fields_of, others))
         n_again = len(self.pending_ids)
         again_ids = self.pending_ids
         call = _feed_before(self._model, again_ids)
@@ -9461,13 +9468,11 @@ class TokenGenerator:
         n_right = len(sampled) - 1
         right_ids = fed_ids[: 1 + n_right]
         n_wrong = len(fed_ids) - len(right_ids)
-        if n_wrong and held:
+        if n_wrong and others:
             n_wrong += n_again + len(right_ids)
             self.pending_ids = again_ids + right_ids
-            states = iter(held)
-            for leaf in leaves:
-                if leaf_kind(leaf).can_hold:
-                    leaf.cache = next(states)
+            for leaf, state in zip(others, states_before, strict=True):
+                vars(leaf).update(state)
         for leaf in leaves:
             if leaf_kind(leaf).can_cut:
                 leaf.trim(n_wrong)
@@ -9520,6 +9525,15 @@ class TokenGenerator:
     def keep_rows(self, rows: list[int]) -> None:
         """Drop all other rows, and their KV."""
         self._batch.filter(rows)
+
+
+# Pinned by test_drafts.py
+def _fields_of(leaf: Any) -> dict[str, Any]:
+    """What a leaf consists of. A call that replaces its arrays leaves these alone."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(leaf).items()
+    }
 
 
 # Pinned by test_drafts.py
@@ -14849,6 +14863,9 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # Thread   model
 
 _MATCH_TOKENS: Final = 6  # that stood in the past, before they stand at its end
+_MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look through
+_ROOM_TOKENS: Final = 4096  # for the reply, at a time
+_NO_TEXT: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
 _DRAFT_LENGTHS: Final = (31, 15, 7)  # with the token before it, calls of 32, 16, 8
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
 _FIRST_SHARE: Final = 0.9  # of draft tokens that are right, until some were tried
@@ -14858,14 +14875,10 @@ _REST_TOKENS: Final = 32  # of the reply, after a draft that did not pay
 _LONG_REST_TOKENS: Final = 256  # where none is expected to pay; then one is tried again
 
 
-def can_draft(layer_caches: LayerCaches, model: Any) -> bool:
-    """Whether what a draft got wrong can be taken back exactly.
-
-    Windows cannot, and MLA computes the same KV otherwise in a call of one token.
-    """
+def can_draft(layer_caches: LayerCaches) -> bool:
+    """Whether what a draft got wrong can be taken back. Chunks cannot."""
     kinds = [leaf_kind(leaf) for leaf in cache_leaves(layer_caches)]
-    is_mla = hasattr(getattr(model, "args", None), "kv_lora_rank")
-    return not is_mla and all(kind.can_cut or kind.can_hold for kind in kinds)
+    return all(kind.can_cut or kind.can_put_back for kind in kinds)
 
 
 class DraftCosts:
@@ -14902,19 +14915,23 @@ class CopyDrafter:
         self,
         prompt: TokenIds,
         *,
-        max_tokens: int,
         end_ids: frozenset[int],
+        others: Sequence[TokenIds] = (),
         costs: DraftCosts,
         metrics: CacheMetrics,
     ) -> None:
-        """`end_ids`: tokens that may end the reply, and are never drafted."""
+        """`end_ids`: tokens that may end the reply, and are never drafted.
+
+        `others`: conversations to copy from where the own past has nothing, the best
+        first. They are read up to _MAX_OTHER_TOKENS.
+        """
         self.costs = costs
         self._metrics = metrics
         self._end_ids = end_ids
-        self._past = np.empty(len(prompt) + max_tokens, np.int32)
-        self._past[: len(prompt)] = prompt
+        self._past = prompt  # and the reply, and room for more of it
         self._n_prompt = len(prompt)
         self._n_past = len(prompt)
+        self._others = _join(others, _MAX_OTHER_TOKENS)
         self._share_right = _FIRST_SHARE
         self._rests_until = 0  # this length of the past
 
@@ -14922,6 +14939,9 @@ class CopyDrafter:
         """Note what the reply has become."""
         new_ids = output_ids[self._n_past - self._n_prompt :]
         end = self._n_past + len(new_ids)
+        if end > len(self._past):
+            room = np.empty(_ROOM_TOKENS + len(new_ids), np.int32)
+            self._past = np.concatenate([self._past[: self._n_past], room])
         self._past[self._n_past : end] = new_ids
         self._n_past = end
 
@@ -14942,26 +14962,15 @@ class CopyDrafter:
             self._rests_until = self._n_past + _LONG_REST_TOKENS
             self._share_right = _FIRST_SHARE
             return []
-        token_ids = self._find_copy(min(n_draft + 1, max_tokens))
+        n_tokens = min(n_draft + 1, max_tokens)
+        past = self._past[: self._n_past]
+        last = past[-_MATCH_TOKENS:]
+        token_ids = _copy_after(last, past, n_tokens)
+        token_ids = token_ids or _copy_after(last, self._others, n_tokens)
         for place, token_id in enumerate(token_ids):
             if token_id < 0 or token_id in self._end_ids:  # < 0: a part of an image
                 return token_ids[:place]
         return token_ids
-
-    def _find_copy(self, n_tokens: int) -> list[int]:
-        past = self._past[: self._n_past]
-        if len(past) <= _MATCH_TOKENS:
-            return []
-        last = past[-_MATCH_TOKENS:]
-        ends = np.flatnonzero(past[_MATCH_TOKENS - 1 : -1] == last[-1])
-        ends += _MATCH_TOKENS - 1
-        for back in range(1, _MATCH_TOKENS):
-            ends = ends[past[ends - back] == last[-1 - back]]
-        if not ends.size:
-            return []
-        start = int(ends[-1]) + 1
-        copy: list[int] = past[start : start + n_tokens].tolist()
-        return copy
 
     def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
         """A draft was fed, and so much of it was right."""
@@ -14974,6 +14983,33 @@ class CopyDrafter:
         self._share_right += _NEW_WEIGHT * (share * _MOST_RIGHT - self._share_right)
         if self.costs.gain(n_draft, 0.0) * (1 + n_right) < 1.0:  # slower than without
             self._rests_until = self._n_past + _REST_TOKENS
+
+
+def _join(conversations: Sequence[TokenIds], max_tokens: int) -> TokenIds:
+    """Conversations one after another, the first last, where it is found first."""
+    parts: list[TokenIds] = []
+    for tokens in conversations:
+        parts[:0] = [tokens[-max_tokens:], _NO_TEXT]
+        max_tokens -= len(tokens)
+        if max_tokens <= 0:
+            break
+    return np.concatenate(parts) if parts else _NO_TEXT
+
+
+def _copy_after(last: TokenIds, tokens: TokenIds, n_tokens: int) -> list[int]:
+    """What follows `last` where it stands latest in `tokens`, but not at their end."""
+    n_last = len(last)
+    if n_last < _MATCH_TOKENS or len(tokens) <= n_last:
+        return []
+    ends = np.flatnonzero(tokens[n_last - 1 : -1] == last[-1])
+    ends += n_last - 1
+    for back in range(1, n_last):
+        ends = ends[tokens[ends - back] == last[-1 - back]]
+    if not ends.size:
+        return []
+    start = int(ends[-1]) + 1
+    copy: list[int] = tokens[start : start + n_tokens].tolist()
+    return copy
 
 
 # region SCHEDULER =============================================================
@@ -15081,6 +15117,7 @@ class FinishedEvent(NamedTuple):
     reason: EndReason
     reuse: Reuse = Reuse()
     seconds: StateSeconds = StateSeconds()
+    saved_steps: int = 0  # by drafts
 
 
 class SecondTryEvent(NamedTuple):
@@ -15165,8 +15202,8 @@ class RequestTimes(NamedTuple):
 class RequestHandle:
     """A submitted request, for its connection: events come out, a stop reason goes in.
 
-    Any thread may use it. Only the scheduler changes `times`, `reuse` and
-    `is_second_try`.
+    Any thread may use it. Only the scheduler changes `times`, `reuse`, `saved_steps`
+    and `is_second_try`.
     """
 
     def __init__(self, request: EngineRequest) -> None:
@@ -15174,6 +15211,7 @@ class RequestHandle:
         self.submitted_at = time.monotonic()
         self.times = RequestTimes(self.submitted_at)
         self.reuse = Reuse()
+        self.saved_steps = 0  # by drafts that were right
         self.is_second_try = False  # without the cache, after an error
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
@@ -15192,7 +15230,7 @@ class RequestHandle:
     def finished_event(self, reason: EndReason) -> FinishedEvent:
         """What is known of the request when it ends, now."""
         seconds = self.times.seconds(time.monotonic())
-        return FinishedEvent(reason, self.reuse, seconds)
+        return FinishedEvent(reason, self.reuse, seconds, self.saved_steps)
 
     def put(self, event: EngineEvent) -> None:
         """Add an event."""
@@ -15757,13 +15795,12 @@ class DecodeBatch:
     def _step_with(self, draft: list[int]) -> list[SampledToken]:
         began = time.monotonic()
         tokens = self._generator.step_with(draft)
-        drafter = self.requests[0].drafter
-        assert drafter is not None
-        drafter.note(
-            n_draft=len(draft),
-            n_right=len(tokens) - 1,
-            seconds=time.monotonic() - began,
-        )
+        n_right = len(tokens) - 1
+        seconds = time.monotonic() - began
+        (running,) = self.requests
+        running.handle.saved_steps += n_right
+        assert running.drafter is not None
+        running.drafter.note(n_draft=len(draft), n_right=n_right, seconds=seconds)
         return tokens
 
     def read_state(self, running: RunningRequest) -> StateCheckpoint:
@@ -16243,7 +16280,7 @@ class Scheduler:
         self.policy = SchedulingPolicy()
         self.draft_costs = DraftCosts()
         self._can_draft = config.speculation == "auto" and can_draft(
-            make_prompt_cache(loaded.model), loaded.model
+            make_prompt_cache(loaded.model)
         )
         self.disk: DiskTier | None = None  # ENGINE opens it
         self.waiting: list[RequestHandle] = []  # in the order they came
@@ -16533,10 +16570,18 @@ class Scheduler:
         if not self._can_draft or handle.is_second_try:
             return None
         request = handle.request
+        owner = request.owner
+        others = [
+            entry
+            for entry in self.cache.entries
+            if entry.owner.tenant == owner.tenant
+            and entry.owner.session != owner.session
+        ]
+        others.sort(key=lambda entry: -entry.last_used)
         return CopyDrafter(
             request.key.tokens,
-            max_tokens=request.max_tokens,
             end_ids=self.loaded.eos_ids | request.checkpoint_ids,
+            others=[entry.key.tokens for entry in others],
             costs=self.draft_costs,
             metrics=self.metrics.of_tenant(request.owner.tenant),
         )
@@ -22149,6 +22194,7 @@ class ReplyRecorder:
             "prompt": self._prepared.engine_request.n_prompt,
             "out": len(ending.token_ids),
             "cached": end.reuse.cached_tokens,
+            "saved_steps": end.saved_steps,
             "match": end.reuse.hit_kind,
             "finish": end.reason,
             "prefill": round(end.seconds.prefilling, 3),

@@ -43,6 +43,7 @@ from server_fixture import (
     join_chunks,
     user,
     wait_until,
+    without_drafts,
 )
 from tiny_models import DENSE, HYBRID, SLIDING, TOOLS, tiny_model
 from transformers import PreTrainedTokenizerFast
@@ -199,7 +200,10 @@ class Case:
 
         self._witness.before_word = wait_in_the_middle
         fields = {"tools": TOOLS, "temperature": 0, "seed": SCRIPTED}
-        with self.served.stream(sent, **fields) as chunks:
+        with (
+            without_drafts(self.served.state.engine),
+            self.served.stream(sent, **fields) as chunks,
+        ):
             partial_reply = join_chunks(until_words(chunks, n_letters))[0]
             n_before = connections()
         wait_until(lambda: connections() < n_before)

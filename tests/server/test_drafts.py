@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import GREEDY, words
+from numpy.testing import assert_allclose
 from tiny_models import DENSE, HYBRID, MLA, SLIDING
 
-KINDS = [DENSE, HYBRID]
+KINDS = [DENSE, HYBRID, SLIDING, MLA]
+# Windows sum in another order after a call of several tokens, and MLA in one of several.
+TOLERANCES = {DENSE: 0.0, HYBRID: 0.0, SLIDING: 1e-4, MLA: 1e-4}
 SEEDED = GREEDY.model_copy(update={"temperature": 0.8, "top_k": 20, "seed": 4})
 PENALTY = GREEDY.model_copy(update={"repetition_penalty": 1.2})
 
@@ -22,7 +25,7 @@ def drafter(past, seconds, **fields):
     costs = s.DraftCosts()
     for n_fed, call_seconds in seconds.items():
         costs.note(n_fed, call_seconds)
-    fields = {"max_tokens": 1000, "end_ids": frozenset(), **fields}
+    fields = {"end_ids": frozenset(), **fields}
     prompt = np.array(past, np.int32)
     return s.CopyDrafter(prompt, costs=costs, metrics=s.CacheMetrics(), **fields)
 
@@ -56,7 +59,7 @@ def test_what_the_reply_repeats_of_itself_is_a_draft():
 
 def test_after_drafts_that_did_not_pay_there_is_a_rest():
     costs = {1: 1.0, 8: 2.0, 16: 2.0, 32: 2.0}
-    writer = drafter(BEGUN, costs, max_tokens=9000)
+    writer = drafter(BEGUN, costs)
     n_tried = 0
     output_ids = []
     for _ in range(1000):
@@ -67,6 +70,45 @@ def test_after_drafts_that_did_not_pay_there_is_a_rest():
         output_ids += [7, 8, *FILE[:6]]  # and nothing of what followed
 
     assert 0 < n_tried < 1000 * 8 / 50  # a second lost in 50 steps
+
+
+def test_what_other_conversations_have_is_copied_where_this_one_has_nothing():
+    on_gpu = {1: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}
+    newest = np.array([1, 2, *FILE[:10], 8, 9], np.int32)
+    oldest = np.array([*FILE, 5], np.int32)
+    begun = [7, *FILE[:6]]
+
+    def copied(past, *others):
+        return drafter(past, on_gpu, others=others).propose(1000)
+
+    assert copied(begun) == []
+    assert copied(begun, oldest) == FILE[6:38]
+    assert copied(begun, newest, oldest) == [*FILE[6:10], 8, 9]
+    assert copied([*FILE[:9], *begun], newest, oldest) == [*FILE[6:9], 7, *FILE[:6]]
+    # A draft does not go on from one conversation into the next.
+    assert copied([7, *FILE[92:98]], oldest, newest) == [FILE[98], FILE[99], 5]
+
+
+def test_of_other_conversations_a_bounded_part_is_looked_through():
+    others = [np.full(60_000, number, np.int32) for number in range(5)]
+    writer = drafter(BEGUN, {1: 1.0}, others=others)
+
+    assert len(writer._others) <= 100_002
+    assert set(writer._others.tolist()) == {-1, 0, 1}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_only_what_the_same_tenant_has_sent_is_copied(bench, is_known):
+    b = bench(DENSE, speculation="auto")
+    rng = np.random.default_rng(9)
+    text = words(rng, 60)
+    b.ask(text, n=1, owner=s.RequestOwner("a", "first"))
+    owner = s.RequestOwner("a" if is_known else "b", "second")
+    ids, _, _ = b.ask(words(rng, 20), n=60, owner=owner, constraints=(forced(text),))
+
+    assert ids == text
+    assert (counters(b)["draft_tokens_right"] > 0) == is_known
 
 
 @pytest.mark.parametrize("n_past", range(1, 9))
@@ -140,7 +182,7 @@ def test_a_forced_copy_takes_fewer_steps_and_leaves_the_same_kv(bench, kind):
         past = past + ids + words(rng, 30)
         ids, end, ticket = b.ask(past, n=6)
         assert end.reuse.cached_tokens >= len(past) - 31
-        assert b.largest_difference(ticket, ids) == 0.0
+        assert b.largest_difference(ticket, ids) <= TOLERANCES[kind]
         past = past + ids + words(rng, 10)
 
     counted = counters(b)
@@ -166,7 +208,7 @@ def test_a_reply_is_the_same_with_drafts_and_without(
     """Free, or nearly a copy: at each place the copy's token or another one."""
     monkeypatch.setattr(s, "_MATCH_TOKENS", 2 if n_others else 1)
     fields = dict(fields)
-    plain = bench(kind)
+    plain = bench(kind, speculation="off")
     drafting = bench(kind, speculation="auto")
     rng = np.random.default_rng(4)
     for _ in range(3):
@@ -176,11 +218,12 @@ def test_a_reply_is_the_same_with_drafts_and_without(
         expected, _, plain_ticket = plain.ask(prompt, n=100, **fields)
         ids, _, ticket = drafting.ask(prompt, n=100, **fields)
         assert ids == expected
-        assert np.array_equal(drafting.seen[ticket], plain.seen[plain_ticket])
+        tolerance = {"atol": TOLERANCES[kind], "rtol": 0.0}
+        assert_allclose(drafting.seen[ticket], plain.seen[plain_ticket], **tolerance)
 
         follow_up = prompt + ids + words(rng, 9)
         ids, _, ticket = drafting.ask(follow_up, n=5)
-        assert drafting.largest_difference(ticket, ids) == 0.0
+        assert drafting.largest_difference(ticket, ids) <= TOLERANCES[kind]
 
     counted = counters(drafting)
     assert counted["draft_steps"] > 0
@@ -205,10 +248,10 @@ def test_requests_that_join_and_leave_change_nothing(bench, kind):
     assert ids == reply
     for ticket in others:
         other_ids, _ = b.finish(ticket)
-        assert b.largest_difference(ticket, other_ids) == 0.0
+        assert b.largest_difference(ticket, other_ids) <= TOLERANCES[kind]
 
     ids, _, ticket = b.ask(past + ids + words(rng, 9), n=5)
-    assert b.largest_difference(ticket, ids) == 0.0
+    assert b.largest_difference(ticket, ids) <= TOLERANCES[kind]
     assert counters(b)["draft_steps"] > 0
 
 
@@ -233,17 +276,7 @@ def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(bench, kind):
 
         prompt = past + ids[:n_read] + words(rng, 12)
         ids, _, ticket = b.ask(prompt, n=4)
-        assert b.largest_difference(ticket, ids) == 0.0
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", [SLIDING, MLA])
-def test_what_cannot_be_taken_back_is_not_drafted(bench, kind):
-    b = bench(kind, speculation="auto")
-    rng = np.random.default_rng(7)
-    b.ask(words(rng, 30) * 3, n=60)
-
-    assert counters(b)["draft_steps"] == 0
+        assert b.largest_difference(ticket, ids) <= TOLERANCES[kind]
 
 
 @pytest.mark.usefixtures("eager")
@@ -287,7 +320,9 @@ def nothing_taken_back(monkeypatch):
 
 
 def state_not_put_back(monkeypatch):
-    kinds = {leaf: kind._replace(can_hold=False) for leaf, kind in s.LEAF_KINDS.items()}
+    kinds = {
+        leaf: kind._replace(can_put_back=False) for leaf, kind in s.LEAF_KINDS.items()
+    }
     real = s.TokenGenerator.step_with
 
     def step_with(generator, draft):
@@ -305,6 +340,7 @@ def state_not_put_back(monkeypatch):
         (one_token_too_many, DENSE),
         (nothing_taken_back, DENSE),
         (state_not_put_back, HYBRID),
+        (state_not_put_back, SLIDING),
     ],
 )
 def test_a_planted_fault_of_drafts_is_noticed(bench, monkeypatch, fault, kind):

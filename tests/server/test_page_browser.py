@@ -45,6 +45,7 @@ NEW_FIELDS = {  # that an older server does not send
     "waited_for",
     "waited_for_request",
     "started_at",
+    "saved_steps",
 }
 EVIL = "<img src=x onerror=document.title='pwned'>\u202e\n<b>x</b>"
 

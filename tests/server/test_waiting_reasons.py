@@ -531,6 +531,7 @@ FACTS: s.RequestFacts = {
     "prompt": 2003,
     "out": 64,
     "cached": 1968,
+    "saved_steps": 0,
     "match": "line",
     "finish": "stop",
     "prefill": 0.1,
@@ -552,6 +553,10 @@ def test_a_request_is_one_short_line_without_parts_that_are_zero():
     assert one_call.endswith(" in 0.5 s, 1 tool call")
     cut: s.RequestFacts = {**FACTS, "finish": "length"}
     assert s.format_summary(cut, client="PI", n_calls=2).endswith(", length")
+
+    drafted: s.RequestFacts = {**FACTS, "saved_steps": 36}
+    summary = s.format_summary(drafted, client="PI")
+    assert summary.endswith("64 out in 0.5 s, 2.3 tokens a step, stop")
 
     waited: s.RequestFacts = {**FACTS, "waited": 12.3, "waited_for": "prefix"}
     summary = s.format_summary(waited, client="PI")

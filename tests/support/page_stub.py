@@ -87,6 +87,7 @@ def ended(request_id: str, **facts: Any) -> Body:
         "prompt": 12_000,
         "out": 64,
         "cached": 11_000,
+        "saved_steps": 0,
         "match": "exact",
         "finish": "stop",
         "prefill": 2.5,
@@ -257,6 +258,8 @@ def _history() -> Iterator[Body]:
             facts["waited_for"] = "prefix"
             facts["waited_for_request"] = "b2f0"
             facts["ttft_ms"] = 12_900
+        if index == 18:
+            facts["saved_steps"] = 36
         if index == 20:
             facts["finish"] = "failed"
             facts["out"] = 3

@@ -65,6 +65,17 @@ def _go_on(_rows: list[Fed]) -> None:
     """Nothing holds the model."""
 
 
+@contextmanager
+def without_drafts(engine: s.Engine) -> Iterator[None]:
+    """Requests that come inside decode a token a step: one can be held between two tokens."""
+    allowed = engine.call(lambda scheduler: scheduler._can_draft)
+    engine.call(lambda scheduler: setattr(scheduler, "_can_draft", False))
+    try:
+        yield
+    finally:
+        engine.call(lambda scheduler: setattr(scheduler, "_can_draft", allowed))
+
+
 def clear_cache(engine: s.Engine) -> None:
     """Forget every KV that no running request builds on."""
     engine._inbox.put(lambda scheduler: scheduler.cache.evict_to_fit(1 << 60))
@@ -74,8 +85,15 @@ def forget_pasts(state: s.ServerState) -> None:
     state.stores.ledger.forget(None)
 
 
+_thread = threading.local()  # .recorder: the one that was called last in a thread
+
+
 class Recorder:
-    """A model that notes what every row of every call is given, and where; no padding."""
+    """A model that notes what every row of every call is given, and where; no padding.
+
+    Of a step with a draft only what was accepted, token by token, as without drafts: what a draft
+    got wrong is no token of anybody, and what is fed again was accepted before.
+    """
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
@@ -93,11 +111,46 @@ class Recorder:
         ]
         self.before_call(fed)
         self.fed += fed
+        _thread.recorder = self
         self.n_rows_most = max(self.n_rows_most, len(rows))
         return self.plain(inputs, cache=cache)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
+
+
+class RecordedGenerator(s.TokenGenerator):
+    """Has the model's record say what its steps accept."""
+
+    def settle(self) -> None:
+        self._note_accepted(super().settle)  # it accepts nothing that is new
+
+    def step(self) -> list[s.SampledToken]:
+        if not self.pending_ids:
+            return super().step()
+        return self._note_accepted(super().step)
+
+    def step_with(self, draft: list[int]) -> list[s.SampledToken]:
+        return self._note_accepted(
+            lambda: super(RecordedGenerator, self).step_with(draft)
+        )
+
+    def _note_accepted(
+        self, call: Callable[[], list[s.SampledToken] | None]
+    ) -> list[s.SampledToken]:
+        n_again = len(self.pending_ids)
+        _thread.recorder = None
+        tokens = call() or []
+        if (recorder := _thread.recorder) is not None:
+            fed = recorder.fed.pop()
+            ids = tuple(token.token_id for token in tokens)
+            start = fed.at + n_again
+            assert fed.tokens[n_again : n_again + len(ids)] == ids
+            recorder.fed += [Fed(at, (id_,)) for at, id_ in enumerate(ids, start)]
+        return tokens
+
+
+s.TokenGenerator = RecordedGenerator  # type: ignore[misc]
 
 
 def _offsets(cache: Any, n_rows: int) -> list[int]:
