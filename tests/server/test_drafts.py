@@ -8,7 +8,8 @@ import pytest
 import start_llm as s
 from engine_fixture import GREEDY, words
 from numpy.testing import assert_allclose
-from tiny_models import DENSE, HYBRID, MLA, SLIDING
+from server_fixture import Served, user
+from tiny_models import DENSE, HYBRID, MLA, SLIDING, TOOLS, tiny_model
 
 KINDS = [DENSE, HYBRID, SLIDING, MLA]
 # Windows sum in another order after a call of several tokens, and MLA in one of several.
@@ -296,6 +297,77 @@ def test_no_draft_has_a_token_that_may_end_the_reply(bench, monkeypatch):
 
     assert ids == plain[: plain.index(end_id) + 1]
     assert end.reason == "stop"
+
+
+# -- through the API ---------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "path": {"enum": ["src/server/main.py", "src/server/test_main.py"]},
+        "lines": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
+    },
+    "required": ["path", "lines"],
+    "additionalProperties": False,
+}
+BODIES = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 5, "top_p": 0.95},
+    "penalties": {"frequency_penalty": 0.4, "presence_penalty": 0.3},
+    "logit_bias": {"logit_bias": {"40": 3, "41": -100}},
+    "schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "place", "strict": True, "schema": SCHEMA},
+        },
+        "tools": [],
+    },
+    "forced call": {"tools": TOOLS, "tool_choice": "required"},
+    "thinking budget": {"extra_body": {"thinking_budget": 12}},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_a_request_may_ask_for_is_answered_as_without_drafts(
+    kind, monkeypatch, tmp_path_factory
+):
+    monkeypatch.setattr(s, "_MATCH_TOKENS", 1)
+    folder = tiny_model(kind, tmp_path_factory.getbasetemp())
+    plain = Served(folder, speculation="off")
+    drafting = Served(folder)
+    try:
+        for name, fields in BODIES.items():
+            check_same_reply(plain, drafting, name, fields)
+        counts = drafting.state.metrics.snapshot()
+        assert counts["draft_tokens_right"] > 20
+    finally:
+        plain.close()
+        drafting.close()
+
+
+def without_ids(answer):
+    """An answer; the ids of its calls are random."""
+    calls = [call["function"] for call in answer.get("tool_calls") or ()]
+    return {**answer, "tool_calls": calls}
+
+
+def check_same_reply(plain, drafting, name, fields):
+    """Without a stop string, and with one that is a part of the reply, inside a burst."""
+    fields = {"max_tokens": 70, "temperature": 0, **fields}
+    messages = [user(f"{name}: " + "read src/server/main.py and say it again. " * 4)]
+    expected = plain.ask(messages, **fields)
+    reply = drafting.ask(messages, **fields)
+    assert without_ids(reply.answer) == without_ids(expected.answer), name
+    assert reply.n_generated == expected.n_generated
+
+    words = expected.answer.get("content") or ""
+    if len(words) > 20 and name not in ("schema", "logprobs"):
+        stops = {**fields, "stop": [words[len(words) // 2 :][:4]]}
+        expected = plain.ask(messages, **stops)
+        reply = drafting.ask(messages, **stops)
+        assert without_ids(reply.answer) == without_ids(expected.answer), name
 
 
 # -- planted faults ----------------------------------------------------------------------
