@@ -476,6 +476,7 @@ from transformers import PreTrainedTokenizerBase
 #     ServerError         500       server_error           -
 #       GenerationFailed  500       server_error           generation_failed
 #       NotReady          503       server_error           model_not_ready
+#       Draining          503       server_error           draining
 #       Overloaded        503       server_error           queue_full
 #       BadRequest        400       invalid_request_error  -
 #         ContextTooLong  400       invalid_request_error  context_length_exceeded
@@ -495,8 +496,8 @@ from transformers import PreTrainedTokenizerBase
 # OpenAI's. So is the code context_length_exceeded, at which agents compact; most other
 # codes are our own. For the Messages API anthropic_error_body() translates them.
 #
-# Public   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Overloaded,
-#          GenerationFailed, ClientGone, describe_fault, OUR_FAULT
+# Public   ServerError, BadRequest, ContextTooLong, NotServed, NotReady, Draining,
+#          Overloaded, GenerationFailed, ClientGone, describe_fault, OUR_FAULT
 # Uses     -
 # Thread   any; pure
 
@@ -539,6 +540,14 @@ class NotReady(ServerError):
     status = 503
     code = "model_not_ready"
     headers: Mapping[str, str] = {"Retry-After": "5"}
+
+
+class Draining(ServerError):
+    """A new session, while the server is being drained."""
+
+    status = 503
+    code = "draining"
+    headers: Mapping[str, str] = {"Retry-After": "2"}
 
 
 class Overloaded(ServerError):
@@ -662,7 +671,7 @@ def describe_fault(details: ErrorDetails) -> str:
 # the same list. Only .env.example explains a setting at length.
 #
 # Public   Config, ConfigError, check_names, split_list, is_loopback, write_url,
-#          has_tenants, name_tenant, key_of_tenant, is_seen_by,
+#          read_replicas, has_tenants, name_tenant, key_of_tenant, is_seen_by,
 #          Temperature, TopP, MinP, RepetitionPenalty
 # Uses     ERRORS
 # Thread   any; pure
@@ -721,6 +730,36 @@ def write_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class ReplicaAddress(NamedTuple):
+    """Another server with the same model."""
+
+    url: str  # as in "http://other.local:8080", without the key
+    key: str  # that it asks for; "": none, or the same as this one
+
+
+_SERVER_URL: Final = re.compile(  # http://KEY@other.local:8080
+    r"""(?x: (https?://) (?: ([^\s@]+) @ )?
+    ( (?: [\w.-]+ | \[[0-9a-fA-F:]+\] ) (?: : [1-9][0-9]{0,4} )? ) /? )"""
+)
+
+
+def read_replicas(text: str) -> list[ReplicaAddress]:
+    """The servers of PROXY_REPLICAS. Raises PydanticCustomError, which shows no key."""
+    addresses = []
+    for part in split_list(text):
+        match = _SERVER_URL.fullmatch(part)
+        if match is None:
+            sentence = (
+                "should be URLs such as http://other.local:8080, or with a key"
+                " http://KEY@other.local:8080: {shown} is none"
+            )
+            shown = re.sub(".*@", "", part)
+            raise PydanticCustomError(OUR_FAULT, sentence, {"shown": shown})
+        scheme, key, host = match.groups(default="")
+        addresses.append(ReplicaAddress(f"{scheme}{host}", key))
+    return addresses
+
+
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """The settings of the server. from_env() makes it; tests pass fields by keyword."""
 
@@ -760,6 +799,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     proxy_api_key: str = Field(default="", repr=False)  # empty: API_KEY, if any
     proxy_host: str = "127.0.0.1"
     proxy_startup_wait_seconds: _Seconds = 10.0  # between log lines while it starts
+    # a list: URLs of other servers with the same model, as http://KEY@other.local:8080
+    proxy_replicas: str = Field(default="", repr=False)
 
     # Engine
     max_kv_size: _Positive = 196_608  # tokens of prompt and reply: limits admission
@@ -850,6 +891,20 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             raise PydanticCustomError(OUR_FAULT, sentence)
         return value
 
+    @field_validator("proxy_replicas")
+    @classmethod
+    def _check_replicas(cls, value: str, info: ValidationInfo) -> str:
+        own_url = write_url(info.data.get("mlx_host", ""), info.data.get("mlx_port", 0))
+        urls = [replica.url for replica in read_replicas(value)]
+        if own_url in urls:
+            sentence = "should name the other servers only: {url} is this one"
+            raise PydanticCustomError(OUR_FAULT, sentence, {"url": own_url})
+        for url in urls:
+            if urls.count(url) > 1:
+                sentence = "should name each server once: {url} is there twice"
+                raise PydanticCustomError(OUR_FAULT, sentence, {"url": url})
+        return value
+
     @classmethod
     def from_env(
         cls, env: Mapping[str, str | None], *, places: Mapping[str, str] | None = None
@@ -876,7 +931,9 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             field_name = str(fault["loc"][0])
             name = field_name.upper()
             place = f" {places[name]}" if places else ""
-            setting = f"{name}={texts[field_name]!r}{place}"
+            is_secret = not cls.model_fields[field_name].repr
+            text = "..." if is_secret else repr(texts[field_name])
+            setting = f"{name}={text}{place}"
             lines.append(f"{setting}: {describe_fault(fault)}")
         raise ConfigError("\n".join(lines))
 
@@ -12655,6 +12712,11 @@ class SessionIndex:
             turns = [*session.turns, facts] if session else [facts]
             self._sessions[session_id] = _SessionTurns(now, turns[-self._max_turns :])
 
+    def __contains__(self, session_id: str | None) -> bool:
+        """Whether a request of this session was answered."""
+        with self._sessions_lock:
+            return session_id in self._sessions
+
     def expire(self, now: float) -> None:
         """Drop sessions that were idle for longer than the setting allows."""
         with self._sessions_lock:
@@ -17093,6 +17155,7 @@ class Engine:
         self.warm_up: WarmUpProgress | None = None  # None: before it and after it
         self._loaded: LoadedModel | None = None  # None: no request may come yet
         self.is_closing = False  # set by MAIN: requests may end, none may begin
+        self.is_draining = False  # sessions may go on, none may begin
         self._has_ended = threading.Event()  # or the thread ends after this step
         self.failure: str | None = None  # a sentence; None: nothing has failed
 
@@ -21021,9 +21084,9 @@ def _without_container(choice: CallParts) -> CallParts:
 # parts keys or users. Each tenant has stores of its own, so that nothing crosses, not
 # even by time. Who has the key of several users sees all of their stores (`views`).
 #
-# Public   ServerState, Proxy, ProxyBody, ProxyPhase, Tenants, TenantStores,
-#          RecentRequest, LiveRequest, LiveReply, Divergence, note_refusal, MAX_RECENT,
-#          MAX_DIVERGENCES, MAX_REFUSALS
+# Public   ServerState, Proxy, ProxyBody, ProxyPhase, ReplicaReport, Tenants,
+#          TenantStores, RecentRequest, LiveRequest, LiveReply, Divergence,
+#          note_refusal, MAX_RECENT, MAX_DIVERGENCES, MAX_REFUSALS
 # Uses     all
 # Owns     _tenants_lock
 # Thread   any
@@ -21197,11 +21260,20 @@ class ProxyBody(TypedDict):
     url: str | None  # for clients on this machine; None: it is not ours, or not there
 
 
+class ReplicaReport(TypedDict):
+    """A server behind the proxy, as the proxy sees it."""
+
+    url: str
+    state: str  # a key of STATE_WORDS in scripts/helpers/replica_choice.py
+    sessions: int  # that it had requests of in the last ten minutes
+
+
 class Proxy:
     """The state of LiteLLM beside the server: MAIN sets it, STATUS shows it."""
 
     def __init__(self, config: Config) -> None:
         self.state: ProxyPhase = "off"
+        self.replicas: list[ReplicaReport] = []  # none if this is the only server
         self.was_reported = threading.Event()  # a state, by the keeper
         self._url = write_url(config.proxy_host, config.proxy_port)
 
@@ -22582,6 +22654,8 @@ def _submit(
     """
     while True:
         prepared = prepare_request(state, request)
+        if state.engine.is_draining:
+            _check_session(state, prepared)
         handle = state.engine.submit(prepared.engine_request)
         is_verified = False
         try:
@@ -22594,6 +22668,22 @@ def _submit(
                 handle.stop_reason = "cancelled"
         if is_verified:
             return prepared, handle
+
+
+def _check_session(state: ServerState, prepared: PreparedRequest) -> None:
+    """Raise Draining for a session that has sent no request before.
+
+    A sub-agent belongs to the session that has started it.
+    """
+    known_ids = [
+        reply.describe()["session"] for reply in list(state.stores.live.values())
+    ]
+    index = state.stores.session_index
+    parent_id = prepared.request.session.parent_session_id
+    for session_id in (prepared.session_id, parent_id):
+        if session_id in index or session_id in known_ids:
+            return
+    raise Draining("this server is being drained: it takes no new sessions")
 
 
 def _make_formatter(prepared: PreparedRequest) -> ResponseFormatter:
@@ -22642,13 +22732,13 @@ def kept_awake(config: Config) -> Iterator[None]:
 # region STATUS ================================================================
 # Bodies that describe the server, or a request without running it.
 #
-# Nothing here changes what the server does, except drop_cache, and that a wrong guess
-# about the prompt is remembered. The model thread publishes its figures a few times a
-# second, each second when idle; what needs more is asked of it with Engine.call(),
-# between two of its steps.
+# Nothing here changes what the server does, except drain and drop_cache, and that a
+# wrong guess about the prompt is remembered. The model thread publishes its figures a
+# few times a second, each second when idle; what needs more is asked of it with
+# Engine.call(), between two of its steps.
 #
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
-#          metrics_text, count_tokens_body, explain_body, drop_cache
+#          metrics_text, count_tokens_body, explain_body, drain, drop_cache
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
 #          SESSIONS, ENGINE, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
@@ -22660,7 +22750,7 @@ _FORGET_SECONDS: Final = 10.0  # until what is forgotten is gone from the disk
 class HealthBody(TypedDict):
     """The body of GET /health."""
 
-    status: Literal["ok", "loading", "error"]
+    status: Literal["ok", "draining", "loading", "error"]
     warm_up: NotRequired[WarmUpBody]
     error: NotRequired[str]
     proxy: ProxyBody
@@ -22674,9 +22764,11 @@ class WarmUpBody(TypedDict):
 
 
 def health_body(state: ServerState) -> tuple[int, HealthBody]:
-    """GET /health: its HTTP status and body. "ok" only while the model can be used."""
+    """GET /health: its HTTP status and body. "ok" only while new sessions are taken."""
     proxy = state.proxy.body()
     match state.engine.state:
+        case "ready" if state.engine.is_draining:
+            return 503, {"status": "draining", "proxy": proxy}
         case "ready":
             return 200, {"status": "ok", "proxy": proxy}
         case "loading":
@@ -22749,6 +22841,7 @@ class StatusBody(HealthBody):
     totals: Totals
     cache: list[EntryReport]
     disk: NotRequired[DiskReport]  # if KV is kept there; only who sees all, sees it
+    replicas: NotRequired[list[ReplicaReport]]  # behind the proxy, if several; likewise
     layers: NotRequired[list[str]]  # what each layer keeps, if it was asked for
     sessions: list[SessionRow]
     ledger: dict[str, int]
@@ -22825,6 +22918,8 @@ def status_body(state: ServerState) -> StatusBody:
         body["warm_up"] = health["warm_up"]
     if engine.disk is not None and not state.tenant:
         body["disk"] = engine.disk
+    if state.proxy.replicas and not state.tenant:
+        body["replicas"] = state.proxy.replicas
     with suppress(NotReady):
         model = engine.model
         body["model"] = {
@@ -22986,6 +23081,20 @@ def _explain_match(
         matched_tokens=match.matched_tokens,
     )
     return prepared.in_client_terms(reason)
+
+
+def drain(state: ServerState, *, is_draining: bool) -> JsonObject:
+    """POST and DELETE /v1/drain: take no new sessions, or take them again.
+
+    Raises NotReady, and NotServed for one tenant of several: others would notice.
+    """
+    _ = state.engine.model  # raises NotReady
+    if state.tenant:
+        raise NotServed(403, "one key of several cannot drain the server: send SIGUSR1")
+    state.engine.is_draining = is_draining
+    _, health = health_body(state)
+    n_running = sum(len(view.stores.live) for view in state.views())
+    return {"status": health["status"], "running": n_running}
 
 
 def drop_cache(state: ServerState, session: str | None) -> JsonObject:
@@ -23933,6 +24042,12 @@ class HttpRequest:
         """Those of the query; of two with one name the last."""
         return dict(parse_qsl(self._query))
 
+    def begin_drain(self) -> object:
+        return drain(self.state, is_draining=True)
+
+    def end_drain(self) -> object:
+        return drain(self.state, is_draining=False)
+
     def explain(self) -> object:
         request = self._read_request(parse_any_request)
         return explain_body(self.state, request)
@@ -24121,6 +24236,8 @@ _ROUTES: Final = {
     ("GET", "/v1/status"): _Route(HttpRequest.get_status),
     ("DELETE", "/v1/cache"): _Route(HttpRequest.delete_cache),
     ("POST", "/v1/cache/explain"): _Route(HttpRequest.explain),
+    ("POST", "/v1/drain"): _Route(HttpRequest.begin_drain),
+    ("DELETE", "/v1/drain"): _Route(HttpRequest.end_drain),
     ("GET", "/version"): _Route(HttpRequest.get_version),
     ("GET", "/v1/models"): _Route(HttpRequest.get_models),
     ("GET", "/v1/models/*"): _Route(HttpRequest.get_model),
@@ -24225,6 +24342,7 @@ def main() -> int:
             return _STOPPED
         state = build_state(config, can_be_demo=not is_named)
         state.session_log.check()
+        signal.signal(signal.SIGUSR1, partial(_drain_on_signal, state))
         servers = _listen(config, state)
     except (ConfigError, OSError) as error:
         return _fail(error, status=_CANNOT_START)
@@ -24407,6 +24525,11 @@ def _serve(
     return _fail(state.engine.failure, status=status)
 
 
+def _drain_on_signal(state: ServerState, _number: int, _frame: object) -> None:
+    """SIGUSR1 is POST /v1/drain."""
+    state.engine.is_draining = True
+
+
 def _wait_until_loaded(state: ServerState, stop: threading.Event) -> None:
     """Return when the model can be used, or cannot, or `stop` is set."""
     is_warming_up = False
@@ -24527,6 +24650,9 @@ def run_proxy(
         "model_id": model["id"],
         "context_length": model["context_length"],
         "api_key": keys[0] if keys else "",
+        "replicas": [
+            replica._asdict() for replica in read_replicas(config.proxy_replicas)
+        ],
         "advice": advice_by_path(config),
     }
     keeper = subprocess.Popen(
@@ -24556,6 +24682,7 @@ def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
 
     INFO LiteLLM is up at ...    a level and a sentence: a line of the log
     STATE up                     the state of LiteLLM
+    REPLICAS [{"url": ...        how the servers are, where there are several
     KeyError: 'program'          anything else is a line of the keeper's traceback
     """
     levels = logging.getLevelNamesMapping()
@@ -24565,10 +24692,13 @@ def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
         if word == "STATE":
             proxy.state = cast(ProxyPhase, sentence)
             proxy.was_reported.set()
+        elif word == "REPLICAS":
+            proxy.replicas = json.loads(sentence)
         elif word in levels:
             logger.log(levels[word], "proxy: %s", sentence)
         else:
             logger.warning("proxy: %s", text)
+    proxy.replicas = []
     if proxy.state != "port_taken":
         proxy.state = "given_up"
     proxy.was_reported.set()

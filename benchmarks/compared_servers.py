@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,7 @@ class Server:
     port: int
     pid: int = 0
     model: str = ""  # to be named in requests, for servers that insist
+    headers: dict[str, str] = field(default_factory=dict)  # beside the usual one
 
     def ask(self, body: Body, *, give_up_after: float | None = None) -> Reply:
         """Stream one chat request; `give_up_after` closes the connection after so many seconds.
@@ -84,7 +85,9 @@ class Server:
         payload = json.dumps(streamed).encode()
         sent = time.perf_counter()
         try:
-            response = post(connection, payload, timeout=give_up_after)
+            response = post(
+                connection, payload, timeout=give_up_after, headers=self.headers
+            )
             if response.status != 200:
                 raise RuntimeError(
                     f"{self.name} said {response.status}: {response.read()[:500]!r}"
@@ -114,11 +117,12 @@ def post(
     payload: bytes,
     *,
     timeout: float | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> http.client.HTTPResponse:
     connection.connect()
     connection.sock.settimeout(timeout or REPLY_SECONDS)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", payload, headers)
+    all_headers = {"Content-Type": "application/json", **(headers or {})}
+    connection.request("POST", "/v1/chat/completions", payload, all_headers)
     return connection.getresponse()
 
 

@@ -613,6 +613,10 @@ def check_health(server: Place) -> None:
             f"the server at {server.url} still loads its model; run this again when its "
             "console says that the model is served."
         )
+    if state == "draining":
+        raise LaunchError(
+            f"the server at {server.url} is being drained, and takes no new sessions."
+        )
     if state == "error":
         raise LaunchError(f"the server at {server.url} has failed: {body.get('error')}")
     if status != 200 or state != "ok":

@@ -2,9 +2,10 @@
 
 stdin     one line of JSON, an `Order`, with keys in it. Then it stays open as a lifeline: when it
           closes, because the server ended in whatever way, LiteLLM ends, and so does this program.
-stderr    for the server: each line is a level and a sentence, to be logged, or STATE and the
-          state of LiteLLM: starting, up or port_taken
-files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, readable for their owner alone
+stderr    for the server: each line is a level and a sentence, to be logged; STATE and the state
+          of LiteLLM: starting, up or port_taken; or, from the gate in LiteLLM, REPLICAS and how
+          the servers are (replica_choice.py)
+files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, .places, readable for their owner alone
 
 LiteLLM is a program of its own, never imported, in an environment of its own: keys and databases
 of its user do not reach it. One whose keeper was killed is known by pid file, command line and
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +56,7 @@ class Order:
     mlx_host: str
     mlx_port: int
     api_key: str  # one of the server's; empty: it needs none
+    replicas: list[dict[str, str]]  # `url` and `key` of the other servers
     strict_model_names: bool
     max_body_bytes: int
     keepalive_seconds: float
@@ -84,23 +86,36 @@ def model_list_for(order: Order) -> list[dict[str, Any]]:
 
     Only for what LiteLLM makes a chat of: see litellm_gate.py.
     """
-    route = {
-        "model": f"openai/{order.model_id}",
-        "api_base": f"{url_of(order.mlx_host, order.mlx_port)}/v1",
-        "api_key": order.api_key or "none",
-        "allowed_openai_params": ["user"],
-        # why(L-102): for /v1/responses, which we lack
-        "use_chat_completions_api": True,
-    }
     names = names_of(order) or [order.proxy_model_id or order.model_id, "*"]
-    return [
-        {
-            "model_name": name,
-            "litellm_params": route,
-            "model_info": {"max_input_tokens": order.context_length},
+    rows = []
+    for server in servers_of(order):
+        route = {
+            "model": f"openai/{order.model_id}",
+            "api_base": f"{server['url']}/v1",
+            "api_key": server["key"] or "none",
+            "allowed_openai_params": ["user"],
+            # why(L-102): for /v1/responses, which we lack
+            "use_chat_completions_api": True,
         }
-        for name in names
+        rows += [
+            {
+                "model_name": name,
+                "litellm_params": route,
+                "model_info": {"max_input_tokens": order.context_length},
+            }
+            for name in names
+        ]
+    return rows
+
+
+def servers_of(order: Order) -> list[dict[str, str]]:
+    """The server itself, then the others. Who has no key in PROXY_REPLICAS gets ours."""
+    own_url = url_of(order.mlx_host, order.mlx_port)
+    others = [
+        {"url": server["url"], "key": server["key"] or order.api_key}
+        for server in order.replicas
     ]
+    return [{"url": own_url, "key": order.api_key}, *others]
 
 
 def names_of(order: Order) -> list[str]:
@@ -138,8 +153,8 @@ def settings_for(order: Order) -> dict[str, Any]:
         },
         "start_llm_gate": {
             "key": key,
-            "server": url_of(order.mlx_host, order.mlx_port),
-            "server_key": order.api_key,
+            "servers": servers_of(order),
+            "model_id": order.model_id,
             "models": names_of(order),
             "max_body_bytes": order.max_body_bytes,
             "welcome": welcome_for(order),
@@ -208,6 +223,7 @@ class Keeper:
     patience: float = 10.0  # seconds, for the keeper of a server killed just now
     steady: float = 600.0  # seconds of one life that make up for those before
     origins: str = ""  # of web pages that may read what it says; empty: its own
+    reports: bool = False  # the command, too, writes lines for the server
     report: Callable[[str], None] = report_state
 
     def keep_running(self, stop: threading.Event) -> None:
@@ -286,13 +302,20 @@ class Keeper:
             "LITELLM_CORS_ORIGINS": self.origins or url_of(self.host, self.port),
             "START_LLM_GATE": str(settings_file),
         }
-        with log_file.open("ab") as output:
+        with ExitStack() as files:
+            output = files.enter_context(log_file.open("ab"))
+            descriptors = []
+            if self.reports:
+                descriptors.append(os.dup(2))
+                files.callback(os.close, descriptors[0])
+                environment["START_LLM_REPORTS"] = str(descriptors[0])
             process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=environment,
+                pass_fds=descriptors,
                 start_new_session=True,  # a group, to be ended as a whole
             )
 
@@ -379,6 +402,7 @@ def main() -> None:
         host=order.proxy_host,
         told_every=order.proxy_startup_wait_seconds,
         origins=order.cors_origins.strip(" ,").lower(),
+        reports=bool(order.replicas),
     )
     keeper.keep_running(stop)
 

@@ -5,8 +5,8 @@ the gate into its application. START_LLM_GATE is the path of those settings; the
 `start_llm_gate` is for the gate:
 
     key          that a client must send; empty: none
-    server       the URL of start-llm
-    server_key   that start-llm asks for; empty: none
+    servers      the URL of each start-llm, and the key that it asks for; empty: none
+    model_id     of the model that all of them serve
     models       the names that it answers to; empty: any
     max_body_bytes
     welcome      the sentence at `/`
@@ -19,17 +19,24 @@ A request takes one of three ways:
     responses, Google's API        LiteLLM makes a chat of them. The body is checked before
                                    (translated_bodies.py); an error is the server's own
     anything else                  to LiteLLM
+
+Which of several servers gets a chat, replica_choice.py says. LiteLLM's router never sees those that
+go to a server as they came; of its own it gets the deployment that is that server (the callback).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import html
 import json
 import math
 import os
 import re
+import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +45,12 @@ from urllib.parse import parse_qs, quote, unquote
 
 import anyio
 import httpx
+from replica_choice import (
+    Replica,
+    Replicas,
+    conversation_by_body,
+    conversation_by_headers,
+)
 from starlette.exceptions import HTTPException
 from translated_bodies import (
     GOOGLE_NAMES,
@@ -180,6 +193,8 @@ class Refusal(Exception):
 class ServerCall:
     """What LiteLLM has asked the server for one request, which SERVER_CALL holds."""
 
+    server: Replica
+    conversation: str = ""  # that its request belongs to, see replica_choice.py
     was_sent: bool = False
     error: httpx.Response | None = None  # whole
 
@@ -202,6 +217,21 @@ async def note_response(response: httpx.Response) -> None:
         call.error = response
 
 
+def keepalive_options() -> list[tuple[int, int, int]]:
+    """Of a socket: the system asks a silent machine whether it is there, for a minute.
+
+    One that is switched off, or sleeps, closes no connection.
+    """
+    is_macos = sys.platform == "darwin"
+    idle = getattr(socket, "TCP_KEEPALIVE" if is_macos else "TCP_KEEPIDLE")
+    return [
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, idle, 30),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    ]
+
+
 def client_of_server(
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> httpx.AsyncClient:
@@ -209,10 +239,14 @@ def client_of_server(
 
     A connection is for one request: the server may close one that rests, at any time.
     """
+    transport = transport or httpx.AsyncHTTPTransport(
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        trust_env=False,
+        socket_options=keepalive_options(),
+    )
     return httpx.AsyncClient(
         transport=transport,
         timeout=None,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
         event_hooks={"request": [note_request], "response": [note_response]},
     )
@@ -224,9 +258,8 @@ class Gate:
 
     app: Application
     client: httpx.AsyncClient
+    servers: Replicas
     key: str
-    server: str
-    server_key: str
     models: list[str]
     max_body_bytes: int
     welcome: str
@@ -255,6 +288,8 @@ class Gate:
         except Refusal as refusal:
             body = json.dumps(refusal.body(path)).encode()
             await respond(send, refusal.status, body, headers=refusal.headers)
+        except ClientLeft:
+            return
 
     async def _welcome(self, scope: Scope, send: Send) -> None:
         accepted = dict(scope["headers"]).get(b"accept", b"")
@@ -272,39 +307,76 @@ class Gate:
     # -- to the server -----------------------------------------------------------------
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a request to the server while it comes, and back what it answers.
+        """Send a request to a server while it comes, and back what it answers.
 
         Who leaves is noticed: then the connection to the server is closed.
         """
+        conversation = ""
+        if self.servers.are_several:
+            conversation = conversation_by_headers(scope["headers"])
+            if not conversation and scope["method"] == "POST":
+                payload = await read_body(receive, self.max_body_bytes)
+                conversation = conversation_by_body(payload)
+                receive = replaying(payload, receive)
+
         body = ClientBody(receive)
+        refusal = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(body.call_when_left, group.cancel_scope.cancel)
+            try:
+                await self._send_on(scope, body, send, conversation)
+            except Refusal as error:  # the group would wrap it
+                refusal = error
+            except ClientLeft:
+                pass
+            group.cancel_scope.cancel()
+        if refusal:
+            raise refusal
+
+    async def _send_on(
+        self, scope: Scope, body: ClientBody, send: Send, conversation: str
+    ) -> None:
+        """Exchange it with the first server that takes the connection. Raises Refusal."""
+        failed_urls: list[str] = []
+        while server := self.servers.choose(conversation, without=failed_urls):
+            request = self._request_to(server, scope, body)
+            try:
+                response = await self.client.send(request, stream=True)
+            except httpx.ConnectError:  # it has got nothing of the request
+                failed_urls.append(server.url)
+                await self.servers.check(server)
+                continue
+            except httpx.TransportError:
+                await self.servers.check(server)
+                raise refusal_for_lost(server) from None
+            if response.status_code == 503:
+                await self.servers.note_refusal(server, conversation)
+            await self._send_back(response, server, scope["path"], send)
+            return
+        raise refusal_for_none(self.servers)
+
+    def _request_to(
+        self, server: Replica, scope: Scope, body: ClientBody
+    ) -> httpx.Request:
+        """A client's request as a server gets it. Raises Refusal."""
         query = scope["query_string"].decode("latin-1")
         target = quote(scope["path"]) + (f"?{query}" if query else "")
         try:
-            request = self.client.build_request(
+            return self.client.build_request(
                 scope["method"],
-                f"{self.server}{target}",
-                headers=headers_for_server(scope, self.server_key),
+                f"{server.url}{target}",
+                headers=headers_for_server(scope, server.key),
                 content=body if scope["method"] == "POST" else None,
             )
         except httpx.InvalidURL:
             fault = "they are too long, or have a character that no URL has"
             sentence = f"the path and its query cannot be sent on: {fault}"
             raise Refusal(400, sentence) from None
-        refusal = None
-        async with anyio.create_task_group() as group:
-            group.start_soon(body.call_when_left, group.cancel_scope.cancel)
-            refusal = await self._exchange(request, send)
-            group.cancel_scope.cancel()
-        if refusal:
-            raise refusal
 
-    async def _exchange(self, request: httpx.Request, send: Send) -> Refusal | None:
-        try:
-            response = await self.client.send(request, stream=True)
-        except ClientLeft:
-            return None
-        except httpx.TransportError:
-            return Refusal(502, f"start-llm does not answer at {self.server}")
+    async def _send_back(
+        self, response: httpx.Response, server: Replica, path: str, send: Send
+    ) -> None:
+        """Send on what a server answers; of a stream that it leaves, an error is the end."""
         headers = [
             (name.lower(), value)
             for name, value in response.headers.raw
@@ -315,15 +387,23 @@ class Gate:
             "status": response.status_code,
             "headers": headers,
         }
+        last_chunk = b""
+        end = b""
         try:
             await send(start)
             async for chunk in response.aiter_raw():
+                last_chunk = chunk
                 message = {"type": "http.response.body", "body": chunk}
                 await send({**message, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+        except httpx.TransportError:
+            await self.servers.check(server)
+            # Inside an event, or a whole response, only a broken connection says it.
+            if not last_chunk.endswith(b"\n\n"):
+                raise
+            end = event_for_lost(server, path)
         finally:
             await response.aclose()
-        return None
+        await send({"type": "http.response.body", "body": end})
 
     # -- to LiteLLM --------------------------------------------------------------------
 
@@ -334,7 +414,7 @@ class Gate:
         """
         payload = await read_body(receive, self.max_body_bytes)
         payload = self._check_body(scope["path"], payload)
-        call = ServerCall()
+        call = self._call_for(scope, payload)
         SERVER_CALL.set(call)
         answer = Answer(send, call)
         scope = with_length(scope, len(payload))
@@ -347,8 +427,23 @@ class Gate:
                 raise
             answer.is_error = True
         if answer.is_error:
-            refusal = explain_failure(call, scope["path"], self.server)
+            if call.error is None:
+                await self.servers.check(call.server)
+            elif call.error.status_code == 503:
+                await self.servers.note_refusal(call.server, call.conversation)
+            refusal = explain_failure(call, scope["path"])
             await answer.end(refusal, scope["path"])
+
+    def _call_for(self, scope: Scope, payload: bytes) -> ServerCall:
+        """To which server a chat goes that LiteLLM makes. Raises Refusal."""
+        conversation = ""
+        if self.servers.are_several:
+            conversation = conversation_by_headers(scope["headers"])
+            conversation = conversation or conversation_by_body(payload)
+        server = self.servers.choose(conversation)
+        if server is None:
+            raise refusal_for_none(self.servers)
+        return ServerCall(server, conversation)
 
     def _check_body(self, path: str, payload: bytes) -> bytes:
         """A body that LiteLLM reads in full. Raises Refusal."""
@@ -578,12 +673,14 @@ def refuse_stored(body: Mapping[str, Any]) -> None:
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes:
-    """All that a client sends; what came if it leaves. Raises Refusal: a 413."""
+    """All that a client sends. Raises ClientLeft, and Refusal: a 413."""
     parts = []
     n_bytes = 0
     has_more = True
     while has_more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
         parts.append(message.get("body", b""))
         n_bytes += len(parts[-1])
         if n_bytes > max_bytes:
@@ -643,14 +740,36 @@ class Answer:
         await self._send({"type": "http.response.body", "body": event.encode()})
 
 
-def explain_failure(call: ServerCall, path: str, server: str) -> Refusal:
+def refusal_for_none(servers: Replicas) -> Refusal:
+    """No server can take a request."""
+    if not servers.are_several:
+        url = servers.servers[0].url
+        return Refusal(502, f"start-llm does not answer at {url}")
+    return Refusal(503, servers.explain(), headers=((b"retry-after", b"5"),))
+
+
+def refusal_for_lost(server: Replica) -> Refusal:
+    """A server that has ended before its reply did."""
+    sentence = (
+        f"start-llm at {server.url} did not answer, or not in full: send it again"
+    )
+    return Refusal(502, sentence)
+
+
+def event_for_lost(server: Replica, path: str) -> bytes:
+    """The last event of a stream that its server has left."""
+    name = "event: error\n" if path.startswith("/v1/messages") else ""
+    return f"{name}data: {json.dumps(refusal_for_lost(server).body(path))}\n\n".encode()
+
+
+def explain_failure(call: ServerCall, path: str) -> Refusal:
     """What the server said of a chat that LiteLLM made, with the client's own names."""
     if not call.was_sent:
         sentence = "LiteLLM cannot make a chat of this body: one of its fields is wrong"
         return Refusal(400, sentence)
     error = read_error(call.error) if call.error is not None else None
     if call.error is None or error is None:
-        return Refusal(502, f"start-llm at {server} did not answer, or not in full")
+        return refusal_for_lost(call.server)
 
     field = error.get("param")
     sentence = error["message"]
@@ -706,6 +825,15 @@ async def respond(
 # -- inside LiteLLM --------------------------------------------------------------------
 
 
+REPORTS: Final = "START_LLM_REPORTS"  # descriptor of a pipe to the server's log
+
+
+def report_line(line: str) -> None:
+    """Tell the server. It may be gone."""
+    with suppress(OSError):
+        os.write(int(os.environ[REPORTS]), f"{line}\n".encode())
+
+
 def install_gate() -> object:
     """Take the gate into LiteLLM's application, which runs by now. Returns a callback.
 
@@ -717,14 +845,41 @@ def install_gate() -> object:
     from litellm.integrations.custom_logger import CustomLogger  # noqa: TID251
     from litellm.proxy.proxy_server import app  # noqa: TID251
 
-    settings = json.loads(Path(os.environ["START_LLM_GATE"]).read_text())
+    class ServerOfRequest(CustomLogger):  # type: ignore[misc]
+        """Of the servers that LiteLLM knows, the one that the gate has chosen."""
+
+        watching: asyncio.Task[None] | None = None  # kept, so that it runs on
+
+        async def async_filter_deployments(
+            self, healthy_deployments: list[Any], **_request: Any
+        ) -> list[Any]:
+            call = SERVER_CALL.get()
+            if call is None:
+                return healthy_deployments
+            api_base = f"{call.server.url}/v1"
+            return [
+                deployment
+                for deployment in healthy_deployments
+                if deployment["litellm_params"]["api_base"] == api_base
+            ]
+
+    path = Path(os.environ["START_LLM_GATE"])
+    settings = json.loads(path.read_text())["start_llm_gate"]
     client = client_of_server()
     litellm.aclient_session = client
-    router: Any = app.router
-    router.middleware_stack = Gate(
-        router.middleware_stack, client, **settings["start_llm_gate"]
+    servers = Replicas(
+        [Replica(**server) for server in settings.pop("servers")],
+        client,
+        model_id=settings.pop("model_id"),
+        places_file=path.with_suffix(".places"),
+        report=report_line,
     )
-    return CustomLogger()
+    callback = ServerOfRequest()
+    if servers.are_several:
+        callback.watching = asyncio.get_running_loop().create_task(servers.watch())
+    router: Any = app.router
+    router.middleware_stack = Gate(router.middleware_stack, client, servers, **settings)
+    return callback
 
 
 def __getattr__(name: str) -> object:

@@ -66,6 +66,7 @@ def order_of(config: Config, **more: Any) -> str:
         "model_id": "maker/Model-4bit",
         "context_length": 4096,
         "program": str(LITELLM),
+        "replicas": [r._asdict() for r in s.read_replicas(config.proxy_replicas)],
         "advice": s.advice_by_path(config),
     }
     fields = {**config.model_dump(mode="json"), **model, **more}
@@ -116,8 +117,7 @@ def test_each_route_goes_to_the_server_with_no_key_of_anybody(host, url):
     rows = [row["litellm_params"] for row in settings["model_list"]]
     assert {row["api_base"] for row in rows} == {f"{url}/v1"}
     assert {row["api_key"] for row in rows} == {"none"}
-    assert settings["start_llm_gate"]["server"] == url
-    assert settings["start_llm_gate"]["server_key"] == ""
+    assert settings["start_llm_gate"]["servers"] == [{"url": url, "key": ""}]
 
 
 def test_a_key_is_asked_of_all_or_its_lack_is_said_to_be_meant():

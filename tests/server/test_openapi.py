@@ -143,6 +143,7 @@ def check_it_is_decent(payload: bytes) -> None:
 
 
 def check_it_serves(served) -> None:
+    served.state.engine.is_draining = False  # by POST /v1/drain
     assert ask(served, "POST", CHAT, {"messages": HELLO})[0] == 200
 
 
@@ -374,7 +375,7 @@ def test_refusals_are_as_described(served, method, path):
         assert answer[0] == status
         check(answer, path, method)
 
-    if method == "POST":
+    if method == "POST" and path != "/v1/drain":  # which reads no body
         for body in (b"", b"{", b"[]", b"{}", b"\xff"):
             answer = ask(served, method, real, body)
             assert answer[0] == 400

@@ -156,7 +156,12 @@ def test_a_server_that_ends_at_once_leaves_no_litellm(start, model, tmp_path, en
     helpers = Path(start_llm.__file__).parent / "scripts" / "helpers"
     copies = tmp_path / "program0" / "scripts" / "helpers"
     copies.mkdir(parents=True)
-    for name in ("litellm_beside.py", "litellm_gate.py", "translated_bodies.py"):
+    for name in (
+        "litellm_beside.py",
+        "litellm_gate.py",
+        "replica_choice.py",
+        "translated_bodies.py",
+    ):
         shutil.copy(helpers / name, copies / name)
     port = free_port()
     program = start(model, ENABLE_PROXY="true", PROXY_PORT=str(port))

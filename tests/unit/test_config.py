@@ -171,6 +171,35 @@ def test_all_bad_values_are_told_at_once(env):
         assert "should" in sentences[0] or "valid" in sentences[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("http://K3Y@other:80/v1", r": other:80/v1 is none"),
+        ("other:8080", r"other:8080 is none"),
+        ("http://K3Y@", r": {2}is none"),
+        ("http://K3Y@other:x", r": other:x is none"),
+        ("http://K3Y@other:0", r": other:0 is none"),
+        ("http://a:1,http://K3Y@a:1", r"http://a:1 is there twice"),
+        ("http://127.0.0.1:8080", r"http://127.0.0.1:8080 is this one"),
+    ],
+)
+def test_a_bad_replica_is_told_without_its_key(text, fault):
+    with pytest.raises(ConfigError, match=rf"PROXY_REPLICAS=.*{fault}") as caught:
+        Config.from_env({"PROXY_REPLICAS": text})
+    assert "K3Y" not in str(caught.value)
+
+
+def test_replicas_have_keys_that_are_in_no_output():
+    config = Config.from_env(
+        {"PROXY_REPLICAS": "http://one.local:8080/, https://k/:y@two.local"}
+    )
+    assert start_llm.read_replicas(config.proxy_replicas) == [
+        ("http://one.local:8080", ""),
+        ("https://two.local", "k/:y"),
+    ]
+    assert "two" not in repr(config)
+
+
 def test_the_allowed_range_is_told():
     with pytest.raises(ConfigError, match=r"MLX_PORT='70000': should be 65535 or less"):
         Config.from_env({"MLX_PORT": "70000"})

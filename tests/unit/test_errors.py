@@ -19,6 +19,7 @@ TABLE = {
     "ContextTooLong": (400, "invalid_request_error", "context_length_exceeded"),
     "NotServed": (405, "invalid_request_error", None),
     "NotReady": (503, "server_error", "model_not_ready"),
+    "Draining": (503, "server_error", "draining"),
     "Overloaded": (503, "server_error", "queue_full"),
     "GenerationFailed": (500, "server_error", "generation_failed"),
 }

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import start_llm as s
 from litellm_gate import SERVER_CALL, Gate, client_of_server, plain_path
+from replica_choice import Replica, Replicas
 from starlette.exceptions import HTTPException
 from start_llm import Config
 
@@ -78,15 +79,13 @@ class Behind:
 class Door:
     """A gate and what is behind it: LiteLLM, and the server, which answers with `answer`."""
 
-    def __init__(self, key: str = "", **fields: Any) -> None:
+    def __init__(self, key: str = "", server_key: str = "", **fields: Any) -> None:
         self.requests: list[httpx.Request] = []  # to the server
         self.answer = httpx.Response(200, json={"served": True})
         client = client_of_server(httpx.MockTransport(self._serve))
         self.behind = Behind(client)
         advice = s.advice_by_path(Config(proxy_port=4001, mlx_port=8081))
         fields = {
-            "server": "http://x:1",
-            "server_key": "",
             "models": [],
             "max_body_bytes": 10_000,
             **fields,
@@ -94,6 +93,7 @@ class Door:
         self.gate = Gate(
             self.behind,
             client,
+            Replicas([Replica("http://x:1", server_key)], client),
             key=key,
             welcome="Go to http://x:1/",
             advice=advice,

@@ -1,0 +1,325 @@
+"""Several servers behind one LiteLLM (PROXY_REPLICAS): prefilled tokens, and throughput.
+
+    .venv/bin/python benchmarks/replicas.py [--servers 1 2 3] [--sessions 40] [--turns 5] [--only X]
+
+tokens      interleaved sessions of agents at port 4000: prefilled / fewest. The fewest are those of
+            one server, and for each further one the instructions, which all sessions share; in
+            brackets the ratio to one server's alone. With ids of sessions and without; as the
+            clients dress them
+throughput  the same sessions, eight at a time: tokens a second, by those of one server
+checks      LiteLLM's own ways to choose between two servers, without the gate: prefilled / fewest,
+            and on how many servers six first requests of a session land, sent at once
+
+Small models, on one machine: its cores are shared by all servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from agent_workload import Client, Conversation, Count, Words
+from client_workload import COSTUMES, PLAIN, Costume
+from compared_servers import Server, free_port, our_server
+from project_files import make_tiny_model
+from transformers import AutoTokenizer
+
+HEAD_TOKENS = 1_500  # of the instructions, which all sessions share
+N_OUT = 160  # tokens of a reply, which ends before
+N_AT_ONCE = 8
+START_SECONDS = 120.0
+LITELLM = Path(sys.executable).with_name("litellm")
+CHECKS = ("none", "session_affinity", "deployment_affinity", "prompt_caching")
+
+
+@dataclass(frozen=True)
+class Farm:
+    """Servers, and the port before them."""
+
+    ports: Sequence[int]
+    proxy_port: int
+
+    def forget(self) -> None:
+        for port in self.ports:
+            call(port, "DELETE", "/v1/cache")
+
+    def prompts(self) -> list[int]:
+        """How many requests each server has had."""
+        return [
+            call(port, "GET", "/v1/status")["totals"]["requests"] for port in self.ports
+        ]
+
+
+def call(port: int, method: str, path: str, body: object = None) -> Any:
+    """The body of an answer. Raises OSError while nobody listens."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        headers = {"Content-Type": "application/json"}
+        payload = None if body is None else json.dumps(body)
+        connection.request(method, path, payload, headers)
+        response = connection.getresponse()
+        text = response.read()
+        if response.status != 200:
+            raise ConnectionError(f"{response.status}: {text[:300]!r}")
+        return json.loads(text)
+
+
+def wait_until_up(port: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(OSError, http.client.HTTPException):
+            call(port, "GET", "/v1/models")
+            return
+        time.sleep(0.2)
+    raise TimeoutError("LiteLLM does not start")
+
+
+@contextmanager
+def farm_of(n_servers: int, model: Path, scratch: Path) -> Iterator[Farm]:
+    """So many servers; the first one runs LiteLLM."""
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(our_server(model, scratch)).port
+            for _ in range(n_servers - 1)
+        ]
+        proxy_port = free_port()
+        settings = {
+            "enable_proxy": "true",
+            "proxy_port": proxy_port,
+            "proxy_replicas": ",".join(f"http://127.0.0.1:{port}" for port in others),
+        }
+        first = stack.enter_context(our_server(model, scratch, **settings))
+        wait_until_up(proxy_port)
+        time.sleep(3)  # the gate has asked all servers how they are
+        yield Farm([first.port, *others], proxy_port)
+
+
+@contextmanager
+def litellm_alone(check: str, model: Path, scratch: Path) -> Iterator[Farm]:
+    """Two servers behind LiteLLM as it comes, with one of its own checks."""
+    with ExitStack() as stack:
+        ports = [stack.enter_context(our_server(model, scratch)).port for _ in range(2)]
+        router: dict[str, Any] = {"num_retries": 0, "disable_cooldowns": True}
+        if check != "none":
+            router["optional_pre_call_checks"] = [check]
+        routes = [
+            {
+                "model_name": "*",
+                "litellm_params": {
+                    "model": "openai/any",
+                    "api_base": f"http://127.0.0.1:{port}/v1",
+                    "api_key": "none",
+                },
+            }
+            for port in ports
+        ]
+        proxy_port = free_port()
+        config = scratch / f"litellm-{check}.json"
+        general = {"dangerously_permit_weak_or_unset_master_key": True}
+        settings = {
+            "model_list": routes,
+            "router_settings": router,
+            "general_settings": general,
+        }
+        config.write_text(json.dumps(settings))
+        command = [str(LITELLM), "--config", str(config), "--port", str(proxy_port)]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        wait_until_up(proxy_port)
+        yield Farm(ports, proxy_port)
+
+
+class Sessions:
+    """Agents, whose tokens are counted together."""
+
+    def __init__(
+        self,
+        port: int,
+        tokenizer: Any,
+        options: argparse.Namespace,
+        *,
+        seed: int,
+        look: tuple[bool, Costume] = (True, PLAIN),
+    ) -> None:
+        """`look`: whether they send an id, and how they dress what they send."""
+        has_ids, costume = look
+        head = Words(tokenizer, seed).text(HEAD_TOKENS)
+        self.count = Count()
+        self.talks: list[Conversation] = []
+        ledger = None
+        for number in range(options.sessions):
+            headers = {"x-session-id": f"session-{seed}-{number}"} if has_ids else {}
+            server = Server("LiteLLM", port, model="any", headers=headers)
+            client = Client(server, tokenizer, rewindable=True, n_out=N_OUT)
+            ledger = ledger or client._ledger
+            client._ledger = ledger
+            client.count = self.count
+            client.costume = costume
+            words = Words(tokenizer, seed * 1_000 + number)
+            self.talks.append(Conversation(client, words, head=head))
+        assert ledger is not None
+        first, second, *_ = [
+            ledger.render(talk.messages, is_prompt=True) for talk in self.talks[:2]
+        ]
+        n_least = min(len(first), len(second))
+        different = np.flatnonzero(first[:n_least] != second[:n_least])
+        self.n_shared = int(different[0])  # tokens that all sessions begin with
+
+    def interleave(self, n_turns: int, seed: int) -> Count:
+        """A turn of each, in another order each time."""
+        order = random.Random(seed)
+        for _ in range(n_turns):
+            for talk in order.sample(self.talks, len(self.talks)):
+                talk.turn()
+        return self.count
+
+
+def measure_tokens(
+    farm: Farm, tokenizer: Any, options: argparse.Namespace, seed: int
+) -> None:
+    rows: list[tuple[str, bool, Costume]] = [
+        ("with an id", True, PLAIN),
+        ("without an id", False, PLAIN),
+        *(
+            (f"without an id, {name}", False, costume)
+            for name, costume in COSTUMES.items()
+        ),
+    ]
+    for number, (name, has_ids, costume) in enumerate(rows):
+        farm.forget()
+        before = farm.prompts()
+        sessions = Sessions(
+            farm.proxy_port,
+            tokenizer,
+            options,
+            seed=seed + number,
+            look=(has_ids, costume),
+        )
+        count = sessions.interleave(options.turns, seed)
+        fewest = count.fewest + (len(farm.ports) - 1) * sessions.n_shared
+        shares = [after - n for after, n in zip(farm.prompts(), before, strict=True)]
+        print(
+            f"{len(farm.ports)} server(s)  {count.prefilled / fewest:.3f}"
+            f" ({count.ratio:.3f})"
+            f"  {count.prefilled:,} of {count.prompt:,}, fewest {fewest:,}"
+            f"  requests {shares}  {name}",
+            flush=True,
+        )
+
+
+def measure_throughput(
+    farm: Farm, tokenizer: Any, options: argparse.Namespace
+) -> float:
+    """Tokens a second, read and written, of sessions that run at the same time."""
+    farm.forget()
+    sessions = Sessions(farm.proxy_port, tokenizer, options, seed=900)
+    began = time.perf_counter()
+    with ThreadPoolExecutor(N_AT_ONCE) as pool:
+        list(pool.map(lambda talk: talk.turn(options.turns), sessions.talks))
+    seconds = time.perf_counter() - began
+    n_written = options.sessions * options.turns * N_OUT
+    return (sessions.count.prefilled + n_written) / seconds
+
+
+def measure_checks(
+    model: Path, scratch: Path, tokenizer: Any, options: argparse.Namespace
+) -> None:
+    for check in CHECKS:
+        with litellm_alone(check, model, scratch) as farm:
+            for has_ids in (True, False):
+                sessions = Sessions(
+                    farm.proxy_port,
+                    tokenizer,
+                    options,
+                    seed=5,
+                    look=(has_ids, PLAIN),
+                )
+                farm.forget()
+                count = sessions.interleave(options.turns, 5)
+                name = "with an id" if has_ids else "without an id"
+                print(f"LiteLLM's {check}, {name}: {count.ratio:.3f}", flush=True)
+            print(f"LiteLLM's {check}, six at once: {six_at_once(farm)} servers")
+
+
+def six_at_once(farm: Farm) -> int:
+    """On how many servers the first six requests of a session land; the most of ten."""
+    most = 0
+    for number in range(10):
+        before = farm.prompts()
+        headers = {"x-session-id": f"at-once-{number}"}
+        server = Server("LiteLLM", farm.proxy_port, model="any", headers=headers)
+        bodies = [
+            {
+                "messages": [{"role": "user", "content": f"{number} {n}"}],
+                "max_tokens": 2,
+            }
+            for n in range(6)
+        ]
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(server.ask, bodies))
+        n_used = sum(after > n for after, n in zip(farm.prompts(), before, strict=True))
+        most = max(most, n_used)
+    return most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--sessions", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--only", nargs="+", help="of: tokens, throughput, checks")
+    options = parser.parse_args()
+
+    def is_wanted(name: str) -> bool:
+        return options.only is None or name in options.only
+
+    with TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        maker = make_tiny_model()
+        model = scratch / "model"
+        maker.make_model(model, maker.choose_recipe("qwen3", size="small"))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        if is_wanted("tokens") or is_wanted("throughput"):
+            measure_farms(model, scratch, tokenizer, options)
+        if is_wanted("checks"):
+            measure_checks(model, scratch, tokenizer, options)
+
+
+def measure_farms(
+    model: Path, scratch: Path, tokenizer: Any, options: argparse.Namespace
+) -> None:
+    wanted = options.only or ["tokens", "throughput"]
+    speeds: list[float] = []
+    for n_servers in options.servers:
+        with farm_of(n_servers, model, scratch) as farm:
+            if "tokens" in wanted:
+                measure_tokens(farm, tokenizer, options, 100 * n_servers)
+            if "throughput" in wanted:
+                speeds.append(measure_throughput(farm, tokenizer, options))
+                ratio = speeds[-1] / speeds[0]
+                print(f"{n_servers} server(s)  {speeds[-1]:.0f} tokens/s  {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Several servers behind one LiteLLM (PROXY_REPLICAS), as processes; and a server being drained.
+
+Which server gets a request is tested in tests/unit/test_replica_choice.py; here are the real ones.
+"""
+
+import contextlib
+import http.client
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import start_llm
+import status_client
+from program import CHAT, Program
+from server_fixture import MAX_WAIT_SECONDS, Served, free_port, wait_until
+from tiny_models import DENSE, tiny_model
+
+LITELLM = Path(sys.executable).with_name("litellm")
+HELPERS = Path(start_llm.__file__).parent / "scripts" / "helpers"
+HELPER_NAMES = (
+    "litellm_beside.py",
+    "litellm_gate.py",
+    "replica_choice.py",
+    "translated_bodies.py",
+)
+KEY = "key-of-all"
+OWN_KEY = "key-of-the-third"
+
+# -- draining ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(DENSE, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def served(model) -> Iterator[Served]:
+    with contextlib.closing(Served(model)) as served:
+        yield served
+
+
+def chat_of(*texts: str, **fields: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [
+        {"role": roles[number % 2], "content": text}
+        for number, text in enumerate(texts)
+    ]
+    return {"messages": messages, "max_tokens": 2, "temperature": 0, **fields}
+
+
+def test_a_drained_server_goes_on_with_known_sessions_and_takes_no_new_ones(served):
+    ask = status_client.ask
+    known = {"x-session-id": "known"}
+    assert ask(served, "POST", CHAT, chat_of("a b"), **known)[0] == 200
+    assert ask(served, "POST", CHAT, chat_of("no id of a session"))[0] == 200
+
+    status, body = ask(served, "POST", "/v1/drain")
+    assert (status, body["status"]) == (200, "draining")
+    status, body = ask(served, "GET", "/health")
+    assert (status, body["status"]) == (503, "draining")
+    assert status_client.status(served)["status"] == "draining"
+
+    assert ask(served, "POST", CHAT, chat_of("c d"), **known)[0] == 200
+    again = chat_of("no id of a session", "reply", "next")
+    assert ask(served, "POST", CHAT, again)[0] == 200
+    sub_agent = {"x-session-id": "child", "x-parent-session-id": "known"}
+    assert ask(served, "POST", CHAT, chat_of("e"), **sub_agent)[0] == 200
+    for path in (CHAT, "/v1/messages"):
+        status, body = ask(served, "POST", path, chat_of("new"))
+        assert status == 503
+        assert "takes no new sessions" in body["error"]["message"]
+
+    assert ask(served, "DELETE", "/v1/drain")[1]["status"] == "ok"
+    assert ask(served, "GET", "/health")[0] == 200
+    assert ask(served, "POST", CHAT, chat_of("new"))[0] == 200
+
+
+def test_a_session_whose_first_request_runs_is_known_to_a_drained_server(served):
+    first = {"x-session-id": "one"}
+    with (
+        ThreadPoolExecutor() as pool,
+        served.holding(lambda _rows: status_client.ask(served, "POST", "/v1/drain")),
+    ):
+        both = [
+            pool.submit(status_client.ask, served, "POST", CHAT, chat_of("a"), **first)
+        ]
+        wait_until(lambda: status_client.ask(served, "GET", "/health")[0] == 503)
+        both.append(
+            pool.submit(status_client.ask, served, "POST", CHAT, chat_of("b"), **first)
+        )
+        assert [each.result()[0] for each in both] == [200, 200]
+
+
+def test_one_key_of_several_cannot_drain_what_others_use(model):
+    keys = {"api_key": "one,two", "cache_isolation": "key"}
+    with contextlib.closing(Served(model, **keys)) as served:
+        sent = {"Authorization": "Bearer one"}
+        status, body = status_client.ask(served, "POST", "/v1/drain", **sent)
+        assert status == 403
+        assert "SIGUSR1" in body["error"]["message"]
+        assert status_client.ask(served, "GET", "/health")[0] == 200
+
+
+# -- the real LiteLLM before three servers -----------------------------------------------------
+
+
+class Farm:
+    """Three servers with a cache on disk; the first one runs LiteLLM."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        self.ports = [free_port() for _ in range(3)]
+        self.proxy_port = free_port()
+        copies = folder / "server0" / "scripts" / "helpers"
+        copies.mkdir(parents=True)
+        for name in HELPER_NAMES:
+            shutil.copy(HELPERS / name, copies / name)
+        self.servers = [self.start(number) for number in (0, 1, 2)]
+        for server in self.servers:
+            server.wait_until_ready()
+        wait_until(lambda: self.states() == {"up"})
+
+    def start(self, number: int) -> Program:
+        others = f"http://127.0.0.1:{self.ports[1]}, "
+        others += f"http://{OWN_KEY}@127.0.0.1:{self.ports[2]}"
+        settings = {
+            "API_KEY": OWN_KEY if number == 2 else KEY,
+            "PROMPT_CACHE_TTL_SECONDS": "0",
+            "CACHE_DISK": "on",
+            "CACHE_DISK_FOLDER": str(self.folder / f"disk{number}"),
+            "DEFAULT_TEMPERATURE": "0",
+        }
+        if number == 0:
+            settings["ENABLE_PROXY"] = "true"
+            settings["PROXY_PORT"] = str(self.proxy_port)
+            settings["PROXY_REPLICAS"] = others
+        folder = self.folder / f"server{number}"
+        return Program(folder, self.model, port=self.ports[number], **settings)
+
+    def status(self, number: int) -> dict[str, Any]:
+        """What a server says of itself."""
+        headers = {"Authorization": f"Bearer {OWN_KEY if number == 2 else KEY}"}
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[number])
+        with contextlib.closing(connection):
+            connection.request("GET", "/v1/status", headers=headers)
+            return json.loads(connection.getresponse().read())
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """As the first server's status shows them."""
+        return self.status(0).get("replicas", [])
+
+    def totals(self) -> list[int]:
+        """Requests that each server has ended."""
+        return [self.status(number)["totals"]["requests"] for number in range(3)]
+
+    def states(self) -> set[str]:
+        return {replica["state"] for replica in self.replicas()}
+
+    def wait_for_state(self, number: int, state: str) -> None:
+        def is_so() -> bool:
+            replicas = self.replicas()
+            return bool(replicas) and replicas[number]["state"] == state
+
+        wait_until(is_so)
+
+    def ask(
+        self, body: Any, path: str = CHAT, **headers: str
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and body of an answer at the port of LiteLLM."""
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.proxy_port, timeout=MAX_WAIT_SECONDS
+        )
+        sent = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), {**sent, **headers})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def server_of(self, session: str) -> int:
+        """Which one has had requests of a session."""
+        for number in range(len(self.servers)):
+            with contextlib.suppress(OSError):
+                rows = self.status(number)["sessions"]
+                if any(row["id"] == session for row in rows):
+                    return number
+        raise AssertionError(f"no server knows {session}")
+
+    def close(self) -> None:
+        for server in self.servers:
+            if server.process.poll() is None:
+                server.end(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def farm(tmp_path_factory, model) -> Iterator[Farm]:
+    if not LITELLM.exists():
+        pytest.skip("LiteLLM is not installed")
+    with contextlib.closing(Farm(tmp_path_factory.mktemp("farm"), model)) as farm:
+        yield farm
+
+
+def cached_of(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+class Talk:
+    """A conversation at port 4000; `cold` is what was read of it that was sent before."""
+
+    def __init__(
+        self, farm: Farm, seed: int, *, session: str = "", n_words: int = 60
+    ) -> None:
+        self.farm = farm
+        self.session = session
+        self.texts = [status_client.words(n_words, seed)]
+        self.n_before = 0  # tokens of the last prompt
+
+    def turn(self) -> int:
+        """Ask, and return how many tokens that were sent before were read again."""
+        headers = {"x-session-id": self.session} if self.session else {}
+        status, answer = self.farm.ask(chat_of(*self.texts), **headers)
+        assert status == 200, answer
+        content = answer["choices"][0]["message"]["content"] or "-"
+        self.texts += [content, status_client.words(20, len(self.texts))]
+        n_again = max(0, self.n_before - cached_of(answer))
+        self.n_before = answer["usage"]["prompt_tokens"]
+        return n_again
+
+
+MARGIN = 4  # tokens of a generation prompt, which the next request does not begin with
+
+
+@pytest.mark.parametrize("has_id", [True, False])
+def test_every_conversation_stays_where_its_prefix_is(farm, has_id):
+    talks = [
+        Talk(farm, 100 * has_id + seed, session=f"stays{seed}" if has_id else "")
+        for seed in range(6)
+    ]
+    for _ in range(3):
+        for talk in talks:
+            assert talk.turn() <= MARGIN
+    wait_until(lambda: all(replica["sessions"] > 0 for replica in farm.replicas()))
+
+
+def test_six_first_requests_of_a_session_land_on_one_server(farm):
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(
+            pool.map(
+                lambda number: farm.ask(
+                    chat_of(f"{status_client.words(40, 7)} {number}"),
+                    **{"x-claude-code-session-id": "at-once"},
+                ),
+                range(6),
+            )
+        )
+    assert [status for status, _ in answers] == [200] * 6
+    farm.server_of("at-once")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1beta/models/m:generateContent"])
+def test_what_litellm_translates_goes_to_the_server_of_its_conversation(farm, path):
+    words = status_client.words(50, len(path))
+    body: Any = {"model": "m", "input": words, "max_output_tokens": 2}
+    if "beta" in path:
+        parts = [{"role": "user", "parts": [{"text": words}]}]
+        body = {"contents": parts, "generationConfig": {"maxOutputTokens": 2}}
+    before = farm.totals()
+    for _ in range(4):
+        status, answer = farm.ask(body, path)
+        assert status == 200, answer
+
+    def has_ended() -> bool:
+        return sum(farm.totals()) == sum(before) + 4
+
+    wait_until(has_ended)
+    grown = [n - old for n, old in zip(farm.totals(), before, strict=True)]
+    assert sorted(grown) == [0, 0, 4]
+
+
+def test_a_killed_server_costs_its_sessions_one_cold_prefix_and_comes_back_warm(farm):
+    talks = [  # long enough to be on the disk soon
+        Talk(farm, 300 + seed, session=f"killed{seed}", n_words=600)
+        for seed in range(6)
+    ]
+    for _ in range(2):
+        for talk in talks:
+            talk.turn()
+    places = {talk.session: farm.server_of(talk.session) for talk in talks}
+    lost = [talk for talk in talks if places[talk.session] == 1]
+    others = [talk for talk in talks if places[talk.session] != 1]
+    assert len(lost) >= 2
+
+    # Its lines are on the disk some seconds after its last request.
+    disk = farm.folder / "disk1"
+    n_lost_files = len(lost)
+    wait_until(lambda: len(list(disk.rglob("*.safetensors"))) >= n_lost_files)
+    farm.servers[1].end(signal.SIGKILL)
+    idle, *moved = lost
+
+    for talk in moved:
+        assert talk.turn() > MARGIN  # the cold prefix
+        assert talk.turn() <= MARGIN
+    for talk in others:
+        assert talk.turn() <= MARGIN
+    farm.wait_for_state(1, "down")
+    assert f"http://127.0.0.1:{farm.ports[1]} does not answer" in farm.servers[0].said
+
+    farm.servers[1] = farm.start(1)
+    farm.servers[1].wait_until_ready()
+    farm.wait_for_state(1, "up")
+    for talk in (idle, *moved, *others):
+        assert talk.turn() <= MARGIN, talk.session
+    assert farm.server_of(idle.session) == 1
+    said = farm.servers[0].said
+    assert OWN_KEY not in said
+    assert KEY not in said
+
+
+def test_a_signal_drains_a_server_and_its_sessions_go_on(farm):
+    talks = [Talk(farm, 500 + seed, session=f"drained{seed}") for seed in range(6)]
+    for talk in talks:
+        talk.turn()
+    places = {talk.session: farm.server_of(talk.session) for talk in talks}
+    farm.servers[2].process.send_signal(signal.SIGUSR1)
+    farm.wait_for_state(2, "draining")
+    for talk in talks:
+        assert talk.turn() <= MARGIN
+        assert farm.server_of(talk.session) == places[talk.session]
+    new = [Talk(farm, 700 + seed, session=f"new{seed}") for seed in range(4)]
+    for talk in new:
+        talk.turn()
+        assert farm.server_of(talk.session) != 2
+
+
+def test_a_request_under_way_on_a_killed_server_ends_with_an_error(farm):
+    """The last test of this farm: two of its servers are gone after it."""
+    farm.servers[2].end(signal.SIGKILL)
+    farm.wait_for_state(2, "down")
+    for seed in range(900, 920):
+        talk = Talk(farm, seed, session=f"under-way{seed}")
+        talk.turn()
+        if farm.server_of(talk.session) == 1:  # with the other one LiteLLM would go
+            break
+    body = chat_of(*talk.texts, stream=True, max_tokens=400)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", farm.proxy_port, timeout=MAX_WAIT_SECONDS
+    )
+    with contextlib.closing(connection):
+        headers = {"Authorization": f"Bearer {KEY}", "x-session-id": talk.session}
+        connection.request("POST", CHAT, json.dumps(body), headers)
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        farm.servers[1].end(signal.SIGKILL)
+        with contextlib.suppress(http.client.IncompleteRead):
+            rest = response.read().decode()
+            if "[DONE]" not in rest:
+                assert "send it again" in rest
+    assert talk.turn() >= 0

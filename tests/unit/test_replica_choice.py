@@ -1,0 +1,509 @@
+"""Which of several servers gets a request at port 4000, with servers of the test's."""
+
+import asyncio
+import json
+import stat
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import replica_choice as r
+from litellm_gate import SERVER_CALL, Gate, client_of_server
+from replica_choice import Replica, Replicas
+
+URLS = ("http://one:1", "http://two:2", "http://three:3")
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+EVENTS = b'data: {"choices":[]}\n\n'
+
+
+class Wire(httpx.AsyncBaseTransport):
+    """As httpx.MockTransport, but who refuses a connection has read nothing."""
+
+    def __init__(
+        self, serve: Callable[[httpx.Request], Awaitable[httpx.Response]]
+    ) -> None:
+        self._serve = serve
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await self._serve(request)
+
+
+class Farm:
+    """Some servers, each with a state, and the gate before them and before LiteLLM."""
+
+    def __init__(self, n_servers: int = 2, places_file: Path | None = None) -> None:
+        self.states = dict.fromkeys(URLS[:n_servers], "ok")
+        self.asked: list[httpx.Request] = []  # but for how they are
+        self.said: list[str] = []
+        self.model_ids = dict.fromkeys(URLS, "m")
+        self.keys = dict.fromkeys(URLS, "")
+        self.breaks_after: bytes | None = None  # part of an answer
+        self.client = client_of_server(Wire(self._serve))
+        servers = [Replica(url, f"key of {url}") for url in self.states]
+        self.servers = Replicas(
+            servers,
+            self.client,
+            model_id="m",
+            places_file=places_file,
+            report=self.said.append,
+        )
+        self.gate = Gate(
+            self._translate,
+            self.client,
+            self.servers,
+            key="",
+            models=[],
+            max_body_bytes=10_000,
+            welcome="",
+            advice={"/": ""},
+        )
+
+    async def _serve(self, request: httpx.Request) -> httpx.Response:
+        url = f"{request.url.scheme}://{request.url.netloc.decode()}"
+        state = self.states[url]
+        if state == "down":
+            raise httpx.ConnectError("refused")
+        await request.aread()
+        if request.url.path == "/health":
+            return httpx.Response(200, json={"status": state})
+        if request.url.path == "/v1/models":
+            if self.keys[url] not in ("", request.headers["authorization"]):
+                return httpx.Response(401, json={})
+            return httpx.Response(200, json={"data": [{"id": self.model_ids[url]}]})
+        self.asked.append(request)
+        if state == "dies":
+            self.states[url] = "down"
+            if self.breaks_after is None:
+                raise httpx.ReadError("reset")
+        is_refused = state == "draining" and not request.headers.get("x-known")
+
+        async def parts() -> AsyncIterator[bytes]:
+            if state == "dies":
+                yield self.breaks_after or b""
+                raise httpx.RemoteProtocolError("incomplete")
+            yield b'{"error": {"message": "draining"}}' if is_refused else b"{}"
+
+        return httpx.Response(503 if is_refused else 200, content=parts())
+
+    async def _translate(self, _scope: Any, receive: Any, send: Any) -> None:
+        """Plays LiteLLM, which asks the server that the gate has chosen."""
+        await receive()
+        call = SERVER_CALL.get()
+        assert call is not None
+        answer = await self.client.post(f"{call.server.url}{CHAT}", json={})
+        start = {"type": "http.response.start", "headers": []}
+        await send({**start, "status": answer.status_code})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def check(self) -> None:
+        for server in self.servers.servers:
+            await self.servers.check(server)
+
+    async def ask(self, body: Any, path: str = CHAT, **headers: str) -> tuple[int, str]:
+        """Status and text of an answer."""
+        payload = json.dumps(body).encode()
+        messages = [{"type": "http.request", "body": payload, "more_body": False}]
+        answered: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            answered.append(message)
+
+        sent_headers = [
+            (name.replace("_", "-").encode(), value.encode())
+            for name, value in headers.items()
+        ]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+        await self.gate({**scope, "headers": sent_headers}, receive, send)
+        text = b"".join(message.get("body", b"") for message in answered[1:])
+        return answered[0]["status"], text.decode()
+
+    @property
+    def hosts(self) -> list[str]:
+        """Of the servers that were asked, in order."""
+        return [request.url.host for request in self.asked]
+
+
+def run(work: Awaitable[Any]) -> Any:
+    async def whole() -> Any:
+        return await work
+
+    return asyncio.run(whole())
+
+
+def said_by_user(text: str, *more: str) -> dict[str, Any]:
+    """A body without an id of its session."""
+    roles = ("user", "assistant")
+    turns = [
+        {"role": roles[number % 2], "content": words}
+        for number, words in enumerate((text, *more))
+    ]
+    return {"messages": [{"role": "system", "content": "Now it is 8:00"}, *turns]}
+
+
+# -- where a conversation goes ---------------------------------------------------------
+
+
+def test_a_session_keeps_its_server_and_sessions_are_spread_evenly():
+    farm = Farm(3)
+
+    async def work() -> None:
+        for _ in range(4):
+            for session in range(9):
+                await farm.ask({}, x_session_id=f"s{session}")
+
+    run(work())
+    by_session = {request.headers["x-session-id"]: set() for request in farm.asked}
+    for request in farm.asked:
+        by_session[request.headers["x-session-id"]].add(request.url.host)
+    assert all(len(hosts) == 1 for hosts in by_session.values())
+    assert set(Counter(farm.hosts).values()) == {12}
+
+
+def test_six_first_requests_at_once_go_to_one_server():
+    farm = Farm(3)
+
+    async def work() -> None:
+        await farm.ask({}, x_session_id="other")
+        six = [farm.ask({}, x_session_id="one") for _ in range(6)]
+        await asyncio.gather(*six)
+
+    run(work())
+    assert len(set(farm.hosts[1:])) == 1
+    assert farm.hosts[1] != farm.hosts[0]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_without_an_id_the_first_words_of_the_user_are_the_conversation(path):
+    field = "input" if path == RESPONSES else "messages"
+    farm = Farm(3)
+
+    async def work() -> None:
+        for text in "abc":
+            turns = [text]
+            for number in range(3):
+                body = said_by_user(*turns)
+                body["messages"][0]["content"] = f"Now it is 8:0{number}"
+                await farm.ask({field: body["messages"]}, path)
+                turns += ["reply", f"question {number}"]
+
+    run(work())
+    assert [len(set(farm.hosts[n : n + 3])) for n in (0, 3, 6)] == [1, 1, 1]
+    assert len(set(farm.hosts)) == 3
+
+
+CLAUDE_USER = '{"device_id":"d","session_id":"abc"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "same"),
+    [
+        (
+            {"metadata": {"user_id": CLAUDE_USER}},
+            {"metadata": {"user_id": "u_session_abc"}},
+        ),
+        ({"prompt_cache_key": "k"}, {"prompt_cache_key": "k", "input": "other"}),
+        ({"metadata": {"session_id": "k"}}, {"session_id": "k"}),
+        (
+            said_by_user("a<system-reminder>\nThe list is empty\n</system-reminder>"),
+            said_by_user("a", "b", "c"),
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a", "cache_control": {}}],
+                    }
+                ]
+            },
+        ),
+        (
+            {"contents": [{"parts": [{"text": "a"}]}]},
+            {
+                "contents": [
+                    {"role": "user", "parts": [{"text": "a"}]},
+                    {"role": "model"},
+                ]
+            },
+        ),
+        ({"prompt": "a" * 2_000}, {"prompt": "a" * 3_000}),
+        ({"input": "a"}, {"input": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_these_two_are_of_one_conversation(body, same):
+    keys = [r.conversation_by_body(json.dumps(each).encode()) for each in (body, same)]
+    assert keys[0] == keys[1] != ""
+    assert len(keys[0]) == 32
+    other = r.conversation_by_body(json.dumps(said_by_user("other words")).encode())
+    assert other not in keys
+
+
+def test_ids_of_sessions_come_before_words_and_a_sub_agent_is_with_its_parent():
+    one = [(b"x-session-id", b"parent")]
+    sub_agent = [(b"x-session-id", b"own"), (b"x-parent-session-id", b"parent")]
+    assert r.conversation_by_headers(one) == r.conversation_by_headers(sub_agent) != ""
+    assert r.conversation_by_headers([(b"x-session-id", b"")]) == ""
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"[]", b"{", b"[" * 100_000, b"{}", b'{"messages": 3}', b'{"messages": [3]}'],
+)
+def test_a_body_without_a_conversation_has_none(payload):
+    assert r.conversation_by_body(payload) == ""
+
+
+def test_one_server_alone_gets_bodies_unread_and_is_never_asked_how_it_is():
+    farm = Farm(1)
+    farm.servers.servers[0].state = "down"
+    assert run(farm.ask({"messages": 3}))[0] == 200
+    run(farm.check())
+    assert farm.servers.servers[0].state == "down"
+    assert farm.said == []
+    assert not farm.servers._places
+
+
+def test_each_server_gets_its_own_key():
+    farm = Farm(2)
+
+    async def work() -> None:
+        await farm.ask({}, x_session_id="a", authorization="Bearer of-the-client")
+        await farm.ask({}, x_session_id="b")
+
+    run(work())
+    keys = [request.headers["authorization"] for request in farm.asked]
+    assert keys == ["Bearer key of http://one:1", "Bearer key of http://two:2"]
+
+
+# -- servers that go and come ----------------------------------------------------------
+
+
+def test_a_dead_servers_sessions_move_once_and_no_others():
+    farm = Farm(2)
+
+    async def work() -> None:
+        for session in "abcd":  # a and c are on one, b and d on two
+            await farm.ask({}, x_session_id=session)
+        farm.states["http://one:1"] = "down"
+        for session in "abd":
+            assert (await farm.ask({}, x_session_id=session))[0] == 200
+        farm.states["http://one:1"] = "ok"
+        await farm.check()
+        for session in "abcd":
+            await farm.ask({}, x_session_id=session)
+
+    run(work())
+    assert farm.hosts[:4] == ["one", "two", "one", "two"]
+    assert farm.hosts[4:7] == ["two", "two", "two"]
+    # a stays where it is warm by now; c has not noticed
+    assert farm.hosts[7:] == ["two", "two", "one", "two"]
+    assert any("WARNING http://one:1 does not answer" in line for line in farm.said)
+    assert any("INFO http://one:1 is up" in line for line in farm.said)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_a_request_whose_server_dies_gets_an_error_and_its_retry_an_answer(path):
+    farm = Farm(2)
+    body = {"input": "x"} if path == RESPONSES else said_by_user("x")
+
+    async def work() -> None:
+        farm.states["http://one:1"] = "dies"
+        status, text = await farm.ask(body, path)
+        assert status == 502
+        assert "http://one:1 did not answer, or not in full: send it again" in text
+        assert (await farm.ask(body, path))[0] == 200
+
+    run(work())
+    assert farm.hosts == ["one", "two"]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_stream_whose_server_dies_ends_with_an_error(path):
+    farm = Farm(2)
+    farm.breaks_after = EVENTS
+
+    async def work() -> None:
+        farm.states["http://one:1"] = "dies"
+        status, text = await farm.ask(said_by_user("x"), path)
+        assert status == 200
+        sent, _, end = text.partition("\n\n")
+        assert f"{sent}\n\n".encode() == EVENTS
+        assert end.startswith("event: error\n") == (path == MESSAGES)
+        error = json.loads(end.partition("data: ")[2])["error"]
+        assert "send it again" in error["message"]
+        assert farm.servers.servers[0].state == "down"  # for a retry at once
+
+    run(work())
+
+
+def test_inside_an_event_only_a_broken_connection_can_say_it():
+    farm = Farm(2)
+    farm.breaks_after = EVENTS[:-5]
+    farm.states["http://one:1"] = "dies"
+    with pytest.raises(ExceptionGroup) as failure:
+        run(farm.ask(said_by_user("x")))
+    assert failure.group_contains(httpx.RemoteProtocolError)
+
+
+def test_with_no_server_left_the_error_says_how_each_is():
+    farm = Farm(2)
+    farm.states = dict.fromkeys(farm.states, "down")
+    farm.states["http://two:2"] = "loading"
+
+    async def work() -> None:
+        await farm.check()
+        for path, body in ((CHAT, said_by_user("x")), (RESPONSES, {"input": "x"})):
+            status, text = await farm.ask(body, path)
+            assert status == 503
+            sentence = json.loads(text)["error"]["message"]
+            assert "http://one:1 does not answer" in sentence
+            assert "http://two:2 still loads its model" in sentence
+
+    run(work())
+
+
+def test_a_server_being_drained_keeps_its_sessions_and_gets_no_others():
+    farm = Farm(2)
+
+    async def work() -> None:
+        await farm.ask({}, x_session_id="old", x_known="yes")
+        farm.states["http://one:1"] = "draining"
+        await farm.check()
+        for session in ("old", "a", "b", "old"):
+            known = {"x_known": "yes"} if session == "old" else {}
+            assert (await farm.ask({}, x_session_id=session, **known))[0] == 200
+
+    run(work())
+    assert farm.hosts == ["one", "one", "two", "two", "one"]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_session_that_a_drained_server_refuses_moves_with_the_retry(path):
+    farm = Farm(2)
+    body = {"input": "x"} if path == RESPONSES else said_by_user("x")
+    farm.states["http://one:1"] = "draining"  # since the last check
+
+    async def work() -> None:
+        assert (await farm.ask(body, path))[0] == 503
+        assert (await farm.ask(body, path))[0] == 200
+
+    run(work())
+    assert farm.hosts == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("other_model", "another model"), ("key_refused", "refuses the key")],
+)
+def test_a_server_of_another_model_or_key_gets_nothing(state, words):
+    farm = Farm(2)
+    if state == "other_model":
+        farm.model_ids["http://one:1"] = "another"
+    else:
+        farm.keys["http://one:1"] = "Bearer right"
+
+    async def work() -> None:
+        await farm.check()
+        for session in "abc":
+            await farm.ask({}, x_session_id=session)
+
+    run(work())
+    assert set(farm.hosts) == {"two"}
+    assert words in farm.said[0]
+    rows = json.loads(farm.said[-1].removeprefix("REPLICAS "))
+    assert rows[0] == {"url": "http://one:1", "state": state, "sessions": 0}
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", "<html>", '{"status": "fine"}'])
+def test_what_is_no_start_llm_is_down(answer):
+    def serve(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=answer.encode())
+
+    client = client_of_server(httpx.MockTransport(serve))
+    servers = Replicas([Replica(url, "") for url in URLS], client)
+    run(servers.check(servers.servers[0]))
+    assert servers.servers[0].state == "down"
+
+
+def test_no_key_is_in_what_the_server_is_told():
+    farm = Farm(2)
+    run(farm.check())
+    farm.states["http://one:1"] = "down"
+    run(farm.check())
+    assert farm.said
+    assert not any("key of" in line for line in farm.said)
+
+
+# -- what is kept ----------------------------------------------------------------------
+
+
+def test_a_proxy_that_starts_again_knows_where_conversations_are(tmp_path):
+    path = tmp_path / "litellm-1.places"
+    farm = Farm(3, path)
+
+    async def work() -> None:
+        for session in "abc":
+            await farm.ask(said_by_user(f"secret {session}"))
+        farm.servers._save()
+
+    run(work())
+    text = path.read_text()
+    assert "secret" not in text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    again = Farm(3, path)
+
+    async def more_work() -> None:
+        again.servers._load()
+        for session in "cba":
+            await again.ask(said_by_user(f"secret {session}"))
+
+    run(more_work())
+    assert again.hosts == ["three", "two", "one"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": ["u", "x"]}'])
+def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path, text):
+    path = tmp_path / "litellm-1.places"
+    path.write_text(text)
+    farm = Farm(2, path)
+    farm.servers._load()
+    assert run(farm.ask(said_by_user("x")))[0] == 200
+    farm.servers._save()
+    assert json.loads(path.read_text())
+
+
+def test_a_server_that_is_no_more_in_the_settings_is_left(tmp_path):
+    farm = Farm(2)
+    farm.servers._places["k"] = r.Place("http://gone:1", 0.0)
+    chosen = farm.servers.choose("k")
+    assert chosen is not None
+    assert chosen.url == "http://one:1"
+
+
+def test_the_conversations_used_least_recently_are_forgotten(monkeypatch):
+    monkeypatch.setattr(r, "MAX_CONVERSATIONS", 3)
+    farm = Farm(2)
+    for conversation in ("a", "b", "c", "a", "d"):
+        farm.servers.choose(conversation)
+    assert list(farm.servers._places) == ["c", "a", "d"]
+
+
+def test_sessions_of_long_ago_do_not_count(monkeypatch):
+    farm = Farm(2)
+    now = r.time.time()
+    for number in range(5):
+        farm.servers._places[str(number)] = r.Place("http://one:1", now - 700)
+    assert farm.servers.choose("new").url == "http://one:1"
+    assert farm.servers.count_conversations() == {"http://one:1": 1}
