@@ -405,19 +405,30 @@ def state_not_put_back(monkeypatch):
     monkeypatch.setattr(s.TokenGenerator, "step_with", step_with)
 
 
+def key_split_twice(monkeypatch):
+    along = s.TokenGenerator._sample_along
+
+    def after_one_more(generator, fed_ids, logits):
+        generator._batch.samplers[0](logits[:1])
+        return along(generator, fed_ids, logits)
+
+    monkeypatch.setattr(s.TokenGenerator, "_sample_along", after_one_more)
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
-    "fault, kind",
+    "fault, kind, fields",
     [
-        (one_token_too_many, DENSE),
-        (nothing_taken_back, DENSE),
-        (state_not_put_back, HYBRID),
-        (state_not_put_back, SLIDING),
+        (one_token_too_many, DENSE, {}),
+        (nothing_taken_back, DENSE, {}),
+        (state_not_put_back, HYBRID, {}),
+        (state_not_put_back, SLIDING, {}),
+        (key_split_twice, DENSE, {"sampling": SEEDED}),
     ],
 )
-def test_a_planted_fault_of_drafts_is_noticed(bench, monkeypatch, fault, kind):
+def test_a_planted_fault_of_drafts_is_noticed(bench, monkeypatch, fault, kind, fields):
     fault(monkeypatch)
     with pytest.raises((AssertionError, TimeoutError)):
         test_a_reply_is_the_same_with_drafts_and_without(
-            bench, monkeypatch, kind, 1, {}
+            bench, monkeypatch, kind, 1, fields
         )
