@@ -14925,6 +14925,8 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # Thread   model
 
 _MATCH_TOKENS: Final = 6  # that stood in the past, before they stand at its end
+_NEAR_MATCH_TOKENS: Final = 3  # the same, for a place near the end of the last copy
+_NEAR_TOKENS: Final = 64  # what is near
 _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look through
 _ROOM_TOKENS: Final = 4096  # for the reply, at a time
 _NO_TEXT: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
@@ -14933,7 +14935,7 @@ _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
 _FIRST_SHARE: Final = 0.9  # of draft tokens that are right, until some were tried
 _MOST_RIGHT: Final = 0.99  # of them that are expected to be, at most
 _UNKNOWN_COST: Final = 2.0  # of a call that was never measured, by a plain step's
-_REST_TOKENS: Final = 32  # of the reply, after a draft that did not pay
+_REST_TOKENS: Final = 8  # of the reply, after a draft that did not pay
 _LONG_REST_TOKENS: Final = 256  # where none is expected to pay; then one is tried again
 
 
@@ -14984,28 +14986,29 @@ class CopyDrafter:
     ) -> None:
         """`end_ids`: tokens that may end the reply, and are never drafted.
 
-        `others`: conversations to copy from where the own past has nothing, the best
-        first. They are read up to _MAX_OTHER_TOKENS.
+        `others`: conversations to copy from where this one has nothing, the best first.
         """
         self.costs = costs
         self._metrics = metrics
         self._end_ids = end_ids
-        self._past = prompt  # and the reply, and room for more of it
-        self._n_prompt = len(prompt)
-        self._n_past = len(prompt)
-        self._others = _join(others, _MAX_OTHER_TOKENS)
+        # Other conversations, the prompt, the reply so far, and room for more of it.
+        self._text = _join(prompt, others)
+        self._n_text = len(self._text)
+        self._reply_start = self._n_text
+        self._copy_start = 0  # in the text, of the last copy
+        self._copied_to = 0  # the same: where that ceased to be right; 0: nowhere
         self._share_right = _FIRST_SHARE
-        self._rests_until = 0  # this length of the past
+        self._rests_until = 0  # this length of the text
 
     def read(self, output_ids: Sequence[int]) -> None:
         """Note what the reply has become."""
-        new_ids = output_ids[self._n_past - self._n_prompt :]
-        end = self._n_past + len(new_ids)
-        if end > len(self._past):
+        new_ids = output_ids[self._n_text - self._reply_start :]
+        end = self._n_text + len(new_ids)
+        if end > len(self._text):
             room = np.empty(_ROOM_TOKENS + len(new_ids), np.int32)
-            self._past = np.concatenate([self._past[: self._n_past], room])
-        self._past[self._n_past : end] = new_ids
-        self._n_past = end
+            self._text = np.concatenate([self._text[: self._n_text], room])
+        self._text[self._n_text : end] = new_ids
+        self._n_text = end
 
     def is_end(self, token_id: int) -> bool:
         """Whether a token may end the reply."""
@@ -15016,26 +15019,46 @@ class CopyDrafter:
 
         `max_tokens`: of the reply that are left.
         """
-        if self._n_past < self._rests_until or not self.costs.is_known:
+        if self._n_text < self._rests_until or not self.costs.is_known:
             return []
         gains = {n: self.costs.gain(n, self._share_right) for n in _DRAFT_LENGTHS}
         n_draft = max(gains, key=gains.__getitem__)
         if gains[n_draft] <= 1.0:
-            self._rests_until = self._n_past + _LONG_REST_TOKENS
+            self._rests_until = self._n_text + _LONG_REST_TOKENS
             self._share_right = _FIRST_SHARE
             return []
-        n_tokens = min(n_draft + 1, max_tokens)
-        past = self._past[: self._n_past]
-        last = past[-_MATCH_TOKENS:]
-        token_ids = _copy_after(last, past, n_tokens)
-        token_ids = token_ids or _copy_after(last, self._others, n_tokens)
+        token_ids = self._find_copy(min(n_draft + 1, max_tokens))
         for place, token_id in enumerate(token_ids):
             if token_id < 0 or token_id in self._end_ids:  # < 0: a part of an image
                 return token_ids[:place]
         return token_ids
 
+    def _find_copy(self, n_tokens: int) -> list[int]:
+        text = self._text[: self._n_text]
+        start = self._find_near(text)
+        if start is None:
+            starts = _starts_after(text[-_MATCH_TOKENS:], text)
+            if not starts.size:
+                return []
+            start = int(starts[-1])
+        self._copy_start = start
+        copy: list[int] = text[start : start + n_tokens].tolist()
+        return copy
+
+    def _find_near(self, text: TokenIds) -> int | None:
+        """Where the last copy may go on, after something that was changed in it."""
+        if not self._copied_to:
+            return None
+        low = max(0, self._copied_to - _NEAR_TOKENS)
+        high = self._copied_to + _NEAR_TOKENS
+        starts = low + _starts_after(text[-_NEAR_MATCH_TOKENS:], text[low:high])
+        if not starts.size:
+            return None
+        return int(starts[np.abs(starts - self._copied_to).argmin()])
+
     def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
         """A draft was fed, and so much of it was right."""
+        self._copied_to = self._copy_start + 1 + n_right
         self.costs.note(n_draft + 1, seconds)
         self._metrics.bump("draft_steps")
         self._metrics.bump("draft_tokens", n_draft)
@@ -15044,34 +15067,32 @@ class CopyDrafter:
         share = n_right / n_tried
         self._share_right += _NEW_WEIGHT * (share * _MOST_RIGHT - self._share_right)
         if self.costs.gain(n_draft, 0.0) * (1 + n_right) < 1.0:  # slower than without
-            self._rests_until = self._n_past + _REST_TOKENS
+            self._rests_until = self._n_text + _REST_TOKENS
 
 
-def _join(conversations: Sequence[TokenIds], max_tokens: int) -> TokenIds:
-    """Conversations one after another, the first last, where it is found first."""
-    parts: list[TokenIds] = []
-    for tokens in conversations:
-        parts[:0] = [tokens[-max_tokens:], _NO_TEXT]
-        max_tokens -= len(tokens)
-        if max_tokens <= 0:
+def _join(prompt: TokenIds, others: Sequence[TokenIds]) -> TokenIds:
+    """The prompt, and before it other conversations, the first of them next to it."""
+    parts = [prompt]
+    n_left = _MAX_OTHER_TOKENS
+    for tokens in others:
+        if n_left <= 0:
             break
-    return np.concatenate(parts) if parts else _NO_TEXT
+        parts[:0] = [tokens[-n_left:], _NO_TEXT]
+        n_left -= len(tokens)
+    return np.concatenate(parts)
 
 
-def _copy_after(last: TokenIds, tokens: TokenIds, n_tokens: int) -> list[int]:
-    """What follows `last` where it stands latest in `tokens`, but not at their end."""
+def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
+    """Where what follows `last` in `tokens` begins; ascending. Not after their end."""
     n_last = len(last)
-    if n_last < _MATCH_TOKENS or len(tokens) <= n_last:
-        return []
-    ends = np.flatnonzero(tokens[n_last - 1 : -1] == last[-1])
-    ends += n_last - 1
-    for back in range(1, n_last):
-        ends = ends[tokens[ends - back] == last[-1 - back]]
-    if not ends.size:
-        return []
-    start = int(ends[-1]) + 1
-    copy: list[int] = tokens[start : start + n_tokens].tolist()
-    return copy
+    if len(tokens) <= n_last:
+        return np.empty(0, np.intp)
+    is_last = tokens[n_last - 1 : -1] == last[-1]
+    is_second_last = tokens[n_last - 2 : -2] == last[-2]
+    starts = np.flatnonzero(is_last & is_second_last) + n_last
+    for back in range(2, n_last):
+        starts = starts[tokens[starts - 1 - back] == last[-1 - back]]
+    return starts
 
 
 # region SCHEDULER =============================================================

@@ -50,6 +50,28 @@ def test_a_draft_is_what_followed_and_as_long_as_pays():
     assert drafter(image, on_gpu).propose(1000) == FILE[6:8]
 
 
+def test_after_a_change_a_copy_goes_on_where_three_tokens_are_the_same():
+    on_gpu = {1: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}
+    writer = drafter([*FILE, *range(1000, 1200), *FILE, 7], on_gpu)
+    reply = FILE[:6]
+    writer.read(reply)
+    assert writer.propose(1000) == FILE[6:38]
+
+    writer.note(n_draft=31, n_right=9, seconds=1.3)
+    reply = [*FILE[:16], 1, 2, 3, *FILE[18:20]]
+    writer.read(reply)
+    assert writer.propose(1000) == []
+    reply += FILE[20:21]
+    writer.read(reply)
+    assert writer.propose(1000) == FILE[21:53]
+
+    # Elsewhere six are needed.
+    writer.note(n_draft=31, n_right=0, seconds=1.3)
+    reply += [5, *FILE[95:98], *[4] * 9, *FILE[94:98]]
+    writer.read(reply)
+    assert writer.propose(1000) == []
+
+
 def test_what_the_reply_repeats_of_itself_is_a_draft():
     writer = drafter([1, 2, 3], {1: 1.0, 8: 1.0, 16: 1.0, 32: 1.0})
     writer.read([*FILE, 7])
@@ -94,8 +116,9 @@ def test_of_other_conversations_a_bounded_part_is_looked_through():
     others = [np.full(60_000, number, np.int32) for number in range(5)]
     writer = drafter(BEGUN, {1: 1.0}, others=others)
 
-    assert len(writer._others) <= 100_002
-    assert set(writer._others.tolist()) == {-1, 0, 1}
+    text = writer._text[: -len(BEGUN)]
+    assert len(text) == 100_002
+    assert set(text.tolist()) == {-1, 0, 1}
 
 
 @pytest.mark.usefixtures("eager")
