@@ -256,7 +256,8 @@ def measure_checks(
                 farm.forget()
                 count = sessions.interleave(options.turns, 5)
                 name = "with an id" if has_ids else "without an id"
-                print(f"LiteLLM's {check}, {name}: {count.ratio:.3f}", flush=True)
+                ratio = count.prefilled / (count.fewest + sessions.n_shared)
+                print(f"LiteLLM's {check}, {name}: {ratio:.3f}", flush=True)
             print(f"LiteLLM's {check}, six at once: {six_at_once(farm)} servers")
 
 
