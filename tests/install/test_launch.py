@@ -7,6 +7,7 @@ one that answers as start-llm and LiteLLM do, or the real one on a tiny model.
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -817,10 +818,10 @@ def test_docs_clients_is_what_the_table_makes():
     )
 
 
-def test_readme_has_one_launch_line_for_each_client():
+def test_readme_says_whom_launch_starts():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in launch.CLIENTS:
-        assert text.count(f"install_and_run.py launch {name}\n") == 1, name
+    (line,) = re.findall(r"install_and_run.py launch (\w+ +# or .*)\n", text)
+    assert set(re.findall(r"\w+", line)) - {"or"} == set(launch.CLIENTS)
     assert "(docs/clients.md)" in text
 
 
