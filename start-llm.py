@@ -808,6 +808,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kv_group_size: Literal["32", "64", "128"] = "64"  # numbers with one scale
     kv_quant_scheme: _KVScheme = "uniform"  # turboquant: rotated first, at 2 to 4 bits
     speculation: _AutoOrOff = "auto"  # several tokens a step, where that pays
+    draft_model: str = ""  # folder of a small model that drafts, too; empty: none
     prefill_step_size: _Positive = 2048  # tokens fed to the model at once
     batch_max_rows: _Positive = 32  # requests that run at once
     batch_padding_max: _Fraction = 0.25  # padding of a decode batch / its real KV
@@ -1428,6 +1429,8 @@ _COUNTERS: Final = {  # of what should be rare, or is worth watching
     "draft_steps": "Steps that fed a draft",
     "draft_tokens": "Tokens of drafts",
     "draft_tokens_right": "Tokens of drafts that were right: each saved a step",
+    "draft_model_tokens": "Tokens of drafts that DRAFT_MODEL made",
+    "draft_model_tokens_right": "Tokens of these that were right",
 }
 _GAUGES: Final = {
     "queued": "Requests that wait for the model",
@@ -13387,8 +13390,8 @@ class VisionModel(Module):  # type: ignore[misc]
 # has mlx-lm read the weights, and teaches the tokenizer the tags that mlx-lm does not
 # know. The model's chat template is probed, and the facts are gathered.
 #
-# Public   LoadedModel, Detokenizer, ModelError, choose_model, resolve_model,
-#          load_or_demo, load_model, memory_limit
+# Public   LoadedModel, LoadedDraftModel, Detokenizer, ModelError, choose_model,
+#          resolve_model, load_or_demo, load_model, memory_limit
 # Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM, VISION MODEL
 # Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the
 #          rest any; mlx
@@ -13400,6 +13403,16 @@ class ModelError(Exception):
 
 _Kind = Literal["text", "vision"]
 _DEMO_MODEL: Final = "demo"
+_MIN_SHARED_WORDS: Final = 0.99  # of a vocabulary, to draft; added tokens may differ
+
+
+class LoadedDraftModel(NamedTuple):
+    """The model of DRAFT_MODEL: its words are those of the model that it drafts for."""
+
+    model: Any  # called as mlx-lm's models are; every layer can be cut
+    path: Path
+    nbytes: int  # of the weights, as loaded
+    vocab_size: int  # both models know the ids below this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13426,6 +13439,7 @@ class LoadedModel:
     eos_ids: frozenset[int]
     hidden_ids: frozenset[int]  # special tokens that mean nothing in a reply's text
     device: str  # that computes, as in "Apple M2 (gpu)"
+    draft_model: LoadedDraftModel | None = None
 
     @property
     def is_demo(self) -> bool:
@@ -13623,6 +13637,13 @@ def load_model(path: Path, config: Config) -> LoadedModel:
     unless MODEL_KIND insists.
     """
     _prepare_device(config)
+    loaded = _load_kind(path, config)
+    if not config.draft_model or config.speculation == "off":
+        return loaded
+    return replace(loaded, draft_model=_load_draft_model(loaded, config))
+
+
+def _load_kind(path: Path, config: Config) -> LoadedModel:
     if config.model_kind != "auto":
         return _load_or_explain(path, config, kind=config.model_kind)
     if not _has_vision_tower(path):
@@ -13741,6 +13762,54 @@ def _load_parts(
         path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id")
     )
     return VisionModel(path, trust_remote_code=trust), tokenizer
+
+
+def _load_draft_model(loaded: LoadedModel, config: Config) -> LoadedDraftModel:
+    """The model of DRAFT_MODEL, which must suit the one it drafts for.
+
+    Raises ModelError.
+    """
+    setting = f"DRAFT_MODEL={config.draft_model}"
+    path = Path(os.path.expanduser(config.draft_model))
+    if not _is_complete(path):
+        raise ModelError(
+            f"{setting} is no folder with a config.json and all weights;"
+            " scripts/helpers/fetch_model.py NAME fetches one, and prints its folder"
+        )
+    try:
+        model_config = mlx_lm.utils.load_config(path)
+        model, tokenizer = _load_parts(
+            path, model_config, kind="text", trust=config.trust_remote_code
+        )
+        leaves = cache_leaves(make_prompt_cache(model))
+        kinds = [leaf_kind(leaf) for leaf in leaves]
+    except Exception as error:  # mlx and transformers raise what they like
+        logger.debug("loading %s", path, exc_info=True)
+        reason = f"{setting} cannot be loaded by mlx-lm: {error!r}"[:500]
+        raise ModelError(reason) from None
+
+    vocabulary = loaded.tokenizer.get_vocab().items()
+    n_equal = len(vocabulary & tokenizer.get_vocab().items())
+    if n_equal < _MIN_SHARED_WORDS * len(vocabulary):
+        raise ModelError(
+            f"{setting} has another vocabulary than {loaded.model_id}: of its"
+            f" {len(vocabulary):,} tokens, {n_equal:,} are the same"
+        )
+    if not all(kind.can_cut for kind in kinds):
+        raise ModelError(
+            f"{setting} has layers that cannot go back (recurrent ones, or windows): a"
+            " draft model needs full attention in all of them"
+        )
+    if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
+        widen_weights(model, max_bytes=memory_limit(config) // 8)
+    facts = {**model_config, **(model_config.get("text_config") or {})}
+    vocab_size = int(facts.get("vocab_size") or len(tokenizer))
+    return LoadedDraftModel(
+        model=model,
+        path=path,
+        nbytes=_count_bytes(model),
+        vocab_size=min(vocab_size, loaded.vocab_size),
+    )
 
 
 def _teach_tags(tokenizer: Any) -> None:
@@ -14905,7 +14974,8 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 
 
 # region DRAFTS ================================================================
-# Several tokens a step, where a reply repeats what stands in its conversation already.
+# Several tokens a step: where a reply repeats what stands in its conversation already,
+# or a smaller model (DRAFT_MODEL) can tell what follows.
 #
 #     past     ... def read(path): return open(path).read() ... def read(path):
 #                  [ six tokens ]  what followed                [ the same six ]
@@ -14920,9 +14990,15 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 # Drafts are for a request that decodes alone. None has an end token: what ends a reply
 # is sampled in a step of its own (AcceptedTokens).
 #
-# Public   CopyDrafter, DraftCosts, can_draft
-# Uses     LOGGING, API TYPES, UPSTREAM
-# Thread   model
+# CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
+# there is one, for all requests. It follows the conversation that it was asked about
+# last, as each request decodes alone while it has drafts. A draft need not be right, so
+# it reads the end of a long conversation only: its KV has a bound.
+#
+# Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftCosts, Draft, NO_DRAFT,
+#          can_draft
+# Uses     LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE, MODEL LOADING
+# Thread   model; mlx
 
 _MATCH_TOKENS: Final = 6  # that stood in the past, before they stand at its end
 _NEAR_MATCH_TOKENS: Final = 3  # the same, for a place near the end of the last copy
@@ -14931,12 +15007,17 @@ _MAX_OTHER_TOKENS: Final = 100_000  # of other conversations: 0.1 ms to look thr
 _ROOM_TOKENS: Final = 4096  # for the reply, at a time
 _NO_TEXT: Final[TokenIds] = np.array([-1], np.int32)  # between two conversations
 _DRAFT_LENGTHS: Final = (31, 15, 7)  # with the token before it, calls of 32, 16, 8
+_MODEL_LENGTHS: Final = (7, 4, 2)  # of a model's drafts: each token takes a call of it
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
 _FIRST_SHARE: Final = 0.9  # of draft tokens that are right, until some were tried
+_FIRST_MODEL_SHARE: Final = 0.7  # of a model's
 _MOST_RIGHT: Final = 0.99  # of them that are expected to be, at most
 _UNKNOWN_COST: Final = 2.0  # of a call that was never measured, by a plain step's
 _REST_TOKENS: Final = 8  # of the reply, after a draft that did not pay
 _LONG_REST_TOKENS: Final = 256  # where none is expected to pay; then one is tried again
+_MAX_FOLLOWED_TOKENS: Final = 8192  # the end of a conversation that DraftModel reads
+_MAX_READ_TOKENS: Final = 512  # by it in a step: other requests wait for it
+_FEW_TOKENS: Final = 16  # that it reads and drafts after, in the same step
 
 
 def can_draft(layer_caches: LayerCaches) -> bool:
@@ -14972,32 +15053,40 @@ class DraftCosts:
         return n_expected * plain / seconds
 
 
-class CopyDrafter:
-    """Drafts for one request: what followed its last tokens when they stood there."""
+class Draft(NamedTuple):
+    """What may follow the token that is fed next."""
+
+    token_ids: list[int]
+    seconds: float = 0.0  # that it took, beside the step that it is fed in
+
+
+NO_DRAFT: Final = Draft([])
+
+
+class Drafter:
+    """Drafts for one request, as long as they pay."""
+
+    _first_share = _FIRST_SHARE
 
     def __init__(
         self,
-        prompt: TokenIds,
+        text: TokenIds,
         *,
         end_ids: frozenset[int],
-        others: Sequence[TokenIds] = (),
         costs: DraftCosts,
         metrics: CacheMetrics,
     ) -> None:
-        """`end_ids`: tokens that may end the reply, and are never drafted.
+        """`text`: what comes before the reply.
 
-        `others`: conversations to copy from where this one has nothing, the best first.
+        `end_ids`: tokens that may end the reply, and are never drafted.
         """
         self.costs = costs
         self._metrics = metrics
         self._end_ids = end_ids
-        # Other conversations, the prompt, the reply so far, and room for more of it.
-        self._text = _join(prompt, others)
-        self._n_text = len(self._text)
-        self._reply_start = self._n_text
-        self._copy_start = 0  # in the text, of the last copy
-        self._copied_to = 0  # the same: where that ceased to be right; 0: nowhere
-        self._share_right = _FIRST_SHARE
+        self._text = text  # then the reply so far, and room for more of it
+        self._n_text = len(text)
+        self._reply_start = len(text)
+        self._share_right = self._first_share
         self._rests_until = 0  # this length of the text
 
     def read(self, output_ids: Sequence[int]) -> None:
@@ -15014,24 +15103,84 @@ class CopyDrafter:
         """Whether a token may end the reply."""
         return token_id in self._end_ids
 
+    def draft(self, max_tokens: int, next_id: Callable[[], int] | None) -> Draft:
+        """What may follow, at most `max_tokens`; NO_DRAFT if nothing would pay.
+
+        `next_id` waits for the token after the past, which the draft follows then.
+        None: the draft follows the past itself.
+        """
+        raise NotImplementedError
+
+    def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
+        """A draft was made and fed, and so much of it was right."""
+        self.costs.note(n_draft + 1, seconds)
+        self._metrics.bump("draft_steps")
+        self._metrics.bump("draft_tokens", n_draft)
+        self._metrics.bump("draft_tokens_right", n_right)
+        n_tried = min(n_right + 1, n_draft)
+        share = n_right / n_tried
+        self._share_right += _NEW_WEIGHT * (share * _MOST_RIGHT - self._share_right)
+
+    def _choose_length(self, lengths: Iterable[int]) -> int:
+        """The length that pays best; 0 during a rest, and where none pays."""
+        if self._n_text < self._rests_until or not self.costs.is_known:
+            return 0
+        gains = {n: self.costs.gain(n, self._share_right) for n in lengths}
+        n_draft = max(gains, key=gains.__getitem__)
+        if gains[n_draft] > 1.0:
+            return n_draft
+        self._rests_until = self._n_text + _LONG_REST_TOKENS
+        self._share_right = self._first_share
+        return 0
+
+    def _before_end(self, token_ids: list[int]) -> list[int]:
+        """What comes before a token that may end the reply, or a part of an image."""
+        for place, token_id in enumerate(token_ids):
+            if token_id < 0 or token_id in self._end_ids:  # < 0: a part of an image
+                return token_ids[:place]
+        return token_ids
+
+
+class CopyDrafter(Drafter):
+    """What followed the last tokens of a request when they stood there before."""
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        *,
+        end_ids: frozenset[int],
+        others: Sequence[TokenIds] = (),
+        costs: DraftCosts,
+        metrics: CacheMetrics,
+    ) -> None:
+        """`others`: conversations to copy from where this one has nothing, best first.
+
+        They come before the prompt in the text that is searched.
+        """
+        text = _join(prompt, others)
+        super().__init__(text, end_ids=end_ids, costs=costs, metrics=metrics)
+        self._copy_start = 0  # in the text, of the last copy
+        self._copied_to = 0  # the same: where that ceased to be right; 0: nowhere
+
+    def draft(self, max_tokens: int, next_id: Callable[[], int] | None) -> Draft:
+        """The copy after its first token, if that is the next one."""
+        copied_ids = self.propose(max_tokens + 1)
+        if next_id is None:
+            return Draft(copied_ids[:-1])
+        if len(copied_ids) < 2 or copied_ids[0] != next_id():
+            return NO_DRAFT
+        return Draft(copied_ids[1:])
+
     def propose(self, max_tokens: int) -> list[int]:
         """What may follow, the first token included; [] if nothing would pay.
 
         `max_tokens`: of the reply that are left.
         """
-        if self._n_text < self._rests_until or not self.costs.is_known:
+        n_draft = self._choose_length(_DRAFT_LENGTHS)
+        if not n_draft:
             return []
-        gains = {n: self.costs.gain(n, self._share_right) for n in _DRAFT_LENGTHS}
-        n_draft = max(gains, key=gains.__getitem__)
-        if gains[n_draft] <= 1.0:
-            self._rests_until = self._n_text + _LONG_REST_TOKENS
-            self._share_right = _FIRST_SHARE
-            return []
-        token_ids = self._find_copy(min(n_draft + 1, max_tokens))
-        for place, token_id in enumerate(token_ids):
-            if token_id < 0 or token_id in self._end_ids:  # < 0: a part of an image
-                return token_ids[:place]
-        return token_ids
+        n_tokens = min(n_draft + 1, max_tokens)
+        return self._before_end(self._find_copy(n_tokens))
 
     def _find_copy(self, n_tokens: int) -> list[int]:
         text = self._text[: self._n_text]
@@ -15057,17 +15206,152 @@ class CopyDrafter:
         return int(starts[np.abs(starts - self._copied_to).argmin()])
 
     def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
-        """A draft was fed, and so much of it was right."""
+        """After a draft that did not pay there is a rest: the copy is over."""
         self._copied_to = self._copy_start + 1 + n_right
-        self.costs.note(n_draft + 1, seconds)
-        self._metrics.bump("draft_steps")
-        self._metrics.bump("draft_tokens", n_draft)
-        self._metrics.bump("draft_tokens_right", n_right)
-        n_tried = min(n_right + 1, n_draft)
-        share = n_right / n_tried
-        self._share_right += _NEW_WEIGHT * (share * _MOST_RIGHT - self._share_right)
-        if self.costs.gain(n_draft, 0.0) * (1 + n_right) < 1.0:  # slower than without
+        super().note(n_draft=n_draft, n_right=n_right, seconds=seconds)
+        if self.costs.gain(n_draft, 0.0) * (1 + n_right) < 1.0:
             self._rests_until = self._n_text + _REST_TOKENS
+
+
+class ModelDrafter(Drafter):
+    """What a draft model would say."""
+
+    _first_share = _FIRST_MODEL_SHARE
+
+    def __init__(
+        self,
+        prompt: TokenIds,
+        draft_model: DraftModel,
+        *,
+        tenant: str,
+        end_ids: frozenset[int],
+        metrics: CacheMetrics,
+    ) -> None:
+        costs = draft_model.costs
+        super().__init__(prompt, end_ids=end_ids, costs=costs, metrics=metrics)
+        self._draft_model = draft_model
+        self._tenant = tenant
+
+    def draft(self, max_tokens: int, next_id: Callable[[], int] | None) -> Draft:
+        """The model's most probable tokens, once it has read the conversation."""
+        n_draft = self._choose_length(_MODEL_LENGTHS)
+        n_tokens = min(n_draft, max_tokens)
+        if n_tokens <= 0:
+            return NO_DRAFT
+
+        past = self._text[: self._n_text]
+        if next_id is not None:
+            token_id = next_id()
+            if self.is_end(token_id):
+                return NO_DRAFT
+            past = np.append(past, np.int32(token_id))
+        began = time.monotonic()
+        token_ids = self._draft_model.propose(past, n_tokens, tenant=self._tenant)
+        return Draft(self._before_end(token_ids), time.monotonic() - began)
+
+    def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
+        """Count it among all drafts, and among those of the model."""
+        super().note(n_draft=n_draft, n_right=n_right, seconds=seconds)
+        self._metrics.bump("draft_model_tokens", n_draft)
+        self._metrics.bump("draft_model_tokens_right", n_right)
+
+
+class DraftModel:
+    """A second, smaller model, which reads the conversation that it was last asked of.
+
+        read before    a b c d x y      x, y: its draft, or another conversation
+        asked of       a b c d e f g
+                       [kept ] [read]   x and y are cut off; then h, i, ... is proposed
+
+    Of a long conversation it reads the end, which begins at a multiple of half its
+    bound. So its KV has a bound, and half of that is read again now and then.
+    """
+
+    def __init__(self, loaded: LoadedDraftModel) -> None:
+        """Runs the model on two tokens, to measure it."""
+        self._loaded = loaded
+        self._layer_caches: LayerCaches = []
+        self._read_ids: TokenIds = np.empty(0, np.int32)  # whose KV is there
+        self._tenant = ""  # whose conversation they are
+        self._has_failed = False
+        self.costs = DraftCosts()
+        n_places = _MAX_FOLLOWED_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
+        self.nbytes = loaded.nbytes + n_places * measure_kv(loaded.model).token_bytes
+        logger.info(
+            "drafts: %s, with KV of %d tokens: %s",
+            loaded.path,
+            _MAX_FOLLOWED_TOKENS,
+            in_bytes(self.nbytes),
+        )
+
+    def forget(self) -> None:
+        """Drop the conversation, and its KV."""
+        self._layer_caches = []
+        self._read_ids = self._read_ids[:0]
+
+    def propose(self, past: TokenIds, n_tokens: int, *, tenant: str) -> list[int]:
+        """The most probable tokens after a past; [] until so much of it was read.
+
+        [] for a past with images, too, and after a failure: that costs no request.
+        """
+        end = past[_followed_start(len(past)) :]
+        is_text = end.min() >= 0 and end.max() < self._loaded.vocab_size
+        if self._has_failed or not is_text:
+            return []
+        try:
+            self._cut_to(end, tenant)
+            return self._go_on(end, n_tokens)
+        except Exception:
+            logger.exception("the draft model has failed, and is not asked any more")
+            self._has_failed = True
+            self.forget()
+            return []
+
+    def _cut_to(self, end: TokenIds, tenant: str) -> None:
+        """Keep the KV that these tokens begin with, but not that of the last one."""
+        if tenant != self._tenant:  # what another one has sent makes nothing faster
+            self.forget()
+            self._tenant = tenant
+        n_kept = common_prefix_length(self._read_ids, end[:-1])
+        if n_kept == 0:
+            self.forget()
+            self._layer_caches = make_prompt_cache(self._loaded.model)
+        for leaf in cache_leaves(self._layer_caches):
+            leaf.trim(len(self._read_ids) - n_kept)
+        self._read_ids = self._read_ids[:n_kept]
+
+    def _go_on(self, end: TokenIds, n_tokens: int) -> list[int]:
+        """Read what is missing; the draft, if that was little."""
+        n_read = len(self._read_ids)
+        missing_ids = mx.array(end[n_read:])[None]
+        if missing_ids.size > _FEW_TOKENS:  # no logits are computed of so many
+            self._feed(missing_ids[:, :-1][:, :_MAX_READ_TOKENS])
+            evaluate_caches(self._layer_caches)
+            read_end = min(n_read + _MAX_READ_TOKENS, len(end) - 1)
+            self._read_ids = end[:read_end].copy()
+            return []
+
+        token = self._feed(missing_ids)
+        drafted = [token]
+        while len(drafted) < n_tokens:
+            token = self._feed(token)
+            drafted.append(token)
+        drafted_row: Any = mx.concatenate(drafted, axis=1)[0]
+        drafted_ids: list[int] = drafted_row.tolist()
+        fed_ids = np.array(drafted_ids[:-1], np.int32)
+        self._read_ids = np.append(end, fed_ids)
+        return drafted_ids
+
+    def _feed(self, tokens: mx.array) -> mx.array:
+        """Read tokens `(1, n)`; the most probable one after them, `(1, 1)`."""
+        logits = self._loaded.model(tokens, cache=self._layer_caches)
+        return mx.argmax(logits[:, -1:, : self._loaded.vocab_size], axis=-1)
+
+
+def _followed_start(n_past: int) -> int:
+    """Where the part of a past begins that the draft model reads."""
+    half = _MAX_FOLLOWED_TOKENS // 2
+    return max(0, -(-n_past // half) - 2) * half
 
 
 def _join(prompt: TokenIds, others: Sequence[TokenIds]) -> TokenIds:
@@ -15543,7 +15827,7 @@ class RunningRequest:
         self.prefill_speed = prefill_speed  # tokens a second of the last slice
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
-        self.drafter: CopyDrafter | None = None  # None: one token a step
+        self.drafters: list[Drafter] = []  # in the order in which they are asked
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.lease = cache.start(
@@ -15773,6 +16057,8 @@ class DecodeBatch:
         self._previous_state: LayerCaches | None = None  # before the last step
         # By request: its row in that state, and its position then.
         self._previous_rows: dict[RunningRequest, tuple[int, int]] = {}
+        # Whether the next token is being computed: a step without takes its full time.
+        self._has_launched = False
 
         model = _model_call(loaded, self.requests)
         if joint_caches is None:
@@ -15836,8 +16122,7 @@ class DecodeBatch:
             running: (row, running.num_computed_tokens - n_pending)
             for row, running in enumerate(self.requests)
         }
-        draft = self._find_draft()
-        rows = [self._step_with(draft)] if draft else self._step_without(n_pending)
+        rows = self._step_drafted() or self._step_without()
 
         accepted: list[AcceptedTokens] = []
         for running, tokens in zip(self.requests, rows, strict=True):
@@ -15850,40 +16135,53 @@ class DecodeBatch:
             accepted.append(AcceptedTokens(running, token_ids))
         return accepted
 
-    def _find_draft(self) -> list[int]:
-        """What may follow the token sampled last; [] if nothing is known to."""
+    def _step_drafted(self) -> list[list[SampledToken]]:
+        """A step with the first draft that there is; [] if there is none."""
         running, *others = self.requests
-        drafter = running.drafter
-        if drafter is None or others:
+        if others:
             return []
+        drafters = running.drafters
+        if self._generator.pending_ids:  # after one that was wrong: a copy, or none
+            drafters = drafters[:1]
+        for drafter in drafters:
+            draft = self._find_draft(drafter)
+            if draft.token_ids:
+                return [self._step_with(draft, drafter)]
+        return []
+
+    def _find_draft(self, drafter: Drafter) -> Draft:
+        """What may follow the token sampled last; NO_DRAFT if nothing is known to."""
+        (running,) = self.requests
         drafter.read(running.output_ids)
         # The token sampled last is fed and counts, and the next one is sampled.
-        n_left = running.request.max_tokens - len(running.output_ids) - 1
-        copy = drafter.propose(n_left)
-        if running.num_computed_tokens == running.n_prompt:  # it is in `output_ids`
-            is_end = drafter.is_end(running.output_ids[-1])
-            return [] if is_end else copy[:-1]
-        if len(copy) < 2 or copy[0] != self._generator.next_id():
-            return []
-        return copy[1:]
+        n_left = running.request.max_tokens - len(running.output_ids) - 2
+        if running.num_computed_tokens > running.n_prompt:
+            return drafter.draft(n_left, self._generator.next_id)
+        if drafter.is_end(running.output_ids[-1]):  # the one sampled last
+            return NO_DRAFT
+        return drafter.draft(n_left, None)
 
-    def _step_without(self, n_pending: int) -> list[list[SampledToken]]:
+    def _step_without(self) -> list[list[SampledToken]]:
+        is_usual = self._has_launched and not self._generator.pending_ids
         began = time.monotonic()
         rows = [[token] for token in self._generator.step()]
-        drafter = self.requests[0].drafter
-        if drafter is not None and len(rows) == 1 and not n_pending:
-            drafter.costs.note(1, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if len(rows) == 1 and is_usual:
+            for drafter in self.requests[0].drafters:
+                drafter.costs.note(1, seconds)
+        self._has_launched = True
         return rows
 
-    def _step_with(self, draft: list[int]) -> list[SampledToken]:
+    def _step_with(self, draft: Draft, drafter: Drafter) -> list[SampledToken]:
         began = time.monotonic()
-        tokens = self._generator.step_with(draft)
+        tokens = self._generator.step_with(draft.token_ids)
+        seconds = time.monotonic() - began + draft.seconds
         n_right = len(tokens) - 1
-        seconds = time.monotonic() - began
         (running,) = self.requests
         running.handle.saved_steps += n_right
-        assert running.drafter is not None
-        running.drafter.note(n_draft=len(draft), n_right=n_right, seconds=seconds)
+        n_draft = len(draft.token_ids)
+        drafter.note(n_draft=n_draft, n_right=n_right, seconds=seconds)
+        self._has_launched = False
         return tokens
 
     def read_state(self, running: RunningRequest) -> StateCheckpoint:
@@ -16339,14 +16637,28 @@ class Scheduler:
     def __init__(
         self, loaded: LoadedModel, config: Config, *, metrics: CacheMetrics
     ) -> None:
-        """Measure the model and divide memory. Runs the model, on two tokens."""
+        """Measure the model and divide memory. Runs the model, on two tokens.
+
+        Raises ModelError: DRAFT_MODEL can do nothing for it.
+        """
         self.loaded = loaded
         self.config = config
         self.metrics = metrics
         self.spec = measure_kv(loaded.model)
+        self._can_draft = config.speculation == "auto" and can_draft(
+            make_prompt_cache(loaded.model)
+        )
+        self.draft_model: DraftModel | None = None
+        if loaded.draft_model is not None:
+            if not self._can_draft:
+                raise ModelError(
+                    "DRAFT_MODEL: the model has layers that no draft suits"
+                )
+            self.draft_model = DraftModel(loaded.draft_model)
+        draft_bytes = self.draft_model.nbytes if self.draft_model else 0
         shares = divide_memory(
             memory_limit(config),
-            model_bytes=loaded.nbytes,
+            model_bytes=loaded.nbytes + draft_bytes,
             max_kv_bytes=config.prompt_cache_max_bytes,
             has_vision=loaded.vision is not None,
         )
@@ -16362,9 +16674,6 @@ class Scheduler:
         )
         self.policy = SchedulingPolicy()
         self.draft_costs = DraftCosts()
-        self._can_draft = config.speculation == "auto" and can_draft(
-            make_prompt_cache(loaded.model)
-        )
         self.disk: DiskTier | None = None  # ENGINE opens it
         self.waiting: list[RequestHandle] = []  # in the order they came
         self.running: list[RunningRequest] = []  # in the order they started
@@ -16630,7 +16939,7 @@ class Scheduler:
                 layer_caches=make_prompt_cache(self.loaded.model),  # why(L-09): no max.
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
-            running.drafter = self._make_drafter(handle)
+            running.drafters = self._make_drafters(handle)
         except Exception as error:
             if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
                 self.cache.drop_source(match)
@@ -16648,10 +16957,10 @@ class Scheduler:
         self.running.append(running)
         handle.put(offset)
 
-    def _make_drafter(self, handle: RequestHandle) -> CopyDrafter | None:
-        """What drafts for a request; None for a second try, and where nothing may."""
+    def _make_drafters(self, handle: RequestHandle) -> list[Drafter]:
+        """What drafts for a request; [] for a second try, and where nothing may."""
         if not self._can_draft or handle.is_second_try:
-            return None
+            return []
         request = handle.request
         owner = request.owner
         others = [
@@ -16661,13 +16970,28 @@ class Scheduler:
             and entry.owner.session != owner.session
         ]
         others.sort(key=lambda entry: -entry.last_used)
-        return CopyDrafter(
-            request.key.tokens,
-            end_ids=self.loaded.eos_ids | request.checkpoint_ids,
-            others=[entry.key.tokens for entry in others],
-            costs=self.draft_costs,
-            metrics=self.metrics.of_tenant(request.owner.tenant),
-        )
+        prompt = request.key.tokens
+        end_ids = self.loaded.eos_ids | request.checkpoint_ids
+        metrics = self.metrics.of_tenant(owner.tenant)
+        drafters: list[Drafter] = [
+            CopyDrafter(
+                prompt,
+                end_ids=end_ids,
+                others=[entry.key.tokens for entry in others],
+                costs=self.draft_costs,
+                metrics=metrics,
+            )
+        ]
+        if self.draft_model is not None:
+            model_drafter = ModelDrafter(
+                prompt,
+                self.draft_model,
+                tenant=owner.tenant,
+                end_ids=end_ids,
+                metrics=metrics,
+            )
+            drafters.append(model_drafter)
+        return drafters
 
     def _load_more(self, handle: RequestHandle, match: PrefixMatch) -> bool:
         """Load what only the disk has of a prompt into the cache, if it is much."""
@@ -16909,6 +17233,8 @@ class Scheduler:
     def evict_idle(self) -> None:
         """Evict what was not used for PROMPT_CACHE_TTL_SECONDS, on the disk, too."""
         self.cache.evict_idle()
+        if self.draft_model is not None and not self.cache.entries:
+            self.draft_model.forget()
         ttl_seconds = self.config.prompt_cache_ttl_seconds
         if self.disk is not None and ttl_seconds:
             self.disk.files.remove_idle(ttl_seconds)
@@ -16919,6 +17245,8 @@ class Scheduler:
         Returns how many entries of the cache were evicted or shortened.
         """
         n_evicted = self.cache.evict_session(tenant, session)
+        if self.draft_model is not None:
+            self.draft_model.forget()
         if self.disk is not None:
             self.disk.forget(tenant, session)
         return n_evicted
@@ -17115,6 +17443,7 @@ class MemoryReport(TypedDict, total=False):
 
     limit: int
     model: int
+    draft_model: int  # its weights and its share of KV; only with DRAFT_MODEL
     cache: int  # KV at rest, and all checkpoints
     features: int  # of images; only for vision models
     running: int  # KV of running requests
@@ -17426,6 +17755,9 @@ class Engine:
             "peak": scheduler.reader.peak_bytes,
         }
         known_bytes = report["model"] + report["cache"] + report["running"]
+        if scheduler.draft_model is not None:
+            report["draft_model"] = scheduler.draft_model.nbytes
+            known_bytes += report["draft_model"]
         vision = scheduler.loaded.vision
         if vision is not None:
             report["features"] = vision.feature_bytes
@@ -17446,8 +17778,13 @@ def _check_room(scheduler: Scheduler) -> None:
     """Raise ModelError if there is hardly room for KV."""
     if scheduler.budget.capacity_tokens < MIN_SLICE_TOKENS:
         limit = scheduler.budget.shares.limit
+        n_bytes = scheduler.loaded.nbytes
+        models = "the model takes"
+        if scheduler.draft_model is not None:
+            n_bytes += scheduler.draft_model.nbytes
+            models = "the model and the one of DRAFT_MODEL take"
         raise ModelError(
-            f"the model takes {scheduler.loaded.nbytes:,} bytes of {limit:,}:"
+            f"{models} {n_bytes:,} bytes of {limit:,}:"
             " too little is left for KV (MEMORY_LIMIT_BYTES)"
         )
 
@@ -24593,6 +24930,9 @@ def _write_banner(state: ServerState) -> str:
         rows["its garden"] = (
             "in examples/garden, ask scripts/chat.py: Which files are here?"
         )
+    draft_bytes = state.engine.memory.get("draft_model", 0)
+    if draft_bytes:
+        rows["drafts"] = f"{in_bytes(draft_bytes)}: {state.config.draft_model}"
     lines = [f"  {name:<11}{text}" for name, text in rows.items() if text]
     served = f"{model.model_id}: {in_bytes(model.nbytes)}, {model.path}"
     return "\n".join([f"start-llm {VERSION} serves {served}", *lines])

@@ -38,6 +38,7 @@ class Loaded:
     nbytes: int = 1 << 20
     revision: str = "0" * 16
     device: str = "test"
+    draft_model: s.LoadedDraftModel | None = None
     vocab_size: int = VOCAB
     # What an idle engine tells it.
     template: Any = field(
@@ -59,8 +60,11 @@ def oracle(folder, packing=None):
 class Bench:
     """An engine on a tiny model, with a record of the log-probabilities of every token."""
 
-    def __init__(self, path, monkeypatch, *, is_awaited=True, **settings):
+    def __init__(
+        self, path, monkeypatch, *, is_awaited=True, draft_folder=None, **settings
+    ):
         self.path = path
+        self.draft_folder = draft_folder
         self.seen: dict[s.RequestHandle, list[np.ndarray]] = {}
         self.asked: dict[s.RequestHandle, list[int]] = {}
         self.may_try_again = False  # else a second try would hide a fault from a test
@@ -91,7 +95,16 @@ class Bench:
         model, _ = load(str(self.path))
         s.pack_caches(model, self.packing)
         self.model = Recorder(model)
-        return Loaded(self.model)
+        if self.draft_folder is None:
+            return Loaded(self.model)
+        draft_model, _ = load(str(self.draft_folder))
+        self.draft_model = s.LoadedDraftModel(
+            draft_model,
+            self.draft_folder,
+            nbytes=1 << 20,
+            vocab_size=draft_model.args.vocab_size,
+        )
+        return Loaded(self.model, draft_model=self.draft_model)
 
     def submit(self, tokens, n=8, boundaries=(), **fields):
         job = s.EngineRequest(

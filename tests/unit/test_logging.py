@@ -157,6 +157,8 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
         "draft_steps": 0,
         "draft_tokens": 0,
         "draft_tokens_right": 0,
+        "draft_model_tokens": 0,
+        "draft_model_tokens_right": 0,
     }
     metrics.snapshot()["vlm_retreat"] = 0
     assert metrics.snapshot()["vlm_retreat"] == 8000

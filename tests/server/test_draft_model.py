@@ -1,0 +1,502 @@
+"""DRAFT_MODEL: the same replies and the same KV as without, in fewer steps."""
+
+import itertools
+import json
+import shutil
+import time
+from contextlib import closing
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import start_llm as s
+from engine_fixture import VOCAB, words
+from mlx_lm import load
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.testing import assert_allclose
+from server_fixture import SYSTEM, Served, user, wait_until
+from test_drafts import (
+    KINDS,
+    PENALTY,
+    SEEDED,
+    TOLERANCES,
+    LengthsInTurn,
+    forced,
+    state_not_put_back,
+)
+from tiny_models import DENSE, HYBRID, SLIDING
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """The model is always asked, for drafts of unlike lengths, and nothing is copied."""
+    lengths = itertools.cycle([7, 2, 4, 1])
+    monkeypatch.setattr(s.DraftCosts, "gain", lambda *_: 2.0)
+    monkeypatch.setattr(s, "_MODEL_LENGTHS", LengthsInTurn(lengths))
+    monkeypatch.setattr(s.CopyDrafter, "_find_copy", lambda *_: [])
+
+
+@pytest.fixture
+def drafting(bench, models):
+    """Makes engines with a draft model: the dense one, whatever decodes."""
+
+    def make(kind, **size):
+        return bench(kind, speculation="auto", draft_folder=models(DENSE, **size))
+
+    return make
+
+
+@pytest.fixture
+def engines(bench, drafting):
+    """One without drafts, and one with."""
+    return lambda kind: (bench(kind, speculation="off"), drafting(kind))
+
+
+def counters(bench):
+    snapshot = bench.metrics.snapshot()
+    return snapshot["draft_model_tokens"], snapshot["draft_model_tokens_right"]
+
+
+def follow(folder, prompt, rng, n, every):
+    """What the model of a folder says, with a random token now and then."""
+    model, _ = load(str(folder))
+    caches = make_prompt_cache(model)
+    reply = []
+    logits = model(mx.array(prompt)[None], cache=caches)
+    for _ in range(n):
+        token_id = mx.argmax(logits[0, -1]).item()
+        if rng.random() < 1 / every:
+            token_id = int(rng.integers(10, VOCAB))
+        reply.append(token_id)
+        logits = model(mx.array([[token_id]]), cache=caches)
+    return reply
+
+
+# -- in the engine -------------------------------------------------------------------------
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(drafting):
+    b = drafting(DENSE)
+    rng = np.random.default_rng(1)
+    head = words(rng, 40)
+    past = head
+    for n in range(4):
+        ids, end, ticket = b.ask(past, n=60)
+        assert end.saved_steps > 25
+        assert b.largest_difference(ticket, ids) == 0.0
+        b.ask(head + words(rng, 25 + 40 * n), n=30)  # another one, alike at first
+        past = past + ids + words(rng, 5)
+
+    n_drafted, n_right = counters(b)
+    assert n_drafted == n_right > 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"sampling": SEEDED}, {"sampling": PENALTY}, {"top_logprobs": 3}],
+    ids=["greedy", "seeded", "penalty", "logprobs"],
+)
+@pytest.mark.parametrize(
+    "kind, n_others",
+    [(DENSE, None), (DENSE, 1), *itertools.product(KINDS[1:], [0, 1])],
+)
+def test_a_reply_is_the_same_with_a_draft_model_and_without(
+    engines, models, kind, n_others, fields
+):
+    """Free, or at each place what the draft model says, mostly, or one of others."""
+    fields = dict(fields)
+    plain, b = engines(kind)
+    rng = np.random.default_rng(4)
+    for _ in range(2):
+        prompt = words(rng, 60)
+        if n_others is not None:
+            reply = follow(models(DENSE), prompt, rng, n=80, every=12)
+            fields["constraints"] = (forced(reply, n_others=n_others),)
+        expected, _, plain_ticket = plain.ask(prompt, n=80, **fields)
+        ids, _, ticket = b.ask(prompt, n=80, **fields)
+        assert ids == expected
+        tolerance = {"atol": TOLERANCES[kind], "rtol": 0.0}
+        assert_allclose(b.seen[ticket], plain.seen[plain_ticket], **tolerance)
+
+        follow_up = prompt + ids + words(rng, 9)
+        ids, end, ticket = b.ask(follow_up, n=5)
+        assert end.reuse.cached_tokens >= len(follow_up) - 11
+        assert b.largest_difference(ticket, ids) <= TOLERANCES[kind]
+
+    n_drafted, n_right = counters(b)
+    assert n_drafted > 0
+    if not n_others:  # else the reply may have nothing of what the draft model says
+        assert n_right > 0
+
+
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_a_forced_reply_takes_fewer_steps(drafting, models, kind):
+    b = drafting(kind)
+    rng = np.random.default_rng(3)
+    prompt = words(rng, 50)
+    reply = follow(models(DENSE), prompt, rng, n=100, every=20)
+    ids, end, _ = b.ask(prompt, n=100, constraints=(forced(reply),))
+
+    assert ids == reply
+    assert end.saved_steps > 40
+
+
+def test_another_model_that_is_wrong_changes_nothing(bench, drafting):
+    plain = bench(DENSE, speculation="off")
+    b = drafting(DENSE, seed=77)
+    prompt = words(np.random.default_rng(5), 50)
+    expected, _, _ = plain.ask(prompt, n=60)
+    ids, _, ticket = b.ask(prompt, n=60)
+
+    assert ids == expected
+    assert b.largest_difference(ticket, ids) == 0.0
+    n_drafted, n_right = counters(b)
+    assert n_drafted > 5 * n_right
+
+
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_requests_that_join_and_leave_change_nothing(drafting, models, kind):
+    b = drafting(kind)
+    rng = np.random.default_rng(6)
+    past = words(rng, 60)
+    reply = follow(models(DENSE), past, rng, n=150, every=15)
+    one = b.submit(past, n=150, constraints=(forced(reply),))
+    others = []
+    for number in range(4):
+        time.sleep(0.02)
+        others.append(b.submit(words(rng, 150 + number), n=10))
+    ids, _ = b.finish(one)
+    assert ids == reply
+    for ticket in others:
+        other_ids, _ = b.finish(ticket)
+        assert b.largest_difference(ticket, other_ids) == 0.0
+
+    ids, _, ticket = b.ask(past + ids + words(rng, 9), n=5)
+    assert b.largest_difference(ticket, ids) == 0.0
+    assert counters(b)[1] > 0
+
+
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(
+    drafting, models, kind
+):
+    b = drafting(kind)
+    rng = np.random.default_rng(7)
+    past = words(rng, 60)
+    reply = follow(models(DENSE), past, rng, n=100, every=15)
+    for n_read in (1, 9, 30):
+        ticket = b.submit(past, n=100, constraints=(forced(reply),))
+        ids = []
+        while len(ids) < n_read:
+            event = ticket.next_event(60)
+            if isinstance(event, s.TokenEvent):
+                ids.append(event.token_id)
+        ticket.stop_reason = "cancelled"
+        rest, _ = b.finish(ticket)
+        ids += rest
+        assert ids == reply[: len(ids)]
+
+        prompt = past + ids + words(rng, 12)
+        ids, end, ticket = b.ask(prompt, n=4)
+        assert end.reuse.cached_tokens >= len(prompt) - 12 - 2
+        assert b.largest_difference(ticket, ids) == 0.0
+
+
+def test_a_long_conversation_is_followed_at_its_end(bench, drafting, monkeypatch):
+    monkeypatch.setattr(s, "_MAX_FOLLOWED_TOKENS", 64)
+    monkeypatch.setattr(s, "_MAX_READ_TOKENS", 16)
+    b = drafting(DENSE)
+    prompt = words(np.random.default_rng(8), 300)
+    expected, _, _ = bench(DENSE, speculation="off").ask(prompt, n=100)
+    most = 0
+    go_on = s.DraftModel._go_on
+
+    def watched(draft_model, end, n_tokens):
+        nonlocal most
+        draft = go_on(draft_model, end, n_tokens)
+        offsets = {layer.offset for layer in draft_model._layer_caches}
+        assert offsets == {len(draft_model._read_ids)}
+        most = max(most, *offsets)
+        return draft
+
+    monkeypatch.setattr(s.DraftModel, "_go_on", watched)
+    ids, _, _ = b.ask(prompt, n=100)
+
+    assert ids == expected
+    assert 32 < most <= 64 + 6
+    assert counters(b)[0] > 0
+
+
+def test_a_draft_model_that_fails_costs_nobody_anything(drafting, monkeypatch, caplog):
+    b = drafting(DENSE)
+    prompt = words(np.random.default_rng(9), 50)
+    fed = iter(range(100))
+
+    def failing(_tokens, cache):
+        if next(fed) == 12:
+            raise RuntimeError("out of memory")
+        return b.draft_model.model(_tokens, cache=cache)
+
+    def set_model(scheduler):
+        loaded = b.draft_model._replace(model=failing)
+        scheduler.draft_model._loaded = loaded
+
+    monkeypatch.setattr(s, "make_prompt_cache", lambda _: make_prompt_cache(b.model))
+    b.engine.call(set_model)
+    ids, end, ticket = b.ask(prompt, n=60)
+
+    assert end.reason == "length"
+    assert b.largest_difference(ticket, ids) == 0.0
+    assert "the draft model has failed" in caplog.text
+    assert next(fed) == 13
+    assert b.engine.call(lambda scheduler: scheduler.draft_model._layer_caches) == []
+
+
+def test_its_memory_is_taken_from_the_limit(bench, drafting):
+    without = bench(DENSE, speculation="auto")
+    b = drafting(DENSE)
+
+    n_bytes = b.engine.memory["draft_model"]
+    assert "draft_model" not in without.engine.memory
+    lost_bytes = [bench.engine.report["cache_max_bytes"] for bench in (without, b)]
+    assert lost_bytes[0] - lost_bytes[1] == pytest.approx(n_bytes * s.KV_SHARE, abs=2)
+    token_bytes = b.engine.report["kv_bytes_per_token"]
+    assert n_bytes >= (1 << 20) + 8192 * token_bytes
+
+
+def test_what_was_forgotten_is_not_kept_by_the_draft_model(drafting):
+    b = drafting(DENSE)
+    b.ask(words(np.random.default_rng(10), 30), n=20)
+
+    def read_ids(scheduler):
+        return len(scheduler.draft_model._read_ids)
+
+    assert b.engine.call(read_ids) > 30
+    b.engine.call(lambda scheduler: scheduler.drop_kv("", None))
+    assert b.engine.call(read_ids) == 0
+
+
+# -- without an engine ---------------------------------------------------------------------
+
+
+class CountingModel:
+    """A draft model that says 7 after everything, and counts what it is fed."""
+
+    def __init__(self):
+        self.layers = [None]
+        self.n_fed = 0
+
+    def make_cache(self):
+        return [s.KVCache()]
+
+    def __call__(self, tokens, cache):
+        self.n_fed += tokens.shape[1]
+        kv = mx.zeros((1, 1, tokens.shape[1], 4))
+        cache[0].update_and_fetch(kv, kv)
+        return mx.broadcast_to(mx.arange(8) == 7, (*tokens.shape, 8))
+
+
+@pytest.fixture
+def counting():
+    model = CountingModel()
+    loaded = s.LoadedDraftModel(model, None, nbytes=0, vocab_size=8)
+    draft_model = s.DraftModel(loaded)
+    model.n_fed = 0
+    return SimpleNamespace(model=model, draft_model=draft_model)
+
+
+def tokens(*ids):
+    return np.array(ids, np.int32)
+
+
+def test_a_token_is_read_once_and_only_by_its_own_tenant(counting):
+    def n_fed(*ids, n=3, tenant="a"):
+        before = counting.model.n_fed
+        assert counting.draft_model.propose(tokens(*ids), n, tenant=tenant) == [7] * n
+        return counting.model.n_fed - before
+
+    assert n_fed(1, 2, 3, 4) == 4 + 2
+    assert n_fed(1, 2, 3, 4, 7, 7) == 1 + 2  # its second token is fed again
+    assert n_fed(1, 2, 3, 5) == 1 + 2
+    assert n_fed(1, 2, 3, 5, 6, 6, 6) == 3 + 2
+    assert n_fed(1, 2, 3, 5, 6, 6, 6, tenant="b") == 7 + 2
+    assert n_fed(1, 2, 3) == 3 + 2
+    assert n_fed(1, n=1) == 1
+
+
+def test_what_it_cannot_read_has_no_draft(counting):
+    propose = counting.draft_model.propose
+
+    assert propose(tokens(1, -5, 2), 3, tenant="") == []
+    assert propose(tokens(1, 8, 2), 3, tenant="") == []
+    assert propose(tokens(1, 7, 2), 3, tenant="") == [7, 7, 7]
+
+
+def test_it_reads_a_part_in_each_step(counting):
+    past = np.full(1200, 3, np.int32)
+    drafts = [counting.draft_model.propose(past, 2, tenant="") for _ in range(4)]
+
+    assert drafts == [[], [], [], [7, 7]]
+    assert counting.model.n_fed == 1200 + 1
+
+
+@pytest.mark.parametrize(
+    "n_past, start", [(1, 0), (8192, 0), (8193, 4096), (12288, 4096), (12289, 8192)]
+)
+def test_the_end_of_a_conversation_is_followed(n_past, start):
+    assert s._followed_start(n_past) == start
+
+
+@pytest.mark.parametrize("n_right, n_least, n_most", [(0, 4, 60), (7, 149, 999)])
+def test_where_drafts_do_not_pay_it_rests(
+    counting, monkeypatch, n_right, n_least, n_most
+):
+    monkeypatch.undo()
+    costs = counting.draft_model.costs
+    costs.note(1, 1.0)
+    drafter = s.ModelDrafter(
+        tokens(1, 2),
+        counting.draft_model,
+        tenant="",
+        end_ids=frozenset(),
+        metrics=s.CacheMetrics(),
+    )
+    output_ids = []
+    n_drafts = 0
+    while len(output_ids) < 1200:
+        drafter.read(output_ids)
+        draft = drafter.draft(1000, None).token_ids
+        if draft:
+            n_drafts += 1
+            n = min(n_right, len(draft))
+            drafter.note(n_draft=len(draft), n_right=n, seconds=1.1)
+            output_ids += draft[:n]
+        output_ids.append(5)
+
+    assert n_least <= n_drafts <= n_most
+    drafter.costs.note(8, 1000.0)  # its own seconds count
+    drafter.costs.note(5, 1000.0)
+    drafter.costs.note(3, 1000.0)
+    assert drafter.draft(1000, None) == s.NO_DRAFT
+
+
+def test_no_draft_goes_on_after_a_token_that_may_end_the_reply(counting):
+    counting.draft_model.costs.note(1, 1.0)
+
+    def drafted(next_id, *end_ids):
+        drafter = s.ModelDrafter(
+            tokens(1, 2),
+            counting.draft_model,
+            tenant="",
+            end_ids=frozenset(end_ids),
+            metrics=s.CacheMetrics(),
+        )
+        return drafter.draft(2, next_id).token_ids
+
+    assert set(drafted(None)) == {7}
+    assert drafted(lambda: 3, 3) == []
+    assert drafted(lambda: 3, 7) == []
+
+
+# -- loading -------------------------------------------------------------------------------
+
+
+def load_with(folder, draft_folder, **settings):
+    config = s.Config(model_path=str(folder), draft_model=str(draft_folder), **settings)
+    return s.load_model(folder, config)
+
+
+def refusal(*folders):
+    with pytest.raises(s.ModelError) as caught:
+        load_with(*folders)
+    return str(caught.value)
+
+
+def test_a_draft_model_is_loaded_beside_the_model(models):
+    loaded = load_with(models(HYBRID), models(DENSE))
+
+    assert loaded.draft_model.path == models(DENSE)
+    assert loaded.draft_model.nbytes > 100_000
+    assert (
+        load_with(models(HYBRID), models(DENSE), speculation="off").draft_model is None
+    )
+    assert load_with(models(HYBRID), "").draft_model is None
+
+
+def test_a_draft_model_that_does_not_suit_stops_the_start(models, tmp_path):
+    assert refusal(models(DENSE), tmp_path) == (
+        f"DRAFT_MODEL={tmp_path} is no folder with a config.json and all weights;"
+        " scripts/helpers/fetch_model.py NAME fetches one, and prints its folder"
+    )
+    assert "layers that cannot go back" in refusal(models(DENSE), models(HYBRID))
+    assert "layers that cannot go back" in refusal(models(DENSE), models(SLIDING))
+
+    other = shutil.copytree(models(DENSE), tmp_path / "other")
+    file = other / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    last_id = max(vocabulary.values())
+    for token, token_id in vocabulary.items():
+        vocabulary[token] = last_id - token_id
+    file.write_text(json.dumps(tokenizer))
+    assert "has another vocabulary than" in refusal(models(DENSE), other)
+
+    (other / "config.json").write_text('{"model_type": "no_such_model"}')
+    assert "cannot be loaded by mlx-lm" in refusal(models(DENSE), other)
+
+
+def test_a_start_that_a_draft_model_makes_impossible_says_so(
+    bench, models, monkeypatch
+):
+    def failure(**settings):
+        b = bench(DENSE, is_awaited=False, draft_folder=models(DENSE), **settings)
+        wait_until(lambda: b.engine.state != "loading")
+        return b.engine.failure
+
+    assert "the one of DRAFT_MODEL take" in failure(memory_limit_bytes=1 << 22)
+    monkeypatch.setattr(s, "can_draft", lambda _: False)
+    assert failure() == "DRAFT_MODEL: the model has layers that no draft suits"
+
+
+def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
+    replies = []
+    for settings in ({}, {"draft_model": str(models(DENSE))}):
+        with closing(Served(models(DENSE), **settings)) as served:
+            exchange = served.ask([SYSTEM, user("Go on.")], max_tokens=60, tools=[])
+            replies.append(exchange.answer)
+            banner = s._write_banner(served.state)
+            memory = served.state.engine.memory
+            counted = served.state.metrics.snapshot()
+
+    assert replies[0] == replies[1]
+    assert memory["draft_model"] > 100_000
+    assert str(models(DENSE)) in banner.split("drafts")[1]
+    assert counted["draft_model_tokens_right"] > 0
+
+
+# -- planted faults ----------------------------------------------------------------------
+
+
+def kv_not_cut(monkeypatch):
+    def cut_to(draft_model, end, tenant):
+        n_kept = s.common_prefix_length(draft_model._read_ids, end[:-1])
+        draft_model._read_ids = draft_model._read_ids[:n_kept]
+        if not draft_model._layer_caches:
+            draft_model._layer_caches = make_prompt_cache(draft_model._loaded.model)
+
+    monkeypatch.setattr(s.DraftModel, "_cut_to", cut_to)
+
+
+def test_kv_of_the_draft_model_that_is_not_cut_is_noticed(drafting, monkeypatch):
+    kv_not_cut(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_model_that_drafts_for_itself_is_always_right(drafting)
+
+
+def test_state_that_is_not_put_back_is_noticed(engines, models, monkeypatch):
+    state_not_put_back(monkeypatch)
+    with pytest.raises((AssertionError, TimeoutError)):
+        test_a_reply_is_the_same_with_a_draft_model_and_without(
+            engines, models, HYBRID, 0, {}
+        )
