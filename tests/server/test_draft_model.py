@@ -265,6 +265,22 @@ def test_its_memory_is_taken_from_the_limit(bench, drafting):
     assert n_bytes >= (1 << 20) + 8192 * token_bytes
 
 
+def test_the_seconds_that_a_draft_takes_count(drafting, monkeypatch):
+    propose = s.DraftModel.propose
+
+    def slowly(*args, **fields):
+        time.sleep(0.05)
+        return propose(*args, **fields)
+
+    monkeypatch.setattr(s.DraftModel, "propose", slowly)
+    b = drafting(DENSE)
+    b.ask(words(np.random.default_rng(11), 30), n=20)
+    costs = b.engine.call(lambda scheduler: scheduler.draft_model.costs)
+
+    assert {1, 3, 8} <= costs._seconds.keys()
+    assert min(costs._seconds[3], costs._seconds[8]) >= 0.05
+
+
 def test_what_was_forgotten_is_not_kept_by_the_draft_model(drafting):
     b = drafting(DENSE)
     b.ask(words(np.random.default_rng(10), 30), n=20)
