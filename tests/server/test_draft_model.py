@@ -277,8 +277,9 @@ def test_the_seconds_that_a_draft_takes_count(drafting, monkeypatch):
     b.ask(words(np.random.default_rng(11), 30), n=20)
     costs = b.engine.call(lambda scheduler: scheduler.draft_model.costs)
 
-    assert {1, 3, 8} <= costs._seconds.keys()
-    assert min(costs._seconds[3], costs._seconds[8]) >= 0.05
+    with_draft = [seconds for n_fed, seconds in costs._seconds.items() if n_fed > 1]
+    assert with_draft
+    assert min(with_draft) >= 0.05
 
 
 def test_what_was_forgotten_is_not_kept_by_the_draft_model(drafting):
