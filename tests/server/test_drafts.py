@@ -257,6 +257,37 @@ def test_a_reply_is_the_same_with_drafts_and_without(
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", [HYBRID, SLIDING])
+def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind):
+    """Each draft is right for some tokens, and then wrong; it pays, so none rests.
+
+    The checkpoints of a reply, one every 64 tokens, feed what is pending.
+    """
+    reply = words(np.random.default_rng(12), 240)
+    n_pending = []
+    step_with = s.TokenGenerator.step_with
+
+    def counted(generator, draft):
+        n_pending.append(len(generator.pending_ids))
+        return step_with(generator, draft)
+
+    def propose(drafter, max_tokens):
+        n_written = drafter._n_text - drafter._reply_start
+        return [*reply[n_written : n_written + 7], 9, 9][:max_tokens]
+
+    monkeypatch.setattr(s.TokenGenerator, "step_with", counted)
+    monkeypatch.setattr(s.CopyDrafter, "propose", propose)
+    b = bench(kind)
+    ids, _, _ = b.ask(
+        words(np.random.default_rng(13), 50), n=240, constraints=(forced(reply),)
+    )
+
+    assert ids == reply
+    assert len(n_pending) > 10
+    assert 30 < max(n_pending) <= 64
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_join_and_leave_change_nothing(bench, kind):
     b = bench(kind, speculation="auto")
