@@ -488,7 +488,7 @@ def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
 
     assert replies[0] == replies[1]
     assert memory["draft_model"] > 100_000
-    assert str(models(DENSE)) in banner.split("drafts")[1]
+    assert str(models(DENSE)) in banner.split("\n  drafts ")[1]
     assert counted["draft_model_tokens_right"] > 0
 
 
