@@ -8966,12 +8966,12 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # packs what is there once a prompt has some length. Then what a token has read depends
 # on where the slices ended.)
 #
-# A group is KV_GROUP_SIZE numbers side by side. Its word has two bfloat16: the size of
-# a step, and where its steps begin. "turboquant" turns each group before by a Hadamard
-# matrix with random signs, which spreads a number that stands out over its whole group
-# (arXiv 2504.19874). The codebook of that paper is not used: to look numbers up takes
-# longer than attention does. What stays as it is computed: windows, states, and heads
-# whose size is no multiple of the group.
+# A group is KV_GROUP_SIZE numbers side by side. Its word has two of 16 bits: the size
+# of a step, and where its steps begin (MLX: scale and bias). "turboquant" turns each
+# group before by a Hadamard matrix with random signs, which spreads a number that
+# stands out over its whole group (arXiv 2504.19874). The codebook of that paper is not
+# used: to look numbers up takes longer than attention does. What stays as it is
+# computed: windows, states, and heads whose size is no multiple of the group.
 #
 # Public   KVPacking, choose_packing, pack_caches, PackedKVCache, PackedBatchKVCache
 # Uses     CONFIG
@@ -9029,14 +9029,15 @@ class KVPacking:
         words, steps, smallest = mx.quantize(
             plain, group_size=self.group_size, bits=bits
         )
-        groups = mx.stack([steps, smallest], axis=-1).astype(mx.bfloat16)
+        groups = mx.stack([steps, smallest], axis=-1)
+        groups = groups.astype(_group_type(plain.dtype))
         group_words = groups.view(mx.uint32).squeeze(-1)
         return mx.concatenate([words, group_words], axis=-1)
 
     def unpack(self, packed: mx.array, plain: _PlainKind) -> mx.array:
         """`(..., words)` -> `(..., head_dim)`, of the type that was packed."""
         n_words = plain.size * plain.bits // _WORD_BITS
-        groups = mx.contiguous(packed[..., n_words:]).view(mx.bfloat16)
+        groups = mx.contiguous(packed[..., n_words:]).view(_group_type(plain.dtype))
         numbers = mx.dequantize(
             packed[..., :n_words],
             groups[..., ::2].astype(plain.dtype),
@@ -9068,6 +9069,11 @@ class _PlainKind(NamedTuple):
     size: int  # of a head
     dtype: mx.Dtype
     bits: int  # of each number, once it is packed
+
+
+def _group_type(dtype: mx.Dtype) -> mx.Dtype:
+    """Of a group's two numbers. bfloat16 would round float16 by more than a step."""
+    return mx.float16 if dtype == mx.float16 else mx.bfloat16
 
 
 def choose_packing(config: Config) -> KVPacking | None:
@@ -9510,7 +9516,7 @@ class TokenGenerator:
         """`step` of a single row, which goes on with a draft as long as that is right.
 
         Returns the token sampled last and those of the draft that would be sampled. If
-        the draft is wrong from its second token on, that is what `step` returns.
+        the first token of the draft is wrong, that is what `step` returns.
         """
         batch = self._batch
         first = self.first_tokens()[0]
@@ -16057,7 +16063,8 @@ class DecodeBatch:
         self._previous_state: LayerCaches | None = None  # before the last step
         # By request: its row in that state, and its position then.
         self._previous_rows: dict[RunningRequest, tuple[int, int]] = {}
-        # Whether the next token is being computed: a step without takes its full time.
+        # Whether the next token is being computed, and nobody has waited for it: only
+        # then a plain step takes as long as in a row of them.
         self._has_launched = False
 
         model = _model_call(loaded, self.requests)
@@ -16156,10 +16163,15 @@ class DecodeBatch:
         # The token sampled last is fed and counts, and the next one is sampled.
         n_left = running.request.max_tokens - len(running.output_ids) - 2
         if running.num_computed_tokens > running.n_prompt:
-            return drafter.draft(n_left, self._generator.next_id)
+            return drafter.draft(n_left, self._wait_for_next_id)
         if drafter.is_end(running.output_ids[-1]):  # the one sampled last
             return NO_DRAFT
         return drafter.draft(n_left, None)
+
+    def _wait_for_next_id(self) -> int:
+        """The token sampled last; a plain step after that has nothing to wait for."""
+        self._has_launched = False
+        return self._generator.next_id()
 
     def _step_without(self) -> list[list[SampledToken]]:
         is_usual = self._has_launched and not self._generator.pending_ids

@@ -81,6 +81,19 @@ def check_scenario(b, kind, scenario):
     assert worst <= TOLERANCE.get(kind, 0.0)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_numbers_far_from_zero_are_kept_as_finely_as_their_type_allows(dtype):
+    """Keys may be about 10 and differ little: bfloat16 has steps of 1/16 there."""
+    packing = s.choose_packing(s.Config(kv_bits="8"))
+    keys = (mx.random.uniform(10, 11, (1, 2, 9, 64))).astype(dtype)
+    kind = s._PlainKind(64, dtype, packing.key_bits)
+    kept = packing.unpack(packing.pack(keys, packing.key_bits), kind)
+
+    assert kept.dtype == dtype
+    worst = mx.abs(kept.astype(mx.float32) - keys.astype(mx.float32)).max().item()
+    assert worst <= (0.013 if dtype == mx.float16 else 0.07)
+
+
 @pytest.mark.parametrize("bits", ["2.5", "8"])
 def test_an_index_of_keys_alone_is_packed(bits):
     """DeepSeek-V3.2 sets the values of its index to zeros of the shape of its keys."""
