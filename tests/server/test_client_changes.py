@@ -200,15 +200,13 @@ class Case:
 
         self._witness.before_word = wait_in_the_middle
         fields = {"tools": TOOLS, "temperature": 0, "seed": SCRIPTED}
-        with (
-            without_drafts(self.served.state.engine),
-            self.served.stream(sent, **fields) as chunks,
-        ):
-            partial_reply = join_chunks(until_words(chunks, n_letters))[0]
-            n_before = connections()
-        wait_until(lambda: connections() < n_before)
-        self._witness.before_word = lambda _n: None
-        has_left.set()
+        with without_drafts(self.served.state.engine):
+            with self.served.stream(sent, **fields) as chunks:
+                partial_reply = join_chunks(until_words(chunks, n_letters))[0]
+                n_before = connections()
+            wait_until(lambda: connections() < n_before)
+            self._witness.before_word = lambda _n: None
+            has_left.set()
         self._given_up[len(self.generations)] = self._witness.script
         self.generations.append(self._witness.last)
         prompt = self.scribe.prompt(reference, fields)
