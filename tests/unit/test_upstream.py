@@ -430,6 +430,63 @@ def test_the_tokens_of_an_image_see_each_other(n_cached):
             assert mask[row, column] == (causal[row, column] or are_of_image)
 
 
+def gemma3n():
+    """mlx-vlm's layers of Gemma 3n: the last two share the KV of those before them."""
+    from mlx_vlm.models.gemma3n.config import TextConfig
+    from mlx_vlm.models.gemma3n.language import LanguageModel
+
+    mx.random.seed(1)
+    return LanguageModel(TextConfig(**GEMMA3N, query_pre_attn_scalar=1.0))
+
+
+GEMMA3N = {
+    "model_type": "gemma3n",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": [64] * 4,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "num_key_value_heads": 1,
+    "laurel_rank": 8,
+    "hidden_size_per_layer_input": 16,
+    "sliding_window": 32,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize("bits", ["off", "8"])
+def test_a_layer_that_reads_the_state_of_a_cache_is_refused(bits):
+    model = gemma3n()
+    own_caches = model.make_cache()
+    model.make_cache = lambda: [s.to_mlx_lm_cache(layer) for layer in own_caches]
+    s.pack_caches(model, s.choose_packing(s.Config(kv_bits=bits)))
+    caches = model.make_cache()
+    s.seal_state(caches)
+
+    with pytest.raises(ValueError, match="read the state of caches"):
+        model(mx.array([[1, 2]]), cache=caches)
+
+
+@pytest.mark.parametrize("caches_of", ["mlx-vlm", "this server"])
+def test_why_it_is_refused_its_logits_depend_on_the_slices(caches_of):
+    """What shares KV asks for an offset that has moved on by the slice."""
+    model = gemma3n()
+    tokens = mx.array([[*range(1, 21)]])
+
+    def last_logits(n_first):
+        caches = model.make_cache()
+        if caches_of == "this server":
+            caches = [s.to_mlx_lm_cache(layer) for layer in caches]
+        model(tokens[:, :n_first], cache=caches)
+        return np.array(model(tokens[:, n_first:], cache=caches).logits[0, -1])
+
+    assert np.abs(last_logits(5) - last_logits(15)).max() > 0.01
+
+
 # -- CUDA ------------------------------------------------------------------------------
 
 
