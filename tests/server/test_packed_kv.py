@@ -3,6 +3,7 @@
 The cold reference has no packed arrays: it rounds each number when it is written.
 """
 
+import itertools
 import json
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -11,11 +12,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import start_llm as s
+from cold_reference import RoundedKVCache, Rounding
 from engine_fixture import Bench, words
 from mlx_lm import load
-from mlx_lm.models import deepseek_v32
+from mlx_lm.models import deepseek_v32, gemma3n
 from mlx_lm.models.cache import make_prompt_cache
 from server_fixture import Served, user
+from test_drafts import counters, eager, forced, nothing_taken_back, state_not_put_back
 from test_engine import (
     at_once,
     branch_and_return,
@@ -191,6 +194,126 @@ def test_images_are_packed_like_words(kind, tmp_path):
         assert difference.max() <= (1e-3 if kind == HYBRID_VISION else 0.0)
 
 
+# -- with drafts -------------------------------------------------------------------------
+
+__all__ = ["eager"]  # a fixture
+
+DRAFT_PACKINGS = [
+    {"kv_bits": "8"},
+    {"kv_bits": "4", "kv_quant_scheme": "turboquant", "kv_group_size": "32"},
+]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("settings", DRAFT_PACKINGS, ids=name_of)
+@pytest.mark.parametrize(
+    "scenario",
+    [edits_everywhere, branch_and_return, one_more_token, cancelled, at_once],
+    ids=lambda x: x.__name__,
+)
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_with_drafts_packed_kv_is_what_a_cold_run_has(
+    bench, monkeypatch, kind, scenario, settings
+):
+    """Drafts everywhere: how the prompt begins, which is wrong nearly always."""
+    lengths = itertools.cycle([7, 1, 15, 3])
+
+    def guess(drafter, max_tokens, _next_id):
+        n_tokens = max(0, min(next(lengths), max_tokens))
+        return s.Draft(drafter._text[:n_tokens].tolist())
+
+    monkeypatch.setattr(s.CopyDrafter, "draft", guess)
+    b = bench(kind, WIDE, **settings)
+
+    check_scenario(b, kind, scenario)
+    assert counters(b)["draft_steps"] > 0
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("settings", [*DRAFT_PACKINGS, {"kv_bits": "4"}], ids=name_of)
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_a_reply_of_packed_kv_is_the_same_with_drafts_and_without(
+    bench, monkeypatch, kind, settings
+):
+    check_drafts(bench, monkeypatch, kind, settings)
+
+
+def check_drafts(bench, monkeypatch, kind, settings):
+    """Three turns, whose replies are the prompt's tokens or, at each place, another."""
+    monkeypatch.setattr(s, "_MATCH_TOKENS", 2)
+    plain = bench(kind, WIDE, speculation="off", **settings)
+    drafting = bench(kind, WIDE, **settings)
+    rng = np.random.default_rng(4)
+    prompt = words(rng, 60) * 3
+    for _ in range(3):
+        copy = forced(prompt[:60] * 2, n_others=1)
+        expected, _, plain_ticket = plain.ask(prompt, n=100, constraints=(copy,))
+        ids, _, ticket = drafting.ask(prompt, n=100, constraints=(copy,))
+        assert ids == expected
+        assert np.array_equal(drafting.seen[ticket], plain.seen[plain_ticket])
+
+        prompt = prompt + ids + words(rng, 9)
+        ids, end, ticket = drafting.ask(prompt, n=5)
+        assert end.reuse.cached_tokens >= len(prompt) - 10
+        assert drafting.largest_difference(ticket, ids) == 0.0
+        plain.ask(prompt, n=5)
+        prompt = prompt + ids + words(rng, 9)
+
+    assert counters(drafting)["draft_tokens_right"] > 0
+
+
+# -- layers that share KV ----------------------------------------------------------------
+
+SHARING = {  # fields of gemma3n: the last two layers read what those before them keep
+    "model_type": "gemma3n_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": [64] * 4,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 128,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 128,
+    "sliding_window": 32,
+    "max_position_embeddings": 8192,
+    "rope_local_base_freq": 10_000.0,
+    "rope_theta": 1_000_000.0,
+    "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "hidden_size_per_layer_input": 16,
+    "altup_num_inputs": 4,
+    "altup_coef_clip": 120.0,
+    "altup_correct_scale": True,
+    "altup_active_idx": 0,
+    "laurel_rank": 8,
+}
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_a_layer_that_shares_packed_kv_reads_it_unpacked(bits):
+    mx.random.seed(1)
+    model = gemma3n.Model(gemma3n.ModelArgs(model_type="gemma3n", text_config=SHARING))
+    packing = s.choose_packing(s.Config(kv_bits=bits))
+    rounding = Rounding(
+        (packing.key_bits, packing.value_bits), group_size=64, is_rotated=False
+    )
+    rounded = [
+        RoundedKVCache(rounding) if type(leaf) is s.KVCache else leaf
+        for leaf in make_prompt_cache(model)
+    ]
+    s.pack_caches(model, packing)
+    packed = make_prompt_cache(model)
+    assert "PackedKVCache" in [type(leaf).__name__ for leaf in packed]
+
+    for tokens in ([1, 2, 3, 4, 5], [6], [7, 8]):
+        logits = model(mx.array([tokens]), cache=packed)
+        expected = model(mx.array([tokens]), cache=rounded)
+        assert mx.array_equal(logits, expected)
+
+
 # -- planted faults ----------------------------------------------------------------------
 
 
@@ -225,6 +348,18 @@ def test_a_planted_fault_of_packing_is_noticed(bench, monkeypatch, fault):
     b = bench(DENSE, WIDE, kv_bits="8")
     with pytest.raises(AssertionError):
         check_scenario(b, DENSE, edits_everywhere)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    "fault, kind", [(nothing_taken_back, DENSE), (state_not_put_back, HYBRID)]
+)
+def test_a_planted_fault_of_drafts_is_noticed_in_packed_kv(
+    bench, monkeypatch, fault, kind
+):
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, TimeoutError)):
+        check_drafts(bench, monkeypatch, kind, {"kv_bits": "8"})
 
 
 # -- bytes -------------------------------------------------------------------------------
