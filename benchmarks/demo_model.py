@@ -42,6 +42,7 @@ from mlx_lm.models.cache import make_prompt_cache
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "training"))
 
+import demo_dialogues  # noqa: E402, F401  (path; kv_quality.py takes it from here)
 from demo_dialogues import Conversation, Exchange, Step, write_conversation  # noqa: E402  (path)
 
 REPLY: Final = re.compile(r"(?P<thought>[^<]*)\n</think>\n\n(?P<rest>.*)", re.DOTALL)

@@ -1,6 +1,6 @@
 """A day of agents in minutes: nothing may grow, hang or count an error.
 
-    python benchmarks/soak.py --minutes 15 [--model FOLDER] [--agents 6]
+    python benchmarks/soak.py --minutes 15 [--model FOLDER] [--agents 6] [--set KV_BITS=8 ...]
 
 Agents start conversations, go on with them, branch, edit, send again, leave in the middle and fall
 idle; every limit of time is divided by 96, so that 15 minutes are 24 hours of TTLs. Every
@@ -37,7 +37,10 @@ WORDS = (HOME / "README.md").read_text().split()
 class Server:
     """start-llm.py in a process of its own."""
 
-    def __init__(self, model: str, port: int, folder: Path) -> None:
+    def __init__(
+        self, model: str, port: int, folder: Path, changes: dict[str, str]
+    ) -> None:
+        """`changes`: of settings, as KV_BITS."""
         self.port = port
         settings = {
             "MODEL_PATH": model,
@@ -50,6 +53,7 @@ class Server:
             "PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS": str(1800 / DAY_IN),
             "LEDGER_TTL_SECONDS": str(86_400 / DAY_IN / 24),
             "IDLE_CONNECTION_SECONDS": "5",
+            **changes,
         }
         command = [sys.executable, str(HOME / "start-llm.py")]
         self.said = folder / "stderr.txt"
@@ -217,9 +221,13 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=6)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--port", type=int, default=8099)
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings"
+    )
     args = parser.parse_args()
+    changes = dict(pair.split("=", 1) for pair in args.set)
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(args.model, args.port, Path(folder))
+        server = Server(args.model, args.port, Path(folder), changes)
         try:
             faults = run(server, args.minutes, args.agents)
         finally:
