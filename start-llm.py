@@ -9485,7 +9485,6 @@ class TokenGenerator:
         )
         self._batch.model = model  # no method of this object: KV would outlive it
         self._model = model
-        self._is_greedy = choices[0].sampler is greedy_sampler
         self.pending_ids: list[int] = []  # of a single row: to be fed again
 
     def settle(self) -> None:
@@ -9569,7 +9568,8 @@ class TokenGenerator:
         """What is sampled after each token, up to the first that was not fed next."""
         batch = self._batch
         processors = batch.logits_processors[0] or []
-        if self._is_greedy and not processors:
+        is_greedy = batch.samplers[0] is greedy_sampler
+        if is_greedy and not processors:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             best = mx.argmax(logprobs, axis=-1)
             mx.eval(logprobs, best)
@@ -22655,14 +22655,15 @@ class ReplyRecorder:
         self, ending: ReplyEnding, *, waited_for: WaitCause | None
     ) -> RequestFacts:
         end = ending.event
+        n_out = len(ending.token_ids)  # a client that left was not sent all
         return {
             "id": _shown_id(self._request),
             "api": self._request.kind,
             "session": self._prepared.session_id,
             "prompt": self._prepared.engine_request.n_prompt,
-            "out": len(ending.token_ids),
+            "out": n_out,
             "cached": end.reuse.cached_tokens,
-            "saved_steps": end.saved_steps,
+            "saved_steps": max(0, min(end.saved_steps, n_out - 1)),
             "match": end.reuse.hit_kind,
             "finish": end.reason,
             "prefill": round(end.seconds.prefilling, 3),

@@ -1,14 +1,16 @@
 """DRAFTS: the same replies and the same KV as without, in fewer steps."""
 
 import itertools
+import logging
 import time
 
+import httpx
 import numpy as np
 import pytest
 import start_llm as s
 from engine_fixture import GREEDY, words
 from numpy.testing import assert_allclose
-from server_fixture import Served, user
+from server_fixture import Served, user, wait_until, wait_until_idle
 from tiny_models import DENSE, HYBRID, MLA, SLIDING, TOOLS, tiny_model
 
 KINDS = [DENSE, HYBRID, SLIDING, MLA]
@@ -311,6 +313,32 @@ def test_requests_that_join_and_leave_change_nothing(bench, kind):
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("first", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_is_left_alone_is_sampled_its_own_way(bench, monkeypatch, kind, first):
+    """The batch was begun by another request, which has left: it sampled otherwise."""
+    monkeypatch.setattr(s, "_MATCH_TOKENS", 2)
+    second = GREEDY if first is SEEDED else SEEDED
+    b = bench(kind)
+    prompt = words(np.random.default_rng(10), 60) * 3
+    alone, _, _ = b.ask(prompt, n=100, sampling=second)
+
+    began = b.submit(words(np.random.default_rng(11), 90), n=900, sampling=first)
+    began.next_event(60)
+    left_alone = b.submit(prompt, n=100, sampling=second)
+    ids = []
+    while not ids:
+        event = left_alone.next_event(60)
+        if isinstance(event, s.TokenEvent):
+            ids.append(event.token_id)
+    began.stop_reason = "cancelled"
+    b.finish(began)
+    rest, _ = b.finish(left_alone)
+
+    assert ids + rest == alone
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reply_that_is_cancelled_inside_a_burst_is_gone_on_with(bench, kind):
     b = bench(kind, speculation="auto")
@@ -422,6 +450,43 @@ def check_same_reply(plain, drafting, name, fields):
         expected = plain.ask(messages, **stops)
         reply = drafting.ask(messages, **stops)
         assert without_ids(reply.answer) == without_ids(expected.answer), name
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("n_sent", [0, 1, 5, 30])
+def test_a_client_that_leaves_inside_a_burst_is_logged(
+    monkeypatch, caplog, tmp_path_factory, n_sent
+):
+    caplog.set_level(logging.INFO, s.logger.name)
+    monkeypatch.setattr(s, "_MATCH_TOKENS", 2)
+    events = itertools.count()
+    send_event = s.ResponseWriter.send_event
+
+    def leave(writer, body):
+        if next(events) >= n_sent:
+            wait_until_idle(served.state.engine)  # the whole reply has been made
+            raise s.ClientGone
+        send_event(writer, body)
+
+    served = Served(tiny_model(DENSE, tmp_path_factory.getbasetemp()))
+    try:
+        monkeypatch.setattr(s.ResponseWriter, "send_event", leave)
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            served.stream(
+                [user("Say it again: " + "src/main.py " * 20)],
+                temperature=0,
+                max_tokens=90,
+            ) as chunks,
+        ):
+            list(chunks)
+        wait_until(lambda: any("cancelled" in line for line in caplog.messages))
+    finally:
+        served.close()
+    (facts,) = served.state.stores.recent
+    assert facts["out"] < 90
+    assert facts["saved_steps"] <= max(0, facts["out"] - 1)
+    assert not [line for line in caplog.records if line.levelno >= logging.ERROR]
 
 
 # -- planted faults ----------------------------------------------------------------------
