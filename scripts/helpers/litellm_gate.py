@@ -38,7 +38,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, quote, unquote
@@ -132,6 +132,9 @@ BEGINNINGS: Final = (
     "/responses",
     *(path.removeprefix("/v1") for path in UNSERVED_PATHS),
 )
+
+# So many of the largest bodies are held at once, or more of smaller ones.
+MAX_HELD_BODIES: Final = 4
 
 GOOGLE_STATUS: Final = {
     400: "INVALID_ARGUMENT",
@@ -252,6 +255,57 @@ def client_of_server(
     )
 
 
+@dataclass(slots=True)
+class HeldBytes:
+    """Of the bodies that the gate has read before they go on, of all requests."""
+
+    n_bytes: int = 0
+
+
+@dataclass(slots=True)
+class HeldBody:
+    """A body that is read whole before it goes on. Until then its bytes count (L-122)."""
+
+    of_all: HeldBytes
+    max_bytes: int  # of one body
+    n_bytes: int = 0
+
+    async def read(self, receive: Receive) -> bytes:
+        """All that a client sends. Raises ClientLeft, and Refusal: a 413, or a 503."""
+        parts = []
+        has_more = True
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            parts.append(message.get("body", b""))
+            self.n_bytes += len(parts[-1])
+            self.of_all.n_bytes += len(parts[-1])
+            self._check()
+            has_more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def _check(self) -> None:
+        if self.n_bytes > self.max_bytes:
+            sentence = (
+                f"the body is larger than MAX_BODY_BYTES ({self.max_bytes} bytes)"
+            )
+            raise Refusal(413, sentence, code="request_too_large")
+        max_held_bytes = MAX_HELD_BODIES * self.max_bytes
+        if self.of_all.n_bytes > max_held_bytes:
+            sentence = (
+                f"the bodies of other requests fill the {max_held_bytes} bytes that "
+                "LiteLLM has for them: send it again in some seconds"
+            )
+            headers = ((b"retry-after", b"5"),)
+            raise Refusal(503, sentence, code="queue_full", headers=headers)
+
+    def release(self) -> None:
+        """It has been sent on, or nobody wants it any more."""
+        self.of_all.n_bytes -= self.n_bytes
+        self.n_bytes = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
     """An ASGI application before that of LiteLLM."""
@@ -264,6 +318,7 @@ class Gate:
     max_body_bytes: int
     welcome: str
     advice: Mapping[str, str]
+    held_bytes: HeldBytes = field(default_factory=HeldBytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or let the server or LiteLLM do so."""
@@ -312,14 +367,20 @@ class Gate:
         Who leaves is noticed: then the connection to the server is closed.
         """
         conversation = ""
-        if self.servers.are_several:
-            conversation = conversation_by_headers(scope["headers"])
-            if not conversation and scope["method"] == "POST":
-                payload = await read_body(receive, self.max_body_bytes)
-                conversation = conversation_by_body(payload)
-                receive = replaying(payload, receive)
+        held_body = HeldBody(self.held_bytes, self.max_body_bytes)
+        try:
+            if self.servers.are_several:
+                conversation = conversation_by_headers(scope["headers"])
+                if not conversation and scope["method"] == "POST":
+                    conversation, receive = await read_conversation(held_body, receive)
+            await self._exchange(scope, ClientBody(receive), send, conversation)
+        finally:
+            held_body.release()
 
-        body = ClientBody(receive)
+    async def _exchange(
+        self, scope: Scope, body: ClientBody, send: Send, conversation: str
+    ) -> None:
+        """Let a server answer, as long as the client stays. Raises Refusal."""
         refusal = None
         async with anyio.create_task_group() as group:
             group.start_soon(body.call_when_left, group.cancel_scope.cancel)
@@ -412,8 +473,18 @@ class Gate:
 
         Raises Refusal: the body is wrong, or the chat failed before the answer began.
         """
-        payload = await read_body(receive, self.max_body_bytes)
-        payload = self._check_body(scope["path"], payload)
+        held_body = HeldBody(self.held_bytes, self.max_body_bytes)
+        try:
+            payload = await held_body.read(receive)
+            payload = self._check_body(scope["path"], payload)
+            await self._translate_body(scope, payload, receive, send)
+        finally:
+            held_body.release()
+
+    async def _translate_body(
+        self, scope: Scope, payload: bytes, receive: Receive, send: Send
+    ) -> None:
+        """The same, of a body that was checked."""
         call = self._call_for(scope, payload)
         SERVER_CALL.set(call)
         answer = Answer(send, call)
@@ -672,30 +743,30 @@ def refuse_stored(body: Mapping[str, Any]) -> None:
         raise Refusal(400, f"{fields[0]}: {sentence}", field=fields[0])
 
 
-async def read_body(receive: Receive, max_bytes: int) -> bytes:
-    """All that a client sends. Raises ClientLeft, and Refusal: a 413."""
-    parts = []
-    n_bytes = 0
-    has_more = True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        parts.append(message.get("body", b""))
-        n_bytes += len(parts[-1])
-        if n_bytes > max_bytes:
-            sentence = f"the body is larger than MAX_BODY_BYTES ({max_bytes} bytes)"
-            raise Refusal(413, sentence, code="request_too_large")
-        has_more = message.get("more_body", False)
-    return b"".join(parts)
+async def read_conversation(
+    held_body: HeldBody, receive: Receive
+) -> tuple[str, Receive]:
+    """What a body says of its conversation, and the body. Raises as HeldBody.read()."""
+    payload = await held_body.read(receive)
+    conversation = conversation_by_body(payload)
+    return conversation, replaying(payload, receive, held_body.release)
 
 
-def replaying(payload: bytes, receive: Receive) -> Receive:
-    """Receive a body that was read, then what comes after it."""
+def replaying(
+    payload: bytes, receive: Receive, release: Callable[[], None] | None = None
+) -> Receive:
+    """Receive a body that was read, then what comes after it.
+
+    `release` is called when more is asked for: the body has been sent on by then.
+    """
     unread = [{"type": "http.request", "body": payload, "more_body": False}]
 
     async def receive_again() -> Message:
-        return unread.pop() if unread else await receive()
+        if unread:
+            return unread.pop()
+        if release is not None:
+            release()
+        return await receive()
 
     return receive_again
 

@@ -227,6 +227,58 @@ def test_the_state_of_the_proxy_is_in_words(visit):
             expect(page.locator(place)).to_contain_text(expected)
 
 
+def replica(name, state, sessions):
+    return {"url": f"http://{name}:8080", "state": state, "sessions": sessions}
+
+
+def test_the_servers_behind_litellm_and_how_they_are(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+        expect(page.locator("#servers")).to_be_hidden()  # it is alone
+
+        def show(*replicas, n_up, rows):
+            stub.status["replicas"] = list(replicas)
+            refresh(page)
+            expect(page.locator("#servers-sum")).to_have_text(f"{n_up} of 3 up")
+            expect(page.locator("#replicas li")).to_have_text(rows)
+            is_bad = "bad" in page.locator("#servers-sum").get_attribute("class")
+            assert is_bad is (n_up < 3)
+
+        here = replica("127.0.0.1", "up", 3)
+        here_row = "http://127.0.0.1:8080 up, 3 sessions in the last ten minutes"
+        show(
+            here,
+            replica("other", "up", 1),
+            replica("third", "up", 0),
+            n_up=3,
+            rows=[
+                here_row,
+                "http://other:8080 up, 1 session in the last ten minutes",
+                "http://third:8080 up, 0 sessions in the last ten minutes",
+            ],
+        )
+        expect(page.locator("#servers-title")).to_have_text("Servers behind LiteLLM")
+        show(
+            here,
+            replica("other", "draining", 1),
+            replica("third", "down", 0),
+            n_up=1,
+            rows=[
+                here_row,
+                "http://other:8080 being drained: no new sessions,"
+                " 1 session in the last ten minutes",
+                "http://third:8080 does not answer, 0 sessions in the last ten minutes",
+            ],
+        )
+
+        stub.status["replicas"] = [replica(EVIL, EVIL, 0)]
+        refresh(page)
+        expect(page.locator("#servers-sum")).to_have_text("0 of 1 up")
+        assert page.locator("#servers img").count() == 0
+        assert page.locator("#replicas b").count() == 1
+        assert page.title() != "pwned"
+
+
 def test_the_demo_model_is_offered_what_it_knows_and_no_agent(visit):
     with serving_page() as stub:
         page = visit(stub)

@@ -1,8 +1,10 @@
 """Which of several servers gets a request at port 4000, with servers of the test's."""
 
 import asyncio
+import dataclasses
 import json
 import stat
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -443,6 +445,124 @@ def test_no_key_is_in_what_the_server_is_told():
     run(farm.check())
     assert farm.said
     assert not any("key of" in line for line in farm.said)
+
+
+# -- bodies that are read before it is known where they go -----------------------------
+
+
+class Upload:
+    """A request without an id, whose client sends its body in parts when it is told to."""
+
+    def __init__(self, farm: Farm, path: str = CHAT) -> None:
+        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.answered: list[dict[str, Any]] = []
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+        self.task = asyncio.ensure_future(
+            farm.gate({**scope, "headers": []}, self._messages.get, self._send)
+        )
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.answered.append(message)
+
+    async def post(self, part: bytes, *, is_last: bool = False) -> None:
+        self._messages.put_nowait(
+            {"type": "http.request", "body": part, "more_body": not is_last}
+        )
+        await settle()
+
+    async def leave(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
+        await settle()
+
+    @property
+    def status(self) -> int:
+        return self.answered[0]["status"]
+
+
+async def settle() -> None:
+    """Let all go on until they wait for the test."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_what_is_held_of_all_bodies_has_a_limit(path):
+    farm = Farm(2)
+
+    async def work() -> None:
+        uploads = [Upload(farm, path) for _ in range(5)]
+        for upload in uploads[:4]:
+            await upload.post(b"x" * 10_000)
+        assert farm.gate.held_bytes.n_bytes == 40_000
+        await uploads[4].post(b"x")
+
+        assert uploads[4].status == 503
+        assert b"send it again" in uploads[4].answered[1]["body"]
+        assert (b"retry-after", b"5") in uploads[4].answered[0]["headers"]
+        assert farm.gate.held_bytes.n_bytes == 40_000
+
+        await uploads[0].post(b"x")
+        assert uploads[0].status == 413
+        await uploads[1].leave()
+        assert farm.gate.held_bytes.n_bytes == 20_000
+        again = {"input": "x"} if path == RESPONSES else said_by_user("x")
+        assert (await farm.ask(again, path))[0] == 200
+        for upload in uploads[2:4]:
+            await upload.leave()
+
+    run(work())
+    assert farm.gate.held_bytes.n_bytes == 0
+
+
+class SlowWire(httpx.AsyncBaseTransport):
+    """A server that has read a body, keeps nothing of it, and replies for minutes."""
+
+    def __init__(self) -> None:
+        self.n_read = 0
+        self.goes_on = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        async for part in request.stream:
+            self.n_read += len(part)
+        return httpx.Response(200, content=self._reply())
+
+    async def _reply(self) -> AsyncIterator[bytes]:
+        yield EVENTS
+        await self.goes_on.wait()
+
+
+def test_a_body_is_let_go_when_it_has_been_sent_on_and_not_at_the_end_of_the_reply():
+    farm = Farm(2)
+    wire = SlowWire()
+    client = client_of_server(wire)
+    farm.gate = dataclasses.replace(farm.gate, client=client, max_body_bytes=1 << 23)
+
+    async def work() -> None:
+        upload = Upload(farm)
+        tracemalloc.start()
+        try:
+            body = json.dumps(said_by_user("x" * 4_000_000)).encode()
+            await upload.post(body, is_last=True)
+            del body
+            n_held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+        assert wire.n_read > 4_000_000
+        assert n_held < 1_000_000
+        assert farm.gate.held_bytes.n_bytes == 0
+        wire.goes_on.set()
+        await upload.task
+        assert upload.status == 200
+
+    run(work())
+
+
+def test_with_an_id_no_body_is_held():
+    farm = Farm(2)
+    farm.gate = dataclasses.replace(farm.gate, max_body_bytes=1)
+    status, _ = run(farm.ask(said_by_user("x" * 1_000), x_session_id="a"))
+    assert status == 200
 
 
 # -- what is kept ----------------------------------------------------------------------
