@@ -442,6 +442,7 @@ from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
     BatchRotatingKVCache,
+    CacheList,
     ChunkedKVCache,
     KVCache,
     RotatingKVCache,
@@ -8951,29 +8952,36 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # region PACKED KV =============================================================
 # Keys and values in fewer bits: KV_BITS, KV_GROUP_SIZE, KV_QUANT_SCHEME.
 #
-# What a layer has computed is packed when it is written, and unpacked whenever it is
-# read:
+# What an attention layer has computed is packed when it is written. With KV_BITS=8:
 #
 #     keys (1, heads, n, 128), bfloat16      `n` new tokens
 #        | pack, each token by itself
-#     (1, heads, n, 34), uint32              what the cache keeps, with KV_BITS=8:
-#        |                                   [32 words of four numbers | 2 of groups]
-#        | unpack all tokens
-#     keys (1, heads, all, 128), bfloat16    what the layer attends to
+#     words (1, heads, n, 32), uint32        four numbers in each
+#     groups (1, heads, n, 2), uint32        one for each group of KV_GROUP_SIZE numbers
 #
 # why(L-21): a token is packed once, alone and at once. So its KV is the same whoever
 # reads it: in a slice of any length, in a batch, in a branch, after a restart. (mlx-lm
 # packs what is there once a prompt has some length. Then what a token has read depends
 # on where the slices ended.)
 #
-# A group is KV_GROUP_SIZE numbers side by side. Its word has two of 16 bits: the size
-# of a step, and where its steps begin (MLX: scale and bias). "turboquant" turns each
-# group before by a Hadamard matrix with random signs, which spreads a number that
-# stands out over its whole group (arXiv 2504.19874). The codebook of that paper is not
-# used: to look numbers up takes longer than attention does. What stays as it is
-# computed: windows, states, and heads whose size is no multiple of the group.
+# A group's word has two numbers of 16 bits: the size of a step, and where its steps
+# begin (MLX: scale and bias). "turboquant" turns each group before by a Hadamard matrix
+# with random signs, which spreads a number that stands out over its whole group (arXiv
+# 2504.19874). The codebook of that paper is not used: to look numbers up takes longer
+# than attention does. What stays as it is computed: windows, states, and heads whose
+# size is no multiple of the group.
 #
-# Public   KVPacking, choose_packing, pack_caches, PackedKVCache, PackedBatchKVCache
+# A layer reads KV in one of two ways:
+#
+#     unpacked    all of it becomes plain again, and attention reads that
+#     as it is    attention multiplies by the words (mx.quantized_matmul). Only on a
+#                 GPU, in a call of one token a row, and if the model's layers can: a
+#                 step that writes a token moves a fifth of the bytes then.
+#
+# They differ in their last bits, as calls of one token and of many do on a GPU anyway.
+# On the CPU nothing is read as it is, and warm is cold to the last bit.
+#
+# Public   KVPacking, choose_packing, pack_caches, PackedKVCache
 # Uses     CONFIG
 # Thread   model; mlx
 
@@ -8989,6 +8997,8 @@ _KV_BITS: Final = {
 }
 _SIGNS_SEED: Final = 20504  # the same in each process: KV on the disk is read again
 _WORD_BITS: Final = 32
+# Of logits, between both ways to read: bfloat16 is off by less, a wrong read by more.
+_MAX_READ_DIFFERENCE: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -9022,8 +9032,8 @@ class KVPacking:
         n_bits = keys.size * self.key_bits + values.size * self.value_bits
         return (n_bits + n_groups * _WORD_BITS) // 8
 
-    def pack(self, plain: mx.array, bits: int) -> mx.array:
-        """`(..., head_dim)` -> `(..., words)`, each row by itself."""
+    def pack(self, plain: mx.array, bits: int) -> tuple[mx.array, mx.array]:
+        """`(..., head_dim)` -> words and groups `(..., n)`, each row by itself."""
         if self.is_rotated:
             plain = self._rotate(plain)
         words, steps, smallest = mx.quantize(
@@ -9031,20 +9041,11 @@ class KVPacking:
         )
         groups = mx.stack([steps, smallest], axis=-1)
         groups = groups.astype(_group_type(plain.dtype))
-        group_words = groups.view(mx.uint32).squeeze(-1)
-        return mx.concatenate([words, group_words], axis=-1)
+        return words, groups.view(mx.uint32).squeeze(-1)
 
-    def unpack(self, packed: mx.array, plain: _PlainKind) -> mx.array:
-        """`(..., words)` -> `(..., head_dim)`, of the type that was packed."""
-        n_words = plain.size * plain.bits // _WORD_BITS
-        groups = mx.contiguous(packed[..., n_words:]).view(_group_type(plain.dtype))
-        numbers = mx.dequantize(
-            packed[..., :n_words],
-            groups[..., ::2].astype(plain.dtype),
-            groups[..., 1::2].astype(plain.dtype),
-            group_size=self.group_size,
-            bits=plain.bits,
-        )
+    def unpack(self, packed: QuantizedArray, bits: int) -> mx.array:
+        """`(..., head_dim)`, of the type that was packed."""
+        numbers = mx.dequantize(*packed, group_size=self.group_size, bits=bits)
         return self._rotate_back(numbers) if self.is_rotated else numbers
 
     def _rotate(self, plain: mx.array) -> mx.array:
@@ -9063,17 +9064,19 @@ class KVPacking:
         return random.choice((-1.0, 1.0), self.group_size)
 
 
-class _PlainKind(NamedTuple):
-    """What an array of KV is before it is packed."""
-
-    size: int  # of a head
-    dtype: mx.Dtype
-    bits: int  # of each number, once it is packed
+# Words, the size of a step and where steps begin, as mx.quantize returns them.
+type QuantizedArray = tuple[mx.array, mx.array, mx.array]
 
 
 def _group_type(dtype: mx.Dtype) -> mx.Dtype:
     """Of a group's two numbers. bfloat16 would round float16 by more than a step."""
     return mx.float16 if dtype == mx.float16 else mx.bfloat16
+
+
+def _read_groups(groups: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """The size of a step of each group, and where its steps begin."""
+    numbers = mx.contiguous(groups).view(_group_type(dtype)).astype(dtype)
+    return numbers[..., ::2], numbers[..., 1::2]
 
 
 def choose_packing(config: Config) -> KVPacking | None:
@@ -9089,85 +9092,172 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
     """Have the attention layers of a model keep packed KV from now on; None: plain."""
     if packing is None:
         return
-    make_plain = getattr(model, "make_cache", lambda: [KVCache() for _ in model.layers])
 
-    def pack(layer: Any) -> Any:
+    def make_default() -> list[Any]:
+        return [KVCache() for _ in model.layers]
+
+    make_plain = getattr(model, "make_cache", make_default)
+    examples = make_plain()
+    two_tokens = mx.zeros((1, 2), mx.int32)
+    model(two_tokens, cache=examples)
+
+    def pack(layer: Any, example: Any, *, as_is: bool) -> Any:
         if hasattr(layer, "caches"):
-            layer.caches = tuple(map(pack, layer.caches))
-        return PackedKVCache(packing) if type(layer) is KVCache else layer
+            parts = zip(layer.caches, example.caches, strict=True)
+            layer.caches = tuple(pack(*part, as_is=as_is) for part in parts)
+        if type(layer) is not KVCache:
+            return layer
+        if not packing.can_pack(example.keys, example.values):
+            return layer
+        dtype = example.keys.dtype
+        return PackedKVCache(packing, dtype, can_read_as_is=as_is)
 
-    model.make_cache = lambda: [pack(layer) for layer in make_plain()]
+    def make_packed(*, as_is: bool) -> list[Any]:
+        layers = zip(make_plain(), examples, strict=True)
+        return [pack(*layer, as_is=as_is) for layer in layers]
+
+    as_is = _can_read_as_is(model, packing, make_packed)
+    model.make_cache = partial(make_packed, as_is=as_is)
 
 
-class _PackedLeaf:
-    """Before one of upstream's caches: it keeps packed KV, and gives out plain KV."""
+def _can_read_as_is(
+    model: Any,
+    packing: KVPacking,
+    make_caches: Callable[..., list[Any]],
+) -> bool:
+    """Whether a call of one token may read KV as it is.
 
-    packing: KVPacking
-    _kinds: tuple[_PlainKind, _PlainKind] | None = None  # of keys, of values, if packed
+    Upstream's attention takes one width for keys and values, and numbers that were not
+    turned. Layers that do something with keys themselves (MLA), or have sinks, cannot.
+    """
+    if packing.is_rotated or packing.key_bits != packing.value_bits:
+        return False
+    if not _has_gpu():
+        return False
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether it packs what it is given: not for heads of no whole groups."""
-        return self._kinds is not None
+    results: list[mx.array] = []
+    for as_is in (False, True):
+        caches = make_caches(as_is=as_is)
+        try:
+            for n_tokens in (2, 1, 1):
+                tokens = mx.zeros((1, n_tokens), mx.int32)
+                logits = model(tokens, cache=caches)
+        except (AttributeError, TypeError, ValueError):  # in layers of all kinds
+            return False
+        results.append(logits[0, -1].astype(mx.float32))
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Add tokens `(rows, heads, n, head_dim)`; returns all of them, alike."""
-        packing = self.packing
-        if packing.can_pack(keys, values):
+    unpacked, as_it_is = results
+    difference = mx.abs(unpacked - as_it_is).max()
+    return bool(difference <= _MAX_READ_DIFFERENCE * mx.abs(unpacked).max())
+
+
+def _has_gpu() -> bool:
+    return bool(mx.default_device() == mx.gpu)
+
+
+# Pinned by test_packed_kv.py
+class PackedKVCache(CacheList):  # type: ignore[misc]
+    """Packed KV of one row, or, once merged, of several: in the place of a KVCache.
+
+    It consists of two of upstream's, so that each array can be read where it lies:
+
+        caches[0]   the words of keys, and of values
+        caches[1]   the groups of keys, and of values
+    """
+
+    def __init__(
+        self, packing: KVPacking, dtype: mx.Dtype, *, can_read_as_is: bool = False
+    ) -> None:
+        """`dtype`: of what is packed. `can_read_as_is`: in a call of one token."""
+        super().__init__(KVCache(), KVCache())
+        self.packing = packing
+        self._dtype = dtype
+        self._can_read_as_is = can_read_as_is
+        self._reads_as_is = False  # the call that goes on
+        self._value_bits = packing.value_bits
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Add tokens `(rows, heads, n, head_dim)`; returns `keys_and_values()`."""
+        if values is keys:
             # DeepSeek-V3.2's index has keys only. It hands them in twice, and sets
             # `values` to zeros of their shape.
-            value_bits = packing.key_bits if values is keys else packing.value_bits
-            self._kinds = (
-                _PlainKind(keys.shape[-1], keys.dtype, packing.key_bits),
-                _PlainKind(values.shape[-1], values.dtype, value_bits),
-            )
-            keys = packing.pack(keys, packing.key_bits)
-            values = packing.pack(values, value_bits)
-        plain: tuple[mx.array, mx.array]
-        plain = super().update_and_fetch(keys, values)  # type: ignore[misc]
-        return plain
+            self._value_bits = self.packing.key_bits
+        key_words, key_groups = self.packing.pack(keys, self.packing.key_bits)
+        value_words, value_groups = self.packing.pack(values, self._value_bits)
+        words, groups = self.caches
+        words.update_and_fetch(key_words, value_words)
+        groups.update_and_fetch(key_groups, value_groups)
+        self._reads_as_is = self._can_read_as_is and keys.shape[2] == 1
+        return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All tokens, unpacked. Layers that share this KV ask once it has them."""
-        keys, values = super().keys_and_values()  # type: ignore[misc]
-        if self._kinds is None:
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """All tokens, as the layer reads them: arrays, or a QuantizedArray of each.
+
+        Layers that share this KV call it once it has the tokens of a call.
+        """
+        words, groups = (leaf.keys_and_values() for leaf in self.caches)
+        keys, values = (
+            (part, *_read_groups(part_groups, self._dtype))
+            for part, part_groups in zip(words, groups, strict=True)
+        )
+        if self._reads_as_is:
             return keys, values
-        key_kind, value_kind = self._kinds
         unpack = self.packing.unpack
-        return unpack(keys, key_kind), unpack(values, value_kind)
+        return unpack(keys, self.packing.key_bits), unpack(values, self._value_bits)
 
+    @property
+    def bits(self) -> int:
+        """A cache that has this is read as it is by upstream's attention."""
+        if not self._reads_as_is:
+            raise AttributeError("bits")
+        return self.packing.key_bits
 
-# Pinned by test_packed_kv.py
-class PackedKVCache(_PackedLeaf, KVCache):  # type: ignore[misc]
-    """Packed KV of one row."""
+    @property
+    def group_size(self) -> int:
+        """Of `bits`."""
+        return self.packing.group_size
 
-    def __init__(self, packing: KVPacking) -> None:
-        super().__init__()
-        self.packing = packing
+    @property
+    def offset(self) -> Any:
+        """How many tokens each row has, as upstream's caches say it."""
+        return self.caches[0].offset
+
+    @property
+    def keys(self) -> Any:
+        """The words. DeepSeek-V3.2 has its layers wait for them."""
+        return self.caches[0].keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.caches[0].keys = keys
+
+    @property
+    def values(self) -> Any:
+        """The words."""
+        return self.caches[0].values
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self.caches[0].values = values
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        """What each new token sees, as upstream's caches say it."""
+        return self.caches[0].make_mask(*args, **kwargs)
 
     @classmethod
-    def merge(cls, leaves: Sequence[PackedKVCache]) -> PackedBatchKVCache:
+    def merge(cls, layers: Sequence[PackedKVCache]) -> PackedKVCache:
         """A batch of several rows."""
-        batch = PackedBatchKVCache(leaves[0].packing, [0] * len(leaves))
-        batch.state = BatchKVCache.merge(leaves).state
-        return batch
-
-
-# Pinned by test_packed_kv.py
-class PackedBatchKVCache(_PackedLeaf, BatchKVCache):  # type: ignore[misc]
-    """Packed KV of several rows."""
-
-    def __init__(self, packing: KVPacking, left_padding: list[int]) -> None:
-        super().__init__(left_padding)
-        self.packing = packing
+        return layers[0]._alike(CacheList.merge(layers))
 
     def extract(self, row: int) -> PackedKVCache:
         """One row, by itself."""
-        leaf = PackedKVCache(self.packing)
-        leaf.state = super().extract(row).state
-        return leaf
+        return self._alike(super().extract(row))
+
+    def _alike(self, other: Any) -> PackedKVCache:
+        """One that packs as this one does what `other` has."""
+        layer: PackedKVCache = copy(self)
+        layer.caches = other.caches
+        return layer
 
 
 # region UPSTREAM ==============================================================
@@ -9195,13 +9285,14 @@ class PackedBatchKVCache(_PackedLeaf, BatchKVCache):  # type: ignore[misc]
 #          keep_no_words, read_tool_parser_source, LayerInputs, has_vision_class,
 #          load_vision_model, load_image_processor, image_token_id, find_rope_index,
 #          see_images_both_ways, embed_text, embed_image, read_gated_delta_in_chunks
-# Uses     TOKEN HASHES, PACKED KV
+# Uses     TOKEN HASHES
 # Thread   model; the tokenizer's: any; mlx
 
 
 # -- 1 caches --------------------------------------------------------------------------
 #
-# A layer has one cache object, or a CacheList of several. The innermost are its leaves.
+# A layer has one cache object, or a CacheList of several (PackedKVCache is one). The
+# innermost are its leaves.
 # `state` is all that a leaf keeps: another leaf of its class becomes equal to it when
 # that is set there. Most classes have a form for batches, with several rows:
 #
@@ -9228,7 +9319,8 @@ def cache_leaves(layer_caches: LayerCaches) -> list[Any]:
     """The leaves of all layers, in their order."""
     leaves: list[Any] = []
     for layer in layer_caches:
-        leaves += getattr(layer, "caches", [layer])
+        is_list = hasattr(layer, "caches")
+        leaves += cache_leaves(layer.caches) if is_list else [layer]
     return leaves
 
 
@@ -9290,8 +9382,6 @@ _CHUNK: Final = LeafKind("window", window_attribute="chunk_size")
 LEAF_KINDS: Final[dict[type, LeafKind]] = {
     KVCache: _ATTENTION,
     BatchKVCache: _ATTENTION,
-    PackedKVCache: _ATTENTION,
-    PackedBatchKVCache: _ATTENTION,
     RotatingKVCache: _WINDOW,
     BatchRotatingKVCache: _WINDOW._replace(must_extract=True),
     ChunkedKVCache: _CHUNK,
@@ -9923,14 +10013,13 @@ def measure_kv(model: Any) -> KVSpec:
 
 def _name_kind(layer: Any) -> str:
     """What a layer keeps, for people: "attention", "recurrent", "window of 128"."""
-    names: list[str] = []
-    for leaf in cache_leaves([layer]):
-        name = leaf_kind(leaf).name
-        if isinstance(leaf, PackedKVCache) and leaf.is_packed:
-            name += f" in {leaf.packing.name}"
-        n_tokens = window_tokens(leaf)
-        names.append(f"{name} of {n_tokens}" if n_tokens else name)
-    return " + ".join(names)
+    if isinstance(layer, PackedKVCache):
+        return f"attention in {layer.packing.name}"
+    if hasattr(layer, "caches"):
+        return " + ".join(map(_name_kind, layer.caches))
+    name = leaf_kind(layer).name
+    n_tokens = window_tokens(layer)
+    return f"{name} of {n_tokens}" if n_tokens else name
 
 
 def _attention_leaves(layer_caches: LayerCaches) -> list[Any]:
@@ -9950,7 +10039,7 @@ def _bytes_per_token(leaf: Any) -> int:
 
 
 def _packed_bytes_per_token(leaf: Any) -> int:
-    if isinstance(leaf, PackedKVCache):
+    if leaf.keys.dtype == mx.uint32:  # it is packed
         return _bytes_per_token(leaf)
     packing = KVPacking(key_bits=8, value_bits=8, group_size=64, is_rotated=False)
     n_places: int = leaf.keys.shape[2]
@@ -11460,7 +11549,7 @@ SAVE_SHARE: Final = 0.04  # of the time of running requests that copying takes
 SPILL_SHARE: Final = 0.25  # the same, of what memory has no room for much longer
 SPILL_PART: Final = 4  # that is what goes once a prompt needs this part of the memory
 MAX_UNWRITTEN_BYTES: Final = 256 << 20  # that wait for the disk
-_DISK_FORMAT: Final = 1  # of the files; Segment refuses another one
+_DISK_FORMAT: Final = 2  # of the files; Segment refuses another one
 _SEGMENT_SUFFIX: Final = ".safetensors"
 _NEW_SUFFIX: Final = ".new"  # of a file that is being written
 _MAX_HEADER_BYTES: Final = 16 << 20
@@ -11495,7 +11584,7 @@ class ArrayInfo(BaseModel, frozen=True, extra="forbid"):
 class Segment(BaseModel, frozen=True, extra="forbid"):
     """What a file contains, as its metadata describes it."""
 
-    format: Literal[1] = _DISK_FORMAT
+    format: Literal[2] = _DISK_FORMAT
     name: _SegmentName  # of the tokens [0, end)
     parent: _SegmentName | Literal[""] = ""  # has the KV before `start`; "": a root
     start: int = Field(ge=0)

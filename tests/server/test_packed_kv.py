@@ -15,7 +15,7 @@ import start_llm as s
 from cold_reference import RoundedKVCache, Rounding
 from engine_fixture import Bench, words
 from mlx_lm import load
-from mlx_lm.models import deepseek_v32, gemma3n
+from mlx_lm.models import base, deepseek_v32, gemma3n
 from mlx_lm.models.cache import make_prompt_cache
 from server_fixture import Served, user
 from test_drafts import counters, eager, forced, nothing_taken_back, state_not_put_back
@@ -53,6 +53,7 @@ INDEXED = {  # fields of deepseek_v32
 # A window that has wrapped sums in another order, and MLA decodes by other sums than it
 # prefills by. What then falls on the other side of a rounding is a step away.
 TOLERANCE = {SLIDING: 1e-3, MLA: 5e-3}
+AS_IS_TOLERANCE = 5e-3
 
 
 def name_of(settings):
@@ -89,8 +90,8 @@ def test_numbers_far_from_zero_are_kept_as_finely_as_their_type_allows(dtype):
     """Keys may be about 10 and differ little: bfloat16 has steps of 1/16 there."""
     packing = s.choose_packing(s.Config(kv_bits="8"))
     keys = (mx.random.uniform(10, 11, (1, 2, 9, 64))).astype(dtype)
-    kind = s._PlainKind(64, dtype, packing.key_bits)
-    kept = packing.unpack(packing.pack(keys, packing.key_bits), kind)
+    words, groups = packing.pack(keys, packing.key_bits)
+    kept = packing.unpack((words, *s._read_groups(groups, dtype)), packing.key_bits)
 
     assert kept.dtype == dtype
     worst = mx.abs(kept.astype(mx.float32) - keys.astype(mx.float32)).max().item()
@@ -112,18 +113,13 @@ def test_an_index_of_keys_alone_is_packed(bits):
     assert s.kv_cache_offset(caches, recorded=0) == 5
 
 
-@pytest.mark.parametrize("scheme", ["uniform", "turboquant"])
-def test_an_index_with_values_of_no_numbers_stays_plain(scheme):
+def test_an_index_with_values_of_no_numbers_stays_plain():
     """As MiniMax-M3 has one."""
-    config = s.Config(kv_bits="8", kv_quant_scheme=scheme)
-    leaf = s.PackedKVCache(s.choose_packing(config))
     keys = mx.random.normal((1, 1, 3, 64))
+    packing = s.choose_packing(s.Config(kv_bits="8"))
 
-    for _ in range(2):
-        all_keys, values = leaf.update_and_fetch(keys, mx.zeros((1, 1, 3, 0)))
-
-    assert mx.array_equal(all_keys, mx.concatenate([keys, keys], axis=2))
-    assert values.shape == (1, 1, 6, 0)
+    assert packing.can_pack(keys)
+    assert not packing.can_pack(keys, mx.zeros((1, 1, 3, 0)))
 
 
 def test_of_mla_what_was_prefilled_is_reused_to_the_last_bit(bench):
@@ -312,6 +308,78 @@ def test_a_layer_that_shares_packed_kv_reads_it_unpacked(bits):
         logits = model(mx.array([tokens]), cache=packed)
         expected = model(mx.array([tokens]), cache=rounded)
         assert mx.array_equal(logits, expected)
+
+
+# -- read as it is -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def read_as_is(monkeypatch):
+    """What a GPU would do, on the CPU; the list has an item for each such read."""
+    reads = []
+    attention = base.quantized_scaled_dot_product_attention
+
+    def noted(*args, **kwargs):
+        reads.append(kwargs["bits"])
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", noted)
+    monkeypatch.setattr(s, "_has_gpu", lambda: True)
+    return reads
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+@pytest.mark.parametrize("scenario", [edits_everywhere, at_once, staggered, cancelled])
+@pytest.mark.parametrize("kind", [DENSE, HYBRID])
+def test_packed_kv_that_is_read_as_it_is_gives_the_same_but_for_rounding(
+    bench, read_as_is, kind, scenario, bits
+):
+    results = scenario(b := bench(kind, WIDE, kv_bits=bits), np.random.default_rng(7))
+    worst = max(b.largest_difference(ticket, ids) for ticket, ids, _ in results)
+
+    assert set(read_as_is) == {int(bits)}
+    assert worst <= AS_IS_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        (DENSE, {"kv_bits": "3.5"}),
+        (DENSE, {"kv_bits": "8", "kv_quant_scheme": "turboquant"}),
+        (MLA, {"kv_bits": "8", "kv_group_size": "32"}),
+    ],
+)
+def test_what_cannot_be_read_as_it_is_is_unpacked(bench, read_as_is, kind, settings):
+    b = bench(kind, WIDE, **settings)
+    b.ask(words(np.random.default_rng(1), 100), n=4)
+    n_tried = len(read_as_is)
+    check_scenario(b, kind, edits_everywhere)
+
+    assert len(read_as_is) == n_tried
+
+
+def sinks(*_args, **_kwargs):
+    raise ValueError("Quantized SDPA does not support attention sinks.")
+
+
+def nothing_is_seen(queries, *_args, **_kwargs):
+    return mx.zeros_like(queries)
+
+
+@pytest.mark.parametrize("attention", [sinks, nothing_is_seen])
+def test_layers_that_read_otherwise_are_noticed_when_a_model_is_loaded(
+    monkeypatch, read_as_is, tmp_path, attention
+):
+    packing = s.choose_packing(s.Config(kv_bits="8"))
+
+    def pack():
+        model, _ = load(str(tiny_model(DENSE, tmp_path, **WIDE)))
+        s.pack_caches(model, packing)
+        return model.make_cache.keywords
+
+    assert pack() == {"as_is": True}
+    monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", attention)
+    assert pack() == {"as_is": False}
 
 
 # -- planted faults ----------------------------------------------------------------------
