@@ -820,9 +820,13 @@ def refusal_for_none(servers: Replicas) -> Refusal:
 
 
 def refusal_for_lost(server: Replica) -> Refusal:
-    """A server that has ended before its reply did."""
+    """A server that has ended before its reply did.
+
+    PI sends it again by itself where it reads `connection lost`.
+    """
     sentence = (
-        f"start-llm at {server.url} did not answer, or not in full: send it again"
+        f"start-llm at {server.url} did not answer, or not in full "
+        "(connection lost): send it again"
     )
     return Refusal(502, sentence)
 

@@ -10,7 +10,9 @@ puts them. Each starts once and talks to a dense and to a hybrid model.
 """
 
 import json
+import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -21,13 +23,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import dropwhile, pairwise
+from itertools import chain, dropwhile, pairwise, product
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+import server_fixture
 import start_llm as s
 from clients.drive import (
     FILES,
@@ -38,12 +41,14 @@ from clients.drive import (
     OldClaudeCode,
     OldOpenClaw,
     OpenClaw,
+    OpenCode,
     Pi,
     QwenCode,
 )
 from minimum_prefill import Fed, Request, common_prefix, fewest, prefilled
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
+from replica_choice import digest_of, find_first_words
 from scripted_replies import (
     AnsweredRequest,
     PostedRequest,
@@ -121,11 +126,12 @@ def turns(client: type[Client]) -> list[tuple[str, list[str]]]:
 
     def run(command: str) -> str:
         arguments = {client.COMMAND: command}
-        if issubclass(client, Copilot):
+        if issubclass(client, Copilot | OpenCode):
             arguments["description"] = command
         return call(client.SHELL, **arguments)
 
-    if issubclass(client, Codex | Copilot):  # the shell, which takes any path
+    # the shell, which takes any path
+    if issubclass(client, Codex | Copilot | OpenCode):
         read = run("cat notes.txt")
         write = run(f"printf '%s' '{SUMMARY}' > out.txt")
     elif issubclass(client, ClaudeCode):
@@ -366,12 +372,13 @@ def urls_of(servers: dict[str, Served]) -> dict[str, str]:
 
 
 @contextmanager
-def proxied(served: Served | Seeing) -> Iterator[str]:
-    """The same through a LiteLLM of its own."""
+def proxied(served: Served | Seeing, *replica_urls: str) -> Iterator[str]:
+    """The same through a LiteLLM of its own; and other servers."""
     config = served.state.config
     proxy_settings = {
         "enable_proxy": True,
         "proxy_port": free_port(),
+        "proxy_replicas": ",".join(replica_urls),
         "log_root": f"{config.log_root}-proxy",
     }
     config = config.model_copy(update=proxy_settings)
@@ -603,12 +610,13 @@ def replayed(
 
     For each body, the (position, token) pairs that were fed, and the tokens cached.
     """
+    url = urls_of({DENSE: served})[DENSE]
     with pytest.MonkeyPatch.context() as patch:
         if script:
             Script(patch, served.scribe, {"": script})
         tap = Wiretap(patch, served)
         for body in bodies:
-            post(served, {**body, "max_completion_tokens": 60})
+            post(url, {**body, "max_completion_tokens": 60})
 
     fed_pairs = []
     for model_inputs in tap.fed:
@@ -619,9 +627,9 @@ def replayed(
     return fed_pairs, [usage.cached_tokens for usage in tap.usages]
 
 
-def post(served: Served, body: dict[str, Any]) -> None:
+def post(url: str, body: dict[str, Any]) -> None:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{served.state.config.mlx_port}/v1/chat/completions",
+        f"{url}/v1/chat/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
@@ -938,6 +946,230 @@ def test_a_client_reads_an_image(reader, kind, tmp_path, monkeypatch, table):
         n_fed_before = previous.prompt_tokens + previous.completion_tokens - 1
         assert usage.cached_tokens >= n_fed_before
     assert seeing.tower_runs == 1
+
+
+# -- several servers behind port 4000 --------------------------------------------------------------
+
+OTHERS: dict[str, type[Client]] = {"opencode": OpenCode}
+TITLE = "You are a title generator"  # how another request of opencode begins
+SESSIONS = ("amber", "birch", "cedar", "dune")
+MOST_BESIDE_ONE = 1.02  # prefilled / fewest of two servers, over that of one
+
+
+@dataclass(frozen=True, slots=True)
+class Farm:
+    """Servers of this process, and where LiteLLM answers for all of them."""
+
+    servers: list[Served]
+    url: str
+    places_file: Path  # of replica_choice.py
+
+    def n_fed(self) -> list[int]:
+        return [len(served.recorder.fed) for served in self.servers]
+
+    def places(self) -> set[str]:
+        """Digests of the conversations that have a server."""
+        if not self.places_file.exists():
+            return set()
+        return set(json.loads(self.places_file.read_text()))
+
+
+@contextmanager
+def farm_of(n_servers: int, root: Path) -> Iterator[Farm]:
+    if not Path(sys.executable).with_name("litellm").exists():
+        pytest.skip("LiteLLM is not installed")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(DENSE, root)) for _ in range(n_servers)]
+        others = [urls_of({DENSE: served})[DENSE] for served in servers[1:]]
+        url = stack.enter_context(proxied(servers[0], *others))
+        wait_until(lambda: is_answering(url))
+        port = url.rpartition(":")[2]
+        logs = Path(f"{servers[0].state.config.log_root}-proxy")
+        yield Farm(servers, url, logs / f"litellm-{port}.places")
+
+
+@pytest.fixture(scope="module")
+def farms(tmp_path_factory):
+    root = tmp_path_factory.getbasetemp()
+    with farm_of(1, root) as alone, farm_of(2, root) as pair:
+        yield [alone, pair]
+
+
+@dataclass(slots=True)
+class FarmWork:
+    """What the sessions of a client cost, and where they were."""
+
+    homes: dict[str, int]  # session -> number of the server where it began
+    requests: list[list[Request]]  # of the sessions of each server
+    n_prefilled: int = 0
+    has_id: bool = False  # or its sessions were known by the user's first words
+
+    @property
+    def n_fewest(self) -> int:
+        """For servers that have no more than the sessions which began there."""
+        return sum(sum(fewest(of_server)) for of_server in self.requests)
+
+    @property
+    def ratio(self) -> float:
+        return self.n_prefilled / self.n_fewest
+
+    def __str__(self) -> str:
+        return f"{self.n_prefilled} / {self.n_fewest} = {self.ratio:.3f}"
+
+
+def work_in_turns(client: Client, farm: Farm, patch: pytest.MonkeyPatch) -> FarmWork:
+    """Several sessions of a client at port 4000: a turn of each, then the next of each."""
+    for served in farm.servers:
+        forget(served)
+    places_before = farm.places()
+    scribe = farm.servers[0].scribe
+    client_turns = turns(type(client))
+    replies = [
+        encode_reply(scribe, text) for _, texts in client_turns for text in texts
+    ]
+    scenes = {f"In {session}: ": replies for session in SESSIONS}
+    title = encode_reply(scribe, reply("Short.", "A title"))
+    script = Script(patch, scribe, {**scenes, TITLE: [title]})
+    tap = Wiretap(patch, farm.servers[0])
+
+    work = FarmWork({}, [[] for _ in farm.servers])
+    for (user_text, texts), session in product(client_turns, SESSIONS):
+        n_fed = farm.n_fed()
+        n_answers = len(tap.told)
+        n_said = len(script.said)
+        client.say(session, f"In {session}: {user_text}")
+        n_answers += len(texts)
+        wait_until(lambda n=n_answers: len(tap.told) >= n)
+        wait_until(lambda: len(tap.told) == len(script.said))
+        grown = np.subtract(farm.n_fed(), n_fed)
+        home = work.homes.setdefault(session, int(grown.argmax()))
+        work.requests[home] += [
+            Request(record.prompt, record.reply) for record in script.said[n_said:]
+        ]
+
+    fed = [
+        model_input for served in farm.servers for model_input in served.recorder.fed
+    ]
+    work.n_prefilled = prefilled(fed, list(chain(*work.requests)))
+    if len(farm.servers) > 1:
+        wait_until(lambda: len(farm.places() - places_before) >= len(SESSIONS))
+        words = {digest_of(find_first_words(request.body)) for request in tap.posted}
+        work.has_id = not words & farm.places()
+    return work
+
+
+@pytest.mark.parametrize("name", [*CLIENT_NAMES, *OTHERS])
+def test_two_servers_cost_a_client_no_more_than_one(
+    name, farms, tmp_path_factory, monkeypatch, table
+):
+    """Each reads the instructions once; else what one has read the other does not read."""
+    for other, client_class in OTHERS.items():
+        monkeypatch.setitem(CLIENT_NAMES, other, client_class)
+    skip_if_missing(name)
+
+    works = []
+    for farm in farms:
+        urls = dict.fromkeys(SESSIONS, farm.url)
+        folder = tmp_path_factory.mktemp(name)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            running(name, urls, folder) as client,
+        ):
+            works.append(work_in_turns(client, farm, patch))
+
+    alone, pair = works
+    counts = Counter(pair.homes.values())
+    n_requests = [sum(map(len, work.requests)) for work in works]
+    known_by = "an id" if pair.has_id else "first words"
+    table(
+        f"{name:19} known by {known_by:11}  one server {alone}  two {pair}"
+        f"  requests {n_requests}  sessions {sorted(counts.values())}"
+    )
+    assert len(counts) == 2
+    assert pair.ratio <= MOST_BESIDE_ONE * alone.ratio
+
+
+HELD_REPLY = 2  # of the first turn, after two calls of tools
+ASIDE = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 1}
+
+
+@contextmanager
+def killable_server(
+    model: Path, replies: list[list[int]]
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its URL."""
+    port = free_port()
+    program = Path(server_fixture.__file__).with_name("scripted_process.py")
+    arguments = [str(model), str(port), json.dumps(replies), str(HELD_REPLY)]
+    process = subprocess.Popen(
+        [sys.executable, str(program), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_line(process, "up")
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
+    assert process.stdout is not None
+    assert any(line.strip() == expected for line in process.stdout), expected
+
+
+def kill_in_mid_reply(process: subprocess.Popen[str]) -> None:
+    wait_for_line(process, "held")
+    process.kill()
+
+
+@pytest.mark.parametrize("name", BEHIND_PROXY)
+def test_a_server_killed_in_mid_reply_costs_a_client_one_cold_prefix(
+    name, tmp_path, table
+):
+    """`kill -9` in the third reply; the client asks again, and the other server answers."""
+    skip_if_missing(name)
+    model = tiny_model(DENSE, tmp_path, **SMALL)
+    client_turns = turns(CLIENT_NAMES[name])
+    scribe = Scribe(model)
+    replies = [
+        encode_reply(scribe, text) for _, texts in client_turns for text in texts
+    ]
+    with ExitStack() as stack:
+        process, killed_url = stack.enter_context(killable_server(model, replies))
+        served = stack.enter_context(serving(DENSE, tmp_path))
+        url = stack.enter_context(proxied(served, killed_url))
+        wait_until(lambda: is_answering(url))
+        post(url, ASIDE)  # so this server has more, and the next goes to the other
+        forget(served)
+
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        script = Script(patch, scribe, {"": replies})
+        tap = Wiretap(patch, served)
+        client = stack.enter_context(running(name, {DENSE: url}, tmp_path / "client"))
+        killer = stack.enter_context(ThreadPoolExecutor(1))
+        was_killed = killer.submit(kill_in_mid_reply, process)
+        n_answers = -HELD_REPLY  # of the server that lives on
+        for user_text, texts in client_turns:
+            client.say(DENSE, user_text)
+            n_answers += len(texts)
+            wait_until(lambda n=n_answers: len(tap.told) >= n)
+        was_killed.result()
+
+    requests = [Request(record.prompt, record.reply) for record in script.said]
+    n_prefilled = prefilled(served.recorder.fed, requests)
+    n_fewest = sum(fewest(requests))  # of a server that knows nothing at first
+    table(
+        f"{name:19} killed in reply {HELD_REPLY + 1}, then {len(requests)} requests"
+        f" prefilled {n_prefilled} / {n_fewest}, the first {len(requests[0].prompt)}"
+    )
+    assert [record.reply for record in script.said] == [
+        tuple(reply) for reply in replies[HELD_REPLY:]
+    ]
+    assert results_of(tap.posted[-1].body)[0].count("falcon") == 1
+    assert n_prefilled <= MOST_BESIDE_ONE * n_fewest
 
 
 # -- restarts of the server ------------------------------------------------------------------------

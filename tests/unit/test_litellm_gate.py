@@ -826,11 +826,11 @@ def test_where_litellm_fails_no_words_of_python_reach_the_client(asks, status, f
     door = Door()
     door.behind.asks = asks
     door.behind.answer = (400, b"'int' object has no attribute 'get'")
-    door.behind.failure = ValueError("lost") if fails else None
+    door.behind.failure = ValueError("astray") if fails else None
     found, answer = door.ask("POST", RESPONSES, {"input": "x"})
     assert found == status
     assert "object" not in sentence_of(answer)
-    assert "lost" not in sentence_of(answer)
+    assert "astray" not in sentence_of(answer)
 
 
 @pytest.mark.parametrize(
