@@ -8974,12 +8974,12 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 # A layer reads KV in one of two ways:
 #
 #     unpacked    all of it becomes plain again, and attention reads that
-#     as it is    attention multiplies by the words (mx.quantized_matmul). Only on a
-#                 GPU, in a call of one token a row, and if the model's layers can: a
-#                 step that writes a token moves a fifth of the bytes then.
+#     packed      attention multiplies by the words (mx.quantized_matmul): in calls of
+#                 one token a row, where that is faster and the model's layers can. A
+#                 step that writes a token moves a fifth of the bytes then
 #
-# They differ in their last bits, as calls of one token and of many do on a GPU anyway.
-# On the CPU nothing is read as it is, and warm is cold to the last bit.
+# They differ in their last bits where calls of one token and of many differ anyway: on
+# a GPU, and with OpenBLAS.
 #
 # Public   KVPacking, choose_packing, pack_caches, PackedKVCache
 # Uses     CONFIG
@@ -9100,44 +9100,59 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
     examples = make_plain()
     two_tokens = mx.zeros((1, 2), mx.int32)
     model(two_tokens, cache=examples)
+    plain_types = [_plain_type(layer, packing) for layer in examples]
 
-    def pack(layer: Any, example: Any, *, as_is: bool) -> Any:
-        if hasattr(layer, "caches"):
-            parts = zip(layer.caches, example.caches, strict=True)
-            layer.caches = tuple(pack(*part, as_is=as_is) for part in parts)
-        if type(layer) is not KVCache:
-            return layer
-        if not packing.can_pack(example.keys, example.values):
-            return layer
-        dtype = example.keys.dtype
-        return PackedKVCache(packing, dtype, can_read_as_is=as_is)
+    def make_packed(*, read_packed: bool) -> list[Any]:
+        layers = zip(make_plain(), plain_types, strict=True)
+        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
+        return [pack(*layer) for layer in layers]
 
-    def make_packed(*, as_is: bool) -> list[Any]:
-        layers = zip(make_plain(), examples, strict=True)
-        return [pack(*layer, as_is=as_is) for layer in layers]
-
-    as_is = _can_read_as_is(model, packing, make_packed)
-    model.make_cache = partial(make_packed, as_is=as_is)
+    is_faster = any(map(_multiplies_words_fast, plain_types))
+    read_packed = is_faster and _can_read_packed(model, packing, make_packed)
+    model.make_cache = partial(make_packed, read_packed=read_packed)
 
 
-def _can_read_as_is(
+# What a layer that is packed would keep; None if it is not; of a list, of each part.
+type _PlainType = mx.Dtype | list[_PlainType] | None
+
+
+def _plain_type(layer: Any, packing: KVPacking) -> _PlainType:
+    """`layer`: with some tokens."""
+    if hasattr(layer, "caches"):
+        return [_plain_type(part, packing) for part in layer.caches]
+    if type(layer) is not KVCache or not packing.can_pack(layer.keys, layer.values):
+        return None
+    dtype: mx.Dtype = layer.keys.dtype
+    return dtype
+
+
+def _pack_layer(
+    layer: Any, plain_type: _PlainType, *, packing: KVPacking, read_packed: bool
+) -> Any:
+    if plain_type is None:
+        return layer
+    if isinstance(plain_type, list):
+        pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
+        layer.caches = tuple(map(pack, layer.caches, plain_type))
+        return layer
+    return PackedKVCache(packing, plain_type, can_read_packed=read_packed)
+
+
+def _can_read_packed(
     model: Any,
     packing: KVPacking,
     make_caches: Callable[..., list[Any]],
 ) -> bool:
-    """Whether a call of one token may read KV as it is.
+    """Whether the layers of a model can read KV packed.
 
     Upstream's attention takes one width for keys and values, and numbers that were not
     turned. Layers that do something with keys themselves (MLA), or have sinks, cannot.
     """
     if packing.is_rotated or packing.key_bits != packing.value_bits:
         return False
-    if not _has_gpu():
-        return False
-
     results: list[mx.array] = []
-    for as_is in (False, True):
-        caches = make_caches(as_is=as_is)
+    for read_packed in (False, True):
+        caches = make_caches(read_packed=read_packed)
         try:
             for n_tokens in (2, 1, 1):
                 tokens = mx.zeros((1, n_tokens), mx.int32)
@@ -9146,13 +9161,19 @@ def _can_read_as_is(
             return False
         results.append(logits[0, -1].astype(mx.float32))
 
-    unpacked, as_it_is = results
-    difference = mx.abs(unpacked - as_it_is).max()
+    unpacked, packed = results
+    difference = mx.abs(unpacked - packed).max()
     return bool(difference <= _MAX_READ_DIFFERENCE * mx.abs(unpacked).max())
 
 
-def _has_gpu() -> bool:
-    return bool(mx.default_device() == mx.gpu)
+def _multiplies_words_fast(plain_type: _PlainType) -> bool:
+    """Whether MLX multiplies by words faster than it makes plain numbers of them.
+
+    On the CPU it has vector instructions for float32 alone.
+    """
+    if not isinstance(plain_type, mx.Dtype):
+        return False
+    return bool(mx.default_device() == mx.gpu or plain_type == mx.float32)
 
 
 # Pinned by test_packed_kv.py
@@ -9166,14 +9187,14 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
     """
 
     def __init__(
-        self, packing: KVPacking, dtype: mx.Dtype, *, can_read_as_is: bool = False
+        self, packing: KVPacking, dtype: mx.Dtype, *, can_read_packed: bool = False
     ) -> None:
-        """`dtype`: of what is packed. `can_read_as_is`: in a call of one token."""
+        """`dtype`: of what is packed. `can_read_packed`: in a call of one token."""
         super().__init__(KVCache(), KVCache())
         self.packing = packing
         self._dtype = dtype
-        self._can_read_as_is = can_read_as_is
-        self._reads_as_is = False  # the call that goes on
+        self._can_read_packed = can_read_packed
+        self._reads_packed = False  # the call that goes on
         self._value_bits = packing.value_bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -9187,7 +9208,7 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         words, groups = self.caches
         words.update_and_fetch(key_words, value_words)
         groups.update_and_fetch(key_groups, value_groups)
-        self._reads_as_is = self._can_read_as_is and keys.shape[2] == 1
+        self._reads_packed = self._can_read_packed and keys.shape[2] == 1
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
@@ -9200,15 +9221,15 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
             (part, *_read_groups(part_groups, self._dtype))
             for part, part_groups in zip(words, groups, strict=True)
         )
-        if self._reads_as_is:
+        if self._reads_packed:
             return keys, values
         unpack = self.packing.unpack
         return unpack(keys, self.packing.key_bits), unpack(values, self._value_bits)
 
     @property
     def bits(self) -> int:
-        """A cache that has this is read as it is by upstream's attention."""
-        if not self._reads_as_is:
+        """Upstream's attention reads a cache that has this by its words."""
+        if not self._reads_packed:
             raise AttributeError("bits")
         return self.packing.key_bits
 

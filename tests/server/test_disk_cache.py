@@ -515,7 +515,7 @@ def damage_file(file, damage, rng):
     elif damage == "longer":
         data += bytes(8)
     elif damage == "another format":
-        data = data.replace(b'\\"format\\":1', b'\\"format\\":2')
+        data = data.replace(b'\\"format\\":2', b'\\"format\\":1')
     elif damage == "empty":
         data = bytearray()
     file.write_bytes(data)

@@ -53,7 +53,6 @@ INDEXED = {  # fields of deepseek_v32
 # A window that has wrapped sums in another order, and MLA decodes by other sums than it
 # prefills by. What then falls on the other side of a rounding is a step away.
 TOLERANCE = {SLIDING: 1e-3, MLA: 5e-3}
-AS_IS_TOLERANCE = 5e-3
 
 
 def name_of(settings):
@@ -310,35 +309,33 @@ def test_a_layer_that_shares_packed_kv_reads_it_unpacked(bits):
         assert mx.array_equal(logits, expected)
 
 
-# -- read as it is -----------------------------------------------------------------------
+# -- read packed -------------------------------------------------------------------------
 
 
 @pytest.fixture
-def read_as_is(monkeypatch):
-    """What a GPU would do, on the CPU; the list has an item for each such read."""
+def packed_reads(monkeypatch):
+    """An item for each time that attention has multiplied by words: how many tokens it saw."""
     reads = []
     attention = base.quantized_scaled_dot_product_attention
 
-    def noted(*args, **kwargs):
-        reads.append(kwargs["bits"])
-        return attention(*args, **kwargs)
+    def noted(queries, keys, *args, **kwargs):
+        reads.append(keys[0].shape[-2])
+        return attention(queries, keys, *args, **kwargs)
 
     monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", noted)
-    monkeypatch.setattr(s, "_has_gpu", lambda: True)
     return reads
 
 
-@pytest.mark.parametrize("bits", ["8", "4"])
-@pytest.mark.parametrize("scenario", [edits_everywhere, at_once, staggered, cancelled])
 @pytest.mark.parametrize("kind", [DENSE, HYBRID])
-def test_packed_kv_that_is_read_as_it_is_gives_the_same_but_for_rounding(
-    bench, read_as_is, kind, scenario, bits
-):
-    results = scenario(b := bench(kind, WIDE, kv_bits=bits), np.random.default_rng(7))
-    worst = max(b.largest_difference(ticket, ids) for ticket, ids, _ in results)
+def test_a_step_of_one_token_reads_kv_packed(bench, packed_reads, kind):
+    b = bench(kind, WIDE, kv_bits="8", speculation="off")
+    prompt = words(np.random.default_rng(1), 100)
+    b.ask(prompt, n=1)
+    packed_reads.clear()
+    ids, _, ticket = b.ask(prompt, n=9)
 
-    assert set(read_as_is) == {int(bits)}
-    assert worst <= AS_IS_TOLERANCE
+    assert set(range(102, 108)) <= set(packed_reads)
+    assert b.largest_difference(ticket, ids) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -349,13 +346,13 @@ def test_packed_kv_that_is_read_as_it_is_gives_the_same_but_for_rounding(
         (MLA, {"kv_bits": "8", "kv_group_size": "32"}),
     ],
 )
-def test_what_cannot_be_read_as_it_is_is_unpacked(bench, read_as_is, kind, settings):
+def test_what_cannot_be_read_packed_is_unpacked(bench, packed_reads, kind, settings):
     b = bench(kind, WIDE, **settings)
     b.ask(words(np.random.default_rng(1), 100), n=4)
-    n_tried = len(read_as_is)
+    n_tried = len(packed_reads)
     check_scenario(b, kind, edits_everywhere)
 
-    assert len(read_as_is) == n_tried
+    assert len(packed_reads) == n_tried
 
 
 def sinks(*_args, **_kwargs):
@@ -368,18 +365,30 @@ def nothing_is_seen(queries, *_args, **_kwargs):
 
 @pytest.mark.parametrize("attention", [sinks, nothing_is_seen])
 def test_layers_that_read_otherwise_are_noticed_when_a_model_is_loaded(
-    monkeypatch, read_as_is, tmp_path, attention
+    monkeypatch, tmp_path, attention
 ):
     packing = s.choose_packing(s.Config(kv_bits="8"))
 
     def pack():
         model, _ = load(str(tiny_model(DENSE, tmp_path, **WIDE)))
         s.pack_caches(model, packing)
-        return model.make_cache.keywords
+        return model.make_cache.keywords["read_packed"]
 
-    assert pack() == {"as_is": True}
+    assert pack()
     monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", attention)
-    assert pack() == {"as_is": False}
+    assert not pack()
+
+
+def test_bfloat16_is_unpacked_on_the_cpu(packed_reads, tmp_path):
+    model, _ = load(str(tiny_model(DENSE, tmp_path, **WIDE)))
+    model.set_dtype(mx.bfloat16)
+    s.pack_caches(model, s.choose_packing(s.Config(kv_bits="8")))
+    caches = make_prompt_cache(model)
+    packed_reads.clear()
+    for n_tokens in (5, 1, 1):
+        mx.eval(model(mx.zeros((1, n_tokens), mx.int32), cache=caches))
+
+    assert not packed_reads
 
 
 # -- planted faults ----------------------------------------------------------------------
