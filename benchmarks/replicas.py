@@ -1,12 +1,15 @@
-"""Several servers behind one LiteLLM (PROXY_REPLICAS): prefilled tokens, and throughput.
+"""Several servers behind one LiteLLM (PROXY_REPLICAS): prefilled tokens, and speed.
 
-    .venv/bin/python benchmarks/replicas.py [--servers 1 2 3] [--sessions 40] [--turns 5] [--only X]
+    .venv/bin/python benchmarks/replicas.py [--servers 1 2 3] [--sessions 40] [--turns 5]
+            [--rounds 3] [--only tokens throughput overhead checks]
 
 tokens      interleaved sessions of agents at port 4000: prefilled / fewest. The fewest are those of
             one server, and for each further one the instructions, which all sessions share; in
             brackets the ratio to one server's alone. With ids of sessions and without; as the
             clients dress them
-throughput  the same sessions, eight at a time: tokens a second, by those of one server
+throughput  the same sessions, eight at a time: requests a second, over those of the first of
+            --servers. All servers run, and each round takes them in turns
+overhead    what LiteLLM adds to the first token (benchmarks/proxy.py), in turns likewise
 checks      LiteLLM's own ways to choose between two servers, without the gate: prefilled / fewest,
             and on how many servers six first requests of a session land, sent at once
 
@@ -20,6 +23,7 @@ import http.client
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -36,6 +40,7 @@ from agent_workload import Client, Conversation, Count, Words
 from client_workload import COSTUMES, PLAIN, Costume
 from compared_servers import Server, free_port, our_server
 from project_files import make_tiny_model
+from proxy import first_token_ms
 from transformers import AutoTokenizer
 
 HEAD_TOKENS = 1_500  # of the instructions, which all sessions share
@@ -43,6 +48,7 @@ N_OUT = 160  # tokens of a reply, which ends before
 N_AT_ONCE = 8
 START_SECONDS = 120.0
 LITELLM = Path(sys.executable).with_name("litellm")
+KINDS = ("tokens", "throughput", "overhead", "checks")
 CHECKS = ("none", "session_affinity", "deployment_affinity", "prompt_caching")
 
 
@@ -227,17 +233,52 @@ def measure_tokens(
 
 
 def measure_throughput(
-    farm: Farm, tokenizer: Any, options: argparse.Namespace
+    farms: Sequence[Farm], tokenizer: Any, options: argparse.Namespace
+) -> None:
+    ratios: list[list[float]] = [[] for _ in farms]
+    for number in range(options.rounds):
+        speeds = [
+            requests_per_second(farm, tokenizer, options, 900 + number)
+            for farm in farms
+        ]
+        for farm, speed, farm_ratios in zip(farms, speeds, ratios, strict=True):
+            farm_ratios.append(speed / speeds[0])
+            print(
+                f"{len(farm.ports)} server(s)  {speed:.2f} requests/s"
+                f"  {farm_ratios[-1]:.2f}, median {statistics.median(farm_ratios):.2f}",
+                flush=True,
+            )
+
+
+def requests_per_second(
+    farm: Farm, tokenizer: Any, options: argparse.Namespace, seed: int
 ) -> float:
-    """Tokens a second, read and written, of sessions that run at the same time."""
+    """Of sessions that run at the same time."""
     farm.forget()
-    sessions = Sessions(farm.proxy_port, tokenizer, options, seed=900)
+    sessions = Sessions(farm.proxy_port, tokenizer, options, seed=seed)
     began = time.perf_counter()
     with ThreadPoolExecutor(N_AT_ONCE) as pool:
         list(pool.map(lambda talk: talk.turn(options.turns), sessions.talks))
-    seconds = time.perf_counter() - began
-    n_written = options.sessions * options.turns * N_OUT
-    return (sessions.count.prefilled + n_written) / seconds
+    return options.sessions * options.turns / (time.perf_counter() - began)
+
+
+def measure_overhead(farms: Sequence[Farm], n_requests: int = 200) -> None:
+    """Medians of what port 4000 adds to the first token of the server that runs it."""
+    for farm in farms:
+        farm.forget()
+    added: list[list[float]] = [[] for _ in farms]
+    for number in range(-5, n_requests):
+        for farm, times in zip(farms, added, strict=True):
+            direct = first_token_ms(farm.ports[0])
+            through = first_token_ms(farm.proxy_port)
+            if number >= 0:  # the first ones warm up
+                times.append(through - direct)
+    medians = [statistics.median(times) for times in added]
+    for farm, median in zip(farms, medians, strict=True):
+        print(
+            f"{len(farm.ports)} server(s)  {median:.1f} ms added"
+            f"  {median / medians[0]:.2f}"
+        )
 
 
 def measure_checks(
@@ -289,7 +330,8 @@ def main() -> None:
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", nargs="+", help="of: tokens, throughput, checks")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=KINDS)
     options = parser.parse_args()
 
     def is_wanted(name: str) -> bool:
@@ -301,25 +343,29 @@ def main() -> None:
         model = scratch / "model"
         maker.make_model(model, maker.choose_recipe("qwen3", size="small"))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        if is_wanted("tokens") or is_wanted("throughput"):
-            measure_farms(model, scratch, tokenizer, options)
+        for n_servers in options.servers if is_wanted("tokens") else ():
+            with farm_of(n_servers, model, scratch) as farm:
+                measure_tokens(farm, tokenizer, options, 100 * n_servers)
+        if is_wanted("throughput") or is_wanted("overhead"):
+            measure_in_turns(model, scratch, tokenizer, options)
         if is_wanted("checks"):
             measure_checks(model, scratch, tokenizer, options)
 
 
-def measure_farms(
+def measure_in_turns(
     model: Path, scratch: Path, tokenizer: Any, options: argparse.Namespace
 ) -> None:
-    wanted = options.only or ["tokens", "throughput"]
-    speeds: list[float] = []
-    for n_servers in options.servers:
-        with farm_of(n_servers, model, scratch) as farm:
-            if "tokens" in wanted:
-                measure_tokens(farm, tokenizer, options, 100 * n_servers)
-            if "throughput" in wanted:
-                speeds.append(measure_throughput(farm, tokenizer, options))
-                ratio = speeds[-1] / speeds[0]
-                print(f"{n_servers} server(s)  {speeds[-1]:.0f} tokens/s  {ratio:.2f}")
+    """With all servers up at once."""
+    wanted = options.only or KINDS
+    with ExitStack() as stack:
+        farms = [
+            stack.enter_context(farm_of(n_servers, model, scratch))
+            for n_servers in options.servers
+        ]
+        if "throughput" in wanted:
+            measure_throughput(farms, tokenizer, options)
+        if "overhead" in wanted:
+            measure_overhead(farms)
 
 
 if __name__ == "__main__":
