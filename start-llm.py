@@ -437,6 +437,7 @@ from jinja2.utils import LRUCache
 from mlx.nn import Module  # type: ignore[attr-defined]
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import GenerationBatch, StopSequences, wired_limit
+from mlx_lm.models import base as attention
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -8979,7 +8980,7 @@ def _thinking_of(messages: Iterable[Message]) -> tuple[str, ...]:
 #                 step that writes a token moves a fifth of the bytes then
 #
 # They differ in their last bits where calls of one token and of many differ anyway: on
-# a GPU, and with OpenBLAS.
+# a GPU, and with OpenBLAS. Elsewhere they are equal.
 #
 # Public   KVPacking, choose_packing, pack_caches, PackedKVCache
 # Uses     CONFIG
@@ -9035,7 +9036,7 @@ class KVPacking:
     def pack(self, plain: mx.array, bits: int) -> tuple[mx.array, mx.array]:
         """`(..., head_dim)` -> words and groups `(..., n)`, each row by itself."""
         if self.is_rotated:
-            plain = self._rotate(plain)
+            plain = self.rotate(plain)
         words, steps, smallest = mx.quantize(
             plain, group_size=self.group_size, bits=bits
         )
@@ -9046,14 +9047,16 @@ class KVPacking:
     def unpack(self, packed: QuantizedArray, bits: int) -> mx.array:
         """`(..., head_dim)`, of the type that was packed."""
         numbers = mx.dequantize(*packed, group_size=self.group_size, bits=bits)
-        return self._rotate_back(numbers) if self.is_rotated else numbers
+        return self.rotate_back(numbers) if self.is_rotated else numbers
 
-    def _rotate(self, plain: mx.array) -> mx.array:
+    def rotate(self, plain: mx.array) -> mx.array:
+        """Turn each group: products of what was turned are what they were before."""
         groups = mx.unflatten(plain, -1, (-1, self.group_size))
         signs = mx.array(self._signs, dtype=plain.dtype)
         return mx.hadamard_transform(groups * signs).flatten(-2)
 
-    def _rotate_back(self, rotated: mx.array) -> mx.array:
+    def rotate_back(self, rotated: mx.array) -> mx.array:
+        """Undo `rotate`."""
         groups = mx.unflatten(rotated, -1, (-1, self.group_size))
         signs = mx.array(self._signs, dtype=rotated.dtype)
         return (mx.hadamard_transform(groups) * signs).flatten(-2)
@@ -9107,8 +9110,9 @@ def pack_caches(model: Any, packing: KVPacking | None) -> None:
         pack = partial(_pack_layer, packing=packing, read_packed=read_packed)
         return [pack(*layer) for layer in layers]
 
-    is_faster = any(map(_multiplies_words_fast, plain_types))
-    read_packed = is_faster and _can_read_packed(model, packing, make_packed)
+    attention.quantized_scaled_dot_product_attention = _attend_packed
+    is_better = any(_is_better_packed(kind, packing) for kind in plain_types)
+    read_packed = is_better and _can_read_packed(model, make_packed)
     model.make_cache = partial(make_packed, read_packed=read_packed)
 
 
@@ -9138,42 +9142,72 @@ def _pack_layer(
     return PackedKVCache(packing, plain_type, can_read_packed=read_packed)
 
 
-def _can_read_packed(
-    model: Any,
-    packing: KVPacking,
-    make_caches: Callable[..., list[Any]],
-) -> bool:
+def _can_read_packed(model: Any, make_caches: Callable[..., list[Any]]) -> bool:
     """Whether the layers of a model can read KV packed.
 
-    Upstream's attention takes one width for keys and values, and numbers that were not
-    turned. Layers that do something with keys themselves (MLA), or have sinks, cannot.
+    Layers that do something with keys themselves (MLA), or have sinks, cannot.
     """
-    if packing.is_rotated or packing.key_bits != packing.value_bits:
-        return False
     results: list[mx.array] = []
+    two_tokens = mx.zeros((1, 2), mx.int32)
     for read_packed in (False, True):
         caches = make_caches(read_packed=read_packed)
         try:
-            for n_tokens in (2, 1, 1):
-                tokens = mx.zeros((1, n_tokens), mx.int32)
-                logits = model(tokens, cache=caches)
+            model(two_tokens, cache=caches)
+            logits = model(two_tokens[:, :1], cache=caches)
         except (AttributeError, TypeError, ValueError):  # in layers of all kinds
             return False
         results.append(logits[0, -1].astype(mx.float32))
 
     unpacked, packed = results
     difference = mx.abs(unpacked - packed).max()
-    return bool(difference <= _MAX_READ_DIFFERENCE * mx.abs(unpacked).max())
+    largest = mx.abs(unpacked).max()
+    return bool(difference <= _MAX_READ_DIFFERENCE * largest)
 
 
-def _multiplies_words_fast(plain_type: _PlainType) -> bool:
-    """Whether MLX multiplies by words faster than it makes plain numbers of them.
+def _is_better_packed(plain_type: _PlainType, packing: KVPacking) -> bool:
+    """Whether a call of one token should read KV packed, if its layer can.
 
-    On the CPU it has vector instructions for float32 alone.
+    On the CPU MLX has vector instructions for words and float32 alone; and what was
+    turned sums otherwise, so that warm would not be cold to the last bit.
     """
     if not isinstance(plain_type, mx.Dtype):
         return False
-    return bool(mx.default_device() == mx.gpu or plain_type == mx.float32)
+    if mx.default_device() == mx.gpu:
+        return True
+    return bool(plain_type == mx.float32 and not packing.is_rotated)
+
+
+def _attend_packed(  # noqa: PLR0913 - upstream calls it
+    queries: mx.array,
+    keys: QuantizedArray,
+    values: QuantizedArray,
+    *,
+    scale: float,
+    mask: mx.array | None,
+    group_size: int,
+    bits: KVPacking,
+) -> mx.array:
+    """Attention of one token a row; the arguments are those of upstream's function.
+
+    `queries` and what is returned: `(rows, heads, 1, head_dim)`. `mask`: which tokens
+    are seen. In the place of upstream's, which knows one width and nothing turned.
+    """
+    packing = bits
+    n_rows, n_heads, _, head_dim = queries.shape
+    n_kv_heads = keys[0].shape[1]
+    # Heads that share KV are rows of one matrix: their KV is read once.
+    sharing = (scale * queries).reshape(n_rows, n_kv_heads, -1, head_dim)
+    if packing.is_rotated:
+        sharing = packing.rotate(sharing)
+    multiply = partial(mx.quantized_matmul, group_size=group_size)
+    scores = multiply(sharing, *keys, transpose=True, bits=packing.key_bits)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    seen = multiply(weights, *values, transpose=False, bits=packing.value_bits)
+    if packing.is_rotated:
+        seen = packing.rotate_back(seen)
+    return seen.reshape(n_rows, n_heads, 1, -1)
 
 
 # Pinned by test_packed_kv.py
@@ -9227,11 +9261,11 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
         return unpack(keys, self.packing.key_bits), unpack(values, self._value_bits)
 
     @property
-    def bits(self) -> int:
-        """Upstream's attention reads a cache that has this by its words."""
+    def bits(self) -> KVPacking:
+        """Of a cache that has this upstream calls `_attend_packed`, and hands it on."""
         if not self._reads_packed:
             raise AttributeError("bits")
-        return self.packing.key_bits
+        return self.packing
 
     @property
     def group_size(self) -> int:
