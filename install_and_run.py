@@ -5,6 +5,7 @@
     python3.12 install_and_run.py --setup-only           set up, start nothing
     python3.12 install_and_run.py --test [PYTEST ARGS]   set up with the dev tools, run every gate
     python3.12 install_and_run.py launch CLIENT          start a coding agent on the running server
+    python3.12 install_and_run.py cluster --hosts A,B    one model over several machines
 
 THE PATH
 
@@ -832,7 +833,8 @@ def read_arguments(arguments: "list[str]") -> Options:
     parser = OptionParser(
         prog="install_and_run.py",
         description="Set start-llm up and start it. The word `launch` starts an agent on the "
-        "running server instead: launch --help.",
+        "running server instead, `cluster` one model over several machines: launch --help, "
+        "cluster --help.",
         epilog="All other settings are environment variables or lines of .env: see .env.example. "
         "An option wins over both.",
         allow_abbrev=False,
@@ -880,6 +882,14 @@ def start_launcher(arguments: "list[str]") -> NoReturn:
     os.execv(sys.executable, [sys.executable, script] + arguments)  # noqa: RUF005
 
 
+def start_cluster(venv: Path, arguments: "list[str]") -> NoReturn:
+    """Become the program that starts one model over several machines."""
+    python, environ = venv_python(venv), server_environment(venv, os.environ)
+    script = str(ROOT / "scripts" / "helpers" / "start_cluster.py")
+    sys.stdout.flush()
+    os.execve(python, [python, script, *arguments], environ)
+
+
 def choose_packages(options: Options) -> Packages:
     """The packages for this machine; says why where that is not plain. Raises SetupError."""
     setting = read_setting("MLX_BACKEND", os.environ) or "auto"
@@ -900,7 +910,8 @@ def run(arguments: "list[str]") -> int:
         if sys.version_info < WANTED:
             hand_over(find_python(python_candidates(os.environ)), arguments)
         start_launcher(arguments[1:])
-    options = read_arguments(arguments)
+    is_cluster = arguments[:1] == ["cluster"]  # its options are read by its program
+    options = read_arguments([] if is_cluster else arguments)
     if platform.system() not in ("Darwin", "Linux"):
         raise SetupError(
             "start-llm runs on macOS and Linux; on Windows, use it inside WSL 2."
@@ -916,6 +927,8 @@ def run(arguments: "list[str]") -> int:
     prepare(VENV, packages)
     if options.mode == "test":
         return run_gates(VENV, options.rest)
+    if is_cluster:
+        start_cluster(VENV, arguments[1:])
     if options.mode == "run":
         start_server(VENV, options.rest)
     server_environment(VENV, os.environ)  # so that no start waits for it

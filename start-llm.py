@@ -40,6 +40,7 @@ SECTIONS, in the order in which a request meets them; each uses only sections ab
     DISK CACHE        the same in files, for what a restart would forget
     SESSIONS          what each session sent last; why not more could be reused
     VISION MODEL      images as tokens, positions and embeddings
+    CLUSTER           one model over several machines, which step together
     MODEL LOADING     weights, tokenizer, and facts about them
     SAMPLING          the next token, among those that the request allows
     REPLY GRAMMAR     what a request demands of its reply: tool calls, JSON of a schema
@@ -99,6 +100,7 @@ THREADS AND LOCKS
     accept      one for each address          connection  one for each client: parses,
     console     writes the log                            renders, waits, writes
     disk        writes KV to files            records     saves what is remembered
+    rank        one for each other rank: reads what it says
     Locks guard themselves only: none is held while another is taken, or while waiting.
     (But jinja2's LRUCache has a lock of its own, for one access at a time.)
 """
@@ -120,6 +122,7 @@ import atexit
 import binascii
 import ctypes
 import errno
+import faulthandler
 import fcntl
 import gc
 import hmac
@@ -819,6 +822,11 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     kernel_warm_up: _WarmUp = "auto"  # auto: on an NVIDIA GPU; exit: warm up, and end
     memory_limit_bytes: _Count = 0  # 0: 0.9 of what the device recommends
 
+    # One model over several machines, which mlx.launch starts
+    cluster_port: _Port = 32300  # rank 0 listens there for the others
+    cluster_secret: str = Field(default="", repr=False)  # of all ranks; see CLUSTER
+    cluster_watchdog_seconds: Annotated[float, Field(ge=3)] = 30.0  # a rank is silent
+
     # Prompt cache and ledger
     prompt_cache_max_bytes: _Count = 0  # 0: a share of what the model leaves free
     prompt_cache_max_entries_global: _Count = 1000  # 0: nothing is reused
@@ -1245,11 +1253,21 @@ class FaultLog:
     def __init__(self) -> None:
         self._logged_faults: deque[str] = deque(maxlen=8)
 
-    def guard(self, task: Callable[[], object]) -> None:
-        """Run a task. If it fails, that is logged, and nothing is raised."""
+    def guard(
+        self,
+        task: Callable[[], object],
+        *,
+        check_fault: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Run a task. If it fails, that is logged, and nothing is raised.
+
+        Except for what `check_fault` raises of the error.
+        """
         try:
             task()
         except Exception as error:
+            if check_fault is not None:
+                check_fault(error)
             if repr(error) not in self._logged_faults:
                 logger.exception("a fault beside the requests, which are served on")
             self._logged_faults.append(repr(error))
@@ -9331,7 +9349,8 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #  2 Generation  sequences that decode together
 #  3 Tokenizer   the tags of a reply
 #  4 Vision      models of mlx-vlm
-#  5 CUDA        what is slow there
+#  5 Ranks       a model that is divided among several machines
+#  6 CUDA        what is slow there
 #
 # Public   LayerCaches, cache_leaves, LeafKind, leaf_kind, check_cache_kinds,
 #          seal_state, first_slot, window_tokens, drop_outside_window, make_recurrent,
@@ -9339,7 +9358,8 @@ class PackedKVCache(CacheList):  # type: ignore[misc]
 #          SampledToken, feed_padded, TokenGenerator, REPLY_TAGS, set_reply_tag,
 #          keep_no_words, read_tool_parser_source, LayerInputs, has_vision_class,
 #          load_vision_model, load_image_processor, image_token_id, find_rope_index,
-#          see_images_both_ways, embed_text, embed_image, read_gated_delta_in_chunks
+#          see_images_both_ways, embed_text, embed_image, divide_model,
+#          read_gated_delta_in_chunks
 # Uses     TOKEN HASHES
 # Thread   model; the tokenizer's: any; mlx
 
@@ -9605,8 +9625,12 @@ class TokenGenerator:
         tokens: mx.array,
         layer_caches: LayerCaches,
         choices: Sequence[TokenChoice],
+        agree: Callable[[mx.array], mx.array] | None = None,
     ) -> None:
-        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample."""
+        """Feed the last tokens of each prompt, `(rows, n)`, n > 0, and sample.
+
+        `agree`: what makes the tokens of another rank of those sampled here.
+        """
 
         def feed_prompt_end(last_token: mx.array, cache: LayerCaches) -> mx.array:
             parts = [tokens[:, :-1], last_token]
@@ -9630,6 +9654,8 @@ class TokenGenerator:
         )
         self._batch.model = model  # no method of this object: KV would outlive it
         self._model = model
+        self._agree = agree
+        self._agree_on_next()
         self.pending_ids: list[int] = []  # of a single row: to be fed again
 
     def settle(self) -> None:
@@ -9664,9 +9690,15 @@ class TokenGenerator:
             self.pending_ids = []
         responses = self._batch.next()
         self._batch.model = self._model
+        self._agree_on_next()
         return [
             SampledToken(response.token, response.logprobs) for response in responses
         ]
+
+    def _agree_on_next(self) -> None:
+        if self._agree is not None:
+            self._batch._next_tokens = self._agree(self._batch._next_tokens)
+            mx.async_eval(self._batch._next_tokens)  # type: ignore[no-untyped-call]
 
     def next_id(self) -> int:
         """The token sampled last of a single row; waits until it is computed."""
@@ -9953,7 +9985,27 @@ def _present_inputs(features: Any) -> LayerInputs:
     return inputs
 
 
-# -- 5 CUDA ----------------------------------------------------------------------------
+# -- 5 ranks ---------------------------------------------------------------------------
+
+
+# Pinned by test_cluster.py
+def divide_model(model: Any, group: Any) -> None:
+    """Keep one rank's part of each layer, of weights that are not computed yet.
+
+    Waits until all ranks have theirs. Raises ValueError: mlx-lm cannot divide it.
+    """
+    if not hasattr(model, "shard"):
+        raise ValueError("a model of this kind cannot be divided among ranks")
+    try:
+        model.shard(group)
+        mx.eval(model.parameters())
+        mx.eval(model(mx.array([[0, 0]])))
+    except ValueError as error:
+        n_ranks = group.size()
+        raise ValueError(f"{n_ranks} ranks cannot divide it: {error}") from error
+
+
+# -- 6 CUDA ----------------------------------------------------------------------------
 
 
 # Pinned by test_upstream.py::test_gated_delta_layers_read_chunks_as_they_read_tokens
@@ -13552,6 +13604,594 @@ class VisionModel(Module):  # type: ignore[misc]
         mx.eval(output.logits)
 
 
+# region CLUSTER ===============================================================
+# One model over several machines: a process on each, a *rank*, has a part of each
+# layer's weights and KV. Rank 0 serves HTTP, renders prompts and samples.
+#
+#     rank 0        requests --> scheduler.step() --> events
+#                      | told        | sums of layers (mx.distributed)
+#     other ranks      +-------> scheduler.step()      the same step, events dropped
+#
+# The scheduler runs on each rank. Its steps are the same on all of them, since whatever
+# a step reads from outside, rank 0 reads and tells the others: what has arrived, what
+# clients want, the time, memory. `Lockstep.observe` is the only way to it (L-170):
+#
+#     rank 0        observe("now", time.monotonic)      reads 17.25, and tells it
+#     other ranks   observe("now", time.monotonic)      wait for it: 17.25
+#     a machine alone                                   reads 17.25
+#
+# What is told goes through one TCP connection from each rank to rank 0, in JSON lines:
+# plain data, so nothing that comes in can run code. MLX's own connections would do, but
+# they ask for no secret, a rank that rests would compute while it waits, and the end of
+# a rank would be noticed by nobody.
+#
+# Ranks that part must never go on: a token would be wrong, or a rank would wait for
+# ever. So an exception that one machine would survive, a lost connection, a difference
+# in what ranks compare, or a rank that is silent for CLUSTER_WATCHDOG_SECONDS ends all
+# ranks (L-171). Each says why, exits with 1, and a supervisor starts them again.
+#
+# Public   RankPlace, find_rank, LostStep, Lockstep, ALONE, Ranks, join_ranks
+# Uses     OPTIONS, CONFIG, LOGGING
+# Thread   model; find_rank, join_ranks: main; Ranks.leave, and what waits for messages,
+#          on a thread for each connection: any; mlx
+
+_JOIN_SECONDS: Final = 120.0  # for all ranks to start
+_HELLO_SECONDS: Final = 10.0  # for each message with which a rank joins
+_CONNECT_SECONDS: Final = 60.0  # for MLX to connect them; no other thread runs then
+_LOADING_SILENCE: Final = 90.0  # after so many seconds a rank that loads hangs
+_LOOK_SECONDS: Final = 0.5  # between two looks whether a rank is silent, or to stop
+_MAX_HELLO_BYTES: Final = 65_536
+_LINK_BYTES: Final = 4_194_304  # summed, to measure how fast ranks exchange bytes
+_ALIVE: Final[list[object]] = ["alive", None]  # of a rank with nothing else to say
+
+# Settings that a rank keeps; it takes all others from rank 0, except for secrets.
+_OWN_SETTINGS: Final = frozenset(
+    (
+        *("model_path", "trust_remote_code", "mlx_backend", "mlx_host", "mlx_port"),
+        *("proxy_host", "proxy_port", "cache_isolation", "cache_disk_folder"),
+        *("cluster_port", "log_root", "log_level", "memory_limit_bytes"),
+    )
+)
+# What does not go over several ranks yet, or, the last one, must end all of them.
+_CLUSTER_SETTINGS: Final[Mapping[str, object]] = {
+    "model_kind": "text",
+    "speculation": "off",
+    "draft_model": "",
+    "cache_disk": "off",
+    "kernel_warm_up": "off",
+    "exit_on_engine_death": True,
+}
+
+
+class RankPlace(NamedTuple):
+    """Which rank this process is, as mlx.launch has set it."""
+
+    rank: int
+    n_ranks: int
+    host: str  # of rank 0
+
+
+def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
+    """What MLX's variables say; None: this process has the model alone.
+
+    Raises ConfigError if they cannot be read.
+    """
+    rank = environ.get("MLX_RANK", "")
+    coordinator = environ.get("MLX_JACCL_COORDINATOR", "")
+    name = "MLX_IBV_DEVICES" if coordinator else "MLX_HOSTFILE"
+    if not rank or not environ.get(name):
+        return None
+    try:
+        text = Path(environ[name]).read_text(encoding="utf-8")
+        hosts = json.loads(text) if text.strip() else []
+        if len(hosts) < 2:
+            return None
+        address = coordinator or hosts[0][0]
+        place = RankPlace(int(rank), len(hosts), str(address).rpartition(":")[0])
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ConfigError(f"{name} or MLX_RANK cannot be read: {error!r}") from error
+    if not 0 <= place.rank < place.n_ranks:
+        raise ConfigError(f"MLX_RANK={rank}: there are {place.n_ranks} ranks")
+    return place
+
+
+# -- in step ---------------------------------------------------------------------------
+
+
+class LostStep(BaseException):
+    """The ranks cannot go on together; why, in a sentence. "": rank 0 has stopped.
+
+    No `except Exception` may stop it: what it ends cannot be mended.
+    """
+
+
+class Lockstep:
+    """What a step reads from outside itself. This one is a machine's alone."""
+
+    rank = 0
+    n_ranks = 1
+    hosts: Sequence[str] = ()  # on rank 0, of each rank, as it reaches them
+    link_report = ""  # how fast ranks exchange sums, for people
+
+    def observe[T](self, _name: str, read: Callable[[], T]) -> T:
+        """What `read` returns, on rank 0; plain data, as JSON has it."""
+        return read()
+
+    def now(self) -> float:
+        """time.monotonic() of rank 0."""
+        return self.observe("now", time.monotonic)
+
+    def compare(self, _name: str, _read: Callable[[], object]) -> None:
+        """Raise LostStep if what `_read` returns, plain data, differs on rank 0."""
+
+    def acknowledge(self) -> None:
+        """Let rank 0 know that this rank is in step with it."""
+
+    def agree(self, tokens: mx.array) -> mx.array:
+        """The tokens that rank 0 has sampled; they are not computed yet."""
+        return tokens
+
+    def check_fault(self, error: Exception) -> None:
+        """Raise LostStep if other ranks may not have met this exception."""
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is observed inside is this rank's own, and is not told."""
+        yield
+
+
+ALONE: Final = Lockstep()
+
+
+class Ranks(Lockstep):
+    """Several ranks; rank 0 has a link to each of the others, and they to rank 0."""
+
+    def __init__(
+        self, place: RankPlace, links: Sequence[_Link], *, max_silence: float
+    ) -> None:
+        """`max_silence`: after so many seconds without a step a rank hangs."""
+        self.rank = place.rank
+        self.n_ranks = place.n_ranks
+        self.hosts = [place.host, *(link.host for link in links)]
+        # Called with why the ranks have parted, on any thread, once or more.
+        self.on_loss: Callable[[str], None] = lambda _sentence: None
+        self._links = links
+        self._max_silence = max_silence
+        self._is_stepping = False  # it loads: `_read_all` says that it is there
+        self._is_apart = False
+        self._loss: str | None = None
+        self._group: Any = None
+        for link in links:
+            reader = threading.Thread(
+                target=self._read_all, args=(link,), name="rank", daemon=True
+            )
+            reader.start()
+
+    # -- what is told ------------------------------------------------------------------
+
+    def observe[T](self, name: str, read: Callable[[], T]) -> T:
+        if self._is_apart:
+            return read()
+        if self.rank == 0:
+            value = read()
+            self._tell([name, value])
+            return value
+        told_name, told_value = self._next_message(self._links[0])
+        if told_name != name:
+            self._part(f"rank 0 is at {told_name!r}, rank {self.rank} at {name!r}")
+        return cast(T, told_value)
+
+    def compare(self, name: str, read: Callable[[], object]) -> None:
+        value = read()
+        if self.observe(name, lambda: value) != value:
+            self._part(f"{name} of rank {self.rank} differs from that of rank 0")
+
+    def acknowledge(self) -> None:
+        self._is_stepping = True
+        if self.rank:
+            self._tell(_ALIVE)
+
+    def agree(self, tokens: mx.array) -> mx.array:
+        # Times 0, not zeros: they must not be summed before this rank's layers are.
+        own_part = tokens if self.rank == 0 else tokens * 0
+        return mx.distributed.all_sum(own_part, group=self._group)
+
+    def check_fault(self, error: Exception) -> None:
+        raise LostStep(f"rank {self.rank} has failed: {error!r}") from error
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        was_apart = self._is_apart
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = was_apart
+
+    def _part(self, sentence: str) -> NoReturn:
+        raise LostStep(f"the ranks are not in step: {sentence}")
+
+    def _tell(self, message: list[object]) -> None:
+        if self._loss is not None:
+            raise LostStep(self._loss)
+        for link in self._links:
+            link.send(message)
+
+    def _next_message(self, link: _Link) -> Any:
+        message = link.messages.get()
+        if isinstance(message, LostStep):
+            raise message
+        return message
+
+    # -- the end -----------------------------------------------------------------------
+
+    def leave(self, sentence: str) -> None:
+        """Tell the others that this rank ends, and why; "": nothing has failed."""
+        for link in self._links:
+            with suppress(LostStep):
+                link.send(["gone", sentence])
+
+    def _read_all(self, link: _Link) -> None:
+        """Read what a rank says until it has gone, or says nothing for too long."""
+        try:
+            while True:
+                self._read_one(link)
+        except LostStep as loss:
+            if self._loss is None:
+                self._loss = str(loss)
+            link.messages.put(loss)
+            self.on_loss(self._loss)
+
+    def _read_one(self, link: _Link) -> None:
+        if not self._is_stepping and time.monotonic() - link.sent_at > _LOOK_SECONDS:
+            link.send(_ALIVE)  # of too few bytes to mingle with a message of `_tell`
+        message = link.read(_LOOK_SECONDS)
+        if message is None:
+            self._check_silence(link)
+            return
+        if not isinstance(message, list) or len(message) != 2:
+            raise LostStep(f"{link.peer} sends no message of ours")
+        link.heard_at = time.monotonic()
+        name, value = message
+        if name == "gone":
+            sentence = str(value)
+            if not sentence and self.rank == 0:
+                sentence = f"{link.peer} was stopped"
+            raise LostStep(sentence)
+        if message != _ALIVE:
+            link.messages.put(message)
+
+    def _check_silence(self, link: _Link) -> None:
+        limit = f"CLUSTER_WATCHDOG_SECONDS ({self._max_silence:g})"
+        limit_seconds = self._max_silence
+        if not self._is_stepping:
+            limit = f"{_LOADING_SILENCE:g} s"
+            limit_seconds = _LOADING_SILENCE
+        if time.monotonic() - link.heard_at > limit_seconds:
+            raise LostStep(f"{link.peer} says nothing for longer than {limit}")
+
+    # -- MLX ---------------------------------------------------------------------------
+
+    def connect(self) -> Any:
+        """MLX's group of all ranks, for the parts of a model. Raises LostStep."""
+        self._wait_for_all()
+        try:
+            with _ending_after(_CONNECT_SECONDS):
+                self._group = mx.distributed.init(strict=True)
+        except RuntimeError as error:
+            raise LostStep(f"MLX cannot connect the ranks: {error}") from error
+        if self._group.size() != self.n_ranks:
+            raise LostStep("MLX has connected another number of ranks")
+        self.link_report = self._measure_link()
+        logger.info("%d ranks are connected: %s", self.n_ranks, self.link_report)
+        return self._group
+
+    def _wait_for_all(self) -> None:
+        """Return when all ranks have come so far."""
+        if self.rank:
+            self._tell(["ready", None])
+        else:
+            for link in self._links:
+                self._next_message(link)
+        self.observe("all are ready", lambda: True)
+
+    def _measure_link(self) -> str:
+        """How long a sum over all ranks takes: of one number, and of many bytes."""
+        seconds: list[float] = []
+        for n_numbers in (1, 1, 1, _LINK_BYTES // 4):
+            numbers = mx.zeros(n_numbers)
+            mx.eval(numbers)
+            began = time.monotonic()
+            mx.eval(mx.distributed.all_sum(numbers, group=self._group))
+            seconds.append(time.monotonic() - began)
+        speed = _LINK_BYTES / max(seconds[-1], 1e-6) / 1e6
+        return f"a sum takes {1e3 * min(seconds[:3]):.2f} ms, {speed:,.0f} MB a second"
+
+
+@contextmanager
+def _ending_after(seconds: float) -> Iterator[None]:
+    """End the process if what is inside takes longer; no other thread may run then.
+
+    MLX waits for its connections with the GIL held, without end.
+    """
+    logger.info("MLX connects the ranks; the program ends if that takes %g s", seconds)
+    with open(os.devnull, "w", encoding="ascii") as nowhere:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+# -- how ranks join --------------------------------------------------------------------
+#
+#     rank 0   {"nonce": a}
+#     rank k   {"rank": k, "nonce": b, "proof": of a and b, "facts": {...}}
+#     rank 0   {"proof": of a and b}           or {"refusal": why}
+#              {"settings": {...}}             once all ranks have joined
+#
+# A proof is an HMAC with CLUSTER_SECRET, so the secret itself is not sent.
+
+
+class _Link:
+    """A connection to another rank: messages, which are lines of JSON."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer  # as in "rank 1"
+        self.host = peer  # its address, on rank 0
+        self.messages = queue.SimpleQueue[Any]()  # a LostStep is the last one
+        self.heard_at = self.sent_at = time.monotonic()
+        self._connection = connection
+        self._unread = bytearray()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def send(self, message: object) -> None:
+        """Send a message. Raises LostStep."""
+        self.sent_at = time.monotonic()
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise LostStep(f"{self.peer} cannot be reached any more") from error
+
+    def read(self, seconds: float, *, max_bytes: float = math.inf) -> Any:
+        """The next message; None: none came for so long. Raises LostStep."""
+        deadline = time.monotonic() + seconds
+        while True:
+            line, newline, rest = self._unread.partition(b"\n")
+            if newline:
+                self._unread = rest
+                return self._parse(line)
+            if len(self._unread) > max_bytes:
+                raise LostStep(f"{self.peer} sends no message of ours")
+            left_seconds = max(0.0, deadline - time.monotonic())
+            if not left_seconds or not self._poll.poll(1000 * left_seconds):
+                return None
+            self._receive()
+
+    def _receive(self) -> None:
+        data = b""
+        with suppress(OSError):
+            data = self._connection.recv(1 << 20)
+        if not data:
+            raise LostStep(f"{self.peer} has ended, or its connection is lost")
+        self._unread += data
+
+    def _parse(self, line: bytes | bytearray) -> Any:
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise LostStep(f"{self.peer} sends no message of ours") from error
+
+    def read_hello(self) -> dict[str, Any]:
+        """A message of who joins. Raises LostStep."""
+        message = self.read(_HELLO_SECONDS, max_bytes=_MAX_HELLO_BYTES)
+        if not isinstance(message, dict):
+            raise LostStep(f"{self.peer} does not answer as start-llm does")
+        return message
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+
+def join_ranks(
+    config: Config,
+    place: RankPlace,
+    *,
+    memory_bytes: int,
+    stop: threading.Event,
+) -> tuple[Config, Ranks]:
+    """Wait for all ranks; returns the settings of all, and what keeps them in step.
+
+    `memory_bytes`: what this rank has. All use as much as the one that has least.
+    Raises ConfigError: a rank does not come, or differs, or `stop` was set.
+    """
+    if not config.cluster_secret and not is_loopback(place.host):
+        raise ConfigError(
+            "CLUSTER_SECRET must be set, to the same text on each machine: rank 0"
+            f" listens on {place.host}, which others may reach"
+        )
+    facts = {"n_ranks": place.n_ranks, **_program_facts()}
+    try:
+        if place.rank == 0:
+            joining = _Gathering(config, place, facts=facts, stop=stop)
+            links = joining.gather()
+            least_bytes = min([memory_bytes, *joining.memory_bytes])
+            settings = {**_shared_settings(config), "memory_limit_bytes": least_bytes}
+            for link in links:
+                link.send({"settings": settings})
+        else:
+            facts["memory_bytes"] = memory_bytes
+            link, settings = _join_rank_0(config, place, facts=facts, stop=stop)
+            links = [link]
+    except LostStep as loss:
+        raise ConfigError(f"the ranks do not come together: {loss}") from loss
+
+    config = config.model_copy(update={**settings, **_CLUSTER_SETTINGS})
+    config = Config.model_validate(config.model_dump())
+    return config, Ranks(place, links, max_silence=config.cluster_watchdog_seconds)
+
+
+def _shared_settings(config: Config) -> dict[str, Any]:
+    names = {
+        name
+        for name, setting in Config.model_fields.items()
+        if setting.repr and name not in _OWN_SETTINGS
+    }
+    return config.model_dump(mode="json", include=names)
+
+
+def _program_facts() -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    return {
+        "start-llm": VERSION,
+        "start-llm.py": sha256(Path(__file__).read_bytes()).hexdigest()[:16],
+        "mlx": version_of_package("mlx"),
+        "mlx-lm": version_of_package("mlx-lm"),
+    }
+
+
+def _prove(secret: str, sender: str, *nonces: str) -> str:
+    text = " ".join([sender, *nonces])
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _is_proof(value: object, proof: str) -> bool:
+    """Whether a value from elsewhere is this proof; how long it takes tells nothing."""
+    return hmac.compare_digest(str(value).encode(errors="replace"), proof.encode())
+
+
+def _new_nonce() -> str:
+    return os.urandom(16).hex()
+
+
+class _Gathering:
+    """Rank 0 while it waits for the others."""
+
+    def __init__(
+        self,
+        config: Config,
+        place: RankPlace,
+        *,
+        facts: dict[str, Any],
+        stop: threading.Event,
+    ) -> None:
+        self.memory_bytes: list[int] = []  # of each rank that has joined
+        self._config = config
+        self._place = place
+        self._facts = facts
+        self._stop = stop
+        self._links: dict[int, _Link] = {}  # by rank
+
+    def gather(self) -> list[_Link]:
+        """The links to all other ranks. Raises ConfigError, LostStep."""
+        address = (self._place.host, self._config.cluster_port)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        try:
+            listener = socket.create_server(address)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(
+                f"rank 0 cannot listen on {address[0]}:{address[1]} (CLUSTER_PORT):"
+                f" {reason}"
+            ) from error
+        with listener:
+            listener.settimeout(_LOOK_SECONDS)
+            while len(self._links) < self._place.n_ranks - 1:
+                _check_start(self._stop, deadline, f"{len(self._links) + 1} of them")
+                with suppress(TimeoutError):
+                    connection, (host, *_) = listener.accept()
+                    self._admit(_Link(connection, str(host)))
+        return [self._links[rank] for rank in sorted(self._links)]
+
+    def _admit(self, link: _Link) -> None:
+        """Let a rank join; somebody else's connection is closed. Raises LostStep."""
+        nonce = _new_nonce()
+        try:
+            link.send({"nonce": nonce})
+            hello = link.read_hello()
+            rank = int(hello["rank"])
+            nonces = (nonce, str(hello["nonce"]))
+            proof = _prove(self._config.cluster_secret, f"rank {rank}", *nonces)
+            is_proven = _is_proof(hello["proof"], proof)
+            facts = dict(hello["facts"])
+            memory_bytes = int(facts.pop("memory_bytes"))
+        except (LostStep, ValueError, TypeError, LookupError, ArithmeticError) as error:
+            logger.warning("%s has asked to join, and is no rank: %s", link.peer, error)
+            link.close()
+            return
+
+        if not is_proven:
+            logger.warning("%s has asked to join with another secret", link.peer)
+            with suppress(LostStep):
+                link.send({"refusal": "CLUSTER_SECRET is another one on rank 0"})
+            link.close()
+            return
+        link.peer = f"rank {rank}"
+        refusal = self._find_refusal(rank, facts)
+        if refusal:
+            link.send({"refusal": refusal})
+            raise LostStep(refusal)
+        own_proof = _prove(self._config.cluster_secret, "rank 0", *nonces)
+        link.send({"proof": own_proof})
+        self._links[rank] = link
+        self.memory_bytes.append(memory_bytes)
+
+    def _find_refusal(self, rank: int, facts: dict[str, Any]) -> str:
+        """Why a rank cannot join; "" if it can."""
+        if rank in self._links or not 0 < rank < self._place.n_ranks:
+            return f"there are two processes with rank {rank}"
+        for name, value in self._facts.items():
+            if facts.get(name) != value:
+                other = facts.get(name)
+                return f"{name} is {value} on rank 0, and {other} on rank {rank}"
+        return ""
+
+
+def _check_start(stop: threading.Event, deadline: float, present: str) -> None:
+    if stop.is_set():
+        raise LostStep("the start was stopped")
+    if time.monotonic() > deadline:
+        raise LostStep(f"after {_JOIN_SECONDS:g} s only {present} had started")
+
+
+def _join_rank_0(
+    config: Config,
+    place: RankPlace,
+    *,
+    facts: dict[str, Any],
+    stop: threading.Event,
+) -> tuple[_Link, dict[str, Any]]:
+    """Join rank 0; returns the link to it, and its settings. Raises LostStep."""
+    deadline = time.monotonic() + _JOIN_SECONDS
+    link = None
+    while link is None:
+        _check_start(stop, deadline, "others")
+        with suppress(OSError):
+            address = (place.host, config.cluster_port)
+            connection = socket.create_connection(address, timeout=_HELLO_SECONDS)
+            link = _Link(connection, "rank 0")
+        stop.wait(0.0 if link else _LOOK_SECONDS)
+
+    nonces = (str(link.read_hello().get("nonce")), _new_nonce())
+    hello: dict[str, Any] = {"rank": place.rank, "nonce": nonces[1], "facts": facts}
+    hello["proof"] = _prove(config.cluster_secret, f"rank {place.rank}", *nonces)
+    link.send(hello)
+    answer = link.read_hello()
+    if "refusal" in answer:
+        raise LostStep(str(answer["refusal"]))
+    proof = _prove(config.cluster_secret, "rank 0", *nonces)
+    if not _is_proof(answer.get("proof"), proof):
+        raise LostStep("rank 0 has another CLUSTER_SECRET")
+
+    while (message := link.read(_LOOK_SECONDS)) is None:
+        _check_start(stop, deadline, "some of the ranks")
+    return link, dict(message["settings"])
+
+
 # region MODEL LOADING =========================================================
 # From MODEL_PATH to a model that can be served, with the facts that others need of it.
 #
@@ -13567,10 +14207,11 @@ class VisionModel(Module):  # type: ignore[misc]
 # know. The model's chat template is probed, and the facts are gathered.
 #
 # Public   LoadedModel, LoadedDraftModel, Detokenizer, ModelError, choose_model,
-#          resolve_model, load_or_demo, load_model, memory_limit
-# Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM, VISION MODEL
-# Thread   choose_model: main; resolve_model, load_or_demo, load_model: model; the
-#          rest any; mlx
+#          resolve_model, load_or_demo, load_model, load_part, memory_limit
+# Uses     CONFIG, LOGGING, API TYPES, CHAT TEMPLATE, PACKED KV, UPSTREAM,
+#          VISION MODEL, CLUSTER
+# Thread   choose_model: main; resolve_model, load_or_demo, load_model, load_part:
+#          model; the rest any; mlx
 
 
 class ModelError(Exception):
@@ -13579,6 +14220,8 @@ class ModelError(Exception):
 
 _Kind = Literal["text", "vision"]
 _DEMO_MODEL: Final = "demo"
+_N_DIGEST_PIECES: Final = 64  # of each file of weights
+_DIGEST_PIECE_BYTES: Final = 65_536
 _MIN_SHARED_WORDS: Final = 0.99  # of a vocabulary, to draft; added tokens may differ
 
 
@@ -13616,6 +14259,7 @@ class LoadedModel:
     hidden_ids: frozenset[int]  # special tokens that mean nothing in a reply's text
     device: str  # that computes, as in "Apple M2 (gpu)"
     draft_model: LoadedDraftModel | None = None
+    lockstep: Lockstep = ALONE  # with the other ranks, if each has a part of the model
 
     @property
     def is_demo(self) -> bool:
@@ -13806,6 +14450,13 @@ def load_or_demo(config: Config) -> LoadedModel:
     return load_model(resolve_model(demo), demo)
 
 
+def load_part(path: Path, config: Config, ranks: Ranks) -> LoadedModel:
+    """load_model() of this rank's part of a text model. Raises LostStep, too."""
+    _prepare_device(config)
+    ranks.compare("the model", lambda: _weights_digest(path))
+    return _load_or_explain(path, config, kind="text", ranks=ranks)
+
+
 def load_model(path: Path, config: Config) -> LoadedModel:
     """Read weights and tokenizer, on the thread where they stay. Raises ModelError.
 
@@ -13858,10 +14509,12 @@ def _has_vision_tower(path: Path) -> bool:
         return False
 
 
-def _load_or_explain(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
+def _load_or_explain(
+    path: Path, config: Config, *, kind: _Kind, ranks: Ranks | None = None
+) -> LoadedModel:
     """Load a model, for text or for images, too. Raises ModelError."""
     try:
-        return _load(path, config, kind=kind)
+        return _load(path, config, kind=kind, ranks=ranks)
     except Exception as error:  # mlx and transformers raise what they like
         logger.debug("loading %s", path, exc_info=True)
         library = "mlx-vlm" if kind == "vision" else f"mlx-lm {mlx_lm.__version__}"
@@ -13871,11 +14524,23 @@ def _load_or_explain(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
     raise ModelError(reason)
 
 
-def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
+def _load(
+    path: Path, config: Config, *, kind: _Kind, ranks: Ranks | None
+) -> LoadedModel:
     model_config = mlx_lm.utils.load_config(path)
     model, tokenizer = _load_parts(
-        path, model_config, kind=kind, trust=config.trust_remote_code
+        path,
+        model_config,
+        kind=kind,
+        trust=config.trust_remote_code,
+        is_lazy=ranks is not None,
     )
+    # Of a vision model, config.json has the facts about its layers in `text_config`.
+    text_config = model_config.get("text_config") or {}
+    facts = {**model_config, **text_config}
+    if ranks is not None:
+        _check_heads(facts, ranks.n_ranks)
+        divide_model(model, ranks.connect())
     if config.cpu_float32 == "auto" and mx.default_device() == mx.cpu:
         widen_weights(model, max_bytes=memory_limit(config) // 2)
     _teach_tags(tokenizer)
@@ -13894,9 +14559,6 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
         model.phrase = template.traits.image_placeholder or model.phrase
         model.self_test()
 
-    # Of a vision model, config.json has the facts about its layers in `text_config`.
-    text_config = model_config.get("text_config") or {}
-    facts = {**model_config, **text_config}
     context_length = _context_length(facts, tokenizer.model_max_length)
     model_id = _read_model_name(config)
     if path == Path(model_id).expanduser():  # neither a repository nor the demo
@@ -13916,19 +14578,38 @@ def _load(path: Path, config: Config, *, kind: _Kind) -> LoadedModel:
         eos_ids=frozenset(tokenizer.eos_token_ids),
         hidden_ids=_find_hidden_ids(tokenizer),
         device=f"{mx.device_info()['device_name']} ({mx.default_device().type.name})",
+        lockstep=ranks or ALONE,
     )
 
 
+def _check_heads(facts: JsonObject, n_ranks: int) -> None:
+    """Raise ValueError if a head would be cut: mlx-lm's sums might go wrong unseen."""
+    for kind in ("num_attention", "linear_num_key", "linear_num_value"):
+        n_heads = facts.get(f"{kind}_heads")
+        if isinstance(n_heads, int) and n_heads % n_ranks:
+            raise ValueError(
+                f"{n_ranks} ranks cannot divide {n_heads} heads of a layer"
+            )
+
+
 def _load_parts(
-    path: Path, model_config: JsonObject, *, kind: _Kind, trust: bool
+    path: Path,
+    model_config: JsonObject,
+    *,
+    kind: _Kind,
+    trust: bool,
+    is_lazy: bool = False,
 ) -> tuple[Any, Any]:
     """The model and its tokenizer: by mlx-vlm if it is to read images, else by mlx-lm.
 
-    `trust`: whether Python files of the model may run.
+    `trust`: whether Python files of the model may run. `is_lazy`: the weights of a text
+    model are not computed yet.
     """
     tokenizer_config: JsonObject = {"trust_remote_code": trust}
     if kind == "text":
-        parts = mlx_lm.load(str(path), tokenizer_config, trust_remote_code=trust)
+        parts = mlx_lm.load(
+            str(path), tokenizer_config, lazy=is_lazy, trust_remote_code=trust
+        )
         return parts[0], parts[1]
 
     template_file = path / "chat_template.json"  # a processor's; no tokenizer reads it
@@ -14099,6 +14780,23 @@ def _weights_revision(path: Path) -> str:
     config_bytes = (path / "config.json").read_bytes()
     identity = repr(sorted(stamps)).encode() + config_bytes
     return sha256(identity).hexdigest()[:16]
+
+
+def _weights_digest(path: Path) -> str:
+    """Which weights these are, on any machine: 16 hex digits.
+
+    Of config.json, and of each file of weights its name, its size and some of its
+    bytes: its head, with the places of all tensors, and pieces of the rest.
+    """
+    digest = sha256((path / "config.json").read_bytes())
+    for file_path in sorted(path.glob("*.safe*")):
+        n_bytes = file_path.stat().st_size
+        digest.update(f"{file_path.name} {n_bytes}".encode())
+        with file_path.open("rb") as file:
+            for piece in range(_N_DIGEST_PIECES):
+                file.seek(n_bytes * piece // _N_DIGEST_PIECES)
+                digest.update(file.read(_DIGEST_PIECE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def _count_bytes(model: Any) -> int:
@@ -15594,7 +16292,8 @@ def _starts_after(last: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 #          WaitReason, WaitCause, Activity, Reuse, TokenEvent, SecondTryEvent,
 #          FinishedEvent, EndReason, EngineEvent, Logprob, MIN_SLICE_TOKENS, Scheduler
 # Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, UPSTREAM, KV STATE,
-#          PREFIX CACHE, DISK CACHE, VISION MODEL, MODEL LOADING, SAMPLING, DRAFTS
+#          PREFIX CACHE, DISK CACHE, VISION MODEL, CLUSTER, MODEL LOADING, SAMPLING,
+#          DRAFTS
 # Thread   model, mlx; RequestHandle: any
 
 
@@ -15749,9 +16448,12 @@ class RequestHandle:
     and `is_second_try`.
     """
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(
+        self, request: EngineRequest, submitted_at: float | None = None
+    ) -> None:
+        """`submitted_at`: time.monotonic(); None: now."""
         self.request = request
-        self.submitted_at = time.monotonic()
+        self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
         self.times = RequestTimes(self.submitted_at)
         self.reuse = Reuse()
         self.saved_steps = 0  # by drafts that were right
@@ -15763,10 +16465,10 @@ class RequestHandle:
         """Note what it does from now on."""
         self.times = self.times.begin(activity, now)
 
-    def begin_again(self) -> None:
+    def begin_again(self, now: float) -> None:
         """Note that its second try begins, as if it had just come."""
         self.is_second_try = True
-        self.begin(None, time.monotonic())
+        self.begin(None, now)
         self.reuse = Reuse()
         self.put(SecondTryEvent())
 
@@ -15786,6 +16488,13 @@ class RequestHandle:
     def n_unread(self) -> int:
         """How many events the connection has not taken yet."""
         return self._events.qsize()
+
+    def read_stop_reason(self) -> EndReason | None:
+        """Why its connection wants it to end, or does not read it; None: it goes on."""
+        if self.n_unread() > MAX_UNREAD_EVENTS:
+            logger.warning("a client is dropped that does not read its reply")
+            return "cancelled"
+        return self.stop_reason
 
     def next_event(self, timeout: float) -> EngineEvent | None:
         """Take the oldest event; None if there is none for so many seconds."""
@@ -16004,6 +16713,7 @@ class RunningRequest:
         self.submitted_at = handle.submitted_at
         self.started_at = math.inf  # when the model began to read for it, in this try
         self.drafters: list[Drafter] = []  # in the order in which they are asked
+        self.lockstep = ALONE
         self.reply_checkpoint = 0  # the position of the last one; 0: there is none
         self.image_shifts: dict[int, int] = {}  # see `position_shift`; by image start
         self.lease = cache.start(
@@ -16116,7 +16826,8 @@ class RunningRequest:
         """
         if self.has_failed:
             return
-        if not _is_finite_at(logprobs, token_id):
+        is_number = partial(_is_finite_at, logprobs, token_id)
+        if not self.lockstep.observe("number", is_number):
             self.output_ids.append(NO_TOKEN)
             return
         self.output_ids.append(token_id)
@@ -16230,6 +16941,7 @@ class DecodeBatch:
         """
         # The model's call reads this very list: it is only changed in place.
         self.requests = list(requests)
+        lockstep = loaded.lockstep
         self._previous_state: LayerCaches | None = None  # before the last step
         # By request: its row in that state, and its position then.
         self._previous_rows: dict[RunningRequest, tuple[int, int]] = {}
@@ -16248,6 +16960,7 @@ class DecodeBatch:
             tokens,
             joint_caches or requests[0].layer_caches,
             [_token_choice(running.request) for running in requests],
+            agree=lockstep.agree if lockstep.n_ranks > 1 else None,
         )
         for running in requests:
             running.num_computed_tokens = running.n_prompt
@@ -16710,7 +17423,7 @@ class PromptReader:
 
         `joint_caches`: see DecodeBatch.
         """
-        now = time.monotonic()
+        now = self._loaded.lockstep.now()
         with ExitStack() as taking:
             for running in requests:
                 running.handle.begin("decoding", now)
@@ -16746,13 +17459,14 @@ class PromptReader:
 
         Not `is_usual`: an image, or KV that is merged, costs more than the tokens read.
         """
-        began = time.monotonic()
-        active_bytes = mx.get_active_memory()
+        lockstep = self._loaded.lockstep
+        began = lockstep.now()
+        active_bytes = lockstep.observe("memory", mx.get_active_memory)
         self.note_peak()
         mx.reset_peak_memory()
         starts = [running.num_computed_tokens for running in requests]
         yield
-        seconds = time.monotonic() - began
+        seconds = lockstep.now() - began
         ends = [running.num_computed_tokens for running in requests]
         n_tokens = sum(ends) - sum(starts)
         if n_tokens >= MIN_SLICE_TOKENS and is_usual:  # less measures the call
@@ -16760,7 +17474,8 @@ class PromptReader:
             for running in requests:
                 running.prefill_speed = speed
             self.measured_speed = speed
-            slice_bytes = mx.get_peak_memory() - active_bytes
+            peak_bytes = lockstep.observe("memory", mx.get_peak_memory)
+            slice_bytes = peak_bytes - active_bytes
             self._slice_costs.append(SliceCost(max(ends), slice_bytes / n_tokens))
         mx.clear_cache()
 
@@ -16826,6 +17541,8 @@ class Scheduler:
         self.loaded = loaded
         self.config = config
         self.metrics = metrics
+        self._lockstep = loaded.lockstep
+        self._now = loaded.lockstep.now  # no other clock is read in a step
         self.spec = measure_kv(loaded.model)
         self._can_draft = config.speculation == "auto" and can_draft(
             make_prompt_cache(loaded.model)
@@ -16847,8 +17564,9 @@ class Scheduler:
         if loaded.vision is not None:
             loaded.vision.max_bytes = shares.features
 
+        self._lockstep.compare("the KV", lambda: [repr(self.spec), *shares])
         self.cache = PrefixCache(
-            config, self.spec, max_bytes=shares.kv, metrics=metrics
+            config, self.spec, max_bytes=shares.kv, metrics=metrics, clock=self._now
         )
         self.budget = MemoryBudget(shares, self.spec, self.cache)
         self.reader = PromptReader(
@@ -16890,26 +17608,35 @@ class Scheduler:
         )
         return sha256(repr(facts).encode()).hexdigest()[:16]
 
+    def figures(self) -> list[object]:
+        """What is the same on all ranks before each step, as plain data."""
+        running = [
+            (running.num_computed_tokens, running.output_ids[-1:])
+            for running in self.running
+        ]
+        n_waiting = len(self.waiting)
+        return [n_waiting, repr(running), len(self.cache.entries), self.cache.nbytes]
+
     def step(self) -> None:
         """End what is over, admit what fits, decode a step, then prefill."""
         self._end_waiting()
         self._end_running()
         self._admit_waiting()
 
-        began = time.monotonic()
+        began = self._now()
         for batch in self.batches:
             self._decode(batch)
-        self.policy.charge_decode(time.monotonic() - began)
+        self.policy.charge_decode(self._now() - began)
         self._prefill_next(began)
 
     # -- end ---------------------------------------------------------------------------
 
     def _end_waiting(self) -> None:
         """End waiting requests that are cancelled, or that have waited too long."""
-        now = time.monotonic()
+        now = self._now()
         for handle in list(self.waiting):
             end: EndReason | ServerError | None = self._find_timeout(handle, now)
-            if handle.stop_reason is not None:
+            if self._lockstep.observe("stop", handle.read_stop_reason) is not None:
                 end = "cancelled"
             if end is not None:
                 self.waiting.remove(handle)
@@ -16926,7 +17653,7 @@ class Scheduler:
 
     def _end_running(self) -> None:
         """End running requests that are cancelled, overdue or not read any more."""
-        now = time.monotonic()
+        now = self._now()
         for running in list(self.running):
             end = self._find_end(running, now)
             if end is not None:
@@ -16937,11 +17664,9 @@ class Scheduler:
     ) -> EndReason | ServerError | None:
         """Why a request must end now; None: it goes on."""
         handle = running.handle
-        if handle.n_unread() > MAX_UNREAD_EVENTS:
-            logger.warning("a client is dropped that does not read its reply")
-            return "cancelled"
-        if handle.stop_reason is not None:
-            return handle.stop_reason
+        stop_reason = self._lockstep.observe("stop", handle.read_stop_reason)
+        if stop_reason is not None:
+            return stop_reason
         if not running.has_begun:
             return self._find_timeout(handle, now)
 
@@ -16987,6 +17712,7 @@ class Scheduler:
         try:
             self._put_back(running, previous)
         except Exception as error:
+            self._lockstep.check_fault(error)
             logger.exception("the KV of a request is lost")
             running.layer_caches = []
             running.lease.drop()
@@ -17041,16 +17767,17 @@ class Scheduler:
         for index, handle in enumerate(list(self.waiting)):
             has_place = len(self.running) < self.config.batch_max_rows
             if not can_go_on or not has_place or index >= MAX_LOOKUPS:
-                handle.begin(_QUEUE, time.monotonic())
+                handle.begin(_QUEUE, self._now())
                 continue
             try:
                 can_go_on = self._admit(handle)
             except Exception as error:
+                self._lockstep.check_fault(error)
                 logger.exception("a request could not be started")
                 self.waiting.remove(handle)
                 self._free_memory(error)
                 explanation = _explain_failure(error)
-                if _may_try_again(handle, explanation):
+                if self._may_try_again(handle, explanation):
                     self._try_again(handle)
                 else:
                     handle.put(explanation)
@@ -17060,7 +17787,7 @@ class Scheduler:
         match = self._find_prefix(handle)
         if match.pending_tokens - match.cached_tokens >= MIN_WAIT_GAIN_TOKENS:
             request_id = self._let_slice_end_at(match)
-            handle.begin(WaitCause("prefix", request_id), time.monotonic())
+            handle.begin(WaitCause("prefix", request_id), self._now())
             return True
 
         n_prompt = handle.request.n_prompt
@@ -17069,7 +17796,7 @@ class Scheduler:
             self.waiting.remove(handle)
             return True
         if self.running:
-            now = time.monotonic()
+            now = self._now()
             handle.begin(_MEMORY, now)
             passed_seconds = handle.times.wait_seconds(now)[_MEMORY]
             return passed_seconds < MAX_PASSED_SECONDS
@@ -17108,7 +17835,7 @@ class Scheduler:
         If there are others, it waits for its turn; else it is read in this step.
         """
         if len(self.running) + len(self.waiting) > 1:
-            handle.begin(_QUEUE, time.monotonic())
+            handle.begin(_QUEUE, self._now())
         # A second lookup: to make room may have evicted what the first one found.
         match = self._find_prefix(handle)
         if self._load_more(handle, match):
@@ -17122,6 +17849,7 @@ class Scheduler:
                 prefill_speed=self.reader.measured_speed or FIRST_SPEED,
             )
             running.drafters = self._make_drafters(handle)
+            running.lockstep = self._lockstep
         except Exception as error:
             if not _is_out_of_memory(error):  # what is cached may be faulty (L-114)
                 self.cache.drop_source(match)
@@ -17204,7 +17932,7 @@ class Scheduler:
             with self.guard():  # it changes no KV: if it fails, this one reads alone
                 companions = self._find_companions(running)
             self._prefill([running, *companions])
-            if running.batch is None or time.monotonic() - step_began > SLICE_SECONDS:
+            if running.batch is None or self._now() - step_began > SLICE_SECONDS:
                 return
 
     def _prefill(self, requests: Sequence[RunningRequest]) -> None:
@@ -17213,7 +17941,7 @@ class Scheduler:
         Those whose prompts need no further slice decode from now on, as one batch.
         """
         chosen = requests[0]
-        began = time.monotonic()
+        began = self._now()
         with self.guard(*requests):
             for running in requests:
                 running.started_at = min(running.started_at, began)
@@ -17233,7 +17961,7 @@ class Scheduler:
 
     def _charge_prefill(self, began: float, requests: Sequence[RunningRequest]) -> None:
         """Charge the turn of these requests to both accounts, rests included."""
-        seconds = time.monotonic() - began
+        seconds = self._now() - began
         own_batch = requests[0].batch
         is_decoding = any(batch is not own_batch for batch in self.batches)
         self.policy.charge_slice(seconds, is_decoding=is_decoding)
@@ -17356,6 +18084,7 @@ class Scheduler:
         try:
             yield
         except Exception as error:
+            self._lockstep.check_fault(error)
             failed = [running for running in self.running if running in requests]
             logger.exception("a fault costs %d request(s) their KV", len(failed))
             self._free_memory(error)
@@ -17376,12 +18105,21 @@ class Scheduler:
         self.running.remove(running)
         running.layer_caches = []
         running.batch = None
-        if not running.has_replied and _may_try_again(running.handle, error):
+        if not running.has_replied and self._may_try_again(running.handle, error):
             running.lease.drop_with_source()
             self._try_again(running.handle)
         else:
             running.lease.drop()
             running.handle.put(error)
+
+    def _may_try_again(self, handle: RequestHandle, error: ServerError) -> bool:
+        """Whether a request that failed without a token gets a second try.
+
+        Not for memory, nor if its client has left, or if this was the second try.
+        """
+        if handle.is_second_try or not isinstance(error, GenerationFailed):
+            return False
+        return self._lockstep.observe("stop", handle.read_stop_reason) is None
 
     def _try_again(self, handle: RequestHandle) -> None:
         """Let a request begin again, as the next one, without the cache (L-114)."""
@@ -17396,7 +18134,7 @@ class Scheduler:
                 self.disk.files.remove_prompt(handle.request.key)
         if handle.request.images:
             self.loaded.model.forget_features()
-        handle.begin_again()
+        handle.begin_again(self._now())
         self.waiting.insert(0, handle)
 
     def save_some(self) -> bool:
@@ -17451,16 +18189,6 @@ def _explain_failure(error: Exception) -> ServerError:
             "memory ran out on this request; with fewer at once it may fit"
         )
     return GenerationFailed("the model failed on this request")
-
-
-def _may_try_again(handle: RequestHandle, error: ServerError) -> bool:
-    """Whether a request that failed without a token gets a second try: not for memory.
-
-    Nor if its client has left, or if this was the second try.
-    """
-    if handle.is_second_try or handle.stop_reason is not None:
-        return False
-    return isinstance(error, GenerationFailed)
 
 
 # What MLX writes; the last two on Metal, and on CUDA.
@@ -17600,16 +18328,19 @@ def _warm_up_steps(scheduler: Scheduler) -> list[list[EngineRequest]]:
 #                                      |
 #     RequestHandle.next_event  <-------+-------> memory, report, cache_entries
 #
-# Other threads never touch the scheduler or MLX. They put functions into the inbox,
-# which the model thread runs between two steps; and they read what it publishes.
+# Other threads never touch the scheduler or MLX. They put tasks into the inbox, which
+# the model thread does between two steps; and they read what it publishes.
 #
-# For example submit() puts a function into the inbox that appends a handle to
+# For example submit() puts a task into the inbox that appends a handle to
 # `scheduler.waiting`, and returns the handle. The model thread finds it before its next
 # step, or at once if it rests. The connection waits in handle.next_event().
 #
+# With several ranks (CLUSTER), this thread runs on each. Tasks come in on rank 0 only,
+# which tells the others of each that changes anything.
+#
 # Public   Engine, EngineReport, MemoryReport, RequestLoad
-# Uses     CONFIG, ERRORS, LOGGING, PACKED KV, KV STATE, PREFIX CACHE, DISK CACHE,
-#          MODEL LOADING, SCHEDULER, WARM-UP
+# Uses     CONFIG, ERRORS, LOGGING, API TYPES, TOKEN HASHES, PACKED KV, KV STATE,
+#          PREFIX CACHE, DISK CACHE, CLUSTER, MODEL LOADING, SCHEDULER, WARM-UP
 # Thread   Engine: any; _run and what it calls: model, mlx
 
 IDLE_SECONDS: Final = 1.0  # at rest: between two reports; until memory is given back
@@ -17617,6 +18348,9 @@ IDLE_SECONDS_WITH_KV: Final = 60.0  # the second of these while KV is cached (L-
 REPORT_SECONDS: Final = 0.25  # between two reports while requests run
 CALL_CHECK_SECONDS: Final = 1.0  # between two looks whether the model thread lives
 _GONE: Final = "the model cannot be used any more; the server's log says why"
+_RANK_GONE: Final = (
+    "a machine that has a part of the model is gone, or hangs; the server starts again"
+)
 _STOPPING: Final = "the server is stopping"
 
 
@@ -17657,6 +18391,89 @@ class RequestLoad(NamedTuple):
     batch: int = -1  # number of its decode batch
 
 
+type _ModelTask = Callable[[Scheduler], object]  # for the model thread
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedTask:
+    """One that changes what all ranks have; any other only reads."""
+
+    run: _ModelTask
+    write: Callable[[], JsonObject]  # what other ranks read it from, plain data
+    handle: RequestHandle | None = None  # of a request that comes
+
+    def __call__(self, scheduler: Scheduler) -> object:
+        """Do it, on this rank."""
+        return self.run(scheduler)
+
+
+class _FollowedHandle(RequestHandle):
+    """A request of another rank, where its connection is."""
+
+    def put(self, event: EngineEvent) -> None:
+        """Drop an event: nobody waits for it here."""
+
+
+def _write_request(handle: RequestHandle) -> JsonObject:
+    """What other ranks must know of a request. They do not sample its tokens."""
+    request = handle.request
+    token_bytes = request.key.tokens.astype("<i4").tobytes()
+    return {
+        "tokens": binascii.b2a_base64(token_bytes, newline=False).decode(),
+        "salt": request.key.salt.hex(),
+        "checkpoint_positions": request.checkpoint_positions,
+        "checkpoint_ids": sorted(request.checkpoint_ids),
+        "max_tokens": request.max_tokens,
+        "owner": request.owner,
+        "request_id": request.request_id,
+        "submitted_at": handle.submitted_at,
+    }
+
+
+def _read_request(record: JsonObject, *, block_size: int) -> RequestHandle:
+    """The request that rank 0 has written."""
+    salt = bytes.fromhex(record["salt"])
+    token_bytes = binascii.a2b_base64(record["tokens"])
+    tokens = np.frombuffer(token_bytes, "<i4").astype(np.int32)
+    hashes = block_hashes(tokens, block_size, root=salt)
+    request = EngineRequest(
+        key=TokenKey(salt, tokens, hashes),
+        checkpoint_positions=tuple(record["checkpoint_positions"]),
+        checkpoint_ids=frozenset(record["checkpoint_ids"]),
+        max_tokens=record["max_tokens"],
+        sampling=SamplingParams(top_k=0, repetition_context_size=0, seed=None),
+        owner=RequestOwner(*record["owner"]),
+        request_id=record["request_id"],
+    )
+    return _FollowedHandle(request, record["submitted_at"])
+
+
+def _share_tasks(tasks: list[_ModelTask], scheduler: Scheduler) -> list[_ModelTask]:
+    """What this rank is to do: on rank 0 these tasks, elsewhere what rank 0 tells."""
+    lockstep = scheduler.loaded.lockstep
+    lockstep.compare("the scheduler", scheduler.figures)
+    lockstep.acknowledge()
+
+    def write_all() -> list[JsonObject]:
+        return [task.write() for task in tasks if isinstance(task, _SharedTask)]
+
+    records = lockstep.observe("tasks", write_all)
+    if lockstep.rank == 0:
+        return tasks
+    return [
+        _SharedTask(partial(_follow_record, record), record.copy) for record in records
+    ]
+
+
+def _follow_record(record: JsonObject, scheduler: Scheduler) -> None:
+    """Do what rank 0 does by a task."""
+    if "tokens" in record:
+        block_size = scheduler.config.prompt_cache_block_size
+        scheduler.waiting.append(_read_request(record, block_size=block_size))
+    else:
+        scheduler.drop_kv(record["tenant"], record["session"])
+
+
 class Engine:
     """The model thread and its inbox. Any thread may call any method."""
 
@@ -17667,17 +18484,23 @@ class Engine:
         *,
         load: Callable[[], LoadedModel],
         use_folder: Callable[[Path], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`load` runs on the model thread, and may raise ModelError.
 
         With `use_folder`, KV is kept on the disk, too. It is called on the model thread
-        with the folder of this model, before requests are let in.
+        with the folder of this model, before requests are let in. `ranks`: that have a
+        part of the model each; None: it is on this machine alone.
         """
         self._config = config
         self._metrics = metrics
         self._load = load
         self._use_folder = use_folder
-        self._inbox = queue.SimpleQueue[Callable[[Scheduler], object]]()
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.on_loss = self.abandon
+        self._inbox = queue.SimpleQueue[_ModelTask]()
+        self._tasks: list[_ModelTask] = []  # taken from it, perhaps not done yet
         self._n_waiting = 0  # requests that the model thread has taken from the inbox
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._faults = FaultLog()  # of what no request waits for
@@ -17686,6 +18509,8 @@ class Engine:
         self._is_loading = True  # the weights
         self.warm_up: WarmUpProgress | None = None  # None: before it and after it
         self._loaded: LoadedModel | None = None  # None: no request may come yet
+        self._scheduler: Scheduler | None = None  # None: nobody could submit yet
+        self.is_abandoned = False  # other ranks are gone: the thread may wait for ever
         self.is_closing = False  # set by MAIN: requests may end, none may begin
         self.is_draining = False  # sessions may go on, none may begin
         self._has_ended = threading.Event()  # or the thread ends after this step
@@ -17707,8 +18532,22 @@ class Engine:
         """End the thread after the current step; running requests fail."""
         self._has_ended.set()
         self._inbox.put(lambda _scheduler: None)  # wakes the thread if it rests
-        if not self._is_loading:  # loading cannot be stopped, so nobody waits for it
+        # Loading cannot be stopped, so nobody waits for it.
+        if not self._is_loading and not self.is_abandoned:
             self._thread.join(timeout=10 + self._config.shutdown_grace_seconds)
+
+    def abandon(self, sentence: str) -> None:
+        """End at once, whatever the model thread waits for; all requests fail.
+
+        Other ranks are gone; `sentence` says why, "" that nothing has failed.
+        """
+        if self._has_ended.is_set():
+            return
+        self.failure = self.failure or sentence or None
+        self.is_abandoned = True
+        self._has_ended.set()
+        if self._scheduler is not None:
+            self._refuse_all(self._scheduler)
 
     @property
     def state(self) -> Literal["loading", "ready", "dead"]:
@@ -17728,6 +18567,8 @@ class Engine:
 
     def _explain_end(self) -> NotReady:
         """What a client is told once the model thread has ended, or ends."""
+        if self.is_abandoned:
+            return NotReady(_RANK_GONE)
         is_stopped = self.is_closing and self.failure is None
         return NotReady(_STOPPING if is_stopped else _GONE)
 
@@ -17745,15 +18586,32 @@ class Engine:
             raise Overloaded(f"{max_queued} requests are waiting already")
 
         handle = RequestHandle(request)
-        self._inbox.put(lambda scheduler: scheduler.waiting.append(handle))
+        task = _SharedTask(
+            lambda scheduler: scheduler.waiting.append(handle),
+            partial(_write_request, handle),
+            handle,
+        )
+        self._inbox.put(task)
         self._check_ready()  # the thread may have ended, and never look again
         return handle
 
-    def call[T](self, function: Callable[[Scheduler], T]) -> T:
+    def drop_kv(self, tenant: str, session: str | None) -> int:
+        """Scheduler.drop_kv(). Raises what `call` does."""
+        record: JsonObject = {"tenant": tenant, "session": session}
+        return self.call(
+            lambda scheduler: scheduler.drop_kv(tenant, session), write=lambda: record
+        )
+
+    def call[T](
+        self,
+        function: Callable[[Scheduler], T],
+        *,
+        write: Callable[[], JsonObject] | None = None,
+    ) -> T:
         """Run a function on the model thread, between two steps; returns its result.
 
-        Raises what the function raises. Raises NotReady if no model is loaded, or if
-        the thread ends before it runs the function.
+        `write`: of a _SharedTask. Raises what the function raises. Raises NotReady if
+        no model is loaded, or if the thread ends before it runs the function.
         """
         self._check_ready()  # else the function would run when nobody waits for it
         result: Future[T] = Future()
@@ -17764,7 +18622,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - raised again by the caller
                 result.set_exception(error)
 
-        self._inbox.put(run)
+        self._inbox.put(run if write is None else _SharedTask(run, write))
         while True:
             self._check_ready()
             if wait_for_futures([result], timeout=CALL_CHECK_SECONDS).done:
@@ -17783,6 +18641,7 @@ class Engine:
             loaded = self._load()
             self._is_loading = False
             scheduler = Scheduler(loaded, self._config, metrics=self._metrics)
+            self._scheduler = scheduler
             _check_room(scheduler)
             if is_warm_up_wanted(self._config):
                 self._warm_up(scheduler)
@@ -17794,6 +18653,8 @@ class Engine:
                 self._serve(scheduler)
         except ModelError as error:
             self.failure = str(error)
+        except LostStep as loss:
+            self.abandon(str(loss))
         except Exception:
             logger.exception("the model thread died")
             self.failure = "the model thread died; the log says why"
@@ -17802,6 +18663,8 @@ class Engine:
             if scheduler is not None:  # else nobody could submit yet
                 self._refuse_all(scheduler)
                 self._save_all(scheduler)
+            if self._ranks is not None:
+                self._ranks.leave(self.failure or "")
             mx.clear_streams()  # why(L-20): else the process may abort at its end
 
     def _warm_up(self, scheduler: Scheduler) -> None:
@@ -17856,7 +18719,8 @@ class Engine:
 
     def _serve(self, scheduler: Scheduler) -> None:
         """Step as long as there is something to do; look around now and then."""
-        worked_at = time.monotonic()
+        lockstep = scheduler.loaded.lockstep
+        worked_at = lockstep.now()
         reported_at = worked_at
         can_rest = True  # nothing runs, and no KV is left to be saved
         while not self._has_ended.is_set():
@@ -17865,26 +18729,42 @@ class Engine:
             self._n_waiting = len(scheduler.waiting)
             if scheduler.is_busy:
                 scheduler.step()
-                worked_at = time.monotonic()
+                worked_at = lockstep.now()
             else:
-                idle_seconds = time.monotonic() - worked_at
+                idle_seconds = lockstep.now() - worked_at
                 self._faults.guard(partial(self._rest, scheduler, idle_seconds))
             has_more_to_save = scheduler.save_some()
             can_rest = not (has_more_to_save or scheduler.is_busy)
 
-            since_report = time.monotonic() - reported_at
+            since_report = lockstep.now() - reported_at
             if not scheduler.is_busy or since_report > REPORT_SECONDS:
-                reported_at = time.monotonic()
-                self._faults.guard(scheduler.hold_limit)
-                self._faults.guard(scheduler.evict_idle)
-                self._faults.guard(partial(self._publish, scheduler))
+                reported_at = lockstep.now()
+                for task in (scheduler.hold_limit, scheduler.evict_idle):
+                    self._faults.guard(task, check_fault=lockstep.check_fault)
+                with lockstep.apart():
+                    self._faults.guard(partial(self._publish, scheduler))
 
     def _receive(self, scheduler: Scheduler, *, wait_seconds: float) -> None:
-        """Run all functions of the inbox; wait for the first one, if there is none."""
+        """Run all tasks of the inbox; wait for the first one, if there is none."""
+        lockstep = scheduler.loaded.lockstep
+        self._tasks = [] if lockstep.rank else self._take_tasks(wait_seconds)
+        if lockstep.n_ranks > 1:
+            self._tasks = _share_tasks(self._tasks, scheduler)
+        for task in self._tasks:
+            if isinstance(task, _SharedTask):
+                task(scheduler)
+                continue
+            with lockstep.apart():
+                task(scheduler)
+        self._tasks = []
+
+    def _take_tasks(self, wait_seconds: float) -> list[_ModelTask]:
+        tasks: list[_ModelTask] = []
         with suppress(queue.Empty):
-            self._inbox.get(timeout=wait_seconds)(scheduler)
+            tasks.append(self._inbox.get(timeout=wait_seconds))
             while True:
-                self._inbox.get_nowait()(scheduler)
+                tasks.append(self._inbox.get_nowait())
+        return tasks
 
     def _rest(self, scheduler: Scheduler, idle_seconds: float) -> None:
         """Give memory back that nobody has used for a while (L-53).
@@ -17950,9 +18830,12 @@ class Engine:
 
     def _refuse_all(self, scheduler: Scheduler) -> None:
         """Tell all requests that there will be no answer."""
-        self._receive(scheduler, wait_seconds=0.0)
-        running = [running.handle for running in scheduler.running]
-        for handle in [*scheduler.waiting, *running]:
+        handles = [running.handle for running in scheduler.running]
+        handles += scheduler.waiting
+        for task in [*self._tasks, *self._take_tasks(0.0)]:
+            if isinstance(task, _SharedTask) and task.handle is not None:
+                handles.append(task.handle)
+        for handle in handles:
             handle.put(self._explain_end())
 
 
@@ -23281,7 +24164,7 @@ def kept_awake(config: Config) -> Iterator[None]:
 # Public   health_body, models_body, model_body, status_body, detailed_status_body,
 #          metrics_text, count_tokens_body, explain_body, drain, drop_cache
 # Uses     OPTIONS, CONFIG, ERRORS, LOGGING, API TYPES, PREFIX CACHE, DISK CACHE,
-#          SESSIONS, ENGINE, TENANTS, REQUEST HANDLING
+#          SESSIONS, CLUSTER, ENGINE, TENANTS, REQUEST HANDLING
 # Thread   connection; models_body: also main
 
 MAX_SESSIONS: Final = 20  # in the status
@@ -23366,6 +24249,13 @@ class StatusMemory(MemoryReport):
     process: NotRequired[int]
 
 
+class RankReport(TypedDict):
+    """The machines that have a part of the model each."""
+
+    hosts: list[str]  # of each rank
+    link: str  # how fast they exchange sums
+
+
 class StatusBody(HealthBody):
     """The body of GET /v1/status; web/openapi.json describes all of it."""
 
@@ -23383,6 +24273,7 @@ class StatusBody(HealthBody):
     cache: list[EntryReport]
     disk: NotRequired[DiskReport]  # if KV is kept there; only who sees all, sees it
     replicas: NotRequired[list[ReplicaReport]]  # behind the proxy, if several; likewise
+    ranks: NotRequired[RankReport]  # if each has a part of the model; likewise
     layers: NotRequired[list[str]]  # what each layer keeps, if it was asked for
     sessions: list[SessionRow]
     ledger: dict[str, int]
@@ -23469,7 +24360,13 @@ def status_body(state: ServerState) -> StatusBody:
             "bytes": model.nbytes,
             "context_length": model.max_context_tokens,
         }
+        if model.lockstep.n_ranks > 1 and not state.tenant:
+            body["ranks"] = _describe_ranks(model.lockstep)
     return body
+
+
+def _describe_ranks(lockstep: Lockstep) -> RankReport:
+    return {"hosts": list(lockstep.hosts), "link": lockstep.link_report}
 
 
 def _merge[Row](
@@ -23652,9 +24549,7 @@ def drop_cache(state: ServerState, session: str | None) -> JsonObject:
         stores.healing_store.forget(session)
         stores.history.forget(session)
         stores.session_turn_store.forget(session)
-    n_dropped = state.engine.call(
-        lambda scheduler: scheduler.drop_kv(state.tenant, session)
-    )
+    n_dropped = state.engine.drop_kv(state.tenant, session)
     state.records.flush(_FORGET_SECONDS)
     return {"dropped": n_dropped}
 
@@ -24807,8 +25702,11 @@ _ROUTE_PATHS: Final = frozenset(path for _, path in _ROUTES)
 # replies and has the engine cut what is left; LiteLLM ends with its `with` block; main
 # returns 0. A second Ctrl-C ends the process at once.
 #
+# With several ranks (CLUSTER), which mlx.launch starts, rank 0 is this server; another
+# rank has an engine and no addresses (_follow), and ends when rank 0 does.
+#
 # Public   build_state, run_proxy, main, end_process
-# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE,
+# Uses     OPTIONS, CONFIG, LOGGING, WORK BUDGET, SAVED RECORDS, DISK CACHE, CLUSTER,
 #          MODEL LOADING, ENGINE, TENANTS, STATUS, HTTP SERVER
 # Thread   main
 
@@ -24824,14 +25722,18 @@ _LAST_WORDS_SECONDS: Final = 1.0  # for somebody to read the last lines of the l
 _FIRST_REPORT_SECONDS: Final = 2.0  # in which LiteLLM's keeper finds its port taken
 _CUT_SECONDS: Final = 5.0  # for cut replies to send their last event
 _FLUSH_SECONDS: Final = 5.0  # for records to be written
+_FOLLOW_SECONDS: Final = 0.1  # between two looks of another rank than 0
 _KEEPER_SECONDS: Final = 5.0  # for the last lines of LiteLLM's keeper to be logged
 _M_ARENA_MAX: Final = -8  # of mallopt(), from malloc.h of glibc
 
 
-def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
+def build_state(
+    config: Config, *, can_be_demo: bool = False, ranks: Ranks | None = None
+) -> ServerState:
     """Everything that outlives a request; nothing runs yet.
 
-    With `can_be_demo`, the demo is loaded if the model of `config` cannot be.
+    With `can_be_demo`, the demo is loaded if the model of `config` cannot be. `ranks`:
+    that have a part of the model each.
     """
     limit_bytes = memory_limit(config)
     ledger_bytes = min(config.ledger_max_bytes, limit_bytes // _LEDGER_PART)
@@ -24844,6 +25746,8 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
     def load() -> LoadedModel:
         if can_be_demo:
             return load_or_demo(config)
+        if ranks is not None:
+            return load_part(resolve_model(config), config, ranks)
         return load_model(resolve_model(config), config)
 
     def use_folder(folder: Path) -> None:
@@ -24854,7 +25758,11 @@ def build_state(config: Config, *, can_be_demo: bool = False) -> ServerState:
     return ServerState(
         config=config,
         engine=Engine(
-            config, metrics, load=load, use_folder=use_folder if has_disk else None
+            config,
+            metrics,
+            load=load,
+            use_folder=use_folder if has_disk else None,
+            ranks=ranks,
         ),
         metrics=metrics,
         session_log=SessionLog(config),
@@ -24876,12 +25784,18 @@ def main() -> int:
         config = _read_config(options)
         _raise_descriptor_limit(config)
         is_named = bool(config.model_path)
-        if not is_named:
+        place = find_rank(os.environ)
+        ranks = None
+        if place is not None:
+            config, ranks = _join_ranks(config, place, stop)
+        elif not is_named:
             name = choose_model(config, stop)
             config = config.model_copy(update={"model_path": name})
         if stop.is_set():
             return _STOPPED
-        state = build_state(config, can_be_demo=not is_named)
+        if ranks is not None and ranks.rank:
+            return _follow(config, ranks, stop)
+        state = build_state(config, can_be_demo=not is_named, ranks=ranks)
         state.session_log.check()
         signal.signal(signal.SIGUSR1, partial(_drain_on_signal, state))
         servers = _listen(config, state)
@@ -25045,24 +25959,27 @@ def _serve(
     _wait_until_loaded(state, stop)
 
     is_loaded = state.engine.state == "ready"
-    if is_loaded and state.config.kernel_warm_up != "exit":
-        # why(L-36): a full collection would visit all that the libraries keep.
-        gc.collect()
-        gc.freeze()
-        with run_proxy(state.config, models_body(state)["data"][0], state.proxy):
+    with ExitStack() as running:
+        if is_loaded and state.config.kernel_warm_up != "exit":
+            # why(L-36): a full collection would visit all that the libraries keep.
+            gc.collect()
+            gc.freeze()
+            model_info = models_body(state)["data"][0]
+            running.enter_context(run_proxy(state.config, model_info, state.proxy))
             state.proxy.was_reported.wait(_FIRST_REPORT_SECONDS)
             _print_line(_write_banner(state))
             _wait_until_stop(state, stop)
-            if stop.is_set():
-                _print_line("Stopping ... (a second Ctrl-C does not wait for replies)")
-            _drain(state, servers)
-    else:
+        # Before replies end: mlx.launch stops all ranks when one has failed.
+        is_stopped = stop.is_set() and not state.engine.is_abandoned
+        if is_stopped and is_loaded:
+            _print_line("Stopping ... (a second Ctrl-C does not wait for replies)")
         _drain(state, servers)
 
-    if not state.engine.failure or stop.is_set():
+    if not state.engine.failure or is_stopped:
         _print_line("stopped.")
         return _STOPPED
-    status = _MODEL_DIED if is_loaded else _CANNOT_START
+    has_died = is_loaded or state.engine.is_abandoned
+    status = _MODEL_DIED if has_died else _CANNOT_START
     return _fail(state.engine.failure, status=status)
 
 
@@ -25246,6 +26163,47 @@ def _follow_keeper(lines: Iterable[bytes], proxy: Proxy) -> None:
     if proxy.state != "port_taken":
         proxy.state = "given_up"
     proxy.was_reported.set()
+
+
+# -- ranks -----------------------------------------------------------------------------
+
+
+def _join_ranks(
+    config: Config, place: RankPlace, stop: threading.Event
+) -> tuple[Config, Ranks]:
+    """Wait for all ranks; the settings of all. Raises ConfigError."""
+    if not config.model_path:
+        raise ConfigError("--model, or MODEL_PATH, must name the model that is divided")
+    if config.model_kind == "vision":
+        raise ConfigError("MODEL_KIND=vision: only text models can be divided yet")
+    _print_line(f"rank {place.rank} of {place.n_ranks}: waiting for the others ...")
+    return join_ranks(config, place, memory_bytes=memory_limit(config), stop=stop)
+
+
+def _follow(config: Config, ranks: Ranks, stop: threading.Event) -> int:
+    """Be another rank than 0 until rank 0 ends. Returns the exit status.
+
+    A signal that all ranks get lets rank 0 end its replies before this rank goes.
+    """
+    engine = Engine(
+        config,
+        CacheMetrics(),
+        load=lambda: load_part(resolve_model(config), config, ranks),
+        ranks=ranks,
+    )
+    engine.start()
+    patience = config.shutdown_grace_seconds + _CUT_SECONDS
+    while engine.state != "dead" and not stop.wait(_FOLLOW_SECONDS):
+        pass
+    deadline = time.monotonic() + patience
+    while engine.state != "dead" and time.monotonic() < deadline:
+        time.sleep(_FOLLOW_SECONDS)
+
+    ranks.leave(engine.failure or "")
+    if engine.failure is None:
+        _print_line(f"rank {ranks.rank}: stopped.")
+        return _STOPPED
+    return _fail(f"rank {ranks.rank}: {engine.failure}", status=_MODEL_DIED)
 
 
 # -- stop ------------------------------------------------------------------------------

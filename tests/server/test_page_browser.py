@@ -279,6 +279,20 @@ def test_the_servers_behind_litellm_and_how_they_are(visit):
         assert page.title() != "pwned"
 
 
+def test_the_machines_that_have_a_part_of_the_model(visit):
+    with serving_page() as stub:
+        page = visit(stub)
+        expect(page.locator("#machines")).to_be_hidden()  # it has all of it
+        stub.status["ranks"] = {"hosts": ["10.0.0.1", EVIL], "link": "0.2 ms a sum"}
+        refresh(page)
+        expect(page.locator("#machines-sum")).to_have_text("0.2 ms a sum")
+        expect(page.locator("#ranks li").first).to_contain_text(
+            "rank 0 10.0.0.1: 1/2 of each layer"
+        )
+        assert page.locator("#machines img").count() == 0
+        assert page.locator("#ranks li").count() == 2
+
+
 def test_the_demo_model_is_offered_what_it_knows_and_no_agent(visit):
     with serving_page() as stub:
         page = visit(stub)

@@ -40,6 +40,7 @@ class Loaded:
     device: str = "test"
     draft_model: s.LoadedDraftModel | None = None
     vocab_size: int = VOCAB
+    lockstep: s.Lockstep = s.ALONE
     # What an idle engine tells it.
     template: Any = field(
         default_factory=lambda: SimpleNamespace(clear_memos=lambda: None)

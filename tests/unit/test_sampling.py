@@ -189,6 +189,7 @@ def test_one_bad_logit_leaves_no_token_to_its_row_and_all_to_the_others(dtype, b
     def output_of(row_logprobs):
         row = object.__new__(s.RunningRequest)
         row.output_ids = []
+        row.lockstep = s.ALONE
         row.request = SimpleNamespace(top_logprobs=-1)
         row.handle = SimpleNamespace(put=events.append)
         for token in tokens:

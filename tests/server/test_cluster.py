@@ -1,0 +1,712 @@
+"""One model over several ranks: two processes on loopback, as mlx.launch starts them."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import start_cluster
+import start_llm as s
+from cold_reference import Oracle
+from exact_blas import preloading
+from program import CHAT, Program
+from server_fixture import MAX_WAIT_SECONDS, free_port, wait_until
+from tiny_models import DENSE, HYBRID, WORDS, tiny_model
+
+TESTS = Path(__file__).parents[1]
+SCENARIO = TESTS / "support" / "rank_scenario.py"
+START = TESTS.parent / "scripts" / "helpers" / "start_cluster.py"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ROUNDING = 1e-3  # a sharded model sums its layers in another order
+N_KILLS = int(os.environ.get("RANK_KILLS", "1"))
+WATCHDOG_SECONDS = 4.0
+
+
+def rank_environment(folder, n_ranks=2):
+    """By rank, what mlx.launch sets, and where rank 0 listens for the others."""
+    hosts = [[f"127.0.0.1:{free_port()}"] for _ in range(n_ranks)]
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps(hosts))
+    shared = {
+        "MLX_HOSTFILE": str(hostfile),
+        "CLUSTER_PORT": str(free_port()),
+        "CLUSTER_WATCHDOG_SECONDS": str(WATCHDOG_SECONDS),
+        **ONE_THREAD,
+    }
+    return [{**shared, "MLX_RANK": str(rank)} for rank in range(n_ranks)]
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def play(folder, model, seed, **settings):
+    """Run the scenario; the reports of both ranks."""
+    folder.mkdir(exist_ok=True)
+    reports = [folder / f"rank{rank}.json" for rank in range(2)]
+    processes = []
+    for report, variables in zip(reports, rank_environment(folder), strict=True):
+        report.unlink(missing_ok=True)
+        command = [sys.executable, str(SCENARIO), str(model), str(seed), str(report)]
+        paths = {"PYTHONPATH": f"{TESTS}:{TESTS / 'support'}"}
+        environment = {**os.environ, **preloading(), **variables, **settings, **paths}
+        processes.append(subprocess.Popen(command, env=environment))
+    for process in processes:
+        assert process.wait(timeout=MAX_WAIT_SECONDS) == 0
+    return [json.loads(report.read_text()) for report in reports]
+
+
+@pytest.mark.parametrize("kind", (DENSE, HYBRID))
+def test_ranks_keep_and_compute_the_same_at_each_step(kind, tmp_path, table):
+    """And what comes from the cache is what the sharded model computes without it.
+
+    That is what the whole model computes, but for rounding.
+    """
+    model = tiny_model(kind, tmp_path)
+    first, second = play(
+        tmp_path,
+        model,
+        seed=1,
+        PROMPT_CACHE_MAX_ENTRIES_GLOBAL="4",
+        BATCH_MAX_ROWS="3",
+    )
+
+    assert first["failure"] is None and second["failure"] is None
+    assert first["error"] == ""
+    n_steps = min(len(first["steps"]), len(second["steps"]))
+    assert n_steps > 50 and n_steps >= len(first["steps"]) - 2  # it ends at once
+    assert first["steps"][:n_steps] == second["steps"][:n_steps]
+    assert first["ids"] == second["ids"]
+    for name, digest in first["logprobs"].items():
+        if name.removeprefix("cold ") not in first["constrained"]:  # masked on rank 0
+            assert second["logprobs"][name] == digest, name
+
+    assert max(first["worst"].values()) == 0.0
+    oracle = Oracle(model, at_once=512)
+    for name in first["names"]:
+        if name in first["greedy"]:
+            tokens = first["prompts"][name] + first["replies"][name][:-1]
+            logprobs = oracle.logprobs(tokens, n=1)[0]
+            assert logprobs.max() - logprobs[first["replies"][name][-1]] < ROUNDING
+    assert sum(first["cached"].values()) > 500
+    n_cached = sum(first["cached"].values())
+    table(
+        f"{kind} on two ranks: {n_steps} steps, {len(first['names'])} replies,"
+        f" {n_cached} tokens from the cache, largest difference 0.0"
+    )
+
+
+@pytest.mark.parametrize("fault", ("clock", "exception", "eviction"))
+def test_ranks_that_part_end(fault, tmp_path):
+    """A fault that one rank alone has: every request gets an error, and both ranks end."""
+    model = tiny_model(DENSE, tmp_path)
+    first, second = play(
+        tmp_path,
+        model,
+        seed=3,
+        PLANTED_FAULT=fault,
+        PROMPT_CACHE_MAX_ENTRIES_GLOBAL="2",
+    )
+    assert "part of the model is gone" in first["error"]
+    assert first["failure"] and second["failure"]
+    if fault != "exception":
+        assert "not in step" in second["failure"]
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+class TwoRanks:
+    """The program as two processes; rank 0 is asked."""
+
+    def __init__(self, folder, model, **settings):
+        folder.mkdir(exist_ok=True)
+        self.ranks = []
+        for rank, variables in enumerate(rank_environment(folder)):
+            # By rank, if it is a list of two.
+            own = {k: v if isinstance(v, str) else v[rank] for k, v in settings.items()}
+            program = Program(folder / f"rank{rank}", model, **{**variables, **own})
+            self.ranks.append(program)
+
+    @property
+    def port(self):
+        return self.ranks[0].port
+
+    def wait_until_ready(self):
+        self.ranks[0].wait_until_ready()
+
+    def ask(self, messages, **fields):
+        return ask(self.port, messages, **fields)
+
+    def wait_for_end(self, seconds=MAX_WAIT_SECONDS):
+        """The exit status of each rank."""
+        return [rank.process.wait(timeout=seconds) for rank in self.ranks]
+
+    def close(self):
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.wait()
+
+    @property
+    def said(self):
+        return "\n".join(rank.said for rank in self.ranks)
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(kind=DENSE, **settings):
+        model = settings.pop("model", None) or tiny_model(kind, tmp_path)
+        started.append(TwoRanks(tmp_path / f"start{len(started)}", model, **settings))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.close()
+
+
+def ask(port, messages, *, path=CHAT, timeout=MAX_WAIT_SECONDS, **fields):
+    """The body of the reply. Raises OSError (HTTPError is one), ValueError."""
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, **fields}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        return json.load(response)
+
+
+def words(rng, n):
+    return " ".join(rng.choices(WORDS, k=n))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_is_answered_from_the_cache_as_without_it(start):
+    ranks = start(HYBRID)
+    ranks.wait_until_ready()
+    with urllib.request.urlopen(f"http://127.0.0.1:{ranks.port}/v1/status") as answer:
+        report = json.load(answer)["ranks"]
+    assert report["hosts"] == ["127.0.0.1", "127.0.0.1"]
+    assert report["link"].startswith("a sum takes ")
+    rng = random.Random(1)
+    messages = [user(words(rng, 300))]
+    turns = []
+    for _ in range(3):
+        body = ranks.ask(messages, logprobs=True, top_logprobs=5)
+        turns.append((list(messages), body["choices"][0]))
+        messages += [body["choices"][0]["message"], user(words(rng, 30))]
+    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0.8 * body["usage"]["prompt_tokens"]
+
+    # What rank 0 alone knows of: a grammar, a seed.
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+    schema["additionalProperties"] = False
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = ranks.ask(messages, response_format=strict, max_tokens=40)
+    content = answer["choices"][0]["message"]["content"]
+    assert re.match(r'\s*\{\s*("a"|\}|$)', content), content
+    seeded = [ranks.ask(messages, temperature=0.9, seed=5) for _ in range(2)]
+    assert seeded[0]["choices"] == seeded[1]["choices"]
+
+    drop = urllib.request.Request(
+        f"http://127.0.0.1:{ranks.port}/v1/cache", method="DELETE"
+    )
+    urllib.request.urlopen(drop).close()
+    for past, choice in turns[:1]:
+        again = ranks.ask(past, logprobs=True, top_logprobs=5)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert again["choices"][0]["logprobs"] == choice["logprobs"]
+
+    ranks.ranks[0].process.send_signal(signal.SIGTERM)
+    assert ranks.wait_for_end() == [0, 0], ranks.said
+    assert "Traceback" not in ranks.said
+
+
+def test_ranks_with_other_weights_do_not_serve(start, tmp_path):
+    models = [
+        tiny_model(DENSE, tmp_path / "a"),
+        tiny_model(DENSE, tmp_path / "b", seed=9),
+    ]
+    ranks = start(MODEL_PATH=[str(model) for model in models], model="unused")
+    assert ranks.wait_for_end() == [1, 1], ranks.said
+    assert "the model of rank 1 differs from that of rank 0" in ranks.ranks[0].said
+
+
+def test_a_model_that_ranks_cannot_divide_is_refused():
+    facts = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    s._check_heads(facts, 4)
+    with pytest.raises(ValueError, match="3 ranks cannot divide 4 heads"):
+        s._check_heads(facts, 3)
+    with pytest.raises(ValueError, match="of this kind cannot be divided"):
+        s.divide_model(object(), None)
+
+
+# -- killed and stopped ----------------------------------------------------------------------------
+
+
+class Agent(threading.Thread):
+    """Asks and goes on from the answer, until the server is gone."""
+
+    def __init__(self, port, seed):
+        super().__init__(daemon=True)
+        self._port = port
+        self._random = random.Random(seed)
+        self.answered_at = time.monotonic()
+        self.end = None  # the error that it was sent
+
+    def run(self):
+        messages = [user(words(self._random, 300))]
+        while self.end is None:
+            try:
+                body = ask(self._port, messages, max_tokens=60)
+            except (OSError, ValueError) as error:
+                self.end = error
+                continue
+            message = body["choices"][0]["message"]
+            answer = {"role": "assistant", "content": message.get("content") or ""}
+            messages += [answer, user(words(self._random, 40))]
+        self.answered_at = time.monotonic()
+
+
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
+def test_all_are_answered_when_a_rank_is_gone(number, start, table):
+    """At a random moment, as often as RANK_KILLS says; then a start that answers rightly."""
+    rng = random.Random(f"{number} {os.environ.get('RANK_SEED', '0')}")
+    question = [user(words(rng, 400))]
+    expected = {}
+    slowest = 0.0
+    for round_number in range(N_KILLS):
+        is_odd = (round_number + (number == signal.SIGSTOP)) % 2
+        kind = HYBRID if is_odd else DENSE
+        victim = 1 - round_number // 2 % 2
+        ranks = start(kind)
+        ranks.wait_until_ready()
+        answer = ranks.ask(question)["choices"]
+        assert answer == expected.setdefault(kind, answer), round_number
+
+        agents = [Agent(ranks.port, seed) for seed in range(3)]
+        for agent in agents:
+            agent.start()
+        time.sleep(0.3 + 2 * rng.random())
+        began = time.monotonic()
+        ranks.ranks[victim].process.send_signal(number)
+        survivor = ranks.ranks[1 - victim]
+        assert survivor.process.wait(timeout=MAX_WAIT_SECONDS) == 1, survivor.said
+        if (
+            victim == 0 and number == signal.SIGSTOP
+        ):  # nobody can answer till it goes on
+            ranks.ranks[0].process.send_signal(signal.SIGCONT)
+            assert ranks.ranks[0].process.wait(timeout=MAX_WAIT_SECONDS) == 1
+        for agent in agents:
+            agent.join(MAX_WAIT_SECONDS)
+            assert not agent.is_alive()
+            if isinstance(agent.end, urllib.error.HTTPError):
+                assert "a machine that has a part" in agent.end.read().decode()
+            slowest = max(slowest, agent.answered_at - began)
+        assert "Traceback" not in survivor.said
+        assert "start-llm: " in survivor.said
+        ranks.close()
+    table(
+        f"{signal.Signals(number).name} of a rank, {N_KILLS} times: all requests ended"
+        f" within {slowest:.1f} s"
+    )
+    assert slowest < WATCHDOG_SECONDS + 10
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+class Command:
+    """start_cluster.py with two ranks on this machine."""
+
+    def __init__(self, folder):
+        self.port = free_port()
+        command = [sys.executable, str(START), "--hosts", "127.0.0.1", "--ranks", "2"]
+        command += ["--starting-port", str(free_port()), "--no-proxy"]
+        command += ["--model", str(tiny_model(DENSE, folder))]
+        settings = {"MLX_PORT": str(self.port), "CLUSTER_PORT": str(free_port())}
+        settings |= {**ONE_THREAD, **preloading(), "LOG_ROOT": str(folder)}
+        self._console = folder / "console"
+        with self._console.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **settings},
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.PIPE,
+            )
+        wait_until(lambda: "start-llm 1.0.0 serves" in self.said)
+        self._processes = psutil.Process(self.process.pid).children(recursive=True)
+
+    @property
+    def said(self):
+        return self._console.read_text()
+
+    def rank(self, number):
+        for process in self._processes:
+            if process.environ().get("MLX_RANK") == str(number):
+                return process
+        raise LookupError(number)
+
+    def wait_for_end(self):
+        """The exit status, when no rank is left."""
+        status = self.process.wait(timeout=MAX_WAIT_SECONDS)
+        _, alive = psutil.wait_procs(self._processes, timeout=MAX_WAIT_SECONDS)
+        assert not alive
+        return status
+
+
+@pytest.fixture
+def command(tmp_path):
+    command = Command(tmp_path)
+    yield command
+    command.process.kill()
+
+
+def test_one_command_starts_and_ends_all_ranks(command):
+    assert ask(command.port, [user("alpha river")])["choices"]
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait_for_end() == 0
+
+
+def test_the_command_says_why_it_ends_when_a_rank_is_killed(command):
+    """Though mlx.launch tells rank 0 to stop."""
+    command.rank(1).kill()
+    assert command.wait_for_end() == 1
+    assert "start-llm: rank 1 has ended" in command.said
+
+
+def test_a_rank_that_hangs_does_not_keep_the_command(monkeypatch):
+    monkeypatch.setattr(start_cluster, "END_SECONDS", 0.5)
+    launcher = "(trap '' TERM; sleep 600; true) & (sleep 1; true) & wait"
+    process = subprocess.Popen(["bash", "-c", launcher], start_new_session=True)
+    start_cluster.wait_for_end(process, n_ranks=2)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("options", (["--ranks", "1"], ["--ranks", "0"]))
+def test_one_rank_is_no_cluster(options, monkeypatch, capsys):
+    argv = ["start_cluster.py", "--hosts", "127.0.0.1", *options]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert start_cluster.main() == 2
+    assert "two ranks are the least" in capsys.readouterr().err
+
+
+def test_a_machine_with_another_version_is_named(tmp_path, monkeypatch):
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho start-llm 0.9.0\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(
+        start_cluster.ClusterError, match=r"10\.0\.0\.7 has start-llm 0\.9\.0"
+    ):
+        start_cluster.check_host("10.0.0.7")
+
+    ssh.write_text("#!/bin/sh\necho no route >&2; exit 255\n")
+    with pytest.raises(start_cluster.ClusterError, match=r"10\.0\.0\.7 .*: no route"):
+        start_cluster.check_host("10.0.0.7")
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connection():
+    """Its two ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connected = socket.create_connection(listener.getsockname())
+        sockets = (connected, listener.accept()[0])
+    yield sockets
+    for end in sockets:
+        end.close()
+
+
+def make_rank(rank, end):
+    link = s._Link(end, f"rank {1 - rank}")
+    return s.Ranks(s.RankPlace(rank, 2, "127.0.0.1"), [link], max_silence=0.3)
+
+
+@pytest.fixture
+def two_ranks(connection):
+    """Rank 0 and rank 1 in one process."""
+    return [make_rank(rank, end) for rank, end in enumerate(connection)]
+
+
+def test_what_rank_0_reads_is_what_the_others_get(two_ranks):
+    first, second = two_ranks
+    values = [17.25, 0, None, "stop", [1, "a"], 1e308, True]
+    for value in values:
+        assert first.observe("x", lambda value=value: value) == value
+        assert second.observe("x", lambda: "its own") == value
+    first.compare("x", lambda: [1, "a"])
+    second.compare("x", lambda: [1, "a"])
+
+
+def test_what_ranks_do_apart_is_told_to_nobody(two_ranks):
+    first, second = two_ranks
+    with first.apart():
+        assert first.observe("x", lambda: 1) == 1
+    with second.apart():
+        assert second.observe("x", lambda: 2) == 2
+    first.observe("x", lambda: 3)
+    assert second.observe("x", lambda: 4) == 3
+
+
+def test_ranks_that_read_different_things_part(two_ranks):
+    first, second = two_ranks
+    first.observe("now", time.monotonic)
+    with pytest.raises(s.LostStep, match="rank 0 is at 'now', rank 1 at 'stop'"):
+        second.observe("stop", lambda: None)
+    first.compare("the cache", lambda: [1])
+    with pytest.raises(s.LostStep, match="the cache of rank 1 differs"):
+        second.compare("the cache", lambda: [2])
+
+
+def test_no_handler_of_errors_keeps_parted_ranks_going(two_ranks):
+    with pytest.raises(s.LostStep, match="planted"):
+        try:
+            two_ranks[1].check_fault(ValueError("planted"))
+        except Exception:  # noqa: BLE001 - what the scheduler does with errors
+            pytest.fail("it was handled")
+
+
+def test_a_rank_that_leaves_says_why(two_ranks):
+    first, second = two_ranks
+    losses = []
+    first.on_loss = losses.append
+    second.leave("it has no memory")
+    wait_until(lambda: losses)
+    assert losses == ["it has no memory"]
+    with pytest.raises(s.LostStep, match="it has no memory"):
+        first.observe("now", time.monotonic)
+
+
+def test_a_rank_that_steps_no_more_is_noticed(two_ranks):
+    losses = {}
+    for ranks in two_ranks:
+        ranks.on_loss = partial(losses.setdefault, ranks.rank)
+    began = time.monotonic()
+    for ranks in two_ranks:  # while it loads, it lets the other know
+        wait_until(lambda link=ranks._links[0]: link.heard_at > began)
+    assert not losses
+
+    for ranks in two_ranks:
+        ranks.acknowledge()
+    wait_until(lambda: len(losses) == 2)
+    for rank in (0, 1):
+        expected = f"rank {1 - rank} says nothing for longer than CLUSTER_WATCHDOG"
+        assert expected in losses[rank]
+    with pytest.raises(s.LostStep):
+        two_ranks[1].observe("now", time.monotonic)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    (
+        (None, "rank 1 says nothing for longer than 0.3 s"),
+        (b"", "rank 1 has ended, or its connection is lost"),
+        (b"[1, 2, 3]\n", "rank 1 sends no message of ours"),
+        (b'"ack"\n', "rank 1 sends no message of ours"),
+        (b"\xff\n", "rank 1 sends no message of ours"),
+        (b"[" * 100_000 + b"\n", "rank 1 sends no message of ours"),
+    ),
+)
+def test_a_rank_that_hangs_or_ends_while_it_loads_is_noticed(
+    message, expected, connection, monkeypatch
+):
+    monkeypatch.setattr(s, "_LOADING_SILENCE", 0.3)
+    first = make_rank(0, connection[0])
+    losses = []
+    first.on_loss = losses.append
+    if message:
+        connection[1].sendall(message)
+    elif message == b"":
+        connection[1].shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: losses)
+    assert losses == [expected]
+
+
+def test_bytes_that_are_no_message_do_not_hold_who_reads(connection):
+    """Somebody sends a byte now and then, and never a whole line."""
+    link = s._Link(connection[0], "somebody")
+
+    def feed():
+        with suppress(OSError):  # the test has ended
+            for _ in range(100):
+                time.sleep(0.05)
+                connection[1].sendall(b" ")
+            connection[1].shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=feed, daemon=True).start()
+    assert link.read(0.3) is None
+
+
+def test_a_request_reaches_other_ranks_whole():
+    tokens = np.array([5, 2**31 - 1, 7] * 20, np.int32)
+    key = s.TokenKey(b"\x00r", tokens, s.block_hashes(tokens, 16, root=b"\x00r"))
+    request = s.EngineRequest(
+        key=key,
+        checkpoint_positions=(3, 9),
+        checkpoint_ids=frozenset((4, 8)),
+        max_tokens=5,
+        sampling=s.SamplingParams(temperature=0.5),
+        owner=s.RequestOwner("tenant", "session"),
+        request_id="id",
+    )
+    handle = s.RequestHandle(request)
+    record = json.loads(json.dumps(s._write_request(handle)))
+    other = s._read_request(record, block_size=16)
+
+    assert other.submitted_at == handle.submitted_at
+    assert other.request.key.salt == key.salt
+    assert other.request.key.block_hashes == key.block_hashes
+    assert (other.request.key.tokens == tokens).all()
+    for name in ("checkpoint_positions", "checkpoint_ids", "max_tokens", "owner"):
+        assert getattr(other.request, name) == getattr(request, name)
+    other.put(3)
+    assert other.n_unread() == 0  # nobody reads its events
+
+
+def test_secrets_and_a_machines_own_settings_are_not_sent():
+    config = s.Config(
+        api_key="K-E-Y", hf_token="K-E-Y", cluster_secret="K-E-Y", model_path="/here"
+    )
+    shared = s._shared_settings(config)
+    assert "K-E-Y" not in json.dumps(shared)
+    assert "model_path" not in shared and "memory_limit_bytes" not in shared
+    assert shared["max_kv_size"] == config.max_kv_size
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts", "place"),
+    (
+        ({}, [["127.0.0.1:1"], ["127.0.0.1:2"]], None),
+        (
+            {"MLX_RANK": "1"},
+            [["10.0.0.5:1", "10.0.0.6:2"], ["10.0.0.7:1"]],
+            (1, 2, "10.0.0.5"),
+        ),
+        ({"MLX_RANK": "0"}, [["127.0.0.1:1"]], None),
+        ({"MLX_RANK": "0"}, "", None),
+        ({"MLX_RANK": "2"}, [["a:1"], ["b:2"]], "there are 2 ranks"),
+        ({"MLX_RANK": "x"}, [["a:1"], ["b:2"]], "cannot be read"),
+        ({"MLX_RANK": "0"}, [[], []], "cannot be read"),
+    ),
+)
+def test_a_process_knows_its_rank(variables, hosts, place, tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(json.dumps(hosts) if hosts else "")
+    environ = {"MLX_HOSTFILE": str(hostfile), **variables}
+    if not isinstance(place, str):
+        assert s.find_rank(environ) == place
+        return
+    with pytest.raises(s.ConfigError, match=place):
+        s.find_rank(environ)
+
+
+class Joining(threading.Thread):
+    """A rank that joins."""
+
+    def __init__(self, port, rank, secret="x", memory_bytes=100):
+        super().__init__(daemon=True)
+        self._config = s.Config(cluster_port=port, cluster_secret=secret)
+        self._place = s.RankPlace(rank, 2, "127.0.0.1")
+        self._memory_bytes = memory_bytes
+        self.stop = threading.Event()
+        self.config = None
+        self.error = ""
+        self.start()
+
+    def run(self):
+        try:
+            self.config, _ = s.join_ranks(
+                self._config,
+                self._place,
+                memory_bytes=self._memory_bytes,
+                stop=self.stop,
+            )
+        except s.ConfigError as error:
+            self.error = str(error)
+
+    def wait(self):
+        self.join(MAX_WAIT_SECONDS)
+        assert not self.is_alive()
+        return self
+
+
+def test_who_is_no_rank_does_not_stop_the_others(port_of_rank_0):
+    """Somebody else connects to CLUSTER_PORT, says nothing or nonsense, and goes."""
+    first = Joining(port_of_rank_0, 0)
+    hello = b'{"rank": %s, "nonce": "a", "proof": "%s", "facts": {"memory_bytes": 1}}\n'
+    for nonsense in (
+        *(b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[" * 70_000),
+        *(b"[" * 60_000 + b"\n", hello % (b"Infinity", b"")),
+        *(hello % (b"1", "é".encode()), hello % (b"1", rb"\ud800")),
+    ):
+        wait_until(partial(_can_connect, port_of_rank_0, nonsense))
+    stranger = Joining(port_of_rank_0, 1, secret="y").wait()
+    assert "CLUSTER_SECRET is another one on rank 0" in stranger.error
+
+    second = Joining(port_of_rank_0, 1, memory_bytes=99).wait()
+    assert first.wait().config.memory_limit_bytes == 99
+    assert second.config.memory_limit_bytes == 99
+    assert second.config.speculation == "off"
+
+
+@pytest.mark.parametrize("fact", ("VERSION", "LIBRARY"))
+def test_ranks_of_different_versions_do_not_start(fact, port_of_rank_0, monkeypatch):
+    first = Joining(port_of_rank_0, 0)
+    wait_until(partial(_can_connect, port_of_rank_0, b""))
+    if fact == "VERSION":
+        monkeypatch.setattr(s, "VERSION", "0.9.0")
+    else:
+        monkeypatch.setattr(s, "version_of_package", lambda name: "0.1")
+    second = Joining(port_of_rank_0, 1)
+    expected = {"VERSION": "start-llm is 1.0.0 on rank 0, and 0.9.0 on rank 1"}
+    for rank in (first, second):
+        assert expected.get(fact, "0.1 on rank 1") in rank.wait().error
+
+
+def test_a_rank_whose_others_do_not_come_can_be_stopped(port_of_rank_0):
+    for number in (0, 1):
+        rank = Joining(port_of_rank_0, number)
+        rank.stop.set()
+        assert "the start was stopped" in rank.wait().error
+
+
+@pytest.fixture
+def port_of_rank_0():
+    return free_port()
+
+
+def _can_connect(port, data):
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def test_ranks_on_a_network_need_a_secret():
+    place = s.RankPlace(0, 2, "10.0.0.5")
+    with pytest.raises(s.ConfigError, match="CLUSTER_SECRET must be set"):
+        s.join_ranks(s.Config(), place, memory_bytes=1, stop=threading.Event())
