@@ -1448,9 +1448,9 @@ _COUNTERS: Final = {  # of what should be rare, or is worth watching
     "disk_tokens": "Tokens whose KV was loaded from the disk",
     "draft_steps": "Steps that fed a draft",
     "draft_tokens": "Tokens of drafts",
-    "draft_tokens_right": "Tokens of drafts that were right: each saved a step",
+    "draft_tokens_accepted": "Tokens of drafts that were accepted: each saved a step",
     "draft_model_tokens": "Tokens of drafts that DRAFT_MODEL made",
-    "draft_model_tokens_right": "Tokens of these that were right",
+    "draft_model_tokens_accepted": "Tokens of these that were accepted",
 }
 _GAUGES: Final = {
     "queued": "Requests that wait for the model",
@@ -9714,8 +9714,8 @@ class TokenGenerator:
         first = self.first_tokens()[0]
         fed_ids = [first.token_id, *draft]
         leaves = cache_leaves(batch.prompt_cache)
-        others = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
-        states_before = list(map(_fields_of, others))
+        replaced = [leaf for leaf in leaves if leaf_kind(leaf).can_put_back]
+        states_before = list(map(_fields_of, replaced))
         n_again = len(self.pending_ids)
         again_ids = self.pending_ids
         call = _feed_before(self._model, again_ids)
@@ -9726,10 +9726,10 @@ class TokenGenerator:
         n_right = len(sampled) - 1
         right_ids = fed_ids[: 1 + n_right]
         n_wrong = len(fed_ids) - len(right_ids)
-        if n_wrong and others:
+        if n_wrong and replaced:
             n_wrong += n_again + len(right_ids)
             self.pending_ids = again_ids + right_ids
-            for leaf, state in zip(others, states_before, strict=True):
+            for leaf, state in zip(replaced, states_before, strict=True):
                 vars(leaf).update(state)
         for leaf in leaves:
             if leaf_kind(leaf).can_cut:
@@ -15866,8 +15866,8 @@ def _find_keyword(schema: JsonObject, keywords: set[str]) -> str:
 #
 # CopyDrafter copies, and is asked first. ModelDrafter asks the DraftModel, of which
 # there is one, for all requests. It follows the conversation that it was asked about
-# last, as each request decodes alone while it has drafts. A draft need not be right, so
-# it reads the end of a long conversation only: its KV has a bound.
+# last, as each request decodes alone while it has drafts. A draft need not be accepted,
+# so it reads the end of a long conversation only: its KV has a bound.
 #
 # Public   Drafter, CopyDrafter, ModelDrafter, DraftModel, DraftCosts, Draft, NO_DRAFT,
 #          can_draft
@@ -15883,9 +15883,9 @@ _NO_TEXT: Final[TokenIds] = np.array([-1], np.int32)  # between two conversation
 _DRAFT_LENGTHS: Final = (31, 15, 7)  # with the token before it, calls of 32, 16, 8
 _MODEL_LENGTHS: Final = (7, 4, 2)  # of a model's drafts: each token takes a call of it
 _NEW_WEIGHT: Final = 0.3  # of the newest value in a moving mean
-_FIRST_SHARE: Final = 0.9  # of draft tokens that are right, until some were tried
+_FIRST_SHARE: Final = 0.9  # of draft tokens that are accepted, until some were
 _FIRST_MODEL_SHARE: Final = 0.7  # of a model's
-_MOST_RIGHT: Final = 0.99  # of them that are expected to be, at most
+_MAX_SHARE: Final = 0.99  # of them that is expected to be accepted, at most
 _UNKNOWN_COST: Final = 2.0  # of a call that was never measured, by a plain step's
 _REST_TOKENS: Final = 8  # of the reply, after a draft that did not pay
 _LONG_REST_TOKENS: Final = 256  # where none is expected to pay; then one is tried again
@@ -15911,19 +15911,19 @@ class DraftCosts:
         """Whether a step without a draft was measured; `gain` needs it."""
         return 1 in self._seconds
 
-    def note(self, n_fed: int, seconds: float) -> None:
+    def measure(self, n_fed: int, seconds: float) -> None:
         """A step that fed so many tokens took so long."""
         mean = self._seconds.get(n_fed, seconds)
         self._seconds[n_fed] = mean + _NEW_WEIGHT * (seconds - mean)
 
-    def gain(self, n_draft: int, share_right: float) -> float:
+    def gain(self, n_draft: int, share_accepted: float) -> float:
         """Expected tokens a second with such drafts, by those without.
 
-        `share_right`: of draft tokens that follow right ones.
+        `share_accepted`: of the draft tokens that follow accepted ones.
         """
         plain = self._seconds[1]
         seconds = self._seconds.get(n_draft + 1, _UNKNOWN_COST * plain)
-        n_expected = (1 - share_right ** (n_draft + 1)) / (1 - share_right)
+        n_expected = (1 - share_accepted ** (n_draft + 1)) / (1 - share_accepted)
         return n_expected * plain / seconds
 
 
@@ -15960,11 +15960,11 @@ class Drafter:
         self._text = text  # then the reply so far, and room for more of it
         self._n_text = len(text)
         self._reply_start = len(text)
-        self._share_right = self._first_share
+        self._share_accepted = self._first_share
         self._rests_until = 0  # this length of the text
 
-    def read(self, output_ids: Sequence[int]) -> None:
-        """Note what the reply has become."""
+    def follow(self, output_ids: Sequence[int]) -> None:
+        """Take over what the reply has become; the token fed next is not in it."""
         new_ids = output_ids[self._n_text - self._reply_start :]
         end = self._n_text + len(new_ids)
         if end > len(self._text):
@@ -15985,26 +15985,28 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
-        """A draft was made and fed, and so much of it was right."""
-        self.costs.note(n_draft + 1, seconds)
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
+        """How much of a draft that was fed was accepted, and what the step took."""
+        self.costs.measure(n_draft + 1, seconds)
         self._metrics.bump("draft_steps")
         self._metrics.bump("draft_tokens", n_draft)
-        self._metrics.bump("draft_tokens_right", n_right)
-        n_tried = min(n_right + 1, n_draft)
-        share = n_right / n_tried
-        self._share_right += _NEW_WEIGHT * (share * _MOST_RIGHT - self._share_right)
+        self._metrics.bump("draft_tokens_accepted", n_accepted)
+        n_tried = min(n_accepted + 1, n_draft)
+        share = n_accepted / n_tried
+        self._share_accepted += _NEW_WEIGHT * (
+            share * _MAX_SHARE - self._share_accepted
+        )
 
     def _choose_length(self, lengths: Iterable[int]) -> int:
         """The length that pays best; 0 during a rest, and where none pays."""
         if self._n_text < self._rests_until or not self.costs.is_known:
             return 0
-        gains = {n: self.costs.gain(n, self._share_right) for n in lengths}
+        gains = {n: self.costs.gain(n, self._share_accepted) for n in lengths}
         n_draft = max(gains, key=gains.__getitem__)
         if gains[n_draft] > 1.0:
             return n_draft
         self._rests_until = self._n_text + _LONG_REST_TOKENS
-        self._share_right = self._first_share
+        self._share_accepted = self._first_share
         return 0
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
@@ -16034,18 +16036,18 @@ class CopyDrafter(Drafter):
         text = _join(prompt, others)
         super().__init__(text, end_ids=end_ids, costs=costs, metrics=metrics)
         self._copy_start = 0  # in the text, of the last copy
-        self._copied_to = 0  # the same: where that ceased to be right; 0: nowhere
+        self._copied_to = 0  # the same: where it was accepted to; 0: nowhere
 
     def draft(self, max_tokens: int, next_id: Callable[[], int] | None) -> Draft:
         """The copy after its first token, if that is the next one."""
-        copied_ids = self.propose(max_tokens + 1)
+        copied_ids = self.copy(max_tokens + 1)
         if next_id is None:
             return Draft(copied_ids[:-1])
         if len(copied_ids) < 2 or copied_ids[0] != next_id():
             return NO_DRAFT
         return Draft(copied_ids[1:])
 
-    def propose(self, max_tokens: int) -> list[int]:
+    def copy(self, max_tokens: int) -> list[int]:
         """What may follow, the first token included; [] if nothing would pay.
 
         `max_tokens`: of the reply that are left.
@@ -16065,8 +16067,8 @@ class CopyDrafter(Drafter):
                 return []
             start = int(starts[-1])
         self._copy_start = start
-        copy: list[int] = text[start : start + n_tokens].tolist()
-        return copy
+        copied_ids: list[int] = text[start : start + n_tokens].tolist()
+        return copied_ids
 
     def _find_near(self, text: TokenIds) -> int | None:
         """Where the last copy may go on, after something that was changed in it."""
@@ -16079,11 +16081,11 @@ class CopyDrafter(Drafter):
             return None
         return int(starts[np.abs(starts - self._copied_to).argmin()])
 
-    def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """After a draft that did not pay there is a rest: the copy is over."""
-        self._copied_to = self._copy_start + 1 + n_right
-        super().note(n_draft=n_draft, n_right=n_right, seconds=seconds)
-        if self.costs.gain(n_draft, 0.0) * (1 + n_right) < 1.0:
+        self._copied_to = self._copy_start + 1 + n_accepted
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
+        if self.costs.gain(n_draft, 0.0) * (1 + n_accepted) < 1.0:
             self._rests_until = self._n_text + _REST_TOKENS
 
 
@@ -16123,11 +16125,11 @@ class ModelDrafter(Drafter):
         token_ids = self._draft_model.propose(past, n_tokens, tenant=self._tenant)
         return Draft(self._before_end(token_ids), time.monotonic() - began)
 
-    def note(self, *, n_draft: int, n_right: int, seconds: float) -> None:
+    def learn(self, *, n_draft: int, n_accepted: int, seconds: float) -> None:
         """Count it among all drafts, and among those of the model."""
-        super().note(n_draft=n_draft, n_right=n_right, seconds=seconds)
+        super().learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
         self._metrics.bump("draft_model_tokens", n_draft)
-        self._metrics.bump("draft_model_tokens_right", n_right)
+        self._metrics.bump("draft_model_tokens_accepted", n_accepted)
 
 
 class DraftModel:
@@ -16456,7 +16458,7 @@ class RequestHandle:
         self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
         self.times = RequestTimes(self.submitted_at)
         self.reuse = Reuse()
-        self.saved_steps = 0  # by drafts that were right
+        self.saved_steps = 0  # by tokens of drafts
         self.is_second_try = False  # without the cache, after an error
         self.stop_reason: EndReason | None = None  # set it to end the request
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
@@ -17031,7 +17033,7 @@ class DecodeBatch:
         if others:
             return []
         drafters = running.drafters
-        if self._generator.pending_ids:  # after one that was wrong: a copy, or none
+        if self._generator.pending_ids:  # the last was not accepted whole: copies only
             drafters = drafters[:1]
         for drafter in drafters:
             draft = self._find_draft(drafter)
@@ -17042,7 +17044,7 @@ class DecodeBatch:
     def _find_draft(self, drafter: Drafter) -> Draft:
         """What may follow the token sampled last; NO_DRAFT if nothing is known to."""
         (running,) = self.requests
-        drafter.read(running.output_ids)
+        drafter.follow(running.output_ids)
         # The token sampled last is fed and counts, and the next one is sampled.
         n_left = running.request.max_tokens - len(running.output_ids) - 2
         if running.num_computed_tokens > running.n_prompt:
@@ -17063,7 +17065,7 @@ class DecodeBatch:
         seconds = time.monotonic() - began
         if len(rows) == 1 and is_usual:
             for drafter in self.requests[0].drafters:
-                drafter.costs.note(1, seconds)
+                drafter.costs.measure(1, seconds)
         self._has_launched = True
         return rows
 
@@ -17071,11 +17073,11 @@ class DecodeBatch:
         began = time.monotonic()
         tokens = self._generator.step_with(draft.token_ids)
         seconds = time.monotonic() - began + draft.seconds
-        n_right = len(tokens) - 1
+        n_accepted = len(tokens) - 1
         (running,) = self.requests
-        running.handle.saved_steps += n_right
+        running.handle.saved_steps += n_accepted
         n_draft = len(draft.token_ids)
-        drafter.note(n_draft=n_draft, n_right=n_right, seconds=seconds)
+        drafter.learn(n_draft=n_draft, n_accepted=n_accepted, seconds=seconds)
         self._has_launched = False
         return tokens
 

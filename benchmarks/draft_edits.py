@@ -88,9 +88,9 @@ def steps(server: Any, prompt: list[int], reply: list[int], costs: Any) -> float
     n_done = 0
     n_steps = 0.0
     while n_done < len(reply):
-        drafter.read(reply[:n_done])
+        drafter.follow(reply[:n_done])
         # As in the server: the first token of a copy has been sampled already.
-        first, *draft = drafter.propose(len(reply) - n_done) or [-1]
+        first, *draft = drafter.copy(len(reply) - n_done) or [-1]
         if not draft or first != reply[n_done]:
             n_steps += 1.0
             n_done += 1
@@ -101,7 +101,7 @@ def steps(server: Any, prompt: list[int], reply: list[int], costs: Any) -> float
                 break
             n_right += 1
         cost = next(costs[n] for n in sorted(costs) if n > len(draft))
-        drafter.note(n_draft=len(draft), n_right=n_right, seconds=cost)
+        drafter.learn(n_draft=len(draft), n_accepted=n_right, seconds=cost)
         n_steps += cost
         n_done += 1 + n_right
     return n_steps

@@ -55,7 +55,7 @@ def engines(bench, drafting):
 
 def counters(bench):
     snapshot = bench.metrics.snapshot()
-    return snapshot["draft_model_tokens"], snapshot["draft_model_tokens_right"]
+    return snapshot["draft_model_tokens"], snapshot["draft_model_tokens_accepted"]
 
 
 def follow(folder, prompt, rng, n, every):
@@ -371,7 +371,7 @@ def test_where_drafts_do_not_pay_it_rests(
 ):
     monkeypatch.undo()
     costs = counting.draft_model.costs
-    costs.note(1, 1.0)
+    costs.measure(1, 1.0)
     drafter = s.ModelDrafter(
         tokens(1, 2),
         counting.draft_model,
@@ -382,24 +382,24 @@ def test_where_drafts_do_not_pay_it_rests(
     output_ids = []
     n_drafts = 0
     while len(output_ids) < 1200:
-        drafter.read(output_ids)
+        drafter.follow(output_ids)
         draft = drafter.draft(1000, None).token_ids
         if draft:
             n_drafts += 1
             n = min(n_right, len(draft))
-            drafter.note(n_draft=len(draft), n_right=n, seconds=1.1)
+            drafter.learn(n_draft=len(draft), n_accepted=n, seconds=1.1)
             output_ids += draft[:n]
         output_ids.append(5)
 
     assert n_least <= n_drafts <= n_most
-    drafter.costs.note(8, 1000.0)  # its own seconds count
-    drafter.costs.note(5, 1000.0)
-    drafter.costs.note(3, 1000.0)
+    drafter.costs.measure(8, 1000.0)  # its own seconds count
+    drafter.costs.measure(5, 1000.0)
+    drafter.costs.measure(3, 1000.0)
     assert drafter.draft(1000, None) == s.NO_DRAFT
 
 
 def test_no_draft_goes_on_after_a_token_that_may_end_the_reply(counting):
-    counting.draft_model.costs.note(1, 1.0)
+    counting.draft_model.costs.measure(1, 1.0)
 
     def drafted(next_id, *end_ids):
         drafter = s.ModelDrafter(
@@ -489,7 +489,7 @@ def test_a_server_with_a_draft_model_answers_as_without_and_counts_it(models):
     assert replies[0] == replies[1]
     assert memory["draft_model"] > 100_000
     assert str(models(DENSE)) in banner.split("\n  drafts ")[1]
-    assert counted["draft_model_tokens_right"] > 0
+    assert counted["draft_model_tokens_accepted"] > 0
 
 
 # -- planted faults ----------------------------------------------------------------------

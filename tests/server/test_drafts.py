@@ -27,7 +27,7 @@ def drafter(past, seconds, **fields):
     """One for a reply after a past, where calls of these lengths take so long."""
     costs = s.DraftCosts()
     for n_fed, call_seconds in seconds.items():
-        costs.note(n_fed, call_seconds)
+        costs.measure(n_fed, call_seconds)
     fields = {"end_ids": frozenset(), **fields}
     prompt = np.array(past, np.int32)
     return s.CopyDrafter(prompt, costs=costs, metrics=s.CacheMetrics(), **fields)
@@ -41,45 +41,45 @@ def test_a_draft_is_what_followed_and_as_long_as_pays():
     on_gpu = {1: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}
     on_cpu = {1: 1.0, 8: 2.0, 16: 9.0, 32: 20.0}
 
-    assert drafter(BEGUN, on_gpu).propose(1000) == FILE[6:38]
-    assert drafter(BEGUN, on_cpu).propose(1000) == FILE[6:14]
-    assert drafter(BEGUN, on_gpu).propose(5) == FILE[6:11]
-    assert drafter(BEGUN, {1: 1.0, 8: 9.0, 16: 17.0, 32: 33.0}).propose(1000) == []
-    assert drafter(BEGUN, {}).propose(1000) == []
-    assert drafter([*FILE, *FILE[:5]], on_gpu).propose(1000) == []
-    assert drafter(BEGUN, on_gpu, end_ids=frozenset([109])).propose(9) == FILE[6:9]
+    assert drafter(BEGUN, on_gpu).copy(1000) == FILE[6:38]
+    assert drafter(BEGUN, on_cpu).copy(1000) == FILE[6:14]
+    assert drafter(BEGUN, on_gpu).copy(5) == FILE[6:11]
+    assert drafter(BEGUN, {1: 1.0, 8: 9.0, 16: 17.0, 32: 33.0}).copy(1000) == []
+    assert drafter(BEGUN, {}).copy(1000) == []
+    assert drafter([*FILE, *FILE[:5]], on_gpu).copy(1000) == []
+    assert drafter(BEGUN, on_gpu, end_ids=frozenset([109])).copy(9) == FILE[6:9]
     image = [*FILE[:8], -5, -6, *FILE[:6]]
-    assert drafter(image, on_gpu).propose(1000) == FILE[6:8]
+    assert drafter(image, on_gpu).copy(1000) == FILE[6:8]
 
 
 def test_after_a_change_a_copy_goes_on_where_three_tokens_are_the_same():
     on_gpu = {1: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}
     writer = drafter([*FILE, *range(1000, 1200), *FILE, 7], on_gpu)
     reply = FILE[:6]
-    writer.read(reply)
-    assert writer.propose(1000) == FILE[6:38]
+    writer.follow(reply)
+    assert writer.copy(1000) == FILE[6:38]
 
-    writer.note(n_draft=31, n_right=9, seconds=1.3)
+    writer.learn(n_draft=31, n_accepted=9, seconds=1.3)
     reply = [*FILE[:16], 1, 2, 3, *FILE[18:20]]
-    writer.read(reply)
-    assert writer.propose(1000) == []
+    writer.follow(reply)
+    assert writer.copy(1000) == []
     reply += FILE[20:21]
-    writer.read(reply)
-    assert writer.propose(1000) == FILE[21:53]
+    writer.follow(reply)
+    assert writer.copy(1000) == FILE[21:53]
 
     # Elsewhere six are needed.
-    writer.note(n_draft=31, n_right=0, seconds=1.3)
+    writer.learn(n_draft=31, n_accepted=0, seconds=1.3)
     reply += [5, *FILE[95:98], *[4] * 9, *FILE[94:98]]
-    writer.read(reply)
-    assert writer.propose(1000) == []
+    writer.follow(reply)
+    assert writer.copy(1000) == []
 
 
 def test_what_the_reply_repeats_of_itself_is_a_draft():
     writer = drafter([1, 2, 3], {1: 1.0, 8: 1.0, 16: 1.0, 32: 1.0})
-    writer.read([*FILE, 7])
-    writer.read([*FILE, 7, *FILE[:6]])
+    writer.follow([*FILE, 7])
+    writer.follow([*FILE, 7, *FILE[:6]])
 
-    assert writer.propose(1000) == FILE[6:38]
+    assert writer.copy(1000) == FILE[6:38]
 
 
 def test_after_drafts_that_did_not_pay_there_is_a_rest():
@@ -88,10 +88,10 @@ def test_after_drafts_that_did_not_pay_there_is_a_rest():
     n_tried = 0
     output_ids = []
     for _ in range(1000):
-        writer.read(output_ids)
-        if writer.propose(1000):
+        writer.follow(output_ids)
+        if writer.copy(1000):
             n_tried += 1
-            writer.note(n_draft=31, n_right=0, seconds=2.0)
+            writer.learn(n_draft=31, n_accepted=0, seconds=2.0)
         output_ids += [7, 8, *FILE[:6]]  # and nothing of what followed
 
     assert 0 < n_tried < 1000 * 8 / 50  # a second lost in 50 steps
@@ -104,7 +104,7 @@ def test_what_other_conversations_have_is_copied_where_this_one_has_nothing():
     begun = [7, *FILE[:6]]
 
     def copied(past, *others):
-        return drafter(past, on_gpu, others=others).propose(1000)
+        return drafter(past, on_gpu, others=others).copy(1000)
 
     assert copied(begun) == []
     assert copied(begun, oldest) == FILE[6:38]
@@ -134,12 +134,12 @@ def test_only_what_the_same_tenant_has_sent_is_copied(bench, is_known):
     ids, _, _ = b.ask(words(rng, 20), n=60, owner=owner, constraints=(forced(text),))
 
     assert ids == text
-    assert (counters(b)["draft_tokens_right"] > 0) == is_known
+    assert (counters(b)["draft_tokens_accepted"] > 0) == is_known
 
 
 @pytest.mark.parametrize("n_past", range(1, 9))
 def test_a_past_of_a_few_tokens_has_nothing_to_copy(n_past):
-    assert drafter([5] * n_past, {1: 1.0}).propose(1000) in ([], [5])
+    assert drafter([5] * n_past, {1: 1.0}).copy(1000) in ([], [5])
 
 
 # -- in the engine -------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def copies_with_faults(rng, source, n, every):
 def counters(bench):
     return {
         name: bench.metrics.snapshot()[name]
-        for name in ("draft_steps", "draft_tokens", "draft_tokens_right")
+        for name in ("draft_steps", "draft_tokens", "draft_tokens_accepted")
     }
 
 
@@ -212,7 +212,7 @@ def test_a_forced_copy_takes_fewer_steps_and_leaves_the_same_kv(bench, kind):
         past = past + ids + words(rng, 10)
 
     counted = counters(b)
-    assert counted["draft_tokens"] > counted["draft_tokens_right"] > 60
+    assert counted["draft_tokens"] > counted["draft_tokens_accepted"] > 60
 
 
 @pytest.mark.usefixtures("eager")
@@ -254,7 +254,7 @@ def test_a_reply_is_the_same_with_drafts_and_without(
     counted = counters(drafting)
     assert counted["draft_steps"] > 0
     if n_others:  # a free reply may have no draft that is right
-        assert counted["draft_tokens_right"] > 0
+        assert counted["draft_tokens_accepted"] > 0
     assert counters(plain)["draft_steps"] == 0
 
 
@@ -273,12 +273,12 @@ def test_what_has_to_be_fed_again_is_bounded(bench, monkeypatch, kind):
         n_pending.append(len(generator.pending_ids))
         return step_with(generator, draft)
 
-    def propose(drafter, max_tokens):
+    def copy(drafter, max_tokens):
         n_written = drafter._n_text - drafter._reply_start
         return [*reply[n_written : n_written + 7], 9, 9][:max_tokens]
 
     monkeypatch.setattr(s.TokenGenerator, "step_with", counted)
-    monkeypatch.setattr(s.CopyDrafter, "propose", propose)
+    monkeypatch.setattr(s.CopyDrafter, "copy", copy)
     b = bench(kind)
     ids, _, _ = b.ask(
         words(np.random.default_rng(13), 50), n=240, constraints=(forced(reply),)
@@ -423,7 +423,7 @@ def test_all_that_a_request_may_ask_for_is_answered_as_without_drafts(
         for name, fields in BODIES.items():
             check_same_reply(plain, drafting, name, fields)
         counts = drafting.state.metrics.snapshot()
-        assert counts["draft_tokens_right"] > 20
+        assert counts["draft_tokens_accepted"] > 20
     finally:
         plain.close()
         drafting.close()

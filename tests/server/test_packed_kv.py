@@ -255,7 +255,7 @@ def check_drafts(bench, monkeypatch, kind, settings):
         plain.ask(prompt, n=5)
         prompt = prompt + ids + words(rng, 9)
 
-    assert counters(drafting)["draft_tokens_right"] > 0
+    assert counters(drafting)["draft_tokens_accepted"] > 0
 
 
 # -- layers that share KV ----------------------------------------------------------------

@@ -156,9 +156,9 @@ def test_counters_start_at_zero_and_lose_nothing_between_threads():
         "disk_tokens": 0,
         "draft_steps": 0,
         "draft_tokens": 0,
-        "draft_tokens_right": 0,
+        "draft_tokens_accepted": 0,
         "draft_model_tokens": 0,
-        "draft_model_tokens_right": 0,
+        "draft_model_tokens_accepted": 0,
     }
     metrics.snapshot()["vlm_retreat"] = 0
     assert metrics.snapshot()["vlm_retreat"] == 8000
