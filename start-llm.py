@@ -16112,7 +16112,7 @@ class ModelDrafter(Drafter):
         """The model's most probable tokens, once it has read the conversation."""
         n_draft = self._choose_length(_MODEL_LENGTHS)
         n_tokens = min(n_draft, max_tokens)
-        if n_tokens <= 0:
+        if n_tokens <= 0 or self._draft_model.has_failed:
             return NO_DRAFT
 
         past = self._text[: self._n_text]
@@ -16149,7 +16149,7 @@ class DraftModel:
         self._layer_caches: LayerCaches = []
         self._read_ids: TokenIds = np.empty(0, np.int32)  # whose KV is there
         self._tenant = ""  # whose conversation they are
-        self._has_failed = False
+        self.has_failed = False  # then it is not asked any more
         self.costs = DraftCosts()
         n_places = _MAX_FOLLOWED_TOKENS + _MAX_READ_TOKENS  # buffers grow by less
         self.nbytes = loaded.nbytes + n_places * measure_kv(loaded.model).token_bytes
@@ -16172,14 +16172,14 @@ class DraftModel:
         """
         end = past[_followed_start(len(past)) :]
         is_text = end.min() >= 0 and end.max() < self._loaded.vocab_size
-        if self._has_failed or not is_text:
+        if self.has_failed or not is_text:
             return []
         try:
             self._cut_to(end, tenant)
             return self._go_on(end, n_tokens)
         except Exception:
             logger.exception("the draft model has failed, and is not asked any more")
-            self._has_failed = True
+            self.has_failed = True
             self.forget()
             return []
 

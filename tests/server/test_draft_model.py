@@ -265,6 +265,23 @@ def test_its_memory_is_taken_from_the_limit(bench, drafting):
     assert n_bytes >= (1 << 20) + 8192 * token_bytes
 
 
+def test_for_a_draft_model_that_has_failed_nobody_waits(counting):
+    def wait():
+        raise AssertionError("the token sampled last was waited for")
+
+    counting.draft_model.costs.measure(1, 1.0)
+    counting.draft_model.has_failed = True
+    drafter = s.ModelDrafter(
+        tokens(1, 2),
+        counting.draft_model,
+        tenant="",
+        end_ids=frozenset(),
+        metrics=s.CacheMetrics(),
+    )
+
+    assert drafter.draft(7, wait) == s.NO_DRAFT
+
+
 def test_the_seconds_that_a_draft_takes_count(drafting, monkeypatch):
     propose = s.DraftModel.propose
 
