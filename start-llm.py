@@ -9079,7 +9079,7 @@ class KVPacking:
         signs = mx.array(self._signs, dtype=rotated.dtype)
         return (mx.hadamard_transform(groups) * signs).flatten(-2)
 
-    @cached_property  # each layer asks four times a step
+    @cached_property  # each layer asks in each call
     def _signs(self) -> npt.NDArray[Any]:
         random = np.random.default_rng(_SIGNS_SEED)
         return random.choice((-1.0, 1.0), self.group_size)

@@ -265,23 +265,6 @@ def test_its_memory_is_taken_from_the_limit(bench, drafting):
     assert n_bytes >= (1 << 20) + 8192 * token_bytes
 
 
-def test_for_a_draft_model_that_has_failed_nobody_waits(counting):
-    def wait():
-        raise AssertionError("the token sampled last was waited for")
-
-    counting.draft_model.costs.measure(1, 1.0)
-    counting.draft_model.has_failed = True
-    drafter = s.ModelDrafter(
-        tokens(1, 2),
-        counting.draft_model,
-        tenant="",
-        end_ids=frozenset(),
-        metrics=s.CacheMetrics(),
-    )
-
-    assert drafter.draft(7, wait) == s.NO_DRAFT
-
-
 def test_the_seconds_that_a_draft_takes_count(drafting, monkeypatch):
     propose = s.DraftModel.propose
 
@@ -382,6 +365,28 @@ def test_the_end_of_a_conversation_is_followed(n_past, start):
     assert s._followed_start(n_past) == start
 
 
+def drafter_of(counting, *end_ids):
+    """For a reply to a prompt of two tokens."""
+    return s.ModelDrafter(
+        tokens(1, 2),
+        counting.draft_model,
+        tenant="",
+        end_ids=frozenset(end_ids),
+        metrics=s.CacheMetrics(),
+    )
+
+
+def test_for_a_draft_model_that_has_failed_nobody_waits(counting):
+    def wait():
+        raise AssertionError("the token sampled last was waited for")
+
+    counting.draft_model.costs.measure(1, 1.0)
+    counting.draft_model.has_failed = True
+    drafter = drafter_of(counting)
+
+    assert drafter.draft(7, wait) == s.NO_DRAFT
+
+
 @pytest.mark.parametrize("n_right, n_least, n_most", [(0, 4, 60), (7, 149, 999)])
 def test_where_drafts_do_not_pay_it_rests(
     counting, monkeypatch, n_right, n_least, n_most
@@ -389,13 +394,7 @@ def test_where_drafts_do_not_pay_it_rests(
     monkeypatch.undo()
     costs = counting.draft_model.costs
     costs.measure(1, 1.0)
-    drafter = s.ModelDrafter(
-        tokens(1, 2),
-        counting.draft_model,
-        tenant="",
-        end_ids=frozenset(),
-        metrics=s.CacheMetrics(),
-    )
+    drafter = drafter_of(counting)
     output_ids = []
     n_drafts = 0
     while len(output_ids) < 1200:
@@ -419,13 +418,7 @@ def test_no_draft_goes_on_after_a_token_that_may_end_the_reply(counting):
     counting.draft_model.costs.measure(1, 1.0)
 
     def drafted(next_id, *end_ids):
-        drafter = s.ModelDrafter(
-            tokens(1, 2),
-            counting.draft_model,
-            tenant="",
-            end_ids=frozenset(end_ids),
-            metrics=s.CacheMetrics(),
-        )
+        drafter = drafter_of(counting, *end_ids)
         return drafter.draft(2, next_id).token_ids
 
     assert set(drafted(None)) == {7}
