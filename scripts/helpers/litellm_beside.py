@@ -5,7 +5,7 @@ stdin     one line of JSON, an `Order`, with keys in it. Then it stays open as a
 stderr    for the server: each line is a level and a sentence, to be logged; STATE and the state
           of LiteLLM: starting, up or port_taken; or, from the gate in LiteLLM, REPLICAS and how
           the servers are (replica_choice.py)
-files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, .places, readable for their owner alone
+files     LOG_ROOT/litellm-PORT.json, .log, .log.1, .pid, .assignments, for their owner alone
 
 LiteLLM is a program of its own, never imported, in an environment of its own: keys and databases
 of its user do not reach it. One whose keeper was killed is known by pid file, command line and

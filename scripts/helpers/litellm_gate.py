@@ -5,7 +5,7 @@ the gate into its application. START_LLM_GATE is the path of those settings; the
 `start_llm_gate` is for the gate:
 
     key          that a client must send; empty: none
-    servers      the URL of each start-llm, and the key that it asks for; empty: none
+    servers      the URL of each start-llm, and the key that is sent to it; empty: none
     model_id     of the model that all of them serve
     models       the names that it answers to; empty: any
     max_body_bytes
@@ -133,6 +133,9 @@ BEGINNINGS: Final = (
     *(path.removeprefix("/v1") for path in UNSERVED_PATHS),
 )
 
+# A machine that drops packets refuses no connection: after so long it counts as down.
+CONNECT_SECONDS: Final = 5.0
+
 # So many of the largest bodies are held at once, or more of smaller ones.
 MAX_HELD_BODIES: Final = 4
 
@@ -205,8 +208,9 @@ class ServerCall:
 SERVER_CALL: Final[ContextVar[ServerCall | None]] = ContextVar("call", default=None)
 
 
-async def note_request(_request: httpx.Request) -> None:
-    """A hook of the client that LiteLLM uses."""
+async def note_request(request: httpx.Request) -> None:
+    """A hook of the client that LiteLLM uses, with a timeout of its own for each request."""
+    request.extensions["timeout"]["connect"] = CONNECT_SECONDS
     call = SERVER_CALL.get()
     if call is not None:
         call.was_sent = True
@@ -403,16 +407,20 @@ class Gate:
             request = self._request_to(server, scope, body)
             try:
                 response = await self.client.send(request, stream=True)
-            except httpx.ConnectError:  # it has got nothing of the request
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                # It has got nothing of the request.
                 failed_urls.append(server.url)
-                await self.servers.check(server)
+                self.servers.note(server, "down")
                 continue
             except httpx.TransportError:
                 await self.servers.check(server)
                 raise refusal_for_lost(server) from None
-            if response.status_code == 503:
-                await self.servers.note_refusal(server, conversation)
-            await self._send_back(response, server, scope["path"], send)
+            try:
+                if response.status_code == 503:
+                    await self.servers.note_refusal(server, conversation)
+                await self._send_back(response, server, scope["path"], send)
+            finally:
+                await response.aclose()
             return
         raise refusal_for_none(self.servers)
 
@@ -462,8 +470,6 @@ class Gate:
             if not last_chunk.endswith(b"\n\n"):
                 raise
             end = event_for_lost(server, path)
-        finally:
-            await response.aclose()
         await send({"type": "http.response.body", "body": end})
 
     # -- to LiteLLM --------------------------------------------------------------------
@@ -946,7 +952,7 @@ def install_gate() -> object:
         [Replica(**server) for server in settings.pop("servers")],
         client,
         model_id=settings.pop("model_id"),
-        places_file=path.with_suffix(".places"),
+        assignments_file=path.with_suffix(".assignments"),
         report=report_line,
     )
     callback = ServerOfRequest()

@@ -8,11 +8,12 @@ is there:
     moved   its server is gone, so it is like a new one. It stays where it goes then, when the old
             server is back, too: going back would cost it a second cold prefix (L-166). Who has
             asked nothing meanwhile still belongs to the old one
+    none    a request that no later one can be known to follow: the servers take turns
 
 choose() waits for nothing, so that the first six requests of a session, sent at once, go to one
 server (L-165). A conversation is known by the session id that its client sends or, without one,
 by the first words of its user, which no later request changes (L-167). Which server each has is
-in a file, for a proxy that starts again; there are digests in it, no words.
+in a file, for a proxy that starts again; there are digests, URLs and times in it, no words.
 """
 
 from __future__ import annotations
@@ -151,12 +152,12 @@ class Replica:
     """A server, and how it is."""
 
     url: str
-    key: str  # that it asks for; empty: none
+    key: str  # that is sent to it; "": none
     state: str = UP  # one of STATE_WORDS; it is checked as soon as the proxy runs
 
 
 @dataclass(slots=True)
-class Place:
+class Assignment:
     """Where a conversation is."""
 
     url: str
@@ -164,7 +165,7 @@ class Place:
 
 
 def ignore(_line: str) -> None:
-    """Nobody wants to be told."""
+    """A report that nobody reads."""
 
 
 @dataclass(slots=True)
@@ -174,11 +175,16 @@ class Replicas:
     servers: list[Replica]
     client: httpx.AsyncClient
     model_id: str = ""  # that each must serve
-    places_file: Path | None = None
+    assignments_file: Path | None = None
     report: Callable[[str], None] = ignore  # takes a line for the server's log
-    _places: OrderedDict[str, Place] = field(default_factory=OrderedDict)
+    _by_url: dict[str, Replica] = field(init=False)
+    _assignments: OrderedDict[str, Assignment] = field(default_factory=OrderedDict)
+    _n_turns: int = 0  # that servers took with requests without a conversation
     _is_saved: bool = True
     _reported: str = ""
+
+    def __post_init__(self) -> None:
+        self._by_url = {server.url: server for server in self.servers}
 
     @property
     def are_several(self) -> bool:
@@ -195,17 +201,12 @@ class Replicas:
         """
         if not self.are_several:
             return None if without else self.servers[0]
-        place = self._places.get(conversation)
-        for server in self.servers:
-            is_place = place is not None and server.url == place.url
-            if (
-                is_place
-                and server.state in (UP, DRAINING)
-                and server.url not in without
-            ):
-                return self._keep(conversation, server)
+        assignment = self._assignments.get(conversation)
+        if assignment is not None and assignment.url not in without:
+            server = self._by_url.get(assignment.url)  # None: no more in the settings
+            if server is not None and server.state in (UP, DRAINING):
+                return self._assign(conversation, server)
 
-        loads = self.count_conversations()
         candidates = [
             server
             for server in self.servers
@@ -213,32 +214,38 @@ class Replicas:
         ]
         if not candidates:
             return None
+        if not conversation:
+            self._n_turns += 1
+            return candidates[self._n_turns % len(candidates)]
+        loads = self.count_conversations()
         server = min(candidates, key=lambda server: loads[server.url])
-        return self._keep(conversation, server)
+        return self._assign(conversation, server)
 
-    def _keep(self, conversation: str, server: Replica) -> Replica:
-        if conversation:
-            self._is_saved = False
-            self._places[conversation] = Place(server.url, time.time())
-            self._places.move_to_end(conversation)
-            if len(self._places) > MAX_CONVERSATIONS:
-                self._places.popitem(last=False)
+    def _assign(self, conversation: str, server: Replica) -> Replica:
+        self._is_saved = False
+        self._assignments[conversation] = Assignment(server.url, time.time())
+        self._assignments.move_to_end(conversation)
+        if len(self._assignments) > MAX_CONVERSATIONS:
+            self._assignments.popitem(last=False)
         return server
 
     async def note_refusal(self, server: Replica, conversation: str) -> None:
-        """Have the next try go elsewhere, if a server refused since it is drained.
+        """Forget where a conversation was, if the server that refused it is drained.
 
-        It knows no such session then, as after a start of its own.
+        A drained server refuses sessions that it does not know, as after a start of its
+        own. So the client's next try goes elsewhere.
         """
         await self.check(server)
         if self.are_several and server.state == DRAINING:
-            self._places.pop(conversation, None)
+            self._assignments.pop(conversation, None)
 
     def count_conversations(self) -> Counter[str]:
         """How many each server has had in the last minutes, by its URL."""
         since = time.time() - BUSY_SECONDS
         return Counter(
-            place.url for place in self._places.values() if place.used_at > since
+            assignment.url
+            for assignment in self._assignments.values()
+            if assignment.used_at > since
         )
 
     def explain(self) -> str:
@@ -287,7 +294,12 @@ class Replicas:
         return state if state in STATE_WORDS else "down"
 
     def note(self, server: Replica, state: str) -> None:
-        """Let this be the state of a server; the log gets a line if it is another."""
+        """Let this be the state of a server; the log gets a line if it is another.
+
+        The only one stays as it is: there is no other way.
+        """
+        if not self.are_several:
+            return
         if state != server.state:
             server.state = state
             level = "INFO" if state in (UP, DRAINING) else "WARNING"
@@ -309,23 +321,24 @@ class Replicas:
     # -- the file ----------------------------------------------------------------------
 
     def _load(self) -> None:
-        if self.places_file is None:
+        if self.assignments_file is None:
             return
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            rows = json.loads(self.places_file.read_text())
+            rows = json.loads(self.assignments_file.read_text())
             for conversation, (url, used_at) in rows.items():
-                self._places[conversation] = Place(str(url), float(used_at))
+                assignment = Assignment(str(url), float(used_at))
+                self._assignments[conversation] = assignment
 
     def _save(self) -> None:
-        if self.places_file is None or self._is_saved:
+        if self.assignments_file is None or self._is_saved:
             return
         self._is_saved = True
         rows = {
-            conversation: (place.url, round(place.used_at))
-            for conversation, place in self._places.items()
+            conversation: (assignment.url, round(assignment.used_at))
+            for conversation, assignment in self._assignments.items()
         }
-        part = self.places_file.with_suffix(".part")
+        part = self.assignments_file.with_suffix(".part")
         with suppress(OSError):
             part.touch(mode=0o600)
             part.write_text(json.dumps(rows))
-            part.replace(self.places_file)
+            part.replace(self.assignments_file)

@@ -962,16 +962,16 @@ class Farm:
 
     servers: list[Served]
     url: str
-    places_file: Path  # of replica_choice.py
+    assignments_file: Path  # of replica_choice.py
 
     def n_fed(self) -> list[int]:
         return [len(served.recorder.fed) for served in self.servers]
 
-    def places(self) -> set[str]:
+    def conversations(self) -> set[str]:
         """Digests of the conversations that have a server."""
-        if not self.places_file.exists():
+        if not self.assignments_file.exists():
             return set()
-        return set(json.loads(self.places_file.read_text()))
+        return set(json.loads(self.assignments_file.read_text()))
 
 
 @contextmanager
@@ -985,7 +985,7 @@ def farm_of(n_servers: int, root: Path) -> Iterator[Farm]:
         wait_until(lambda: is_answering(url))
         port = url.rpartition(":")[2]
         logs = Path(f"{servers[0].state.config.log_root}-proxy")
-        yield Farm(servers, url, logs / f"litellm-{port}.places")
+        yield Farm(servers, url, logs / f"litellm-{port}.assignments")
 
 
 @pytest.fixture(scope="module")
@@ -1021,7 +1021,7 @@ def work_in_turns(client: Client, farm: Farm, patch: pytest.MonkeyPatch) -> Farm
     """Several sessions of a client at port 4000: a turn of each, then the next of each."""
     for served in farm.servers:
         forget(served)
-    places_before = farm.places()
+    conversations_before = farm.conversations()
     scribe = farm.servers[0].scribe
     client_turns = turns(type(client))
     replies = [
@@ -1052,9 +1052,11 @@ def work_in_turns(client: Client, farm: Farm, patch: pytest.MonkeyPatch) -> Farm
     ]
     work.n_prefilled = prefilled(fed, list(chain(*work.requests)))
     if len(farm.servers) > 1:
-        wait_until(lambda: len(farm.places() - places_before) >= len(SESSIONS))
+        wait_until(
+            lambda: len(farm.conversations() - conversations_before) >= len(SESSIONS)
+        )
         words = {digest_of(find_first_words(request.body)) for request in tap.posted}
-        work.has_id = not words & farm.places()
+        work.has_id = not words & farm.conversations()
     return work
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import replica_choice as r
-from litellm_gate import SERVER_CALL, Gate, client_of_server
+from litellm_gate import CONNECT_SECONDS, SERVER_CALL, Gate, client_of_server
 from replica_choice import Replica, Replicas
 
 URLS = ("http://one:1", "http://two:2", "http://three:3")
@@ -35,12 +35,24 @@ class Wire(httpx.AsyncBaseTransport):
         return await self._serve(request)
 
 
+def refuse_connection(request: httpx.Request, state: str) -> None:
+    """Raise what httpx does for a server that is down, or whose machine drops packets."""
+    if state == "down":
+        raise httpx.ConnectError("refused")
+    if state == "unreachable":
+        assert request.extensions["timeout"]["connect"] == CONNECT_SECONDS
+        raise httpx.ConnectTimeout("")
+
+
 class Farm:
     """Some servers, each with a state, and the gate before them and before LiteLLM."""
 
-    def __init__(self, n_servers: int = 2, places_file: Path | None = None) -> None:
+    def __init__(
+        self, n_servers: int = 2, assignments_file: Path | None = None
+    ) -> None:
         self.states = dict.fromkeys(URLS[:n_servers], "ok")
         self.asked: list[httpx.Request] = []  # but for how they are
+        self.checked: list[str] = []  # URLs that were asked how they are
         self.said: list[str] = []
         self.model_ids = dict.fromkeys(URLS, "m")
         self.keys = dict.fromkeys(URLS, "")
@@ -51,7 +63,7 @@ class Farm:
             servers,
             self.client,
             model_id="m",
-            places_file=places_file,
+            assignments_file=assignments_file,
             report=self.said.append,
         )
         self.gate = Gate(
@@ -68,8 +80,9 @@ class Farm:
     async def _serve(self, request: httpx.Request) -> httpx.Response:
         url = f"{request.url.scheme}://{request.url.netloc.decode()}"
         state = self.states[url]
-        if state == "down":
-            raise httpx.ConnectError("refused")
+        if request.url.path == "/health":
+            self.checked.append(url)
+        refuse_connection(request, state)
         await request.aread()
         if request.url.path == "/health":
             return httpx.Response(200, json={"status": state})
@@ -97,7 +110,9 @@ class Farm:
         await receive()
         call = SERVER_CALL.get()
         assert call is not None
-        answer = await self.client.post(f"{call.server.url}{CHAT}", json={})
+        a_day = 86_400.0
+        url = f"{call.server.url}{CHAT}"
+        answer = await self.client.post(url, json={}, timeout=a_day)
         start = {"type": "http.response.start", "headers": []}
         await send({**start, "status": answer.status_code})
         await send({"type": "http.response.body", "body": b"{}"})
@@ -273,7 +288,31 @@ def test_one_server_alone_gets_bodies_unread_and_is_never_asked_how_it_is():
     run(farm.check())
     assert farm.servers.servers[0].state == "down"
     assert farm.said == []
-    assert not farm.servers._places
+    assert not farm.servers._assignments
+
+
+NAMELESS = [
+    {"prompt": ["a"]},
+    {"prompt": [1, 2, 3]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+]
+
+
+@pytest.mark.parametrize("body", NAMELESS)
+def test_requests_without_a_conversation_go_to_the_servers_in_turns(body):
+    farm = Farm(3)
+
+    async def work() -> None:
+        for _ in range(6):
+            await farm.ask(body)
+        farm.states["http://two:2"] = "down"
+        await farm.check()
+        for _ in range(4):
+            await farm.ask(body)
+
+    run(work())
+    assert Counter(farm.hosts[:6]) == {"one": 2, "two": 2, "three": 2}
+    assert Counter(farm.hosts[6:]) == {"one": 2, "three": 2}
 
 
 def test_each_server_gets_its_own_key():
@@ -312,6 +351,35 @@ def test_a_dead_servers_sessions_move_once_and_no_others():
     assert farm.hosts[7:] == ["two", "two", "one", "two"]
     assert any("WARNING http://one:1 does not answer" in line for line in farm.said)
     assert any("INFO http://one:1 is up" in line for line in farm.said)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_machine_that_drops_packets_is_left_and_not_asked_once_more(path):
+    farm = Farm(2)
+    farm.states["http://one:1"] = "unreachable"
+
+    async def work() -> None:
+        assert (await farm.ask(said_by_user("x"), path))[0] == 200
+        assert farm.checked == []
+        assert farm.servers.servers[0].state == "down"  # so the next one does not wait
+        assert (await farm.ask(said_by_user("y"), path))[0] == 200
+
+    run(work())
+    assert farm.hosts == ["two", "two"]
+
+
+def test_litellm_too_leaves_a_machine_that_drops_packets_though_it_waits_for_a_day():
+    farm = Farm(2)
+    farm.states["http://one:1"] = "unreachable"
+
+    async def work() -> None:
+        status, text = await farm.ask({"input": "x"}, RESPONSES)
+        assert status == 502
+        assert "send it again" in text
+        assert (await farm.ask({"input": "x"}, RESPONSES))[0] == 200
+
+    run(work())
+    assert farm.hosts == ["two"]
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
@@ -559,6 +627,50 @@ def test_a_body_is_let_go_when_it_has_been_sent_on_and_not_at_the_end_of_the_rep
     run(work())
 
 
+class StalledWire(httpx.AsyncBaseTransport):
+    """A server that refuses a chat, and then does not say how it is."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.is_closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            self.is_asked = True
+            await asyncio.Event().wait()
+        async for _part in request.stream:
+            pass
+        wire = self
+
+        class Refusal(httpx.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                yield b"{}"
+
+            async def aclose(self) -> None:
+                wire.is_closed = True
+
+        return httpx.Response(503, stream=Refusal())
+
+
+def test_the_connection_of_a_refused_request_is_closed_when_its_client_leaves():
+    farm = Farm(2)
+    wire = StalledWire()
+    client = client_of_server(wire)
+    farm.gate = dataclasses.replace(farm.gate, client=client)
+    farm.servers.client = client
+
+    async def work() -> None:
+        upload = Upload(farm)
+        await upload.post(b"{}", is_last=True)
+        assert wire.is_asked
+        assert not wire.is_closed
+        await upload.leave()
+        await upload.task
+        assert wire.is_closed
+
+    run(work())
+
+
 def test_with_an_id_no_body_is_held():
     farm = Farm(2)
     farm.gate = dataclasses.replace(farm.gate, max_body_bytes=1)
@@ -570,7 +682,7 @@ def test_with_an_id_no_body_is_held():
 
 
 def test_a_proxy_that_starts_again_knows_where_conversations_are(tmp_path):
-    path = tmp_path / "litellm-1.places"
+    path = tmp_path / "litellm-1.assignments"
     farm = Farm(3, path)
 
     async def work() -> None:
@@ -596,7 +708,7 @@ def test_a_proxy_that_starts_again_knows_where_conversations_are(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": ["u", "x"]}'])
 def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path, text):
-    path = tmp_path / "litellm-1.places"
+    path = tmp_path / "litellm-1.assignments"
     path.write_text(text)
     farm = Farm(2, path)
     farm.servers._load()
@@ -607,7 +719,7 @@ def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path, text):
 
 def test_a_server_that_is_no_more_in_the_settings_is_left(tmp_path):
     farm = Farm(2)
-    farm.servers._places["k"] = r.Place("http://gone:1", 0.0)
+    farm.servers._assignments["k"] = r.Assignment("http://gone:1", 0.0)
     chosen = farm.servers.choose("k")
     assert chosen is not None
     assert chosen.url == "http://one:1"
@@ -618,13 +730,13 @@ def test_the_conversations_used_least_recently_are_forgotten(monkeypatch):
     farm = Farm(2)
     for conversation in ("a", "b", "c", "a", "d"):
         farm.servers.choose(conversation)
-    assert list(farm.servers._places) == ["c", "a", "d"]
+    assert list(farm.servers._assignments) == ["c", "a", "d"]
 
 
 def test_sessions_of_long_ago_do_not_count(monkeypatch):
     farm = Farm(2)
     now = r.time.time()
     for number in range(5):
-        farm.servers._places[str(number)] = r.Place("http://one:1", now - 700)
+        farm.servers._assignments[str(number)] = r.Assignment("http://one:1", now - 700)
     assert farm.servers.choose("new").url == "http://one:1"
     assert farm.servers.count_conversations() == {"http://one:1": 1}
